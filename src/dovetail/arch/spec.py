@@ -1,0 +1,50 @@
+"""What a model is, as a frozen value: everything that the decoder needs to know about a dense family. No torch here."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """Rotary position embedding. `kind` is the field's name for the scaling; the rest are its parameters."""
+
+    kind: str = "default"  # default | linear | dynamic | llama3 | yarn
+    theta: float = 10000.0
+    rotary_dim: int  # rotated channels of every head: head_dim, or less for partial rotary
+    factor: float = 1.0
+    max_positions: int  # positions that the unscaled table was trained on
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # multiplies cos and sin
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Grouped-query attention. `windows[l]`: layer l sees only that many latest tokens; None: all of them."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchSpec:
+    """A dense decoder: pre-norm blocks of attention and a SiLU-gated MLP, RMSNorm, rotary positions."""
+
+    family: str
+    vocab_size: int
+    width: int
+    depth: int
+    ffn_width: int
+    norm_eps: float
+    attention: AttentionSpec
+    rope: RopeSpec
+    mlp_bias: bool = False
+    tie_embeddings: bool = False
+    init_std: float = 0.02

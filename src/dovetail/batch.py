@@ -1,0 +1,234 @@
+"""The one shape of batch: packed tokens [T], with sequence boundaries, shifted targets, masks and per-token fields.
+
+Index i of `targets`, `mask` and every field belongs to the prediction made at position i: `targets[i]` is the token
+that follows `tokens[i]` in its sequence. The shift happens here, before anything is cut, so no rank ever needs its
+neighbour's token. Dealing sequences over replicas and cutting micro-batches are pure functions of the lengths, so all
+ranks agree on them without a word.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dovetail.errors import DataError
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence before packing. `mask` and list-valued fields have one entry a token of `ids`: entry j belongs to
+    predicting ids[j], so entry 0 is never used. A number as a field stands for every token."""
+
+    ids: Seq[int]
+    mask: Seq[bool] | None = None
+    fields: Mapping[str, float | Seq[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """T tokens of S sequences, back to back.
+
+    tokens, positions, targets: int64 [T]; mask: bool [T], False where nothing is predicted or nothing counts;
+    cu_seqlens: int32 [S + 1]; lengths: the same on the host; fields: float32 (or wider) [T] by name. The field
+    `temperature`, where present, divides the logits.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    targets: Tensor
+    mask: Tensor
+    lengths: tuple[int, ...]
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def pack(
+        cls, sequences: Iterable[Sequence | Seq[int] | Tensor], *, dtype: torch.dtype = torch.float32
+    ) -> "PackedBatch":
+        """Pack sequences in order. The last token of each predicts nothing: its target is 0 and its mask False."""
+        rows = [row if isinstance(row, Sequence) else Sequence(_ids(row)) for row in sequences]
+        lengths = tuple(len(row.ids) for row in rows)
+        if not all(lengths):
+            raise DataError(f"sequence {lengths.index(0)} has no tokens; a sequence needs at least one")
+        names = sorted({name for row in rows for name in row.fields})
+        tokens = [token for row in rows for token in row.ids]
+        targets = [token for row in rows for token in (*row.ids[1:], 0)]
+        mask: list[bool] = []
+        columns: dict[str, list[float]] = {name: [] for name in names}
+        for index, (row, n) in enumerate(zip(rows, lengths, strict=True)):
+            kept = [True] * n if row.mask is None else list(row.mask)
+            if len(kept) != n:
+                raise DataError(f"sequence {index} has {n} tokens but a mask of {len(kept)}")
+            mask += [bool(m) for m in kept[1:]] + [False]
+            for name in names:
+                if name not in row.fields:
+                    raise DataError(f"sequence {index} has no field {name!r}, which others of the batch have")
+                columns[name] += _shifted(row.fields[name], n, name, index)
+        return cls(
+            tokens=torch.tensor(tokens, dtype=torch.int64),
+            positions=torch.tensor([p for n in lengths for p in range(n)], dtype=torch.int64),
+            cu_seqlens=cumulative(lengths),
+            targets=torch.tensor(targets, dtype=torch.int64),
+            mask=torch.tensor(mask, dtype=torch.bool),
+            lengths=lengths,
+            fields={name: torch.tensor(column, dtype=dtype) for name, column in columns.items()},
+        )
+
+    def __len__(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """[T]: which sequence each token belongs to."""
+        counts = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
+        return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=len(self))
+
+    def with_fields(self, **fields: Tensor) -> "PackedBatch":
+        """The same tokens with fields added or replaced."""
+        return replace(self, fields={**self.fields, **fields})
+
+    def with_mask(self, mask: Tensor) -> "PackedBatch":
+        return replace(self, mask=mask)
+
+    def to(self, device: torch.device | str) -> "PackedBatch":
+        return self._map(lambda x: x.to(device), self.cu_seqlens.to(device), self.lengths)
+
+    def select(self, sequences: Seq[int]) -> "PackedBatch":
+        """Only these sequences, in this order."""
+        index = self.token_index(sequences)
+        return self._take(index, tuple(self.lengths[s] for s in sequences))
+
+    def token_index(self, sequences: Seq[int]) -> Tensor:
+        """int64: where the tokens of these sequences lie in this batch."""
+        starts = cumulative(self.lengths).tolist()
+        spans = [torch.arange(starts[s], starts[s + 1]) for s in sequences]
+        return (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)).to(self.tokens.device)
+
+    def compact(self, index: Tensor) -> "PackedBatch":
+        """Only the tokens at the sorted positions `index` [n]. Sequences keep their number and may become empty."""
+        counts = torch.bincount(self.sequence_ids[index], minlength=self.num_sequences)
+        cu_seqlens = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+        return self._map(lambda x: x[index], cu_seqlens, self.lengths)
+
+    def pad_to_multiple(self, multiple: int) -> "PackedBatch":
+        """Add one masked sequence of zeros so that T is a positive multiple of `multiple`; T already one: unchanged."""
+        missing = -len(self) % multiple if len(self) else multiple
+        if not missing:
+            return self
+        tail = {name: missing for name in ("tokens", "targets", "mask")}
+        padded = {name: torch.nn.functional.pad(getattr(self, name), (0, n)) for name, n in tail.items()}
+        positions = torch.cat([self.positions, torch.arange(missing, device=self.positions.device)])
+        fill = {name: 1.0 if name == "temperature" else 0.0 for name in self.fields}
+        fields = {n: torch.nn.functional.pad(x, (0, missing), value=fill[n]) for n, x in self.fields.items()}
+        lengths = (*self.lengths, missing)
+        cu_seqlens = cumulative(lengths).to(self.cu_seqlens.device)
+        return replace(self, **padded, positions=positions, fields=fields, lengths=lengths, cu_seqlens=cu_seqlens)
+
+    def _take(self, index: Tensor, lengths: tuple[int, ...]) -> "PackedBatch":
+        cu_seqlens = cumulative(lengths).to(self.cu_seqlens.device)
+        return self._map(lambda x: x[index], cu_seqlens, lengths)
+
+    def _map(self, fn: Callable[[Tensor], Tensor], cu_seqlens: Tensor, lengths: tuple[int, ...]) -> "PackedBatch":
+        return PackedBatch(
+            tokens=fn(self.tokens),
+            positions=fn(self.positions),
+            cu_seqlens=cu_seqlens,
+            targets=fn(self.targets),
+            mask=fn(self.mask),
+            lengths=lengths,
+            fields={name: fn(x) for name, x in self.fields.items()},
+        )
+
+
+def cumulative(lengths: Seq[int]) -> Tensor:
+    """int32 [S + 1] on the host: where each sequence starts, and T."""
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
+
+
+def plan_microbatches(
+    lengths: Seq[int], replicas: int, budget: int | None, multiple: int = 1, width: int = 1 << 20
+) -> list[list[list[int]]]:
+    """Which sequences each replica runs in each micro-batch: [replica][micro-batch] -> sequence numbers.
+
+    Sequences go to replicas by falling cost (longest first, to the least loaded); a replica fills micro-batches first
+    fit, each of at most `budget` tokens counting the padding to `multiple`. Every replica has equally many
+    micro-batches; some may be empty. `width` weighs attention (n^2) against the rest (n): cost = n (1 + n / 12 width).
+    """
+    if budget is not None:
+        for i, n in enumerate(lengths):
+            if _padded(n, multiple) > budget:
+                raise DataError(
+                    f"sequence {i} has {n} tokens ({_padded(n, multiple)} with padding), more than tokens_per_batch="
+                    f"{budget}; raise trainer.tokens_per_batch or set data.overlong=drop"
+                )
+    load = [0.0] * replicas
+    dealt: list[list[int]] = [[] for _ in range(replicas)]
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        replica = min(range(replicas), key=lambda r: (load[r], len(dealt[r]), r))
+        load[replica] += lengths[i] * (1 + lengths[i] / (12 * width))
+        dealt[replica].append(i)
+    plans = []
+    for mine in dealt:
+        bins: list[tuple[int, list[int]]] = []
+        for i in mine:
+            for b, (used, members) in enumerate(bins):
+                if budget is None or _padded(used + lengths[i], multiple) <= budget:
+                    bins[b] = (used + lengths[i], [*members, i])
+                    break
+            else:
+                bins.append((lengths[i], [i]))
+        plans.append([sorted(members) for _, members in bins])
+    count = max(map(len, plans), default=0)
+    return [plan + [[] for _ in range(count - len(plan))] for plan in plans]
+
+
+class Sum(NamedTuple):
+    """A quantity to be averaged: its sum over tokens or sequences, and how many there were."""
+
+    total: Tensor
+    count: Tensor
+
+
+class Loss(NamedTuple):
+    """What a loss returns: sums over this rank's tokens, never means. The engine divides once, by the global count."""
+
+    total: Tensor
+    count: Tensor
+    metrics: Mapping[str, Sum] = {}
+
+
+class LossFn(Protocol):
+    """A loss of `TokenStats` (or of values [n]) and the batch's counted tokens: masked tokens are gone.
+
+    A loss with an attribute `separable` that is True is a sum over tokens and may be handed a sequence piece by piece;
+    any other sees whole sequences, at the price of a second head pass.
+    """
+
+    def __call__(self, stats: Any, batch: PackedBatch, /) -> Loss: ...
+
+
+def is_separable(loss: LossFn) -> bool:
+    """Whether `loss` declares itself a sum over tokens."""
+    return hasattr(loss, "separable") and bool(loss.separable)
+
+
+def _ids(row: Seq[int] | Tensor) -> list[int]:
+    return row.tolist() if isinstance(row, Tensor) else list(row)
+
+
+def _padded(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _shifted(values: float | Seq[float], n: int, name: str, index: int) -> list[float]:
+    if isinstance(values, (int, float)):
+        return [float(values)] * n
+    if len(values) != n:
+        raise DataError(f"sequence {index} has {n} tokens but {len(values)} entries in field {name!r}")
+    return [*map(float, values[1:]), 1.0 if name == "temperature" else 0.0]

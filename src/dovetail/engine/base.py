@@ -1,0 +1,51 @@
+"""What an engine does, whatever is behind it. Every call is collective and takes the same global batch on every rank."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from dovetail.batch import LossFn, PackedBatch
+from dovetail.tokenstats import TokenStats
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step, the same on every rank. `loss`, and each metric, is its global sum over its global count."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int  # tokens that the model computed, padding not counted
+    skipped: bool  # the gradient was not finite, so nothing was updated
+    metrics: Mapping[str, float]
+
+
+class Engine(Protocol):
+    """A model cut over ranks. Results cover all tokens of the batch, in its order, on every rank."""
+
+    def score(self, batch: PackedBatch) -> TokenStats:
+        """Log-prob and entropy of `batch.targets` [T]; 0 where the mask is False."""
+        ...
+
+    def values(self, batch: PackedBatch) -> Tensor:
+        """The value head's output at every token [T]."""
+        ...
+
+    def train_step(self, batch: PackedBatch, loss: LossFn) -> StepReport:
+        """Forward, backward and one optimizer step over the whole batch."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, whole tensor) of every parameter, one bounded bucket resident at a time."""
+        ...
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """Write an HF directory, by all ranks, complete or not at all."""
+        ...
+
+    def save_sharded(self, path: Path | str) -> None:
+        """Write each rank's pieces and their manifest, complete or not at all."""
+        ...

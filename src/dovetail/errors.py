@@ -1,0 +1,37 @@
+"""The mistakes a user can make, as exception kinds: each message says what was given, what was expected and what to do.
+
+Everything raised on purpose for a user's mistake is a `UserError`; the command line prints its message once, without
+a traceback, and exits with 2. Anything else that escapes is a defect of ours and exits with 1.
+"""
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend; the message names the edit."""
+
+
+class ConfigError(UserError):
+    """A recipe, an override or a flag says something that cannot be done."""
+
+
+class LayoutError(UserError):
+    """Parallel degrees that do not fit the ranks or the model."""
+
+
+class ModelError(UserError):
+    """A model directory asks for something that this engine does not compute."""
+
+
+class CheckpointError(UserError):
+    """Tensors that are missing, extra, mis-shaped or corrupt, all named together."""
+
+
+class DataError(UserError):
+    """Rows that cannot be trained on or scored."""
+
+
+def listing(items: list[str], limit: int = 20) -> str:
+    """`items` for a message: one a line, the first `limit`, then how many more."""
+    lines = [f"  - {item}" for item in items[:limit]]
+    if len(items) > limit:
+        lines.append(f"  ... and {len(items) - limit} more")
+    return "\n".join(lines)

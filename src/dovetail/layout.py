@@ -1,0 +1,78 @@
+"""How a model is cut over ranks, as a value: the degrees of each kind of parallelism. No torch here.
+
+Ranks = tp x pp x cp x dp. `ep` adds none: it divides dp x cp. Rank order, outermost first: pp, dp, cp, tp.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+from dovetail.errors import LayoutError
+
+DEGREES = ("tp", "pp", "cp", "dp", "ep")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The degrees of one model's parallelism. `dp=None` means: whatever the number of ranks leaves over."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int | None = 1
+    ep: int = 1
+    virtual_stages: int = 1
+    cp_mode: str = "auto"
+    pp_split: str | tuple[int, ...] = "auto"
+    schedule: str = "1f1b"
+
+    def __post_init__(self) -> None:
+        for name in (*DEGREES, "virtual_stages"):
+            value = getattr(self, name)
+            if name == "dp" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise LayoutError(f"layout {name}={value!r}: expected a whole number of 1 or more")
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """`"tp=2,dp=2"` -> Layout(tp=2, dp=2). Any subset, any order; an unnamed dp is left to the launcher."""
+        degrees: dict[str, int | None] = {"dp": None}
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, value = item.partition("=")
+            if name not in DEGREES or not equals:
+                raise LayoutError(f"layout {text!r}: {item!r} is not one of {', '.join(d + '=N' for d in DEGREES)}")
+            if not value.isdigit() or int(value) < 1:
+                raise LayoutError(f"layout {text!r}: {name} must be a whole number of 1 or more, not {value!r}")
+            degrees[name] = int(value)
+        return cls(**degrees)  # type: ignore[arg-type]  # names were checked against DEGREES
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one replica: tp x pp x cp."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the job: tp x pp x cp x dp, dp counting 1 while it is not known."""
+        return self.model_ranks * (self.dp or 1)
+
+    def resolve(self, world: int) -> "Layout":
+        """The same layout with dp known, checked against `world` ranks."""
+        if self.dp is None:
+            if world % self.model_ranks:
+                raise LayoutError(
+                    f"layout {self} needs a multiple of {self.model_ranks} ranks, but the job has {world}; "
+                    "change the degrees or the number of ranks"
+                )
+            return replace(self, dp=world // self.model_ranks).resolve(world)
+        if self.num_ranks != world:
+            raise LayoutError(
+                f"layout {self} needs {self.num_ranks} ranks (tp x pp x cp x dp), but the job has {world}; "
+                "change the degrees or the number of ranks"
+            )
+        if (self.dp * self.cp) % self.ep:
+            raise LayoutError(f"layout {self}: ep={self.ep} does not divide dp x cp = {self.dp * self.cp}")
+        return self
+
+    def __str__(self) -> str:
+        shown = [f.name for f in fields(self) if f.name in DEGREES and getattr(self, f.name) != 1]
+        return ",".join(f"{name}={getattr(self, name) or 'auto'}" for name in shown) or "tp=1"

@@ -1,0 +1,107 @@
+"""Who talks to whom: the named axes of one model over the ranks of a job. Built once, passed down, never global.
+
+Ranks are numbered with pp outermost, then dp, cp and tp, so tp ranks are neighbours. `fsdp` is dp x cp merged: the
+ranks over which FSDP2 shards parameters. `world` is every rank. Several meshes of different layouts may live in one job.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dovetail.layout import Layout
+
+ORDER = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One parallel axis as this rank sees it. An axis of size 1 needs no group, and its collectives are the identity."""
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes of one model. `copies[n]` are the groups of n neighbouring tp ranks that hold the same KV heads."""
+
+    layout: Layout
+    device: torch.device
+    axes: Mapping[str, Axis]
+    copies: Mapping[int, Axis]
+    fsdp: DeviceMesh | None = None
+
+    def __getitem__(self, name: str) -> Axis:
+        return self.axes[name]
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """This rank's place on every axis, by name."""
+        return {name: axis.rank for name, axis in self.axes.items()}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every axis, by name."""
+        return {name: axis.size for name, axis in self.axes.items()}
+
+    @property
+    def token_multiple(self) -> int:
+        """What the number of packed tokens must be a multiple of."""
+        return self["tp"].size * (2 * self["cp"].size if self["cp"].size > 1 else 1)
+
+    @classmethod
+    def solo(cls, device: torch.device | str = "cpu") -> "Mesh":
+        """The mesh of one process without any group: every axis has size 1. For a model that FSDP does not wrap."""
+        axes = {name: Axis(name) for name in (*ORDER, "fsdp", "world")}
+        return cls(Layout(), torch.device(device), axes, {1: Axis("copies")})
+
+    @classmethod
+    def build(cls, layout: Layout, device: torch.device | str = "cpu") -> "Mesh":
+        """Split the default process group into axes. Collective: every rank calls it, with the same layout."""
+        world, me = dist.get_world_size(), dist.get_rank()
+        layout = layout.resolve(world)
+        device = torch.device(device)
+        grid = torch.arange(world).view([getattr(layout, name) for name in ORDER])
+        axes = {"world": Axis("world", world, me, dist.group.WORLD)}
+        for name in ORDER:
+            axes[name] = _axis(name, _lines(grid, (name,)), me)
+        axes["fsdp"] = _axis("fsdp", _lines(grid, ("dp", "cp")), me, always=True)
+        tp_lines = _lines(grid, ("tp",))
+        copies = {}
+        for n in (n for n in range(1, layout.tp + 1) if layout.tp % n == 0):
+            copies[n] = _axis("copies", [line[i : i + n] for line in tp_lines for i in range(0, layout.tp, n)], me)
+        fsdp = DeviceMesh.from_group(axes["fsdp"].group, device.type, mesh_dim_names=("fsdp",))
+        return cls(layout, device, axes, copies, fsdp)
+
+
+def coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The place of any rank on the axes of `ORDER`, and on `fsdp` and `world`: the inverse of the rank order."""
+    found, rest = {"world": rank}, rank
+    for name in reversed(ORDER):
+        rest, found[name] = divmod(rest, sizes[name])
+    found["fsdp"] = found["dp"] * sizes["cp"] + found["cp"]
+    return found
+
+
+def _lines(grid: torch.Tensor, names: tuple[str, ...]) -> list[list[int]]:
+    """The groups of ranks that differ only along `names`."""
+    dims = [ORDER.index(name) for name in names]
+    length = prod(grid.shape[d] for d in dims)
+    lines: list[list[int]] = grid.movedim(dims, list(range(-len(dims), 0))).reshape(-1, length).tolist()
+    return lines
+
+
+def _axis(name: str, lines: list[list[int]], me: int, *, always: bool = False) -> Axis:
+    """This rank's axis among `lines`. `new_group` is collective, so every rank makes every group."""
+    mine = Axis(name)
+    for line in lines:
+        group = dist.new_group(line) if len(line) > 1 or always else None
+        if me in line:
+            mine = Axis(name, len(line), line.index(me), group)
+    return mine
