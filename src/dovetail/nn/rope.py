@@ -6,6 +6,7 @@ transformers, since one rounding of a frequency is multiplied by the position.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,16 +16,20 @@ from dovetail.errors import ModelError
 
 
 def rope_tables(
-    spec: RopeSpec, positions: Tensor, dtype: torch.dtype, token_lengths: Tensor | None = None
+    spec: RopeSpec, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype, counts: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, [T, R / 2] in `dtype`, for positions [T]; computed in float32 or wider. One call a forward pass.
+    """cos and sin, [T, R / 2] in `dtype`, for packed positions [T]; computed in float32 or wider, once a forward pass.
 
-    token_lengths [T]: the length of the whole sequence that each token belongs to. Only kind `dynamic` reads it, and
-    must have it: its frequencies follow each sequence's own length, so no sequence changes another packed beside it.
+    lengths: how long each sequence is. counts: how many of the T tokens belong to each; default: all of its tokens.
+    Only kind `dynamic` reads them: its frequencies follow each sequence's own length, never its neighbors'.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    frequencies = inverse_frequencies(spec, wide, token_lengths).to(positions.device)
-    angles = positions.to(wide)[:, None] * frequencies
+    if spec.kind == "dynamic" and lengths:
+        rows = torch.stack([inverse_frequencies(spec, wide, length) for length in lengths])
+        frequencies = rows.repeat_interleave(torch.tensor(counts or lengths), dim=0)
+    else:
+        frequencies = inverse_frequencies(spec, wide)
+    angles = positions.to(wide)[:, None] * frequencies.to(positions.device)
     return (angles.cos() * spec.attention_factor).to(dtype), (angles.sin() * spec.attention_factor).to(dtype)
 
 
@@ -36,14 +41,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def token_lengths(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """int64 [T]: for every packed token the length of its sequence."""
-    lengths = cu_seqlens.diff().long()
-    return torch.repeat_interleave(lengths, lengths, output_size=num_tokens)
-
-
-def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, token_lengths: Tensor | None = None) -> Tensor:
-    """Radians per position: [R / 2], or [T, R / 2] for kind `dynamic`."""
+def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> Tensor:
+    """Radians per position, [R / 2], for a sequence of this length, which only kind `dynamic` reads."""
     channels = torch.arange(0, spec.rotary_dim, 2).to(dtype) / spec.rotary_dim
     plain = 1.0 / spec.theta**channels
     match spec.kind:
@@ -52,8 +51,7 @@ def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, token_lengths: Tenso
         case "linear":
             return plain / spec.factor
         case "dynamic":
-            assert token_lengths is not None, "dynamic rotary embedding needs each token's sequence length"
-            return _dynamic(spec, plain, channels, token_lengths)
+            return 1.0 / _dynamic_base(spec, dtype, length) ** channels if length > spec.max_positions else plain
         case "llama3":
             return _llama3(spec, plain)
         case "yarn":
@@ -61,13 +59,10 @@ def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, token_lengths: Tenso
     raise ModelError(f"rotary embedding of kind {spec.kind!r} is not computed")
 
 
-def _dynamic(spec: RopeSpec, plain: Tensor, channels: Tensor, token_lengths: Tensor) -> Tensor:
-    """NTK-aware scaling: a sequence longer than `max_positions` raises the base, any other keeps it."""
-    channels, plain = channels.to(token_lengths.device), plain.to(token_lengths.device)
-    lengths = token_lengths.to(plain.dtype)[:, None]
-    stretch = spec.factor * lengths / spec.max_positions - (spec.factor - 1)
-    base = spec.theta * stretch.clamp(min=1.0) ** (spec.rotary_dim / (spec.rotary_dim - 2))
-    return torch.where(lengths > spec.max_positions, 1.0 / base**channels, plain)
+def _dynamic_base(spec: RopeSpec, dtype: torch.dtype, length: int) -> Tensor:
+    """NTK-aware scaling: the base grows with what the sequence exceeds. A tensor, so as to round in `dtype`."""
+    stretch = spec.factor * torch.tensor(length, dtype=dtype) / spec.max_positions - (spec.factor - 1)
+    return spec.theta * stretch ** (spec.rotary_dim / (spec.rotary_dim - 2))
 
 
 def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
