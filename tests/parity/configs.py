@@ -75,7 +75,7 @@ def tiny_model(config: PreTrainedConfig, *, seed: int = 0, values: bool = False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if values:
-            config.num_labels = 1
+            config.num_labels, config.classifier_dropout = 1, 0.0
         kind = AutoModelForTokenClassification if values else AutoModelForCausalLM
         model: PreTrainedModel = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
@@ -92,7 +92,7 @@ def save_tiny(
     save: passed to save_pretrained, such as max_shard_size.
     """
     model = tiny_model(config, seed=seed)
-    model.to(dtype=dtype)
+    torch.nn.Module.to(model, dtype)
     model.save_pretrained(path, **save)
     return model
 

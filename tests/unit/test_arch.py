@@ -4,7 +4,9 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers.activations import ACT2FN
 
 from dovetail.arch.registry import spec_from_config, validate_layout
 from dovetail.arch.spec import ArchSpec
@@ -220,6 +222,7 @@ def test_windows_are_those_of_transformers(family: str, options: dict[str, Any])
         ({"rope_scaling": {"type": "dynamic", "factor": 0.5}}, "factor is 0.5; supported: a number of 1 or more"),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor is 4.0; supported: .*below"),
         ({"rope_theta": None}, "rope_theta is None; supported: a number"),
+        ({"rope_theta": 0}, "rope_theta is 0; supported: a number of 2 or more"),
         ({"head_dim": 9}, "rotated channels"),
         ({"rope_scaling": LINEAR, "partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; supported: an even"),
         ({"layer_types": ["full_attention"]}, "layer_types .*one entry for each of the 4 layers"),
@@ -255,6 +258,13 @@ def test_refusals_say_what_was_given_and_what_is_supported(family: str, options:
 def test_refusals_of_one_family(family: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read(family, **{"num_hidden_layers": 2, **options})
+
+
+@every_family
+def test_swish_is_another_name_of_silu(family: str) -> None:
+    x = torch.linspace(-9, 9, 101)
+    assert torch.equal(ACT2FN["swish"](x), ACT2FN["silu"](x))
+    assert read(family, hidden_act="swish") == read(family)
 
 
 @pytest.mark.parametrize("given", ["gpt2", None, ["llama"]])
