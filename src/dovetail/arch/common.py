@@ -158,7 +158,7 @@ def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
     scaled = {} if kind == "default" else _scaling(kind, r, c.integer("max_position_embeddings") / max_positions)
     return RopeSpec(
         kind=kind,
-        theta=r.number("rope_theta"),
+        theta=r.number("rope_theta", least=2.0),  # yarn divides by its logarithm
         rotary_dim=_rotary_dim(r, kind, head_dim),
         max_positions=max_positions,
         **scaled,
@@ -199,7 +199,7 @@ def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
 
 
 def _yarn_attention_factor(r: Fields, factor: float) -> float:
-    """0.1 ln(factor) + 1 (YaRN, arXiv 2309.00071, eq. 22), or the ratio of two such with weighted logarithms."""
+    """0.1 ln(factor) + 1 (YaRN, arXiv 2309.00071), or the ratio of two such with weighted logarithms."""
     if r.get("attention_factor") is not None:
         return r.number("attention_factor")
 

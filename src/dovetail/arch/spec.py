@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
+
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
     """Rotary position embedding. `kind` is the field's name for the scaling; the rest are its parameters."""
