@@ -141,7 +141,7 @@ def regions(
 
 
 def fsdp_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """The rows of dim 0 that FSDP2 gives to one rank: equal chunks rounded up, so the last ranks may hold fewer or none."""
+    """The rows of dim 0 that FSDP2 gives to one rank: equal chunks rounded up, so the last may hold fewer or none."""
     chunk = -(-rows // size)
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 

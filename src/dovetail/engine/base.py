@@ -1,4 +1,7 @@
-"""What an engine does, whatever is behind it. Every call is collective and takes the same global batch on every rank."""
+"""What an engine does, whatever is behind it.
+
+Every call is collective and takes the same global batch on every rank.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,0 +1,251 @@
+"""Runs test bodies on several ranks: worker processes that live for the whole test session, gloo, no ports.
+
+`@distributed(world=N)` turns a test function into one whose body runs on N ranks; `run(world, fn, *args)` calls any
+module-level function on N ranks and returns every rank's result. Both use the same workers: rank r is always worker r,
+so a session never has more processes than its widest test. Every call gets a fresh default process group (rendezvous
+through a file), a fixed seed and one thread. The first rank that reports an error gives the test its traceback, and the
+workers of a failed or late call are killed, because nobody knows what they still wait for.
+"""
+
+import contextlib
+import faulthandler
+import functools
+import importlib
+import inspect
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+TIMEOUT = 120.0  # seconds for one body, on every rank
+START_TIMEOUT = 180.0  # seconds for a worker to import torch on a busy machine
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not finish; the message holds its traceback."""
+
+
+def run(world: int, fn: Callable[..., T], *args: Any, timeout: float = TIMEOUT, **kwargs: Any) -> list[T]:
+    """`fn(*args, **kwargs)` on ranks 0 .. world - 1 of a default process group; the results in rank order.
+
+    `fn` must be importable by name, arguments and results must pickle; tensors come back detached, on the CPU.
+    """
+    job = (inspect.getmodule(fn).__name__, fn.__qualname__, args, kwargs)  # type: ignore[union-attr]  # never None
+    return _POOL.call(world, job, timeout)
+
+
+def distributed(world: int, *, timeout: float = TIMEOUT) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test on `world` ranks. Fixtures and parameters reach every rank, so they must pickle."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(*args: Any, **kwargs: Any) -> None:
+            run(world, body, *args, timeout=timeout, **kwargs)
+
+        test.__dict__["distributed_body"] = body
+        return test
+
+    return decorate
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    pipe: Connection
+    stacks: Path  # where the worker writes the stacks of its threads on SIGUSR1
+
+    def stack(self) -> str:
+        """Where a rank that does not answer is right now."""
+        if self.process.pid is None or not self.process.is_alive():
+            return "  (gone)"
+        os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        return self.stacks.read_text(errors="replace")
+
+
+class _Pool:
+    """The worker processes of this session; rank r runs on worker r."""
+
+    def __init__(self) -> None:
+        self.workers: dict[int, _Worker] = {}
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
+        self.calls = 0
+
+    def call(self, world: int, job: tuple[Any, ...], timeout: float) -> list[Any]:
+        """Run `job` on ranks 0 .. world - 1. Workers of a call that does not succeed are killed."""
+        folder = self._start(world)
+        self.calls += 1
+        store = folder / f"store-{self.calls}"
+        try:
+            for rank in range(world):
+                message = (sys.path, rank, world, str(store), timeout, job)
+                self.workers[rank].pipe.send_bytes(pickle.dumps(message))
+            return self._collect(world, timeout)
+        except BaseException:
+            self.discard(world)
+            raise
+        finally:
+            store.unlink(missing_ok=True)
+
+    def discard(self, world: int) -> None:
+        """Kill the workers of ranks 0 .. world - 1."""
+        gone = [self.workers.pop(rank) for rank in range(world) if rank in self.workers]
+        for worker in gone:
+            worker.process.kill()
+        for worker in gone:
+            worker.process.join()
+            worker.pipe.close()
+
+    def close(self) -> None:
+        """End all workers, politely first."""
+        for worker in self.workers.values():
+            with contextlib.suppress(OSError):
+                worker.pipe.send_bytes(b"")
+        for worker in self.workers.values():
+            worker.process.join(5)
+        self.discard(max(self.workers, default=-1) + 1)
+        if self.folder is not None:
+            self.folder.cleanup()
+            self.folder = None
+
+    def _start(self, world: int) -> Path:
+        """Have workers 0 .. world - 1 ready; those that are missing start together."""
+        self.folder = self.folder or tempfile.TemporaryDirectory(prefix="ranks-")
+        folder = Path(self.folder.name)
+        context = multiprocessing.get_context("spawn")
+        fresh = [rank for rank in range(world) if rank not in self.workers]
+        for rank in fresh:
+            mine, theirs = context.Pipe()
+            stacks = folder / f"stacks-{rank}"
+            process = context.Process(target=_serve, args=(theirs, str(stacks)), name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self.workers[rank] = _Worker(process, mine, stacks)
+        deadline = time.monotonic() + START_TIMEOUT
+        for rank in fresh:
+            pipe = self.workers[rank].pipe
+            try:
+                if not pipe.poll(deadline - time.monotonic()):
+                    raise RankFailed(f"worker {rank} did not start within {START_TIMEOUT:.0f} s")
+                pipe.recv_bytes()
+            except (EOFError, RankFailed):
+                self.discard(world)
+                raise
+        return folder
+
+    def _collect(self, world: int, timeout: float) -> list[Any]:
+        """Every rank's result; raises for the first rank that reports an error, dies, or is late."""
+        results: dict[int, Any] = {}
+        waiting = {self.workers[rank].pipe: rank for rank in range(world)}
+        deadline = time.monotonic() + timeout
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                where = "\n".join(f"rank {r}:\n{self.workers[r].stack()}" for r in sorted(waiting.values()))
+                raise RankFailed(f"ranks {sorted(waiting.values())} did not finish within {timeout:g} s\n{where}")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    kind, value = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    process = self.workers[rank].process
+                    process.join(5)
+                    raise RankFailed(f"rank {rank} of {world} died with exit code {process.exitcode}") from None
+                if kind == "skipped":
+                    pytest.skip(value)
+                if kind == "failed":
+                    raise RankFailed(f"rank {rank} of {world} failed\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(world)]
+
+
+_POOL = _Pool()
+
+
+def close_workers() -> None:
+    """End the session's workers; the next call starts new ones."""
+    _POOL.close()
+
+
+def worker_ids() -> dict[int, int | None]:
+    """Process id by rank of the workers that are alive."""
+    return {rank: worker.process.pid for rank, worker in _POOL.workers.items()}
+
+
+def _serve(pipe: Connection, stacks: str) -> None:
+    """A worker's life: one job after another until the pipe closes, or an empty message comes."""
+    torch.set_num_threads(1)
+    with open(stacks, "w") as file, contextlib.suppress(EOFError):
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        pipe.send_bytes(b"ready")
+        while message := pipe.recv_bytes():
+            pipe.send_bytes(_answer(*pickle.loads(message)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads may abort a process that exits in the normal way
+
+
+def _answer(path: list[str], rank: int, world: int, store: str, timeout: float, job: tuple[Any, ...]) -> bytes:
+    """What one rank reports of one job: (`ok`, result), (`failed`, traceback) or (`skipped`, reason), pickled."""
+    try:
+        sys.path[:] = path
+        module, name, args, kwargs = job
+        fn = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+        fn = vars(fn).get("distributed_body", fn)
+        with _process_group(rank, world, store, timeout):
+            result = fn(*args, **kwargs)
+            return _pickled(("ok", result))
+    except pytest.skip.Exception as skipped:
+        return _pickled(("skipped", str(skipped)))
+    except BaseException:
+        return _pickled(("failed", traceback.format_exc()))
+
+
+@contextlib.contextmanager
+def _process_group(rank: int, world: int, store: str, timeout: float) -> Iterator[None]:
+    """A default process group for one body. On failure it is left as it is: this process is about to be killed."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    file = dist.FileStore(store, world)  # type: ignore[attr-defined]  # torch exports it without saying so
+    limit = timedelta(seconds=timeout + 30)  # the parent's limit comes first
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=world, timeout=limit)
+    yield
+    dist.barrier()  # nobody leaves while others still talk to it
+    dist.destroy_process_group()
+
+
+class _Pickler(pickle.Pickler):
+    """Sends tensors by value: detached, on the CPU, without the rest of the storage that they are views of."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and (obj.requires_grad or obj.device.type != "cpu" or _is_view(obj)):
+            return obj.detach().cpu().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _is_view(x: torch.Tensor) -> bool:
+    return x.numel() * x.element_size() < x.untyped_storage().nbytes()
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()

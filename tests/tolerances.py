@@ -1,0 +1,74 @@
+"""How close is close enough: every tolerance of the tests by name, and the measure that they bound (DESIGN section 6).
+
+Never loosen one: a deviation has a cause.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+EXACT = 0.0  # round trips, copies, refactors
+SUM_ORDER = 1e-12  # float64: the same sums in another order (sharded against one rank)
+OP_FP64 = 1e-10  # float64: one operation against an independent formula
+OP_FP32 = 1.3e-6  # float32: one operation, relative (torch's default)
+MODEL_FP32 = 1e-5  # float32: a whole model against another implementation
+GRAD_RATIO_FP32 = 1e-2  # no gradient tensor is off by a factor beyond 1 +- this
+CURVE_FP32 = 1e-4  # float32: loss and gradient norm over the first training steps, relative
+GRADCHECK = 1e-6  # finite differences in float64
+
+SMALL_SHARE = 0.01  # a tensor's error is measured against at least this share of the largest tensor
+RATIO_SHARE = 1e-6  # tensors below this share of the largest are too small for the ratio test
+
+
+def max_abs(x: Tensor) -> float:
+    """Largest magnitude in x; 0 for an empty tensor."""
+    return float(x.detach().abs().max()) if x.numel() else 0.0
+
+
+def tensor_error(a: Tensor, b: Tensor, largest: float | None = None) -> float:
+    """max|a - b| / max(max|b|, 0.01 largest). `largest`: max|b| over all tensors compared; default: b's own."""
+    assert a.shape == b.shape, f"shapes {tuple(a.shape)} and {tuple(b.shape)} differ"
+    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    difference = max_abs(a.detach().to(wide) - b.detach().to(wide))
+    if difference == 0.0:
+        return 0.0
+    scale = max(max_abs(b), SMALL_SHARE * (max_abs(b) if largest is None else largest))
+    return difference / scale if scale else float("inf")
+
+
+def worst_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest `tensor_error` of tensors with the same names, and whose it is. The names must be equal."""
+    assert set(actual) == set(expected), f"names differ: {sorted(set(actual) ^ set(expected))}"
+    largest = max(map(max_abs, expected.values()), default=0.0)
+    errors = {name: tensor_error(actual[name], expected[name], largest) for name in expected}
+    worst = max(errors, key=lambda name: errors[name], default="")
+    return errors.get(worst, 0.0), worst
+
+
+def worst_ratio(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+    """How far |<a, b> / <b, b> - 1| strays, and whose: finds a tensor that is summed twice, or never."""
+    largest = max(map(max_abs, expected.values()), default=0.0)
+    worst, whose = 0.0, ""
+    for name, b in expected.items():
+        if max_abs(b) <= RATIO_SHARE * largest:
+            continue
+        wide, narrow = b.detach().to(torch.float64), actual[name].detach().to(torch.float64)
+        stray = abs(float((narrow * wide).sum() / (wide * wide).sum()) - 1.0)
+        if stray > worst:
+            worst, whose = stray, name
+    return worst, whose
+
+
+def assert_close(a: Tensor, b: Tensor, tolerance: float, what: str = "tensor") -> None:
+    """Fail unless `tensor_error(a, b) <= tolerance`."""
+    error = tensor_error(a, b)
+    assert error <= tolerance, f"{what}: error {error:.3e} > {tolerance:.0e}"
+
+
+def assert_all_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
+    """Fail unless all tensors agree by name: error within `tolerance`, and none off by a factor."""
+    error, name = worst_error(actual, expected)
+    assert error <= tolerance, f"{name}: error {error:.3e} > {tolerance:.0e}"
+    ratio, name = worst_ratio(actual, expected)
+    assert ratio <= GRAD_RATIO_FP32, f"{name}: off by a factor of 1 +- {ratio:.3e}"
