@@ -146,6 +146,24 @@ class PackedBatch:
         )
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """A batch padded for the ranks, and its counted tokens apart: `counted` are the rows `index` [n] of `batch`."""
+
+    batch: PackedBatch
+    index: Tensor
+    counted: PackedBatch
+
+    @classmethod
+    def of(cls, batch: PackedBatch, multiple: int = 1) -> "MicroBatch":
+        padded = batch.pad_to_multiple(multiple)
+        index = padded.mask.nonzero()[:, 0]
+        return cls(padded, index, padded.compact(index))
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        return MicroBatch(self.batch.to(device), self.index.to(device), self.counted.to(device))
+
+
 def cumulative(lengths: Seq[int]) -> Tensor:
     """int32 [S + 1] on the host: where each sequence starts, and T."""
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)

@@ -73,6 +73,7 @@ class Region:
     checkpoint_slice: Slices
     local_slice: Slices
     owned: bool  # of the ranks that hold the same piece, this one writes it and counts it in norms
+    copies: int = 1  # neighbouring tp ranks that hold this piece because the axis has more ranks than pieces
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -132,7 +133,7 @@ def regions(
             local[split.dim] = (offset, offset + stop - start)
             shape = (*local_shape[: split.dim], part.size, *local_shape[split.dim + 1 :])
             owned = first and rank % part.copies == 0
-            found.append(Region(part_name, shape, tuple(checkpoint), tuple(local), owned))
+            found.append(Region(part_name, shape, tuple(checkpoint), tuple(local), owned, part.copies))
         offset += length
     return tuple(found)
 

@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass
 
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
     """Rotary position embedding. `kind` is the field's name for the scaling; the rest are its parameters."""
 
-    kind: str = "default"  # default | linear | dynamic | llama3 | yarn
+    kind: str = "default"  # one of ROPE_KINDS
     theta: float = 10000.0
-    rotary_dim: int  # rotated channels of every head: head_dim, or less for partial rotary
+    rotary_dim: int  # rotated channels of every head, its first ones: head_dim, or less for partial rotary
     factor: float = 1.0
-    max_positions: int  # positions that the unscaled table was trained on
+    max_positions: int  # positions that the unscaled table was trained for
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0  # yarn

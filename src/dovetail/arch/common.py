@@ -1,0 +1,225 @@
+"""What the dense families share: reading config.json with a family's defaults, and refusing what is not computed.
+
+The keys, their precedence and what follows from them are those of transformers 5: what it computes from a config is
+what we compute, and an option that we do not compute is refused by name.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dovetail.arch.spec import ROPE_KINDS, ArchSpec, AttentionSpec, RopeSpec
+from dovetail.errors import ModelError
+
+SILU = ("silu", "swish")  # two names of one function
+FULL, SLIDING = "full_attention", "sliding_attention"
+FULL_NAMES = (FULL, "attention")  # the second is what older configs call the first
+DEFAULT_THETA = 10000.0
+ROPE_KEYS = frozenset(
+    "rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor "
+    "beta_fast beta_slow mscale mscale_all_dim truncate low_freq_factor high_freq_factor finetuned".split()
+)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Values by name, with the defaults of absent keys. Every reader names the key that it cannot accept."""
+
+    where: str
+    given: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.given or key in self.defaults
+
+    def get(self, key: str) -> Any:
+        """The value as it stands: None where it is null, or absent and without a default."""
+        return self.given.get(key, self.defaults.get(key))
+
+    def integer(self, key: str, least: int = 1) -> int:
+        value = self.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.refusal(key, f"a whole number of {least} or more")
+        return value
+
+    def number(self, key: str, least: float = 0.0) -> float:
+        value = self.get(key)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value < math.inf:
+            raise self.refusal(key, f"a number of {least:g} or more")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.get(key)
+        if not isinstance(value, bool):
+            raise self.refusal(key, "true or false")
+        return value
+
+    def refusal(self, key: str, expected: str) -> ModelError:
+        """`raise fields.refusal(...)`: what was given under `key`, and what is supported."""
+        state = "is missing" if key not in self else f"is {self.get(key)!r}"
+        return ModelError(f"{self.where}: {key} {state}; supported: {expected}")
+
+
+def family_fields(family: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Fields:
+    return Fields(f"config.json of a {family} model", config, defaults)
+
+
+def dense_spec(
+    c: Fields,
+    *,
+    windows: tuple[int | None, ...],
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    qk_norm: bool = False,
+    mlp_bias: bool = False,
+) -> ArchSpec:
+    """The spec of a dense family from the keys that all of them share and the few that set them apart."""
+    _refuse_what_is_not_computed(c)
+    width, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
+    kv_heads = heads if c.get("num_key_value_heads") is None else c.integer("num_key_value_heads")
+    if heads % kv_heads:
+        raise c.refusal("num_key_value_heads", f"a divisor of num_attention_heads={heads}")
+    derived = c.get("head_dim") is None and c.defaults.get("head_dim") is None
+    head_dim = width // heads if derived else c.integer("head_dim")
+    return ArchSpec(
+        family=str(c.get("model_type")),
+        vocab_size=c.integer("vocab_size"),
+        width=width,
+        depth=c.integer("num_hidden_layers"),
+        ffn_width=c.integer("intermediate_size"),
+        norm_eps=c.number("rms_norm_eps"),
+        attention=AttentionSpec(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            qk_norm=qk_norm,
+            windows=windows,
+        ),
+        rope=rope_spec(c, head_dim),
+        mlp_bias=mlp_bias,
+        tie_embeddings=c.flag("tie_word_embeddings"),
+        init_std=c.number("initializer_range"),
+    )
+
+
+def layer_windows(c: Fields, window: int | None, first: int = 0, per_layer: bool = True) -> tuple[int | None, ...]:
+    """One entry a layer: `window` from layer `first` on, or wherever `layer_types` says so.
+
+    `per_layer=False`: the family runs one kind of layer, so a `layer_types` that says otherwise is refused.
+    """
+    depth = c.integer("num_hidden_layers")
+    implied = [SLIDING if window is not None and layer >= first else FULL for layer in range(depth)]
+    types = implied
+    if c.get("layer_types") is not None:
+        types = [FULL if name in FULL_NAMES else name for name in c.get("layer_types")]
+    if len(types) != depth:
+        raise c.refusal("layer_types", f"one entry for each of the {depth} layers")
+    if not set(types) <= {FULL, SLIDING}:
+        raise c.refusal("layer_types", f"{FULL} and {SLIDING}")
+    if not per_layer and types != implied:
+        raise c.refusal("layer_types", f"only {implied[0]} in every layer, which is all that this family runs")
+    if SLIDING in types and window is None:
+        raise c.refusal("layer_types", f"{SLIDING} only together with a sliding_window that is in use")
+    return tuple(window if name == SLIDING else None for name in types)
+
+
+def qwen_windows(c: Fields) -> tuple[int | None, ...]:
+    """Qwen's rule: `sliding_window` counts only where `use_sliding_window` says so, from `max_window_layers` on."""
+    used = c.flag("use_sliding_window") and c.get("sliding_window") is not None
+    window = c.integer("sliding_window") if used else None
+    return layer_windows(c, window, first=c.integer("max_window_layers", least=0))
+
+
+def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
+    """`rope_scaling` (the older form) wins over `rope_parameters`; what they say wins over top-level keys."""
+    given = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+        raise c.refusal("rope_scaling" if c.get("rope_scaling") else "rope_parameters", "one flat set for all layers")
+    max_positions = c.integer("max_position_embeddings")
+    defaults = {
+        "rope_type": given.get("type", "default"),
+        "rope_theta": c.given.get("rope_theta", DEFAULT_THETA),
+        "partial_rotary_factor": c.get("partial_rotary_factor"),
+        "original_max_position_embeddings": max_positions,
+        "truncate": True,
+    }
+    r = Fields(f"the rotary embedding in {c.where}", given, defaults)
+    kind = r.get("rope_type")
+    if kind not in ROPE_KINDS:
+        raise r.refusal("rope_type", ", ".join(ROPE_KINDS))
+    for key in given.keys() - ROPE_KEYS:
+        raise r.refusal(key, ", ".join(sorted(ROPE_KEYS)))
+    if kind in ("llama3", "yarn"):  # their tables stretch from the original length, which may also stand at top level
+        top_level = c.get("original_max_position_embeddings") is not None
+        max_positions = (c if top_level else r).integer("original_max_position_embeddings")
+    scaled = {} if kind == "default" else _scaling(kind, r, c.integer("max_position_embeddings") / max_positions)
+    return RopeSpec(
+        kind=kind,
+        theta=r.number("rope_theta"),
+        rotary_dim=_rotary_dim(r, kind, head_dim),
+        max_positions=max_positions,
+        **scaled,
+    )
+
+
+def _rotary_dim(r: Fields, kind: str, head_dim: int) -> int:
+    """Rotated channels of a head, as many as transformers' table has for these families.
+
+    Its unscaled table spans the whole head, whatever `partial_rotary_factor` says; its scaled ones heed the factor.
+    """
+    partial = kind != "default" and r.get("partial_rotary_factor") is not None
+    dim = int(head_dim * r.number("partial_rotary_factor")) if partial else head_dim
+    least = 4 if kind == "dynamic" else 2  # dynamic: the exponent is dim / (dim - 2)
+    if dim % 2 or not least <= dim <= head_dim:
+        what = f"an even number of rotated channels, at least {least} and at most head_dim={head_dim}, not {dim}"
+        raise r.refusal("partial_rotary_factor", what) if partial else ModelError(f"{r.where}: supported: {what}")
+    return dim
+
+
+def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
+    """The parameters of a scaled kind. `stretch`: longest position over original, which yarn takes for a null factor."""
+    factor = stretch if kind == "yarn" and r.get("factor") is None else r.number("factor", least=1.0)
+    if kind == "llama3":
+        low, high = r.number("low_freq_factor"), r.number("high_freq_factor")
+        if not 0 < low < high:
+            raise r.refusal("low_freq_factor", f"a number above 0 and below high_freq_factor={high:g}")
+        return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+    if kind == "yarn":
+        return {
+            "factor": factor,
+            "beta_fast": r.number("beta_fast") if r.get("beta_fast") else 32.0,
+            "beta_slow": r.number("beta_slow") if r.get("beta_slow") else 1.0,
+            "truncate": bool(r.get("truncate")),
+            "attention_factor": _yarn_attention_factor(r, factor),
+        }
+    return {"factor": factor}
+
+
+def _yarn_attention_factor(r: Fields, factor: float) -> float:
+    """0.1 ln(factor) + 1 (YaRN, arXiv 2309.00071, eq. 22), or the ratio of two such with weighted logarithms."""
+    if r.get("attention_factor") is not None:
+        return r.number("attention_factor")
+
+    def weighted(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if r.get("mscale") and r.get("mscale_all_dim"):
+        return weighted(r.number("mscale")) / weighted(r.number("mscale_all_dim"))
+    return weighted(1.0)
+
+
+def _refuse_what_is_not_computed(c: Fields) -> None:
+    if c.get("hidden_act") not in SILU:
+        raise c.refusal("hidden_act", "silu")
+    if c.get("attention_dropout"):
+        raise c.refusal("attention_dropout", "0.0; set it to 0.0, there is no dropout in RL training")
+    if c.get("is_causal") is False:
+        raise c.refusal("is_causal", "true")
+    for key in ("quantization_config", "compression_config"):
+        if c.get(key):
+            raise c.refusal(key, "none; convert the checkpoint to float32 or bfloat16 weights first")
+    if c.get("per_layer_config"):
+        raise c.refusal("per_layer_config", "none: all layers alike, up to layer_types")

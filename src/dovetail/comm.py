@@ -1,0 +1,129 @@
+"""Collectives with gradients, each named by what it does to the tensor; each backward is its named inverse.
+
+    forward             backward
+    ------------------  ---------------
+    all_gather          reduce_scatter   sharded in, whole out; consumers compute different parts, so gradients are partial
+    gather_replicated   own slice        sharded in, whole out; consumers compute the same thing, so gradients are equal
+    reduce_scatter      all_gather       partial in, sharded out
+
+All work on dim 0, and each is the identity on an axis of size 1, so callers never test sizes. The functions without a
+gradient (`sum_over`, `stack_over`, `gather_text`) are for statistics and for agreeing on errors.
+"""
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dovetail.mesh import Axis
+
+# torch 2.13 renames the two flat collectives and warns about the names that 2.11 has.
+_FLAT_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_FLAT_SCATTER = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+
+def _gather(x: Tensor, axis: Axis) -> Tensor:
+    x = x.contiguous()
+    out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
+    _FLAT_GATHER(out, x, group=axis.group)
+    return out
+
+
+def _scatter_sum(x: Tensor, axis: Axis) -> Tensor:
+    x = x.contiguous()
+    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    _FLAT_SCATTER(out, x, group=axis.group)
+    return out
+
+
+class _AllGather(torch.autograd.Function):
+    """forward: all_gather on dim 0. backward: reduce_scatter. One collective each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _scatter_sum(grads[0], ctx.axis), None
+
+
+class _GatherReplicated(torch.autograd.Function):
+    """forward: all_gather on dim 0. backward: this rank's slice of the gradient, which every rank holds whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].chunk(ctx.axis.size)[ctx.axis.rank].contiguous(), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """forward: reduce_scatter (sum) on dim 0. backward: all_gather. One collective each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _scatter_sum(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _gather(grads[0], ctx.axis), None
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """Concatenate the shards [n, ...] of dim 0 -> [n * size, ...]; gradients of the whole are summed over the axis."""
+    return x if axis.size == 1 else _AllGather.apply(x, axis)
+
+
+def gather_replicated(x: Tensor, axis: Axis) -> Tensor:
+    """Concatenate the shards of dim 0 for consumers that compute the same on every rank: gradients are not summed."""
+    return x if axis.size == 1 else _GatherReplicated.apply(x, axis)
+
+
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """Sum over the axis and keep this rank's slice of dim 0: [n, ...] -> [n / size, ...]."""
+    return x if axis.size == 1 else _ReduceScatter.apply(x, axis)
+
+
+def sum_over(x: Tensor, axis: Axis) -> Tensor:
+    """The elementwise sum over the axis, without a gradient; `x` itself where the axis has size 1."""
+    if axis.size == 1:
+        return x
+    x = x.detach().clone()
+    dist.all_reduce(x, group=axis.group)
+    return x
+
+
+def stack_over(x: Tensor, axis: Axis) -> Tensor:
+    """Every rank's `x`, in rank order: [...] -> [size, ...], without a gradient."""
+    return x[None] if axis.size == 1 else _gather(x.detach()[None], axis)
+
+
+def gather_text(text: str, axis: Axis, device: torch.device | str = "cpu") -> list[str]:
+    """Every rank's `text`, in rank order, for agreeing on errors and small facts before anything depends on them."""
+    if axis.size == 1:
+        return [text]
+    data = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8).to(device)
+    sizes = stack_over(torch.tensor(len(data), device=device), axis)
+    padded = torch.nn.functional.pad(data, (0, int(sizes.max()) - len(data)))
+    rows = stack_over(padded, axis).cpu()
+    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes.tolist(), strict=True)]
+
+
+def all_reduce_(tensors: list[Tensor], axis: Axis) -> None:
+    """Sum every tensor over the axis in place, without a gradient, as one collective a dtype."""
+    if axis.size == 1:
+        return
+    for dtype in sorted({x.dtype for x in tensors}, key=str):
+        same = [x for x in tensors if x.dtype == dtype]
+        flat = torch.cat([x.reshape(-1) for x in same])
+        dist.all_reduce(flat, group=axis.group)
+        for x, summed in zip(same, flat.split([x.numel() for x in same]), strict=True):
+            x.copy_(summed.view_as(x))

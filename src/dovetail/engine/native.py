@@ -1,0 +1,118 @@
+"""Our parallel engine: one decoder cut over tp, its rows sharded over dp, fed with packed micro-batches."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, plan_microbatches
+from dovetail.comm import sum_over
+from dovetail.engine.base import StepReport
+from dovetail.mesh import Mesh
+from dovetail.nn.decoder import Decoder
+from dovetail.optim.optimizer import Optimizer, OptimSettings
+from dovetail.tokenstats import TokenStats
+
+
+class NativeEngine:
+    """A sharded decoder with its weights loaded. Implements `Engine`; every call is collective."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        mesh: Mesh,
+        *,
+        optim: OptimSettings | None = None,
+        tokens_per_batch: int | None = None,
+    ) -> None:
+        """`model` is wrapped already (`shard_over_data`). `tokens_per_batch`: most tokens that one replica holds in a
+        micro-batch, padding included; None: everything in one."""
+        self.model, self.mesh = model, mesh
+        self.tokens_per_batch = tokens_per_batch
+        self._settings = optim or OptimSettings()
+        self._optimizer: Optimizer | None = None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Made when first needed, so that an engine that only scores holds no moments."""
+        if self._optimizer is None:
+            self._optimizer = Optimizer(self.model, self.mesh, self._settings)
+        return self._optimizer
+
+    def score(self, batch: PackedBatch) -> TokenStats:
+        """Log-prob and entropy of `batch.targets` [T]; 0 where the mask is False."""
+        out = torch.zeros(2, len(batch), dtype=self._wide, device=self.mesh.device)
+        for index, micro in self._micro_batches(batch):
+            with torch.no_grad():
+                stats = self.model(micro)
+            out[:, index[micro.index]] = torch.stack(list(stats))
+        return TokenStats(*self._complete(out, batch))
+
+    def values(self, batch: PackedBatch) -> Tensor:
+        """The value head's output at every token [T]."""
+        out = torch.zeros(1, len(batch), dtype=self._wide, device=self.mesh.device)
+        for index, micro in self._micro_batches(batch):
+            with torch.no_grad():
+                values = self.model(micro)
+            out[0, index] = values[: len(index)]
+        return self._complete(out, batch)[0]
+
+    def train_step(self, batch: PackedBatch, loss: LossFn) -> StepReport:
+        """Forward, backward and one optimizer step over the whole batch, whatever its micro-batches."""
+        optimizer = self.optimizer
+        sums: Sums = {}
+        micros = list(self._micro_batches(batch))
+        for i, (_, micro) in enumerate(micros):
+            last = i == len(micros) - 1
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_is_last_backward(last)
+            value = self.model(micro, loss)
+            value.total.backward()
+            add_sums(sums, value)
+        totals = self._reduce_sums(sums)
+        loss_total, count = totals.pop("")
+        update = optimizer.step(count)
+        return StepReport(
+            loss=loss_total / max(count, 1.0),
+            grad_norm=update.grad_norm,
+            lr=update.lr,
+            tokens=len(batch),
+            skipped=update.skipped,
+            metrics={name: total / max(n, 1.0) for name, (total, n) in totals.items()},
+        )
+
+    def _micro_batches(self, batch: PackedBatch) -> Iterator[tuple[Tensor, MicroBatch]]:
+        """This replica's micro-batches, and where in the batch their tokens lie. All replicas have equally many."""
+        multiple = self.mesh.token_multiple
+        dp = self.mesh["dp"]
+        plan = plan_microbatches(batch.lengths, dp.size, self.tokens_per_batch, multiple, self.model.spec.width)
+        for sequences in plan[dp.rank]:
+            micro = MicroBatch.of(batch.select(sequences), multiple)
+            yield batch.token_index(sequences).to(self.mesh.device), micro.to(self.mesh.device)
+
+    def _complete(self, mine: Tensor, batch: PackedBatch) -> Tensor:
+        """Every replica's tokens, on every rank and on the batch's device."""
+        return sum_over(mine, self.mesh["dp"]).to(batch.tokens.device)
+
+    def _reduce_sums(self, sums: "Sums") -> dict[str, tuple[float, float]]:
+        names = sorted(sums)
+        flat = torch.stack([torch.stack([x.to(torch.float64) for x in sums[name]]) for name in names])
+        rows = sum_over(flat, self.mesh["fsdp"]).tolist()
+        return {name: (total, count) for name, (total, count) in zip(names, rows, strict=True)}
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+
+
+Sums = dict[str, tuple[Tensor, Tensor]]
+
+
+def add_sums(sums: Sums, value: Loss) -> None:
+    """Add one micro-batch's loss (under the name "") and metrics, detached, to the running sums."""
+    for name, (total, count) in {"": (value.total, value.count), **value.metrics}.items():
+        before = sums.get(name)
+        now = total.detach(), torch.as_tensor(count, device=total.device).detach()
+        sums[name] = now if before is None else (before[0] + now[0], before[1] + now[1])

@@ -1,0 +1,32 @@
+"""FSDP2 around our decoder: each block a group, the head and the table apart where they are not tied, sums not means."""
+
+import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from dovetail.kernels.reference import wide
+from dovetail.mesh import Mesh
+from dovetail.nn.decoder import Decoder
+
+
+def shard_over_data(model: Decoder, mesh: Mesh, dtype: torch.dtype, *, reshard_after_forward: bool = True) -> None:
+    """Shard the parameters' rows over dp x cp, in place. They compute in `dtype`, gradients are reduced in the wide one.
+
+    One process is a group of one rank, not a second path. Gradients are summed: the engine divides once, by the count.
+    """
+    first = next(model.parameters())
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype if dtype != first.dtype else None,
+        reduce_dtype=wide(first.dtype),
+        cast_forward_inputs=False,
+    )
+    options = {"mesh": mesh.fsdp, "mp_policy": policy, "reshard_after_forward": reshard_after_forward}
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    if model.head.weight is not model.model.embed_tokens.weight:
+        fully_shard(model.model.embed_tokens, **options)
+        fully_shard(model.head, **options)
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,188 @@
+"""Log-prob, entropy and loss from hidden states, a chunk of tokens at a time, so that full logits never exist.
+
+For a separable loss everything happens while a chunk's logits are there: statistics, the loss, its gradient in the two
+statistics, and from them dX and dW. Three products a token instead of four, memory of one chunk whatever T is:
+
+    forward    z = x_c w.T / tau;  (logprob, entropy);  g, h = d loss / d (logprob, entropy);
+               dz = (g [j = y] - p (g + h (z - mean))) / tau;  dx_c = dz w;  dw += dz.T x_c
+    backward   hands out dx and dw, times the upstream gradient
+
+A loss that needs whole sequences first gets all statistics, then the chunks are computed once more (four products).
+One collective of [chunk, 4] a chunk in each pass; dx is this rank's part of a sum over the vocabulary axis.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.batch import Loss, LossFn, PackedBatch, Sum, is_separable
+from dovetail.comm import stack_over
+from dovetail.kernels.reference import wide
+from dovetail.kernels.registry import KernelSet
+from dovetail.mesh import Axis
+from dovetail.tokenstats import Normalizer, TokenStats, combine
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's rows of the head: w [columns, D] without padding, which start at `first` of the vocabulary."""
+
+    weight: Tensor
+    first: int
+    axis: Axis
+    kernels: KernelSet
+
+    def logits(self, x: Tensor, temperature: Tensor | None) -> Tensor:
+        """[n, D] -> [n, columns], divided by the temperature [n]."""
+        z = self.kernels.logits(x, self.weight)
+        return z if temperature is None else z.div_(temperature[:, None])
+
+    def stats(self, z: Tensor, targets: Tensor) -> tuple[TokenStats, Normalizer]:
+        return combine(stack_over(self.kernels.vocab_stats(z, targets - self.first), self.axis))
+
+
+def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
+    """Statistics of `batch.targets` [n] from hidden states [n, D]; one product a token, no gradient."""
+    with torch.no_grad():
+        found = []
+        for rows in _chunks(len(batch), shard.kernels.head_chunk):
+            z = shard.logits(x[rows], _temperature(batch, rows))
+            found.append(shard.stats(z, batch.targets[rows])[0])
+        return TokenStats(*(torch.cat(column) for column in zip(*found, strict=True)))
+
+
+def fused_loss(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -> Loss:
+    """The loss of hidden states [n, D] on the counted tokens of `batch` [n].
+
+    `total` carries the gradient to `x` and the shard's weight where gradients are enabled; counts and metrics do not.
+    """
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or shard.weight.requires_grad)
+    with torch.no_grad():
+        gradients = _Gradients.like(x, shard.weight) if needs_grad else None
+        run = _separable if is_separable(loss) else _whole
+        result = run(x, shard, batch, loss, gradients)
+    if gradients is None:
+        return result
+    dw = gradients.dw.to(shard.weight.dtype)
+    return result._replace(total=_GradientsInHand.apply(result.total, x, shard.weight, gradients.dx, dw))
+
+
+def add_losses(losses: list[Loss]) -> Loss:
+    """The loss of all parts together: sums of sums. The parts have the same metrics."""
+    if len(losses) == 1:
+        return losses[0]
+    metrics = {}
+    for name in losses[0].metrics:
+        sums = [part.metrics[name] for part in losses]
+        metrics[name] = Sum(torch.stack([s.total for s in sums]).sum(0), torch.stack([s.count for s in sums]).sum(0))
+    total = torch.stack([part.total for part in losses]).sum(0)
+    return Loss(total, torch.stack([torch.as_tensor(part.count) for part in losses]).sum(0), metrics)
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Where the chunks leave their gradients: rows of dx [n, D], and a sum dw [columns, D] in the wide dtype."""
+
+    dx: Tensor
+    dw: Tensor
+
+    @classmethod
+    def like(cls, x: Tensor, weight: Tensor) -> "_Gradients":
+        return cls(torch.empty_like(x), torch.zeros_like(weight, dtype=wide(weight.dtype)))
+
+
+def _separable(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradients: _Gradients | None) -> Loss:
+    """One pass: each chunk's logits give its loss and, while they are there, its gradients."""
+    losses = []
+    for rows in _chunks(len(batch), shard.kernels.head_chunk):
+        z = shard.logits(x[rows], _temperature(batch, rows))
+        stats, normalizer = shard.stats(z, batch.targets[rows])
+        here = batch if len(z) == len(batch) else batch.compact(_arange(rows, batch))
+        value, g, h = _loss_gradients(loss, stats, here, gradients is not None)
+        losses.append(value)
+        if gradients is not None:
+            _backward_chunk(x, rows, z, shard, batch, normalizer, (g, h), gradients)
+    return add_losses(losses)
+
+
+def _whole(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradients: _Gradients | None) -> Loss:
+    """Two passes: all statistics and the loss first, then the gradients from logits computed again."""
+    value, g, h = _loss_gradients(loss, fused_token_stats(x, shard, batch), batch, gradients is not None)
+    if gradients is not None:
+        for rows in _chunks(len(batch), shard.kernels.head_chunk):
+            z = shard.logits(x[rows], _temperature(batch, rows))
+            _, normalizer = shard.stats(z, batch.targets[rows])
+            gh = (g[rows], None if h is None else h[rows])
+            _backward_chunk(x, rows, z, shard, batch, normalizer, gh, gradients)
+    return value
+
+
+def _loss_gradients(
+    loss: LossFn, stats: TokenStats, batch: PackedBatch, needs_grad: bool
+) -> tuple[Loss, Tensor, Tensor | None]:
+    """The loss's value and its gradients in the two statistics: zeros, or None for the entropy, where it ignores one."""
+    if not needs_grad:
+        return _detached(loss(stats, batch)), stats.logprob, None
+    with torch.enable_grad():
+        leaves = TokenStats(stats.logprob.detach().requires_grad_(), stats.entropy.detach().requires_grad_())
+        value = loss(leaves, batch)
+        if not value.total.requires_grad:
+            return _detached(value), torch.zeros_like(stats.logprob), None
+        g, h = torch.autograd.grad(value.total, leaves, allow_unused=True)
+    return _detached(value), torch.zeros_like(stats.logprob) if g is None else g, h
+
+
+def _backward_chunk(
+    x: Tensor,
+    rows: slice,
+    z: Tensor,
+    shard: VocabShard,
+    batch: PackedBatch,
+    normalizer: Normalizer,
+    gh: tuple[Tensor, Tensor | None],
+    gradients: _Gradients,
+) -> None:
+    """Turn the logits z of some rows into their gradient in place, and leave dx and dw."""
+    local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows)
+    dz = shard.kernels.vocab_grad_(z, local_targets, normalizer.lse, normalizer.mean, *gh)
+    if temperature is not None:
+        dz.div_(temperature[:, None])
+    dz = dz.to(x.dtype)
+    shard.kernels.add_weight_grad_(gradients.dw, dz, x[rows])
+    torch.mm(dz, shard.weight, out=gradients.dx[rows])
+
+
+class _GradientsInHand(torch.autograd.Function):
+    """forward: the total, whose gradients are known already. backward: dx and dw times the upstream gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dw: Tensor) -> Tensor:
+        ctx.save_for_backward(dx, dw)
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.saved_tensors
+        (upstream,) = grads
+        return None, dx.mul_(upstream.to(dx.dtype)), dw.mul_(upstream.to(dw.dtype)), None, None
+
+
+def _detached(loss: Loss) -> Loss:
+    metrics = {name: Sum(torch.as_tensor(s.total).detach(), torch.as_tensor(s.count)) for name, s in loss.metrics.items()}
+    return Loss(loss.total.detach(), torch.as_tensor(loss.count), metrics)
+
+
+def _temperature(batch: PackedBatch, rows: slice) -> Tensor | None:
+    return batch.fields["temperature"][rows] if "temperature" in batch.fields else None
+
+
+def _chunks(n: int, size: int) -> Iterator[slice]:
+    """Slices that cover n rows; one empty slice for none, so that every rank runs the same ops."""
+    return (slice(start, min(start + size, n)) for start in range(0, max(n, 1), size))
+
+
+def _arange(rows: slice, batch: PackedBatch) -> Tensor:
+    return torch.arange(rows.start, rows.stop, device=batch.tokens.device)

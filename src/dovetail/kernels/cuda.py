@@ -1,0 +1,48 @@
+"""What NVIDIA GPUs do differently from the reference: packed flash attention and fp32 logits from bf16 products."""
+
+import inspect
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from dovetail.kernels import reference
+from dovetail.kernels.reference import Spans
+
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+# torch 2.11 shares KV heads without being asked; later ones ask for a flag that it does not know.
+_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
+    """As `reference.attention`, by torch's packed flash attention in half precision; wider dtypes take the reference."""
+    if q.dtype not in FLASH_DTYPES:
+        return reference.attention(q, k, v, q_spans, k_spans, window)
+    left = -1 if window is None else window - 1
+    out: Tensor = varlen_attn(
+        q,
+        k,
+        v,
+        q_spans.cu_seqlens,
+        k_spans.cu_seqlens,
+        q_spans.longest,
+        k_spans.longest,
+        window_size=(left, 0),
+        **_GQA,
+    )
+    return out
+
+
+def logits(x: Tensor, weight: Tensor) -> Tensor:
+    """As `reference.logits`, keeping the product's fp32 accumulator."""
+    if x.dtype in FLASH_DTYPES:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return x @ weight.T
+
+
+def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor) -> None:
+    """As `reference.add_weight_grad_`, accumulating half-precision products in fp32."""
+    if total.dtype == x.dtype:
+        total.addmm_(dz.to(x.dtype).T, x)
+    else:
+        total += torch.mm(dz.to(x.dtype).T, x, out_dtype=torch.float32)

@@ -1,0 +1,176 @@
+"""The plain-torch definition of every op: the meaning of all other implementations, and what runs on a CPU.
+
+T packed tokens, H query heads, G KV heads, C head dim, V this rank's vocabulary columns. Nothing of size T x T or
+(elementwise temporaries) of size T x V is ever made.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+QUERY_BLOCK = 256  # queries that share one attention mask, where a mask is needed
+BLOCK_ELEMENTS = 1 << 20  # logits that one elementwise pass touches: what stays in a core's cache
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Where packed sequences lie: `cu_seqlens` int32 [S + 1] on the device, the lengths also on the host."""
+
+    cu_seqlens: Tensor
+    lengths: tuple[int, ...]
+
+    @cached_property
+    def longest(self) -> int:
+        return max(self.lengths, default=0)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for sums and exponentials: float32, or float64 where the model itself is."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dim; the root mean square in `wide`, the product in x's dtype."""
+    y = x.to(wide(x.dtype))
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * y.to(x.dtype)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
+    """Causal attention inside each packed sequence: q [Tq, H, C], k and v [Tk, G, C] -> [Tq, H, C].
+
+    Where a sequence has fewer queries than keys, they are its last ones (bottom-right causal). With a window, a query
+    sees that many latest keys, itself included. Scores are scaled by C^-1/2.
+    """
+    out = []
+    for count, n, m, at_q, at_k in _runs(q_spans.lengths, k_spans.lengths):
+        rows = q[at_q : at_q + count * n].unflatten(0, (count, n)).transpose(1, 2)  # [B, H, n, C]
+        keys = k[at_k : at_k + count * m].unflatten(0, (count, m)).transpose(1, 2)
+        values = v[at_k : at_k + count * m].unflatten(0, (count, m)).transpose(1, 2)
+        if n == m and (window is None or m <= window):
+            mixed = F.scaled_dot_product_attention(rows, keys, values, is_causal=True, enable_gqa=rows.shape[1] != keys.shape[1])
+        else:
+            mixed = _masked_attention(rows, keys, values, window)
+        out.append(mixed.transpose(1, 2).flatten(0, 1))
+    return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def _runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int, int, int]]:
+    """Runs of neighbouring sequences of equal lengths: (how many, queries each, keys each, first query, first key)."""
+    at_q = at_k = 0
+    for (n, m), run in itertools.groupby(zip(q_lengths, k_lengths, strict=True)):
+        count = len(list(run))
+        if n:
+            yield count, n, m, at_q, at_k
+        at_q, at_k = at_q + count * n, at_k + count * m
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Bottom-right causal attention of [B, H, n, C] on [B, G, m, C], by blocks of queries and only the keys they see."""
+    n, m = q.shape[2], k.shape[2]
+    blocks = []
+    for start in range(0, n, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, n)
+        first, last = start + m - n, stop + m - n  # positions of this block's queries among the keys
+        low = 0 if window is None else max(0, first - window + 1)
+        at_q = torch.arange(first, last, device=q.device)[:, None]
+        at_k = torch.arange(low, last, device=q.device)[None, :]
+        mask = at_k <= at_q if window is None else (at_k <= at_q) & (at_k > at_q - window)
+        blocks.append(
+            F.scaled_dot_product_attention(
+                q[:, :, start:stop],
+                k[:, :, low:last],
+                v[:, :, low:last],
+                attn_mask=mask,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        )
+    return torch.cat(blocks, dim=2)
+
+
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int | None = None) -> Tensor:
+    """One new token a row on its cache: q [B, H, C], k and v [B, G, L, C], of which row b holds `lengths[b]` -> [B, H, C]."""
+    at = torch.arange(k.shape[2], device=k.device)[None, :]
+    mask = at < lengths[:, None]
+    if window is not None:
+        mask = mask & (at >= lengths[:, None] - window)
+    grouped = q.unflatten(1, (k.shape[1], -1))  # [B, G, H / G, C]: the queries of a group share their keys
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask[:, None, None, :])
+    return out.flatten(1, 2)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return F.silu(gate) * up
+
+
+def logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x [n, D] @ weight [V, D].T in `wide`, as exact as the device's product allows: fresh memory that callers may overwrite."""
+    return (x @ weight.T).to(wide(x.dtype))
+
+
+def vocab_stats(z: Tensor, local_targets: Tensor) -> Tensor:
+    """[n, V] logits -> [n, 4]: m = max z, s = sum e^(z-m), u = sum e^(z-m) (z-m), t = z at the target.
+
+    `local_targets` [n] are this rank's columns; one outside [0, V) belongs to another rank and gives t = 0. Without
+    columns (V = 0), and for rows that are -inf throughout, the row adds nothing to a combination: m = -inf, s = u = 0.
+    """
+    n, columns = z.shape
+    stats = z.new_zeros((n, 4))
+    stats[:, 0] = float("-inf")
+    if columns == 0:
+        return stats
+    for rows in _row_blocks(n, columns):
+        block = z[rows]
+        peak = block.amax(-1)
+        stats[rows, 0] = peak
+        shifted = block - torch.where(peak == float("-inf"), 0.0, peak)[:, None]
+        weights = shifted.exp()
+        stats[rows, 1] = weights.sum(-1)
+        # e^-inf (-inf) is 0 here: a column that cannot occur carries no entropy
+        stats[rows, 2] = weights.mul_(shifted.clamp_(min=torch.finfo(z.dtype).min / 2)).sum(-1)
+    mine = (local_targets >= 0) & (local_targets < columns)
+    picked = z.gather(-1, torch.where(mine, local_targets, 0)[:, None])[:, 0]
+    stats[:, 3] = torch.where(mine, picked, 0.0)
+    return stats
+
+
+def vocab_grad_(z: Tensor, local_targets: Tensor, lse: Tensor, mean: Tensor, g: Tensor, h: Tensor | None) -> Tensor:
+    """Overwrite logits [n, V] with dz = g [j = y] - p (g + h (z - mean)), p = e^(z - lse); all vectors are [n].
+
+    `g` and `h` are the gradients of logprob and entropy; h = None where nothing asks for the entropy's.
+    """
+    n, columns = z.shape
+    if columns == 0:
+        return z
+    for rows in _row_blocks(n, columns):
+        block = z[rows]
+        if h is None:
+            block.sub_(lse[rows, None]).exp_().mul_(-g[rows, None])
+        else:
+            factor = (block - mean[rows, None]).clamp_(min=torch.finfo(z.dtype).min / 2)
+            factor.mul_(-h[rows, None]).sub_(g[rows, None])
+            block.sub_(lse[rows, None]).exp_().mul_(factor)
+    mine = (local_targets >= 0) & (local_targets < columns)
+    z.scatter_add_(-1, torch.where(mine, local_targets, 0)[:, None], torch.where(mine, g, 0.0)[:, None])
+    return z
+
+
+def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor) -> None:
+    """total [V, D] += dz [n, V].T @ x [n, D], where total may be wider than x."""
+    if total.dtype == x.dtype:
+        total.addmm_(dz.to(x.dtype).T, x)
+        return
+    for rows in _row_blocks(total.shape[0], total.shape[1]):
+        total[rows] += dz[:, rows].to(x.dtype).T @ x
+
+
+def _row_blocks(n: int, columns: int) -> Iterator[slice]:
+    """Slices of at most `BLOCK_ELEMENTS` elements that cover n rows."""
+    step = max(1, BLOCK_ELEMENTS // columns)
+    return (slice(start, min(start + step, n)) for start in range(0, n, step))

@@ -1,0 +1,63 @@
+"""Grouped-query attention over packed tokens. What the queries see is given from outside: a packed batch, or a cache."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from dovetail.arch.spec import ArchSpec
+from dovetail.kernels.reference import Spans
+from dovetail.kernels.registry import KernelSet
+from dovetail.mesh import Mesh
+from dovetail.nn.linear import ColumnLinear, RowLinear
+from dovetail.nn.norm import RMSNorm
+from dovetail.nn.rope import apply_rope
+
+
+class Context(Protocol):
+    """What one forward pass knows about its tokens, the same for every layer: rotary tables and what attends to what."""
+
+    @property
+    def cos(self) -> Tensor: ...  # [T, rotary_dim]
+
+    @property
+    def sin(self) -> Tensor: ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """q [T, H, C], k and v [T, G, C] -> [T, H, C], of this rank's heads."""
+        ...
+
+
+@dataclass(frozen=True)
+class PackedContext:
+    """The context of training and scoring: every token attends to its own sequence, up to itself."""
+
+    cos: Tensor
+    sin: Tensor
+    spans: Spans
+    kernels: KernelSet
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        return self.kernels.attention(q, k, v, self.spans, self.spans, window)
+
+
+class Attention(nn.Module):
+    """[t, D] -> [t, D]. Queries, keys and values are one product, cut by heads."""
+
+    def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
+        super().__init__()
+        a = spec.attention
+        self.layer, self.window, self.head_dim = layer, a.windows[layer], a.head_dim
+        parts = {"q_proj": (a.num_heads, a.head_dim)}
+        parts |= dict.fromkeys(("k_proj", "v_proj"), (a.num_kv_heads, a.head_dim))
+        self.qkv_proj = ColumnLinear(spec.width, parts, mesh, bias=a.qkv_bias)
+        self.o_proj = RowLinear(a.num_heads * a.head_dim, spec.width, mesh, bias=a.o_bias)
+        self.q_norm = RMSNorm(a.head_dim, spec.norm_eps, kernels) if a.qk_norm else None
+        self.k_norm = RMSNorm(a.head_dim, spec.norm_eps, kernels) if a.qk_norm else None
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv_proj(x))  # [T, H or G, C]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rope(q, context.cos, context.sin), apply_rope(k, context.cos, context.sin)
+        return self.o_proj(context.attend(self.layer, q, k, v, self.window).flatten(1))

@@ -1,0 +1,67 @@
+"""What sits on top of the trunk: log-probs and entropies (actor, reference), or values (critic)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dovetail.batch import Loss, LossFn, MicroBatch
+from dovetail.comm import all_gather, gather_replicated
+from dovetail.fused_head import VocabShard, fused_loss, fused_token_stats
+from dovetail.kernels.reference import wide
+from dovetail.kernels.registry import KernelSet
+from dovetail.mesh import Mesh
+from dovetail.nn.embedding import vocab_placement
+from dovetail.placement import Placement
+from dovetail.tokenstats import TokenStats
+
+
+class LMHead(nn.Module):
+    """Hidden states [t, D] -> statistics or loss of the counted tokens, or logits.
+
+    Gathers tokens (backward: reduce_scatter), splits the vocabulary; masked tokens are gone before the product.
+    """
+
+    def __init__(self, vocab_size: int, width: int, mesh: Mesh, kernels: KernelSet) -> None:
+        super().__init__()
+        self.axis, self.kernels = mesh["tp"], kernels
+        rows, placement = vocab_placement(vocab_size, self.axis.size)
+        self.first = self.axis.rank * rows
+        self.columns = max(0, min(rows, vocab_size - self.first))
+        self.weight = nn.Parameter(torch.empty(rows, width))
+        self.placements = {"weight": placement}
+
+    def forward(self, x: Tensor, micro: MicroBatch, loss: LossFn | None) -> TokenStats | Loss:
+        """With a loss, that loss; without, the statistics [n] of the counted tokens."""
+        counted = all_gather(x, self.axis)[micro.index]
+        if loss is None:
+            return fused_token_stats(counted, self.shard, micro.counted)
+        return fused_loss(counted, self.shard, micro.counted, loss)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """This rank's logits [n, columns] of hidden states [n, D] that every rank of the axis holds."""
+        return self.kernels.logits(x, self.shard.weight)
+
+    @property
+    def shard(self) -> VocabShard:
+        weight = self.weight if self.columns == self.weight.shape[0] else self.weight[: self.columns]
+        return VocabShard(weight, self.first, self.axis, self.kernels)
+
+
+class ValueHead(nn.Module):
+    """Hidden states [t, D] -> values [T], in the wide dtype, equal on every rank.
+
+    Each rank computes its own tokens, so the parameters' gradients are partial. forward all_gather of [t] floats,
+    backward this rank's slice.
+    """
+
+    def __init__(self, width: int, mesh: Mesh, *, bias: bool) -> None:
+        super().__init__()
+        self.axis = mesh["tp"]
+        self.weight = nn.Parameter(torch.empty(1, width))
+        self.bias = nn.Parameter(torch.empty(1)) if bias else None
+        self.placements = dict.fromkeys(("weight", "bias"), Placement(partial_over=("tp",)))
+
+    def forward(self, x: Tensor, micro: MicroBatch, loss: LossFn | None) -> Tensor | Loss:
+        """With a loss, that loss of the counted tokens' values; without, the values [T] of all tokens."""
+        values = gather_replicated(F.linear(x, self.weight, self.bias)[:, 0].to(wide(x.dtype)), self.axis)
+        return values if loss is None else loss(values[micro.index], micro.counted)

@@ -1,0 +1,20 @@
+"""RMSNorm. Under tensor parallelism each rank sees only its own tokens or heads, so the gain's gradient is partial."""
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.kernels.registry import KernelSet
+from dovetail.placement import Placement
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim."""
+
+    def __init__(self, width: int, eps: float, kernels: KernelSet) -> None:
+        super().__init__()
+        self.eps, self.kernels = eps, kernels
+        self.weight = nn.Parameter(torch.empty(width))
+        self.placements = {"weight": Placement(partial_over=("tp",))}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, self.weight, self.eps)

@@ -1,0 +1,92 @@
+"""Rotary position embedding: the tables of a forward pass, and their application to packed heads.
+
+Tables are [T, R / 2], R being the rotated channels of a head. Channel i turns with channel i + R / 2 (the halves of
+Hugging Face checkpoints, not neighboring pairs); channels from R on pass through. The order of operations is that of
+transformers, since one rounding of a frequency is multiplied by the position.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dovetail.arch.spec import RopeSpec
+from dovetail.errors import ModelError
+
+
+def rope_tables(
+    spec: RopeSpec, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype, counts: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, [T, R / 2] in `dtype`, for packed positions [T]; computed in float32 or wider, once a forward pass.
+
+    lengths: how long each sequence is. counts: how many of the T tokens belong to each; default: all of its tokens.
+    Only kind `dynamic` reads them: its frequencies follow each sequence's own length, never its neighbors'.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    if spec.kind == "dynamic" and lengths:
+        rows = torch.stack([inverse_frequencies(spec, wide, length) for length in lengths])
+        frequencies = rows.repeat_interleave(torch.tensor(counts or lengths), dim=0)
+    else:
+        frequencies = inverse_frequencies(spec, wide)
+    angles = positions.to(wide)[:, None] * frequencies.to(positions.device)
+    return (angles.cos() * spec.attention_factor).to(dtype), (angles.sin() * spec.attention_factor).to(dtype)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the heads x [T, H, C] by their tokens' angles; cos and sin as `rope_tables` returns them."""
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> Tensor:
+    """Radians per position, [R / 2], for a sequence of this length, which only kind `dynamic` reads."""
+    channels = torch.arange(0, spec.rotary_dim, 2).to(dtype) / spec.rotary_dim
+    plain = 1.0 / spec.theta**channels
+    match spec.kind:
+        case "default":
+            return plain
+        case "linear":
+            return plain / spec.factor
+        case "dynamic":
+            return 1.0 / _dynamic_base(spec, dtype, length) ** channels if length > spec.max_positions else plain
+        case "llama3":
+            return _llama3(spec, plain)
+        case "yarn":
+            return _yarn(spec, spec.theta**channels)
+    raise ModelError(f"rotary embedding of kind {spec.kind!r} is not computed")
+
+
+def _dynamic_base(spec: RopeSpec, dtype: torch.dtype, length: int) -> Tensor:
+    """NTK-aware scaling: the base grows with what the sequence exceeds. A tensor, so as to round in `dtype`."""
+    stretch = spec.factor * torch.tensor(length, dtype=dtype) / spec.max_positions - (spec.factor - 1)
+    return spec.theta * stretch ** (spec.rotary_dim / (spec.rotary_dim - 2))
+
+
+def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
+    """Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, those between interpolated."""
+    wavelength = 2 * math.pi / plain
+    turns = spec.max_positions / wavelength  # over the original length
+    share = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    between = (1 - share) * plain / spec.factor + share * plain
+    slowed = torch.where(wavelength > spec.max_positions / spec.low_freq_factor, plain / spec.factor, between)
+    return torch.where(wavelength < spec.max_positions / spec.high_freq_factor, plain, slowed)
+
+
+def _yarn(spec: RopeSpec, periods: Tensor) -> Tensor:
+    """YaRN (arXiv 2309.00071): a ramp over the channels from kept (many turns) to slowed by `factor` (few turns)."""
+
+    def channel_of(turns: float) -> float:
+        """The channel, as a real number, that makes that many turns over the original length."""
+        return spec.rotary_dim * math.log(spec.max_positions / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = channel_of(spec.beta_fast), channel_of(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
+    span = high - low if high != low else 0.001
+    ramp = ((torch.arange(len(periods)).to(periods.dtype) - low) / span).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (spec.factor * periods) * (1 - kept) + 1.0 / periods * kept

@@ -1,0 +1,61 @@
+"""Which parameters the optimizer updates, as this rank's own plain tensors, and what their placements say of them.
+
+FSDP2 wraps every parameter in a DTensor; optimizer, gradient reduction and norm need only the local shard. A `Shard`
+is that shard's storage as an ordinary parameter, with the regions of the checkpoint that it holds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dovetail.mesh import Mesh
+from dovetail.placement import Placement, Region, fsdp_rows, narrow_rows, placements_of, regions
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One parameter as this rank holds it: `local` shares the storage of `source`."""
+
+    name: str
+    source: nn.Parameter
+    local: nn.Parameter
+    placement: Placement
+    regions: tuple[Region, ...]
+
+    def collect_grad(self) -> Tensor:
+        """This rank's rows of the gradient, handed to `local`; every parameter has one after a reducing backward."""
+        assert self.source.grad is not None, f"{self.name} has no gradient: a path of the model left it out"
+        self.local.grad = local_tensor(self.source.grad)
+        return self.local.grad
+
+
+def local_tensor(x: Tensor) -> Tensor:
+    """The part of a tensor that lies on this rank."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
+    """Every parameter of `model`, each once, in the model's order."""
+    placements = placements_of(model)
+    return [_shard(name, p, placements[name], mesh) for name, p in model.named_parameters()]
+
+
+def _shard(name: str, p: nn.Parameter, placement: Placement, mesh: Mesh) -> Shard:
+    held = regions(name, placement, tuple(p.shape), mesh.coords, mesh.sizes)
+    if isinstance(p, DTensor):
+        held = narrow_rows(held, *fsdp_rows(p.shape[0], mesh["fsdp"].rank, mesh["fsdp"].size))
+    return Shard(name, p, nn.Parameter(local_tensor(p.detach())), placement, held)
+
+
+def adamw(
+    shards: list[Shard], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.AdamW:
+    """AdamW over local shards. Vectors (norms, biases) are not decayed."""
+    groups: list[Mapping[str, object]] = [
+        {"params": [s.local for s in shards if s.local.dim() > 1], "weight_decay": weight_decay},
+        {"params": [s.local for s in shards if s.local.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)

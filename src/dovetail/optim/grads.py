@@ -1,0 +1,54 @@
+"""From the gradients that backward left to the ones that the optimizer may use: summed, divided once, clipped.
+
+After FSDP2 has summed over dp x cp, a placement says what is still partial: parameters that saw only this rank's
+tokens or heads (`partial_over`), and KV rows that several ranks hold copies of. The norm counts each element once.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dovetail.comm import all_reduce_
+from dovetail.kernels.reference import wide
+from dovetail.mesh import Mesh
+from dovetail.optim.assembly import Shard
+from dovetail.placement import as_index
+
+
+def reduce_partial(shards: Iterable[Shard], mesh: Mesh) -> None:
+    """Sum what is still partial, in place: one collective for every axis, one for every number of copies."""
+    partial: dict[str, list[Tensor]] = defaultdict(list)
+    copied: dict[int, list[Tensor]] = defaultdict(list)
+    for shard in shards:
+        grad = shard.collect_grad()
+        for axis in shard.placement.partial_over:
+            partial[axis].append(grad)
+        for region in shard.regions:
+            if region.copies > 1:
+                copied[region.copies].append(grad[as_index(region.local_slice)])
+    for name in sorted(partial):
+        all_reduce_(partial[name], mesh[name])
+    for copies in sorted(copied):
+        all_reduce_(copied[copies], mesh.copies[copies])
+
+
+def global_norm(shards: Iterable[Shard], mesh: Mesh) -> Tensor:
+    """The 2-norm of the whole gradient, each element counted once, in the wide dtype; equal on every rank."""
+    squares = []
+    for shard in shards:
+        grad = shard.local.grad
+        assert grad is not None
+        squares += [grad[as_index(r.local_slice)].to(wide(grad.dtype)).pow(2).sum() for r in shard.regions if r.owned]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=mesh.device)
+    total = total.to(torch.float64)
+    dist.all_reduce(total, group=mesh["world"].group)
+    return total.sqrt()
+
+
+def scale_(shards: Iterable[Shard], factor: float) -> None:
+    """Multiply every gradient."""
+    grads = [shard.local.grad for shard in shards if shard.local.grad is not None]
+    torch._foreach_mul_(grads, factor)

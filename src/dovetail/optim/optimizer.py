@@ -1,0 +1,80 @@
+"""One optimizer step from summed gradients: divide by the count, clip by the true norm, update, or skip."""
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+
+from dovetail.mesh import Mesh
+from dovetail.optim.assembly import adamw, shards_of
+from dovetail.optim.grads import global_norm, reduce_partial, scale_
+from dovetail.optim.lr import Schedule, lr_factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimSettings:
+    """AdamW and its learning-rate schedule. `clip_norm` None: no clipping, the norm is still reported."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float | None = 1.0
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 1
+    min_lr_ratio: float = 0.0
+    decay_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one step did. A skipped step changed nothing and does not count for the schedule."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+class Optimizer:
+    """AdamW over this rank's shards of a model's parameters."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, settings: OptimSettings) -> None:
+        self.mesh, self.settings = mesh, settings
+        self.shards = shards_of(model, mesh)
+        self.steps = 0
+        s = settings
+        self.adamw = adamw(self.shards, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay)
+
+    def step(self, count: float) -> Update:
+        """Update from gradients that are sums over `count` tokens (or sequences) of all ranks; then drop them.
+
+        Collective. A gradient that is not finite anywhere skips the update on every rank.
+        """
+        s = self.settings
+        divisor = max(count, 1.0)
+        reduce_partial(self.shards, self.mesh)
+        norm = float(global_norm(self.shards, self.mesh)) / divisor
+        lr = s.lr * lr_factor(
+            s.schedule,
+            self.steps,
+            warmup=s.warmup_steps,
+            total=s.total_steps,
+            floor=s.min_lr_ratio,
+            decay=s.decay_steps,
+        )
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            clip = 1.0 if s.clip_norm is None else min(1.0, s.clip_norm / (norm + 1e-6))
+            scale_(self.shards, clip / divisor)
+            for group in self.adamw.param_groups:
+                group["lr"] = lr
+            self.adamw.step()
+            self.steps += 1
+        self.zero_grad()
+        return Update(norm, lr, skipped)
+
+    def zero_grad(self) -> None:
+        """Free every gradient."""
+        for shard in self.shards:
+            shard.local.grad = shard.source.grad = None
