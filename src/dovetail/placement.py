@@ -139,7 +139,7 @@ def regions(
 
 
 def fsdp_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """The rows of dim 0 that FSDP2 gives to one rank: equal chunks rounded up, so the last ranks may hold fewer or none."""
+    """The rows of dim 0 that FSDP2 gives to one rank: equal chunks rounded up, so the last may hold fewer or none."""
     chunk = -(-rows // size)
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 
@@ -171,7 +171,7 @@ def held_regions(
     *,
     sharded: bool,
 ) -> tuple[Region, ...]:
-    """The regions that a rank really holds: FSDP2's rows where it shards the parameter, else all, owned by one replica."""
+    """The regions that a rank really holds: FSDP2's rows where it shards, else all, owned by one replica."""
     found = regions(name, placement, local_shape, coords, sizes)
     if sharded:
         return narrow_rows(found, *fsdp_rows(local_shape[0], coords["fsdp"], sizes["fsdp"]))

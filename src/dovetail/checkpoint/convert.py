@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to sharded pieces and back, bit for bit, by copying rectangles: no model is ever built."""
+"""From a Hugging Face directory to sharded pieces and back, bit for bit, by copying rectangles: no model is built."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dovetail.checkpoint.reader import ShardedReader, open_checkpoint
 from dovetail.checkpoint.writer import write_sharded
 from dovetail.layout import Layout
-from dovetail.mesh import ORDER, Mesh, coords_of
+from dovetail.mesh import ORDER, Axis, Mesh, coords_of
 from dovetail.placement import Region, held_regions, placements_of
 from dovetail.weights.agree import agreed
 from dovetail.weights.directory import SideFiles, side_files
@@ -22,7 +22,6 @@ from dovetail.weights.pieces import Held, Piece, tied_names
 from dovetail.weights.reader import TensorSource
 from dovetail.weights.save import SHARD_BYTES, write_hf
 
-Coords = Mapping[str, int]
 CONFIG = "config.json"
 
 
@@ -30,24 +29,23 @@ def convert_to_sharded(
     source: Path | str,
     target: Path | str,
     layout: Layout,
-    model_at: Callable[[Coords], nn.Module],
+    model_on: Callable[[Mesh], nn.Module],
     mesh: Mesh,
     *,
     aliases: Mapping[str, str] = NO_ALIASES,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Cut `source`, an HF directory or a sharded checkpoint, into the pieces of `layout`'s ranks. Collective over `mesh`.
+    """Cut `source`, an HF directory or a sharded checkpoint, into the pieces of `layout`'s ranks. Collective.
 
-    `model_at` makes the model, on the meta device, of the rank at some coordinates of `layout`. The processes of `mesh`
-    deal the ranks of `layout` among them: one process does, and so do as many as there are ranks.
+    `model_on` makes a rank's model from that rank's mesh, which has no groups and lies on the meta device. The
+    processes of `mesh` deal the ranks of `layout` among them: one process does, and so do as many as there are ranks.
     """
-    sizes = axis_sizes(layout)
     reader = open_checkpoint(source, mesh)
     world = mesh["world"]
     by_rank: dict[int, list[Held]] = {}
     for rank in range(world.rank, layout.num_ranks, world.size):
-        coords = coords_of(rank, sizes)
-        by_rank[rank] = list(_imagined(model_at(coords), coords, sizes))
+        imagined = imagined_mesh(layout, rank)
+        by_rank[rank] = list(_imagined(model_on(imagined), imagined))
     params = [param for found in by_rank.values() for param in found]
     present = compare(params, reader, mesh, aliases=aliases)
     shares = {rank: _share(found, present, reader, dtype) for rank, found in by_rank.items()}
@@ -60,7 +58,12 @@ def convert_to_sharded(
 
 
 def convert_to_hf(
-    source: Path | str, target: Path | str, mesh: Mesh, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+    source: Path | str,
+    target: Path | str,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Rejoin the sharded checkpoint `source` into the HF directory `target`. Collective over `mesh`."""
     reader = open_checkpoint(source, mesh)
@@ -73,10 +76,13 @@ def convert_to_hf(
     write_hf(Path(target), mesh, list(specs.values()), produce, sides=sides, shard_bytes=shard_bytes)
 
 
-def axis_sizes(layout: Layout) -> dict[str, int]:
-    """The size of every axis of a layout whose dp is known."""
+def imagined_mesh(layout: Layout, rank: int) -> Mesh:
+    """The mesh of one rank of a layout whose dp is known, as far as shapes need it: no groups, no device."""
     sizes = {name: int(getattr(layout, name)) for name in ORDER}
-    return sizes | {"fsdp": sizes["dp"] * sizes["cp"], "world": layout.num_ranks}
+    sizes |= {"fsdp": sizes["dp"] * sizes["cp"], "world": layout.num_ranks}
+    coords = coords_of(rank, sizes)
+    axes = {name: Axis(name, size, coords[name]) for name, size in sizes.items()}
+    return Mesh(layout, torch.device("meta"), axes, {})
 
 
 def verify(path: Path | str) -> None:
@@ -84,12 +90,12 @@ def verify(path: Path | str) -> None:
     ShardedReader(path).verify()
 
 
-def _imagined(model: nn.Module, coords: Coords, sizes: Mapping[str, int]) -> Iterator[Held]:
-    """What the rank at `coords` would hold of `model`, wrapped by FSDP2."""
+def _imagined(model: nn.Module, mesh: Mesh) -> Iterator[Held]:
+    """What the rank of `mesh` would hold of `model`, wrapped by FSDP2."""
     params, ties = dict(model.named_parameters()), tied_names(model)
     for name, placement in placements_of(model).items():
         shape = tuple(params[name].shape)
-        found = held_regions(name, placement, shape, coords, sizes, sharded=True)
+        found = held_regions(name, placement, shape, mesh.coords, mesh.sizes, sharded=True)
         yield Held(name, placement, shape, params[name].detach(), found, ties.get(name, ()))
 
 

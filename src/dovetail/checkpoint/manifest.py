@@ -1,6 +1,6 @@
 """The manifest of a sharded checkpoint as a value: which file holds which rectangle of which tensor, with checksums.
 
-It is JSON and nothing else, and it checks itself: `crc32` covers the rest of it. A reader trusts what it says and no more.
+It is JSON and nothing else, and it checks itself: `crc32` covers the rest of it. A reader trusts nothing else.
 """
 
 import json
@@ -22,7 +22,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class StoredRegion:
-    """A rectangle of a tensor: the tensor `key` of the safetensors file `file`, whose bytes have the checksum `crc32`."""
+    """A rectangle of a tensor: what the safetensors file `file` holds as `key`, with the checksum `crc32`."""
 
     file: str
     key: str
@@ -89,7 +89,9 @@ class Manifest:
             )
         crc = body.pop("crc32", None)
         if crc != _checksum(body):
-            raise CheckpointError(f"{what} does not match its own checksum; it was changed or damaged after it was written")
+            raise CheckpointError(
+                f"{what} does not match its own checksum; it was changed or damaged after it was written"
+            )
         try:
             manifest = cls(
                 layout={name: _whole(degree) for name, degree in body["layout"].items()},

@@ -30,7 +30,9 @@ class ShardedReader:
                 entry = self._files[region.file].entries.get(region.key)
                 shape = tuple(stop - start for start, stop in region.slices)
                 if entry is None or (entry.dtype, entry.shape) != (tensor.dtype, shape):
-                    raise CheckpointError(f"{self.path / region.file} does not hold {name} as {what} says: {region.slices}")
+                    raise CheckpointError(
+                        f"{self.path / region.file} does not hold {name} as {what} says: {region.slices}"
+                    )
 
     def _open(self, name: str, stored: StoredFile) -> TensorFile:
         path = contained(self.path, name)
@@ -38,7 +40,9 @@ class ShardedReader:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, but the manifest says {stored.size}")
         file = TensorFile(path)
         if zlib.crc32(file.header) != stored.crc32:
-            raise CheckpointError(f"{path}: its header does not match its checksum; it was changed after it was written")
+            raise CheckpointError(
+                f"{path}: its header does not match its checksum; it was changed after it was written"
+            )
         return file
 
     @property
@@ -93,7 +97,7 @@ class ShardedReader:
 
 
 def open_checkpoint(path: Path | str, mesh: Mesh) -> TensorSource:
-    """A reader of an HF directory, or of a sharded checkpoint after its checksums. Collective: all ranks raise, or none.
+    """A reader of an HF directory, or of a sharded checkpoint whose checksums hold. Collective: all raise, or none.
 
     The ranks divide the checksums between them, so the data of a sharded checkpoint is read once more than it is used.
     """

@@ -1,7 +1,7 @@
 """Writes sharded checkpoints: each rank its own pieces with checksums, then one manifest, then a rename.
 
-A step's directory gets a name that no other attempt has, so nothing is ever overwritten: readers see the old checkpoint or
-the new one. The plain name `step_000050` is a link to the newest attempt.
+A step's directory gets a name that no other attempt has, so nothing is ever overwritten: readers see the old checkpoint
+or the new one. The plain name `step_000050` is a link to the newest attempt.
 """
 
 import json
@@ -55,7 +55,7 @@ def write_sharded(
     sides: SideFiles,
     step: int | None = None,
 ) -> Path:
-    """Write the pieces of `shares` (rank of `layout` -> its pieces; all processes' shares together make the tensors)."""
+    """Write the pieces of `shares` (rank of `layout` -> its pieces); all processes' shares make the tensors."""
     target, link = path, None
     if step is not None:
         link = path / f"step_{step:06}"
@@ -88,14 +88,16 @@ def _write_share(stage: Stage, rank: int, share: Mapping[str, Piece], layout: La
             writer.write(name, piece.read())
         writer.close()
         facts |= {"size": writer.size, "header_crc32": zlib.crc32(writer.header)}
-        facts["regions"] = {
-            name: (piece.region.checkpoint_slice, writer.crc32[name]) for name, piece in share.items()
-        }
+        facts["regions"] = {name: (piece.region.checkpoint_slice, writer.crc32[name]) for name, piece in share.items()}
     return facts
 
 
 def _manifest(
-    specs: Sequence[TensorSpec], written: list[dict[str, object]], layout: Layout, step: int | None, sides: Mapping[str, StoredFile]
+    specs: Sequence[TensorSpec],
+    written: list[dict[str, object]],
+    layout: Layout,
+    step: int | None,
+    sides: Mapping[str, StoredFile],
 ) -> Manifest:
     regions: dict[str, list[StoredRegion]] = {spec.name: [] for spec in specs}
     written = sorted(written, key=lambda facts: facts["rank"])  # type: ignore[arg-type,return-value]  # a whole number

@@ -1,4 +1,4 @@
-"""One verdict for all ranks: what goes wrong on one is raised on every one, so nobody waits for a rank that has left."""
+"""One verdict for all ranks: what goes wrong on one is raised on every one, so nobody waits for one that has left."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

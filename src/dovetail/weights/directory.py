@@ -1,7 +1,7 @@
 """What of a model directory may be read: files that lie inside it, and no pickles.
 
-Names in an index come from whoever made the checkpoint, so each is checked before it is opened. The hub's cache is the one
-place where links may lead out of the directory: from `snapshots/REVISION` into `blobs` of the same repository.
+Names in an index come from whoever made the checkpoint, so each is checked before it is opened. The hub's cache is the
+one place where links may lead out of the directory: from `snapshots/REVISION` into `blobs` of the same repository.
 """
 
 import os
@@ -24,7 +24,9 @@ def contained(directory: Path, name: str) -> Path:
     """The file `name` of `directory`, refused where it leads outside, by its text or by a link."""
     parts = PurePosixPath(name)
     if not name or "\0" in name or "\\" in name or parts.is_absolute() or ".." in parts.parts:
-        raise CheckpointError(f"{directory} names the file {name!r}, which is not inside the directory; correct its index")
+        raise CheckpointError(
+            f"{directory} names the file {name!r}, which is not inside the directory; correct its index"
+        )
     root = Path(os.path.realpath(directory))
     target = Path(os.path.realpath(root / name))
     allowed = [root]
@@ -57,8 +59,8 @@ def refuse_without_safetensors(directory: Path) -> None:
     pickled = sorted(path.name for path in directory.iterdir() if path.name.endswith(PICKLED))
     if pickled:
         raise CheckpointError(
-            f"{directory} has only pickled weights ({', '.join(pickled[:3])}), and unpickling can run code. If you trust "
-            f"them, convert them once: AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(NEW) "
+            f"{directory} has only pickled weights ({', '.join(pickled[:3])}), and unpickling can run code. If you "
+            f"trust them, convert them once: AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(NEW) "
             "with transformers writes safetensors"
         )
     raise CheckpointError(f"{directory} has no weights: expected {SINGLE} or {INDEX} with the files it names")

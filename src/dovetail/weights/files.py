@@ -1,8 +1,8 @@
 """Safetensors files, read with suspicion and written piece by piece.
 
-A header is checked completely (sizes, ranges, overlaps, gaps, names, dtypes) before any byte of data is looked at. Reads
-fetch exactly the bytes of a slice with positioned reads; nothing is mapped into memory, so the host holds what was asked
-for and no more. A file is written header first, from shapes and dtypes alone, then tensor by tensor in that order.
+A header is checked completely (sizes, ranges, overlaps, gaps, names, dtypes) before any byte of data is looked at.
+Reads fetch exactly the bytes of a slice with positioned reads; nothing is mapped into memory, so the host holds what was
+asked for and no more. A file is written header first, from shapes and dtypes alone, then tensor by tensor in that order.
 """
 
 import json
@@ -104,7 +104,7 @@ class TensorFile:
         length = struct.unpack("<Q", self._bytes(0, 8))[0] if self.size >= 8 else -1
         if not 2 <= length <= min(MAX_HEADER, self.size - 8):
             raise CheckpointError(
-                f"{path}: a header of {length} bytes does not fit a file of {self.size}; it is truncated or no safetensors"
+                f"{path}: a header of {length} bytes does not fit a file of {self.size}; it is cut or no safetensors"
             )
         self.header = self._bytes(0, 8 + length)
         self.entries = _parse_header(self.header, self.size, str(path))
@@ -149,7 +149,7 @@ class TensorFile:
 
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _runs(shape: Sequence[int], slices: Slices, itemsize: int) -> Iterator[tuple[int, int]]:
@@ -185,7 +185,9 @@ def _parse_header(data: bytearray, size: int, what: str) -> dict[str, Entry]:
             raise CheckpointError(f"{what}: {entry.name} {kind} (starts at byte {entry.start}, expected {end})")
         end = entry.stop
     if end != size:
-        raise CheckpointError(f"{what} has {size} bytes, but its header describes {end}; the file is incomplete or corrupt")
+        raise CheckpointError(
+            f"{what} has {size} bytes, but its header describes {end}; the file is incomplete or corrupt"
+        )
     return {entry.name: entry for entry in found}
 
 
@@ -197,7 +199,9 @@ def _parse_entry(name: str, value: Any, base: int, what: str) -> Entry:
         raise CheckpointError(f"{what}: {name} has the dtype {code!r}; known are {', '.join(DTYPES)}")
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n <= MAX_LENGTH for n in numbers):
-            raise CheckpointError(f"{what}: {name} has the shape {shape!r} and offsets {offsets!r}, expected whole numbers")
+            raise CheckpointError(
+                f"{what}: {name} has the shape {shape!r} and offsets {offsets!r}, expected whole numbers"
+            )
     dtype = DTYPES[code]
     if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * dtype.itemsize:
         raise CheckpointError(f"{what}: {name} of shape {shape} and dtype {code} does not fit its bytes {offsets}")

@@ -1,8 +1,8 @@
 """Fills a model from a checkpoint: every rank reads its own slices, after the whole checkpoint has been found to fit.
 
-Loading is total. Names, shapes and kinds of dtype are compared for all tensors on all ranks, and everything that is wrong is
-raised in one error on every rank, before any parameter is touched. transformers' conventions are kept: a tied checkpoint may
-list either of the tied names or both, and tables of rotary frequencies in old checkpoints are tolerated.
+Loading is total. Names, shapes and kinds of dtype are compared for all tensors on all ranks, and everything that is
+wrong is raised in one error on every rank, before any parameter is touched. transformers' conventions are kept: a tied
+checkpoint may list either of the tied names or both, and tables of rotary frequencies in old ones are tolerated.
 """
 
 import json
@@ -23,7 +23,9 @@ from dovetail.weights.reader import TensorSource
 
 TOLERATED = ("*rotary_emb.inv_freq",)  # buffers that old checkpoints list; computed here
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
-FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})  # float8 needs scales, so it is no float here
+FLOATS = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+)  # float8 needs scales, so it is no float here
 COMPARED = 1 << 24  # elements of two tied tensors compared at a time
 
 
@@ -38,8 +40,8 @@ def load(
 ) -> None:
     """Fill every parameter of `model` from `source`, converted to the parameter's dtype. Collective.
 
-    `aliases` maps our name of a tensor to the source's. Tensors named in `fresh` are not looked for: the caller fills them.
-    `ignore` are patterns (`lm_head.*`) of source tensors that may be left over.
+    `aliases` maps our name of a tensor to the source's. Those named in `fresh` are not looked for: the caller fills
+    them. `ignore` are patterns (`lm_head.*`) of source tensors that may be left over.
     """
     params = held(model, mesh)
     present = compare(params, source, mesh, aliases=aliases, fresh=fresh, ignore=ignore)
@@ -64,7 +66,7 @@ def compare(
     fresh: Collection[str] = (),
     ignore: Collection[str] = (),
 ) -> dict[str, list[str]]:
-    """By our name of a tensor, the source's names of it (several where it is tied); one error on all ranks. Collective."""
+    """By our name of a tensor, the source's names of it (several where tied); one error on all ranks. Collective."""
     present: dict[str, list[str]] = {}
     problems: list[str] = []
     for param in params:
@@ -91,7 +93,7 @@ def _check_ties(present: Mapping[str, list[str]], source: TensorSource) -> None:
 
 
 def mismatch(name: str, shape: tuple[int, ...], dtype: torch.dtype, source: TensorSource) -> str:
-    """What is wrong with a tensor of the source for a parameter of this shape and kind of dtype; empty if nothing is."""
+    """What is wrong with a source's tensor for a parameter of this shape and kind of dtype; empty if nothing."""
     if source.shape(name) != shape:
         return f"mis-shaped: {name} is {list(source.shape(name))}, expected {list(shape)}"
     if (source.dtype(name) in FLOATS) != (dtype in FLOATS):
@@ -105,7 +107,7 @@ def tolerated(name: str, ignore: Collection[str] = ()) -> bool:
 
 
 def same_tensor(source: TensorSource, first: str, other: str) -> bool:
-    """Whether two tensors of a checkpoint are equal, in bounded memory: a config that ties them is believed only then."""
+    """Whether two tensors of a checkpoint are equal, in bounded memory: only then may a config tie them."""
     shape = source.shape(first)
     if shape != source.shape(other):
         return False
@@ -120,14 +122,13 @@ def same_tensor(source: TensorSource, first: str, other: str) -> bool:
 def _raise_together(
     problems: list[str], seen: list[str], source: TensorSource, mesh: Mesh, ignore: Collection[str]
 ) -> None:
-    """Merge what all ranks found: a pipeline stage asks for some of the tensors, so only together they know the extra ones."""
+    """Merge what all ranks found: pipeline stages ask for some tensors each, and know the extra ones only together."""
     everyone = [json.loads(text) for text in gather_text(json.dumps([problems, seen]), mesh["world"], mesh.device)]
     merged = list(dict.fromkeys(problem for found, _ in everyone for problem in found))
     asked = {name for _, names in everyone for name in names}
-    for name in source.names:
-        if name not in asked and not tolerated(name, ignore):
-            merged.append(f"extra: {name} {list(source.shape(name))}")
+    extra = [name for name in source.names if name not in asked and not tolerated(name, ignore)]
+    merged += [f"extra: {name} {list(source.shape(name))}" for name in extra]
     if merged:
         raise CheckpointError(
-            f"{source.path} does not fit the model; check that its config.json belongs to its weights:\n{listing(merged)}"
+            f"{source.path} does not fit the model; does its config.json belong to its weights?\n{listing(merged)}"
         )

@@ -52,7 +52,9 @@ class CheckpointReader:
             refuse_without_safetensors(self.path)
         self._files = {name: TensorFile(contained(self.path, name)) for name in files}
         self._where: dict[str, TensorFile] = {}
-        problems = [f"{name}: {file} does not hold it" for name, file in index.items() if name not in self._files[file].entries]
+        problems = [
+            f"{name}: {file} does not hold it" for name, file in index.items() if name not in self._files[file].entries
+        ]
         for file_name, file in self._files.items():
             for name in file.entries:
                 if name in self._where and name not in index:

@@ -1,4 +1,4 @@
-"""Writes a Hugging Face directory with all ranks: each weight file by one rank, no rank with more than a bucket in memory."""
+"""Writes a Hugging Face directory with all ranks: each file by one rank, none with more than a bucket in memory."""
 
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -34,15 +34,15 @@ def save(
 ) -> None:
     """Write `model` and its side files as the HF directory `path`, complete or not at all. Collective.
 
-    `dtype_of` and `listed` describe the source checkpoint (see `stream.export`), so that an untrained model comes out with
-    the source's names, dtypes and bytes.
+    `dtype_of` and `listed` describe the source checkpoint (see `stream.export`), so that an untrained model comes out
+    with the source's names, dtypes and bytes.
     """
     found = export(model, mesh, dtype_of=dtype_of, listed=listed)
     write_hf(
         Path(path),
         mesh,
         list(found.specs.values()),
-        lambda order, mine: gather_whole(found, mesh, order, bucket_bytes),
+        lambda order, _: gather_whole(found, mesh, order, bucket_bytes),
         sides=sides,
         shard_bytes=shard_bytes,
     )
@@ -62,7 +62,9 @@ def write_hf(
     world = mesh["world"]
     # Consecutive files have different writers; taking their tensors in turn keeps all writers busy.
     waves = [list(files)[start : start + world.size] for start in range(0, len(files), world.size)]
-    order = [spec.name for wave in waves for row in zip_longest(*(files[name] for name in wave)) for spec in row if spec]
+    order = [
+        spec.name for wave in waves for row in zip_longest(*(files[name] for name in wave)) for spec in row if spec
+    ]
     with staged(target, mesh) as stage:
         mine = {name: files[name] for wave in waves for name in wave[world.rank : world.rank + 1]}
         _write_files(stage, mine, order, produce)
@@ -89,7 +91,7 @@ def split_files(specs: Sequence[TensorSpec], shard_bytes: int) -> dict[str, list
 
 
 def _write_files(stage: Stage, mine: dict[str, list[TensorSpec]], order: Sequence[str], produce: Produce) -> None:
-    """Take every tensor that comes; write this rank's. An error is kept, so that the others' collectives still match."""
+    """Take every tensor that comes; write this rank's. An error is kept: the others' collectives must match."""
     where = {spec.name: file for file, specs in mine.items() for spec in specs}
     left = {file: len(specs) for file, specs in mine.items()}
     writers: dict[str, TensorFileWriter] = {}

@@ -1,4 +1,4 @@
-"""A directory that appears complete or not at all: written under a hidden name beside its place, then renamed into it."""
+"""A directory that appears complete or not at all: written under a hidden name beside its place, then renamed."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ class Stage:
 
 @contextmanager
 def staged(target: Path, mesh: Mesh) -> Iterator[Stage]:
-    """All ranks write into one hidden directory that becomes `target` at the end, or vanishes with an error. Collective.
+    """All ranks write into one hidden directory that becomes `target`, or vanishes with an error. Collective.
 
     `target` may be absent or empty. Everything in the directory is on the disk before the rename.
     """
@@ -57,7 +57,9 @@ def staged(target: Path, mesh: Mesh) -> Iterator[Stage]:
 def refuse_occupied(target: Path) -> None:
     """Raise unless a directory can appear at `target` without anything being lost."""
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        raise CheckpointError(f"{target} is there already and is not an empty directory; remove it or choose another path")
+        raise CheckpointError(
+            f"{target} is there already and is not an empty directory; remove it or choose another path"
+        )
 
 
 def write_sides(sides: SideFiles, directory: Path) -> dict[str, tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Hands out whole tensors under their Hugging Face names, one bounded bucket at a time, from any sharded model.
 
-Every rank tells once which regions it owns; from then on all is computed. A bucket is one all-gather of flat bytes over the
-whole mesh, and each tensor of it is put together from everyone's regions, so tensor, data and pipeline axes need no code.
+Every rank tells once which regions it owns; from then on all is computed. A bucket is one all-gather of flat bytes over
+the whole mesh, and each tensor of it is put together from everyone's regions, so no kind of axis needs code of its own.
 """
 
 import json
@@ -47,7 +47,9 @@ def export(
     everyone = [json.loads(text) for text in gather_text(json.dumps(told), mesh["world"], mesh.device)]
     specs = {name: TensorSpec(name, DTYPES[code], tuple(shape)) for found, _ in everyone for name, code, shape in found}
     if listed is not None:
-        specs = {name: specs[name] for name in [*(n for n in listed if n in specs), *(n for n in specs if n not in listed)]}
+        specs = {
+            name: specs[name] for name in [*(n for n in listed if n in specs), *(n for n in specs if n not in listed)]
+        }
     owners: dict[str, list[tuple[int, Slices]]] = {name: [] for name in specs}
     for rank, (_, pieces) in enumerate(everyone):
         for name, slices in pieces:
@@ -84,7 +86,9 @@ def gather_whole(
         for name in bucket:
             if name in found.mine:
                 spec, piece = found.specs[name], found.mine[name]
-                _view(flat, starts[mesh["world"].rank][0][name], piece.region.checkpoint_slice, spec).copy_(piece.read())
+                _view(flat, starts[mesh["world"].rank][0][name], piece.region.checkpoint_slice, spec).copy_(
+                    piece.read()
+                )
         rows = stack_over(flat, mesh["world"])
         for name in bucket:
             spec = found.specs[name]
