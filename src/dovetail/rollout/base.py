@@ -1,0 +1,59 @@
+"""What every sampler does, whatever is behind it: prompts in as ids, completions out as ids; text is never re-tokenized."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to draw. `temperature` 0 takes the likeliest token; `top_p` 1 and `top_k` 0 cut nothing.
+
+    The noise is a function of (seed, step, row, sample, position) alone, so layout and batch size do not change it.
+    """
+
+    samples: int = 1
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    step: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids to continue, and the row number that its sampling noise depends on."""
+
+    row: int
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sample. `ids` end with the stop token where there is one.
+
+    `log_probs` are those of the model at the sampling temperature (at 1 where that is 0), before top-p and top-k: the
+    quantity that `score` gives for the same ids.
+    """
+
+    row: int
+    sample: int
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    finish: Literal["stop", "length"]
+
+
+class Sampler(Protocol):
+    """A model that continues prompts. Collective: every rank passes the same prompts and gets all completions."""
+
+    def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over (HF name, whole tensor) pairs, as `Engine.weights` yields them."""
+        ...
+
+    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
+        """`params.samples` completions of every prompt, ordered by prompt, then sample."""
+        ...
