@@ -8,6 +8,7 @@ parameter (q, k, v in one GEMM) is several `Part`s along the split dim, so it ha
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from torch import nn
 
@@ -80,10 +81,7 @@ class Region:
 
     @property
     def num_elements(self) -> int:
-        n = 1
-        for length in self.shape:
-            n *= length
-        return n
+        return prod(self.shape)
 
 
 def placements_of(model: nn.Module) -> dict[str, Placement]:
@@ -117,8 +115,8 @@ def regions(
     Pieces wholly made of padding have no region. Along a replicated axis only the first rank owns the region.
     """
     names = checkpoint_names(name, placement)
-    split_axes = {split.axis for split in placement.splits}
-    first = all(coords[axis] == 0 for axis in ("tp",) if axis not in split_axes)
+    same = {"tp", placement.tied_over} - {split.axis for split in placement.splits}
+    first = all(coords[axis] == 0 for axis in same if axis is not None)
     if not placement.splits:
         whole = tuple((0, length) for length in local_shape)
         return (Region(names[0], local_shape, whole, whole, first),)
@@ -162,6 +160,33 @@ def narrow_rows(found: tuple[Region, ...], start: int, stop: int) -> tuple[Regio
                 )
             )
     return tuple(kept)
+
+
+def held_regions(
+    name: str,
+    placement: Placement,
+    local_shape: tuple[int, ...],
+    coords: Mapping[str, int],
+    sizes: Mapping[str, int],
+    *,
+    sharded: bool,
+) -> tuple[Region, ...]:
+    """The regions that a rank really holds: FSDP2's rows where it shards, else all, owned by one replica."""
+    found = regions(name, placement, local_shape, coords, sizes)
+    if sharded:
+        return narrow_rows(found, *fsdp_rows(local_shape[0], coords["fsdp"], sizes["fsdp"]))
+    return found if coords["fsdp"] == 0 else tuple(replace(region, owned=False) for region in found)
+
+
+def overlap(first: Slices, second: Slices) -> Slices | None:
+    """The rectangle that two slices of one tensor share, or None."""
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
+    return shared if all(start < stop for start, stop in shared) else None
+
+
+def within(inner: Slices, outer: Slices) -> Slices:
+    """`inner` counted from the start of `outer`."""
+    return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(inner, outer, strict=True))
 
 
 def as_index(slices: Slices) -> tuple[slice, ...]:

@@ -1,0 +1,149 @@
+"""From a Hugging Face directory to sharded pieces and back, bit for bit, by copying rectangles: no model is built."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.checkpoint.reader import ShardedReader, open_checkpoint
+from dovetail.checkpoint.writer import write_sharded
+from dovetail.layout import Layout
+from dovetail.mesh import ORDER, Axis, Mesh, coords_of
+from dovetail.placement import Region, held_regions, placements_of
+from dovetail.weights.agree import agreed
+from dovetail.weights.directory import SideFiles, side_files
+from dovetail.weights.files import TensorSpec, parse_json
+from dovetail.weights.load import FLOATS, NO_ALIASES, compare, tolerated
+from dovetail.weights.pieces import Held, Piece, tied_names
+from dovetail.weights.reader import TensorSource
+from dovetail.weights.save import SHARD_BYTES, write_hf
+
+CONFIG = "config.json"
+
+
+def convert_to_sharded(
+    source: Path | str,
+    target: Path | str,
+    layout: Layout,
+    model_on: Callable[[Mesh], nn.Module],
+    mesh: Mesh,
+    *,
+    aliases: Mapping[str, str] = NO_ALIASES,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Cut `source`, an HF directory or a sharded checkpoint, into the pieces of `layout`'s ranks. Collective.
+
+    `model_on` makes a rank's model from that rank's mesh, which has no groups and lies on the meta device. The
+    processes of `mesh` deal the ranks of `layout` among them: one process does, and so do as many as there are ranks.
+    """
+    reader = open_checkpoint(source, mesh)
+    world = mesh["world"]
+    by_rank: dict[int, list[Held]] = {}
+    for rank in range(world.rank, layout.num_ranks, world.size):
+        imagined = imagined_mesh(layout, rank)
+        by_rank[rank] = list(_imagined(model_on(imagined), imagined))
+    params = [param for found in by_rank.values() for param in found]
+    present = compare(params, reader, mesh, aliases=aliases)
+    shares = {rank: _share(found, present, reader, dtype) for rank, found in by_rank.items()}
+    extra = [name for name in reader.names if tolerated(name)]
+    if 0 in shares:
+        shares[0] |= {name: _whole_piece(name, reader, dtype) for name in extra}
+    return write_sharded(
+        Path(target), mesh, _specs(reader, dtype), shares, layout, sides=_sides(reader.path, mesh, dtype)
+    )
+
+
+def convert_to_hf(
+    source: Path | str,
+    target: Path | str,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Rejoin the sharded checkpoint `source` into the HF directory `target`. Collective over `mesh`."""
+    reader = open_checkpoint(source, mesh)
+    specs = {spec.name: spec for spec in _specs(reader, dtype)}
+
+    def produce(order: Any, mine: Any) -> Iterator[tuple[str, Tensor]]:
+        return ((name, reader.read(name).to(specs[name].dtype)) for name in order if name in mine)
+
+    sides = _sides(reader.path, mesh, dtype)
+    write_hf(Path(target), mesh, list(specs.values()), produce, sides=sides, shard_bytes=shard_bytes)
+
+
+def imagined_mesh(layout: Layout, rank: int) -> Mesh:
+    """The mesh of one rank of a layout whose dp is known, as far as shapes need it: no groups, no device."""
+    sizes = {name: int(getattr(layout, name)) for name in ORDER}
+    sizes |= {"fsdp": sizes["dp"] * sizes["cp"], "world": layout.num_ranks}
+    coords = coords_of(rank, sizes)
+    axes = {name: Axis(name, size, coords[name]) for name, size in sizes.items()}
+    return Mesh(layout, torch.device("meta"), axes, {})
+
+
+def verify(path: Path | str) -> None:
+    """Check everything that a sharded checkpoint's manifest says; raise `CheckpointError` naming what is damaged."""
+    ShardedReader(path).verify()
+
+
+def _imagined(model: nn.Module, mesh: Mesh) -> Iterator[Held]:
+    """What the rank of `mesh` would hold of `model`, wrapped by FSDP2."""
+    params, ties = dict(model.named_parameters()), tied_names(model)
+    for name, placement in placements_of(model).items():
+        shape = tuple(params[name].shape)
+        found = held_regions(name, placement, shape, mesh.coords, mesh.sizes, sharded=True)
+        yield Held(name, placement, shape, params[name].detach(), found, ties.get(name, ()))
+
+
+def _share(
+    params: list[Held], present: Mapping[str, list[str]], reader: TensorSource, dtype: torch.dtype | None
+) -> dict[str, Piece]:
+    """The owned pieces of one rank, under the source's names."""
+    found = {}
+    for param in params:
+        for region in param.regions:
+            if region.owned:
+                for name in present[region.checkpoint_name]:
+                    found[name] = _piece(name, region, reader, dtype)
+    return found
+
+
+def _piece(name: str, region: Region, reader: TensorSource, dtype: torch.dtype | None) -> Piece:
+    final = _final_dtype(reader.dtype(name), dtype)
+    return Piece(region, final, partial(_read, reader, name, region, final))
+
+
+def _read(reader: TensorSource, name: str, region: Region, dtype: torch.dtype) -> Tensor:
+    return reader.read(name, region.checkpoint_slice).to(dtype)
+
+
+def _whole_piece(name: str, reader: TensorSource, dtype: torch.dtype | None) -> Piece:
+    shape = reader.shape(name)
+    whole = tuple((0, length) for length in shape)
+    return _piece(name, Region(name, shape, whole, whole, True), reader, dtype)
+
+
+def _specs(reader: TensorSource, dtype: torch.dtype | None) -> list[TensorSpec]:
+    return [TensorSpec(n, _final_dtype(reader.dtype(n), dtype), reader.shape(n)) for n in reader.names]
+
+
+def _final_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return own if wanted is None or own not in FLOATS else wanted
+
+
+def _sides(directory: Path, mesh: Mesh, dtype: torch.dtype | None) -> SideFiles:
+    """The source's side files; a cast is told to the config, or transformers would cast back on loading."""
+    sides: dict[str, Path | bytes] = {}
+    with agreed(mesh):
+        sides |= side_files(directory)
+        if dtype is not None and CONFIG in sides:
+            config = parse_json((directory / CONFIG).read_bytes(), str(directory / CONFIG))
+            for key in ("dtype", "torch_dtype"):
+                if key in config:
+                    config[key] = str(dtype).removeprefix("torch.")
+            sides[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+    return sides

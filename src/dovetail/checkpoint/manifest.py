@@ -1,0 +1,147 @@
+"""The manifest of a sharded checkpoint as a value: which file holds which rectangle of which tensor, with checksums.
+
+It is JSON and nothing else, and it checks itself: `crc32` covers the rest of it. A reader trusts nothing else.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from dovetail.errors import CheckpointError
+from dovetail.placement import Slices, overlap
+from dovetail.weights.files import CODES, DTYPES, parse_json
+
+FORMAT = "dovetail-sharded"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class StoredRegion:
+    """A rectangle of a tensor: what the safetensors file `file` holds as `key`, with the checksum `crc32`."""
+
+    file: str
+    key: str
+    slices: Slices
+    crc32: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    regions: tuple[StoredRegion, ...]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """`crc32` covers a whole side file, but only the header of a file of pieces: its regions have their own."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`sides` complete the tensors to a Hugging Face directory: config, tokenizer and so on."""
+
+    layout: Mapping[str, int]
+    step: int | None
+    tensors: Mapping[str, StoredTensor]
+    pieces: Mapping[str, StoredFile]
+    sides: Mapping[str, StoredFile]
+
+    def dump(self) -> bytes:
+        """The manifest as JSON text."""
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "layout": dict(self.layout),
+            "step": self.step,
+            "tensors": {
+                name: {
+                    "dtype": CODES[tensor.dtype],
+                    "shape": tensor.shape,
+                    "regions": [
+                        {"file": r.file, "key": r.key, "slice": r.slices, "crc32": r.crc32} for r in tensor.regions
+                    ],
+                }
+                for name, tensor in self.tensors.items()
+            },
+            "pieces": {name: {"size": file.size, "header_crc32": file.crc32} for name, file in self.pieces.items()},
+            "files": {name: {"size": file.size, "crc32": file.crc32} for name, file in self.sides.items()},
+        }
+        return (json.dumps({**body, "crc32": _checksum(body)}, indent=1) + "\n").encode()
+
+    @classmethod
+    def parse(cls, data: bytes, what: str) -> "Manifest":
+        """The manifest in `data`, completely checked; `what` names it in errors."""
+        body = parse_json(data, what)
+        if body.get("format") != FORMAT:
+            raise CheckpointError(f"{what}: format {body.get('format')!r}, expected {FORMAT!r}")
+        if body.get("version") != VERSION:
+            raise CheckpointError(
+                f"{what}: format version {body.get('version')!r}, this dovetail reads {VERSION}; update dovetail"
+            )
+        crc = body.pop("crc32", None)
+        if crc != _checksum(body):
+            raise CheckpointError(
+                f"{what} does not match its own checksum; it was changed or damaged after it was written"
+            )
+        try:
+            manifest = cls(
+                layout={name: _whole(degree) for name, degree in body["layout"].items()},
+                step=None if body["step"] is None else _whole(body["step"]),
+                tensors={name: _tensor(value) for name, value in body["tensors"].items()},
+                pieces={n: StoredFile(_whole(f["size"]), _whole(f["header_crc32"])) for n, f in body["pieces"].items()},
+                sides={n: StoredFile(_whole(f["size"]), _whole(f["crc32"])) for n, f in body["files"].items()},
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(f"{what} is not a manifest of version {VERSION}: {error!r}") from error
+        for name, tensor in manifest.tensors.items():
+            _check_tiling(name, tensor, manifest.pieces, what)
+        return manifest
+
+
+def _checksum(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
+
+
+def _tensor(value: Any) -> StoredTensor:
+    found = []
+    for region in value["regions"]:
+        slices = tuple((_whole(start), _whole(stop)) for start, stop in region["slice"])
+        found.append(StoredRegion(str(region["file"]), str(region["key"]), slices, _whole(region["crc32"])))
+    return StoredTensor(DTYPES[value["dtype"]], tuple(_whole(n) for n in value["shape"]), tuple(found))
+
+
+def _check_tiling(name: str, tensor: StoredTensor, pieces: Mapping[str, StoredFile], what: str) -> None:
+    """The regions of a tensor must cover it, each element once."""
+    covered = 0
+    for region in tensor.regions:
+        if region.file not in pieces:
+            raise CheckpointError(f"{what}: {name} lies in {region.file!r}, which is not among its pieces")
+        if len(region.slices) != len(tensor.shape) or any(
+            not start <= stop <= length for (start, stop), length in zip(region.slices, tensor.shape, strict=True)
+        ):
+            raise CheckpointError(f"{what}: {name} {list(tensor.shape)} has a region {region.slices} outside of it")
+        covered += prod(stop - start for start, stop in region.slices)
+    if covered != prod(tensor.shape):
+        raise CheckpointError(f"{what}: the regions of {name} hold {covered} of its {prod(tensor.shape)} elements")
+    by_row = sorted(tensor.regions, key=lambda region: region.slices)
+    for i, first in enumerate(by_row):
+        for other in by_row[i + 1 :]:
+            if first.slices and other.slices[0][0] >= first.slices[0][1]:
+                break
+            if overlap(first.slices, other.slices) is not None:
+                raise CheckpointError(f"{what}: two regions of {name} overlap: {first.slices} and {other.slices}")

@@ -1,0 +1,51 @@
+"""One verdict for all ranks: what goes wrong on one is raised on every one, so nobody waits for one that has left."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dovetail.comm import gather_text
+from dovetail.errors import CheckpointError, UserError, listing
+from dovetail.mesh import Mesh
+
+
+class Verdict:
+    """Keeps this rank's errors until `settle`, where all ranks raise all of them together.
+
+    After its first error a rank skips the rest of its own work, but it still takes part in every collective.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.problem = ""
+
+    @contextmanager
+    def keep(self) -> Iterator[None]:
+        """Remember a user's or the system's error of this block instead of raising it. No collectives inside."""
+        try:
+            yield
+        except (UserError, OSError) as error:
+            self.problem = self.problem or str(error)
+
+    def settle(self) -> None:
+        """Raise the same `CheckpointError` on every rank if any rank has a problem. Collective."""
+        world = self.mesh["world"]
+        found: dict[str, list[int]] = {}
+        for rank, problem in enumerate(gather_text(self.problem, world, self.mesh.device)):
+            if problem:
+                found.setdefault(problem, []).append(rank)
+        if not found:
+            return
+        if len(found) == 1 and len(next(iter(found.values()))) == world.size:
+            raise CheckpointError(next(iter(found)))
+        raise CheckpointError(
+            listing([f"rank {', '.join(map(str, ranks))}: {problem}" for problem, ranks in found.items()]).lstrip(" -")
+        )
+
+
+@contextmanager
+def agreed(mesh: Mesh) -> Iterator[None]:
+    """Run a block without collectives on every rank; if it fails on one, all raise. Collective at the end."""
+    verdict = Verdict(mesh)
+    with verdict.keep():
+        yield
+    verdict.settle()

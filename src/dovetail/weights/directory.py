@@ -1,0 +1,66 @@
+"""What of a model directory may be read: files that lie inside it, and no pickles.
+
+Names in an index come from whoever made the checkpoint, so each is checked before it is opened. The hub's cache is the
+one place where links may lead out of the directory: from `snapshots/REVISION` into `blobs` of the same repository.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from dovetail.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MANIFEST = "MANIFEST.json"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+WEIGHTS = (".safetensors", *PICKLED, ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite")
+SIDE_FOLDER = "additional_chat_templates"  # the one folder that transformers reads beside the files
+
+SideFiles = Mapping[str, Path | bytes]  # file name inside the directory -> where to copy it from, or what to write
+
+
+def contained(directory: Path, name: str) -> Path:
+    """The file `name` of `directory`, refused where it leads outside, by its text or by a link."""
+    parts = PurePosixPath(name)
+    if not name or "\0" in name or "\\" in name or parts.is_absolute() or ".." in parts.parts:
+        raise CheckpointError(
+            f"{directory} names the file {name!r}, which is not inside the directory; correct its index"
+        )
+    root = Path(os.path.realpath(directory))
+    target = Path(os.path.realpath(root / name))
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    if not any(target.is_relative_to(base) for base in allowed):
+        raise CheckpointError(f"{directory / name} is a link to {target}, outside the directory; copy the file into it")
+    if not target.is_file():
+        kind = "is not a regular file" if target.exists() else "does not exist"
+        raise CheckpointError(f"{directory / name} {kind}; fetch the checkpoint again")
+    return target
+
+
+def side_files(directory: Path | str) -> dict[str, Path]:
+    """Everything beside the weights: config, generation config, tokenizer, chat template, license and so on."""
+    directory = Path(directory)
+    found = {}
+    for path in sorted([*directory.iterdir(), *directory.glob(f"{SIDE_FOLDER}/*")]):
+        name = path.relative_to(directory).as_posix()
+        weights = name.endswith((*WEIGHTS, ".index.json")) or name == MANIFEST
+        if path.is_file() and not weights and not path.name.startswith("."):
+            found[name] = contained(directory, name)
+    return found
+
+
+def refuse_without_safetensors(directory: Path) -> None:
+    """Raise for a directory that has no weights that can be read, saying which conversion gives it some."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory; expected one with config.json and {SINGLE} or {INDEX}")
+    pickled = sorted(path.name for path in directory.iterdir() if path.name.endswith(PICKLED))
+    if pickled:
+        raise CheckpointError(
+            f"{directory} has only pickled weights ({', '.join(pickled[:3])}), and unpickling can run code. If you "
+            f"trust them, convert them once: AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(NEW) "
+            "with transformers writes safetensors"
+        )
+    raise CheckpointError(f"{directory} has no weights: expected {SINGLE} or {INDEX} with the files it names")

@@ -1,0 +1,246 @@
+"""Safetensors files, read with suspicion and written piece by piece.
+
+A header is checked completely (sizes, ranges, overlaps, gaps, names, dtypes) before any byte of data is looked at.
+Reads fetch exactly the bytes of a slice with positioned reads; nothing is mapped into memory, so the host holds what was
+asked for and no more. A file is written header first, from shapes and dtypes alone, then tensor by tensor in that order.
+"""
+
+import json
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.errors import CheckpointError
+from dovetail.placement import Slices
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
+CODES: Mapping[torch.dtype, str] = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
+MAX_HEADER = 100_000_000  # bytes; the format's own limit
+MAX_LENGTH = 2**62  # of one dim; torch cannot count further
+CHUNK = 1 << 26  # bytes of one read or write; the kernel moves at most 2 GiB at once
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: its bytes are [start, stop) of the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that is going to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def parse_json(data: bytes, what: str) -> dict[str, Any]:
+    """A JSON object without repeated keys; anything else is a `CheckpointError` that names `what`."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise ValueError(f"the key {twice!r} appears twice")
+        return found
+
+    try:
+        found = json.loads(data.decode(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not valid JSON: {str(error)[:200]}; fetch or write it again") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{what} holds a JSON {type(found).__name__}, expected an object")
+    return found
+
+
+class TensorFile:
+    """An open safetensors file whose header has been checked. `bytes_read` counts the data that was fetched."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes_read = 0
+        self._fd = -1
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
+            raise CheckpointError(f"{path} is not a regular file")
+        self._fd = os.open(path, os.O_RDONLY)
+        self.size = os.fstat(self._fd).st_size
+        length = struct.unpack("<Q", self._bytes(0, 8))[0] if self.size >= 8 else -1
+        if not 2 <= length <= min(MAX_HEADER, self.size - 8):
+            raise CheckpointError(
+                f"{path}: a header of {length} bytes does not fit a file of {self.size}; it is cut or no safetensors"
+            )
+        self.header = self._bytes(0, 8 + length)
+        self.entries = _parse_header(self.header, self.size, str(path))
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        """The tensor, or a rectangle of it, as a new tensor on the CPU."""
+        entry = self.entries[name]
+        slices = tuple((0, length) for length in entry.shape) if slices is None else slices
+        assert len(slices) == len(entry.shape), f"{name}: {len(slices)} slices of {len(entry.shape)} dims"
+        assert all(0 <= a <= b <= n for (a, b), n in zip(slices, entry.shape, strict=True)), f"{name}: {slices}"
+        out = torch.empty([stop - start for start, stop in slices], dtype=entry.dtype)
+        view, at = memory_of(out), 0
+        for offset, length in _runs(entry.shape, slices, entry.dtype.itemsize):
+            self._fill(view[at : at + length], entry.start + offset)
+            at += length
+        self.bytes_read += at
+        return out
+
+    def crc32(self, name: str) -> int:
+        """The checksum of a tensor's bytes, in bounded memory."""
+        entry, crc = self.entries[name], 0
+        for start in range(entry.start, entry.stop, CHUNK):
+            crc = zlib.crc32(self._bytes(start, min(CHUNK, entry.stop - start)), crc)
+        return crc
+
+    def _bytes(self, offset: int, length: int) -> bytearray:
+        out = bytearray(length)
+        self._fill(memoryview(out), offset)
+        return out
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        while view:
+            got = os.preadv(self._fd, [view[:CHUNK]], offset)
+            if not got:
+                raise CheckpointError(f"{self.path} ends before byte {offset + len(view)}: it was cut while being read")
+            view, offset = view[got:], offset + got
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _runs(shape: Sequence[int], slices: Slices, itemsize: int) -> Iterator[tuple[int, int]]:
+    """(offset, length) in bytes of the contiguous stretches of a rectangle, in its row-major order."""
+    if any(start == stop for start, stop in slices):
+        return
+    strides = [itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    cut = [dim for dim, (start, stop) in enumerate(slices) if stop - start != shape[dim]]
+    last = cut[-1] if cut else -1  # dims behind the last one that is cut are whole, so they join it in one stretch
+    if last < 0:
+        yield 0, itemsize * prod(shape)
+        return
+    start, stop = slices[last]
+    base, length = start * strides[last], (stop - start) * strides[last]
+    for index in product(*(range(*bounds) for bounds in slices[:last])):
+        yield base + sum(i * stride for i, stride in zip(index, strides, strict=False)), length
+
+
+def _parse_header(data: bytearray, size: int, what: str) -> dict[str, Entry]:
+    """Every tensor of a file of `size` bytes that begins with `data`, in the order of their bytes."""
+    found = []
+    for name, value in parse_json(bytes(data[8:]), f"the header of {what}").items():
+        if name == "__metadata__":
+            if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+                raise CheckpointError(f"{what}: __metadata__ must map names to strings")
+            continue
+        found.append(_parse_entry(name, value, len(data), what))
+    end = len(data)
+    found.sort(key=lambda entry: (entry.start, entry.stop))
+    for entry in found:
+        if entry.start != end:
+            kind = "overlaps the tensor before it" if entry.start < end else "leaves a gap before it"
+            raise CheckpointError(f"{what}: {entry.name} {kind} (starts at byte {entry.start}, expected {end})")
+        end = entry.stop
+    if end != size:
+        raise CheckpointError(
+            f"{what} has {size} bytes, but its header describes {end}; the file is incomplete or corrupt"
+        )
+    return {entry.name: entry for entry in found}
+
+
+def _parse_entry(name: str, value: Any, base: int, what: str) -> Entry:
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{what}: {name} must have exactly dtype, shape and data_offsets")
+    code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(code, str) or code not in DTYPES:
+        raise CheckpointError(f"{what}: {name} has the dtype {code!r}; known are {', '.join(DTYPES)}")
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n <= MAX_LENGTH for n in numbers):
+            raise CheckpointError(
+                f"{what}: {name} has the shape {shape!r} and offsets {offsets!r}, expected whole numbers"
+            )
+    dtype = DTYPES[code]
+    if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * dtype.itemsize:
+        raise CheckpointError(f"{what}: {name} of shape {shape} and dtype {code} does not fit its bytes {offsets}")
+    return Entry(name, dtype, tuple(shape), base + offsets[0], base + offsets[1])
+
+
+class TensorFileWriter:
+    """Writes one safetensors file: the whole header at once, then the tensors in the header's order."""
+
+    def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
+        self.path, self._waiting = path, list(specs)[::-1]
+        self.crc32: dict[str, int] = {}
+        described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        end = 0
+        for spec in reversed(self._waiting):
+            code = CODES[spec.dtype]
+            described[spec.name] = {"dtype": code, "shape": spec.shape, "data_offsets": [end, end + spec.num_bytes]}
+            end += spec.num_bytes
+        text = json.dumps(described, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # data starts at a multiple of 8
+        self.header = struct.pack("<Q", len(text)) + text
+        self.size = len(self.header) + end
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115  # closed by `close`
+        self._write(memoryview(self.header))
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Append the next tensor, already in its final dtype."""
+        spec = self._waiting.pop()
+        assert (spec.name, spec.dtype, spec.shape) == (name, tensor.dtype, tuple(tensor.shape)), f"{name} is not {spec}"
+        view = memory_of(tensor.detach().cpu().contiguous())
+        self.crc32[name] = zlib.crc32(view)
+        self._write(view)
+
+    def close(self) -> None:
+        """Put everything on the disk. A file that was closed early is truncated, and no reader accepts it."""
+        assert not self._waiting, f"{self.path}: {self._waiting[-1].name} was never written"
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def _write(self, view: memoryview) -> None:
+        while view:
+            view = view[self._file.write(view[:CHUNK]) :]

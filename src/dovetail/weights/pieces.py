@@ -1,0 +1,111 @@
+"""What of the checkpoint a rank holds: a model's placements turned into regions, with the tensors that they lie in."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from dovetail.mesh import Mesh
+from dovetail.placement import Placement, Region, as_index, checkpoint_names, held_regions, placements_of
+from dovetail.weights.files import TensorSpec
+
+Dtypes = Callable[[str], torch.dtype | None]  # the dtype that a checkpoint tensor is written in; None: the parameter's
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter of this rank. `tied` are the checkpoint's other names for the same tensor."""
+
+    name: str
+    placement: Placement
+    shape: tuple[int, ...]  # before FSDP2 cuts its rows
+    local: Tensor  # what this rank stores of it
+    regions: tuple[Region, ...]
+    tied: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A region that this rank is the one to write, and how to get its bytes in their final dtype."""
+
+    region: Region
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+def held(model: nn.Module, mesh: Mesh) -> list[Held]:
+    """Every parameter of `model` on this rank, in the model's order."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a forward without backward some parameters are whole, in the compute dtype
+    params, ties = dict(model.named_parameters()), tied_names(model)
+    found = []
+    for name, placement in placements_of(model).items():
+        param = params[name]
+        sharded = isinstance(param, DTensor)
+        local = param.to_local() if isinstance(param, DTensor) else param
+        where = held_regions(name, placement, tuple(param.shape), mesh.coords, mesh.sizes, sharded=sharded)
+        found.append(Held(name, placement, tuple(param.shape), local.detach(), where, ties.get(name, ())))
+    return found
+
+
+def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """The further names of parameters that several modules share, by the first name."""
+    first: dict[int, str] = {}
+    found: dict[str, tuple[str, ...]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(param), name)
+        if owner != name:
+            found[owner] = (*found.get(owner, ()), name)
+    return found
+
+
+def checkpoint_shapes(name: str, placement: Placement, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Name and whole shape of each checkpoint tensor behind a parameter of this local shape."""
+    names = checkpoint_names(name, placement)
+    if not placement.splits:
+        return {names[0]: shape}
+    (split,) = placement.splits
+    sizes = (part.size for part in split.parts)
+    return {n: (*shape[: split.dim], size, *shape[split.dim + 1 :]) for n, size in zip(names, sizes, strict=True)}
+
+
+def export_names(region_name: str, tied: tuple[str, ...], listed: Collection[str] | None) -> tuple[str, ...]:
+    """Under which names a tensor leaves: its own, or all of a tied tensor's names that the source checkpoint lists."""
+    if not tied or listed is None:
+        return (region_name,)
+    return tuple(name for name in (region_name, *tied) if name in listed) or (region_name,)
+
+
+def owned_pieces(params: list[Held], dtype_of: Dtypes, listed: Collection[str] | None = None) -> dict[str, Piece]:
+    """Everything that this rank writes, by checkpoint name, in the model's order."""
+    found = {}
+    for param in params:
+        for region in param.regions:
+            if region.owned:
+                for name in export_names(region.checkpoint_name, param.tied, listed):
+                    dtype = dtype_of(name) or param.local.dtype
+                    found[name] = Piece(region, dtype, partial(_read, param.local, region, dtype))
+    return found
+
+
+def export_specs(params: list[Held], dtype_of: Dtypes, listed: Collection[str] | None = None) -> list[TensorSpec]:
+    """Every checkpoint tensor behind this rank's parameters, held here or not, in the model's order."""
+    return [
+        TensorSpec(name, dtype_of(name) or param.local.dtype, shape)
+        for param in params
+        for first, shape in checkpoint_shapes(param.name, param.placement, param.shape).items()
+        for name in export_names(first, param.tied, listed)
+    ]
+
+
+def own_dtype(name: str) -> None:
+    """The `Dtypes` that keeps every parameter's own."""
+
+
+def _read(local: Tensor, region: Region, dtype: torch.dtype) -> Tensor:
+    return local[as_index(region.local_slice)].to(dtype)

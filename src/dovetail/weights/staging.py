@@ -1,0 +1,94 @@
+"""A directory that appears complete or not at all: written under a hidden name beside its place, then renamed."""
+
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dovetail.comm import gather_text
+from dovetail.errors import CheckpointError
+from dovetail.mesh import Mesh
+from dovetail.weights.agree import Verdict, agreed
+from dovetail.weights.directory import SideFiles
+from dovetail.weights.files import CHUNK
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where to write, and where to keep what goes wrong while writing."""
+
+    path: Path
+    verdict: Verdict
+    lead: bool  # the rank that writes what there is only one of
+
+
+@contextmanager
+def staged(target: Path, mesh: Mesh) -> Iterator[Stage]:
+    """All ranks write into one hidden directory that becomes `target`, or vanishes with an error. Collective.
+
+    `target` may be absent or empty. Everything in the directory is on the disk before the rename.
+    """
+    lead = mesh["world"].rank == 0
+    hidden = target.parent / f".tmp-{target.name}-{uuid.uuid4().hex[:8]}"
+    with agreed(mesh):
+        if lead:
+            refuse_occupied(target)
+            hidden.mkdir(parents=True)
+    stage = Stage(Path(gather_text(str(hidden), mesh["world"], mesh.device)[0]), Verdict(mesh), lead)
+    try:
+        yield stage
+        stage.verdict.settle()
+        with agreed(mesh):
+            if lead:
+                for folder, _, _ in os.walk(stage.path):
+                    sync_directory(Path(folder))
+                os.rename(stage.path, target)
+                sync_directory(target.parent)
+    except BaseException:
+        if lead:
+            shutil.rmtree(stage.path, ignore_errors=True)
+        raise
+
+
+def refuse_occupied(target: Path) -> None:
+    """Raise unless a directory can appear at `target` without anything being lost."""
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise CheckpointError(
+            f"{target} is there already and is not an empty directory; remove it or choose another path"
+        )
+
+
+def write_sides(sides: SideFiles, directory: Path) -> dict[str, tuple[int, int]]:
+    """Copy or write each side file; (size, crc32) of what was written."""
+    return {name: write_file(directory / name, content) for name, content in sides.items()}
+
+
+def write_file(path: Path, content: Path | bytes) -> tuple[int, int]:
+    """Copy a file, or write bytes, onto the disk; (size, crc32)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = crc = 0
+    with open(path, "xb") as out:
+        if isinstance(content, bytes):
+            out.write(content)
+            size, crc = len(content), zlib.crc32(content)
+        else:
+            with open(content, "rb") as source:
+                while block := source.read(CHUNK):
+                    out.write(block)
+                    size, crc = size + len(block), zlib.crc32(block, crc)
+        out.flush()
+        os.fsync(out.fileno())
+    return size, crc
+
+
+def sync_directory(path: Path) -> None:
+    """Put a directory's entries on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,141 @@
+"""Hands out whole tensors under their Hugging Face names, one bounded bucket at a time, from any sharded model.
+
+Every rank tells once which regions it owns; from then on all is computed. A bucket is one all-gather of flat bytes over
+the whole mesh, and each tensor of it is put together from everyone's regions, so no kind of axis needs code of its own.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.comm import gather_text, stack_over
+from dovetail.mesh import Mesh
+from dovetail.placement import Slices, as_index
+from dovetail.weights.files import CODES, DTYPES, TensorSpec
+from dovetail.weights.pieces import Dtypes, Piece, export_specs, held, own_dtype, owned_pieces
+
+BUCKET_BYTES = 1 << 28
+ALIGNMENT = 16  # bytes; a region begins where any dtype may
+
+
+@dataclass(frozen=True)
+class Export:
+    """What a model's tensors are and who owns which part of them; the same on every rank but for `mine`."""
+
+    specs: dict[str, TensorSpec]
+    owners: dict[str, list[tuple[int, Slices]]]  # tensor -> (world rank, the rectangle that it owns)
+    mine: dict[str, Piece]
+
+
+def export(
+    model: nn.Module, mesh: Mesh, *, dtype_of: Dtypes = own_dtype, listed: Collection[str] | None = None
+) -> Export:
+    """Agree on what leaves the model. Collective.
+
+    `dtype_of` names the dtype of each tensor (None: the parameter's own). `listed` are the source checkpoint's names in
+    its order: tensors follow that order, and a tied weight leaves under those of its names that are listed.
+    """
+    params = held(model, mesh)
+    mine = owned_pieces(params, dtype_of, listed)
+    told = [
+        [(spec.name, CODES[spec.dtype], spec.shape) for spec in export_specs(params, dtype_of, listed)],
+        [(name, piece.region.checkpoint_slice) for name, piece in mine.items()],
+    ]
+    everyone = [json.loads(text) for text in gather_text(json.dumps(told), mesh["world"], mesh.device)]
+    specs = {name: TensorSpec(name, DTYPES[code], tuple(shape)) for found, _ in everyone for name, code, shape in found}
+    if listed is not None:
+        specs = {
+            name: specs[name] for name in [*(n for n in listed if n in specs), *(n for n in specs if n not in listed)]
+        }
+    owners: dict[str, list[tuple[int, Slices]]] = {name: [] for name in specs}
+    for rank, (_, pieces) in enumerate(everyone):
+        for name, slices in pieces:
+            owners[name].append((rank, tuple((start, stop) for start, stop in slices)))
+    for name, spec in specs.items():
+        covered = sum(_num_bytes(slices, spec) for _, slices in owners[name])
+        assert covered == spec.num_bytes, f"{name}: {covered} of {spec.num_bytes} bytes have an owner"
+    return Export(specs, owners, mine)
+
+
+def stream(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    dtype_of: Dtypes = own_dtype,
+    listed: Collection[str] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, whole tensor) of every parameter, on every rank in the same order. Collective until it is exhausted.
+
+    `bucket_bytes` bounds what is gathered at once, unless a single tensor is larger.
+    """
+    found = export(model, mesh, dtype_of=dtype_of, listed=listed)
+    return gather_whole(found, mesh, list(found.specs), bucket_bytes)
+
+
+def gather_whole(
+    found: Export, mesh: Mesh, order: Sequence[str], bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors named in `order`, whole on every rank. Collective until it is exhausted."""
+    for bucket in _buckets(found, order, mesh["world"].size, bucket_bytes):
+        starts = _starts(found, bucket, mesh["world"].size)
+        flat = torch.empty(max(end for _, end in starts), dtype=torch.uint8, device=mesh.device)
+        for name in bucket:
+            if name in found.mine:
+                spec, piece = found.specs[name], found.mine[name]
+                _view(flat, starts[mesh["world"].rank][0][name], piece.region.checkpoint_slice, spec).copy_(
+                    piece.read()
+                )
+        rows = stack_over(flat, mesh["world"])
+        for name in bucket:
+            spec = found.specs[name]
+            whole = torch.empty(spec.shape, dtype=spec.dtype, device=mesh.device)
+            for rank, slices in found.owners[name]:
+                whole[as_index(slices)].copy_(_view(rows[rank], starts[rank][0][name], slices, spec))
+            yield name, whole
+
+
+def _buckets(found: Export, order: Sequence[str], world: int, bucket_bytes: int) -> Iterator[list[str]]:
+    """Runs of `order` whose gathered size, `world` times the longest rank's share, stays within the bound."""
+    bucket: list[str] = []
+    lengths = [0] * world
+    for name in order:
+        grown = list(lengths)
+        for rank, slices in found.owners[name]:
+            grown[rank] += _padded(_num_bytes(slices, found.specs[name]))
+        if bucket and world * max(grown) > bucket_bytes:
+            yield bucket
+            grown = [after - before for after, before in zip(grown, lengths, strict=True)]
+            bucket = []
+        bucket.append(name)
+        lengths = grown
+    if bucket:
+        yield bucket
+
+
+def _starts(found: Export, bucket: list[str], world: int) -> list[tuple[dict[str, int], int]]:
+    """For each rank: where each tensor's region begins in its bytes, and how many bytes it has in all."""
+    starts: list[dict[str, int]] = [{} for _ in range(world)]
+    ends = [0] * world
+    for name in bucket:
+        for rank, slices in found.owners[name]:
+            starts[rank][name] = ends[rank]
+            ends[rank] += _padded(_num_bytes(slices, found.specs[name]))
+    return list(zip(starts, ends, strict=True))
+
+
+def _num_bytes(slices: Slices, spec: TensorSpec) -> int:
+    return TensorSpec("", spec.dtype, tuple(stop - start for start, stop in slices)).num_bytes
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _view(flat: Tensor, start: int, slices: Slices, spec: TensorSpec) -> Tensor:
+    """The rectangle stored at `start` of a row of bytes."""
+    data = flat[start : start + _num_bytes(slices, spec)]
+    return data.view(spec.dtype).view([stop - begin for begin, stop in slices])
