@@ -17,10 +17,12 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 FULL_NAMES = (FULL, "attention")  # the second is what older configs call the first
 DEFAULT_THETA = 10000.0
 ROPE_KEYS = frozenset(
-    ("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings")
-    + ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-    + ("low_freq_factor", "high_freq_factor")
-    + ("finetuned",)  # a remark in some yarn checkpoints, without effect
+    {
+        *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
+        *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        *("low_freq_factor", "high_freq_factor"),
+        "finetuned",  # a remark in some yarn checkpoints, without effect
+    }
 )
 
 
