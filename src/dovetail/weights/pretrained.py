@@ -18,6 +18,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.errors import CheckpointError, ModelError
 from dovetail.weights.directory import SideFiles, side_files
 from dovetail.weights.files import parse_json
+from dovetail.weights.pieces import Dtypes
 from dovetail.weights.reader import TensorSource
 
 CONFIG = "config.json"
@@ -47,6 +48,15 @@ class Pretrained:
             raise CheckpointError(f"{path} has no {CONFIG}; give a directory that transformers can load")
         config = parse_json(file.read_bytes(), str(file))
         return cls(path, config, spec_from_config(config), side_files(path))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an engine's weights came from, so that they leave as they came: dtypes, names and files beside them."""
+
+    dtype_of: Dtypes
+    listed: tuple[str, ...]
+    sides: SideFiles
 
 
 @dataclass(frozen=True)
@@ -96,9 +106,7 @@ def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> ValueHe
     return ValueHead("value", {}, HEAD_NAMES)
 
 
-def saved_config(
-    config: Mapping[str, Any], head: HeadKind, dtype: torch.dtype | None, source: TensorSource
-) -> dict[str, Any]:
+def saved_config(config: Mapping[str, Any], head: HeadKind, dtype: torch.dtype | None) -> dict[str, Any]:
     """The config to write beside saved weights: a value model says so, a changed dtype too; else it is the source's."""
     changed = dict(config)
     if dtype is not None:
@@ -116,9 +124,9 @@ def saved_config(
     return changed
 
 
-def saved_sides(pretrained: Pretrained, head: HeadKind, dtype: torch.dtype | None, source: TensorSource) -> SideFiles:
+def saved_sides(pretrained: Pretrained, head: HeadKind, dtype: torch.dtype | None) -> SideFiles:
     """Every file beside the weights, with the config as it must be now; byte for byte the source's where it may."""
-    changed = saved_config(pretrained.config, head, dtype, source)
+    changed = saved_config(pretrained.config, head, dtype)
     if changed == dict(pretrained.config):
         return pretrained.sides
     return {**pretrained.sides, CONFIG: (json.dumps(changed, indent=2) + "\n").encode()}
