@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from dovetail.batch import PackedBatch
 from dovetail.data import Limits, batch_rows, load_prompts, load_score, load_sft, read_rows
 from dovetail.errors import DataError
 
@@ -106,6 +107,9 @@ def test_sft_with_nothing_before_or_nothing_after(tmp_path: Path) -> None:
     bare, silent = load_sft(path, PLAIN, LIMITS)
     assert spelled(bare.ids, bare.mask) == "ab<|im_end|>"
     assert spelled(silent.ids, silent.mask) == "<|im_end|>"
+    batch = PackedBatch.pack([silent, bare])
+    assert batch.mask.tolist() == [False, True, False, True, True, False], "nothing predicts a sequence's first token"
+    assert spelled(batch.targets[batch.mask].tolist()) == "<|im_end|>b<|im_end|>"
 
 
 def test_conversations_train_the_assistant_turns_only(tmp_path: Path) -> None:

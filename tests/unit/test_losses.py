@@ -67,12 +67,22 @@ def test_the_policy_loss_is_the_clipped_objective_token_by_token(dual: float | N
     batch = counted(full_batch())
     stats = random_stats(len(batch))
     loss = PolicyLoss(clip_low=0.2, clip_high=0.3, dual_clip=dual)(stats, batch)
-    columns = zip(
-        stats.logprob.tolist(), batch.fields["old_logprob"].tolist(), batch.fields["advantage"].tolist(), strict=True
-    )
-    expected = [clip_formula(p, old, a, 0.2, 0.3, dual) for p, old, a in columns]
+    columns = (stats.logprob, batch.fields["old_logprob"], batch.fields["advantage"])
+    values = list(zip(*(column.tolist() for column in columns), strict=True))
+    expected = [clip_formula(p, old, a, 0.2, 0.3, dual) for p, old, a in values]
     assert_close(loss.total, torch.tensor(sum(expected), dtype=F64), SUM_ORDER)
     assert float(loss.count) == len(batch) == 10
+    log_ratio = stats.logprob.detach() - batch.fields["old_logprob"]
+    sums = {
+        "clip_fraction": sum(clip_formula(p, o, a, 0.2, 0.3, None) > -a * math.exp(p - o) for p, o, a in values),
+        "approx_kl": (log_ratio.exp() - 1 - log_ratio).sum(),  # of KL(old || new), from the old policy's tokens
+        "ratio_mean": log_ratio.exp().sum(),
+        "ratio_deviation": (log_ratio.exp() - 1).abs().sum(),
+        "entropy_mean": stats.entropy.detach().sum(),
+    }
+    for name, value in sums.items():
+        assert_close(loss.metrics[name].total.to(F64), torch.as_tensor(value, dtype=F64), SUM_ORDER, name)
+        assert float(loss.metrics[name].count) == 10
     if dual is not None:
         assert float(loss.metrics["dual_clip_fraction"].total) > 0
 
@@ -218,7 +228,7 @@ def test_gspo_is_the_clip_of_the_mean_ratio_once_a_sequence() -> None:
     actual, wanted = (torch.autograd.grad(x, stats.logprob)[0] for x in (loss.total, expected))
     assert_close(actual, wanted, SUM_ORDER)
     pieced = sum(float(fn(s, b).total.detach()) for s, b in pieces(stats, batch, 2))
-    assert abs(pieced - float(expected)) > 1e-3, "pieces of sequences give another ratio, so it is not separable"
+    assert abs(pieced - float(expected.detach())) > 1e-3, "pieces of sequences give another ratio, so it is not separable"
 
 
 def test_separable_says_what_may_be_cut() -> None:

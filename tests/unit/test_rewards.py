@@ -17,7 +17,7 @@ MODULE = """
 import os, sys, time
 
 def verl_like(data_source, solution_str, ground_truth, extra_info):
-    print("a print must not disturb the conversation")
+    print("a print must not disturb the conversation", flush=True)
     assert data_source == "gsm" and extra_info["level"] == 3 and extra_info["finish"] == "stop"
     return 1.0 if solution_str == ground_truth else 0
 

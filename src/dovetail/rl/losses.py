@@ -8,7 +8,7 @@ add up to the same total and count. Without those fields every token weighs the 
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ def weight_fields(batch: PackedBatch, aggregation: Aggregation, constant: float 
 class SFTLoss:
     """Negative log-likelihood: -log p(target)."""
 
-    separable: bool = True
+    separable: ClassVar[bool] = True
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
         total, count = _aggregate(-widen(stats.logprob), batch)
@@ -129,7 +129,7 @@ class PolicyLoss:
                 f"kl_coef={self.kl_coef} needs the field reference_logprob: score a reference or set it 0"
             )
         if self.entropy_coef:
-            loss = loss - self.entropy_coef * stats.entropy
+            loss = loss - self.entropy_coef * widen(stats.entropy)
         total, count = _aggregate(loss, batch)
         return Loss(total, count, metrics)
 
@@ -144,7 +144,7 @@ class ValueLoss:
     """
 
     clip: float | None = 0.2
-    separable: bool = True
+    separable: ClassVar[bool] = True
 
     def __call__(self, values: Tensor, batch: PackedBatch, /) -> Loss:
         values, target = widen(values), batch.fields["return"]

@@ -56,8 +56,9 @@ def main() -> NoReturn:
     answers.write(json.dumps({"error": caught.error}) + "\n")
     if scorer is not None:
         for line in requests:
-            answers.write(json.dumps(evaluate(scorer, json.loads(line), setup["timeout"])) + "\n")
-    sys.stderr.flush()
+            answer = evaluate(scorer, json.loads(line), setup["timeout"])
+            sys.stdout.flush()  # what the function printed
+            answers.write(json.dumps(answer) + "\n")
     os._exit(0)  # a user's module may have left threads behind
 
 
