@@ -137,6 +137,11 @@ def load_score(path: Path | str, tokenizer: Tokenizer | None, limits: Limits) ->
     return _load(path, example, limits)
 
 
+def needs_text(path: Path | str) -> bool:
+    """Whether any row of the file gives text, so that a tokenizer is needed."""
+    return any("input_ids" not in row.values for row in read_rows(path))
+
+
 def batch_rows(num_rows: int, rows_per_step: int, seed: int, step: int) -> list[int]:
     """The rows of step `step` (from 0): a stretch of an endless stream of shuffled epochs.
 

@@ -228,7 +228,9 @@ def test_gspo_is_the_clip_of_the_mean_ratio_once_a_sequence() -> None:
     actual, wanted = (torch.autograd.grad(x, stats.logprob)[0] for x in (loss.total, expected))
     assert_close(actual, wanted, SUM_ORDER)
     pieced = sum(float(fn(s, b).total.detach()) for s, b in pieces(stats, batch, 2))
-    assert abs(pieced - float(expected.detach())) > 1e-3, "pieces of sequences give another ratio, so it is not separable"
+    assert abs(pieced - float(expected.detach())) > 1e-3, (
+        "pieces of sequences give another ratio, so it is not separable"
+    )
 
 
 def test_separable_says_what_may_be_cut() -> None:

@@ -32,5 +32,7 @@ class KernelSet:
 def kernels_for(device: torch.device) -> KernelSet:
     """The kernels of a device: the reference, with what the device does better put in its place."""
     if device.type == "cuda":
-        return KernelSet(attention=cuda.attention, logits=cuda.logits, add_weight_grad_=cuda.add_weight_grad_, head_chunk=4096)
+        return KernelSet(
+            attention=cuda.attention, logits=cuda.logits, add_weight_grad_=cuda.add_weight_grad_, head_chunk=4096
+        )
     return KernelSet()

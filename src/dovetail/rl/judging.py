@@ -6,8 +6,7 @@ from collections.abc import Sequence as Seq
 from dovetail.comm import gather_text
 from dovetail.data import Prompt
 from dovetail.mesh import Mesh
-from dovetail.rl.rewards import RewardResult, RewardRunner
-from dovetail.rl.rewards import Sample as Judged
+from dovetail.rl.rewards import RewardResult, RewardRunner, Sample as Judged
 from dovetail.rollout.base import Completion
 from dovetail.weights.agree import agreed
 

@@ -1,14 +1,13 @@
 """The loop: reads like the algorithm box of the paper. It owns no tensor code; every rank runs it with the same data.
 
-    RL step:   refill the sampler; sample; judge; score old and reference log-probs; advantages; update
-    SFT step:  take rows; update
+RL step:   refill the sampler; sample; judge; score old and reference log-probs; advantages; update
+SFT step:  take rows; update
 """
 
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -27,8 +26,7 @@ from dovetail.rl.experience import (
 from dovetail.rl.judging import Judge
 from dovetail.rl.losses import Aggregation, weight_fields
 from dovetail.rl.rewards import count_errors
-from dovetail.rollout.base import Prompt as SamplerPrompt
-from dovetail.rollout.base import Sampler, SamplingParams
+from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 
 MOST_REWARD_ERRORS = 0.05  # of a step's samples; above it the reward itself is taken to be wrong
 SOLVED = 1.0  # a reward that counts as solved in evaluations

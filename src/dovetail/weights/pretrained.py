@@ -69,6 +69,9 @@ class ValueHead:
     ignore: tuple[str, ...] = ("lm_head.*",)
 
 
+LM_HEAD = ValueHead("lm", {}, (), ())
+
+
 def locate(name: str | Path) -> Path:
     """The directory of `name`: a path, or HUB_NAME@COMMIT."""
     path = Path(name)
@@ -76,7 +79,11 @@ def locate(name: str | Path) -> Path:
         return path
     repository, at, revision = str(name).partition("@")
     if not at or not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        hint = f"; for a hub model, pin it to a commit: {name}@COMMIT" if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) else ""
+        hint = (
+            f"; for a hub model, pin it to a commit: {name}@COMMIT"
+            if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name))
+            else ""
+        )
         raise CheckpointError(f"{name} is not a directory{hint}")
     if not COMMIT.fullmatch(revision):
         raise CheckpointError(
@@ -104,6 +111,15 @@ def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> ValueHe
         known = ", ".join(f"{stem}.weight" for stem in HEAD_STEMS)
         raise ModelError(f"{path} has no value head: expected one of {known} (lm_head with one row)")
     return ValueHead("value", {}, HEAD_NAMES)
+
+
+def stored_head(source: TensorSource, pretrained: Pretrained) -> ValueHead:
+    """The head that a checkpoint holds, whichever it is."""
+    named = any(f"{stem}.weight" in source.names for stem in HEAD_STEMS if stem != "lm_head")
+    one_row = "lm_head.weight" in source.names and source.shape("lm_head.weight")[0] == 1
+    if named or (one_row and pretrained.spec.vocab_size > 1):
+        return find_value_head(source, pretrained.path, fresh=False)
+    return LM_HEAD
 
 
 def saved_config(config: Mapping[str, Any], head: HeadKind, dtype: torch.dtype | None) -> dict[str, Any]:
