@@ -17,8 +17,12 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 FULL_NAMES = (FULL, "attention")  # the second is what older configs call the first
 DEFAULT_THETA = 10000.0
 ROPE_KEYS = frozenset(
-    "rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor "
-    "beta_fast beta_slow mscale mscale_all_dim truncate low_freq_factor high_freq_factor finetuned".split()
+    {
+        *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
+        *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        *("low_freq_factor", "high_freq_factor"),
+        "finetuned",  # a remark in some yarn checkpoints, without effect
+    }
 )
 
 
@@ -180,7 +184,7 @@ def _rotary_dim(r: Fields, kind: str, head_dim: int) -> int:
 
 
 def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
-    """The parameters of a scaled kind. `stretch`: longest position over original, which yarn takes for a null factor."""
+    """The parameters of a scaled kind. `stretch`: longest length over original: yarn's factor where null."""
     factor = stretch if kind == "yarn" and r.get("factor") is None else r.number("factor", least=1.0)
     if kind == "llama3":
         low, high = r.number("low_freq_factor"), r.number("high_freq_factor")
