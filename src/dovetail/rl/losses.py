@@ -15,10 +15,10 @@ from torch import Tensor
 
 from dovetail.batch import Loss, PackedBatch, Sum
 from dovetail.errors import ConfigError
-from dovetail.rl.advantages import widen
+from dovetail.kernels.reference import wide
 from dovetail.tokenstats import TokenStats
 
-Aggregation = Literal["token", "sequence", "constant"]
+Aggregation = Literal["token", "sequence", "sequence_sum"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
 LOG_RATIO_LIMIT = 20.0  # nats; e^20 is far beyond every clip and far below overflow
@@ -29,7 +29,7 @@ def weight_fields(batch: PackedBatch, aggregation: Aggregation, constant: float 
 
     - token: the mean over all counted tokens of the step (DAPO, Yu et al. 2025, equation 8);
     - sequence: the mean over sequences of each one's token mean (GRPO, Shao et al. 2024, equation 3);
-    - constant: the mean over sequences of each one's token sum divided by `constant`, so that length does not weigh
+    - sequence_sum: the mean over sequences of each one's token sum divided by `constant`, so that length does not weigh
       (Dr. GRPO, Liu et al. 2025, section 3.2; `constant` is the longest response allowed).
 
     A sequence's count lies whole on its first counted token: counts stay exact integers however the sequence is cut.
@@ -58,7 +58,7 @@ class SFTLoss:
     separable: ClassVar[bool] = True
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        total, count = _aggregate(-widen(stats.logprob), batch)
+        total, count = _aggregate(-_widened(stats.logprob), batch)
         return Loss(total, count, {"entropy_mean": _metric(stats.entropy)})
 
 
@@ -69,9 +69,10 @@ class PolicyLoss:
         l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coef KL(policy, reference) - entropy_coef H
 
     Schulman et al. 2017, "Proximal policy optimization", equation 7. A is `fields["advantage"]`; r = p / p_old with
-    `fields["old_logprob"]`. Unequal clips are DAPO's clip-higher (Yu et al. 2025, equation 10). `dual_clip` c > 1
-    bounds l by -A c where A < 0 (Ye et al. 2020, "Mastering complex control in MOBA games", equation 5). The KL is
-    taken against `fields["reference_logprob"]`, see `kl_estimate`.
+    `fields["old_logprob"]`, or 1 without that field, for tokens that this very policy sampled. Unequal clips are DAPO's
+    clip-higher (Yu et al. 2025, equation 10). `dual_clip` c > 1 bounds l by -A c where A < 0 (Ye et al. 2020,
+    "Mastering complex control in MOBA games", equation 5). The KL is taken against `fields["reference_logprob"]`, see
+    `kl_estimate`.
 
     ratio="sequence" is GSPO (Zheng et al. 2025, equations 5-7): r is the exponential of the sequence's mean log ratio,
     clipped once a sequence and shared by its tokens, so the loss needs whole sequences; the paper's aggregation is
@@ -83,14 +84,14 @@ class PolicyLoss:
     dual_clip: float | None = None
     ratio: Literal["token", "sequence"] = "token"
     kl_coef: float = 0.0
-    kl: KLEstimator = "k3"
+    kl_estimator: KLEstimator = "k3"
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (0 < self.clip_low <= 1 and self.clip_high > 0):
+        if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
             raise ConfigError(
-                f"clip_low={self.clip_low}, clip_high={self.clip_high}: expected 0 < clip_low <= 1 and clip_high > 0, "
-                "as in clip_low: 0.2"
+                f"clip_low={self.clip_low}, clip_high={self.clip_high}: expected 0 <= clip_low <= 1 and "
+                "clip_high >= 0, as in clip_low: 0.2"
             )
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ConfigError(f"dual_clip={self.dual_clip} must be above 1; 3.0 is usual, null turns it off")
@@ -100,9 +101,9 @@ class PolicyLoss:
         return self.ratio == "token"
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        logprob, advantage = widen(stats.logprob), batch.fields["advantage"]
-        token_log_ratio = _limited(logprob - batch.fields["old_logprob"])
-        log_ratio = token_log_ratio if self.separable else _limited(_sequence_mean(token_log_ratio, batch))
+        logprob, advantage = _widened(stats.logprob), batch.fields["advantage"]
+        token_log_ratio = _limited(logprob - batch.fields.get("old_logprob", logprob.detach()))
+        log_ratio = token_log_ratio if self.separable else _sequence_mean(token_log_ratio, batch)
         ratio = log_ratio.exp()
         unclipped = -advantage * ratio
         clipped = -advantage * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
@@ -120,7 +121,7 @@ class PolicyLoss:
             loss = torch.where(capped, bound, loss)
             metrics["dual_clip_fraction"] = _metric(capped)
         if "reference_logprob" in batch.fields:
-            divergence = kl_estimate(logprob, batch.fields["reference_logprob"], self.kl)
+            divergence = kl_estimate(logprob, batch.fields["reference_logprob"], self.kl_estimator)
             metrics["kl_mean"] = _metric(divergence)
             if self.kl_coef:
                 loss = loss + self.kl_coef * divergence
@@ -129,7 +130,7 @@ class PolicyLoss:
                 f"kl_coef={self.kl_coef} needs the field reference_logprob: score a reference or set it 0"
             )
         if self.entropy_coef:
-            loss = loss - self.entropy_coef * widen(stats.entropy)
+            loss = loss - self.entropy_coef * _widened(stats.entropy)
         total, count = _aggregate(loss, batch)
         return Loss(total, count, metrics)
 
@@ -140,14 +141,16 @@ class ValueLoss:
 
         l = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2
 
-    As in OpenAI baselines' PPO2; v_old is `fields["old_value"]`; clip None turns it off. Called with values [n].
+    As in OpenAI baselines' PPO2; v_old is `fields["old_value"]`; clip None turns it off; `coef` scales l. Called with
+    values [n].
     """
 
     clip: float | None = 0.2
+    coef: float = 1.0
     separable: ClassVar[bool] = True
 
     def __call__(self, values: Tensor, batch: PackedBatch, /) -> Loss:
-        values, target = widen(values), batch.fields["return"]
+        values, target = _widened(values), batch.fields["return"]
         loss = (values - target) ** 2
         metrics = {"value_error": _metric(loss), "value_mean": _metric(values), "return_mean": _metric(target)}
         if self.clip is not None:
@@ -156,7 +159,7 @@ class ValueLoss:
             clipped = (near - target) ** 2
             metrics["value_clip_fraction"] = _metric(clipped > loss)
             loss = torch.maximum(loss, clipped)
-        total, count = _aggregate(loss / 2, batch)
+        total, count = _aggregate(loss * (self.coef / 2), batch)
         return Loss(total, count, metrics)
 
 
@@ -169,18 +172,22 @@ def kl_estimate(logprob: Tensor, reference: Tensor, kind: KLEstimator) -> Tensor
     (use it in the reward instead), k2's is the gradient of KL(policy || reference), k3's (GRPO's choice, equation 4 of
     the paper) that of KL(reference || policy); the two agree to first order near the reference.
     """
-    difference = _limited(widen(logprob) - reference)
+    difference = _limited(_widened(logprob) - reference)
     if kind == "k1":
         return difference
     if kind == "k2":
         return difference * difference / 2
     if kind == "k3":
         return _k3(difference)
-    raise ConfigError(f"kl={kind!r} is no KL estimator; choose k1, k2 or k3")
+    raise ConfigError(f"kl_estimator={kind!r} is no KL estimator; choose k1, k2 or k3")
 
 
 def _k3(difference: Tensor) -> Tensor:
     return torch.expm1(-difference) + difference
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(wide(x.dtype))
 
 
 def _limited(log_ratio: Tensor) -> Tensor:
@@ -203,5 +210,5 @@ def _aggregate(token_loss: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
 
 def _metric(x: Tensor) -> Sum:
     """The plain token mean of `x`, as a sum."""
-    wide = widen(x.detach())
-    return Sum(wide.sum(), torch.ones_like(wide).sum())
+    x = _widened(x.detach())
+    return Sum(x.sum(), torch.ones_like(x).sum())
