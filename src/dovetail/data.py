@@ -142,10 +142,11 @@ def needs_text(path: Path | str) -> bool:
     return any("input_ids" not in row.values for row in read_rows(path))
 
 
-def batch_rows(num_rows: int, rows_per_step: int, seed: int, step: int) -> list[int]:
+def batch_rows(num_rows: int, rows_per_step: int, seed: int | None, step: int) -> list[int]:
     """The rows of step `step` (from 0): a stretch of an endless stream of shuffled epochs.
 
-    A pure function of its arguments, so that a resumed run needs no sampler state. Every epoch holds every row once;
+    Without a seed every epoch is in the file's order. A pure function of its arguments, so that a resumed run needs no
+    sampler state. Every epoch holds every row once;
     a step may reach into the next epoch.
     """
     stream = range(step * rows_per_step, (step + 1) * rows_per_step)
@@ -303,7 +304,8 @@ def _conversation(row: Row, tokenizer: Tokenizer) -> Sequence:
     return Sequence(ids, mask=mask)
 
 
-def _epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
+def _epoch_order(num_rows: int, seed: int | None, epoch: int) -> list[int]:
     order = list(range(num_rows))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
+    if seed is not None:
+        random.Random(f"{seed}/{epoch}").shuffle(order)
     return order

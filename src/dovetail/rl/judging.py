@@ -29,3 +29,8 @@ class Judge:
                 told = json.dumps([(result.value, result.error) for result in self.runner.score(judged)])
         first = gather_text(told, self.mesh["world"], self.mesh.device)[0]
         return [RewardResult(value, error) for value, error in json.loads(first)]
+
+    def close(self) -> None:
+        """End the reward processes."""
+        if self.runner is not None:
+            self.runner.close()

@@ -50,6 +50,11 @@ class LoopSettings:
     save_every: int = 0
     stop_at_reward: float | None = None
     time_budget_seconds: float | None = None
+    shuffle: bool = True
+
+    def rows(self, num_rows: int, step: int) -> list[int]:
+        """Which data rows a step takes."""
+        return batch_rows(num_rows, self.rows_per_step, self.seed if self.shuffle else None, step)
 
 
 class Task(Protocol):
@@ -98,7 +103,7 @@ class SFT:
         self.samples: list[Sample] = []
 
     def step(self, step: int) -> Row:
-        chosen = batch_rows(len(self.rows), self.loop.rows_per_step, self.loop.seed, step)
+        chosen = self.loop.rows(len(self.rows), step)
         batch = weighted(PackedBatch.pack([self.rows[i] for i in chosen]), self.loop)
         updates = Updates(self.policy, self.loss)
         for part in inner_batches(batch, self.loop, step):
@@ -135,7 +140,7 @@ class RL:
         self.samples: list[Sample] = []  # of the last step, for the run's files
 
     def step(self, step: int) -> Row:
-        chosen = batch_rows(len(self.prompts), self.loop.rows_per_step, self.loop.seed, step)
+        chosen = self.loop.rows(len(self.prompts), step)
         prompts = [self.prompts[i] for i in chosen]
         samples, errors = self._sample(prompts, self.settings.sampling, step)
         self.samples = samples

@@ -27,9 +27,13 @@ from dovetail.rollout.cache import DecodeContext, KVCache, PrefillContext
 from dovetail.rollout.draw import draw
 from dovetail.rollout.noise import uniforms
 from dovetail.rollout.waves import Wave, plan_waves
+from dovetail.weights.load import load
+from dovetail.weights.reader import TensorSource
 
 MAX_TOKENS = 1 << 16
-COMPACT_BELOW = 0.75  # copying the cache of the rows that go on costs about one step; a smaller batch saves every later one
+COMPACT_BELOW = (
+    0.75  # copying the cache of the rows that go on costs about one step; a smaller batch saves every later one
+)
 
 
 class NativeSampler:
@@ -68,6 +72,11 @@ class NativeSampler:
         wrong += [f"{name}: missing" for name in sorted(missing)]
         if wrong:
             raise CheckpointError(f"the weights given to the sampler are not those of its model:\n{listing(wrong)}")
+        self._filled = True
+
+    def load(self, source: TensorSource) -> None:
+        """Take over a checkpoint, each rank its own slices. Collective."""
+        load(self.model, source, self.mesh)
         self._filled = True
 
     @torch.no_grad()
@@ -183,7 +192,9 @@ class NativeSampler:
                 raise DataError(f"prompt of row {prompt.row} has no tokens; a prompt needs at least one")
             if min(prompt.ids) < 0 or max(prompt.ids) >= vocabulary:
                 bad = next(token for token in prompt.ids if not 0 <= token < vocabulary)
-                raise DataError(f"prompt of row {prompt.row} has the id {bad}; this model has ids 0 to {vocabulary - 1}")
+                raise DataError(
+                    f"prompt of row {prompt.row} has the id {bad}; this model has ids 0 to {vocabulary - 1}"
+                )
             total = len(prompt.ids) + params.max_new_tokens
             if rope.kind == "dynamic" and total > rope.max_positions:
                 raise ModelError(

@@ -23,6 +23,7 @@ from dovetail.weights.reader import TensorSource
 
 CONFIG = "config.json"
 FETCHED = ("*.safetensors", "*.json")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # Names that value heads have in the wild, ours first; TRL and OpenRLHF among them.
 HEAD_STEMS = ("score", "v_head.summary", "v_head", "value_head.summary", "value_head", "classifier", "lm_head")
@@ -48,6 +49,10 @@ class Pretrained:
             raise CheckpointError(f"{path} has no {CONFIG}; give a directory that transformers can load")
         config = parse_json(file.read_bytes(), str(file))
         return cls(path, config, spec_from_config(config), side_files(path))
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return any(name in self.sides for name in TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)
