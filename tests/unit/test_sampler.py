@@ -53,7 +53,12 @@ def test_greedy_and_log_probs_equal_transformers(name: str) -> None:
     for prompt, done in zip(prompts, greedy, strict=True):
         ids = torch.tensor([prompt.ids])
         expected = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=12,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         assert list(done.ids) == expected[0, len(prompt.ids) :].tolist()
         assert_close(torch.tensor(done.log_probs), full_scores(config, prompt, done, 0.0), MODEL_FP32)
@@ -171,7 +176,9 @@ def nucleus_by_sorting(weights: Tensor, top_k: int, top_p: float) -> Tensor:
     return torch.zeros_like(weights).scatter(1, order[:, : kept.shape[1]], kept)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.05), (0, 0.5), (0, 0.999), (50, 1.0), (50, 0.9), (1, 1.0), (0, 1e-9)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 0.05), (0, 0.5), (0, 0.999), (50, 1.0), (50, 0.9), (1, 1.0), (0, 1e-9)]
+)
 @pytest.mark.parametrize("columns", [131, 5000])
 def test_cut_equals_its_definition_by_sorting(columns: int, top_k: int, top_p: float) -> None:
     weights = torch.randn(7, columns, generator=torch.Generator().manual_seed(2), dtype=torch.float64).mul(2).exp()
@@ -224,7 +231,9 @@ def test_refill_names_everything_that_is_wrong_after_reading_all() -> None:
             read.append(item[0])
             yield item
 
-    with pytest.raises(CheckpointError, match=r"(?s)transformer.wte: not a.*k_proj.bias: shape \[3\], expected.*norm.*missing"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)transformer.wte: not a.*k_proj.bias: shape \[3\], expected.*norm.*missing"
+    ):
         sampler.refill(stream())
     assert len(read) == len(weights) + 1
     with pytest.raises(CheckpointError, match="refill"):
@@ -269,7 +278,14 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"samples": 0}, {"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_k": -1}],
+    [
+        {"samples": 0},
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": math.nan},
+        {"top_p": 0.0},
+        {"top_k": -1},
+    ],
 )
 def test_params_are_checked(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):

@@ -29,7 +29,9 @@ from dovetail.rollout.noise import uniforms
 from dovetail.rollout.waves import Wave, plan_waves
 
 MAX_TOKENS = 1 << 16
-COMPACT_BELOW = 0.75  # copying the cache of the rows that go on costs about one step; a smaller batch saves every later one
+COMPACT_BELOW = (
+    0.75  # copying the cache of the rows that go on costs about one step; a smaller batch saves every later one
+)
 
 
 class NativeSampler:
@@ -183,7 +185,9 @@ class NativeSampler:
                 raise DataError(f"prompt of row {prompt.row} has no tokens; a prompt needs at least one")
             if min(prompt.ids) < 0 or max(prompt.ids) >= vocabulary:
                 bad = next(token for token in prompt.ids if not 0 <= token < vocabulary)
-                raise DataError(f"prompt of row {prompt.row} has the id {bad}; this model has ids 0 to {vocabulary - 1}")
+                raise DataError(
+                    f"prompt of row {prompt.row} has the id {bad}; this model has ids 0 to {vocabulary - 1}"
+                )
             total = len(prompt.ids) + params.max_new_tokens
             if rope.kind == "dynamic" and total > rope.max_positions:
                 raise ModelError(
