@@ -1,22 +1,25 @@
 """The embedded sampler over ranks: every layout draws the same samples, and every rank returns all of them."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dovetail.arch.registry import spec_from_config
+from dovetail.batch import MicroBatch, PackedBatch, Sequence
 from dovetail.errors import CheckpointError
 from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
 from dovetail.rollout import native
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
+from dovetail.rollout.draw import draw
 from dovetail.rollout.native import NativeSampler
 from tests.harness import distributed, run
 from tests.parity.configs import VOCAB, tiny_configs, tiny_model
-from tests.tolerances import SUM_ORDER, assert_close
+from tests.tolerances import MODEL_FP32, SUM_ORDER, assert_close
 
 MODELS = ("llama_biases", "qwen2_window", "qwen3_tied", "llama_one_kv_head")
 PARAMS = SamplingParams(samples=3, max_new_tokens=7, temperature=1.4, stop_ids=tuple(range(0, VOCAB, 11)), seed=9)
@@ -75,6 +78,33 @@ def test_replicas_without_prompts_take_part(lengths: tuple[int, ...]) -> None:
             assert_same(found[name], alone(lengths)[name])
 
 
+def score_samples(layout: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Log-probs of samples, and what a forward pass over the same ids, as in training, gives for them."""
+    mesh, prompts, params = mesh_of(layout), prompts_of((9, 3, 14)), replace(PARAMS, top_k=30, top_p=0.9)
+    pairs = []
+    for name in MODELS:
+        config = tiny_configs()[name]
+        sampler = NativeSampler(spec_from_config(config.to_dict()), mesh, KernelSet(), torch.float32)
+        sampler.refill(tiny_model(config).state_dict().items())
+        done = sampler.sample(prompts, params)
+        rows = []
+        for i, c in enumerate(done):
+            prompt = prompts[i // params.samples].ids
+            mask = [False] * len(prompt) + [True] * len(c.ids)
+            rows.append(Sequence([*prompt, *c.ids], mask, {"temperature": params.temperature}))
+        with torch.no_grad():
+            stats = sampler.model(MicroBatch.of(PackedBatch.pack(rows), mesh.token_multiple))
+        pairs.append((torch.tensor([x for c in done for x in c.log_probs]), stats.logprob))
+    return pairs
+
+
+@pytest.mark.parametrize("layout", ["tp=1", "tp=2,dp=2"])
+def test_log_probs_are_those_of_scoring(layout: str) -> None:
+    for found in run(Layout.parse(layout).num_ranks, score_samples, layout):
+        for log_probs, scored in found:
+            assert_close(log_probs, scored, MODEL_FP32)
+
+
 def favor_padding(layout: str) -> tuple[set[int], list[int]]:
     """All logits are equal, so every id is as likely; a padding row that counted would be drawn too."""
     mesh = mesh_of(layout)
@@ -104,7 +134,6 @@ def test_tp_ranks_take_the_draw_of_rank_0() -> None:
     mesh = mesh_of("tp=2")
     sampler = sampler_of("llama_biases", mesh)
     expected = sampler.sample(prompts_of((5, 2)), PARAMS)
-    draw = native.draw
 
     def rounds_apart(z, noise, params):
         ids, log_probs = draw(z, noise, params)
