@@ -224,7 +224,7 @@ def _process_group(rank: int, world: int, store: str, timeout: float) -> Iterato
     """A default process group for one body. On failure it is left as it is: this process is about to be killed."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
-    file = dist.FileStore(store, world)
+    file = dist.FileStore(store, world)  # type: ignore[attr-defined]  # torch exports it without saying so
     limit = timedelta(seconds=timeout + 30)  # the parent's limit comes first
     dist.init_process_group("gloo", store=file, rank=rank, world_size=world, timeout=limit)
     yield

@@ -27,7 +27,7 @@ def max_abs(x: Tensor) -> float:
 
 
 def tensor_error(a: Tensor, b: Tensor, largest: float | None = None) -> float:
-    """max|a - b| / max(max|b|, 0.01 largest). `largest`: max|b| over all tensors compared together; default: b's own."""
+    """max|a - b| / max(max|b|, 0.01 largest). `largest`: max|b| over all tensors compared; default: b's own."""
     assert a.shape == b.shape, f"shapes {tuple(a.shape)} and {tuple(b.shape)} differ"
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     difference = max_abs(a.detach().to(wide) - b.detach().to(wide))

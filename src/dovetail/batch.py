@@ -121,8 +121,8 @@ class PackedBatch:
         missing = -len(self) % multiple if len(self) else multiple
         if not missing:
             return self
-        tail = {name: missing for name in ("tokens", "targets", "mask")}
-        padded = {name: torch.nn.functional.pad(getattr(self, name), (0, n)) for name, n in tail.items()}
+        names = ("tokens", "targets", "mask")
+        padded = {name: torch.nn.functional.pad(getattr(self, name), (0, missing)) for name in names}
         positions = torch.cat([self.positions, torch.arange(missing, device=self.positions.device)])
         fill = {name: 1.0 if name == "temperature" else 0.0 for name in self.fields}
         fields = {n: torch.nn.functional.pad(x, (0, missing), value=fill[n]) for n, x in self.fields.items()}
@@ -210,14 +210,14 @@ class Sum(NamedTuple):
     """A quantity to be averaged: its sum over tokens or sequences, and how many there were."""
 
     total: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody wants here
 
 
 class Loss(NamedTuple):
     """What a loss returns: sums over this rank's tokens, never means. The engine divides once, by the global count."""
 
     total: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody wants here
     metrics: Mapping[str, Sum] = {}
 
 

@@ -1,7 +1,7 @@
 """Who talks to whom: the named axes of one model over the ranks of a job. Built once, passed down, never global.
 
 Ranks are numbered with pp outermost, then dp, cp and tp, so tp ranks are neighbours. `fsdp` is dp x cp merged: the
-ranks over which FSDP2 shards parameters. `world` is every rank. Several meshes of different layouts may live in one job.
+ranks over which FSDP2 shards parameters. `world` is every rank. Meshes of different layouts may live in one job.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ ORDER = ("pp", "dp", "cp", "tp")
 
 @dataclass(frozen=True)
 class Axis:
-    """One parallel axis as this rank sees it. An axis of size 1 needs no group, and its collectives are the identity."""
+    """One parallel axis as this rank sees it. One of size 1 needs no group, and its collectives are the identity."""
 
     name: str
     size: int = 1
@@ -76,6 +76,7 @@ class Mesh:
         copies = {}
         for n in (n for n in range(1, layout.tp + 1) if layout.tp % n == 0):
             copies[n] = _axis("copies", [line[i : i + n] for line in tp_lines for i in range(0, layout.tp, n)], me)
+        assert axes["fsdp"].group is not None
         fsdp = DeviceMesh.from_group(axes["fsdp"].group, device.type, mesh_dim_names=("fsdp",))
         return cls(layout, device, axes, copies, fsdp)
 

@@ -11,9 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import RopeSpec
-from dovetail.batch import cumulative
 from dovetail.errors import ModelError
-from dovetail.nn.rope import apply_rope, inverse_frequencies, rope_tables, token_lengths
+from dovetail.nn.rope import apply_rope, inverse_frequencies, rope_tables
 from tests.tolerances import EXACT, OP_FP32, OP_FP64, assert_close
 
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -61,12 +60,11 @@ def name_of(rope: dict[str, Any]) -> str:
 def test_frequencies_are_those_of_transformers(rope: dict[str, Any], head_dim: int) -> None:
     config, spec = hf_config(rope, head_dim), our_spec(rope, head_dim)
     module = LlamaRotaryEmbedding(config)
-    lengths = torch.tensor([MAX_POSITIONS]) if spec.kind == "dynamic" else None
-    assert_close(inverse_frequencies(spec, torch.float32, lengths).reshape(-1), module.inv_freq, EXACT)
+    assert_close(inverse_frequencies(spec, torch.float32, MAX_POSITIONS), module.inv_freq, EXACT)
     assert spec.attention_factor == module.attention_scaling
     if spec.kind != "default":
         expected, attention_factor = ROPE_INIT_FUNCTIONS[spec.kind](config)
-        assert_close(inverse_frequencies(spec, torch.float32, lengths).reshape(-1), expected, EXACT)
+        assert_close(inverse_frequencies(spec, torch.float32, MAX_POSITIONS), expected, EXACT)
         assert spec.attention_factor == attention_factor
 
 
@@ -75,9 +73,9 @@ def test_frequencies_are_those_of_transformers(rope: dict[str, Any], head_dim: i
 def test_dynamic_frequencies_follow_the_length(factor: float, length: int) -> None:
     rope = {"rope_type": "dynamic", "factor": factor, "rope_theta": 10000.0}
     plain = our_spec({"rope_type": "default", "rope_theta": 10000.0})
-    ours = inverse_frequencies(our_spec(rope), torch.float32, torch.tensor([length]))[0]
+    ours = inverse_frequencies(our_spec(rope), torch.float32, length)
     expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](hf_config(rope), seq_len=torch.tensor(length))
-    assert_close(ours, expected, OP_FP32)
+    assert_close(ours, expected, EXACT)
     scaled = length > MAX_POSITIONS
     assert torch.equal(ours, inverse_frequencies(plain, torch.float32)) != scaled
 
@@ -88,7 +86,7 @@ def test_dynamic_lengths_are_each_sequences_own() -> None:
 
     def tables(lengths: list[int]) -> tuple[Tensor, Tensor]:
         positions = torch.cat([torch.arange(n) for n in lengths])
-        return rope_tables(spec, positions, torch.float32, token_lengths(cumulative(lengths), sum(lengths)))
+        return rope_tables(spec, positions, lengths, torch.float32)
 
     short, long = 40, 2 * MAX_POSITIONS
     for packed, alone_short, alone_long in zip(tables([short, long]), tables([short]), tables([long]), strict=True):
@@ -96,8 +94,16 @@ def test_dynamic_lengths_are_each_sequences_own() -> None:
         assert not torch.equal(alone_short, alone_long[:short])
 
 
-def test_token_lengths() -> None:
-    assert token_lengths(cumulative([2, 1, 3]), 6).tolist() == [2, 2, 1, 3, 3, 3]
+def test_dynamic_tables_of_new_tokens_only() -> None:
+    """A sampler asks for one token of a sequence whose earlier tokens are cached."""
+    spec = our_spec({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    lengths = [40, 2 * MAX_POSITIONS]
+    last = torch.tensor([n - 1 for n in lengths])
+    steps = rope_tables(spec, last, lengths, torch.float32, counts=[1, 1])
+    for step, index in zip(zip(*steps, strict=True), (0, 1), strict=True):
+        n = lengths[index]
+        for ours, whole in zip(step, rope_tables(spec, torch.arange(n), [n], torch.float32), strict=True):
+            assert_close(ours, whole[-1], OP_FP32)
 
 
 @pytest.mark.parametrize("rope", [v for v in VARIANTS if "partial_rotary_factor" not in v], ids=name_of)
@@ -109,11 +115,11 @@ def test_rotation_is_that_of_transformers(rope: dict[str, Any], dtype: torch.dty
     x = torch.randn(num_tokens, 4, 32, dtype=dtype)
     positions = torch.arange(num_tokens)
     expected = hf_rotation(config, x, positions)
-    cos, sin = rope_tables(spec, positions, dtype, torch.full_like(positions, num_tokens))
+    cos, sin = rope_tables(spec, positions, [num_tokens], dtype)
     assert cos.dtype == sin.dtype == dtype
     ours = apply_rope(x, cos, sin)
     assert ours.dtype == dtype
-    assert_close(ours, expected, EXACT if spec.kind != "dynamic" else OP_FP32)
+    assert_close(ours, expected, EXACT)
 
 
 def hf_rotation(config: LlamaConfig, x: Tensor, positions: Tensor) -> Tensor:
@@ -127,7 +133,7 @@ def test_partial_rotation_leaves_the_other_channels_alone() -> None:
     x, positions = torch.randn(50, 4, 32), torch.arange(50)
     partial = our_spec({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5})
     assert partial.rotary_dim == 16
-    ours = apply_rope(x, *rope_tables(partial, positions, torch.float32))
+    ours = apply_rope(x, *rope_tables(partial, positions, [50], torch.float32))
     assert torch.equal(ours[..., 16:], x[..., 16:])
     whole = hf_config({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, head_dim=16)
     assert_close(ours[..., :16], hf_rotation(whole, x[..., :16], positions), EXACT)
@@ -140,7 +146,7 @@ def test_float64_stays_float64() -> None:
     x, positions = torch.randn(60, 2, 8, dtype=torch.float64), torch.arange(60)
     turn = torch.outer(positions.double(), 1e4 ** (-torch.arange(4, dtype=torch.float64) / 4))
     turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(turn), turn)[:, None]
-    ours = apply_rope(x, *rope_tables(spec, positions, torch.float64))
+    ours = apply_rope(x, *rope_tables(spec, positions, [60], torch.float64))
     assert ours.dtype == torch.float64
     assert_close(ours, torch.cat((turned.real, turned.imag), dim=-1), OP_FP64)
 

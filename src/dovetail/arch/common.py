@@ -17,8 +17,12 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 FULL_NAMES = (FULL, "attention")  # the second is what older configs call the first
 DEFAULT_THETA = 10000.0
 ROPE_KEYS = frozenset(
-    "rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor "
-    "beta_fast beta_slow mscale mscale_all_dim truncate low_freq_factor high_freq_factor finetuned".split()
+    {
+        *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
+        *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        *("low_freq_factor", "high_freq_factor"),
+        "finetuned",  # a remark in some yarn checkpoints, without effect
+    }
 )
 
 
@@ -158,7 +162,7 @@ def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
     scaled = {} if kind == "default" else _scaling(kind, r, c.integer("max_position_embeddings") / max_positions)
     return RopeSpec(
         kind=kind,
-        theta=r.number("rope_theta"),
+        theta=r.number("rope_theta", least=2.0),  # yarn divides by its logarithm
         rotary_dim=_rotary_dim(r, kind, head_dim),
         max_positions=max_positions,
         **scaled,
@@ -180,7 +184,7 @@ def _rotary_dim(r: Fields, kind: str, head_dim: int) -> int:
 
 
 def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
-    """The parameters of a scaled kind. `stretch`: longest position over original, which yarn takes for a null factor."""
+    """The parameters of a scaled kind. `stretch`: longest length over original: yarn's factor where null."""
     factor = stretch if kind == "yarn" and r.get("factor") is None else r.number("factor", least=1.0)
     if kind == "llama3":
         low, high = r.number("low_freq_factor"), r.number("high_freq_factor")
@@ -199,7 +203,7 @@ def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
 
 
 def _yarn_attention_factor(r: Fields, factor: float) -> float:
-    """0.1 ln(factor) + 1 (YaRN, arXiv 2309.00071, eq. 22), or the ratio of two such with weighted logarithms."""
+    """0.1 ln(factor) + 1 (YaRN, arXiv 2309.00071), or the ratio of two such with weighted logarithms."""
     if r.get("attention_factor") is not None:
         return r.number("attention_factor")
 

@@ -18,7 +18,7 @@ class Context(Protocol):
     """What one forward pass knows about its tokens, the same for every layer: rotary tables and what attends to what."""
 
     @property
-    def cos(self) -> Tensor: ...  # [T, rotary_dim]
+    def cos(self) -> Tensor: ...  # [T, rotary_dim / 2]
 
     @property
     def sin(self) -> Tensor: ...

@@ -1,0 +1,60 @@
+# Every target works from a bare checkout: the environment is made on first use and kept until pyproject.toml changes.
+#   PYTHON=...  the interpreter to start from (3.11 or newer)
+#   TORCH=cpu   small CPU wheels of torch (about 200 MB); TORCH=default: what pip chooses (CUDA on Linux, about 3 GB)
+
+TORCH ?= default
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+COMPAT ?= 5.16.1 5.23.0
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test lint format bench soak test-gpu compat
+
+help:
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
+
+setup: $(VENV)/.setup-$(TORCH) ## make .venv with the package and its test dependencies (TORCH=cpu|default)
+
+$(VENV)/.setup-$(TORCH): pyproject.toml tools/install.py
+	@test -n "$(PYTHON)" || { echo "make setup needs Python 3.11 or newer; name one: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python tools/install.py --torch $(TORCH) '.[test,lint]'
+	@rm -f $(VENV)/.setup-*; touch $@
+
+$(VENV)/.quickstart: $(VENV)/.setup-$(TORCH)
+	@$(BIN)/python tools/install.py --torch $(TORCH) '.[quickstart]'
+	@touch $@
+
+quickstart: $(VENV)/.quickstart ## train a real pretrained model by RL into runs/quickstart, and show what it learned
+	@$(BIN)/python examples/quickstart.py
+
+test: setup lint ## what CI runs: style, types and the test suite
+	@$(BIN)/python -m pytest -m "not gpu and not soak" --durations=15
+
+lint: setup ## style, types and the direction of imports
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/python tools/style_check.py
+	@$(BIN)/lint-imports
+	@$(BIN)/mypy
+
+format: setup ## apply the formatter
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: setup ## benchmarks: one table, and JSON in bench/results
+	@$(BIN)/python -m bench
+
+soak: setup ## long fault and learning tests
+	@$(BIN)/python -m pytest -m "soak and not gpu" --durations=15
+
+test-gpu: setup ## the same numbers on a GPU
+	@$(BIN)/python -m pytest -m gpu tests/gpu
+
+compat: $(COMPAT:%=compat-%) ## parity under other transformers versions
+
+compat-%:
+	@test -x .venv-compat-$*/bin/python || $(PYTHON) -m venv .venv-compat-$*
+	@.venv-compat-$*/bin/python tools/install.py --torch $(TORCH) '.[test]' 'transformers==$*'
+	@.venv-compat-$*/bin/python -m pytest tests/parity

@@ -1,0 +1,327 @@
+"""The recipe: every key of a run, its default and its meaning, checked before anything starts. Imports no torch.
+
+One YAML file is one run. Precedence: command-line flags, then `key.path=value`, then the file, then the defaults here.
+All problems are reported together; each names the dotted key, what was given and what was expected.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+
+from dovetail.errors import ConfigError
+from dovetail.layout import Layout
+from dovetail.recipe_errors import explain
+from dovetail.recipe_yaml import merge, parse_overrides, read_mapping
+
+Dtype = Literal["float32", "bfloat16"]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """What all parts of a recipe have in common: frozen, no unknown keys, no silent conversions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """The policy."""
+
+    path: str = Field(description="HF directory, sharded checkpoint, or hub name pinned to a commit (name@revision)")
+    engine: Literal["auto", "native", "transformers"] = Field(
+        "auto", description="auto: native where it knows the family"
+    )
+    dtype: Dtype = Field("float32", description="compute type; master weights are always float32")
+    save_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="type of saved and streamed tensors; null: that of the source checkpoint"
+    )
+    trust_remote_code: bool = Field(False, description="run code that comes with the model")
+
+
+class LayoutSection(Section):
+    """How a model is cut over ranks: ranks = tp x pp x cp x dp."""
+
+    tp: PositiveInt = Field(1, description="tensor parallel degree")
+    pp: PositiveInt = Field(1, description="pipeline stages")
+    cp: PositiveInt = Field(1, description="context parallel degree")
+    dp: PositiveInt | Literal["auto"] = Field(
+        "auto", description="replicas; auto: what the number of ranks leaves over"
+    )
+    ep: PositiveInt = Field(1, description="expert parallel degree; divides dp x cp and adds no ranks")
+    virtual_stages: PositiveInt = Field(1, description="pipeline chunks per rank")
+    cp_mode: Literal["auto", "ulysses", "gather", "product"] = Field("auto", description="how context parallel works")
+    pp_split: Annotated[tuple[PositiveInt, ...], Field(strict=False)] | Literal["auto"] = Field(
+        "auto", description="layers of each stage; auto: balanced by cost"
+    )
+    schedule: Literal["1f1b", "interleaved"] = Field("1f1b", description="pipeline schedule")
+
+    def to_layout(self) -> Layout:
+        """The same as a `Layout`; `dp: auto` stays open until the ranks are known."""
+        return Layout(**{**dict(self), "dp": None if self.dp == "auto" else self.dp})
+
+
+class CriticSection(Section):
+    """The value model of ppo."""
+
+    path: str | None = Field(None, description="null: the policy's trunk weights with a fresh value head")
+    layout: LayoutSection | None = Field(None, description="empty: the policy's layout")
+    lr: PositiveFloat | None = Field(None, description="null: optim.lr")
+
+
+class ReferenceSection(Section):
+    """The model that a KL term holds the policy to."""
+
+    path: str | None = Field(None, description="null: the starting policy")
+    layout: LayoutSection | None = Field(None, description="empty: the policy's layout")
+
+
+class Algorithm(Section):
+    """Keys of every algorithm."""
+
+    epochs: PositiveInt = Field(1, description="passes over the rows of a step")
+    minibatches: PositiveInt = Field(1, description="optimizer steps in one pass")
+    aggregation: Literal["token", "sequence", "sequence_sum"] = Field(
+        "token",
+        description="token: mean over all tokens; sequence: mean over sequences of the mean over tokens; sequence_sum: "
+        "mean over sequences of the sum over tokens divided by a constant, the longest response (Dr. GRPO)",
+    )
+
+
+class SFT(Algorithm):
+    """Supervised fine-tuning: the negative log-likelihood of the completions."""
+
+    name: Literal["sft"] = "sft"
+
+
+class PolicyGradient(Algorithm):
+    """Keys of every RL algorithm."""
+
+    clip_low: Share = Field(0.2, description="the ratio is clipped below 1 - clip_low")
+    clip_high: NonNegativeFloat = Field(0.2, description="the ratio is clipped above 1 + clip_high")
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="bound of the loss for negative advantages"
+    )
+    ratio: Literal["token", "sequence"] = Field("token", description="sequence: one ratio for a response (GSPO)")
+    entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
+    kl_coef: NonNegativeFloat = Field(0.0, description="weight of the KL term to the reference")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the KL term")
+    kl_in: Literal["reward", "loss"] = Field("loss", description="where the KL term is added")
+    normalize_advantage: bool = Field(False, description="whiten advantages over all tokens of a step")
+
+
+class GRPO(PolicyGradient):
+    """Group-relative advantages: a reward against the mean of its prompt's samples."""
+
+    name: Literal["grpo"] = "grpo"
+    scale_by_std: bool = Field(True, description="divide by the group's standard deviation; false: Dr. GRPO")
+    skip_equal_groups: bool = Field(False, description="leave groups with all-equal rewards out of the loss (DAPO)")
+
+
+class RLOO(PolicyGradient):
+    """Leave-one-out advantages: a reward against the mean of its prompt's other samples."""
+
+    name: Literal["rloo"] = "rloo"
+
+
+class PPO(PolicyGradient):
+    """Advantages from a critic by generalized advantage estimation."""
+
+    name: Literal["ppo"] = "ppo"
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="estimator of the KL term")
+    kl_in: Literal["reward", "loss"] = Field("reward", description="where the KL term is added")
+    normalize_advantage: bool = Field(True, description="whiten advantages over all tokens of a step")
+    gamma: Share = Field(1.0, description="discount of later rewards")
+    lam: Share = Field(1.0, description="lambda of generalized advantage estimation")
+    value_clip: PositiveFloat | None = Field(0.2, description="how far a value may move in one step; null: no limit")
+    value_coef: PositiveFloat = Field(1.0, description="weight of the value loss")
+    critic_warmup: NonNegativeInt = Field(0, description="first steps that train the critic alone")
+
+
+class DataSection(Section):
+    """Rows to learn from."""
+
+    train: str = Field(description="JSONL file of rows")
+    eval: str | None = Field(None, description="JSONL file of held-out rows")
+    overlong: Literal["error", "drop"] = Field(
+        "error", description="what to do with rows over trainer.tokens_per_batch"
+    )
+    shuffle: bool = Field(True, description="new order every pass, from trainer.seed; false: the file's order")
+
+
+class RolloutSection(Section):
+    """How completions are sampled."""
+
+    backend: Literal["native"] = Field("native", description="the embedded sampler")
+    layout: LayoutSection | None = Field(None, description="empty: tp 1, one sampler a rank")
+    samples_per_prompt: PositiveInt = Field(8, description="completions of each prompt")
+    max_new_tokens: PositiveInt = Field(64, description="longest completion")
+    temperature: PositiveFloat = Field(1.0, description="divides the logits, in sampling and in training")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="sample from the smallest set with this mass")
+    top_k: NonNegativeInt = Field(0, description="sample from the k likeliest tokens; 0: all")
+
+
+class RewardSection(Section):
+    """What a completion is worth."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    name: str | None = Field(None, description="a built-in reward; exact_match where neither this nor import is given")
+    function: str | None = Field(None, alias="import", description="a function of yours: module:function")
+    options: Mapping[str, Any] = Field(default_factory=dict, description="keyword arguments for the reward")
+    timeout_seconds: PositiveFloat = Field(10.0, description="a reward that takes longer drops its sample")
+    workers: PositiveInt = Field(2, description="reward processes a rank")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_of_two(cls, given: Any) -> Any:
+        if isinstance(given, Mapping):
+            function = given.get("import")
+            if given.get("name") is not None and function is not None:
+                raise ValueError("give name or import, not both (drop the other with reward.name=null)")
+            if function is not None and not (isinstance(function, str) and all(function.partition(":")[::2])):
+                raise ValueError(f"import is {function!r}; expected module:function")
+            if given.get("name") is None and function is None:
+                return {**given, "name": "exact_match"}
+        return given
+
+
+class OptimSection(Section):
+    """AdamW and its learning rate."""
+
+    lr: PositiveFloat = Field(1.0e-6, description="peak learning rate")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field("constant", description="after the warmup")
+    warmup_steps: NonNegativeInt = Field(0, description="steps of linear warmup; the first step's rate is not 0")
+    decay_steps: PositiveInt | None = Field(None, description="steps of decay; null: to the end (wsd: the last tenth)")
+    min_lr_ratio: Share = Field(0.0, description="the rate at the end, as a share of lr")
+    weight_decay: NonNegativeFloat = Field(0.0, description="decoupled weight decay; not for norms and biases")
+    clip_norm: PositiveFloat | None = Field(1.0, description="largest global gradient norm; null: no limit")
+    betas: Annotated[tuple[Share, Share], Field(strict=False)] = Field((0.9, 0.999), description="decay of the moments")
+    eps: PositiveFloat = Field(1.0e-8, description="added to the root of the second moment")
+
+
+class TrainerSection(Section):
+    """The loop."""
+
+    steps: PositiveInt = Field(100, description="steps of the run")
+    seed: NonNegativeInt = Field(0, description="of data order, sampling and fresh weights")
+    prompts_per_step: PositiveInt = Field(16, description="data rows of a step over all ranks")
+    tokens_per_batch: PositiveInt = Field(
+        16384, description="most tokens of one replica in one micro-batch, with padding"
+    )
+    save_every: NonNegativeInt = Field(50, description="steps between checkpoints; 0: none")
+    keep: PositiveInt = Field(2, description="latest checkpoints to keep")
+    eval_every: NonNegativeInt = Field(0, description="steps between evaluations; 0: none")
+    stop_at_reward: float | None = Field(None, description="stop when a step's mean reward reaches this")
+    loggers: Annotated[tuple[Literal["wandb", "tensorboard"], ...], Field(strict=False)] = Field(
+        (), description="besides metrics.jsonl"
+    )
+    activation_checkpointing: Literal["none", "full", "selective"] = Field("none", description="recompute activations")
+
+
+AnyAlgorithm = SFT | GRPO | PPO | RLOO
+
+
+class Recipe(Section):
+    """One run."""
+
+    model: ModelSection
+    layout: LayoutSection = LayoutSection()
+    critic: CriticSection = CriticSection()
+    reference: ReferenceSection = ReferenceSection()
+    algorithm: Annotated[AnyAlgorithm, Field(discriminator="name")] = GRPO()
+    data: DataSection
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection = RewardSection(name="exact_match")
+    optim: OptimSection = OptimSection()
+    trainer: TrainerSection = TrainerSection()
+    run_dir: str = Field(description="where the run writes; must be empty or new")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, given: Any) -> Any:
+        """An algorithm without a name is grpo; an empty layout of another model is no layout of its own."""
+        if not isinstance(given, Mapping):
+            return given
+        full = dict(given)
+        if isinstance(full.get("algorithm"), Mapping):
+            full["algorithm"] = {"name": "grpo", **full["algorithm"]}
+        for name in ("critic", "reference", "rollout"):
+            section = full.get(name)
+            if isinstance(section, Mapping) and section.get("layout") == {}:
+                full[name] = {**section, "layout": None}
+        return full
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        samples = self.rollout.samples_per_prompt
+        if isinstance(self.algorithm, GRPO | RLOO) and samples < 2:
+            raise ValueError(
+                f"rollout.samples_per_prompt is {samples}; {self.algorithm.name} compares a prompt's samples with each "
+                "other, so give 2 or more"
+            )
+        rows = self.trainer.prompts_per_step * (1 if isinstance(self.algorithm, SFT) else samples)
+        if self.algorithm.minibatches > rows:
+            raise ValueError(f"algorithm.minibatches is {self.algorithm.minibatches}, but a step has only {rows} rows")
+        return self
+
+    def to_yaml(self) -> str:
+        """The whole recipe with every default written out; `load_recipe` reads it back to an equal one."""
+        return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False)
+
+
+def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> Recipe:
+    """Read a recipe. `overrides`: tokens `key.path=value` or `--key.path value`; `flags`, by dotted key, beat them."""
+    given = read_mapping(Path(path))
+    for key, value in [*parse_overrides(overrides), *(flags or {}).items()]:
+        merge(given, key, value)
+    return make_recipe(given, str(path))
+
+
+def make_recipe(given: Mapping[str, Any], source: str = "recipe") -> Recipe:
+    """A recipe from plain data; raises one `ConfigError` with all problems."""
+    try:
+        return Recipe.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(explain(error, known_keys(), source)) from None
+
+
+def known_keys() -> dict[str, str]:
+    """Every dotted key of a recipe and its description. Keys of one algorithm only say which."""
+    found: dict[str, str] = {}
+    for name, field in Recipe.model_fields.items():
+        if name == "algorithm":
+            found.update(_algorithm_keys())
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            found.update(_section_keys(name, field.annotation))
+        else:
+            found[name] = field.description or ""
+    return found
+
+
+def _section_keys(prefix: str, section: type[Section]) -> dict[str, str]:
+    found = {}
+    for name, field in section.model_fields.items():
+        key = f"{prefix}.{field.alias or name}"
+        found[key] = field.description or ""
+        if name == "layout":
+            found.update(_section_keys(key, LayoutSection))
+    return found
+
+
+def _algorithm_keys() -> dict[str, str]:
+    owners: dict[str, list[str]] = {}
+    texts: dict[str, str] = {}
+    kinds = (SFT, GRPO, PPO, RLOO)
+    for kind in kinds:
+        for key, text in _section_keys("algorithm", kind).items():
+            owners.setdefault(key, []).append(str(kind.model_fields["name"].default))
+            texts.setdefault(key, text)
+    texts["algorithm.name"] = "sft, grpo, ppo or rloo"
+    return {
+        key: text if len(owners[key]) == len(kinds) else f"{text} ({', '.join(owners[key])})"
+        for key, text in texts.items()
+    }

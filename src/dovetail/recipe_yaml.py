@@ -1,0 +1,84 @@
+"""Reads a recipe's YAML and the `key.path=value` overrides of it, as plain data without any meaning.
+
+YAML 1.1 takes `1e-6` for a string and the later of two equal keys for the truth; here the first is a number and the
+second a mistake.
+"""
+
+import re
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dovetail.errors import ConfigError
+
+KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, without its two surprises."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The top-level mapping of a YAML file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"recipe {str(path)!r} cannot be read: {reason}; give the path of a YAML file") from None
+    value = _parse(text, f"recipe {str(path)!r}")
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"recipe {str(path)!r} holds a {type(value).__name__}; expected a mapping of sections")
+    return value
+
+
+def parse_overrides(tokens: Sequence[str]) -> list[tuple[str, Any]]:
+    """`a.b=1`, `--a.b=1` and `--a.b 1` as (dotted key, value read as YAML), in the order given."""
+    found: list[tuple[str, Any]] = []
+    rest = list(tokens)
+    while rest:
+        token = rest.pop(0)
+        key, equals, text = token.removeprefix("--").partition("=")
+        if not equals and token.startswith("--") and rest:
+            text = rest.pop(0)
+        elif not equals:
+            raise ConfigError(f"override {token!r} has no value; expected key.path=value")
+        if not KEY.fullmatch(key):
+            raise ConfigError(f"override {token!r}: {key!r} is not a key; expected key.path=value")
+        found.append((key, _parse(text, f"override {token!r}")))
+    return found
+
+
+def merge(recipe: dict[str, Any], key: str, value: Any) -> None:
+    """Set `recipe[a][b] = value` for the key `a.b`, making sections that are missing."""
+    *sections, leaf = key.split(".")
+    inner = recipe
+    for depth, name in enumerate(sections, 1):
+        if inner.get(name) is None:
+            inner[name] = {}
+        if not isinstance(inner[name], dict):
+            where = ".".join(sections[:depth])
+            raise ConfigError(f"override {key}={value!r}: {where} is {inner[name]!r}, which has no keys of its own")
+        inner = inner[name]
+    inner[leaf] = value
+
+
+def _parse(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None

@@ -1,0 +1,259 @@
+"""The loop: reads like the algorithm box of the paper. It owns no tensor code; every rank runs it with the same data.
+
+    RL step:   refill the sampler; sample; judge; score old and reference log-probs; advantages; update
+    SFT step:  take rows; update
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dovetail.batch import LossFn, PackedBatch, Sequence
+from dovetail.data import Prompt, batch_rows
+from dovetail.engine.base import Engine, StepReport
+from dovetail.errors import DataError
+from dovetail.rl.experience import (
+    AdvantageSettings,
+    Sample,
+    drop_equal_groups,
+    minibatches,
+    pack_samples,
+    with_advantages,
+)
+from dovetail.rl.judging import Judge
+from dovetail.rl.losses import Aggregation, weight_fields
+from dovetail.rl.rewards import count_errors
+from dovetail.rollout.base import Prompt as SamplerPrompt
+from dovetail.rollout.base import Sampler, SamplingParams
+
+MOST_REWARD_ERRORS = 0.05  # of a step's samples; above it the reward itself is taken to be wrong
+SOLVED = 1.0  # a reward that counts as solved in evaluations
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """How long, how much at a time, and when to stop."""
+
+    steps: int
+    seed: int
+    rows_per_step: int
+    epochs: int
+    minibatches: int
+    aggregation: Aggregation
+    aggregation_constant: float = 1.0
+    eval_every: int = 0
+    save_every: int = 0
+    stop_at_reward: float | None = None
+    time_budget_seconds: float | None = None
+
+
+class Task(Protocol):
+    """One algorithm: what a step does, and how good the model is now."""
+
+    def step(self, step: int) -> Row:
+        """Run step `step` (from 0): the row for metrics.jsonl, without the clock's keys."""
+        ...
+
+    def evaluate(self, step: int) -> Row:
+        """Metrics on held-out rows, empty without any."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLSettings:
+    """How to sample and what to make of it."""
+
+    sampling: SamplingParams
+    advantages: AdvantageSettings
+    skip_equal_groups: bool = False
+    old_logprobs: bool = True  # False: one update a step, so the old log-probs are the update's own
+    critic_warmup: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLModels:
+    """Who takes part: the policy always, the others where the algorithm asks for them."""
+
+    policy: Engine
+    sampler: Sampler
+    critic: Engine | None = None
+    reference: Engine | None = None
+
+
+class SFT:
+    """Supervised fine-tuning: the next rows, one update (or several)."""
+
+    def __init__(self, policy: Engine, loss: LossFn, rows: Seq[Sequence], held_out: Seq[Sequence], loop: LoopSettings):
+        self.policy, self.loss, self.loop = policy, loss, loop
+        self.rows, self.held_out = rows, held_out
+
+    def step(self, step: int) -> Row:
+        chosen = batch_rows(len(self.rows), self.loop.rows_per_step, self.loop.seed, step)
+        batch = weighted(PackedBatch.pack([self.rows[i] for i in chosen]), self.loop)
+        updates = Updates(self.policy, self.loss)
+        for part in inner_batches(batch, self.loop, step):
+            updates.run(part)
+        return {**updates.row(), "tokens": len(batch)}
+
+    def evaluate(self, step: int) -> Row:
+        if not self.held_out:
+            return {}
+        batch = PackedBatch.pack(self.held_out)
+        stats = self.policy.score(batch)
+        return {"eval_loss": -float(stats.logprob.sum()) / max(int(batch.mask.sum()), 1)}
+
+
+class RL:
+    """GRPO, RLOO and PPO: they differ by the advantages, and by whether there is a critic."""
+
+    def __init__(
+        self,
+        models: RLModels,
+        losses: tuple[LossFn, LossFn | None],
+        prompts: Seq[Prompt],
+        held_out: Seq[Prompt],
+        judge: Judge,
+        decode: Callable[[Seq[int]], str],
+        settings: RLSettings,
+        loop: LoopSettings,
+    ) -> None:
+        """`losses` are the policy's and the critic's. `decode` makes text of a completion's ids."""
+        self.models, self.settings, self.loop = models, settings, loop
+        self.policy_loss, self.value_loss = losses
+        self.prompts, self.held_out = prompts, held_out
+        self.judge, self.decode = judge, decode
+        self.samples: list[Sample] = []  # of the last step, for the run's files
+
+    def step(self, step: int) -> Row:
+        chosen = batch_rows(len(self.prompts), self.loop.rows_per_step, self.loop.seed, step)
+        prompts = [self.prompts[i] for i in chosen]
+        samples, errors = self._sample(prompts, self.settings.sampling, step)
+        self.samples = samples
+        row = {**_describe(samples), "reward_errors": errors}
+        if self.settings.skip_equal_groups:
+            samples = drop_equal_groups(samples)
+        if not samples:  # nothing to learn from: every group agrees
+            return {**row, **EMPTY_UPDATE}
+        batch = self._prepare(samples)
+        policy = Updates(self.models.policy, self.policy_loss)
+        critic = None
+        if self.models.critic is not None and self.value_loss is not None:
+            critic = Updates(self.models.critic, self.value_loss)
+        for part in inner_batches(batch, self.loop, step):
+            if step >= self.settings.critic_warmup:
+                policy.run(part)
+            if critic is not None:
+                critic.run(part)
+        row |= {**EMPTY_UPDATE, **policy.row(), "tokens": len(batch)}
+        if critic is not None:
+            row |= {f"critic_{name}": value for name, value in critic.row().items()}
+        return {**row, "kl_mean": row.get("kl_mean", row.get("approx_kl", 0.0))}
+
+    def evaluate(self, step: int) -> Row:
+        """Greedy completions of the held-out prompts: mean reward, and the share that is solved."""
+        if not self.held_out:
+            return {}
+        params = SamplingParams(
+            max_new_tokens=self.settings.sampling.max_new_tokens,
+            temperature=0.0,
+            stop_ids=self.settings.sampling.stop_ids,
+        )
+        samples, _ = self._sample(self.held_out, params, step)
+        rewards = [sample.reward for sample in samples]
+        return {"eval_reward_mean": mean(rewards), "eval_solved": mean([float(r >= SOLVED) for r in rewards])}
+
+    def _sample(self, prompts: Seq[Prompt], params: SamplingParams, step: int) -> tuple[list[Sample], int]:
+        """Completions with their rewards; those whose reward failed are dropped and counted."""
+        self.models.sampler.refill(self.models.policy.weights())
+        asked = [SamplerPrompt(row, prompt.ids) for row, prompt in enumerate(prompts)]
+        completions = self.models.sampler.sample(asked, _at_step(params, step))
+        texts = [self.decode([i for i in c.ids if i not in params.stop_ids]) for c in completions]
+        results = self.judge([prompts[c.row] for c in completions], completions, texts)
+        errors, cause = count_errors(results)
+        if errors > MOST_REWARD_ERRORS * len(results):
+            raise DataError(
+                f"step {step + 1}: the reward failed on {errors} of {len(results)} samples, more than "
+                f"{MOST_REWARD_ERRORS:.0%}; first cause: {cause}; mend the reward function"
+            )
+        samples = [
+            Sample(prompts[c.row], c.row, c, text, result.value)
+            for c, text, result in zip(completions, texts, results, strict=True)
+            if result.value is not None
+        ]
+        return samples, errors
+
+    def _prepare(self, samples: Seq[Sample]) -> PackedBatch:
+        """Everything that the losses read, on every counted token."""
+        settings, models = self.settings, self.models
+        batch = pack_samples(samples, settings.sampling.temperature)
+        if settings.old_logprobs:
+            batch = batch.with_fields(old_logprob=models.policy.score(batch).logprob)
+        if models.reference is not None:
+            batch = batch.with_fields(reference_logprob=models.reference.score(batch).logprob)
+        if models.critic is not None:
+            batch = batch.with_fields(old_value=models.critic.values(batch))
+        return weighted(with_advantages(batch, samples, settings.advantages), self.loop)
+
+
+class Updates:
+    """The optimizer steps of one training step, averaged for its row."""
+
+    def __init__(self, engine: Engine, loss: LossFn) -> None:
+        self.engine, self.loss = engine, loss
+        self.reports: list[StepReport] = []
+
+    def run(self, batch: PackedBatch) -> None:
+        self.reports.append(self.engine.train_step(batch, self.loss))
+
+    def row(self) -> Row:
+        if not self.reports:
+            return {}
+        columns: dict[str, list[float]] = defaultdict(list)
+        for report in self.reports:
+            for name, value in {"loss": report.loss, "grad_norm": report.grad_norm, **report.metrics}.items():
+                columns[name].append(value)
+        row: Row = {name: mean(values) for name, values in columns.items()}
+        row |= {"lr": self.reports[-1].lr, "flops": sum(report.flops for report in self.reports)}
+        return {**row, "skipped": True} if any(report.skipped for report in self.reports) else row
+
+
+EMPTY_UPDATE: Mapping[str, Any] = {
+    "loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "tokens": 0, "entropy_mean": 0.0, "kl_mean": 0.0, "clip_fraction": 0.0
+}  # fmt: skip
+
+
+class Run(Protocol):
+    """Where a run writes and what it shows; see `rl.run`."""
+
+    def before(self, evaluation: Row) -> None: ...
+    def record(self, row: Row, task: Task) -> None: ...
+    def checkpoint(self, step: int) -> None: ...
+    def stopping(self) -> bool: ...
+
+
+def train(task: Task, run: Run, loop: LoopSettings) -> Iterator[Row]:
+    """Run the steps; yields each row as it is done. Ends at the last step, the reward target or a request to stop."""
+    run.before(task.evaluate(0))
+    steps, started, step = loop.steps, time.monotonic(), 0
+    while step < steps:
+        begun = time.monotonic()
+        row = task.step(step)
+        seconds = time.monotonic() - begun
+        step += 1
+        row = {"step": step, **row, "step_seconds": seconds, "tokens_per_second": row["tokens"] / seconds}
+        if loop.eval_every and step % loop.eval_every == 0:
+            row |= task.evaluate(step)
+        run.record(row, task)
+        yield row
+        stop = run.stopping()
+        reached = loop.stop_at_reward is not None and row.get("reward_mean", float("-inf")) >= loop.stop_at_reward
+        if stop or reached or step == steps or (loop.save_every and step % loop.save_every == 0):
+            run.checkpoint(step)
+        if stop or reached:
+            return

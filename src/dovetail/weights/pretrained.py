@@ -1,0 +1,132 @@
+"""What a model directory says of itself: its config, its family, its head, and what to write beside its weights again.
+
+A directory comes from disk, or from the hub by a name pinned to a commit; of that only safetensors and JSON are fetched.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import snapshot_download
+
+from dovetail.arch.registry import spec_from_config
+from dovetail.arch.spec import ArchSpec
+from dovetail.errors import CheckpointError, ModelError
+from dovetail.weights.directory import SideFiles, side_files
+from dovetail.weights.files import parse_json
+from dovetail.weights.pieces import Dtypes
+from dovetail.weights.reader import TensorSource
+
+CONFIG = "config.json"
+FETCHED = ("*.safetensors", "*.json")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+# Names that value heads have in the wild, ours first; TRL and OpenRLHF among them.
+HEAD_STEMS = ("score", "v_head.summary", "v_head", "value_head.summary", "value_head", "classifier", "lm_head")
+HEAD_NAMES = ("score.weight", "score.bias")
+HeadKind = Literal["lm", "value", "value_without_bias"]
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model directory before its weights are read."""
+
+    path: Path
+    config: Mapping[str, Any]
+    spec: ArchSpec
+    sides: Mapping[str, Path]
+
+    @classmethod
+    def open(cls, name: str | Path) -> "Pretrained":
+        """Read the config of a directory, or of a pinned hub name, which is fetched first."""
+        path = locate(name)
+        file = path / CONFIG
+        if not file.is_file():
+            raise CheckpointError(f"{path} has no {CONFIG}; give a directory that transformers can load")
+        config = parse_json(file.read_bytes(), str(file))
+        return cls(path, config, spec_from_config(config), side_files(path))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an engine's weights came from, so that they leave as they came: dtypes, names and files beside them."""
+
+    dtype_of: Dtypes
+    listed: tuple[str, ...]
+    sides: SideFiles
+
+
+@dataclass(frozen=True)
+class ValueHead:
+    """Where a value head's tensors are found: our names -> the checkpoint's, and which ones it lacks."""
+
+    kind: HeadKind
+    aliases: Mapping[str, str]
+    fresh: tuple[str, ...]
+    ignore: tuple[str, ...] = ("lm_head.*",)
+
+
+def locate(name: str | Path) -> Path:
+    """The directory of `name`: a path, or HUB_NAME@COMMIT."""
+    path = Path(name)
+    if path.is_dir():
+        return path
+    repository, at, revision = str(name).partition("@")
+    if not at or not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        hint = f"; for a hub model, pin it to a commit: {name}@COMMIT" if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) else ""
+        raise CheckpointError(f"{name} is not a directory{hint}")
+    if not COMMIT.fullmatch(revision):
+        raise CheckpointError(
+            f"{name}: {revision!r} is not a commit; a branch or tag can move, so give the 40 hexadecimal digits of one"
+        )
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(FETCHED)))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{name} could not be fetched from the hub: {error}") from error
+
+
+def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> ValueHead:
+    """The value head of a checkpoint under any of its usual names; with `fresh`, one to be made where there is none."""
+    for stem in HEAD_STEMS:
+        weight, bias = f"{stem}.weight", f"{stem}.bias"
+        if weight not in source.names or (stem == "lm_head" and source.shape(weight)[0] != 1):
+            continue
+        aliases = {"score.weight": weight}
+        if bias in source.names:
+            return ValueHead("value", {**aliases, "score.bias": bias}, ())
+        if stem == "score":  # a reward model (sequence classification) has no bias, and keeps having none
+            return ValueHead("value_without_bias", aliases, ())
+        return ValueHead("value", aliases, ("score.bias",))
+    if not fresh:
+        known = ", ".join(f"{stem}.weight" for stem in HEAD_STEMS)
+        raise ModelError(f"{path} has no value head: expected one of {known} (lm_head with one row)")
+    return ValueHead("value", {}, HEAD_NAMES)
+
+
+def saved_config(config: Mapping[str, Any], head: HeadKind, dtype: torch.dtype | None) -> dict[str, Any]:
+    """The config to write beside saved weights: a value model says so, a changed dtype too; else it is the source's."""
+    changed = dict(config)
+    if dtype is not None:
+        name = str(dtype).removeprefix("torch.")
+        changed |= {key: name for key in ("dtype", "torch_dtype") if key in config} or {"dtype": name}
+    if head == "value":
+        (first, *_) = config.get("architectures") or [f"{str(config['model_type']).capitalize()}ForCausalLM"]
+        stem = re.sub(r"(For\w+|Model)$", "", first)
+        changed |= {
+            "architectures": [f"{stem}ForTokenClassification"],
+            "num_labels": 1,
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+        }
+    return changed
+
+
+def saved_sides(pretrained: Pretrained, head: HeadKind, dtype: torch.dtype | None) -> SideFiles:
+    """Every file beside the weights, with the config as it must be now; byte for byte the source's where it may."""
+    changed = saved_config(pretrained.config, head, dtype)
+    if changed == dict(pretrained.config):
+        return pretrained.sides
+    return {**pretrained.sides, CONFIG: (json.dumps(changed, indent=2) + "\n").encode()}

@@ -1,0 +1,112 @@
+"""Tiny transformers configs of every family and option that parity tests must cover, and random checkpoints of them.
+
+Every one can be cut over tp 1, 2, 4 and 8; with 2 key-value heads, tp 4 and 8 hold copies of them. 131 words divide by
+none of these.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB = 131
+MAX_POSITIONS = 64  # of the dynamic variant: sequences on both sides of it show whether tables follow each one's length
+WINDOW = 5  # of the windowed variants: shorter than the sequences that tests use
+
+
+def tiny_configs() -> dict[str, PreTrainedConfig]:
+    """Fresh config objects by name: transformers changes configs that it is given, so none is shared."""
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    windowed = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "num_hidden_layers": 3}
+    mixed = ["sliding_attention", "full_attention"]
+    return {
+        "llama": _tiny(LlamaConfig),
+        "llama_tied": _tiny(LlamaConfig, tie_word_embeddings=True),
+        "llama_biases": _tiny(LlamaConfig, attention_bias=True, mlp_bias=True),
+        "llama_all_kv_heads": _tiny(LlamaConfig, num_key_value_heads=8),
+        "llama_one_kv_head": _tiny(LlamaConfig, num_key_value_heads=1),
+        "llama_head_dim": _tiny(LlamaConfig, head_dim=16),
+        "llama_linear": _tiny(LlamaConfig, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+        "llama_dynamic": _tiny(
+            LlamaConfig,
+            max_position_embeddings=MAX_POSITIONS,
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        ),
+        "llama_llama3": _tiny(LlamaConfig, rope_parameters=llama3),
+        "llama_yarn": _tiny(LlamaConfig, rope_parameters=yarn),
+        "llama_partial": _tiny(LlamaConfig, partial_rotary_factor=0.5),
+        "mistral": _tiny(MistralConfig, sliding_window=None),
+        "mistral_window": _tiny(MistralConfig, sliding_window=WINDOW),
+        "qwen2": _tiny(Qwen2Config),
+        "qwen2_tied": _tiny(Qwen2Config, tie_word_embeddings=True),
+        "qwen2_window": _tiny(Qwen2Config, **windowed),
+        "qwen2_yarn": _tiny(Qwen2Config, rope_parameters={**yarn, "mscale": 0.7, "mscale_all_dim": 1.3}),
+        "qwen3": _tiny(Qwen3Config, head_dim=16),
+        "qwen3_tied": _tiny(Qwen3Config, head_dim=16, tie_word_embeddings=True),
+        "qwen3_biases": _tiny(Qwen3Config, head_dim=16, attention_bias=True),
+        "qwen3_window": _tiny(Qwen3Config, head_dim=16, **{**windowed, "num_hidden_layers": 2, "layer_types": mixed}),
+    }
+
+
+def tiny_model(config: PreTrainedConfig, *, seed: int = 0, values: bool = False) -> PreTrainedModel:
+    """A random float32 model in evaluation mode, no parameter at its initial zeros or ones.
+
+    values: a token classifier with one label, the form of a critic, in place of the language model.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if values:
+            config.num_labels, config.classifier_dropout = 1, 0.0
+        kind = AutoModelForTokenClassification if values else AutoModelForCausalLM
+        model: PreTrainedModel = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def save_tiny(
+    config: PreTrainedConfig, path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **save: Any
+) -> PreTrainedModel:
+    """Write `tiny_model(config)` in `dtype` as an HF directory and return it, rounded to what was written.
+
+    save: passed to save_pretrained, such as max_shard_size.
+    """
+    model = tiny_model(config, seed=seed)
+    torch.nn.Module.to(model, dtype)
+    model.save_pretrained(path, **save)
+    return model
+
+
+def _tiny(kind: type[PreTrainedConfig], **options: Any) -> PreTrainedConfig:
+    shape: Mapping[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return kind(**{**shape, **options})

@@ -1,0 +1,159 @@
+"""The recipe: defaults of the contract, precedence, and the messages of mistakes."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dovetail.config import GRPO, PPO, Recipe, known_keys, load_recipe, make_recipe
+from dovetail.errors import ConfigError
+from dovetail.layout import Layout
+from dovetail.recipe_yaml import parse_overrides
+
+SMALLEST = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_are_those_of_the_contract() -> None:
+    text = Path("docs/contract.md").read_text()
+    block = re.search(r"```yaml\n(model:.*?)```", text, re.S)
+    assert block
+    promised = yaml.safe_load(re.sub(r"\b(\d\.\de-\d)\b", r"\1", block[1]))
+    promised["model"]["path"], promised["data"]["train"] = "M", "rows.jsonl"
+    del promised["run_dir"]
+    for name in ("critic", "reference", "rollout"):
+        promised[name]["layout"] = None
+    actual = yaml.safe_load(make_recipe(SMALLEST).to_yaml())
+    for section, keys in promised.items():
+        assert {key: actual[section][key] for key in keys} == keys, section
+
+
+def test_yaml_round_trip(tmp_path: Path) -> None:
+    given = {
+        **SMALLEST,
+        "algorithm": {"name": "ppo"},
+        "reward": {"import": "a:b"},
+        "layout": {"pp": 2, "pp_split": [1, 2]},
+    }
+    recipe = make_recipe(given)
+    assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
+    assert isinstance(recipe.algorithm, PPO)
+    assert recipe.reward.function == "a:b"
+    assert recipe.reward.name is None
+
+
+def test_precedence_and_spellings(tmp_path: Path) -> None:
+    path = write(tmp_path, yaml.safe_dump({**SMALLEST, "layout": {"tp": 4, "dp": 2}, "optim": {"lr": 1.0}}))
+    tokens = ["layout.tp=3", "--optim.lr", "1e-5", "--trainer.loggers=[wandb]", "data.eval=null", "critic.layout.tp=2"]
+    recipe = load_recipe(path, tokens, {"layout.tp": 2})
+    assert recipe.layout.to_layout() == Layout(tp=2, dp=2)
+    assert recipe.optim.lr == 1e-5
+    assert recipe.trainer.loggers == ("wandb",)
+    assert recipe.critic.layout is not None
+    assert recipe.critic.layout.to_layout() == Layout(tp=2, dp=None)
+
+
+def test_empty_sections_take_their_defaults() -> None:
+    recipe = make_recipe({**SMALLEST, "critic": {"layout": {}}, "algorithm": {"clip_high": 0.28}})
+    assert recipe.critic.layout is None
+    assert isinstance(recipe.algorithm, GRPO)
+    assert recipe.layout.to_layout().dp is None
+
+
+def test_sections_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        make_recipe(SMALLEST).trainer.steps = 3  # type: ignore[misc]  # the point of the test
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optim": {"lrr": 1.0}}, "unknown key optim.lrr; did you mean optim.lr? (keys of optim: lr, schedule,"),
+        ({"optim": {"learning_rate": 1.0}}, "unknown key optim.learning_rate; did you mean optim.lr?"),
+        ({"trainer": {"lr": 1.0}}, "unknown key trainer.lr; did you mean optim.lr?"),
+        ({"optimizer": {}}, "unknown key optimizer; did you mean optim?"),
+        ({"critic": {"layout": {"tpp": 2}}}, "unknown key critic.layout.tpp; did you mean critic.layout.tp?"),
+        ({"algorithm": {"gamma": 0.9}}, "algorithm.gamma does not belong to this algorithm: discount"),
+        ({"algorithm": {"name": "ppoo"}}, "algorithm.name is 'ppoo'; expected one of 'sft', 'grpo', 'ppo', 'rloo'"),
+        ({"optim": {"lr": "fast"}}, "optim.lr is 'fast'; expected a number"),
+        ({"optim": {"lr": 0}}, "optim.lr is 0; expected more than 0"),
+        ({"optim": {"lr": float("nan")}}, "optim.lr is nan; expected a finite number"),
+        ({"layout": {"dp": 0}}, "layout.dp is 0; expected more than 0 or 'auto'"),
+        ({"layout": {"tp": True}}, "layout.tp is True; expected a whole number"),
+        ({"model": {}}, "model.path is missing; expected HF directory"),
+        ({"optim": 3}, "optim is 3; expected a mapping of keys"),
+        ({"model": {"path": "M", "dtype": "fp16"}}, "model.dtype is 'fp16'; expected 'float32' or 'bfloat16'"),
+        ({"rollout": {"samples_per_prompt": 1}}, "rollout.samples_per_prompt is 1; grpo compares"),
+        ({"algorithm": {"minibatches": 129}}, "algorithm.minibatches is 129, but a step has only 128 rows"),
+        ({"reward": {"name": "format", "import": "a:b"}}, "reward: give name or import, not both"),
+        ({"reward": {"import": "a.b"}}, "reward: import is 'a.b'; expected module:function"),
+    ],
+)
+def test_mistakes_name_key_value_and_expectation(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_recipe({**SMALLEST, **change}, "run.yaml")
+    assert str(caught.value).startswith("run.yaml: ")
+    assert message in str(caught.value)
+
+
+def test_all_mistakes_come_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_recipe({**SMALLEST, "optim": {"lr": "x"}, "trainer": {"steps": 0, "stepz": 1}})
+    for message in ("optim.lr is 'x'", "trainer.steps is 0", "unknown key trainer.stepz; did you mean trainer.steps?"):
+        assert f"\n  - {message}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [", "is not valid YAML"),
+        ("- a", "holds a list; expected a mapping of sections"),
+        ("optim: {lr: 1, lr: 2}", "the key 'lr' is given twice"),
+        ("x: !!python/object/apply:os.system [ls]", "is not valid YAML"),
+    ],
+)
+def test_broken_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_recipe(write(tmp_path, text))
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"recipe '.*none.yaml' cannot be read: No such file"):
+        load_recipe(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        ("steps", "override 'steps' has no value; expected key.path=value"),
+        ("a..b=1", "'a..b' is not a key"),
+        ("a.b=[", "is not valid YAML"),
+    ],
+)
+def test_broken_overrides_are_refused(token: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_overrides([token])
+
+
+def test_override_below_a_value_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="run_dir is 'runs/x', which has no keys of its own"):
+        load_recipe(write(tmp_path, yaml.safe_dump(SMALLEST)), ["run_dir.name=1"])
+
+
+def test_numbers_without_a_point_are_numbers() -> None:
+    values = parse_overrides(["a=1e-6", "b=2E3", "c=-.5e+1", "d=1.5", "e=x1e5", "f=12"])
+    assert [value for _, value in values] == [1e-6, 2000.0, -5.0, 1.5, "x1e5", 12]
+
+
+def test_every_key_is_described() -> None:
+    sections = {name for name, field in Recipe.model_fields.items() if name != "run_dir"}
+    described = known_keys()
+    assert {key.split(".")[0] for key in described} == sections | {"run_dir"}
+    assert [key for key, text in described.items() if not text] == []
