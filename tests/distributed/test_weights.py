@@ -24,7 +24,8 @@ from dovetail.mesh import Mesh
 from dovetail.weights.directory import side_files
 from dovetail.weights.load import load
 from dovetail.weights.pieces import held
-from dovetail.weights.reader import CheckpointReader
+from dovetail.weights.pretrained import Origin
+from dovetail.weights.reader import TensorSource
 from dovetail.weights.save import save
 from dovetail.weights.stream import stream
 from tests.checkpoints import assert_same_tensors, decoder_on, digests, engine_model, tensors_of, write_tiny
@@ -35,7 +36,7 @@ SMALL_BUCKET = 2000  # bytes; several buckets even for a tiny model
 SMALL_SHARD = 9000
 
 
-def _loaded(source: Path, layout: str, *, wrap: bool = True) -> tuple[nn.Module, Mesh, CheckpointReader]:
+def _loaded(source: Path, layout: str, *, wrap: bool = True) -> tuple[nn.Module, Mesh, TensorSource]:
     model, mesh = engine_model(source, layout, torch.float32, wrap=wrap)
     reader = open_checkpoint(source, mesh)
     load(model, reader, mesh)
@@ -113,10 +114,9 @@ def test_any_layout_reads_any_other(tmp_path: Path, cut: str, layout: str, tied:
 def _messages(source: Path, layout: str, broken_on: int | None) -> str:
     model, mesh = engine_model(source, layout, torch.float32)
     before = [param.local.clone() for param in held(model, mesh)]
+    path = source / "nowhere" if broken_on == mesh["world"].rank else source
     with pytest.raises(CheckpointError) as caught:
-        if broken_on == mesh["world"].rank:
-            load(model, open_checkpoint(source / "nowhere", mesh), mesh)
-        load(model, open_checkpoint(source, mesh), mesh)
+        load(model, open_checkpoint(path, mesh), mesh)
     for param, old in zip(held(model, mesh), before, strict=True):
         assert torch.equal(param.local.view(torch.int32), old.view(torch.int32)), f"{param.name} was touched"
     return str(caught.value)
@@ -168,18 +168,22 @@ def test_a_flipped_bit_is_refused_on_every_rank(tmp_path: Path) -> None:
     assert last in first
 
 
+def _write(model: nn.Module, out: Path, mesh: Mesh, sharded: bool) -> None:
+    if sharded:
+        save_sharded(model, out, mesh, sides={}, step=1)
+    else:
+        save(model, out / "hf", mesh, sides={}, shard_bytes=SMALL_SHARD, bucket_bytes=SMALL_BUCKET)
+
+
 def _disk_full(source: Path, out: Path, failing: int, sharded: bool) -> str:
-    model, mesh, reader = _loaded(source, "tp=2,dp=1")
+    model, mesh, _ = _loaded(source, "tp=2,dp=1")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if mesh["world"].rank == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
     try:
         with pytest.raises(CheckpointError) as caught:
-            if sharded:
-                save_sharded(model, out, mesh, sides={}, step=1)
-            else:
-                save(model, out / "hf", mesh, sides={}, shard_bytes=SMALL_SHARD, bucket_bytes=SMALL_BUCKET)
+            _write(model, out, mesh, sharded)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return str(caught.value)
@@ -199,8 +203,9 @@ def _stream_after_scoring(source: Path) -> dict[str, Tensor]:
     mesh = Mesh.build(Layout.parse("tp=1,dp=2"))
     model = decoder_on(source, mesh)
     shard_over_data(model, mesh, torch.bfloat16, reshard_after_forward=False)
-    load(model, open_checkpoint(source, mesh), mesh)
-    NativeEngine(model, mesh).score(PackedBatch.pack([torch.arange(5), torch.arange(9), torch.arange(3)]))
+    reader = open_checkpoint(source, mesh)
+    load(model, reader, mesh)
+    NativeEngine(model, mesh, Origin(reader.dtype, tuple(reader.names), {})).score(PackedBatch.pack([torch.arange(5), torch.arange(9), torch.arange(3)]))
     assert not all(isinstance(param, DTensor) for param in model.parameters())  # the trap is there
     return dict(stream(model, mesh))
 

@@ -1,4 +1,4 @@
-"""Regions of random placements: every rank's rectangles make its parameter, and the owned ones make the checkpoint, once."""
+"""Regions of random placements: a rank's rectangles make its parameter, and the owned ones the checkpoint, once."""
 
 import random
 
@@ -49,7 +49,9 @@ def test_regions_cut_and_join(sharded: bool) -> None:
     for _ in range(300):
         placement, local_shape, layout = _random_case(rng)
         names = checkpoint_names("a.fused.weight", placement)
-        shapes, rebuilt, times = {}, {}, {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        rebuilt: dict[str, torch.Tensor] = {}
+        times: dict[str, torch.Tensor] = {}
         for rank in range(layout.num_ranks):
             mesh = imagined_mesh(layout, rank)
             found = held_regions("a.fused.weight", placement, local_shape, mesh.coords, mesh.sizes, sharded=sharded)

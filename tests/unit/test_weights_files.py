@@ -176,7 +176,7 @@ def test_what_is_no_checkpoint_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no weights"):
         CheckpointReader(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n")
-    with pytest.raises(CheckpointError, match="only pickled weights.*save_pretrained"):
+    with pytest.raises(CheckpointError, match=r"only pickled weights.*save_pretrained"):
         CheckpointReader(tmp_path)
     os.mkfifo(tmp_path / SINGLE)
     with pytest.raises(CheckpointError, match="not a regular file"):
