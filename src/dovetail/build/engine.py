@@ -14,7 +14,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.sharding import shard_over_data
-from dovetail.errors import LayoutError
+from dovetail.errors import ConfigError, LayoutError
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import kernels_for
 from dovetail.launch import ensure_process_group, pick_device
@@ -25,10 +25,8 @@ from dovetail.optim.assembly import shards_of
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.placement import as_index
 from dovetail.weights.load import load
-from dovetail.weights.pretrained import Origin, Pretrained, ValueHead, find_value_head, saved_sides
+from dovetail.weights.pretrained import LM_HEAD, Origin, Pretrained, ValueHead, find_value_head, saved_sides
 from dovetail.weights.reader import TensorSource
-
-LM_HEAD = ValueHead("lm", {}, (), ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +68,12 @@ def from_pretrained(
     where = pick_device(device)
     ensure_process_group(where)
     return make_engine(Pretrained.open(path), make_mesh(layout, where), dtype, head, options)
+
+
+def check_engine(name: str) -> None:
+    """Refuse an engine that is not part of this release."""
+    if name == "transformers":
+        raise ConfigError("engine 'transformers' is not part of this release; use native (or auto)")
 
 
 def make_mesh(layout: Layout | None, device: torch.device) -> Mesh:
