@@ -29,6 +29,10 @@ class DataError(UserError):
     """Rows that cannot be trained on or scored."""
 
 
+class SecondaryFailure(RuntimeError):
+    """This rank failed after another one did; that one reports the cause, so this one is silent."""
+
+
 def listing(items: list[str], limit: int = 20) -> str:
     """`items` for a message: one a line, the first `limit`, then how many more."""
     lines = [f"  - {item}" for item in items[:limit]]

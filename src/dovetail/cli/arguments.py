@@ -1,0 +1,183 @@
+"""What the command line accepts: one parser a command, and what its flags mean for layouts and recipes. Imports no torch."""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from dovetail.config import Recipe, load_recipe
+from dovetail.errors import ConfigError
+from dovetail.layout import DEGREES, Layout
+
+EPILOG = "The commands, recipes and files that you can rely on: docs/contract.md"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are `ConfigError`s."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its one-line help, its arguments, and whether it runs on ranks."""
+
+    help: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    runs_on_ranks: bool = True
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of one command line; `command` names the command. Prints help and exits where that is asked."""
+    top = Parser(prog="dovetail", description="A parallel model engine for RL post-training.", epilog=EPILOG)
+    commands = "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
+    top.formatter_class = argparse.RawDescriptionHelpFormatter
+    top.description = f"A parallel model engine for RL post-training.\n\ncommands:\n{commands}"
+    top.add_argument("command", choices=list(COMMANDS), metavar="command", help="dovetail COMMAND --help says more")
+    name = top.parse_args(argv[:1]).command
+    command = COMMANDS[name]
+    parser = Parser(prog=f"dovetail {name}", description=command.help, epilog=EPILOG)
+    command.arguments(parser)
+    overrides, rest = _split_overrides(argv[1:]) if name == "train" else ([], list(argv[1:]))
+    args = parser.parse_intermixed_args(rest)
+    if name == "train":
+        args.overrides = [*overrides, *args.overrides]
+    args.command = name
+    return args
+
+
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """The recipe of `dovetail train`: flags beat overrides, which beat the file."""
+    flags: dict[str, Any] = {}
+    if args.layout is not None:
+        degrees = Layout.parse(args.layout)
+        flags = {f"layout.{name}": getattr(degrees, name) or "auto" for name in DEGREES}
+    given = {"model.dtype": args.dtype, "model.engine": args.engine}
+    flags |= {key: value for key, value in given.items() if value is not None}
+    if args.trust_remote_code:
+        flags["model.trust_remote_code"] = True
+    return load_recipe(args.recipe, args.overrides, flags)
+
+
+def layout_of(args: argparse.Namespace) -> Layout:
+    """The layout that a command asks for; its dp may still be open."""
+    return recipe_of(args).layout.to_layout() if args.command == "train" else Layout.parse(args.layout or "")
+
+
+def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """`--key.path value` and `--key.path=value` as overrides `key.path=value`, apart from everything else."""
+    overrides, rest, left = [], [], list(argv)
+    while left:
+        token = left.pop(0)
+        name = token.partition("=")[0]
+        if not (name.startswith("--") and ("." in name or name == "--run_dir")):
+            rest.append(token)
+        elif "=" in token:
+            overrides.append(token.removeprefix("--"))
+        elif left:
+            overrides.append(f"{token.removeprefix('--')}={left.pop(0)}")
+        else:
+            raise ConfigError(f"{token} has no value; expected {token}=value")
+    return overrides, rest
+
+
+def _common(parser: argparse.ArgumentParser, *, dtype: str | None = "float32", engine: str | None = "auto") -> None:
+    parser.add_argument("--layout", metavar="tp=2,dp=2", help="parallel degrees tp, pp, cp, dp, ep; unnamed ones are 1")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default="auto")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=dtype, help="compute type")
+    parser.add_argument("--engine", choices=["auto", "native", "transformers"], default=engine)
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
+def _train(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE.yaml")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="change a key of the recipe")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, train nothing")
+    parser.add_argument("--resume", metavar="auto|never|step=N", default="never", type=_resume, help="default: never")
+    _common(parser, dtype=None, engine=None)
+
+
+def _score(parser: argparse.ArgumentParser) -> None:
+    _rows(parser, data="ROWS.jsonl")
+    parser.add_argument("--head", choices=["lm", "value"], default="lm", help="log-probs and entropies, or values")
+    parser.add_argument("--temperature", type=_positive(float), default=1.0, help="divides the logits")
+    parser.add_argument("--tokens-per-batch", type=_positive(int), default=16384, metavar="N", help="default: 16384")
+    _common(parser)
+
+
+def _generate(parser: argparse.ArgumentParser) -> None:
+    _rows(parser, data="PROMPTS.jsonl")
+    parser.add_argument("--samples", type=_positive(int), default=1, metavar="N", help="completions of each prompt")
+    parser.add_argument("--max-new-tokens", type=_positive(int), default=64, metavar="N", help="default: 64")
+    parser.add_argument("--temperature", type=_not_negative(float), default=1.0, help="0: always the likeliest token")
+    parser.add_argument("--top-p", type=_positive(float), default=1.0)
+    parser.add_argument("--top-k", type=_not_negative(int), default=0, metavar="N", help="0: all tokens")
+    parser.add_argument("--seed", type=_not_negative(int), default=0)
+    _common(parser)
+
+
+def _convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="HF directory or sharded checkpoint")
+    parser.add_argument("destination", metavar="DST", help="a directory that does not exist yet")
+    parser.add_argument("--to", choices=["sharded", "hf"], required=True)
+    parser.add_argument("--layout", metavar="tp=2,dp=2", help="how to cut; as many ranks write the pieces")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default="cpu", help="default: cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as in SRC")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT")
+    parser.add_argument("--verify", action="store_true", help="read every piece and compare its checksum")
+
+
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default="auto")
+
+
+def _rows(parser: argparse.ArgumentParser, data: str) -> None:
+    parser.add_argument(
+        "--model", required=True, metavar="M", help="a directory, or a hub name pinned as name@revision"
+    )
+    parser.add_argument("--data", required=True, metavar=data)
+    parser.add_argument("--out", required=True, metavar="OUT.jsonl")
+
+
+def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+        return value
+
+    read.__name__ = "whole number" if kind is int else "number"
+    return read
+
+
+def _not_negative(kind: type[int] | type[float]) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = kind(text)
+        if not value >= 0:
+            raise argparse.ArgumentTypeError(f"{text} is less than 0")
+        return value
+
+    read.__name__ = "whole number" if kind is int else "number"
+    return read
+
+
+def _resume(text: str) -> str:
+    kind, _, step = text.partition("=")
+    if text not in ("auto", "never") and not (kind == "step" and step.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected auto, never or step=N")
+    return text
+
+
+COMMANDS: Mapping[str, Command] = {
+    "train": Command("train a model by RL or SFT, from an HF checkpoint to an HF checkpoint", _train),
+    "score": Command("per-token log-probs and entropies, or values, of given token sequences", _score),
+    "generate": Command("completions of prompts from the embedded sampler", _generate),
+    "convert": Command("turn an HF checkpoint into a sharded one, or back, bit for bit", _convert),
+    "inspect": Command("say what a sharded checkpoint holds, and whether it is whole", _inspect, runs_on_ranks=False),
+    "doctor": Command("show versions, devices and kernels, and run a short self-test", _doctor, runs_on_ranks=False),
+}

@@ -1,0 +1,119 @@
+"""What a rank needs to join the others: its device, the default process group, and who reports a failure.
+
+Ranks come from the environment (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`), whoever set it:
+torchrun, a cluster, or `dovetail.cli.ranks`. Without it this process is a group of one rank. Of several ranks that fail,
+the first to take the ticket in the group's store raises its own error; the others raise `SecondaryFailure`.
+"""
+
+import importlib.util
+import os
+import signal
+from collections.abc import Mapping
+from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from dovetail.errors import ConfigError, LayoutError, SecondaryFailure
+
+BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+TIMEOUT = timedelta(minutes=30)
+TICKET = "dovetail/failures"
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """This rank's device: `auto`, `cpu`, `cuda` or `npu`. An accelerator is chosen by LOCAL_RANK and made current."""
+    present = {"cuda": torch.cuda.is_available(), "npu": importlib.util.find_spec("torch_npu") is not None}
+    if name == "auto":
+        name = next((kind for kind, there in present.items() if there), "cpu")
+    if name not in BACKENDS:
+        raise ConfigError(f"device {name!r}; expected auto, {', '.join(BACKENDS)}")
+    if name == "cpu":
+        return torch.device("cpu")
+    if not present[name]:
+        raise ConfigError(f"device {name!r}: torch {torch.__version__} sees none here; use --device cpu or auto")
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.get_device_module(name).device_count()
+    if local >= count:
+        raise LayoutError(
+            f"local rank {local} has no {name} device of its own, there are {count}; use fewer ranks a machine, or "
+            "--device cpu"
+        )
+    device = torch.device(name, local)
+    torch.get_device_module(name).set_device(device)
+    return device
+
+
+class ProcessGroup:
+    """The default process group for the length of a `with` block; one that is already there is used as it is.
+
+    At the end all ranks wait for each other. A failure leaves the group as it is, since the process is about to end.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.store: dist.Store | None = None
+
+    def __enter__(self) -> Self:
+        if not dist.is_initialized():
+            self.store = _initialize(self.device)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self.store is None:
+            return
+        if error is None:
+            dist.barrier()
+            dist.destroy_process_group()
+        elif isinstance(error, Exception) and not _is_first(self.store):
+            raise SecondaryFailure("another rank failed first") from error
+
+
+def ensure_process_group(device: torch.device | str = "cpu") -> None:
+    """Have a default process group: the one that is there, the one of the environment, or one of this process alone."""
+    if not dist.is_initialized():
+        _initialize(torch.device(device))
+
+
+class StopSignal:
+    """Within the `with` block the first SIGTERM or SIGINT sets `requested`; the next one acts as usual."""
+
+    EXIT_CODE = 143
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, action in self._before.items():
+            signal.signal(number, action)
+
+    def _stop(self, number: int, _: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(number, self._before[signal.Signals(number)])
+
+
+def _initialize(device: torch.device) -> dist.Store:
+    """Make the default process group; returns the store in which its ranks met."""
+    backend = BACKENDS[device.type]
+    if "RANK" not in os.environ:
+        store: dist.Store = dist.HashStore()
+        rank, world = 0, 1
+    else:
+        store, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    prefixed = dist.PrefixStore("dovetail/group", store)
+    device_id = None if device.type == "cpu" else device
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=TIMEOUT, device_id=device_id)
+    return store
+
+
+def _is_first(store: dist.Store) -> bool:
+    """Whether this rank is the first to fail. A store that is gone went with the rank that failed before."""
+    try:
+        return store.add(TICKET, 1) == 1
+    except dist.DistError:
+        return False
