@@ -205,7 +205,9 @@ def _stream_after_scoring(source: Path) -> dict[str, Tensor]:
     shard_over_data(model, mesh, torch.bfloat16, reshard_after_forward=False)
     reader = open_checkpoint(source, mesh)
     load(model, reader, mesh)
-    NativeEngine(model, mesh, Origin(reader.dtype, tuple(reader.names), {})).score(PackedBatch.pack([torch.arange(5), torch.arange(9), torch.arange(3)]))
+    NativeEngine(model, mesh, Origin(reader.dtype, tuple(reader.names), {})).score(
+        PackedBatch.pack([torch.arange(5), torch.arange(9), torch.arange(3)])
+    )
     assert not all(isinstance(param, DTensor) for param in model.parameters())  # the trap is there
     return dict(stream(model, mesh))
 

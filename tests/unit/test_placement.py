@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from dovetail.layout import Layout
 from dovetail.checkpoint.convert import imagined_mesh
+from dovetail.layout import Layout
 from dovetail.placement import (
     Part,
     Placement,
