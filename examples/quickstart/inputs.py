@@ -1,8 +1,8 @@
 """Writes what the recipes of examples/recipes read, into runs/inputs (or a folder given).
 
-    python -m examples.quickstart.inputs largest     largest_train.jsonl, largest_eval.jsonl
-    python -m examples.quickstart.inputs addition    scratch/ (a model), addition_{sft,train,eval}.jsonl
-    python -m examples.quickstart.inputs gsm8k       gsm8k_train.jsonl, gsm8k_eval.jsonl
+python -m examples.quickstart.inputs largest     largest_train.jsonl, largest_eval.jsonl
+python -m examples.quickstart.inputs addition    scratch/ (a model), addition_{sft,train,eval}.jsonl
+python -m examples.quickstart.inputs gsm8k       gsm8k_train.jsonl, gsm8k_eval.jsonl
 """
 
 import shutil

@@ -71,6 +71,11 @@ class ProcessGroup:
             raise SecondaryFailure("another rank failed first") from error
 
 
+def num_ranks() -> int:
+    """How many ranks the job has. The default process group exists."""
+    return dist.get_world_size()
+
+
 def ensure_process_group(device: torch.device | str = "cpu") -> None:
     """Have a default process group: the one that is there, the one of the environment, or one of this process alone."""
     if not dist.is_initialized():

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-BARS = " ▁▂▃▄▅▆▇█"
+BARS = " " + "".join(chr(0x2581 + i) for i in range(8))  # Unicode's lower eighths of a block
 WIDTH = 72
 SHOWN = (  # key of a row, its label, its format
     ("loss", "loss", ".4f"),

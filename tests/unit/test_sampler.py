@@ -1,6 +1,7 @@
-"""The embedded sampler on one rank: against transformers' greedy generation and its full scoring, cuts, stops, noise."""
+"""The embedded sampler on one rank: greedy generation and scores against transformers, draws, stops, refilling."""
 
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from dovetail.layout import Layout
 from dovetail.mesh import Axis, Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.draw import cut, draw, inverse_cdf
-from dovetail.rollout.native import NativeSampler
+from dovetail.rollout.native import COMPACT_BELOW, NativeSampler
 from dovetail.rollout.noise import uniforms
 from dovetail.rollout.waves import plan_waves
 from tests.parity.configs import MAX_POSITIONS, VOCAB, tiny_configs, tiny_model
@@ -115,6 +116,23 @@ def test_first_token_may_stop() -> None:
     params = SamplingParams(max_new_tokens=9, temperature=0, stop_ids=(first.ids[0],))
     done = sampler.sample(prompts, params)[0]
     assert (done.ids, done.log_probs, done.finish) == (first.ids, first.log_probs, "stop")
+
+
+def test_a_prompt_is_computed_once_for_all_its_samples() -> None:
+    sampler, sizes = sampler_of(tiny_configs()["llama"]), []
+    sampler.model.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    sampler.sample(some_prompts(), SamplingParams(samples=5, max_new_tokens=4))
+    assert sizes == [sum(LENGTHS)] + [5 * len(LENGTHS)] * 3
+
+
+def test_rows_that_stopped_are_computed_no_longer() -> None:
+    sampler, sizes = sampler_of(tiny_configs()["llama"]), []
+    sampler.model.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    stops = tuple(range(0, VOCAB, 3))
+    done = sampler.sample(some_prompts(), SamplingParams(samples=20, max_new_tokens=30, stop_ids=stops))
+    going = [sum(len(c.ids) > step for c in done) for step in range(1, 30)]
+    assert len(sizes) == 1 + sum(n > 0 for n in going)
+    assert all(n <= computed <= n / COMPACT_BELOW + 1 for n, computed in zip(going, sizes[1:], strict=False))
 
 
 def test_no_prompts_give_no_completions() -> None:
@@ -240,6 +258,23 @@ def test_refill_names_everything_that_is_wrong_after_reading_all() -> None:
         sampler.sample(some_prompts(), SamplingParams())
 
 
+def test_refill_holds_one_tensor_at_a_time() -> None:
+    config = tiny_configs()["llama"]
+    sampler = sampler_of(config)
+    made: list[weakref.ref[Tensor]] = []
+
+    def stream():
+        for name, w in tiny_model(config).state_dict().items():
+            assert all(ref() is None for ref in made)
+            fresh = w.clone()
+            made.append(weakref.ref(fresh))
+            yield name, fresh
+            del fresh
+
+    sampler.refill(stream())
+    assert len(made) == len(tiny_model(config).state_dict())
+
+
 def test_refill_of_a_tied_model_takes_the_table_and_ignores_a_listed_head() -> None:
     config = tiny_configs()["qwen3_tied"]
     sampler = sampler_of(config)
@@ -289,7 +324,7 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
 )
 def test_params_are_checked(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        SamplingParams(**wrong)
+        SamplingParams(**wrong)  # type: ignore[arg-type]  # the point of the test
 
 
 def test_pipeline_layout_is_refused() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from dovetail.arch.registry import validate_layout
 from dovetail.arch.spec import ArchSpec
@@ -17,7 +16,7 @@ from dovetail.engine.sharding import shard_over_data
 from dovetail.errors import ConfigError, LayoutError
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import kernels_for
-from dovetail.launch import ensure_process_group, pick_device
+from dovetail.launch import ensure_process_group, num_ranks, pick_device
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
 from dovetail.nn.decoder import Decoder, Head, Recompute
@@ -78,7 +77,7 @@ def check_engine(name: str) -> None:
 
 def make_mesh(layout: Layout | None, device: torch.device) -> Mesh:
     """The mesh of a layout over the ranks of the job. Collective."""
-    return Mesh.build((layout or Layout(dp=None)).resolve(dist.get_world_size()), device)
+    return Mesh.build((layout or Layout(dp=None)).resolve(num_ranks()), device)
 
 
 def make_engine(

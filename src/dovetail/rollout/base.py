@@ -1,4 +1,4 @@
-"""What every sampler does, whatever is behind it: prompts in as ids, completions out as ids; text is never re-tokenized."""
+"""What every sampler does, whatever is behind it: ids in, ids out; text is never re-tokenized."""
 
 import math
 from collections.abc import Iterable, Sequence

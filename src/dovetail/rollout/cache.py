@@ -1,4 +1,4 @@
-"""Keys and values of sequences that grow by a token a step, and the contexts of the two passes that fill and read them."""
+"""Keys and values of sequences that grow by a token a step, and the contexts of the passes that fill and read them."""
 
 from dataclasses import dataclass
 

@@ -46,7 +46,7 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def cut(weights: Tensor, top_k: int, top_p: float) -> Tensor:
-    """`weights` [n, V] with zeros outside the `top_k` likeliest, then outside the fewest that hold `top_p` of the rest."""
+    """`weights` [n, V] with zeros outside the `top_k` likeliest, then outside the fewest that hold `top_p`."""
     if 0 < top_k < weights.shape[1]:
         weights = _at_least(weights, weights.topk(top_k, sorted=True).values[:, -1:])
     if top_p < 1:

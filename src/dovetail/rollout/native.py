@@ -5,6 +5,7 @@ computes each prompt once, packed, shares its cache among its samples, and then 
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -42,7 +43,10 @@ class NativeSampler:
     def __init__(
         self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype, *, max_tokens: int = MAX_TOKENS
     ) -> None:
-        """max_tokens: most entries that one replica's cache holds at a time, rows times the longest of them."""
+        """max_tokens: most entries that one replica's cache holds at a time, rows times the longest of them.
+
+        It bounds the prompts that are computed together, too. An entry takes 2 G C numbers a layer.
+        """
         if mesh["pp"].size > 1 or mesh["cp"].size > 1:
             raise LayoutError(f"rollout layout {mesh.layout}: the sampler runs on tp and dp; set pp and cp to 1")
         self.spec, self.mesh, self.kernels, self.dtype, self.max_tokens = spec, mesh, kernels, dtype, max_tokens
@@ -60,8 +64,8 @@ class NativeSampler:
         wrong, missing = [], set(shapes)
         for name, tensor in weights:
             if self.spec.tie_embeddings and name == "lm_head.weight":
-                continue
-            if name not in shapes:
+                pass  # the table is the head
+            elif name not in shapes:
                 wrong.append(f"{name}: not a tensor of this {self.spec.family} model")
             elif tuple(tensor.shape) != shapes[name]:
                 wrong.append(f"{name}: shape {list(tensor.shape)}, expected {list(shapes[name])}")
@@ -69,6 +73,7 @@ class NativeSampler:
                 for local, source in pieces[name]:
                     local.copy_(tensor[source])
             missing.discard(name)
+            del tensor  # before the next one is made
         wrong += [f"{name}: missing" for name in sorted(missing)]
         if wrong:
             raise CheckpointError(f"the weights given to the sampler are not those of its model:\n{listing(wrong)}")
@@ -229,7 +234,7 @@ class _Found:
         for slot, count in enumerate(counts):
             index, sample = divmod(slot, params.samples)
             drawn = tuple(ids[slot][:count])
-            finish = "stop" if drawn[-1] in params.stop_ids else "length"
+            finish: Literal["stop", "length"] = "stop" if drawn[-1] in params.stop_ids else "length"
             done.append(Completion(prompts[index].row, sample, drawn, tuple(log_probs[slot][:count]), finish))
         return done
 
