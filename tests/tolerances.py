@@ -12,6 +12,7 @@ EXACT = 0.0  # round trips, copies, refactors
 SUM_ORDER = 1e-12  # float64: the same sums in another order (sharded against one rank)
 OP_FP64 = 1e-10  # float64: one operation against an independent formula
 OP_FP32 = 1.3e-6  # float32: one operation, relative (torch's default)
+OP_BF16 = 2**-7  # bfloat16: one operation, its operands and its result rounded
 MODEL_FP32 = 1e-5  # float32: a whole model against another implementation
 GRAD_RATIO_FP32 = 1e-2  # no gradient tensor is off by a factor beyond 1 +- this
 CURVE_FP32 = 1e-4  # float32: loss and gradient norm over the first training steps, relative

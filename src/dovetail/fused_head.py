@@ -49,8 +49,7 @@ def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> Token
     with torch.no_grad():
         found = []
         for rows in _chunks(len(batch), shard.kernels.head_chunk):
-            z = shard.logits(x[rows], _temperature(batch, rows))
-            found.append(shard.stats(z, batch.targets[rows])[0])
+            found.append(shard.stats(shard.logits(x[rows], _temperature(batch, rows)), batch.targets[rows])[0])
         return TokenStats(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 
@@ -105,6 +104,7 @@ def _separable(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, g
         losses.append(value)
         if gradients is not None:
             _backward_chunk(x, rows, z, shard, batch, normalizer, (g, h), gradients)
+        del z  # or two chunks of logits live at once
     return add_losses(losses)
 
 
@@ -117,6 +117,7 @@ def _whole(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradi
             _, normalizer = shard.stats(z, batch.targets[rows])
             gh = (g[rows], None if h is None else h[rows])
             _backward_chunk(x, rows, z, shard, batch, normalizer, gh, gradients)
+            del z
     return value
 
 
@@ -159,7 +160,7 @@ class _GradientsInHand(torch.autograd.Function):
     """forward: the total, whose gradients are known already. backward: dx and dw times the upstream gradient."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dw: Tensor) -> Tensor:
+    def forward(ctx: Any, total: Tensor, _x: Tensor, _weight: Tensor, dx: Tensor, dw: Tensor) -> Tensor:
         ctx.save_for_backward(dx, dw)
         return total.clone()
 
@@ -171,7 +172,9 @@ class _GradientsInHand(torch.autograd.Function):
 
 
 def _detached(loss: Loss) -> Loss:
-    metrics = {name: Sum(torch.as_tensor(s.total).detach(), torch.as_tensor(s.count)) for name, s in loss.metrics.items()}
+    metrics = {
+        name: Sum(torch.as_tensor(s.total).detach(), torch.as_tensor(s.count)) for name, s in loss.metrics.items()
+    }
     return Loss(loss.total.detach(), torch.as_tensor(loss.count), metrics)
 
 

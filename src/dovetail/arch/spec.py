@@ -50,3 +50,16 @@ class ArchSpec:
     mlp_bias: bool = False
     tie_embeddings: bool = False
     init_std: float = 0.02
+
+    @property
+    def linear_params(self) -> int:
+        """Weights of the products that every token goes through, head included, table not."""
+        a = self.attention
+        attention = self.width * a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads)
+        return self.depth * (attention + 3 * self.width * self.ffn_width) + self.width * self.vocab_size
+
+    def flops(self, length: int) -> float:
+        """Floating-point operations of one forward pass over a sequence: 2 a weight and token, and causal attention."""
+        a = self.attention
+        seen = sum(min(length, window or length) for window in a.windows)  # keys of the last query, over the layers
+        return 2.0 * self.linear_params * length + 2.0 * length * seen * a.num_heads * a.head_dim

@@ -22,6 +22,7 @@ class StepReport:
     grad_norm: float
     lr: float
     tokens: int  # tokens that the model computed, padding not counted
+    flops: float  # of the model, forward and backward; what is recomputed is not counted
     skipped: bool  # the gradient was not finite, so nothing was updated
     metrics: Mapping[str, float]
 
@@ -49,6 +50,6 @@ class Engine(Protocol):
         """Write an HF directory, by all ranks, complete or not at all."""
         ...
 
-    def save_sharded(self, path: Path | str) -> None:
-        """Write each rank's pieces and their manifest, complete or not at all."""
+    def save_sharded(self, path: Path | str, step: int | None = None) -> Path:
+        """Write each rank's pieces and their manifest, complete or not at all: where they lie."""
         ...

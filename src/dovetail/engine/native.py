@@ -1,19 +1,26 @@
 """Our parallel engine: one decoder cut over tp, its rows sharded over dp, fed with packed micro-batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, plan_microbatches
+from dovetail.checkpoint.writer import save_sharded
 from dovetail.comm import sum_over
 from dovetail.engine.base import StepReport
 from dovetail.mesh import Mesh
 from dovetail.nn.decoder import Decoder
 from dovetail.optim.optimizer import Optimizer, OptimSettings
 from dovetail.tokenstats import TokenStats
+from dovetail.weights.pretrained import Origin
+from dovetail.weights.save import save
+from dovetail.weights.stream import stream
+
+Sums = dict[str, tuple[Tensor, Tensor]]
 
 
 class NativeEngine:
@@ -23,13 +30,17 @@ class NativeEngine:
         self,
         model: Decoder,
         mesh: Mesh,
+        origin: Origin,
         *,
         optim: OptimSettings | None = None,
         tokens_per_batch: int | None = None,
     ) -> None:
-        """`model` is wrapped already (`shard_over_data`). `tokens_per_batch`: most tokens that one replica holds in a
-        micro-batch, padding included; None: everything in one."""
-        self.model, self.mesh = model, mesh
+        """`model` is wrapped (`shard_over_data`) and filled already, `origin` is where it came from.
+
+        `tokens_per_batch`: most tokens that one replica holds in a micro-batch, padding included; None: all in one.
+        """
+        assert isinstance(model, FSDPModule), "shard_over_data comes first"
+        self.model, self.mesh, self.origin = model, mesh, origin
         self.tokens_per_batch = tokens_per_batch
         self._settings = optim or OptimSettings()
         self._optimizer: Optimizer | None = None
@@ -79,9 +90,25 @@ class NativeEngine:
             grad_norm=update.grad_norm,
             lr=update.lr,
             tokens=len(batch),
+            flops=3 * sum(self.model.spec.flops(n) for n in batch.lengths),
             skipped=update.skipped,
             metrics={name: total / max(n, 1.0) for name, (total, n) in totals.items()},
         )
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, whole tensor in its saved dtype) of every parameter, one bounded bucket resident at a time."""
+        return stream(self.model, self.mesh, dtype_of=self.origin.dtype_of, listed=self.origin.listed)
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """Write an HF directory, by all ranks, complete or not at all."""
+        origin = self.origin
+        save(self.model, path, self.mesh, sides=origin.sides, dtype_of=origin.dtype_of, listed=origin.listed)
+
+    def save_sharded(self, path: Path | str, step: int | None = None) -> Path:
+        """Write each rank's pieces; with `step`, into `path`/step_NNNNNN, else as `path`. Where they lie."""
+        origin = self.origin
+        options: dict[str, Any] = {"sides": origin.sides, "dtype_of": origin.dtype_of, "listed": origin.listed}
+        return save_sharded(self.model, path, self.mesh, step=step, **options)
 
     def _micro_batches(self, batch: PackedBatch) -> Iterator[tuple[Tensor, MicroBatch]]:
         """This replica's micro-batches, and where in the batch their tokens lie. All replicas have equally many."""
@@ -105,9 +132,6 @@ class NativeEngine:
     @property
     def _wide(self) -> torch.dtype:
         return torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
-
-
-Sums = dict[str, tuple[Tensor, Tensor]]
 
 
 def add_sums(sums: Sums, value: Loss) -> None:

@@ -28,6 +28,8 @@ from dovetail.rollout.cache import DecodeContext, KVCache, PrefillContext
 from dovetail.rollout.draw import draw
 from dovetail.rollout.noise import uniforms
 from dovetail.rollout.waves import Wave, plan_waves
+from dovetail.weights.load import load
+from dovetail.weights.reader import TensorSource
 
 MAX_TOKENS = 1 << 16
 COMPACT_BELOW = (
@@ -75,6 +77,11 @@ class NativeSampler:
         wrong += [f"{name}: missing" for name in sorted(missing)]
         if wrong:
             raise CheckpointError(f"the weights given to the sampler are not those of its model:\n{listing(wrong)}")
+        self._filled = True
+
+    def load(self, source: TensorSource) -> None:
+        """Take over a checkpoint, each rank its own slices. Collective."""
+        load(self.model, source, self.mesh)
         self._filled = True
 
     @torch.no_grad()

@@ -1,0 +1,143 @@
+"""From names and numbers to objects: the only module that knows every constructor."""
+
+from dataclasses import dataclass
+from functools import partial
+from math import sqrt
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from dovetail.arch.registry import validate_layout
+from dovetail.arch.spec import ArchSpec
+from dovetail.checkpoint.reader import open_checkpoint
+from dovetail.engine.native import NativeEngine
+from dovetail.engine.sharding import shard_over_data
+from dovetail.errors import ConfigError, LayoutError
+from dovetail.kernels.reference import wide
+from dovetail.kernels.registry import kernels_for
+from dovetail.launch import ensure_process_group, num_ranks, pick_device
+from dovetail.layout import Layout
+from dovetail.mesh import Mesh
+from dovetail.nn.decoder import Decoder, Head, Recompute
+from dovetail.optim.assembly import shards_of
+from dovetail.optim.optimizer import OptimSettings
+from dovetail.placement import as_index
+from dovetail.weights.load import load
+from dovetail.weights.pretrained import LM_HEAD, Origin, Pretrained, ValueHead, find_value_head, saved_sides
+from dovetail.weights.reader import TensorSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What an engine may be told beside its model, layout and compute dtype.
+
+    master_dtype: of the weights that are held and updated; default: float32, or wider.
+    tokens_per_batch: most tokens that one replica holds in a micro-batch, padding included; default: all in one.
+    recompute: what backward computes again: none, selective (all but attention) or full.
+    fresh_head_seed: lets a value head that the checkpoint lacks be drawn from this seed, equally on all ranks.
+    save_dtype: of saved and streamed tensors; default: the source checkpoint's, tensor by tensor.
+    """
+
+    master_dtype: torch.dtype | None = None
+    optim: OptimSettings | None = None
+    tokens_per_batch: int | None = None
+    recompute: Recompute = "none"
+    fresh_head_seed: int | None = None
+    save_dtype: torch.dtype | None = None
+
+
+DEFAULTS = EngineOptions()
+
+
+def from_pretrained(
+    path: str | Path,
+    *,
+    layout: Layout | None = None,
+    dtype: torch.dtype = torch.float32,
+    head: Literal["lm", "value"] = "lm",
+    device: str = "auto",
+    options: EngineOptions = DEFAULTS,
+) -> NativeEngine:
+    """An engine with the weights of an HF directory, a sharded checkpoint or a pinned hub name. Collective.
+
+    layout: parallel degrees; an open or absent dp takes the ranks that are left. dtype: of the computation. head: "lm"
+    for log-probs and entropies, "value" for values. Raises ModelError, CheckpointError or LayoutError, all on every rank.
+    """
+    where = pick_device(device)
+    ensure_process_group(where)
+    return make_engine(Pretrained.open(path), make_mesh(layout, where), dtype, head, options)
+
+
+def check_engine(name: str) -> None:
+    """Refuse an engine that is not part of this release."""
+    if name == "transformers":
+        raise ConfigError("engine 'transformers' is not part of this release; use native (or auto)")
+
+
+def make_mesh(layout: Layout | None, device: torch.device) -> Mesh:
+    """The mesh of a layout over the ranks of the job. Collective."""
+    return Mesh.build((layout or Layout(dp=None)).resolve(num_ranks()), device)
+
+
+def make_engine(
+    source: Pretrained, mesh: Mesh, dtype: torch.dtype, head: Literal["lm", "value"], options: EngineOptions
+) -> NativeEngine:
+    """A sharded, filled decoder. Each rank reads its own slices only. Collective."""
+    check_layout(source.spec, mesh.layout)
+    reader = open_checkpoint(source.path, mesh)
+    found = LM_HEAD
+    if head == "value":
+        found = find_value_head(reader, source.path, fresh=options.fresh_head_seed is not None)
+    master = options.master_dtype or wide(dtype)
+    model = make_decoder(source.spec, mesh, master, found.kind, options.recompute)
+    shard_over_data(model, mesh, dtype)
+    model.to_empty(device=mesh.device)
+    load(model, reader, mesh, aliases=found.aliases, fresh=found.fresh, ignore=found.ignore)
+    if found.fresh:
+        fill_fresh(model, mesh, found.fresh, options.fresh_head_seed or 0)
+    origin = Origin(
+        partial(_saved_dtype, reader, found, options.save_dtype),
+        tuple(reader.names),
+        saved_sides(source, found.kind, options.save_dtype),
+    )
+    return NativeEngine(model, mesh, origin, optim=options.optim, tokens_per_batch=options.tokens_per_batch)
+
+
+def make_decoder(
+    spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, head: Head = "lm", recompute: Recompute = "none"
+) -> Decoder:
+    """This rank's decoder on the meta device: shapes and placements, no memory."""
+    with torch.device("meta"):
+        return Decoder(spec, mesh, kernels_for(mesh.device), head, recompute).to(dtype)
+
+
+def check_layout(spec: ArchSpec, layout: Layout) -> None:
+    """Refuse degrees that the native engine does not cut by, or that do not divide the model."""
+    for name in ("pp", "cp", "ep"):
+        if getattr(layout, name) > 1:
+            raise LayoutError(f"layout {layout}: {name}={getattr(layout, name)}, but this engine cuts by tp and dp only")
+    validate_layout(spec, layout)
+
+
+def fill_fresh(model: Decoder, mesh: Mesh, names: tuple[str, ...], seed: int) -> None:
+    """Draw a value head: weight ~ N(0, 1 / (D + 1)), bias 0; the same numbers whatever the layout."""
+    width = model.spec.width
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(1, width, generator=generator, dtype=torch.float64) / sqrt(width + 1)
+    with torch.no_grad():
+        for shard in shards_of(model, mesh):
+            if shard.name in names:
+                for region in shard.regions:
+                    drawn = weight if shard.name.endswith("weight") else torch.zeros(1)
+                    shard.local[as_index(region.local_slice)] = drawn[as_index(region.checkpoint_slice)].to(shard.local)
+
+
+def _saved_dtype(
+    reader: TensorSource, head: ValueHead, save_dtype: torch.dtype | None, name: str
+) -> torch.dtype | None:
+    """The dtype in which a tensor leaves; a fresh head's is that of the checkpoint's first tensor."""
+    if save_dtype is not None:
+        return save_dtype
+    source = head.aliases.get(name, name)
+    return reader.dtype(source if source in reader.names else next(iter(reader.names)))

@@ -1,0 +1,96 @@
+"""What one rank does in a parity test: outputs and gradients of an engine against a reference, and against mutants."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.engine.native import NativeEngine
+from dovetail.layout import Layout
+from dovetail.optim.assembly import Shard
+from tests.parity.reference import LENGTHS, Separable, make_batch, objective, read_reference, value_objective
+from tests.probe import PROBE, gradients
+from tests.tolerances import max_abs, worst_error, worst_ratio
+
+BUDGET = max(LENGTHS) + 10  # several micro-batches, and padding to a multiple of 8 fits
+FEW = (2, 4)  # fewer sequences than ranks: one of a single token, one of three
+
+
+@dataclass
+class Figures:
+    """How far one model on one layout is from its reference. Outputs: |a - b| / max(1, |b|)."""
+
+    output: float
+    loss: float
+    norm: float  # relative
+    grad: float
+    ratio: float
+    stray: float  # between ranks that hold the same piece
+    mutants: dict[str, float]  # the same measure with a planted defect
+
+
+def compare(folders: dict[str, Path], layout: Layout) -> dict[str, Figures]:
+    """Every model of `folders` on one layout, against what `write_reference` wrote."""
+    found = {name: _compare_one(folder, layout) for name, folder in folders.items()}
+    return found
+
+
+def _compare_one(folder: Path, layout: Layout) -> Figures:
+    outputs, grads = read_reference(folder)
+    values = "values" in outputs
+    options = EngineOptions(optim=PROBE, tokens_per_batch=BUDGET)
+    engine = from_pretrained(
+        folder / "model", layout=layout, head="value" if values else "lm", device="cpu", options=options
+    )
+    batch = make_batch()
+    loss: Any = value_objective if values else objective
+    figures = Figures(_output_error(engine, outputs), 0.0, 0.0, 0.0, 0.0, 0.0, {})
+    norm = float(torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt())
+    for each in [loss] if values else [loss, Separable()]:
+        report = engine.train_step(batch, each)
+        found, stray = gradients(engine)
+        figures.loss = max(figures.loss, abs(report.loss - outputs["loss"].item()) / max(1.0, abs(report.loss)))
+        figures.norm = max(figures.norm, abs(report.grad_norm / norm - 1.0))
+        figures.grad = max(figures.grad, worst_error(found, grads)[0])
+        figures.ratio = max(figures.ratio, worst_ratio(found, grads)[0])
+        figures.stray = max(figures.stray, stray)
+    right = engine.optimizer.shards
+    for what, wrong in _defects(engine):
+        engine.optimizer.shards = wrong
+        engine.train_step(batch, loss)
+        figures.mutants[what] = max(worst_error(gradients(engine)[0], grads)[0], gradients(engine)[1])
+    engine.optimizer.shards = right
+    for shard in right:
+        if shard.name.endswith("layers.1.mlp.down_proj.weight"):
+            with torch.no_grad():
+                shard.local.mul_(1.01)
+    figures.mutants["a weight is 1 % off"] = _output_error(engine, outputs)
+    return figures
+
+
+def _output_error(engine: NativeEngine, outputs: dict[str, Tensor]) -> float:
+    """The worst output of the whole batch, and of one with fewer sequences than ranks."""
+    batch = make_batch()
+    few = batch.select(FEW)
+    worst = 0.0
+    for asked, at in ((batch, slice(None)), (few, batch.token_index(FEW))):
+        found = {"values": engine.values(asked)} if "values" in outputs else engine.score(asked)._asdict()
+        for name, tensor in found.items():
+            expected = outputs[name][at]
+            worst = max(worst, max_abs((tensor - expected) / expected.abs().clamp(min=1.0)))
+    return worst
+
+
+def _defects(engine: NativeEngine) -> Iterator[tuple[str, list[Shard]]]:
+    """Placements with one thing left out: what is to be summed over tp, and the copies of key-value heads."""
+    shards = engine.optimizer.shards
+    if engine.mesh["tp"].size > 1:
+        whole = [replace(s, placement=replace(s.placement, partial_over=())) for s in shards]
+        yield "partial gradients are not summed", whole
+    if any(part.copies > 1 for s in shards for split in s.placement.splits for part in split.parts):
+        alone = [replace(s, regions=tuple(replace(r, copies=1) for r in s.regions)) for s in shards]
+        yield "gradients of copies are not summed", alone

@@ -1,0 +1,27 @@
+"""Head and loss need the memory of one chunk of logits, whatever the number of tokens."""
+
+import json
+import subprocess
+import sys
+
+from tests.unit.head_memory import VOCAB
+
+LIMIT = 3 * 1024 * VOCAB * 4 // 2  # 1.5 chunks of 1024 tokens in float32
+
+
+def measured(tokens: int) -> dict[str, int]:
+    command = [sys.executable, "-m", "tests.unit.head_memory", str(tokens)]
+    found: dict[str, int] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return found
+
+
+def test_peak_is_that_of_one_chunk_at_2048_and_8192_tokens() -> None:
+    few, many = measured(2048), measured(8192)
+    for found in (few, many):
+        allowed = LIMIT + found["dx"] + found["dw"]
+        assert found["tensors"] <= allowed, found
+        assert found["resident"] <= allowed, found
+        assert found["tensors"] >= 1024 * VOCAB * 4, f"a chunk of logits was not seen: {found}"
+    growth = many["tensors"] - few["tensors"]
+    per_token = 64  # bytes of statistics and of the batch's own columns
+    assert growth <= many["dx"] - few["dx"] + 6 * 1024 * per_token, f"grew by {growth} bytes with the tokens"
