@@ -25,7 +25,9 @@ def case(name: str, pair: Pair, lengths: Sequence[int]) -> Case:
     logprob, entropy = transformers_score(pair, padded)
     counted = batch.mask
     real = padded.mask[:, 1:]
-    off = max((logprob[real] - stats.logprob[counted]).abs().max(), (entropy[real] - stats.entropy[counted]).abs().max())
+    off = max(
+        (logprob[real] - stats.logprob[counted]).abs().max(), (entropy[real] - stats.entropy[counted]).abs().max()
+    )
     limit = 1e-4 if pair.dtype == torch.float32 else 0.5
     assert off <= limit, f"{name}: ours and the peer's differ by {off}; the comparison would mean nothing"
     label = f"{name}, {str(pair.dtype).removeprefix('torch.')}"
