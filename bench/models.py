@@ -1,6 +1,5 @@
 """The same SmolLM2-135M twice: in transformers, and in our engine on one rank; and batches of token ids for both."""
 
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,18 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dovetail.arch.registry import spec_from_config
-from dovetail.engine.native import NativeEngine
-from dovetail.engine.sharding import shard_over_data
-from dovetail.kernels.registry import kernels_for
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
-from dovetail.nn.decoder import Decoder
-from dovetail.optim.assembly import shards_of
-from dovetail.optim.optimizer import OptimSettings
-from dovetail.placement import as_index
+import dovetail as dt
 
 LR = 1e-5
+TOKENS_PER_BATCH = 4096
 
 
 @dataclass(frozen=True)
@@ -31,7 +22,7 @@ class Pair:
     """Two models with equal weights. `hf` computes in `dtype`; so does our engine."""
 
     hf: LlamaForCausalLM
-    engine: NativeEngine
+    engine: dt.Engine
     dtype: torch.dtype
 
 
@@ -74,7 +65,10 @@ def smollm2_pair(dtype: torch.dtype, master: torch.dtype, depth: int = 30) -> Pa
         use_cache=False,
     )
     hf = LlamaForCausalLM(config).eval()
-    engine = _engine(hf, dtype, master)
+    options = dt.EngineOptions(master_dtype=master, optim=dt.OptimSettings(lr=LR), tokens_per_batch=TOKENS_PER_BATCH)
+    with tempfile.TemporaryDirectory() as folder:
+        hf.save_pretrained(folder)
+        engine = dt.from_pretrained(folder, dtype=dtype, device="cpu", options=options)
     return Pair(hf.to(master), engine, dtype)
 
 
@@ -98,23 +92,3 @@ def pad(rows: Sequence[Tensor]) -> Padded:
     ids = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
     return Padded(ids, torch.arange(ids.shape[1])[None] < lengths[:, None])
-
-
-def _engine(hf: LlamaForCausalLM, dtype: torch.dtype, master: torch.dtype) -> NativeEngine:
-    mesh = Mesh.build(Layout())
-    with torch.device("meta"):
-        spec = spec_from_config(hf.config.to_dict())
-        model = Decoder(spec, mesh, kernels_for(torch.device("cpu"))).to(master)
-    shard_over_data(model, mesh, dtype)
-    model.to_empty(device="cpu")
-    state = hf.state_dict()
-    with torch.no_grad():
-        for shard in shards_of(model, mesh):
-            for region in shard.regions:
-                source = state[region.checkpoint_name][as_index(region.checkpoint_slice)]
-                shard.local[as_index(region.local_slice)] = source.to(master)
-    return NativeEngine(model, mesh, optim=OptimSettings(lr=LR), tokens_per_batch=_budget())
-
-
-def _budget() -> int:
-    return int(os.environ.get("BENCH_TOKENS_PER_BATCH", "4096"))
