@@ -1,4 +1,5 @@
-"""Runs benchmarks: python -m bench [cpu_score] [cpu_train] [--dtype bfloat16] [--rounds 5] [--tokens 2048] [--threads 2]."""
+"""Runs benchmarks: python -m bench [cpu_score] [cpu_train] [--dtype bfloat16] [--rounds 5] [--tokens 2048] [--threads 2]
+[--depth 30]."""
 
 import argparse
 import os
@@ -18,6 +19,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=2048, help="about how many tokens a case has")
+    parser.add_argument("--depth", type=int, default=30, help="layers; SmolLM2-135M has 30, fewer give a quick look")
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
     unknown = set(given.names) - set(known)
@@ -28,7 +30,7 @@ def main() -> None:
         for name in given.names or known:
             load = os.getloadavg()
             dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[given.dtype]
-            results = [compare(case, given.rounds) for case in known[name](dtype, given.tokens)]
+            results = [compare(case, given.rounds) for case in known[name](dtype, given.tokens, given.depth)]
             print(table(results))
             print(write(f"{name}_{given.dtype}", results, load), flush=True)
 
