@@ -47,7 +47,8 @@ class Result:
 def compare(case: Case, rounds: int) -> Result:
     """One round unmeasured, then `rounds` of both; every other round starts with the peer."""
     case.ours(), case.peer()
-    ours, peer = [], []
+    ours: list[tuple[float, float]] = []
+    peer: list[tuple[float, float]] = []
     for i in range(rounds):
         for which in (ours, peer) if i % 2 == 0 else (peer, ours):
             which.append(_seconds(case.ours if which is ours else case.peer))

@@ -4,7 +4,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -38,7 +37,7 @@ class Padded:
 def one_rank() -> Iterator[None]:
     """A process group of one rank, which the engine needs."""
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder) / "store"), 1), rank=0, world_size=1)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
             yield
         finally:
