@@ -24,8 +24,7 @@ from dovetail.rl.judging import Judge
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss
 from dovetail.rl.rewards import RewardRunner
 from dovetail.rl.run import RunDirectory, RunSettings
-from dovetail.rl.trainer import RL, LoopSettings, RLModels, RLSettings, Task
-from dovetail.rl.trainer import SFT as SFTTask
+from dovetail.rl.trainer import RL, SFT as SFTTask, LoopSettings, RLModels, RLSettings, Task
 from dovetail.rollout.base import SamplingParams
 from dovetail.weights.agree import agreed
 from dovetail.weights.pretrained import Pretrained
@@ -61,9 +60,7 @@ class Builder:
         with agreed(self.mesh):
             self.source = Pretrained.open(recipe.model.path)
             check_layout(self.source.spec, self.mesh.layout)
-            self.tokenizer: Tokenizer = load_tokenizer(
-                self.source, trust_remote_code=recipe.model.trust_remote_code
-            )
+            self.tokenizer: Tokenizer = load_tokenizer(self.source, trust_remote_code=recipe.model.trust_remote_code)
 
     def job(self) -> Job:
         """The whole run. Everything that a user may have got wrong is found here, before any step."""
