@@ -175,7 +175,7 @@ def plan_microbatches(
     """Which sequences each replica runs in each micro-batch: [replica][micro-batch] -> sequence numbers.
 
     Sequences go to replicas by falling cost (longest first, to the least loaded); a replica fills micro-batches first
-    fit, each of at most `budget` tokens counting the padding to `multiple`. Every replica has equally many
+    fit, longest first, each of at most `budget` tokens counting the padding to `multiple`. Every replica has equally many
     micro-batches; some may be empty. `width` weighs attention (n^2) against the rest (n): cost = n (1 + n / 12 width).
     """
     if budget is not None:
@@ -201,7 +201,7 @@ def plan_microbatches(
                     break
             else:
                 bins.append((lengths[i], [i]))
-        plans.append([sorted(members) for _, members in bins])
+        plans.append([members for _, members in bins])
     count = max(map(len, plans), default=0)
     return [plan + [[] for _ in range(count - len(plan))] for plan in plans]
 

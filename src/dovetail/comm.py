@@ -114,7 +114,7 @@ def gather_text(text: str, axis: Axis, device: torch.device | str = "cpu") -> li
     sizes = stack_over(torch.tensor(len(data), device=device), axis)
     padded = torch.nn.functional.pad(data, (0, int(sizes.max()) - len(data)))
     rows = stack_over(padded, axis).cpu()
-    return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes.tolist(), strict=True)]
+    return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes.tolist(), strict=True)]
 
 
 def all_reduce_(tensors: list[Tensor], axis: Axis) -> None:

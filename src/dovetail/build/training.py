@@ -24,7 +24,7 @@ from dovetail.rl.judging import Judge
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss
 from dovetail.rl.rewards import RewardRunner
 from dovetail.rl.run import RunDirectory, RunSettings
-from dovetail.rl.trainer import RL, SFT as SFTTask, LoopSettings, RLModels, RLSettings, Task
+from dovetail.rl.trainer import LoopSettings, RLModels, RLSettings, RLTask, SupervisedTask, Task
 from dovetail.rollout.base import SamplingParams
 from dovetail.weights.agree import agreed
 from dovetail.weights.pretrained import Pretrained
@@ -80,7 +80,7 @@ class Builder:
             rows = load_sft(data.train, self.tokenizer, limits)
             held_out = load_sft(data.eval, self.tokenizer, limits) if data.eval else []
         policy = self._trained(self.source, self.mesh, "lm", self.recipe.optim.lr)
-        return SFTTask(policy, SFTLoss(), rows, held_out, loop), None, policy
+        return SupervisedTask(policy, SFTLoss(), rows, held_out, loop), None, policy
 
     def _rl(self, algorithm: PolicyGradient, loop: LoopSettings) -> tuple[Task, Judge, NativeEngine]:
         recipe, rollout = self.recipe, self.recipe.rollout
@@ -109,7 +109,7 @@ class Builder:
         stops = stop_ids(self.source, self.tokenizer)
         decode = partial(text_of, stops=stops, tokenizer=self.tokenizer)
         settings = _rl_settings(recipe, algorithm, stops)
-        return RL(models, losses, prompts, held_out, judge, decode, settings, loop), judge, policy
+        return RLTask(models, losses, prompts, held_out, judge, decode, settings, loop), judge, policy
 
     def _critic(self) -> NativeEngine:
         section = self.recipe.critic

@@ -92,7 +92,7 @@ class RLModels:
     reference: Engine | None = None
 
 
-class SFT:
+class SupervisedTask:
     """Supervised fine-tuning: the next rows, one update (or several)."""
 
     def __init__(
@@ -118,7 +118,7 @@ class SFT:
         return {"eval_loss": -float(stats.logprob.sum()) / max(int(batch.mask.sum()), 1)}
 
 
-class RL:
+class RLTask:
     """GRPO, RLOO and PPO: they differ by the advantages, and by whether there is a critic."""
 
     def __init__(
