@@ -77,25 +77,31 @@ def table(results: Sequence[Result]) -> str:
 
 def write(name: str, results: Sequence[Result], load_before: Sequence[float]) -> Path:
     """What a machine reads: results with hardware, versions, date, command and the load average before and after."""
-    found = {
-        "bench": name,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"python -m bench {' '.join(sys.argv[1:])}",
-        "hardware": {
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-        },
-        "load_average": {"before": list(load_before), "after": list(os.getloadavg())},
-        "versions": {"python": platform.python_version()}
-        | {package: metadata.version(package) for package in ("torch", "transformers", "numpy")},
-        "results": [asdict(r) for r in results],
-    }
+    load = {"before": list(load_before), "after": list(os.getloadavg())}
+    found = {"bench": name, **surroundings(), "load_average": load, "results": [asdict(r) for r in results]}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def surroundings() -> dict[str, object]:
+    """What a figure depends on beside the code: date, command, hardware and versions."""
+    hardware: dict[str, object] = {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    if torch.cuda.is_available():
+        hardware["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "hardware": hardware,
+        "versions": {"python": platform.python_version()}
+        | {package: metadata.version(package) for package in ("torch", "transformers", "numpy")},
+    }
 
 
 def _seconds(run: Callable[[], object]) -> tuple[float, float]:

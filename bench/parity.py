@@ -1,0 +1,160 @@
+"""Compares our engine with transformers on one device, number by number: python -m bench.parity --device cuda.
+
+float32: worst error of log-probs, entropies, values and gradients. bfloat16: the mean and 99th percentile of our error
+against the float32 reference, over the same of transformers' own bfloat16 result (docs/design.md, section 6: <= 1.2).
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+import dovetail as dt
+from bench.harness import RESULTS, surroundings
+from dovetail.batch import MicroBatch
+from dovetail.optim.assembly import shards_of
+from dovetail.optim.grads import reduce_partial
+from dovetail.placement import as_index
+
+LENGTHS = (5, 300, 1, 64, 129, 17, 256, 2)
+VOCAB = 4099
+BOUND = 1.2  # of bfloat16 errors, ours over transformers'
+FP32_BOUND = 1e-5
+
+
+def configs() -> Mapping[str, Callable[[], PreTrainedConfig]]:
+    """A model of every family with heads as large as real ones, small enough for seconds."""
+    size = {
+        "vocab_size": VOCAB,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+    }
+    return {
+        "llama": lambda: LlamaConfig(**size),
+        "mistral, window 64": lambda: MistralConfig(**size, sliding_window=64),
+        "qwen2, tied": lambda: Qwen2Config(**size, tie_word_embeddings=True),
+        "qwen3, head dim 128": lambda: Qwen3Config(**size, head_dim=128),
+    }
+
+
+def main() -> int:
+    """Print one table, write one JSON, exit 1 where a bound is broken."""
+    parser = argparse.ArgumentParser(prog="python -m bench.parity", description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    rows = []
+    for name, make in configs().items():
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(make())
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(0.02 * torch.randn_like(p))
+            model.save_pretrained(folder)
+            rows.append({"family": name, **_float32(folder, device), **_bfloat16(folder, device)})
+    good = all(row["float32"] <= FP32_BOUND and row["float32 grad"] <= FP32_BOUND for row in rows)
+    good = good and all(max(row["bf16 mean"], row["bf16 p99"]) <= BOUND for row in rows)
+    keys = list(rows[0])[1:]
+    print(f"{'family':22}" + "".join(f"{key:>16}" for key in keys))
+    for row in rows:
+        print(f"{row['family']:22}" + "".join(f"{row[key]:16.3g}" for key in keys))
+    given.out.mkdir(parents=True, exist_ok=True)
+    target = given.out / f"parity_{device.type}.json"
+    target.write_text(json.dumps({**surroundings(), "within bounds": good, "rows": rows}, indent=1) + "\n")
+    print(f"{'all within bounds' if good else 'A BOUND IS BROKEN'}; {target}")
+    return 0 if good else 1
+
+
+def _sequences() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, VOCAB, (n,), generator=generator) for n in LENGTHS]
+
+
+def _batch() -> dt.PackedBatch:
+    batch = dt.PackedBatch.pack(_sequences())
+    generator = torch.Generator().manual_seed(2)
+    weights = torch.randn(2, len(batch), generator=generator)
+    return batch.with_fields(of_logprob=weights[0], of_entropy=weights[1])
+
+
+def _objective(stats: dt.TokenStats, batch: dt.PackedBatch) -> dt.Loss:
+    total = (batch.fields["of_logprob"] * stats.logprob + batch.fields["of_entropy"] * stats.entropy).sum()
+    return dt.Loss(total, batch.mask.sum(), {})
+
+
+def _reference(folder: str, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, dt.TokenStats]:
+    """transformers' statistics, sequence by sequence; its logits are widened before the softmax."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+    found = []
+    for row in _sequences():
+        z = model(row[None].to(device)).logits[0].to(torch.float32).log_softmax(-1)
+        p = z[:-1].gather(-1, row[1:, None].to(device))[:, 0]
+        h = -(z[:-1].exp() * z[:-1]).sum(-1)
+        found.append((torch.cat([p, p.new_zeros(1)]), torch.cat([h, h.new_zeros(1)])))
+    return model, dt.TokenStats(*(torch.cat(column) for column in zip(*found, strict=True)))
+
+
+def _float32(folder: str, device: torch.device) -> dict[str, float]:
+    """Worst |a - b| / max(1, |b|) of the statistics, and the tensor error of all gradients."""
+    model, wanted = _reference(folder, device, torch.float32)
+    batch = _batch()
+    engine = dt.from_pretrained(folder, device=device.type)
+    got = engine.score(batch)
+    error = max(
+        float(((a.to(device) - b).abs() / b.abs().clamp(min=1.0)).max()) for a, b in zip(got, wanted, strict=True)
+    )
+    on_device = batch.to(device)
+    _objective(wanted, on_device).total.backward()
+    engine.model(MicroBatch.of(batch).to(device), _objective).total.backward()
+    shards = shards_of(engine.model, engine.mesh)
+    reduce_partial(shards, engine.mesh)
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    largest = max(float(grad.abs().max()) for grad in expected.values())
+    worst = 0.0
+    for shard in shards:
+        for region in shard.regions:
+            assert shard.local.grad is not None
+            ours = shard.local.grad[as_index(region.local_slice)]
+            theirs = expected[region.checkpoint_name][as_index(region.checkpoint_slice)]
+            scale = max(float(expected[region.checkpoint_name].abs().max()), 0.01 * largest)
+            worst = max(worst, float((ours - theirs).abs().max()) / scale)
+    return {"float32": error, "float32 grad": worst}
+
+
+def _bfloat16(folder: str, device: torch.device) -> dict[str, float]:
+    """Our error against float32 over transformers' own, mean and 99th percentile, the worse of the two statistics."""
+    with torch.no_grad():
+        _, wanted = _reference(folder, device, torch.float32)
+        _, peer = _reference(folder, device, torch.bfloat16)
+    options = dt.EngineOptions(master_dtype=torch.bfloat16)
+    got = dt.from_pretrained(folder, dtype=torch.bfloat16, device=device.type, options=options).score(_batch())
+    ratios: dict[str, float] = {"bf16 mean": 0.0, "bf16 p99": 0.0}
+    for ours, theirs, truth in zip(got, peer, wanted, strict=True):
+        a, b = (ours.to(device) - truth).abs(), (theirs - truth).abs()
+        ratios["bf16 mean"] = max(ratios["bf16 mean"], float(a.mean() / b.mean()))
+        ratios["bf16 p99"] = max(ratios["bf16 p99"], float(a.quantile(0.99) / b.quantile(0.99)))
+    return {**ratios, "bf16 our mean error": float((got.logprob.to(device) - wanted.logprob).abs().mean())}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
