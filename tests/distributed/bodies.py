@@ -41,8 +41,9 @@ def everything(path: Path, layout: Layout, *, wrong: bool = False) -> Flat:
     for name, each in {"all": batch, "few": batch.select([2, 4]), "one": batch.select([3])}.items():
         logprob, entropy = engine.score(each)
         report = engine.train_step(each, objective)
-        found |= {f"{name}.logprob": logprob, f"{name}.entropy": entropy, f"{name}.loss": torch.tensor([report.loss])}
-        found |= {f"{name}.norm": torch.tensor([report.grad_norm])}
+        sums = torch.tensor([report.loss, report.grad_norm], dtype=torch.float64)
+        found |= {f"{name}.logprob": logprob, f"{name}.entropy": entropy}
+        found |= {f"{name}.loss": sums[:1], f"{name}.norm": sums[1:]}
         grads, stray = gradients(engine)
         assert stray == 0.0, f"ranks that hold the same piece differ by {stray}"
         found |= {f"{name}.grad.{key}": grad for key, grad in grads.items()}

@@ -26,7 +26,7 @@ QUICK = {
     "tp=2,dp=1": (*FAMILIES, *CRITICS[:2]),
     "tp=2,dp=2": (*tiny_configs(), *CRITICS),
     "tp=4,dp=1": (*CUTS, *CRITICS[2:]),
-    "tp=8,dp=1": (*CUTS, CRITICS[3]),
+    "tp=8,dp=1": ("llama_biases", "llama_one_kv_head", "mistral_window", "qwen2_tied", "qwen3", CRITICS[3]),
     "tp=4,dp=2": ("llama", "qwen2"),
 }
 PRODUCT = tuple(f"tp={tp},dp={dp}" for tp in (1, 2, 4, 8) for dp in (1, 2))
