@@ -42,7 +42,9 @@ def assemble(engine: NativeEngine, read: Callable[[Shard], Tensor]) -> tuple[dic
     for shard in shards:
         for region in shard.regions:
             if region.owned:
-                whole[region.checkpoint_name][as_index(region.checkpoint_slice)] = read(shard)[as_index(region.local_slice)]
+                whole[region.checkpoint_name][as_index(region.checkpoint_slice)] = read(shard)[
+                    as_index(region.local_slice)
+                ]
     flat = torch.cat([tensor.flatten() for tensor in whole.values()])
     dist.all_reduce(flat)
     pieces = flat.split([tensor.numel() for tensor in whole.values()])

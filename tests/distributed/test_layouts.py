@@ -49,7 +49,9 @@ def test_float64_equals_one_rank(folder: Path, alone: dict[str, Flat], layout: s
                 mine, expected = (
                     {k: v for k, v in flat.items() if k.startswith(f"{kind}.")} for flat in (found[model], alone[model])
                 )
-                grads = [{k: v for k, v in flat.items() if ".grad." in k or kind == "trained"} for flat in (mine, expected)]
+                grads = [
+                    {k: v for k, v in flat.items() if ".grad." in k or kind == "trained"} for flat in (mine, expected)
+                ]
                 error, name = worst_error(*grads)
                 assert error <= SUM_ORDER, f"{model} {name}: {error:.2e}"
                 for name in set(mine) - set(grads[0]):
@@ -74,7 +76,9 @@ def curve_alone(folder: Path) -> torch.Tensor:
 CURVE_BUDGETS = (None, 32, 56)
 
 
-@pytest.mark.parametrize("layout", ["dp=1", "dp=2", "tp=2", "tp=2,dp=2", "tp=4", pytest.param("dp=4", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "layout", ["dp=1", "dp=2", "tp=2", "tp=2,dp=2", "tp=4", pytest.param("dp=4", marks=pytest.mark.soak)]
+)
 def test_curves_do_not_depend_on_layout_or_budget(folder: Path, curve_alone: torch.Tensor, layout: str) -> None:
     """Loss and gradient norm of ten steps of fine-tuning in float32, step by step."""
     parsed = Layout.parse(layout)

@@ -155,7 +155,9 @@ class Watching:
 
 def narrow(path: Path, layout: Layout) -> list[float]:
     """The field values that a loss sees under bfloat16 computation; masters and gradients stay float32."""
-    engine = from_pretrained(path, layout=layout, dtype=torch.bfloat16, device="cpu", options=EngineOptions(optim=PROBE))
+    engine = from_pretrained(
+        path, layout=layout, dtype=torch.bfloat16, device="cpu", options=EngineOptions(optim=PROBE)
+    )
     batch = make_batch()
     exact = 1.0 + torch.arange(len(batch)) * 2.0**-20  # none of them is a bfloat16
     loss = Watching()

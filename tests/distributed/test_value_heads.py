@@ -104,7 +104,9 @@ def test_a_fresh_head_is_the_same_on_every_layout_and_says_when_it_is_not_allowe
     """A causal language model with tied embeddings: the head is its own, and drawn from the seed alone."""
     save_tiny(tiny_configs()["qwen2_tied"], tmp_path / "in" / "model")
     layouts = (Layout(), Layout(tp=2), Layout(dp=3), Layout(tp=4))
-    found = {str(a): run(a.num_ranks, valued, tmp_path / "in", tmp_path / str(a), a, fresh=5)[0]["model"] for a in layouts}
+    found = {
+        str(a): run(a.num_ranks, valued, tmp_path / "in", tmp_path / str(a), a, fresh=5)[0]["model"] for a in layouts
+    }
     alone = found[str(Layout())][0]
     assert max_abs(alone) > 0.0
     for first, again in found.values():
@@ -114,7 +116,9 @@ def test_a_fresh_head_is_the_same_on_every_layout_and_says_when_it_is_not_allowe
     assert max_abs(other["model"][0] - alone) > MODEL_FP32
     theirs = torch.cat(transformed(AutoModelForTokenClassification, tmp_path / str(Layout(tp=2)) / "model"))[:, 0]
     assert max_abs((theirs - alone) / theirs.abs().clamp(min=1.0)) <= MODEL_FP32
-    assert run(2, refused, tmp_path / "in" / "model", ModelError, "has no value head: expected one of score.weight") == [1, 1]
+    assert run(
+        2, refused, tmp_path / "in" / "model", ModelError, "has no value head: expected one of score.weight"
+    ) == [1, 1]
 
 
 def test_a_head_of_another_shape_is_refused_on_every_rank(tmp_path: Path) -> None:

@@ -74,8 +74,6 @@ class Separable:
         return objective(stats, batch)
 
 
-
-
 def _run(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Tensor]:
     """Each sequence by itself through transformers, then one backward pass."""
     logits = torch.cat([model(row[None]).logits[0] for row in rows_of(batch)])

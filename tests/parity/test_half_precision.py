@@ -88,7 +88,9 @@ def test_error_is_at_most_that_of_transformers(
         for what, expected in exact.items():
             allowed, got = spread(half[what], expected), spread(found[name][what], expected)
             for kind, here, there in zip(("mean", "99th percentile"), got, allowed, strict=True):
-                assert 0.0 < here <= HALF_SHARE * there, f"{name}: {kind} error of {what} {here:.2e}, theirs {there:.2e}"
+                assert 0.0 < here <= HALF_SHARE * there, (
+                    f"{name}: {kind} error of {what} {here:.2e}, theirs {there:.2e}"
+                )
 
 
 def test_statistics_in_bfloat16_would_be_noticed(folder: Path, references: dict[str, tuple[Flat, Flat]]) -> None:

@@ -16,7 +16,15 @@ from tests.parity.reference import write_reference
 from tests.tolerances import EXACT, GRAD_RATIO_FP32, MODEL_FP32
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-CUTS = ("llama_biases", "llama_one_kv_head", "llama_all_kv_heads", "mistral_window", "qwen2_tied", "qwen3", "qwen3_tied")
+CUTS = (
+    "llama_biases",
+    "llama_one_kv_head",
+    "llama_all_kv_heads",
+    "mistral_window",
+    "qwen2_tied",
+    "qwen3",
+    "qwen3_tied",
+)
 VALUES = "values of "
 CRITICS = tuple(VALUES + name for name in FAMILIES)
 

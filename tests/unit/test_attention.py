@@ -29,7 +29,9 @@ def defined(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, win
     """A [n, m] mask and softmax for every sequence and head; query i is at position i + m - n."""
     out = []
     share = q.shape[1] // k.shape[1]
-    pairs = zip(q.split(list(q_spans.lengths)), k.split(list(k_spans.lengths)), v.split(list(k_spans.lengths)), strict=True)
+    pairs = zip(
+        q.split(list(q_spans.lengths)), k.split(list(k_spans.lengths)), v.split(list(k_spans.lengths)), strict=True
+    )
     for queries, keys, values in pairs:
         n, m = len(queries), len(keys)
         at = torch.arange(n)[:, None] + m - n

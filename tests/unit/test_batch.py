@@ -43,7 +43,9 @@ def test_a_sequence_above_the_budget_is_refused_by_number() -> None:
 
 def test_packing_shifts_targets_masks_and_fields_inside_each_sequence() -> None:
     rows = [
-        Sequence([3, 4, 5], mask=[True, False, True], fields={"advantage": [9.0, 1.0, 2.0], "temperature": [9.0, 0.5, 2.0]}),
+        Sequence(
+            [3, 4, 5], mask=[True, False, True], fields={"advantage": [9.0, 1.0, 2.0], "temperature": [9.0, 0.5, 2.0]}
+        ),
         Sequence([7], fields={"advantage": 8.0, "temperature": 3.0}),
         Sequence([1, 2], fields={"advantage": 4.0, "temperature": 1.0}),
     ]
@@ -65,7 +67,9 @@ def test_micro_batches_keep_counted_tokens_and_only_those(lengths: list[int], mu
     draw = torch.Generator().manual_seed(seed)
     batch = PackedBatch.pack([torch.randint(50, (n,), generator=draw) for n in lengths])
     batch = batch.with_mask(batch.mask & (torch.rand(len(batch), generator=draw) < 0.6))
-    batch = batch.with_fields(number=torch.arange(len(batch), dtype=torch.float32), temperature=torch.full((len(batch),), 2.0))
+    batch = batch.with_fields(
+        number=torch.arange(len(batch), dtype=torch.float32), temperature=torch.full((len(batch),), 2.0)
+    )
     micro = MicroBatch.of(batch, multiple)
     padded, counted = micro.batch, micro.counted
     assert len(padded) % multiple == 0

@@ -98,7 +98,9 @@ def test_a_sequence_loss_that_lies_about_being_separable_is_wrong() -> None:
             return sequencewise(stats, batch)
 
     x, shard, batch = made(3)
-    assert tensor_error(fused_loss(x, shard, batch, Liar()).total, whole(x, shard, batch, sequencewise).total) > SUM_ORDER
+    assert (
+        tensor_error(fused_loss(x, shard, batch, Liar()).total, whole(x, shard, batch, sequencewise).total) > SUM_ORDER
+    )
 
 
 @pytest.mark.parametrize("loss", [Tokenwise(), sequencewise], ids=["tokens", "sequences"])
@@ -137,7 +139,13 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("loss", "forward_only", "a_chunk"),
-    [(None, True, 1), (Tokenwise(), True, 1), (sequencewise, True, 1), (Tokenwise(), False, 3), (sequencewise, False, 4)],
+    [
+        (None, True, 1),
+        (Tokenwise(), True, 1),
+        (sequencewise, True, 1),
+        (Tokenwise(), False, 3),
+        (sequencewise, False, 4),
+    ],
 )
 def test_products_per_chunk(loss: Any, forward_only: bool, a_chunk: int) -> None:
     """One where nothing asks for a gradient, three for a separable loss, four for another."""

@@ -44,7 +44,9 @@ def full_softmax(z: Tensor, targets: Tensor) -> TokenStats:
     return TokenStats(logprobs.gather(-1, targets[:, None])[:, 0], -products.sum(-1))
 
 
-def logits(n: int = 7, vocab: int = 13, dtype: torch.dtype = torch.float64, scale: float = 3.0) -> tuple[Tensor, Tensor]:
+def logits(
+    n: int = 7, vocab: int = 13, dtype: torch.dtype = torch.float64, scale: float = 3.0
+) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
     z = scale * torch.randn(n, vocab, generator=draw, dtype=torch.float64)
     return z.to(dtype), torch.randint(vocab, (n,), generator=draw)
