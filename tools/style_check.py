@@ -147,9 +147,7 @@ def _mutable_value(statement: ast.stmt) -> Found:
 
 def _calls(tree: ast.Module) -> Found:
     for node in ast.walk(tree):
-        if isinstance(node, ast.ExceptHandler) and (
-            node.type is None or _dotted(node.type) in ("Exception", "BaseException")
-        ):
+        if isinstance(node, ast.ExceptHandler) and _is_blind(node):
             yield node.lineno, "a blind except: name the exception"
         if not isinstance(node, ast.Call):
             continue
@@ -162,6 +160,13 @@ def _calls(tree: ast.Module) -> Found:
             yield node.lineno, "setattr on a module (monkey patch)"
         if isinstance(node.func, ast.Attribute) and node.func.attr in DOWNCASTS and not node.args:
             yield node.lineno, f".{node.func.attr}(): use .to(torch.promote_types(x.dtype, torch.float32))"
+
+
+def _is_blind(handler: ast.ExceptHandler) -> bool:
+    """Whether it swallows everything; a handler that ends in a bare `raise` only tidies up."""
+    last = handler.body[-1]
+    everything = handler.type is None or _dotted(handler.type) in ("Exception", "BaseException")
+    return everything and not (isinstance(last, ast.Raise) and last.exc is None)
 
 
 def _imports(inside: str, tree: ast.Module) -> Found:

@@ -216,6 +216,9 @@ class TrainerSection(Section):
     keep: PositiveInt = Field(2, description="latest checkpoints to keep")
     eval_every: NonNegativeInt = Field(0, description="steps between evaluations; 0: none")
     stop_at_reward: float | None = Field(None, description="stop when a step's mean reward reaches this")
+    time_budget_seconds: PositiveFloat | None = Field(
+        None, description="after two steps the run predicts its length and does fewer steps to stay within; null: all"
+    )
     loggers: Annotated[tuple[Literal["wandb", "tensorboard"], ...], Field(strict=False)] = Field(
         (), description="besides metrics.jsonl"
     )

@@ -160,7 +160,7 @@ class _GradientsInHand(torch.autograd.Function):
     """forward: the total, whose gradients are known already. backward: dx and dw times the upstream gradient."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dw: Tensor) -> Tensor:
+    def forward(ctx: Any, total: Tensor, _x: Tensor, _weight: Tensor, dx: Tensor, dw: Tensor) -> Tensor:
         ctx.save_for_backward(dx, dw)
         return total.clone()
 
@@ -172,7 +172,9 @@ class _GradientsInHand(torch.autograd.Function):
 
 
 def _detached(loss: Loss) -> Loss:
-    metrics = {name: Sum(torch.as_tensor(s.total).detach(), torch.as_tensor(s.count)) for name, s in loss.metrics.items()}
+    metrics = {
+        name: Sum(torch.as_tensor(s.total).detach(), torch.as_tensor(s.count)) for name, s in loss.metrics.items()
+    }
     return Loss(loss.total.detach(), torch.as_tensor(loss.count), metrics)
 
 

@@ -1,7 +1,7 @@
 """What a rank needs to join the others: its device, the default process group, and who reports a failure.
 
 Ranks come from the environment (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`), whoever set it:
-torchrun, a cluster, or `dovetail.cli.ranks`. Without it this process is a group of one rank. Of several ranks that fail,
+torchrun, a cluster, or `dovetail.cli.ranks`. Without it this process is a group of one rank. Of the ranks that fail,
 the first to take the ticket in the group's store raises its own error; the others raise `SecondaryFailure`.
 """
 
@@ -15,6 +15,7 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # they are public
 
 from dovetail.errors import ConfigError, LayoutError, SecondaryFailure
 
@@ -53,7 +54,7 @@ class ProcessGroup:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.store: dist.Store | None = None
+        self.store: Store | None = None
 
     def __enter__(self) -> Self:
         if not dist.is_initialized():
@@ -68,6 +69,11 @@ class ProcessGroup:
             dist.destroy_process_group()
         elif isinstance(error, Exception) and not _is_first(self.store):
             raise SecondaryFailure("another rank failed first") from error
+
+
+def num_ranks() -> int:
+    """How many ranks the job has. The default process group exists."""
+    return dist.get_world_size()
 
 
 def ensure_process_group(device: torch.device | str = "cpu") -> None:
@@ -97,21 +103,21 @@ class StopSignal:
         signal.signal(number, self._before[signal.Signals(number)])
 
 
-def _initialize(device: torch.device) -> dist.Store:
+def _initialize(device: torch.device) -> Store:
     """Make the default process group; returns the store in which its ranks met."""
     backend = BACKENDS[device.type]
     if "RANK" not in os.environ:
-        store: dist.Store = dist.HashStore()
+        store: Store = HashStore()
         rank, world = 0, 1
     else:
-        store, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))
-    prefixed = dist.PrefixStore("dovetail/group", store)
+        store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
+    prefixed = PrefixStore("dovetail/group", store)
     device_id = None if device.type == "cpu" else device
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=TIMEOUT, device_id=device_id)
     return store
 
 
-def _is_first(store: dist.Store) -> bool:
+def _is_first(store: Store) -> bool:
     """Whether this rank is the first to fail. A store that is gone went with the rank that failed before."""
     try:
         return store.add(TICKET, 1) == 1

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dovetail.build import EngineOptions, from_pretrained
+from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.engine.native import NativeEngine
 from dovetail.layout import Layout
 from dovetail.optim.assembly import Shard

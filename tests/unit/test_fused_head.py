@@ -1,7 +1,6 @@
 """The chunked head: equal to autograd through whole logits for any loss and any chunk, and no product more than needed."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest

@@ -55,6 +55,7 @@ def test_planted_violation_is_found(path: str, code: str, message: str) -> None:
     [
         (SRC, "from collections.abc import Mapping\nTABLE: Mapping[str, int] = {'a': 1}\n"),
         (SRC, "NAMES = ('a', 'b')\n"),
+        (SRC, "try:\n    x = 1\nexcept BaseException:\n    x = 2\n    raise\n"),
         (SRC, "from torch.distributed.fsdp import fully_shard\n"),
         (SRC, "x = 1  # TO" + "DO(#12): later\n"),
         (SRC, "class A:\n    def __init__(self):\n        self.names = []\n"),

@@ -19,10 +19,9 @@ from dovetail.weights.directory import SideFiles, side_files
 from dovetail.weights.files import TensorSpec, parse_json
 from dovetail.weights.load import FLOATS, NO_ALIASES, compare, tolerated
 from dovetail.weights.pieces import Held, Piece, tied_names
+from dovetail.weights.pretrained import CONFIG, saved_config
 from dovetail.weights.reader import TensorSource
 from dovetail.weights.save import SHARD_BYTES, write_hf
-
-CONFIG = "config.json"
 
 
 def convert_to_sharded(
@@ -142,8 +141,5 @@ def _sides(directory: Path, mesh: Mesh, dtype: torch.dtype | None) -> SideFiles:
         sides |= side_files(directory)
         if dtype is not None and CONFIG in sides:
             config = parse_json((directory / CONFIG).read_bytes(), str(directory / CONFIG))
-            for key in ("dtype", "torch_dtype"):
-                if key in config:
-                    config[key] = str(dtype).removeprefix("torch.")
-            sides[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+            sides[CONFIG] = (json.dumps(saved_config(config, "lm", dtype), indent=2) + "\n").encode()
     return sides

@@ -1,4 +1,4 @@
-"""What the command line accepts: one parser a command, and what its flags mean for layouts and recipes. Imports no torch."""
+"""What the command line accepts: one parser a command, and what its flags mean for layouts and recipes. No torch."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,7 @@
-"""The command line: parse, start local ranks where more than one is asked for, run the command, report its outcome once.
+"""The command line: parse, start local ranks where more than one is asked for, run the command, report once.
 
-Imports no torch, so help and mistakes answer at once. A command lives in `dovetail.cli.COMMAND`, whose `run(args)` returns
-an exit code or None; commands that run on ranks find the default process group initialized.
+Imports no torch, so help and mistakes answer at once. A command lives in `dovetail.cli.COMMAND`; its `run(args)`
+returns an exit code or None, and finds the default process group initialized where the command runs on ranks.
 """
 
 import importlib

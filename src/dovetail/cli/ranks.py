@@ -1,8 +1,8 @@
 """Starts the ranks of a command on this machine and outlives none of them: all end when one fails. Imports no torch.
 
-Every rank is the same command with `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` set, in a session
-of its own, so a Ctrl-C reaches this process only and is passed on in order. A rank also holds the end of a pipe: when this
-process goes in any way, the pipe closes and the rank ends itself.
+Every rank is the same command with `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` set, in a
+session of its own, so a Ctrl-C reaches this process only and is passed on in order. A rank also holds the end of a
+pipe: when this process goes in any way, the pipe closes and the rank ends itself.
 """
 
 import os

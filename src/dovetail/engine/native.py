@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, plan_microbatches
 from dovetail.checkpoint.writer import save_sharded
@@ -37,6 +39,7 @@ class NativeEngine:
 
         `tokens_per_batch`: most tokens that one replica holds in a micro-batch, padding included; None: all in one.
         """
+        assert isinstance(model, FSDPModule), "shard_over_data comes first"
         self.model, self.mesh, self.origin = model, mesh, origin
         self.tokens_per_batch = tokens_per_batch
         self._settings = optim or OptimSettings()
@@ -104,7 +107,7 @@ class NativeEngine:
     def save_sharded(self, path: Path | str, step: int | None = None) -> Path:
         """Write each rank's pieces; with `step`, into `path`/step_NNNNNN, else as `path`. Where they lie."""
         origin = self.origin
-        options = {"sides": origin.sides, "dtype_of": origin.dtype_of, "listed": origin.listed}
+        options: dict[str, Any] = {"sides": origin.sides, "dtype_of": origin.dtype_of, "listed": origin.listed}
         return save_sharded(self.model, path, self.mesh, step=step, **options)
 
     def _micro_batches(self, batch: PackedBatch) -> Iterator[tuple[Tensor, MicroBatch]]:

@@ -1,5 +1,7 @@
 """FSDP2 around our decoder: each block a group, the head and the table apart where they are not tied, sums not means."""
 
+from typing import Any
+
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -19,7 +21,7 @@ def shard_over_data(model: Decoder, mesh: Mesh, dtype: torch.dtype, *, reshard_a
         reduce_dtype=wide(first.dtype),
         cast_forward_inputs=False,
     )
-    options = {"mesh": mesh.fsdp, "mp_policy": policy, "reshard_after_forward": reshard_after_forward}
+    options: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": policy, "reshard_after_forward": reshard_after_forward}
     for layer in model.model.layers:
         fully_shard(layer, **options)
     if model.head.weight is not model.model.embed_tokens.weight:

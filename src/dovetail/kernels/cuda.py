@@ -1,6 +1,7 @@
 """What NVIDIA GPUs do differently from the reference: packed flash attention and fp32 logits from bf16 products."""
 
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from dovetail.kernels.reference import Spans
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 # torch 2.11 shares KV heads without being asked; later ones ask for a flag that it does not know.
-_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
@@ -19,7 +20,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
     if q.dtype not in FLASH_DTYPES:
         return reference.attention(q, k, v, q_spans, k_spans, window)
     left = -1 if window is None else window - 1
-    out: Tensor = varlen_attn(
+    out = varlen_attn(
         q,
         k,
         v,
@@ -30,6 +31,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
         window_size=(left, 0),
         **_GQA,
     )
+    assert isinstance(out, Tensor)
     return out
 
 

@@ -53,7 +53,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
         keys = k[at_k : at_k + count * m].unflatten(0, (count, m)).transpose(1, 2)
         values = v[at_k : at_k + count * m].unflatten(0, (count, m)).transpose(1, 2)
         if n == m and (window is None or m <= window):
-            mixed = F.scaled_dot_product_attention(rows, keys, values, is_causal=True, enable_gqa=rows.shape[1] != keys.shape[1])
+            mixed = F.scaled_dot_product_attention(
+                rows, keys, values, is_causal=True, enable_gqa=rows.shape[1] != keys.shape[1]
+            )
         else:
             mixed = _masked_attention(rows, keys, values, window)
         out.append(mixed.transpose(1, 2).flatten(0, 1))

@@ -1,6 +1,8 @@
 """Which implementation computes each op: chosen once from the device, then passed down as a value."""
 
-from collections.abc import Callable
+import resource
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -32,5 +34,33 @@ class KernelSet:
 def kernels_for(device: torch.device) -> KernelSet:
     """The kernels of a device: the reference, with what the device does better put in its place."""
     if device.type == "cuda":
-        return KernelSet(attention=cuda.attention, logits=cuda.logits, add_weight_grad_=cuda.add_weight_grad_, head_chunk=4096)
+        return KernelSet(
+            attention=cuda.attention, logits=cuda.logits, add_weight_grad_=cuda.add_weight_grad_, head_chunk=4096
+        )
     return KernelSet()
+
+
+# Dense bf16 operations per second by datasheet, by the start of the device's name.
+PEAK_FLOPS: Mapping[str, float] = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA L40S": 362e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """What one device could do at most, in bf16; None for a CPU and for GPUs that are not listed."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for start, peak in PEAK_FLOPS.items() if name.startswith(start)), None)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory that this process has held so far: on the GPU, or resident on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

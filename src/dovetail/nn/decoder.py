@@ -115,7 +115,7 @@ class Decoder(nn.Module):
         return result
 
 
-def _keep_attention(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+def _keep_attention(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
     """Save what attention kernels return; recompute everything else."""
     name = str(op)
     kept = "attention" in name or "varlen_attn" in name

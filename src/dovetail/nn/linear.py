@@ -1,9 +1,9 @@
 """Linear layers cut over the tensor-parallel axis. Between blocks tokens are cut, inside them features are.
 
-    ColumnLinear   forward  y = all_gather(x) w.T       [t, D] -> [T, out / tp]
-                   backward dx = reduce_scatter(dy w)
-    RowLinear      forward  y = reduce_scatter(x w.T)   [T, in / tp] -> [t, D]
-                   backward dx = all_gather(dy) w
+ColumnLinear   forward  y = all_gather(x) w.T       [t, D] -> [T, out / tp]
+               backward dx = reduce_scatter(dy w)
+RowLinear      forward  y = reduce_scatter(x w.T)   [T, in / tp] -> [t, D]
+               backward dx = all_gather(dy) w
 """
 
 import torch

@@ -4,8 +4,8 @@ FSDP2 wraps every parameter in a DTensor; optimizer, gradient reduction and norm
 is that shard's storage as an ordinary parameter, with the regions of the checkpoint that it holds.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ def adamw(
     shards: list[Shard], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> torch.optim.AdamW:
     """AdamW over local shards. Vectors (norms, biases) are not decayed."""
-    groups: list[Mapping[str, object]] = [
+    groups: list[dict[str, Any]] = [
         {"params": [s.local for s in shards if s.local.dim() > 1], "weight_decay": weight_decay},
         {"params": [s.local for s in shards if s.local.dim() <= 1], "weight_decay": 0.0},
     ]

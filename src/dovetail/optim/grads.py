@@ -8,10 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.comm import all_reduce_
+from dovetail.comm import all_reduce_, sum_over
 from dovetail.kernels.reference import wide
 from dovetail.mesh import Mesh
 from dovetail.optim.assembly import Shard
@@ -43,9 +42,7 @@ def global_norm(shards: Iterable[Shard], mesh: Mesh) -> Tensor:
         assert grad is not None
         squares += [grad[as_index(r.local_slice)].to(wide(grad.dtype)).pow(2).sum() for r in shard.regions if r.owned]
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=mesh.device)
-    total = total.to(torch.float64)
-    dist.all_reduce(total, group=mesh["world"].group)
-    return total.sqrt()
+    return sum_over(total.to(torch.float64), mesh["world"]).sqrt()
 
 
 def scale_(shards: Iterable[Shard], factor: float) -> None:

@@ -1,8 +1,7 @@
 """From sampled completions to a packed batch with everything that a loss reads: the data half of an RL step."""
 
 import random
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 
 import torch

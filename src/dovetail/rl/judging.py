@@ -6,8 +6,7 @@ from collections.abc import Sequence as Seq
 from dovetail.comm import gather_text
 from dovetail.data import Prompt
 from dovetail.mesh import Mesh
-from dovetail.rl.rewards import RewardResult, RewardRunner
-from dovetail.rl.rewards import Sample as Judged
+from dovetail.rl.rewards import RewardResult, RewardRunner, Sample as Judged
 from dovetail.rollout.base import Completion
 from dovetail.weights.agree import agreed
 
@@ -30,3 +29,8 @@ class Judge:
                 told = json.dumps([(result.value, result.error) for result in self.runner.score(judged)])
         first = gather_text(told, self.mesh["world"], self.mesh.device)[0]
         return [RewardResult(value, error) for value, error in json.loads(first)]
+
+    def close(self) -> None:
+        """End the reward processes."""
+        if self.runner is not None:
+            self.runner.close()

@@ -1,15 +1,14 @@
 """The loop: reads like the algorithm box of the paper. It owns no tensor code; every rank runs it with the same data.
 
-    RL step:   refill the sampler; sample; judge; score old and reference log-probs; advantages; update
-    SFT step:  take rows; update
+RL step:   refill the sampler; sample; judge; score old and reference log-probs; advantages; update
+SFT step:  take rows; update
 """
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from dovetail.batch import LossFn, PackedBatch, Sequence
@@ -27,11 +26,11 @@ from dovetail.rl.experience import (
 from dovetail.rl.judging import Judge
 from dovetail.rl.losses import Aggregation, weight_fields
 from dovetail.rl.rewards import count_errors
-from dovetail.rollout.base import Prompt as SamplerPrompt
-from dovetail.rollout.base import Sampler, SamplingParams
+from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 
 MOST_REWARD_ERRORS = 0.05  # of a step's samples; above it the reward itself is taken to be wrong
 SOLVED = 1.0  # a reward that counts as solved in evaluations
+MEASURED_STEPS = 2  # after which a run with a time budget predicts its length
 
 Row = dict[str, Any]
 
@@ -51,10 +50,17 @@ class LoopSettings:
     save_every: int = 0
     stop_at_reward: float | None = None
     time_budget_seconds: float | None = None
+    shuffle: bool = True
+
+    def rows(self, num_rows: int, step: int) -> list[int]:
+        """Which data rows a step takes."""
+        return batch_rows(num_rows, self.rows_per_step, self.seed if self.shuffle else None, step)
 
 
 class Task(Protocol):
-    """One algorithm: what a step does, and how good the model is now."""
+    """One algorithm: what a step does, and how good the model is now. `samples` are the last step's, where it draws."""
+
+    samples: list[Sample]
 
     def step(self, step: int) -> Row:
         """Run step `step` (from 0): the row for metrics.jsonl, without the clock's keys."""
@@ -89,12 +95,15 @@ class RLModels:
 class SFT:
     """Supervised fine-tuning: the next rows, one update (or several)."""
 
-    def __init__(self, policy: Engine, loss: LossFn, rows: Seq[Sequence], held_out: Seq[Sequence], loop: LoopSettings):
+    def __init__(
+        self, policy: Engine, loss: LossFn, rows: Seq[Sequence], held_out: Seq[Sequence], loop: LoopSettings
+    ) -> None:
         self.policy, self.loss, self.loop = policy, loss, loop
         self.rows, self.held_out = rows, held_out
+        self.samples: list[Sample] = []
 
     def step(self, step: int) -> Row:
-        chosen = batch_rows(len(self.rows), self.loop.rows_per_step, self.loop.seed, step)
+        chosen = self.loop.rows(len(self.rows), step)
         batch = weighted(PackedBatch.pack([self.rows[i] for i in chosen]), self.loop)
         updates = Updates(self.policy, self.loss)
         for part in inner_batches(batch, self.loop, step):
@@ -131,7 +140,7 @@ class RL:
         self.samples: list[Sample] = []  # of the last step, for the run's files
 
     def step(self, step: int) -> Row:
-        chosen = batch_rows(len(self.prompts), self.loop.rows_per_step, self.loop.seed, step)
+        chosen = self.loop.rows(len(self.prompts), step)
         prompts = [self.prompts[i] for i in chosen]
         samples, errors = self._sample(prompts, self.settings.sampling, step)
         self.samples = samples
@@ -172,7 +181,7 @@ class RL:
         """Completions with their rewards; those whose reward failed are dropped and counted."""
         self.models.sampler.refill(self.models.policy.weights())
         asked = [SamplerPrompt(row, prompt.ids) for row, prompt in enumerate(prompts)]
-        completions = self.models.sampler.sample(asked, _at_step(params, step))
+        completions = self.models.sampler.sample(asked, replace(params, step=step))
         texts = [self.decode([i for i in c.ids if i not in params.stop_ids]) for c in completions]
         results = self.judge([prompts[c.row] for c in completions], completions, texts)
         errors, cause = count_errors(results)
@@ -229,31 +238,96 @@ EMPTY_UPDATE: Mapping[str, Any] = {
 
 
 class Run(Protocol):
-    """Where a run writes and what it shows; see `rl.run`."""
+    """Where a run writes and what it shows; `rl.run.RunDirectory` in earnest. All calls are collective."""
 
-    def before(self, evaluation: Row) -> None: ...
-    def record(self, row: Row, task: Task) -> None: ...
+    def start(self, evaluation: Row) -> None:
+        """The run begins; `evaluation` is of the model before training, empty without held-out rows."""
+        ...
+
+    def record(self, row: Row, samples: Seq[Sample]) -> None:
+        """A step is done."""
+        ...
+
     def checkpoint(self, step: int) -> None: ...
-    def stopping(self) -> bool: ...
+
+    def stopping(self) -> bool:
+        """Whether somebody asked the run to stop; the same on every rank."""
+        ...
+
+    def shared(self, seconds: float) -> float:
+        """The first rank's clock, for decisions that all ranks must take alike."""
+        ...
+
+    def say(self, text: str) -> None: ...
 
 
-def train(task: Task, run: Run, loop: LoopSettings) -> Iterator[Row]:
-    """Run the steps; yields each row as it is done. Ends at the last step, the reward target or a request to stop."""
-    run.before(task.evaluate(0))
-    steps, started, step = loop.steps, time.monotonic(), 0
-    while step < steps:
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: the evaluations before and after, the last row, and whether it was asked to stop."""
+
+    before: Row
+    after: Row
+    rows: list[Row]
+    stopped: bool
+
+
+def train(task: Task, run: Run, loop: LoopSettings) -> Outcome:
+    """Run the steps until the last one, the reward target, or a request to stop, whichever is first."""
+    before = task.evaluate(0)
+    run.start(before)
+    rows: list[Row] = []
+    last, started = loop.steps, time.monotonic()
+    stop = reached = False
+    while len(rows) < last and not (stop or reached):
         begun = time.monotonic()
-        row = task.step(step)
+        row = task.step(len(rows))
         seconds = time.monotonic() - begun
-        step += 1
-        row = {"step": step, **row, "step_seconds": seconds, "tokens_per_second": row["tokens"] / seconds}
-        if loop.eval_every and step % loop.eval_every == 0:
-            row |= task.evaluate(step)
-        run.record(row, task)
-        yield row
+        row = {"step": len(rows) + 1, **row, "step_seconds": seconds, "tokens_per_second": row["tokens"] / seconds}
+        rows.append(row)
+        if loop.eval_every and len(rows) % loop.eval_every == 0:
+            row |= task.evaluate(len(rows))
+        run.record(row, task.samples)
         stop = run.stopping()
-        reached = loop.stop_at_reward is not None and row.get("reward_mean", float("-inf")) >= loop.stop_at_reward
-        if stop or reached or step == steps or (loop.save_every and step % loop.save_every == 0):
-            run.checkpoint(step)
-        if stop or reached:
-            return
+        reached = loop.stop_at_reward is not None and row.get("reward_mean", -math.inf) >= loop.stop_at_reward
+        if loop.save_every and len(rows) % loop.save_every == 0:
+            run.checkpoint(len(rows))
+        if len(rows) == MEASURED_STEPS and loop.time_budget_seconds is not None:
+            last = _shortened(last, run.shared(time.monotonic() - started), loop.time_budget_seconds, run)
+    if loop.save_every and len(rows) % loop.save_every:
+        run.checkpoint(len(rows))
+    return Outcome(before, {} if stop else task.evaluate(len(rows)), rows, stop)
+
+
+def _shortened(steps: int, seconds: float, budget: float, run: Run) -> int:
+    """How many steps fit into the budget, from the time that the first ones took; says so where not all do."""
+    fitting = max(MEASURED_STEPS, int(budget / (seconds / MEASURED_STEPS)))
+    if fitting >= steps:
+        return steps
+    run.say(
+        f"{MEASURED_STEPS} steps took {seconds:.0f} s, so {steps} would take {seconds / MEASURED_STEPS * steps:.0f} s; "
+        f"stopping after {fitting} to stay within {budget:.0f} s"
+    )
+    return fitting
+
+
+def inner_batches(batch: PackedBatch, loop: LoopSettings, step: int) -> Iterator[PackedBatch]:
+    """What one step trains on, in order: `epochs` passes of `minibatches` parts each."""
+    for epoch in range(loop.epochs):
+        yield from minibatches(batch, loop.minibatches, f"{loop.seed}/{step}/{epoch}")
+
+
+def weighted(batch: PackedBatch, loop: LoopSettings) -> PackedBatch:
+    """The batch with its tokens' weights in the loss."""
+    return batch.with_fields(**weight_fields(batch, loop.aggregation, loop.aggregation_constant))
+
+
+def mean(values: Seq[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _describe(samples: Seq[Sample]) -> Row:
+    return {
+        "reward_mean": mean([sample.reward for sample in samples]),
+        "response_length_mean": mean([float(len(sample.completion.ids)) for sample in samples]),
+        "stop_fraction": mean([float(sample.completion.finish == "stop") for sample in samples]),
+    }

@@ -1,10 +1,13 @@
-"""What every sampler does, whatever is behind it: prompts in as ids, completions out as ids; text is never re-tokenized."""
+"""What every sampler does, whatever is behind it: ids in, ids out; text is never re-tokenized."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
+
+from dovetail.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,18 @@ class SamplingParams:
     seed: int = 0
     step: int = 0
     stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        expected = {
+            "samples": (self.samples >= 1, "1 or more"),
+            "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
+            "temperature": (0 <= self.temperature < math.inf, "0 (the likeliest token) or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (which cuts nothing)"),
+            "top_k": (self.top_k >= 0, "0 (which cuts nothing) or more"),
+        }
+        for name, (fits, range_) in expected.items():
+            if not fits:
+                raise ConfigError(f"sampling {name}={vars(self)[name]!r}: expected {range_}")
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,8 @@ def refuse_without_safetensors(directory: Path) -> None:
     pickled = sorted(path.name for path in directory.iterdir() if path.name.endswith(PICKLED))
     if pickled:
         raise CheckpointError(
-            f"{directory} has only pickled weights ({', '.join(pickled[:3])}), and unpickling can run code. If you "
-            f"trust them, convert them once: AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(NEW) "
-            "with transformers writes safetensors"
+            f"{directory} has only pickled weights ({', '.join(pickled[:3])}), and unpickling can run code. If "
+            f"you trust them, convert them once with transformers: "
+            f"AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(NEW) writes safetensors"
         )
     raise CheckpointError(f"{directory} has no weights: expected {SINGLE} or {INDEX} with the files it names")

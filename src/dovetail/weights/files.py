@@ -1,8 +1,8 @@
 """Safetensors files, read with suspicion and written piece by piece.
 
 A header is checked completely (sizes, ranges, overlaps, gaps, names, dtypes) before any byte of data is looked at.
-Reads fetch exactly the bytes of a slice with positioned reads; nothing is mapped into memory, so the host holds what was
-asked for and no more. A file is written header first, from shapes and dtypes alone, then tensor by tensor in that order.
+Reads fetch exactly the bytes of a slice with positioned reads; nothing is mapped into memory, so the host holds what
+was asked for and no more. A file is written header first, from shapes and dtypes alone, then tensor by tensor.
 """
 
 import json

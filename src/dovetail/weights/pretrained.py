@@ -23,6 +23,7 @@ from dovetail.weights.reader import TensorSource
 
 CONFIG = "config.json"
 FETCHED = ("*.safetensors", "*.json")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # Names that value heads have in the wild, ours first; TRL and OpenRLHF among them.
 HEAD_STEMS = ("score", "v_head.summary", "v_head", "value_head.summary", "value_head", "classifier", "lm_head")
@@ -49,6 +50,10 @@ class Pretrained:
         config = parse_json(file.read_bytes(), str(file))
         return cls(path, config, spec_from_config(config), side_files(path))
 
+    @property
+    def has_tokenizer(self) -> bool:
+        return any(name in self.sides for name in TOKENIZER_FILES)
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -69,6 +74,9 @@ class ValueHead:
     ignore: tuple[str, ...] = ("lm_head.*",)
 
 
+LM_HEAD = ValueHead("lm", {}, (), ())
+
+
 def locate(name: str | Path) -> Path:
     """The directory of `name`: a path, or HUB_NAME@COMMIT."""
     path = Path(name)
@@ -76,7 +84,11 @@ def locate(name: str | Path) -> Path:
         return path
     repository, at, revision = str(name).partition("@")
     if not at or not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        hint = f"; for a hub model, pin it to a commit: {name}@COMMIT" if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) else ""
+        hint = (
+            f"; for a hub model, pin it to a commit: {name}@COMMIT"
+            if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name))
+            else ""
+        )
         raise CheckpointError(f"{name} is not a directory{hint}")
     if not COMMIT.fullmatch(revision):
         raise CheckpointError(
@@ -104,6 +116,15 @@ def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> ValueHe
         known = ", ".join(f"{stem}.weight" for stem in HEAD_STEMS)
         raise ModelError(f"{path} has no value head: expected one of {known} (lm_head with one row)")
     return ValueHead("value", {}, HEAD_NAMES)
+
+
+def stored_head(source: TensorSource, pretrained: Pretrained) -> ValueHead:
+    """The head that a checkpoint holds, whichever it is."""
+    named = any(f"{stem}.weight" in source.names for stem in HEAD_STEMS if stem != "lm_head")
+    one_row = "lm_head.weight" in source.names and source.shape("lm_head.weight")[0] == 1
+    if named or (one_row and pretrained.spec.vocab_size > 1):
+        return find_value_head(source, pretrained.path, fresh=False)
+    return LM_HEAD
 
 
 def saved_config(config: Mapping[str, Any], head: HeadKind, dtype: torch.dtype | None) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def staged(target: Path, mesh: Mesh) -> Iterator[Stage]:
             refuse_occupied(target)
             hidden.mkdir(parents=True)
     stage = Stage(Path(gather_text(str(hidden), mesh["world"], mesh.device)[0]), Verdict(mesh), lead)
+    complete = False
     try:
         yield stage
         stage.verdict.settle()
@@ -48,10 +49,10 @@ def staged(target: Path, mesh: Mesh) -> Iterator[Stage]:
                     sync_directory(Path(folder))
                 os.rename(stage.path, target)
                 sync_directory(target.parent)
-    except BaseException:
-        if lead:
+        complete = True
+    finally:
+        if lead and not complete:
             shutil.rmtree(stage.path, ignore_errors=True)
-        raise
 
 
 def refuse_occupied(target: Path) -> None:

@@ -81,21 +81,29 @@ def gather_whole(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors named in `order`, whole on every rank. Collective until it is exhausted."""
     for bucket in _buckets(found, order, mesh["world"].size, bucket_bytes):
-        starts = _starts(found, bucket, mesh["world"].size)
-        flat = torch.empty(max(end for _, end in starts), dtype=torch.uint8, device=mesh.device)
-        for name in bucket:
-            if name in found.mine:
-                spec, piece = found.specs[name], found.mine[name]
-                _view(flat, starts[mesh["world"].rank][0][name], piece.region.checkpoint_slice, spec).copy_(
-                    piece.read()
-                )
-        rows = stack_over(flat, mesh["world"])
-        for name in bucket:
-            spec = found.specs[name]
-            whole = torch.empty(spec.shape, dtype=spec.dtype, device=mesh.device)
-            for rank, slices in found.owners[name]:
-                whole[as_index(slices)].copy_(_view(rows[rank], starts[rank][0][name], slices, spec))
-            yield name, whole
+        yield from _whole_tensors(found, mesh, bucket)  # a generator of its own: its memory is gone before the next
+
+
+def _whole_tensors(found: Export, mesh: Mesh, bucket: list[str]) -> Iterator[tuple[str, Tensor]]:
+    starts = _starts(found, bucket, mesh["world"].size)
+    rows = stack_over(_own_bytes(found, mesh, bucket, starts), mesh["world"])
+    for name in bucket:
+        spec = found.specs[name]
+        whole = torch.empty(spec.shape, dtype=spec.dtype, device=mesh.device)
+        for rank, slices in found.owners[name]:
+            whole[as_index(slices)].copy_(_view(rows[rank], starts[rank][0][name], slices, spec))
+        yield name, whole
+        del whole
+
+
+def _own_bytes(found: Export, mesh: Mesh, bucket: list[str], starts: list[tuple[dict[str, int], int]]) -> Tensor:
+    """This rank's regions of a bucket, as long as the longest rank's."""
+    flat = torch.empty(max(end for _, end in starts), dtype=torch.uint8, device=mesh.device)
+    for name in bucket:
+        if name in found.mine:
+            piece, start = found.mine[name], starts[mesh["world"].rank][0][name]
+            _view(flat, start, piece.region.checkpoint_slice, found.specs[name]).copy_(piece.read())
+    return flat
 
 
 def _buckets(found: Export, order: Sequence[str], world: int, bucket_bytes: int) -> Iterator[list[str]]:

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from dovetail.arch.registry import validate_layout
 from dovetail.arch.spec import ArchSpec
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.sharding import shard_over_data
-from dovetail.errors import LayoutError
+from dovetail.errors import ConfigError, LayoutError
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import kernels_for
-from dovetail.launch import ensure_process_group, pick_device
+from dovetail.launch import ensure_process_group, num_ranks, pick_device
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
 from dovetail.nn.decoder import Decoder, Head, Recompute
@@ -25,10 +24,8 @@ from dovetail.optim.assembly import shards_of
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.placement import as_index
 from dovetail.weights.load import load
-from dovetail.weights.pretrained import Origin, Pretrained, ValueHead, find_value_head, saved_sides
+from dovetail.weights.pretrained import LM_HEAD, Origin, Pretrained, ValueHead, find_value_head, saved_sides
 from dovetail.weights.reader import TensorSource
-
-LM_HEAD = ValueHead("lm", {}, (), ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +69,15 @@ def from_pretrained(
     return make_engine(Pretrained.open(path), make_mesh(layout, where), dtype, head, options)
 
 
+def check_engine(name: str) -> None:
+    """Refuse an engine that is not part of this release."""
+    if name == "transformers":
+        raise ConfigError("engine 'transformers' is not part of this release; use native (or auto)")
+
+
 def make_mesh(layout: Layout | None, device: torch.device) -> Mesh:
     """The mesh of a layout over the ranks of the job. Collective."""
-    return Mesh.build((layout or Layout(dp=None)).resolve(dist.get_world_size()), device)
+    return Mesh.build((layout or Layout(dp=None)).resolve(num_ranks()), device)
 
 
 def make_engine(

@@ -1,0 +1,34 @@
+"""The last check of a run: does plain transformers load the result, and does it answer better than the model before?"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def accuracy(model_dir: Path, rows: Sequence[dict[str, str]], max_new_tokens: int) -> float:
+    """Share of rows whose greedy continuation is exactly the answer, an optional full stop, and the end."""
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left", local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True).eval()
+    prompts = [row["prompt"] for row in rows]
+    batch = tokenizer(prompts, padding=True, return_tensors="pt", add_special_tokens=False)
+    ids = model.generate(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.eos_token_id,
+    )[:, batch.input_ids.shape[1] :]
+    right = 0
+    for row, new in zip(rows, ids.tolist(), strict=True):
+        ended = tokenizer.eos_token_id in new
+        text = tokenizer.decode(new[: new.index(tokenizer.eos_token_id)] if ended else new)
+        right += ended and text.strip().removesuffix(".") == row["answer"]
+    return right / len(rows)
+
+
+def read_rows(path: Path, count: int) -> list[dict[str, str]]:
+    """The first rows of a JSONL file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:count]]

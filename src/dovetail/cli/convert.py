@@ -1,0 +1,35 @@
+"""`dovetail convert`: an HF checkpoint to a sharded one and back, bit for bit."""
+
+import argparse
+
+import torch
+
+from dovetail.build.engine import check_layout, make_decoder, make_mesh
+from dovetail.checkpoint.convert import convert_to_hf, convert_to_sharded
+from dovetail.checkpoint.reader import open_checkpoint
+from dovetail.launch import pick_device
+from dovetail.layout import Layout
+from dovetail.mesh import Mesh
+from dovetail.nn.decoder import Decoder
+from dovetail.weights.agree import agreed
+from dovetail.weights.pretrained import Pretrained, locate, stored_head
+
+
+def run(args: argparse.Namespace) -> None:
+    """Cut or rejoin; every rank copies its own rectangles."""
+    mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    if args.to == "hf":
+        with agreed(mesh):
+            path = locate(args.source)
+        convert_to_hf(path, args.destination, mesh, dtype=dtype)
+        return
+    with agreed(mesh):
+        source = Pretrained.open(args.source)
+        check_layout(source.spec, mesh.layout)
+    head = stored_head(open_checkpoint(source.path, mesh), source)
+
+    def model_on(imagined: Mesh) -> Decoder:
+        return make_decoder(source.spec, imagined, torch.float32, head.kind)
+
+    convert_to_sharded(source.path, args.destination, mesh.layout, model_on, mesh, aliases=head.aliases, dtype=dtype)

@@ -1,0 +1,53 @@
+"""`dovetail generate`: completions of the prompts of a file, from the embedded sampler."""
+
+import argparse
+
+import torch
+
+from dovetail.build.engine import check_engine, make_mesh
+from dovetail.build.sampling import make_sampler
+from dovetail.build.text import load_tokenizer, stop_ids, text_of
+from dovetail.checkpoint.reader import open_checkpoint
+from dovetail.cli.output import write_rows
+from dovetail.data import Limits, load_prompts, needs_text
+from dovetail.launch import pick_device
+from dovetail.layout import Layout
+from dovetail.rollout.base import Prompt, SamplingParams
+from dovetail.weights.agree import agreed
+from dovetail.weights.pretrained import Pretrained
+
+
+def run(args: argparse.Namespace) -> None:
+    """Sample every row; noise depends on seed, row, sample and position alone."""
+    check_engine(args.engine)
+    mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
+    with agreed(mesh):
+        source = Pretrained.open(args.model)
+        tokenizer = None
+        if needs_text(args.data) or source.has_tokenizer:
+            tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)
+        rows = load_prompts(args.data, tokenizer, Limits(source.spec.vocab_size), answers=False)
+    sampler = make_sampler(source.spec, mesh, getattr(torch, args.dtype))
+    sampler.load(open_checkpoint(source.path, mesh))
+    params = SamplingParams(
+        samples=args.samples,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        stop_ids=stop_ids(source, tokenizer),
+    )
+    completions = sampler.sample([Prompt(i, row.ids) for i, row in enumerate(rows)], params)
+    found = (
+        {
+            "id": rows[c.row].id,
+            "sample": c.sample,
+            "completion": text_of(c.ids, params.stop_ids, tokenizer),
+            "token_ids": list(c.ids),
+            "log_probs": list(c.log_probs),
+            "finish": c.finish,
+        }
+        for c in completions
+    )
+    write_rows(args.out, found, mesh)

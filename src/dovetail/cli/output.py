@@ -1,0 +1,22 @@
+"""Where a command's rows go: a JSONL file, written whole or not at all, by one rank for all."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dovetail.mesh import Mesh
+from dovetail.weights.agree import agreed
+
+
+def write_rows(path: Path | str, rows: Iterable[Mapping[str, Any]], mesh: Mesh) -> None:
+    """Write `rows` to `path` by the first rank. Collective: what goes wrong there is raised everywhere."""
+    path = Path(path)
+    with agreed(mesh):
+        if mesh["world"].rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            staged = path.with_name(f".{path.name}.part")
+            with staged.open("w", encoding="utf-8") as out:
+                out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            os.replace(staged, path)

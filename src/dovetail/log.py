@@ -1,0 +1,74 @@
+"""What a run shows: a progress bar on a terminal, plain lines elsewhere, a curve and a summary at the end."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+BARS = " " + "".join(chr(0x2581 + i) for i in range(8))  # Unicode's lower eighths of a block
+WIDTH = 72
+SHOWN = (  # key of a row, its label, its format
+    ("loss", "loss", ".4f"),
+    ("reward_mean", "reward", ".3f"),
+    ("eval_reward_mean", "eval", ".3f"),
+    ("grad_norm", "grad", ".3g"),
+    ("entropy_mean", "entropy", ".3f"),
+    ("kl_mean", "kl", ".4f"),
+    ("response_length_mean", "length", ".1f"),
+    ("lr", "lr", ".2e"),
+    ("tokens_per_second", "tok/s", ",.0f"),
+    ("step_seconds", "s", ".1f"),
+)
+
+
+class Console:
+    """The terminal of the first rank; the other ranks' are quiet."""
+
+    def __init__(self, *, speaks: bool, steps: int) -> None:
+        self._console = RichConsole(quiet=not speaks, highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        if speaks and self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._bar = self._progress.add_task("training", total=steps)
+        self._steps = steps
+
+    def start(self) -> None:
+        if self._progress is not None:
+            self._progress.start()
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """One line, as it is."""
+        self._console.print(text, markup=False)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """One step's line."""
+        shown = [f"{label} {row[key]:{form}}" for key, label, form in SHOWN if row.get(key) is not None]
+        skipped = ["UPDATE SKIPPED: the gradient was not finite"] if row.get("skipped") else []
+        self.say(f"step {row['step']}/{self._steps}  " + "  ".join(skipped + shown))
+        if self._progress is not None:
+            self._progress.update(self._bar, completed=row["step"])
+
+
+def curve(values: Sequence[float], height: int = 6) -> str:
+    """`values` as a chart of block characters, oldest left, with its range on the side."""
+    if not values:
+        return ""
+    width = min(WIDTH, len(values))
+    columns = [_mean(values[i * len(values) // width : (i + 1) * len(values) // width]) for i in range(width)]
+    low, high = min(columns), max(columns)
+    levels = [round((v - low) / ((high - low) or 1.0) * height * 8) for v in columns]
+    lines = []
+    for row in range(height - 1, -1, -1):
+        label = f"{high:8.3f}" if row == height - 1 else f"{low:8.3f}" if row == 0 else " " * 8
+        lines.append(f"{label} |" + "".join(BARS[max(0, min(8, level - 8 * row))] for level in levels))
+    return "\n".join(lines)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

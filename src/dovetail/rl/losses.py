@@ -1,0 +1,214 @@
+"""The losses of SFT and RL as small callables: sums over the counted tokens and their counts, never means.
+
+Each is called with `TokenStats` (the critic's with values [n]) and the batch's counted tokens, and returns
+`Loss(total, count, metrics)`; the engine adds the sums of all pieces and divides once. How tokens are averaged is
+data: the fields `weight` and `count` that `weight_fields` makes, so a sequence may arrive in pieces, in any split, and
+add up to the same total and count. Without those fields every token weighs the same.
+"""
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dovetail.batch import Loss, PackedBatch, Sum
+from dovetail.errors import ConfigError
+from dovetail.kernels.reference import wide
+from dovetail.tokenstats import TokenStats
+
+Aggregation = Literal["token", "sequence", "sequence_sum"]
+KLEstimator = Literal["k1", "k2", "k3"]
+
+LOG_RATIO_LIMIT = 20.0  # nats; e^20 is far beyond every clip and far below overflow
+
+
+def weight_fields(batch: PackedBatch, aggregation: Aggregation, constant: float = 1.0) -> dict[str, Tensor]:
+    """The per-token fields `weight` and `count` [T] of an aggregation; loss = sum(weight x token loss) / sum(count).
+
+    - token: the mean over all counted tokens of the step (DAPO, Yu et al. 2025, equation 8);
+    - sequence: the mean over sequences of each one's token mean (GRPO, Shao et al. 2024, equation 3);
+    - sequence_sum: the mean over sequences of each one's token sum divided by `constant`, so that length does not weigh
+      (Dr. GRPO, Liu et al. 2025, section 3.2; `constant` is the longest response allowed).
+
+    A sequence's count lies whole on its first counted token: counts stay exact integers however the sequence is cut.
+    A sequence without counted tokens counts for nothing.
+    """
+    mask, owner = batch.mask, batch.sequence_ids
+    dtype = reduce(torch.promote_types, (x.dtype for x in batch.fields.values()), torch.float32)
+    ones = mask.to(dtype)
+    if aggregation == "token":
+        return {"weight": ones, "count": ones}
+    rank = ones.to(torch.int64).cumsum(0) - 1  # how many counted tokens lie before, over the whole batch
+    sizes = torch.bincount(owner[mask], minlength=batch.num_sequences)
+    first = mask & (rank == (sizes.cumsum(0) - sizes)[owner])
+    share = (
+        1.0 / sizes.clamp(min=1).to(dtype)[owner]
+        if aggregation == "sequence"
+        else torch.full_like(ones, 1.0 / constant)
+    )
+    return {"weight": ones * share, "count": first.to(dtype)}
+
+
+@dataclass(frozen=True)
+class SFTLoss:
+    """Negative log-likelihood: -log p(target)."""
+
+    separable: ClassVar[bool] = True
+
+    def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
+        total, count = _aggregate(-_widened(stats.logprob), batch)
+        return Loss(total, count, {"entropy_mean": _metric(stats.entropy)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """The clipped policy-gradient loss of PPO and its descendants, with KL penalty and entropy bonus.
+
+        l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coef KL(policy, reference) - entropy_coef H
+
+    Schulman et al. 2017, "Proximal policy optimization", equation 7. A is `fields["advantage"]`; r = p / p_old with
+    `fields["old_logprob"]`, or 1 without that field, for tokens that this very policy sampled. Unequal clips are DAPO's
+    clip-higher (Yu et al. 2025, equation 10). `dual_clip` c > 1 bounds l by -A c where A < 0 (Ye et al. 2020,
+    "Mastering complex control in MOBA games", equation 5). The KL is taken against `fields["reference_logprob"]`, see
+    `kl_estimate`.
+
+    ratio="sequence" is GSPO (Zheng et al. 2025, equations 5-7): r is the exponential of the sequence's mean log ratio,
+    clipped once a sequence and shared by its tokens, so the loss needs whole sequences; the paper's aggregation is
+    "sequence".
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    ratio: Literal["token", "sequence"] = "token"
+    kl_coef: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.clip_low <= 1 and self.clip_high >= 0):
+            raise ConfigError(
+                f"clip_low={self.clip_low}, clip_high={self.clip_high}: expected 0 <= clip_low <= 1 and "
+                "clip_high >= 0, as in clip_low: 0.2"
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ConfigError(f"dual_clip={self.dual_clip} must be above 1; 3.0 is usual, null turns it off")
+
+    @property
+    def separable(self) -> bool:
+        return self.ratio == "token"
+
+    def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
+        logprob, advantage = _widened(stats.logprob), batch.fields["advantage"]
+        token_log_ratio = _limited(logprob - batch.fields.get("old_logprob", logprob.detach()))
+        log_ratio = token_log_ratio if self.separable else _sequence_mean(token_log_ratio, batch)
+        ratio = log_ratio.exp()
+        unclipped = -advantage * ratio
+        clipped = -advantage * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        loss = torch.maximum(unclipped, clipped)
+        metrics = {
+            "clip_fraction": _metric(clipped > unclipped),
+            "approx_kl": _metric(_k3(-token_log_ratio)),
+            "entropy_mean": _metric(stats.entropy),
+            "ratio_mean": _metric(ratio),
+            "ratio_deviation": _metric((ratio - 1).abs()),
+        }
+        if self.dual_clip is not None:
+            bound = -advantage * self.dual_clip
+            capped = (advantage < 0) & (loss > bound)
+            loss = torch.where(capped, bound, loss)
+            metrics["dual_clip_fraction"] = _metric(capped)
+        if "reference_logprob" in batch.fields:
+            divergence = kl_estimate(logprob, batch.fields["reference_logprob"], self.kl_estimator)
+            metrics["kl_mean"] = _metric(divergence)
+            if self.kl_coef:
+                loss = loss + self.kl_coef * divergence
+        elif self.kl_coef:
+            raise ConfigError(
+                f"kl_coef={self.kl_coef} needs the field reference_logprob: score a reference or set it 0"
+            )
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * _widened(stats.entropy)
+        total, count = _aggregate(loss, batch)
+        return Loss(total, count, metrics)
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """Half the squared error of the critic against `fields["return"]`, with PPO's value clip.
+
+        l = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2
+
+    As in OpenAI baselines' PPO2; v_old is `fields["old_value"]`; clip None turns it off; `coef` scales l. Called with
+    values [n].
+    """
+
+    clip: float | None = 0.2
+    coef: float = 1.0
+    separable: ClassVar[bool] = True
+
+    def __call__(self, values: Tensor, batch: PackedBatch, /) -> Loss:
+        values, target = _widened(values), batch.fields["return"]
+        loss = (values - target) ** 2
+        metrics = {"value_error": _metric(loss), "value_mean": _metric(values), "return_mean": _metric(target)}
+        if self.clip is not None:
+            old = batch.fields["old_value"]
+            near = old + (values - old).clamp(-self.clip, self.clip)
+            clipped = (near - target) ** 2
+            metrics["value_clip_fraction"] = _metric(clipped > loss)
+            loss = torch.maximum(loss, clipped)
+        total, count = _aggregate(loss * (self.coef / 2), batch)
+        return Loss(total, count, metrics)
+
+
+def kl_estimate(logprob: Tensor, reference: Tensor, kind: KLEstimator) -> Tensor:
+    """Per-token estimates of KL(policy || reference) from tokens that the policy sampled, with d = log p - log p_ref.
+
+    k1 = d (unbiased, high variance)    k2 = d^2 / 2 (biased, low)    k3 = e^-d - 1 + d (unbiased, low, never negative)
+
+    Schulman 2020, "Approximating KL divergence". As a term of a loss, what counts is the expected gradient: k1's is 0
+    (use it in the reward instead), k2's is the gradient of KL(policy || reference), k3's (GRPO's choice, equation 4 of
+    the paper) that of KL(reference || policy); the two agree to first order near the reference.
+    """
+    difference = _limited(_widened(logprob) - reference)
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference * difference / 2
+    if kind == "k3":
+        return _k3(difference)
+    raise ConfigError(f"kl_estimator={kind!r} is no KL estimator; choose k1, k2 or k3")
+
+
+def _k3(difference: Tensor) -> Tensor:
+    return torch.expm1(-difference) + difference
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(wide(x.dtype))
+
+
+def _limited(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _sequence_mean(x: Tensor, batch: PackedBatch) -> Tensor:
+    """Each token gets the mean of `x` over its sequence's tokens."""
+    owner = batch.sequence_ids
+    sizes = torch.bincount(owner, minlength=batch.num_sequences).clamp(min=1)
+    return (x.new_zeros(batch.num_sequences).index_add(0, owner, x) / sizes)[owner]
+
+
+def _aggregate(token_loss: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """sum(weight x loss) and sum(count); every token weighs and counts 1 where the batch has no such fields."""
+    ones = torch.ones_like(token_loss.detach())
+    weight, count = batch.fields.get("weight", ones), batch.fields.get("count", ones)
+    return (weight * token_loss).sum(), count.sum()
+
+
+def _metric(x: Tensor) -> Sum:
+    """The plain token mean of `x`, as a sum."""
+    x = _widened(x.detach())
+    return Sum(x.sum(), torch.ones_like(x).sum())

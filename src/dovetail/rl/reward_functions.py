@@ -1,0 +1,98 @@
+"""The built-in rewards: pure functions of (completion, answer, finish) that return a number from 0 to 1."""
+
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+_NUMBER = re.compile(
+    rf"(?<![\w.])(?P<sign>[-+]?)[$\u20ac\u00a3]?(?P<top>{_DIGITS})"
+    r"(?:[eE](?P<exponent>[-+]?[0-9]{1,3})(?![0-9])|\s?/\s?(?P<bottom>0*[1-9][0-9]*)(?![0-9]|\.[0-9]))?"
+)
+_BARE = re.compile(rf"[-+]?{_DIGITS}(?:/[0-9]+)?\.?")
+_LATEX_FRACTION = re.compile(r"(-?)\\[dt]?frac\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}")
+_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+_MOST_DIGITS = 400  # longer ones are babble, and Python refuses to read integers of thousands of digits
+
+
+def exact_match(completion: str, answer: Any, _finish: str) -> float:
+    """1 if the completion is the answer, apart from white space around either."""
+    return float(completion.strip() == str(answer).strip())
+
+
+def numeric_match(completion: str, answer: Any, _finish: str, *, tolerance: float = 1e-6) -> float:
+    """1 if the completion's final number equals the answer's, up to a relative `tolerance`; see `final_number`."""
+    return float(_close(final_number(completion), expected_number(answer), tolerance))
+
+
+def format_match(
+    completion: str,
+    _answer: Any,
+    _finish: str,
+    *,
+    pattern: str = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*",
+) -> float:
+    """1 if the whole completion matches the regular expression `pattern`; a dot matches line ends too."""
+    return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
+
+
+def number_only(completion: str, answer: Any, finish: str) -> float:
+    """1.0 for exactly the number, optionally with a full stop, and then the stop token; 0.3 if the last number is the
+    right one and the model stopped; 0.1 if the right number occurs at all; else 0."""
+    expected = expected_number(answer)
+    found = numbers(completion)
+    if expected not in found:
+        return 0.0
+    if finish != "stop" or found[-1] != expected:
+        return 0.1
+    return 1.0 if _BARE.fullmatch(completion.strip()) else 0.3
+
+
+def expected_number(answer: Any) -> Fraction:
+    """The answer column as a number; text may hold a worked solution, as GSM8K's ends in "#### 42"."""
+    number = final_number(str(answer))
+    if number is None:
+        raise ValueError(f"the answer {answer!r} holds no number")
+    return number
+
+
+def final_number(text: str) -> Fraction | None:
+    r"""What a text gives as its result: the last number of the last \boxed{...}, else the first one after the last
+    "####", else the last of all; None where there is none."""
+    boxed = [found for inside in _BOXED.findall(text) for found in numbers(inside)[-1:]]
+    if boxed:
+        return boxed[-1]
+    _, marker, tail = text.rpartition("####")
+    found = numbers(tail)
+    if marker and found:
+        return found[0]
+    found = numbers(text)
+    return found[-1] if found else None
+
+
+def numbers(text: str) -> list[Fraction]:
+    r"""All numbers of a text in order: 1,234.5  $3  -7  .5  2e-3  3/4  \frac{3}{4}."""
+    plain = _LATEX_FRACTION.sub(r"\1\2/\3", text.replace("\u2212", "-"))
+    return [number for found in _NUMBER.finditer(plain) if (number := _fraction(found)) is not None]
+
+
+def _fraction(found: re.Match[str]) -> Fraction | None:
+    if len(found.group()) > _MOST_DIGITS:
+        return None
+    value = Fraction(found["top"].replace(",", "")) / Fraction(found["bottom"] or 1)
+    if found["exponent"]:
+        value *= Fraction(10) ** int(found["exponent"])
+    return -value if found["sign"] == "-" else value
+
+
+def _close(number: Fraction | None, expected: Fraction, tolerance: float) -> bool:
+    return number is not None and abs(number - expected) <= Fraction(tolerance) * abs(expected)
+
+
+BUILT_IN: Mapping[str, Callable[..., float]] = {
+    "exact_match": exact_match,
+    "numeric_match": numeric_match,
+    "format": format_match,
+    "number_only": number_only,
+}

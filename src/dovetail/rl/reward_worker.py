@@ -1,0 +1,150 @@
+"""What runs inside a reward worker process: load one reward function, then answer one JSON line a sample.
+
+The parent is `rewards.RewardRunner`. The first line it sends says what to load; the first answer says whether that
+worked. Foreign code may print, raise, exit, hang or crash: printing goes to standard error, raising and exiting are
+answers, and hanging and crashing end this process and nothing else.
+"""
+
+import importlib
+import inspect
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, NoReturn
+
+from dovetail.rl.reward_functions import BUILT_IN
+
+Scorer = Callable[[Mapping[str, Any]], Any]
+_GRACE = 5.0  # seconds after which a call ends its own process, should the parent have died meanwhile
+
+
+class Caught:
+    """A `with` block whose failure, of any kind, becomes the text `error`: for calling code that is not ours."""
+
+    error: str | None = None
+
+    def __enter__(self) -> "Caught":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if kind is None or error is None:
+            return True
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        place = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace else ""
+        self.error = f"{kind.__name__}: {error}{place}"
+        return True
+
+
+def main() -> NoReturn:
+    """Serve until standard input ends."""
+    requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", buffering=1)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # foreign code that reads or prints must not touch the conversation
+    os.dup2(2, 1)
+    setup = json.loads(requests.readline())
+    scorer = None
+    with Caught() as caught:
+        scorer = load(setup["name"], setup["function"], setup["options"], setup["directory"])
+    answers.write(json.dumps({"error": caught.error}) + "\n")
+    if scorer is not None:
+        for line in requests:
+            answer = evaluate(scorer, json.loads(line), setup["timeout"])
+            sys.stdout.flush()  # what the function printed
+            answers.write(json.dumps(answer) + "\n")
+    os._exit(0)  # a user's module may have left threads behind
+
+
+def evaluate(scorer: Scorer, sample: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    """{"value": number or None, "error": text or None} of one sample."""
+    value: Any = None
+    number = math.nan
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, timeout + _GRACE)  # ends even a call that never gives up the interpreter
+    with Caught() as caught:
+        value = scorer(sample)
+        if value is not None and not isinstance(value, (str, bytes)):
+            number = float(value)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    if caught.error is not None:
+        return {"value": None, "error": caught.error}
+    if value is None:
+        return {"value": None, "error": None}
+    if not math.isfinite(number):
+        return {"value": None, "error": f"the reward returned {value!r:.100}, which is not a finite number"}
+    return {"value": number, "error": None}
+
+
+def load(name: str | None, function: str | None, options: Mapping[str, Any], directory: str | None) -> Scorer:
+    """The scorer of a built-in `name`, or of a user's `function` "module:function" found from `directory`."""
+    if function is None:
+        assert name is not None
+        return partial(_built_in, BUILT_IN[name], options)
+    if directory is not None:
+        sys.path.insert(0, directory)
+    module, _, attribute = function.partition(":")
+    found = vars(importlib.import_module(module)).get(attribute)
+    if not callable(found):
+        raise LookupError(f"module {module} has no function {attribute!r}")
+    parameters = inspect.signature(found).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    accepted = None if takes_all else frozenset(parameters)
+    if "solution_str" in parameters:
+        return partial(_one, found, accepted, options)
+    if "completions" in parameters:
+        return partial(_batch_of_one, found, accepted, options)
+    raise TypeError(
+        f"{function}({', '.join(parameters)}) has neither signature of a reward: "
+        "f(data_source, solution_str, ground_truth, extra_info) or f(prompts, completions, **columns)"
+    )
+
+
+def _built_in(function: Callable[..., float], options: Mapping[str, Any], sample: Mapping[str, Any]) -> float:
+    return function(sample["completion"], sample["answer"], sample["finish"], **options)
+
+
+def _one(
+    function: Callable[..., Any], accepted: frozenset[str] | None, options: Mapping[str, Any], sample: Mapping[str, Any]
+) -> Any:
+    """f(data_source, solution_str, ground_truth, extra_info); extra_info holds the columns, the prompt and `finish`."""
+    columns = dict(sample["columns"])
+    source, extra = columns.pop("data_source", None), columns.pop("extra_info", None)
+    extra = {**columns, **extra} if isinstance(extra, dict) else columns
+    given = {
+        "data_source": source,
+        "solution_str": sample["completion"],
+        "ground_truth": sample["answer"],
+        "extra_info": {"prompt": sample["prompt"], "finish": sample["finish"], **extra},
+        **options,
+    }
+    return function(**_only(given, accepted))
+
+
+def _batch_of_one(
+    function: Callable[..., Any], accepted: frozenset[str] | None, options: Mapping[str, Any], sample: Mapping[str, Any]
+) -> Any:
+    """f(prompts, completions, **columns) with lists of one sample, so that one bad sample spoils no other.
+
+    Where the prompt is messages the completion is one too, as TRL has it: [{"role": "assistant", "content": ...}].
+    """
+    text = sample["completion"]
+    is_chat = isinstance(sample["prompt"], list)
+    completion = [{"role": "assistant", "content": text}] if is_chat else text
+    columns = {**sample["columns"], "answer": sample["answer"], "finish": sample["finish"]}
+    columns |= {"prompts": sample["prompt"], "completions": completion}
+    given = {**{key: [value] for key, value in columns.items()}, **options}
+    rewards = list(function(**_only(given, accepted)))
+    if len(rewards) != 1:
+        raise ValueError(f"expected a list of 1 reward for 1 completion, got {len(rewards)}")
+    return rewards[0]
+
+
+def _only(given: dict[str, Any], accepted: frozenset[str] | None) -> dict[str, Any]:
+    return given if accepted is None else {key: value for key, value in given.items() if key in accepted}

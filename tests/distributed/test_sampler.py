@@ -1,0 +1,158 @@
+"""The embedded sampler over ranks: every layout draws the same samples, and every rank returns all of them."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dovetail.arch.registry import spec_from_config
+from dovetail.batch import MicroBatch, PackedBatch, Sequence
+from dovetail.errors import CheckpointError
+from dovetail.kernels.registry import KernelSet
+from dovetail.layout import Layout
+from dovetail.mesh import Mesh
+from dovetail.rollout import native
+from dovetail.rollout.base import Completion, Prompt, SamplingParams
+from dovetail.rollout.draw import draw
+from dovetail.rollout.native import NativeSampler
+from tests.harness import distributed, run
+from tests.parity.configs import VOCAB, tiny_configs, tiny_model
+from tests.tolerances import MODEL_FP32, SUM_ORDER, assert_close
+
+MODELS = ("llama_biases", "qwen2_window", "qwen3_tied", "llama_one_kv_head")
+PARAMS = SamplingParams(samples=3, max_new_tokens=7, temperature=1.4, stop_ids=tuple(range(0, VOCAB, 11)), seed=9)
+
+
+def mesh_of(layout: str) -> Mesh:
+    return Mesh.build(Layout.parse(layout)) if dist.is_initialized() else Mesh.solo()
+
+
+def sampler_of(name: str, mesh: Mesh, **options: int) -> NativeSampler:
+    config = tiny_configs()[name]
+    sampler = NativeSampler(spec_from_config(config.to_dict()), mesh, KernelSet(), torch.float64, **options)
+    sampler.refill(tiny_model(config).state_dict().items())
+    return sampler
+
+
+def prompts_of(lengths: tuple[int, ...]) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(1)
+    return [Prompt(5 * i, torch.randint(0, VOCAB, (n,), generator=generator).tolist()) for i, n in enumerate(lengths)]
+
+
+def sample_all(layout: str, lengths: tuple[int, ...], max_tokens: int) -> dict[str, list[Completion]]:
+    """Completions of every model; the mesh is built once."""
+    mesh, prompts = mesh_of(layout), prompts_of(lengths)
+    return {name: sampler_of(name, mesh, max_tokens=max_tokens).sample(prompts, PARAMS) for name in MODELS}
+
+
+@functools.cache
+def alone(lengths: tuple[int, ...]) -> dict[str, list[Completion]]:
+    return sample_all("tp=1", lengths, 10_000)
+
+
+def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        assert (a.row, a.sample, a.ids, a.finish) == (b.row, b.sample, b.ids, b.finish)
+        assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), SUM_ORDER)
+
+
+@pytest.mark.parametrize(
+    ("layout", "max_tokens"),
+    [("tp=1,dp=2", 60), ("tp=2", 200), ("tp=4", 10_000), ("tp=2,dp=2", 10_000), ("tp=8", 10_000)],
+)
+def test_every_layout_draws_the_same_samples_on_every_rank(layout: str, max_tokens: int) -> None:
+    lengths = (9, 3, 14, 1, 6)
+    for found in run(Layout.parse(layout).num_ranks, sample_all, layout, lengths, max_tokens):
+        for name in MODELS:
+            assert_same(found[name], alone(lengths)[name])
+            assert {c.finish for c in found[name]} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("lengths", [(4,), ()])
+def test_replicas_without_prompts_take_part(lengths: tuple[int, ...]) -> None:
+    for found in run(4, sample_all, "tp=2,dp=2", lengths, 10_000):
+        for name in MODELS:
+            assert_same(found[name], alone(lengths)[name])
+
+
+def score_samples(layout: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Log-probs of samples, and what a forward pass over the same ids, as in training, gives for them."""
+    mesh, prompts, params = mesh_of(layout), prompts_of((9, 3, 14)), replace(PARAMS, top_k=30, top_p=0.9)
+    pairs = []
+    for name in MODELS:
+        config = tiny_configs()[name]
+        sampler = NativeSampler(spec_from_config(config.to_dict()), mesh, KernelSet(), torch.float32)
+        sampler.refill(tiny_model(config).state_dict().items())
+        done = sampler.sample(prompts, params)
+        rows = []
+        for i, c in enumerate(done):
+            prompt = prompts[i // params.samples].ids
+            mask = [False] * len(prompt) + [True] * len(c.ids)
+            rows.append(Sequence([*prompt, *c.ids], mask, {"temperature": params.temperature}))
+        with torch.no_grad():
+            stats = sampler.model(MicroBatch.of(PackedBatch.pack(rows), mesh.token_multiple))
+        pairs.append((torch.tensor([x for c in done for x in c.log_probs]), stats.logprob))
+    return pairs
+
+
+@pytest.mark.parametrize("layout", ["tp=1", "tp=2,dp=2"])
+def test_log_probs_are_those_of_scoring(layout: str) -> None:
+    for found in run(Layout.parse(layout).num_ranks, score_samples, layout):
+        for log_probs, scored in found:
+            assert_close(log_probs, scored, MODEL_FP32)
+
+
+def favor_padding(layout: str) -> tuple[set[int], list[int]]:
+    """All logits are equal, so every id is as likely; a padding row that counted would be drawn too."""
+    mesh = mesh_of(layout)
+    config = tiny_configs()["llama"]
+    sampler = NativeSampler(spec_from_config(config.to_dict()), mesh, KernelSet(), torch.float32)
+    weights = dict(tiny_model(config).state_dict())
+    weights["lm_head.weight"] = torch.zeros_like(weights["lm_head.weight"])
+    sampler.refill(weights.items())
+    padding = sampler.model.lm_head.weight[sampler.model.lm_head.columns :]
+    assert not padding.any()
+    padding.fill_(9.0)
+    done = sampler.sample(prompts_of((3, 8)), SamplingParams(samples=200, max_new_tokens=8))
+    best = sampler.sample(prompts_of((3, 8)), SamplingParams(max_new_tokens=8, temperature=0))
+    assert_close(torch.tensor(done[0].log_probs), -torch.full((8,), float(VOCAB)).log(), SUM_ORDER)
+    return {token for c in done for token in c.ids}, [token for c in best for token in c.ids]
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "tp=4", "tp=8"])
+def test_padding_of_the_vocabulary_is_never_drawn(layout: str) -> None:
+    for drawn, best in run(Layout.parse(layout).num_ranks, favor_padding, layout):
+        assert drawn == set(range(VOCAB))
+        assert set(best) <= drawn
+
+
+@distributed(world=2)
+def test_tp_ranks_take_the_draw_of_rank_0() -> None:
+    mesh = mesh_of("tp=2")
+    sampler = sampler_of("llama_biases", mesh)
+    expected = sampler.sample(prompts_of((5, 2)), PARAMS)
+
+    def rounds_apart(z, noise, params):
+        ids, log_probs = draw(z, noise, params)
+        return (ids, log_probs) if mesh["tp"].rank == 0 else ((ids + 1) % VOCAB, log_probs + 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "draw", rounds_apart)
+        assert_same(sampler.sample(prompts_of((5, 2)), PARAMS), expected)
+
+
+@distributed(world=4)
+def test_a_misshapen_table_is_refused_by_ranks_that_hold_only_padding_of_it() -> None:
+    mesh = mesh_of("tp=4")
+    config = tiny_configs()["llama"]
+    config.vocab_size = 5  # tp 4 holds 2, 2, 1 and 0 rows
+    sampler = NativeSampler(spec_from_config(config.to_dict()), mesh, KernelSet(), torch.float32)
+    weights = dict(tiny_model(config).state_dict())
+    sampler.refill(weights.items())
+    assert max(token for c in sampler.sample([Prompt(0, [4, 1])], PARAMS) for token in c.ids) < 5
+    weights["lm_head.weight"] = torch.zeros(6, 64)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight: shape \[6, 64\], expected \[5, 64\]"):
+        sampler.refill(weights.items())

@@ -1,0 +1,235 @@
+"""Rows to tokens with a byte-level tokenizer made here: prompts, masks, chat templates, limits and refusals."""
+
+import importlib
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from dovetail.batch import PackedBatch
+from dovetail.data import Limits, batch_rows, load_prompts, load_score, load_sft, read_rows
+from dovetail.errors import DataError
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Says more about the last turn than about the others, as reasoning models do.
+FORGETFUL = CHATML.replace(
+    "{{ m['content'] }}", "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}"
+)
+STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + CHATML
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4"}
+
+
+def make_tokenizer(*, bos: bool = False, template: str | None = CHATML, eos: str | None = "<|im_end|>") -> Any:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*SPECIAL, *alphabet])}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(SPECIAL)
+    if bos:
+        inner.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+        )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>" if bos else None, eos_token=eos)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+PLAIN = make_tokenizer()
+LIMITS = Limits(vocab_size=260)
+GOLDEN = [0, 5, 1, 4, 3, 2]  # of seed 0: what a resumed run relies on
+
+
+def write(tmp_path: Path, *rows: object) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+def spelled(ids: Any, mask: Any = None) -> str:
+    """The text of ids, or of those that the mask trains."""
+    return str(PLAIN.decode([i for i, m in zip(ids, mask or [True] * len(ids), strict=True) if m]))
+
+
+def test_a_string_prompt_is_tokenised_as_it_is(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, {"prompt": "4 + 5 =", "answer": 9, "level": 2}, "", {"prompt": "a", "answer": None, "id": "x"}
+    )
+    first, second = load_prompts(path, PLAIN, LIMITS)
+    assert spelled(first.ids) == "4 + 5 ="
+    assert (first.id, first.answer, first.prompt, dict(first.columns)) == (0, 9, "4 + 5 =", {"level": 2})
+    assert (second.id, second.ids, second.answer) == ("x", (PLAIN.encode("a")[0],), None)
+
+
+@pytest.mark.parametrize("prompt", ["hi", "<s>hi"])
+def test_bos_comes_once_and_eos_never(tmp_path: Path, prompt: str) -> None:
+    (row,) = load_prompts(write(tmp_path, {"prompt": prompt, "answer": 1}), make_tokenizer(bos=True), LIMITS)
+    assert spelled(row.ids) == "<s>hi"
+
+
+def test_messages_go_through_the_template(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, {"prompt": [USER], "answer": 4}, {"prompt": [USER, {**ASSISTANT, "content": "It is"}], "answer": 4}
+    )
+    asked, continued = load_prompts(path, make_tokenizer(bos=True), LIMITS)
+    assert spelled(asked.ids) == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert spelled(continued.ids) == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\nIt is"
+
+
+def test_rows_to_generate_from_need_no_answer(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt": "a"}, {"input_ids": [5, 6], "id": "ids"})
+    text, ids = load_prompts(path, PLAIN, LIMITS, answers=False)
+    assert text.ids == tuple(PLAIN.encode("a"))
+    assert (ids.id, ids.ids) == ("ids", (5, 6))
+    (alone,) = load_prompts(write(tmp_path, {"input_ids": [5]}), None, LIMITS, answers=False)
+    assert alone.ids == (5,)
+
+
+@pytest.mark.parametrize("prompt", ["2+2?", [USER]])
+def test_sft_trains_the_completion_and_one_eos(tmp_path: Path, prompt: object) -> None:
+    (row,) = load_sft(write(tmp_path, {"prompt": prompt, "completion": " 4"}), make_tokenizer(bos=True), LIMITS)
+    start = "<s>2+2?" if prompt == "2+2?" else "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert spelled(row.ids) == start + " 4<|im_end|>"
+    assert spelled(row.ids, row.mask) == " 4<|im_end|>"
+    assert row.mask is not None
+    assert list(row.mask) == sorted(row.mask), "the trained tokens come last"
+
+
+def test_sft_with_nothing_before_or_nothing_after(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt": "", "completion": "ab"}, {"prompt": "ab", "completion": ""})
+    bare, silent = load_sft(path, PLAIN, LIMITS)
+    assert spelled(bare.ids, bare.mask) == "ab<|im_end|>"
+    assert spelled(silent.ids, silent.mask) == "<|im_end|>"
+    batch = PackedBatch.pack([silent, bare])
+    assert batch.mask.tolist() == [False, True, False, True, True, False], "nothing predicts a sequence's first token"
+    assert spelled(batch.targets[batch.mask].tolist()) == "<|im_end|>b<|im_end|>"
+
+
+def test_conversations_train_the_assistant_turns_only(tmp_path: Path) -> None:
+    second = {"role": "assistant", "content": "You said: assistant\n"}
+    path = write(tmp_path, {"messages": [{"role": "system", "content": "s"}, USER, ASSISTANT, USER, second]})
+    (row,) = load_sft(path, PLAIN, LIMITS)
+    assert spelled(row.ids, row.mask) == "It is 4<|im_end|>You said: assistant\n<|im_end|>"
+    whole = PLAIN.apply_chat_template(
+        [{"role": "system", "content": "s"}, USER, ASSISTANT, USER, second], tokenize=False
+    )
+    assert spelled(row.ids) == whole
+    assert row.mask is not None
+    runs = "".join("x" if m else " " for m in row.mask).split()
+    assert len(runs) == 2, "the mask has a hole between the turns"
+
+
+def test_a_template_without_eos_trains_the_whole_turn(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(eos="</s>")
+    (row,) = load_sft(write(tmp_path, {"messages": [USER, ASSISTANT]}), tokenizer, LIMITS)
+    assert spelled(row.ids, row.mask) == "It is 4<|im_end|>\n"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, {"messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT, USER, ASSISTANT]})
+    with pytest.raises(DataError, match=r"rows.jsonl:2: message 1 \(assistant\).*writes this turn differently"):
+        load_sft(path, make_tokenizer(template=FORGETFUL), LIMITS)
+
+
+def test_score_rows(tmp_path: Path) -> None:
+    path = write(tmp_path, {"input_ids": [9]}, {"prompt": "a", "completion": "b", "id": 7})
+    given, text = load_score(path, make_tokenizer(bos=True), LIMITS)
+    assert (given.id, given.ids) == (0, (9,))
+    assert (text.id, spelled(text.ids)) == (7, "<s>ab")
+
+
+@pytest.mark.parametrize(
+    ("loader", "row", "words"),
+    [
+        (load_prompts, "{not json", "not JSON .*one JSON object"),
+        (load_prompts, "[" * 100000, "not JSON"),
+        (load_prompts, "[1]", "a list, not a JSON object"),
+        (load_prompts, {"prompt": "a"}, r"lacks 'answer' \(it has 'prompt'\)"),
+        (load_prompts, {"text": "a"}, "lacks 'prompt', 'answer'"),
+        (load_prompts, {"prompt": "", "answer": 1}, "the prompt has no tokens"),
+        (load_prompts, {"prompt": 3, "answer": 1}, "prompt must be a string or messages"),
+        (load_prompts, {"prompt": [], "answer": 1}, "prompt must be a string or messages"),
+        (load_prompts, {"prompt": [{"role": "user"}], "answer": 1}, "prompt must be a string or messages"),
+        (load_sft, {"prompt": "a"}, "lacks 'completion'"),
+        (load_sft, {"prompt": "a", "completion": 1}, "completion must be a string, not 1"),
+        (load_sft, {"messages": [USER]}, "without an assistant turn"),
+        (load_sft, {"messages": "hello"}, "messages must be messages"),
+        (load_score, {"input_ids": []}, "has no tokens"),
+        (load_score, {"input_ids": [1.5]}, "list of integers"),
+        (load_score, {"input_ids": [True]}, "list of integers"),
+        (load_score, {"input_ids": [3, 260]}, "token id 260 lies outside .*vocabulary of 260"),
+        (load_score, {"input_ids": [-1]}, "token id -1 lies outside"),
+    ],
+)
+def test_mistakes_name_file_and_line(tmp_path: Path, loader: Any, row: object, words: str) -> None:
+    good = {"prompt": "a", "answer": 1, "completion": "b"}
+    with pytest.raises(DataError, match=r"(?s)rows\.jsonl:3: .*" + words):
+        loader(write(tmp_path, good, "", row), PLAIN, LIMITS)
+
+
+def test_mistakes_with_the_tokenizer(tmp_path: Path) -> None:
+    chat, text = {"prompt": [ASSISTANT, USER], "answer": 1}, {"prompt": "a", "completion": "b"}
+    with pytest.raises(DataError, match=":1: messages need a chat template"):
+        load_prompts(write(tmp_path, chat), make_tokenizer(template=None), LIMITS)
+    with pytest.raises(DataError, match=":1: the chat template refuses these messages: user first"):
+        load_prompts(write(tmp_path, chat), make_tokenizer(template=STRICT), LIMITS)
+    with pytest.raises(DataError, match=":1: text needs a tokenizer"):
+        load_score(write(tmp_path, text), None, LIMITS)
+    with pytest.raises(DataError, match="no EOS token"):
+        load_sft(write(tmp_path, text), make_tokenizer(eos=None), LIMITS)
+
+
+def test_empty_and_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no rows"):
+        load_score(write(tmp_path, "", ""), None, LIMITS)
+    with pytest.raises(DataError, match="no such data file"):
+        load_score(tmp_path / "absent.jsonl", None, LIMITS)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(DataError, match=r"latin\.jsonl:1: not JSON"):
+        list(read_rows(tmp_path / "latin.jsonl"))
+
+
+def test_overlong_rows_by_policy(tmp_path: Path) -> None:
+    path = write(tmp_path, {"input_ids": [1] * 3}, {"input_ids": [1] * 4}, {"input_ids": [1] * 2})
+    with pytest.raises(DataError, match=r":2: 4 tokens, but at most 3 fit.*data\.overlong=drop"):
+        load_score(path, None, Limits(9, max_tokens=3))
+    kept = load_score(path, None, Limits(9, max_tokens=3, overlong="drop"))
+    assert [(row.id, len(row.ids)) for row in kept] == [(0, 3), (2, 2)], "ids stay the rows' own"
+    with pytest.raises(DataError, match="all 3 rows are longer than 1 tokens"):
+        load_score(path, None, Limits(9, max_tokens=1, overlong="drop"))
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"PAR1")
+    try:
+        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        with pytest.raises(DataError, match=r"parquet needs pyarrow: pip install 'dovetail\[parquet\]'"):
+            load_score(path, None, LIMITS)
+        return
+    parquet.write_table(arrow.table({"input_ids": [[1, 2], [3]], "id": ["a", "b"]}), path)
+    assert [(row.id, row.ids) for row in load_score(path, None, LIMITS)] == [("a", (1, 2)), ("b", (3,))]
+
+
+@pytest.mark.parametrize(("num_rows", "per_step"), [(7, 3), (5, 5), (3, 8), (1, 2)])
+def test_every_epoch_holds_every_row_once(num_rows: int, per_step: int) -> None:
+    stream = [row for step in range(num_rows * 3) for row in batch_rows(num_rows, per_step, 4, step)]
+    epochs = [stream[at : at + num_rows] for at in range(0, len(stream), num_rows)]
+    assert len(epochs) == 3 * per_step
+    assert all(Counter(epoch) == Counter(range(num_rows)) for epoch in epochs)
+    assert num_rows < 5 or len({tuple(epoch) for epoch in epochs}) > 1, "epochs are shuffled differently"
+
+
+def test_a_step_depends_on_seed_and_step_alone() -> None:
+    assert batch_rows(100, 4, 0, 30) == batch_rows(100, 4, 0, 30)
+    assert batch_rows(100, 4, 0, 30) != batch_rows(100, 4, 1, 30)
+    assert batch_rows(6, 3, 0, 0) == GOLDEN[:3], "the stream changed: resumed runs would see other rows"
+    assert batch_rows(6, 3, 0, 1) == GOLDEN[3:]

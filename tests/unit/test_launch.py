@@ -1,0 +1,192 @@
+"""Local ranks: how they end, what they say and how often, and that nothing stays behind.
+
+Each test runs `python -m dovetail score` with a planted `dovetail.cli.score` that does what the test is about.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+START = """
+import os, runpy, sys, time, types
+import dovetail.cli
+from dovetail.errors import DataError
+command = types.ModuleType("dovetail.cli.score")
+sys.modules["dovetail.cli.score"] = command
+def run(args):
+    import torch.distributed as dist
+    rank = dist.get_rank()
+{body}
+command.run = run
+sys.argv = [__file__, *sys.argv[1:]]
+"""
+# The ranks must run the planted command too, so the script stands in for `-m dovetail` in the command of the ranks.
+RANKS = """
+from dovetail.cli import main as program
+plain = program.run_ranks
+program.run_ranks = lambda command, ranks: plain([command[0], __file__, *command[3:]], ranks)
+program.main()
+"""
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    def begin(body: str, *flags: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        script = tmp_path / "program.py"
+        script.write_text(START.format(body=textwrap.indent(textwrap.dedent(body), "    ")) + RANKS)
+        given = ["score", "--model", "m", "--data", "d", "--out", "o", "--device", "cpu", *flags]
+        clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+        return subprocess.Popen(
+            [sys.executable, str(script), *given],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**clean, "OMP_NUM_THREADS": "1", **(env or {})},
+        )
+
+    return begin
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, "\n".join(line for line in err.splitlines() if "Warning" not in line)
+
+
+def wait_for_file(path: Path) -> str:
+    for _ in range(300):
+        if path.exists() and path.read_text():
+            return path.read_text()
+        time.sleep(0.1)
+    raise AssertionError(f"{path} was not written")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return not Path(f"/proc/{pid}/stat").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+def test_ranks_meet_and_end_well(start: Start) -> None:
+    body = """
+    x = __import__("torch").ones(1)
+    dist.all_reduce(x)
+    open(f"rank{rank}", "w").write(str(x.item()))
+    """
+    process = start(body, "--layout", "tp=2")
+    code, _, err = ended(process)
+    assert (code, err) == (0, "")
+
+
+def test_one_rank_runs_in_this_process_with_a_group(start: Start) -> None:
+    assert ended(start("print(dist.get_world_size(), 'RANK' in os.environ)"))[:2] == (0, "1 False\n")
+
+
+@pytest.mark.parametrize("layout", ["tp=1", "tp=2"])
+def test_users_mistake_on_every_rank_is_told_once(start: Start, layout: str) -> None:
+    code, out, err = ended(start("raise DataError('row 3 has no tokens')", "--layout", layout))
+    assert (code, out, err) == (2, "", "dovetail: row 3 has no tokens")
+
+
+def test_users_mistake_on_the_last_rank_alone_is_told(start: Start) -> None:
+    body = """
+    if rank == 1:
+        raise DataError('row 4 is too long')
+    dist.barrier()
+    """
+    assert ended(start(body, "--layout", "dp=2"))[::2] == (2, "dovetail: row 4 is too long")
+
+
+def test_defect_shows_the_first_failing_ranks_traceback_once(start: Start) -> None:
+    body = """
+    if rank == 1:
+        raise KeyError('planted')
+    dist.barrier()
+    """
+    code, _, err = ended(start(body, "--layout", "tp=2"))
+    assert code == 1
+    assert err.startswith("dovetail: rank 1: this is a defect of ours\nTraceback")
+    assert err.count("Traceback") == 1
+    assert err.endswith("KeyError: 'planted'")
+
+
+def test_killed_rank_is_named_and_ends_the_others(start: Start) -> None:
+    body = """
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    time.sleep(600)
+    """
+    started = time.monotonic()
+    assert ended(start(body, "--layout", "tp=2"))[::2] == (1, "dovetail: rank 1 was killed by SIGKILL")
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("layout", ["tp=1", "tp=2"])
+def test_sigterm_reaches_the_ranks_for_a_clean_stop(start: Start, layout: str, tmp_path: Path) -> None:
+    body = """
+    from dovetail.launch import StopSignal
+    with StopSignal() as stop:
+        dist.barrier()
+        open(f"ready{rank}", "w").write("x")
+        while not stop.requested:
+            time.sleep(0.05)
+    open(f"stopped{rank}", "w").write("x")
+    return StopSignal.EXIT_CODE
+    """
+    process = start(body, "--layout", layout)
+    wait_for_file(tmp_path / "ready0")
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[::2] == (143, "")
+    assert (tmp_path / "stopped0").exists()
+    assert (tmp_path / "stopped1").exists() == (layout == "tp=2")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_a_command_without_a_handler(start: Start, number: signal.Signals, tmp_path: Path) -> None:
+    process = start("open(f'ready{rank}', 'w').write('x'); time.sleep(600)", "--layout", "tp=2")
+    wait_for_file(tmp_path / "ready0")
+    wait_for_file(tmp_path / "ready1")
+    process.send_signal(number)
+    assert ended(process)[::2] == ({signal.SIGTERM: 143, signal.SIGINT: 130}[number], "")
+
+
+def test_no_rank_outlives_a_killed_parent(start: Start, tmp_path: Path) -> None:
+    process = start("open(f'pid{rank}', 'w').write(str(os.getpid())); time.sleep(600)", "--layout", "tp=2")
+    pids = [int(wait_for_file(tmp_path / f"pid{rank}")) for rank in range(2)]
+    process.kill()
+    process.communicate(timeout=60)
+    for _ in range(100):
+        if not any(map(is_alive, pids)):
+            return
+        time.sleep(0.1)
+    raise AssertionError("a rank outlived its parent")
+
+
+def test_product_other_than_the_launchers_ranks_is_refused_by_rank_0_alone(start: Start) -> None:
+    both = {rank: start("pass", "--layout", "tp=2,dp=2", env={"RANK": rank, "WORLD_SIZE": "2"}) for rank in "01"}
+    told = {rank: ended(process) for rank, process in both.items()}
+    message = (
+        "dovetail: layout tp=2,dp=2 needs 4 ranks (tp x pp x cp x dp), but the job has 2; "
+        "change the degrees or the number of ranks"
+    )
+    assert told == {"0": (2, "", message), "1": (2, "", "")}
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="a CUDA device is here")
+def test_missing_device_is_refused(start: Start) -> None:
+    code, _, err = ended(start("pass", "--device", "cuda"))
+    assert code == 2
+    assert "device 'cuda': torch" in err
+    assert "sees none here; use --device cpu or auto" in err

@@ -1,0 +1,262 @@
+"""Built-in rewards, both signatures of a user's function, and what a bad one cannot do to a run."""
+
+import subprocess
+import sys
+import textwrap
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from dovetail.errors import ConfigError
+from dovetail.rl.reward_functions import final_number, format_match, number_only, numbers, numeric_match
+from dovetail.rl.rewards import RewardResult, RewardRunner, Sample, count_errors
+
+MODULE = """
+import os, sys, time
+
+def verl_like(data_source, solution_str, ground_truth, extra_info):
+    print("a print must not disturb the conversation", flush=True)
+    assert data_source == "gsm" and extra_info["level"] == 3 and extra_info["finish"] == "stop"
+    return 1.0 if solution_str == ground_truth else 0
+
+def trl_like(prompts, completions, level, **columns):
+    assert columns["answer"] == ["42"] and level == [3]
+    return [len(p) + len(c) for p, c in zip(prompts, completions)]
+
+def chat(prompts, completions):
+    return [len(c[0]["content"]) + len(p) for p, c in zip(prompts, completions)]
+
+def weighted(data_source, solution_str, ground_truth, extra_info=None, factor=1.0):
+    return factor * len(solution_str)
+
+def by_text(data_source, solution_str, ground_truth, extra_info):
+    what = solution_str
+    if what == "raise":
+        raise RuntimeError("broken on purpose")
+    if what == "exit":
+        sys.exit(3)
+    if what == "crash":
+        os._exit(7)
+    if what == "hang":
+        time.sleep(1000)
+    if what == "read":
+        return len(sys.stdin.read())
+    return {"nan": float("nan"), "inf": float("-inf"), "none": None, "text": "1.0", "list": [1.0], "bool": True,
+            "big": 10**400, "secret": object()}.get(what, 0.5)
+
+def neither(x, y):
+    return 1.0
+
+def two_for_one(prompts, completions):
+    return [1.0, 2.0]
+
+not_a_function = 3
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "my_rewards.py").write_text(textwrap.dedent(MODULE))
+    (tmp_path / "broken.py").write_text("import does_not_exist\n")
+    return tmp_path
+
+
+def sample(completion: str, **more: object) -> Sample:
+    columns = {"data_source": "gsm", "level": 3}
+    return Sample(completion=completion, answer="42", prompt="What?", columns=columns, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("it costs $1,234.50 in all", ["1234.5"]),
+        ("54, 94, 2", ["54", "94", "2"]),
+        ("54,94,2", ["54", "94", "2"]),
+        ("-7 and 7 - 5, 3-2 x=-5", ["-7", "7", "5", "3", "2", "-5"]),
+        ("3/4 of .5, 1/0", ["3/4", "1/2", "1", "0"]),
+        (r"\frac{3}{4} or -\dfrac{1}{2}", ["3/4", "-1/2"]),
+        ("2e-3 and 1e9999", ["1/500", "1"]),
+        ("the answer is 94.", ["94"]),
+        ("abc94 v2.0 x_3", []),
+        ("\u22127", ["-7"]),
+        ("9" * 5000, []),
+        ("", []),
+    ],
+)
+def test_numbers(text: str, expected: list[str]) -> None:
+    assert numbers(text) == [Fraction(x) for x in expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2 + 2 = 4\n#### 42", "42"),
+        ("#### 1,000 apples, not 7", "1000"),
+        (r"so \boxed{\frac{1}{2}} and 3 more", "1/2"),
+        (r"\boxed{1} then \boxed{x = 2}", "2"),
+        ("first 3 then 5", "5"),
+        ("none", None),
+    ],
+)
+def test_final_number(text: str, expected: str | None) -> None:
+    assert final_number(text) == (None if expected is None else Fraction(expected))
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("I get 42", 42, 1.0),
+        ("42.0", "#### 42", 1.0),
+        ("0.5", "1/2", 1.0),
+        ("0.3333333", "1/3", 1.0),
+        ("0.33", "1/3", 0.0),
+        ("41", 42, 0.0),
+        ("", 42, 0.0),
+    ],
+)
+def test_numeric_match(completion: str, answer: object, expected: float) -> None:
+    assert numeric_match(completion, answer, "stop") == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "finish", "expected"),
+    [
+        (" 94.", "stop", 1.0),
+        ("94", "stop", 1.0),
+        ("94", "length", 0.1),
+        ("94!", "stop", 0.3),
+        (" the 94", "stop", 0.3),
+        (" 94, not 2", "stop", 0.1),
+        (" 54, 94", "length", 0.1),
+        ("9", "stop", 0.0),
+        ("", "stop", 0.0),
+    ],
+)
+def test_number_only(completion: str, finish: str, expected: float) -> None:
+    assert number_only(completion, "94", finish) == expected
+
+
+def test_format() -> None:
+    assert format_match("<think>a\nb</think>\n<answer>3</answer>", None, "stop") == 1.0
+    assert format_match("<answer>3</answer>", None, "stop") == 0.0
+    assert format_match("yes", None, "stop", pattern="yes|no") == 1.0
+
+
+def test_built_ins_run_in_workers_and_keep_the_order() -> None:
+    with RewardRunner("exact_match", workers=2) as runner:
+        results = runner.score([Sample(completion=str(i), answer=str(i % 3)) for i in range(9)])
+        assert results == [RewardResult(float(i < 3)) for i in range(9)]
+        assert runner.score([]) == []
+    with RewardRunner("format", options={"pattern": "a+"}) as runner:
+        assert [r.value for r in runner.score([sample("aaa"), sample("b")])] == [1.0, 0.0]
+
+
+def test_both_signatures(directory: Path) -> None:
+    def score(function: str, samples: list[Sample], **options: float) -> list[RewardResult]:
+        with RewardRunner(function=f"my_rewards:{function}", directory=directory, options=options) as runner:
+            return runner.score(samples)
+
+    assert score("verl_like", [sample("42"), sample("41")]) == [RewardResult(1.0), RewardResult(0.0)]
+    assert score("trl_like", [sample("abc"), sample("")]) == [RewardResult(8.0), RewardResult(5.0)]
+    assert score("weighted", [sample("abc")], factor=2.0) == [RewardResult(6.0)]
+    messages = [{"role": "user", "content": "hello"}]
+    assert score("chat", [Sample(completion="abc", prompt=messages)]) == [RewardResult(4.0)]
+    (result,) = score("two_for_one", [sample("x")])
+    assert result.value is None
+    assert "list of 1 reward" in str(result.error)
+
+
+def test_what_a_reward_may_not_do_drops_its_sample_only(directory: Path) -> None:
+    texts = ["ok", "raise", "exit", "crash", "hang", "nan", "inf", "none", "text", "list", "big", "secret", "read"]
+    started = time.monotonic()
+    with RewardRunner(function="my_rewards:by_text", directory=directory, timeout=1.0) as runner:
+        results = dict(zip(texts, runner.score([sample(text) for text in texts]), strict=True))
+        assert time.monotonic() - started < 30
+        assert runner.score([sample("ok"), sample("bool")]) == [RewardResult(0.5), RewardResult(1.0)]
+    assert results["ok"] == RewardResult(0.5)
+    assert results["read"] == RewardResult(0.0), "standard input is empty"
+    assert results["none"] == RewardResult(None), "None drops a sample without being an error"
+    causes = {
+        "raise": "RuntimeError: broken on purpose",
+        "exit": "SystemExit: 3",
+        "crash": "died",
+        "hang": "no answer within 1 s",
+        "nan": "not a finite number",
+        "inf": "not a finite number",
+        "text": "not a finite number",
+        "list": "TypeError",
+        "big": "OverflowError",
+        "secret": "TypeError",
+    }
+    for text, words in causes.items():
+        assert results[text].value is None
+        assert words in str(results[text].error), text
+    assert "my_rewards.py:" in str(results["raise"].error), "the cause names the user's line"
+    number, first = count_errors(list(results.values()))
+    assert (number, first) == (len(causes), results["raise"].error)
+
+
+def test_hanging_samples_do_not_wait_for_each_other(directory: Path) -> None:
+    with RewardRunner(function="my_rewards:by_text", directory=directory, timeout=1.5, workers=3) as runner:
+        started = time.monotonic()
+        results = runner.score([sample("hang")] * 3 + [sample("ok")])
+        assert time.monotonic() - started < 4.4, "one after the other would take 4.5 seconds"
+    assert [r.value for r in results] == [None, None, None, 0.5]
+
+
+def test_a_regular_expression_that_never_ends_is_killed() -> None:
+    with RewardRunner("format", options={"pattern": "(a+)+b"}, timeout=0.5) as runner:
+        first, second = runner.score([sample("a" * 64), sample("ab")])
+    assert first.value is None
+    assert second.value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"name": "exact_mach"}, "did you mean 'exact_match'"),
+        ({"name": None}, "either name or import"),
+        ({"name": "format", "function": "a:b"}, "either name or import"),
+        ({"function": "my_rewards"}, "module:function"),
+        ({"function": "nowhere:f"}, "No module named 'nowhere'"),
+        ({"function": "broken:f"}, "does_not_exist"),
+        ({"function": "my_rewards:absent"}, "no function 'absent'"),
+        ({"function": "my_rewards:not_a_function"}, "no function 'not_a_function'"),
+        ({"function": "my_rewards:neither"}, "neither signature"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_refused_at_the_start(
+    directory: Path, arguments: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        RewardRunner(**{"directory": directory, **arguments})  # type: ignore[arg-type]
+
+
+def test_neither_the_parent_side_nor_the_worker_loads_torch() -> None:
+    code = "import sys, dovetail.rl.rewards, dovetail.rl.reward_worker; sys.exit('torch' in sys.modules)"
+    path = f"import sys; sys.path[:] = {sys.path!r}; "
+    assert subprocess.run([sys.executable, "-c", path + code], check=False).returncode == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_close_ends_what_a_reward_left_running(tmp_path: Path) -> None:
+    marker = tmp_path / "pid"
+    source = f"""
+        import subprocess
+        def f(prompts, completions):
+            child = subprocess.Popen(["sleep", "1000"])
+            open({str(marker)!r}, "w").write(str(child.pid))
+            return [0.0]
+    """
+    (tmp_path / "spawns.py").write_text(textwrap.dedent(source))
+    with RewardRunner(function="spawns:f", directory=tmp_path) as runner:
+        assert runner.score([sample("x")]) == [RewardResult(0.0)]
+        state = Path(f"/proc/{marker.read_text()}/stat")
+        assert state.exists()
+    for _ in range(100):
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("the child of the reward function outlived the runner")
