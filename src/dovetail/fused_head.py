@@ -47,9 +47,10 @@ class VocabShard:
 def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
     """Statistics of `batch.targets` [n] from hidden states [n, D]; one product a token, no gradient."""
     with torch.no_grad():
-        found = []
-        for rows in _chunks(len(batch), shard.kernels.head_chunk):
-            found.append(shard.stats(shard.logits(x[rows], _temperature(batch, rows)), batch.targets[rows])[0])
+        found = [
+            shard.stats(shard.logits(x[rows], _temperature(batch, rows)), batch.targets[rows])[0]
+            for rows in _chunks(len(batch), shard.kernels.head_chunk)
+        ]
         return TokenStats(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 

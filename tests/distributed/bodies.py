@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dovetail.batch import Loss, PackedBatch
-from dovetail.build import EngineOptions, from_pretrained
+from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.engine.native import NativeEngine
 from dovetail.layout import Layout
 from dovetail.optim.optimizer import OptimSettings

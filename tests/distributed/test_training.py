@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail.batch import Loss, PackedBatch
-from dovetail.build import EngineOptions, from_pretrained
+from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.layout import Layout
 from dovetail.nn.decoder import Recompute
 from dovetail.optim.lr import lr_factor

@@ -17,7 +17,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from dovetail.build import EngineOptions, from_pretrained
+from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.errors import CheckpointError, ModelError
 from dovetail.layout import Layout
 from tests.harness import run

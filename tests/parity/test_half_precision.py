@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dovetail.batch import PackedBatch
-from dovetail.build import EngineOptions, from_pretrained
+from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.layout import Layout
 from dovetail.tokenstats import TokenStats
 from tests.harness import run
