@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dovetail.batch import Loss, PackedBatch
+from dovetail.batch import Loss, LossFn, PackedBatch
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.engine.native import NativeEngine
 from dovetail.layout import Layout
@@ -30,24 +30,39 @@ def made(path: Path, layout: Layout, optim: OptimSettings = PROBE, budget: int |
     return from_pretrained(path, layout=layout, dtype=torch.float64, device="cpu", options=options)
 
 
-def everything(path: Path, layout: Layout, *, wrong: bool = False) -> Flat:
-    """Statistics, loss, norm, gradients of three batches, and what two clipped AdamW steps leave, in float64.
+def sequencewise(stats: TokenStats, batch: PackedBatch) -> Loss:
+    """A ratio of whole sequences, clipped from above (GSPO), summed over sequences that have a counted token."""
+    ids, n = batch.sequence_ids, batch.num_sequences
+    counts = torch.bincount(ids, minlength=n)
+    means = stats.logprob.new_zeros(n).index_add(0, ids, stats.logprob - batch.fields["w1"]) / counts.clamp(min=1)
+    ratios = means[counts > 0].exp()
+    return Loss(torch.minimum(ratios, ratios.new_tensor(0.05)).sum(), (counts > 0).sum())
+
+
+def everything(path: Path, layout: Layout, budget: int | None = BUDGET, *, wrong: bool = False) -> Flat:
+    """Statistics, loss, norm, gradients of four steps, and what two clipped AdamW steps leave, in float64.
 
     wrong: no rank counts itself the owner of less than it holds, so the norm counts copies of a piece again.
     """
     batch = make_batch(torch.float64)
     found: Flat = {}
-    engine = made(path, layout)
-    for name, each in {"all": batch, "few": batch.select([2, 4]), "one": batch.select([3])}.items():
+    engine = made(path, layout, budget=budget)
+    asked: dict[str, tuple[PackedBatch, LossFn]] = {
+        "all": (batch, objective),
+        "few": (batch.select([2, 4]), objective),
+        "one": (batch.select([3]), objective),
+        "gspo": (batch, sequencewise),
+    }
+    for name, (each, loss) in asked.items():
         logprob, entropy = engine.score(each)
-        report = engine.train_step(each, objective)
+        report = engine.train_step(each, loss)
         sums = torch.tensor([report.loss, report.grad_norm], dtype=torch.float64)
         found |= {f"{name}.logprob": logprob, f"{name}.entropy": entropy}
         found |= {f"{name}.loss": sums[:1], f"{name}.norm": sums[1:]}
         grads, stray = gradients(engine)
         assert stray == 0.0, f"ranks that hold the same piece differ by {stray}"
         found |= {f"{name}.grad.{key}": grad for key, grad in grads.items()}
-    engine = made(path, layout, ADAMW)
+    engine = made(path, layout, ADAMW, budget)
     if wrong:
         shards = engine.optimizer.shards
         engine.optimizer.shards = [replace(s, regions=tuple(replace(r, owned=True) for r in s.regions)) for s in shards]

@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from dovetail.layout import Layout
-from tests.distributed.bodies import Flat, curve, curves, everything
+from tests.distributed.bodies import BUDGET, Flat, curve, curves, everything
 from tests.harness import run
 from tests.parity.configs import save_tiny, tiny_configs
 from tests.tolerances import CURVE_FP32, SUM_ORDER, tensor_error, worst_error
 
 NAMES = ("llama_biases", "qwen2_tied", "qwen3_window")
-LAYOUTS = ("dp=2", "tp=2", "dp=3", "tp=2,dp=2", "tp=4")
+LAYOUTS = ("dp=1", "dp=2", "tp=2", "dp=3", "tp=2,dp=2", "tp=4")
 LONG = ("tp=8", "tp=4,dp=2", "tp=2,dp=4", "dp=4")
 
 
-def each(name: str, layout: str) -> dict[str, Flat]:
+def each(name: str, layout: str, budget: int | None = BUDGET) -> dict[str, Flat]:
     """Every model of NAMES on one layout; all ranks' results are the same."""
-    return {model: everything(Path(name) / model, Layout.parse(layout)) for model in NAMES}
+    return {model: everything(Path(name) / model, Layout.parse(layout), budget) for model in NAMES}
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Flat]:
-    """What one rank gives."""
-    return run(1, each, str(folder), "dp=1")[0]
+    """What one rank gives, the whole batch at once."""
+    return run(1, each, str(folder), "dp=1", None)[0]
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.soak) for name in LONG)])
@@ -45,7 +45,7 @@ def test_float64_equals_one_rank(folder: Path, alone: dict[str, Flat], layout: s
     for found in run(Layout.parse(layout).num_ranks, each, str(folder), layout):
         for model in NAMES:
             assert set(found[model]) == set(alone[model])
-            for kind in ("all", "few", "one", "trained"):
+            for kind in ("all", "few", "one", "gspo", "trained"):
                 mine, expected = (
                     {k: v for k, v in flat.items() if k.startswith(f"{kind}.")} for flat in (found[model], alone[model])
                 )
