@@ -27,7 +27,7 @@ $(VENV)/.quickstart: $(VENV)/.setup-$(TORCH)
 	@touch $@
 
 quickstart: $(VENV)/.quickstart ## train a real pretrained model by RL into runs/quickstart, and show what it learned
-	@$(BIN)/python examples/quickstart.py
+	@$(BIN)/python -m examples.quickstart
 
 test: setup lint ## what CI runs: style, types and the test suite
 	@$(BIN)/python -m pytest -m "not gpu and not soak" --durations=15

@@ -1,7 +1,7 @@
 """Writes what the recipes of examples/recipes read, into runs/inputs (or a folder given).
 
 python -m examples.quickstart.inputs largest     largest_train.jsonl, largest_eval.jsonl
-python -m examples.quickstart.inputs addition    scratch/ (a model), addition_{sft,train,eval}.jsonl
+python -m examples.quickstart.inputs addition    scratch/ (a model), addition_{sft,sft_eval,train,eval}.jsonl
 python -m examples.quickstart.inputs gsm8k       gsm8k_train.jsonl, gsm8k_eval.jsonl
 """
 
@@ -28,6 +28,7 @@ def addition(out: Path, seed: int = 0) -> None:
     """The model and the data of scratch_sft.yaml and scratch_grpo.yaml."""
     train, held_out = tasks.addition(seed)
     tasks.write_rows(out / "addition_sft.jsonl", tasks.demonstrations(train, seed, WRONG_SUMS))
+    tasks.write_rows(out / "addition_sft_eval.jsonl", tasks.demonstrations(held_out, seed))
     tasks.write_rows(out / "addition_train.jsonl", train)
     tasks.write_rows(out / "addition_eval.jsonl", held_out)
     shutil.rmtree(out / "scratch", ignore_errors=True)

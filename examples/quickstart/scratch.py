@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 CHARACTERS = "0123456789+-*/=<>()?., \n:;!%^_"
-PAD, EOS = "<pad>", "<eos>"
+PAD, EOS = "<|endoftext|>", "<|im_end|>"  # names that transformers adds to a Qwen2 tokenizer unless they are there
 
 
 def make(out: Path, seed: int = 0) -> None:
@@ -41,10 +41,15 @@ def make(out: Path, seed: int = 0) -> None:
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """Every character a token: byte-pair encoding without any pairs. 32 ids, all of which can be written."""
-    vocab = {token: i for i, token in enumerate([*CHARACTERS, PAD, EOS])}
+    """Every character a token: byte-pair encoding without any pairs. 32 ids, all of which can be written.
+
+    Byte-level, since transformers reads any tokenizer beside a Qwen2 config as one of Qwen2's.
+    """
+    by_bytes = {" ": "\u0120", "\n": "\u010a"}  # how byte-level vocabularies write these two
+    vocab = {by_bytes.get(token, token): i for i, token in enumerate([*CHARACTERS, PAD, EOS])}
     characters = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    characters.decoder = decoders.Fuse()
+    characters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    characters.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=characters, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
     )

@@ -30,8 +30,7 @@ def addition(seed: int, num_eval: int = NUM_EVAL) -> tuple[list[Row], list[Row]]
     random.Random(EVAL_SEED).shuffle(sums)
     held_out, train = sums[:num_eval], sums[num_eval:]
     random.Random(seed).shuffle(train)
-    rows = [[{"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"} for a, b in part] for part in (train, held_out)]
-    return rows[0], rows[1]
+    return [_sum(*pair) for pair in train], [_sum(*pair) for pair in held_out]
 
 
 def demonstrations(rows: Iterable[Row], seed: int, wrong: float = 0.0) -> Iterator[Row]:
@@ -58,6 +57,10 @@ def write_rows(path: Path, rows: Iterable[Row]) -> Path:
     staged = path.with_name(f".{path.name}.partial")
     staged.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return staged.replace(path)
+
+
+def _sum(a: int, b: int) -> Row:
+    return {"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"}
 
 
 def _largest(seed: int, seen: frozenset[str]) -> Iterator[Row]:

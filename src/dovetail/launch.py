@@ -58,17 +58,41 @@ class ProcessGroup:
 
     def __enter__(self) -> Self:
         if not dist.is_initialized():
-            self.store = _initialize(self.device)
+            store, rank, world = _meet()
+            with _OneReport(store):
+                _initialize(self.device, store, rank, world)
+            self.store = store
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self.store is None:
             return
-        if error is None:
+        with _OneReport(self.store):
+            if error is not None:
+                raise error
             dist.barrier()
-            dist.destroy_process_group()
-        elif isinstance(error, Exception) and not _is_first(self.store):
+        dist.destroy_process_group()
+
+
+class _OneReport:
+    """Lets the error of the first rank that fails pass; any other's becomes `SecondaryFailure`."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not self._is_first():
             raise SecondaryFailure("another rank failed first") from error
+
+    def _is_first(self) -> bool:
+        """Take a ticket. A store that is gone went with the rank that failed before."""
+        try:
+            return self.store.add(TICKET, 1) == 1
+        except dist.DistError:
+            return False
 
 
 def num_ranks() -> int:
@@ -79,7 +103,7 @@ def num_ranks() -> int:
 def ensure_process_group(device: torch.device | str = "cpu") -> None:
     """Have a default process group: the one that is there, the one of the environment, or one of this process alone."""
     if not dist.is_initialized():
-        _initialize(torch.device(device))
+        _initialize(torch.device(device), *_meet())
 
 
 class StopSignal:
@@ -103,23 +127,21 @@ class StopSignal:
         signal.signal(number, self._before[signal.Signals(number)])
 
 
-def _initialize(device: torch.device) -> Store:
-    """Make the default process group; returns the store in which its ranks met."""
-    backend = BACKENDS[device.type]
+def _meet() -> tuple[Store, int, int]:
+    """The store that all ranks share, this rank, and how many there are."""
     if "RANK" not in os.environ:
-        store: Store = HashStore()
-        rank, world = 0, 1
-    else:
-        store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
-    prefixed = PrefixStore("dovetail/group", store)
-    device_id = None if device.type == "cpu" else device
-    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=TIMEOUT, device_id=device_id)
-    return store
+        return HashStore(), 0, 1
+    store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
+    return store, rank, world
 
 
-def _is_first(store: Store) -> bool:
-    """Whether this rank is the first to fail. A store that is gone went with the rank that failed before."""
-    try:
-        return store.add(TICKET, 1) == 1
-    except dist.DistError:
-        return False
+def _initialize(device: torch.device, store: Store, rank: int, world: int) -> None:
+    """Make the default process group."""
+    dist.init_process_group(
+        BACKENDS[device.type],
+        store=PrefixStore("dovetail/group", store),
+        rank=rank,
+        world_size=world,
+        timeout=TIMEOUT,
+        device_id=None if device.type == "cpu" else device,
+    )

@@ -58,12 +58,12 @@ def start(tmp_path: Path) -> Start:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     return process.returncode, out, "\n".join(line for line in err.splitlines() if "Warning" not in line)
 
 
 def wait_for_file(path: Path) -> str:
-    for _ in range(300):
+    for _ in range(900):
         if path.exists() and path.read_text():
             return path.read_text()
         time.sleep(0.1)
@@ -129,7 +129,7 @@ def test_killed_rank_is_named_and_ends_the_others(start: Start) -> None:
     """
     started = time.monotonic()
     assert ended(start(body, "--layout", "tp=2"))[::2] == (1, "dovetail: rank 1 was killed by SIGKILL")
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 100
 
 
 @pytest.mark.parametrize("layout", ["tp=1", "tp=2"])
@@ -166,7 +166,7 @@ def test_no_rank_outlives_a_killed_parent(start: Start, tmp_path: Path) -> None:
     process = start("open(f'pid{rank}', 'w').write(str(os.getpid())); time.sleep(600)", "--layout", "tp=2")
     pids = [int(wait_for_file(tmp_path / f"pid{rank}")) for rank in range(2)]
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     for _ in range(100):
         if not any(map(is_alive, pids)):
             return

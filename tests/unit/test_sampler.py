@@ -185,6 +185,19 @@ def test_draws_follow_the_distribution(top_k: int, top_p: float, kept: int, free
     assert_close(log_probs, p.log()[ids], MODEL_FP32, "log-probs before the cuts")
 
 
+def test_each_token_is_drawn_by_its_own_number() -> None:
+    """With equal logits the id is the number times the vocabulary's size."""
+    config = tiny_configs()["llama"]
+    sampler = sampler_of(config)
+    weights = {n: torch.zeros_like(w) if "lm_head" in n else w for n, w in tiny_model(config).state_dict().items()}
+    sampler.refill(weights.items())
+    params = SamplingParams(samples=3, max_new_tokens=9, seed=4, step=21)
+    for c in sampler.sample(some_prompts(), params):
+        row, sample = np.array([c.row]), np.array([c.sample])
+        numbers = [uniforms(4, 21, row, sample, position)[0] for position in range(9)]
+        assert list(c.ids) == [int(u * VOCAB) for u in numbers]
+
+
 def nucleus_by_sorting(weights: Tensor, top_k: int, top_p: float) -> Tensor:
     """The definition, for weights without ties: sort, keep k, keep until the mass is reached."""
     order = weights.argsort(-1, descending=True)

@@ -92,6 +92,13 @@ def test_truncated_swapped_and_missing_files_are_refused(cut: Path) -> None:
         verify(cut)
 
 
+def test_even_the_blanks_of_a_header_are_covered(cut: Path) -> None:
+    file = next(file for file in sorted(cut.glob("pieces-*")) if b"}} " in file.read_bytes())
+    file.write_bytes(file.read_bytes().replace(b"}} ", b"}}\t", 1))
+    with pytest.raises(CheckpointError, match=f"{file.name}: its header does not match its checksum"):
+        ShardedReader(cut)
+
+
 def _forge(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the manifest and make its checksum right again, as an attacker would."""
     body = json.loads((path / MANIFEST).read_text())

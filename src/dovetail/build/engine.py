@@ -116,7 +116,9 @@ def check_layout(spec: ArchSpec, layout: Layout) -> None:
     """Refuse degrees that the native engine does not cut by, or that do not divide the model."""
     for name in ("pp", "cp", "ep"):
         if getattr(layout, name) > 1:
-            raise LayoutError(f"layout {layout}: {name}={getattr(layout, name)}, but this engine cuts by tp and dp only")
+            raise LayoutError(
+                f"layout {layout}: {name}={getattr(layout, name)}, but this engine cuts by tp and dp only"
+            )
     validate_layout(spec, layout)
 
 

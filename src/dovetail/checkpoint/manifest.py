@@ -75,7 +75,7 @@ class Manifest:
             "pieces": {name: {"size": file.size, "header_crc32": file.crc32} for name, file in self.pieces.items()},
             "files": {name: {"size": file.size, "crc32": file.crc32} for name, file in self.sides.items()},
         }
-        return (json.dumps({**body, "crc32": _checksum(body)}, indent=1) + "\n").encode()
+        return (json.dumps({**body, "crc32": _checksum(body)}) + "\n").encode()
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> "Manifest":

@@ -28,6 +28,8 @@ def shard_over_data(model: Decoder, mesh: Mesh, dtype: torch.dtype, *, reshard_a
         fully_shard(model.model.embed_tokens, **options)
         fully_shard(model.head, **options)
     fully_shard(model, **options)
+    if mesh["fsdp"].size == 1:  # the sum of one is itself, and FSDP would divide by 1.0 into a copy of every gradient
+        return
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

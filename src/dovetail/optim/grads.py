@@ -40,7 +40,8 @@ def global_norm(shards: Iterable[Shard], mesh: Mesh) -> Tensor:
     for shard in shards:
         grad = shard.local.grad
         assert grad is not None
-        squares += [grad[as_index(r.local_slice)].to(wide(grad.dtype)).pow(2).sum() for r in shard.regions if r.owned]
+        owned = [grad[as_index(r.local_slice)] for r in shard.regions if r.owned]
+        squares += [torch.linalg.vector_norm(part, dtype=wide(part.dtype)).square() for part in owned]
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=mesh.device)
     return sum_over(total.to(torch.float64), mesh["world"]).sqrt()
 

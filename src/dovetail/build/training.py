@@ -1,0 +1,254 @@
+"""From a recipe to everything that a run consists of."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from dovetail.build.engine import EngineOptions, check_engine, check_layout, make_engine, make_mesh
+from dovetail.build.sampling import make_sampler
+from dovetail.build.text import load_tokenizer, stop_ids, text_of
+from dovetail.config import GRPO, PPO, SFT, LayoutSection, PolicyGradient, Recipe
+from dovetail.data import Limits, Tokenizer, load_prompts, load_sft
+from dovetail.engine.native import NativeEngine
+from dovetail.errors import ConfigError
+from dovetail.kernels.registry import peak_flops, peak_memory_gib
+from dovetail.launch import num_ranks
+from dovetail.layout import Layout
+from dovetail.mesh import Mesh
+from dovetail.optim.optimizer import OptimSettings
+from dovetail.rl.experience import AdvantageSettings
+from dovetail.rl.judging import Judge
+from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss
+from dovetail.rl.rewards import RewardRunner
+from dovetail.rl.run import RunDirectory, RunSettings
+from dovetail.rl.trainer import RL, SFT as SFTTask, LoopSettings, RLModels, RLSettings, Task
+from dovetail.rollout.base import SamplingParams
+from dovetail.weights.agree import agreed
+from dovetail.weights.pretrained import Pretrained
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, ready to go."""
+
+    task: Task
+    run: RunDirectory
+    loop: LoopSettings
+    judge: Judge | None
+
+    def close(self) -> None:
+        if self.judge is not None:
+            self.judge.close()
+
+
+class Builder:
+    """Makes the parts of one run; what several of them need is made once. Collective."""
+
+    def __init__(
+        self, recipe: Recipe, device: torch.device, recipe_folder: Path, stop_requested: Callable[[], bool]
+    ) -> None:
+        """`recipe_folder` is where a reward of the user's own is imported from."""
+        check_engine(recipe.model.engine)
+        self.recipe, self.device, self.recipe_folder = recipe, device, recipe_folder
+        self.stop_requested = stop_requested
+        self.meshes: dict[Layout, Mesh] = {}
+        self.mesh = self._mesh(recipe.layout)
+        self.dtype = getattr(torch, recipe.model.dtype)
+        with agreed(self.mesh):
+            self.source = Pretrained.open(recipe.model.path)
+            check_layout(self.source.spec, self.mesh.layout)
+            self.tokenizer: Tokenizer = load_tokenizer(self.source, trust_remote_code=recipe.model.trust_remote_code)
+
+    def job(self) -> Job:
+        """The whole run. Everything that a user may have got wrong is found here, before any step."""
+        recipe, loop = self.recipe, self._loop()
+        run = RunDirectory(self._run_settings(), self.mesh)
+        run.claim()
+        if isinstance(recipe.algorithm, SFT):
+            task, judge, policy = self._sft(loop)
+        else:
+            task, judge, policy = self._rl(recipe.algorithm, loop)
+        run.open(policy)
+        return Job(task, run, loop, judge)
+
+    def _sft(self, loop: LoopSettings) -> tuple[Task, None, NativeEngine]:
+        data, limits = self.recipe.data, self._limits(self._budget)
+        with agreed(self.mesh):
+            rows = load_sft(data.train, self.tokenizer, limits)
+            held_out = load_sft(data.eval, self.tokenizer, limits) if data.eval else []
+        policy = self._trained(self.source, self.mesh, "lm", self.recipe.optim.lr)
+        return SFTTask(policy, SFTLoss(), rows, held_out, loop), None, policy
+
+    def _rl(self, algorithm: PolicyGradient, loop: LoopSettings) -> tuple[Task, Judge, NativeEngine]:
+        recipe, rollout = self.recipe, self.recipe.rollout
+        limits = self._limits(self._budget - rollout.max_new_tokens)
+        with agreed(self.mesh):
+            prompts = load_prompts(recipe.data.train, self.tokenizer, limits)
+            held_out = load_prompts(recipe.data.eval, self.tokenizer, limits) if recipe.data.eval else []
+        judge = Judge(self._reward_runner(), self.mesh)
+        policy = self._trained(self.source, self.mesh, "lm", recipe.optim.lr)
+        critic = self._critic() if isinstance(algorithm, PPO) else None
+        sampler_mesh = self._mesh(rollout.layout or LayoutSection())
+        sampler = make_sampler(self.source.spec, sampler_mesh, self.dtype)
+        models = RLModels(policy=policy, sampler=sampler, critic=critic, reference=self._reference(algorithm))
+        losses = (
+            PolicyLoss(
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+                dual_clip=algorithm.dual_clip,
+                ratio=algorithm.ratio,
+                kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
+                kl_estimator=algorithm.kl_estimator,
+                entropy_coef=algorithm.entropy_coef,
+            ),
+            ValueLoss(algorithm.value_clip, algorithm.value_coef) if isinstance(algorithm, PPO) else None,
+        )
+        stops = stop_ids(self.source, self.tokenizer)
+        decode = partial(text_of, stops=stops, tokenizer=self.tokenizer)
+        settings = _rl_settings(recipe, algorithm, stops)
+        return RL(models, losses, prompts, held_out, judge, decode, settings, loop), judge, policy
+
+    def _critic(self) -> NativeEngine:
+        section = self.recipe.critic
+        with agreed(self.mesh):
+            source = self.source if section.path is None else Pretrained.open(section.path)
+        mesh = self.mesh if section.layout is None else self._mesh(section.layout)
+        return self._trained(source, mesh, "value", section.lr or self.recipe.optim.lr)
+
+    def _reference(self, algorithm: PolicyGradient) -> NativeEngine | None:
+        section = self.recipe.reference
+        if not algorithm.kl_coef and section.path is None:
+            return None
+        with agreed(self.mesh):
+            source = self.source if section.path is None else Pretrained.open(section.path)
+        mesh = self.mesh if section.layout is None else self._mesh(section.layout)
+        options = EngineOptions(master_dtype=self.dtype, tokens_per_batch=self.recipe.trainer.tokens_per_batch)
+        return make_engine(source, mesh, self.dtype, "lm", options)
+
+    def _trained(self, source: Pretrained, mesh: Mesh, head: str, lr: float) -> NativeEngine:
+        recipe = self.recipe
+        save_dtype = recipe.model.save_dtype
+        options = EngineOptions(
+            optim=_optim_settings(recipe, lr),
+            tokens_per_batch=recipe.trainer.tokens_per_batch,
+            recompute=recipe.trainer.activation_checkpointing,
+            fresh_head_seed=recipe.trainer.seed,
+            save_dtype=None if save_dtype is None else getattr(torch, save_dtype),
+        )
+        return make_engine(source, mesh, self.dtype, "value" if head == "value" else "lm", options)
+
+    def _reward_runner(self) -> RewardRunner | None:
+        """Reward processes on the first rank; a reward that does not load is refused on all."""
+        reward, runner = self.recipe.reward, None
+        with agreed(self.mesh):
+            if self.mesh["world"].rank == 0:
+                runner = RewardRunner(
+                    reward.name,
+                    function=reward.function,
+                    options=reward.options,
+                    directory=self.recipe_folder,
+                    timeout=reward.timeout_seconds,
+                    workers=reward.workers,
+                )
+        return runner
+
+    def _mesh(self, section: LayoutSection) -> Mesh:
+        layout = section.to_layout().resolve(num_ranks())
+        if layout not in self.meshes:
+            self.meshes[layout] = make_mesh(layout, self.device)
+        return self.meshes[layout]
+
+    @property
+    def _budget(self) -> int:
+        """Tokens that a row may have, so that it fits a micro-batch with its padding under every model's layout."""
+        multiple = max(mesh.token_multiple for mesh in self.meshes.values())
+        return self.recipe.trainer.tokens_per_batch // multiple * multiple
+
+    def _limits(self, max_tokens: int) -> Limits:
+        if max_tokens < 1:
+            raise ConfigError(
+                f"trainer.tokens_per_batch={self.recipe.trainer.tokens_per_batch} leaves no room for a prompt beside "
+                f"rollout.max_new_tokens={self.recipe.rollout.max_new_tokens}; raise the first or lower the second"
+            )
+        return Limits(self.source.spec.vocab_size, max_tokens, self.recipe.data.overlong)
+
+    def _loop(self) -> LoopSettings:
+        trainer, algorithm = self.recipe.trainer, self.recipe.algorithm
+        return LoopSettings(
+            steps=trainer.steps,
+            seed=trainer.seed,
+            rows_per_step=trainer.prompts_per_step,
+            shuffle=self.recipe.data.shuffle,
+            epochs=algorithm.epochs,
+            minibatches=algorithm.minibatches,
+            aggregation=algorithm.aggregation,
+            aggregation_constant=float(self.recipe.rollout.max_new_tokens),
+            eval_every=trainer.eval_every,
+            save_every=trainer.save_every,
+            stop_at_reward=trainer.stop_at_reward,
+            time_budget_seconds=trainer.time_budget_seconds,
+        )
+
+    def _run_settings(self) -> RunSettings:
+        recipe = self.recipe
+        return RunSettings(
+            path=Path(recipe.run_dir),
+            config=recipe.model_dump(mode="json", by_alias=True),
+            config_yaml=recipe.to_yaml(),
+            steps=recipe.trainer.steps,
+            keep=recipe.trainer.keep,
+            loggers=recipe.trainer.loggers,
+            peak_flops=peak_flops(self.device),
+            peak_memory_gib=partial(peak_memory_gib, self.device),
+            stop_requested=self.stop_requested,
+        )
+
+
+def _rl_settings(recipe: Recipe, algorithm: PolicyGradient, stops: tuple[int, ...]) -> RLSettings:
+    rollout = recipe.rollout
+    in_reward = algorithm.kl_in == "reward" and algorithm.kl_coef > 0
+    ppo = algorithm if isinstance(algorithm, PPO) else None
+    grpo = algorithm if isinstance(algorithm, GRPO) else None
+    return RLSettings(
+        sampling=SamplingParams(
+            samples=rollout.samples_per_prompt,
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            seed=recipe.trainer.seed,
+            stop_ids=stops,
+        ),
+        advantages=AdvantageSettings(
+            kind=recipe.algorithm.name,
+            scale_by_std=grpo is not None and grpo.scale_by_std,
+            normalize=algorithm.normalize_advantage,
+            gamma=ppo.gamma if ppo else 1.0,
+            lam=ppo.lam if ppo else 1.0,
+            kl_coef=algorithm.kl_coef if in_reward else 0.0,
+            kl_estimator=algorithm.kl_estimator,
+        ),
+        skip_equal_groups=grpo is not None and grpo.skip_equal_groups,
+        old_logprobs=in_reward or algorithm.epochs * algorithm.minibatches > 1,
+        critic_warmup=ppo.critic_warmup if ppo else 0,
+    )
+
+
+def _optim_settings(recipe: Recipe, lr: float) -> OptimSettings:
+    """The schedule counts optimizer steps, of which a training step has epochs x minibatches."""
+    optim, updates = recipe.optim, recipe.algorithm.epochs * recipe.algorithm.minibatches
+    return OptimSettings(
+        lr=lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        clip_norm=optim.clip_norm,
+        schedule=optim.schedule,
+        warmup_steps=optim.warmup_steps * updates,
+        total_steps=recipe.trainer.steps * updates,
+        min_lr_ratio=optim.min_lr_ratio,
+        decay_steps=None if optim.decay_steps is None else optim.decay_steps * updates,
+    )

@@ -1,0 +1,57 @@
+"""`dovetail doctor`: versions, devices, chosen kernels, and a self-test of a few seconds."""
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+
+import torch
+
+from dovetail.kernels import reference
+from dovetail.kernels.registry import kernels_for
+from dovetail.launch import pick_device
+
+PACKAGES = ("dovetail", "torch", "transformers", "safetensors", "pydantic", "numpy")
+EXTRAS = ("gguf", "accelerate", "pyarrow", "wandb", "tensorboard")
+BF16_ERROR = 0.02  # relative to the largest value; one rounding is 0.004
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what is here; 1 if the self-test fails."""
+    device = pick_device(args.device)
+    lines = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    lines["extras"] = ", ".join(name for name in EXTRAS if _version(name) != "missing") or "none"
+    lines["devices"] = _devices()
+    lines["chosen"] = str(device)
+    kernels = kernels_for(device).describe()
+    lines["kernels"] = ", ".join(f"{op}: {home}" for op, home in kernels.items())
+    errors = {
+        str(dtype).removeprefix("torch."): _product_error(device, dtype) for dtype in (torch.float32, torch.bfloat16)
+    }
+    worst = max(errors.values())
+    lines["self-test"] = ", ".join(f"logits in {name}: error {error:.1e}" for name, error in errors.items())
+    sys.stdout.write("".join(f"{name:<13}{value}\n" for name, value in lines.items()))
+    sys.stdout.write("all well\n" if worst <= BF16_ERROR else f"the self-test failed: {worst:.1e} > {BF16_ERROR}\n")
+    return 0 if worst <= BF16_ERROR else 1
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _devices() -> str:
+    """The accelerators that torch sees, or the processor's threads."""
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return ", ".join(names) or f"cpu only, {torch.get_num_threads()} threads"
+
+
+def _product_error(device: torch.device, dtype: torch.dtype) -> float:
+    """How far the head's product on `device` is from the reference in float64, relative to the largest value."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 256, dtype=torch.float64), torch.randn(512, 256, dtype=torch.float64)
+    exact = reference.logits(x, weight)
+    found = kernels_for(device).logits(x.to(device, dtype), weight.to(device, dtype)).to("cpu", torch.float64)
+    return float((found - exact).abs().max() / exact.abs().max())

@@ -1,0 +1,78 @@
+"""What the command line accepts, and what it says to mistakes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dovetail.cli.arguments import layout_of, parse, recipe_of
+from dovetail.cli.main import run_command
+from dovetail.layout import Layout
+
+SCORE = ["score", "--model", "M", "--data", "D", "--out", "O"]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    given: dict[str, Any] = {
+        "model": {"path": "M"},
+        "data": {"train": "D"},
+        "run_dir": "R",
+        "layout": {"tp": 4, "pp": 2},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(given))
+    return str(path)
+
+
+def test_train_takes_overrides_anywhere_and_in_all_spellings(recipe: str) -> None:
+    argv = ["train", "optim.lr=1e-5", "--trainer.steps", "7", recipe, "--dry-run", "data.eval=E", "--trainer.seed=3"]
+    args = parse([argv[0], recipe, *argv[1:4], *argv[5:]])
+    made = recipe_of(args)
+    assert args.dry_run
+    assert (made.optim.lr, made.trainer.steps, made.trainer.seed, made.data.eval) == (1e-5, 7, 3, "E")
+
+
+def test_flags_beat_overrides_and_the_layout_flag_replaces_the_degrees(recipe: str) -> None:
+    args = parse(["train", recipe, "--layout", "tp=2", "--dtype", "bfloat16", "model.dtype=float32", "layout.tp=8"])
+    assert layout_of(args) == Layout(tp=2, dp=None)
+    assert recipe_of(args).model.dtype == "bfloat16"
+    assert not recipe_of(args).model.trust_remote_code
+    assert recipe_of(parse(["train", recipe, "--trust-remote-code"])).model.trust_remote_code
+    assert layout_of(parse(["train", recipe])) == Layout(tp=4, pp=2, dp=None)
+
+
+def test_defaults_of_score_and_generate() -> None:
+    args = parse(SCORE)
+    assert (args.head, args.temperature, args.device, args.dtype, args.engine) == ("lm", 1.0, "auto", "float32", "auto")
+    assert layout_of(args) == Layout(dp=None)
+    args = parse(["generate", *SCORE[1:], "--samples", "3", "--top-k", "5"])
+    assert (args.samples, args.max_new_tokens, args.top_p, args.top_k, args.seed) == (3, 64, 1.0, 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "dovetail: the following arguments are required: command; see dovetail --help"),
+        (["trian"], "argument command: invalid choice: 'trian'"),
+        (["score", "--model", "M"], "dovetail score: the following arguments are required: --data, --out"),
+        ([*SCORE, "--layout", "tp=two"], "layout 'tp=two': tp must be a whole number of 1 or more, not 'two'"),
+        ([*SCORE, "--layout", "tp=2,ep=3"], "ep=3 does not divide dp x cp = 1"),
+        ([*SCORE, "--temperature", "0"], "argument --temperature: 0 is not more than 0"),
+        ([*SCORE, "--tokens-per-batch", "x"], "argument --tokens-per-batch: invalid whole number value: 'x'"),
+        (["train", "none.yaml"], "recipe 'none.yaml' cannot be read"),
+        (["train", "r.yaml", "--optim.lr"], "--optim.lr has no value; expected --optim.lr=value"),
+        (["train", "r.yaml", "--resume", "step"], "'step'; expected auto, never or step=N"),
+    ],
+)
+def test_mistakes_end_with_2_and_one_message(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert run_command(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("dovetail: ")
+    assert message in err
+    assert "Traceback" not in err

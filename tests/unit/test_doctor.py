@@ -1,0 +1,21 @@
+"""The doctor names what is here, and notices a device that computes wrongly."""
+
+import pytest
+
+from dovetail.cli import doctor
+from dovetail.cli.main import run_command
+from dovetail.kernels.registry import KernelSet
+
+
+def test_doctor_shows_versions_devices_and_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["doctor", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    for line in ("\ntorch ", "\ndevices ", "\nchosen       cpu\n", "attention: reference", "\nall well\n"):
+        assert line in shown
+
+
+def test_doctor_notices_wrong_numbers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = KernelSet(logits=lambda x, weight: 1.05 * (x @ weight.T))
+    monkeypatch.setattr(doctor, "kernels_for", lambda _: wrong)
+    assert run_command(["doctor", "--device", "cpu"]) == 1
+    assert "the self-test failed" in capsys.readouterr().out

@@ -1,0 +1,60 @@
+"""Metrics reach the disk row by row, and no logger stops a run."""
+
+import json
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.errors import ConfigError
+from dovetail.metrics import Metrics, check_loggers
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_row_is_on_disk_at_once_and_old_rows_stay(tmp_path: Path) -> None:
+    for step in (1, 2):
+        metrics = Metrics(tmp_path, (), {}, say=pytest.fail)
+        metrics.write({"step": step, "loss": 0.5, "skipped": True})
+        assert read(tmp_path / "metrics.jsonl")[-1] == {"step": step, "loss": 0.5, "skipped": True}
+        metrics.close()
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, (), {}, say=pytest.fail)
+    metrics.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
+    metrics.close()
+    assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "grad_norm": None}]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_failing_logger_is_dropped_with_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> object:
+        raise ConnectionError("no network")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    said: list[str] = []
+    metrics = Metrics(tmp_path, ("wandb",), {}, said.append)
+    for _ in range(100):
+        metrics.write({"step": 1})
+        if said:
+            break
+        time.sleep(0.05)
+    metrics.write({"step": 2})
+    metrics.close()
+    assert said == ["the logger wandb failed and gets no more; the run goes on"]
+    assert read(tmp_path / "metrics.jsonl")[-1] == {"step": 2}
+
+
+def test_loggers_that_are_not_installed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(
+        ConfigError, match=r"trainer.loggers names wandb, which is not installed: pip install 'dovetail\[w"
+    ):
+        check_loggers(("wandb",))
