@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dovetail.build.engine import EngineOptions, from_pretrained
@@ -30,13 +31,13 @@ class Figures:
     grad: float
     ratio: float
     stray: float  # between ranks that hold the same piece
+    streamed: float  # weights() against the file, by name; infinite where names differ
     mutants: dict[str, float]  # the same measure with a planted defect
 
 
 def compare(folders: dict[str, Path], layout: Layout) -> dict[str, Figures]:
     """Every model of `folders` on one layout, against what `write_reference` wrote."""
-    found = {name: _compare_one(folder, layout) for name, folder in folders.items()}
-    return found
+    return {name: _compare_one(folder, layout) for name, folder in folders.items()}
 
 
 def _compare_one(folder: Path, layout: Layout) -> Figures:
@@ -48,7 +49,7 @@ def _compare_one(folder: Path, layout: Layout) -> Figures:
     )
     batch = make_batch()
     loss: Any = value_objective if values else objective
-    figures = Figures(_output_error(engine, outputs), 0.0, 0.0, 0.0, 0.0, 0.0, {})
+    figures = Figures(_output_error(engine, outputs), 0.0, 0.0, 0.0, 0.0, 0.0, _stream_error(engine, folder), {})
     norm = float(torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt())
     for each in [loss] if values else [loss, Separable()]:
         report = engine.train_step(batch, each)
@@ -62,7 +63,8 @@ def _compare_one(folder: Path, layout: Layout) -> Figures:
     for what, wrong in _defects(engine):
         engine.optimizer.shards = wrong
         engine.train_step(batch, loss)
-        figures.mutants[what] = max(worst_error(gradients(engine)[0], grads)[0], gradients(engine)[1])
+        found, stray = gradients(engine)
+        figures.mutants[what] = max(worst_error(found, grads)[0], stray)
     engine.optimizer.shards = right
     for shard in right:
         if shard.name.endswith("layers.1.mlp.down_proj.weight"):
@@ -83,6 +85,12 @@ def _output_error(engine: NativeEngine, outputs: dict[str, Tensor]) -> float:
             expected = outputs[name][at]
             worst = max(worst, max_abs((tensor - expected) / expected.abs().clamp(min=1.0)))
     return worst
+
+
+def _stream_error(engine: NativeEngine, folder: Path) -> float:
+    """How far the engine's streamed weights are from the file that they came from."""
+    expected, streamed = load_file(folder / "model" / "model.safetensors"), dict(engine.weights())
+    return worst_error(streamed, expected)[0] if set(streamed) == set(expected) else float("inf")
 
 
 def _defects(engine: NativeEngine) -> Iterator[tuple[str, list[Shard]]]:

@@ -1,7 +1,7 @@
 """What transformers computes for the tiny models, once, in files that every rank reads: outputs and every gradient.
 
 Sequences are ragged: single tokens side by side, one longer than every window and than the dynamic limit, and masks
-with holes. The objective depends on both statistics, and on their values:
+with holes; every token has its own temperature. The objective depends on both statistics, and on their values:
 mean of w0 logprob + w1 entropy + logprob^2 / 20 over the counted tokens (a critic's: of (value - w0)^2 / 2).
 """
 
@@ -26,8 +26,7 @@ def write_reference(name: str, folder: Path, *, values: bool = False, dtype: tor
     model = tiny_model(tiny_configs()[name], values=values)
     model.save_pretrained(folder / "model")
     model.to(dtype)
-    batch = make_batch()
-    found = _run(model, batch)
+    found = _run(model, make_batch(dtype))
     save_file({key: tensor.detach().contiguous() for key, tensor in found.items()}, folder / "expected.safetensors")
     return folder
 
@@ -40,13 +39,14 @@ def read_reference(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def make_batch(dtype: torch.dtype = torch.float32) -> PackedBatch:
-    """The batch of all references, with the weights of the objective as fields w0 and w1."""
+    """The batch of all references, with temperatures and the weights of the objective as fields w0 and w1."""
     draw = torch.Generator().manual_seed(1)
     batch = PackedBatch.pack([torch.randint(VOCAB, (n,), generator=draw) for n in LENGTHS])
     mask = batch.mask.clone()
     mask[list(HOLES)] = False
     w0, w1 = torch.randn(2, len(batch), generator=draw).to(dtype)
-    return batch.with_mask(mask).with_fields(w0=w0, w1=w1)
+    temperature = (0.5 + torch.rand(len(batch), generator=draw)).to(dtype)
+    return batch.with_mask(mask).with_fields(w0=w0, w1=w1, temperature=temperature)
 
 
 def rows_of(batch: PackedBatch) -> list[Tensor]:
@@ -82,7 +82,7 @@ def _run(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Tensor]:
         outputs = {"values": logits[:, 0]}
         loss = value_objective(logits[keep, 0], batch.compact(keep.nonzero()[:, 0]))
     else:
-        logprobs = logits.log_softmax(-1)
+        logprobs = (logits / batch.fields["temperature"][:, None]).log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         stats = TokenStats(logprobs.gather(-1, batch.targets[:, None])[:, 0] * keep, entropy * keep)
         outputs = stats._asdict()

@@ -1,0 +1,99 @@
+"""A model trained on any layout is the model trained on one rank: in float64 to the order of sums, in float32 its curves."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dovetail.layout import Layout
+from tests.distributed.bodies import BUDGET, Flat, curve, curves, everything
+from tests.harness import run
+from tests.parity.configs import save_tiny, tiny_configs
+from tests.tolerances import CURVE_FP32, SUM_ORDER, tensor_error, worst_error
+
+NAMES = ("llama_biases", "qwen2_tied", "qwen3_window")
+LAYOUTS = ("dp=1", "dp=2", "tp=2", "dp=3", "tp=2,dp=2", "tp=4")
+LONG = ("tp=8", "tp=4,dp=2", "tp=2,dp=4", "dp=4")
+
+
+def each(name: str, layout: str, budget: int | None = BUDGET) -> dict[str, Flat]:
+    """Every model of NAMES on one layout; all ranks' results are the same."""
+    return {model: everything(Path(name) / model, Layout.parse(layout), budget) for model in NAMES}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name in NAMES:
+        save_tiny(tiny_configs()[name], folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Flat]:
+    """What one rank gives, the whole batch at once."""
+    return run(1, each, str(folder), "dp=1", None)[0]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.soak) for name in LONG)])
+def test_float64_equals_one_rank(folder: Path, alone: dict[str, Flat], layout: str) -> None:
+    """Statistics, loss, norm, every gradient, and parameters after two clipped AdamW steps, micro-batches and all.
+
+    Batches with fewer sequences than replicas are among them: a rank without tokens in a micro-batch, or in the whole
+    step, changes nothing.
+    """
+    for found in run(Layout.parse(layout).num_ranks, each, str(folder), layout):
+        for model in NAMES:
+            assert set(found[model]) == set(alone[model])
+            for kind in ("all", "few", "one", "gspo", "trained"):
+                mine, expected = (
+                    {k: v for k, v in flat.items() if k.startswith(f"{kind}.")} for flat in (found[model], alone[model])
+                )
+                grads = [
+                    {k: v for k, v in flat.items() if ".grad." in k or kind == "trained"} for flat in (mine, expected)
+                ]
+                error, name = worst_error(*grads)
+                assert error <= SUM_ORDER, f"{model} {name}: {error:.2e}"
+                for name in set(mine) - set(grads[0]):
+                    error = tensor_error(mine[name], expected[name])
+                    assert error <= SUM_ORDER, f"{model} {name}: {error:.2e}"
+
+
+def test_a_norm_that_counts_copies_twice_is_noticed(folder: Path, alone: dict[str, Flat]) -> None:
+    """The mutation: clipping by more than the true norm shows in the trained parameters."""
+    expected = alone["llama_biases"]
+    for found in run(2, everything, folder / "llama_biases", Layout(tp=2), wrong=True):
+        trained = [{k: v for k, v in flat.items() if k.startswith("trained.")} for flat in (found, expected)]
+        assert worst_error(*trained)[0] > SUM_ORDER
+
+
+@pytest.fixture(scope="module")
+def curve_alone(folder: Path) -> torch.Tensor:
+    """The curve of one rank, each step's batch at once."""
+    return run(1, curve, folder / "qwen2_tied", Layout(), None)[0]
+
+
+CURVE_BUDGETS = (None, 32, 56)
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=1", "dp=2", "tp=2", "tp=2,dp=2", "tp=4", pytest.param("dp=4", marks=pytest.mark.soak)]
+)
+def test_curves_do_not_depend_on_layout_or_budget(folder: Path, curve_alone: torch.Tensor, layout: str) -> None:
+    """Loss and gradient norm of ten steps of fine-tuning in float32, step by step."""
+    parsed = Layout.parse(layout)
+    for found in run(parsed.num_ranks, curves, folder / "qwen2_tied", parsed, CURVE_BUDGETS):
+        for budget, rows in zip(CURVE_BUDGETS, found, strict=True):
+            error = float(((rows - curve_alone) / curve_alone).abs().max())
+            assert error <= CURVE_FP32, f"{layout}, tokens_per_batch={budget}: {error:.2e}"
+    assert curve_alone[-1, 0] < curve_alone[0, 0], "nothing was learned, so the curves say little"
+
+
+def test_a_mean_of_means_does_depend_on_the_budget(folder: Path, curve_alone: torch.Tensor) -> None:
+    """The mutation: the curves can tell a loss that is averaged in each micro-batch."""
+    (found,) = run(1, wrong_curve, folder / "qwen2_tied")
+    assert float(((found - curve_alone) / curve_alone).abs().max()) > CURVE_FP32
+
+
+def wrong_curve(path: Path) -> torch.Tensor:
+    return curve(path, Layout(), 32, wrong=True)

@@ -1,0 +1,45 @@
+"""From an HF directory through an engine to an HF directory: every file the same, byte for byte, for every variant."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dovetail.build.engine import from_pretrained
+from dovetail.layout import Layout
+from tests.checkpoints import assert_same_tensors, digests, tensors_of
+from tests.harness import run
+from tests.parity.configs import save_tiny, tiny_configs
+
+WIDE = ("llama", "llama_tied", "mistral", "qwen2_tied", "qwen3", "qwen3_tied")  # in float32 too
+
+
+def through_engines(source: Path, out: Path, layout: Layout, nudge: bool = False) -> None:
+    """Load every checkpoint into an engine with float32 masters and save it, in the dtype that it came in."""
+    for path in sorted(source.iterdir()):
+        engine = from_pretrained(path, layout=layout, dtype=torch.bfloat16, device="cpu")
+        if nudge:
+            with torch.no_grad():
+                engine.optimizer.shards[-1].local.add_(1e-2)
+        engine.save_pretrained(out / path.name)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, dp=2), pytest.param(Layout(tp=8), marks=pytest.mark.soak)], ids=str)
+def test_every_variant_comes_back_as_it_was(tmp_path: Path, layout: Layout) -> None:
+    names = [(name, torch.bfloat16) for name in tiny_configs()] + [(name, torch.float32) for name in WIDE]
+    for name, dtype in names:
+        save_tiny(tiny_configs()[name], tmp_path / "in" / f"{name}.{dtype}", dtype)
+    run(layout.num_ranks, through_engines, tmp_path / "in", tmp_path / "out", layout)
+    for name, dtype in names:
+        source, out = (tmp_path / place / f"{name}.{dtype}" for place in ("in", "out"))
+        assert {x.dtype for x in tensors_of(out).values()} == {dtype}
+        assert_same_tensors(tensors_of(out), tensors_of(source))
+        assert digests(out, weights=False) == digests(source, weights=False), name
+
+
+def test_a_changed_parameter_is_noticed(tmp_path: Path) -> None:
+    """The mutation."""
+    save_tiny(tiny_configs()["llama"], tmp_path / "in" / "llama")
+    run(2, through_engines, tmp_path / "in", tmp_path / "out", Layout(tp=2), True)
+    with pytest.raises(AssertionError, match="lm_head"):
+        assert_same_tensors(tensors_of(tmp_path / "out" / "llama"), tensors_of(tmp_path / "in" / "llama"))

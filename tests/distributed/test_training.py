@@ -1,0 +1,229 @@
+"""What a step does beside its numbers: recomputation, clipping, skipping, precision, and engines beside each other."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dovetail.batch import Loss, PackedBatch
+from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.layout import Layout
+from dovetail.nn.decoder import Recompute
+from dovetail.optim.lr import lr_factor
+from dovetail.optim.optimizer import OptimSettings
+from dovetail.tokenstats import TokenStats
+from tests.distributed.bodies import BUDGET, made, tokenwise
+from tests.harness import run
+from tests.parity.configs import save_tiny, tiny_configs
+from tests.parity.reference import make_batch, objective, read_reference, value_objective, write_reference
+from tests.probe import PROBE, gradients, parameters
+from tests.tolerances import (
+    EXACT,
+    MODEL_FP32,
+    SUM_ORDER,
+    assert_all_close,
+    assert_close,
+    max_abs,
+    tensor_error,
+    worst_error,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("llama", "qwen3_window"):
+        save_tiny(tiny_configs()[name], folder / name)
+    return folder
+
+
+class AttentionRuns(TorchDispatchMode):
+    """Counts attention kernels, forward and backward apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        if "attention" in name or "softmax" in name:
+            self.seen["backward" if "backward" in name else "forward"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def recomputed(path: Path, layout: Layout, recompute: Recompute) -> tuple[dict[str, Tensor], Counter[str]]:
+    options = EngineOptions(optim=PROBE, recompute=recompute)
+    engine = from_pretrained(path, layout=layout, dtype=torch.float64, device="cpu", options=options)
+    with AttentionRuns() as runs:
+        engine.train_step(make_batch(torch.float64), tokenwise)
+    return gradients(engine)[0], runs.seen
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_window"])
+def test_recomputation_changes_no_gradient_and_selective_runs_attention_once(folder: Path, name: str) -> None:
+    """Windowed layers too, whose attention takes a mask. Full recomputation runs the forward kernels twice."""
+    for layout in (Layout(), Layout(tp=2)):
+        kinds: tuple[Recompute, ...] = ("none", "full", "selective")
+        found = {kind: run(layout.num_ranks, recomputed, folder / name, layout, kind) for kind in kinds}
+        for rank in range(layout.num_ranks):
+            expected, once = found["none"][rank]
+            assert once["forward"] > 0
+            for kind in kinds[1:]:
+                assert worst_error(found[kind][rank][0], expected)[0] == EXACT, kind
+            assert found["full"][rank][1]["forward"] == 2 * once["forward"]
+            assert found["selective"][rank][1]["forward"] == once["forward"]
+            assert found["selective"][rank][1]["backward"] == once["backward"]
+
+
+def skipping(path: Path, layout: Layout) -> None:
+    optim = OptimSettings(lr=1e-2, schedule="linear", warmup_steps=3, total_steps=9)
+    engine, twin = made(path, layout, optim), made(path, layout, optim)
+    batch = make_batch(torch.float64)
+    before = parameters(engine)[0]
+    poison = batch.fields["w0"].clone()
+    poison[int(batch.mask.nonzero()[-1])] = float("inf")  # one token, so one replica sees it
+    report = engine.train_step(batch.with_fields(w0=poison), objective)
+    assert report.skipped
+    assert report.lr == pytest.approx(1e-2 / 4)
+    assert engine.optimizer.steps == 0
+    assert not engine.optimizer.adamw.state, "a skipped step left moments"
+    assert all(shard.source.grad is None for shard in engine.optimizer.shards)
+    assert worst_error(parameters(engine)[0], before)[0] == EXACT
+    for wanted in (1, 2):
+        report, other = engine.train_step(batch, objective), twin.train_step(batch, objective)
+        assert (report, report.skipped) == (other, False)
+        assert report.lr == pytest.approx(1e-2 * wanted / 4)
+    assert worst_error(parameters(engine)[0], parameters(twin)[0])[0] == EXACT
+    assert worst_error(parameters(engine)[0], before)[0] > MODEL_FP32
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_anywhere(folder: Path) -> None:
+    for layout in (Layout(dp=2), Layout(tp=2, dp=2)):
+        run(layout.num_ranks, skipping, folder / "llama", layout)
+
+
+def clipped(path: Path, layout: Layout) -> None:
+    batch = make_batch(torch.float64)
+    free = made(path, layout)
+    norm = free.train_step(batch, objective).grad_norm
+    raw = gradients(free)[0]
+    whole = torch.stack([g.square().sum() for g in raw.values()]).sum().sqrt()
+    assert_close(torch.tensor(norm, dtype=torch.float64), whole, SUM_ORDER)
+    for limit, factor in ((norm / 4, 0.25), (norm * 4, 1.0)):
+        engine = made(path, layout, OptimSettings(lr=0.0, betas=(0.0, 0.95), clip_norm=limit))
+        assert engine.train_step(batch, objective).grad_norm == pytest.approx(norm, abs=SUM_ORDER)
+        expected = {name: g * (limit / (norm + 1e-6) if factor < 1.0 else 1.0) for name, g in raw.items()}
+        assert_all_close(gradients(engine)[0], expected, SUM_ORDER)
+
+
+def test_clipping_is_by_the_norm_of_the_whole_gradient(folder: Path) -> None:
+    """With copies of key-value heads and replicated norms among the pieces: each element counts once."""
+    for layout in (Layout(dp=2), Layout(tp=4)):
+        run(layout.num_ranks, clipped, folder / "llama", layout)
+
+
+def unlearned(path: Path, layout: Layout) -> None:
+    """A step in which nothing counts."""
+    engine = made(path, layout)
+    batch = make_batch(torch.float64)
+    report = engine.train_step(batch.with_mask(torch.zeros_like(batch.mask)), objective)
+    assert (report.loss, report.grad_norm, report.skipped) == (0.0, 0.0, False)
+    assert max(map(max_abs, gradients(engine)[0].values())) == 0.0
+
+
+def test_a_batch_without_counted_tokens_is_a_step_of_zeros(folder: Path) -> None:
+    for layout in (Layout(), Layout(tp=2, dp=2)):
+        run(layout.num_ranks, unlearned, folder / "llama", layout)
+
+
+class Watching:
+    """A loss that notes what reaches it."""
+
+    def __init__(self) -> None:
+        self.dtypes: set[torch.dtype] = set()
+        self.seen: list[float] = []
+
+    def __call__(self, stats: TokenStats, batch: PackedBatch) -> Loss:
+        self.dtypes |= {stats.logprob.dtype, stats.entropy.dtype, *(x.dtype for x in batch.fields.values())}
+        self.seen += batch.fields["old"].tolist()
+        return Loss((stats.logprob * batch.fields["old"]).sum(), batch.mask.sum())
+
+
+def narrow(path: Path, layout: Layout) -> list[float]:
+    """The field values that a loss sees under bfloat16 computation; masters and gradients stay float32."""
+    engine = from_pretrained(
+        path, layout=layout, dtype=torch.bfloat16, device="cpu", options=EngineOptions(optim=PROBE)
+    )
+    batch = make_batch()
+    exact = 1.0 + torch.arange(len(batch)) * 2.0**-20  # none of them is a bfloat16
+    loss = Watching()
+    engine.train_step(batch.with_fields(old=exact, temperature=exact), loss)
+    assert loss.dtypes == {torch.float32}
+    assert {s.local.dtype for s in engine.optimizer.shards} == {torch.float32}
+    assert {state["exp_avg"].dtype for state in engine.optimizer.adamw.state.values()} == {torch.float32}
+    return loss.seen
+
+
+def test_fields_reach_the_loss_in_float32(folder: Path) -> None:
+    batch = make_batch()
+    expected = (1.0 + torch.arange(len(batch)) * 2.0**-20)[batch.mask].tolist()
+    for layout in (Layout(), Layout(tp=2, dp=2)):
+        found = run(layout.num_ranks, narrow, folder / "llama", layout)
+        seen = [value for rank in range(0, layout.num_ranks, layout.tp) for value in found[rank]]
+        assert sorted(seen) == sorted(expected)
+
+
+def beside(actor: Path, critic: Path) -> None:
+    """An actor on tp=2,dp=2, the same one on tp=4, and a critic on dp=4, step by step in turn on four ranks."""
+    (outputs, grads), (values, value_grads) = read_reference(actor), read_reference(critic)
+    options = EngineOptions(optim=PROBE, tokens_per_batch=BUDGET)
+
+    def engine(path: Path, layout: Layout, head: Any = "lm"):
+        return from_pretrained(path / "model", layout=layout, head=head, device="cpu", options=options)
+
+    first, second = engine(actor, Layout(tp=2, dp=2)), engine(actor, Layout(tp=4))
+    third = engine(critic, Layout(dp=4), "value")
+    batch = make_batch()
+    scores = [first.score(batch), second.score(batch)]
+    found = third.values(batch)
+    for one in (first, third, second):
+        one.train_step(batch, value_objective if one is third else objective)
+    for one, wanted in ((second, grads), (first, grads), (third, value_grads)):
+        assert_all_close(gradients(one)[0], wanted, MODEL_FP32)
+    streams = [one.weights() for one in (first, second)]
+    for (name, a), (other, b) in zip(*streams, strict=True):
+        assert name == other
+        assert torch.equal(a, b), name
+    again = [second.score(batch), first.score(batch)]
+    assert torch.equal(again[1].logprob, scores[0].logprob)
+    assert torch.equal(again[0].entropy, scores[1].entropy)
+    assert tensor_error(found, values["values"]) <= MODEL_FP32
+    for stats in scores:
+        assert tensor_error(stats.logprob, outputs["logprob"]) <= MODEL_FP32
+
+
+def test_engines_of_different_layouts_live_side_by_side(tmp_path: Path) -> None:
+    actor = write_reference("qwen2_tied", tmp_path / "actor")
+    run(4, beside, actor, write_reference("qwen2", tmp_path / "critic", values=True))
+
+
+def test_schedules_rise_hold_and_fall() -> None:
+    def shape(kind: Any, **options: Any) -> list[float]:
+        return [lr_factor(kind, step, total=10, **options) for step in range(12)]
+
+    assert shape("constant") == [1.0] * 12
+    assert shape("constant", warmup=3)[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert shape("linear", warmup=1, floor=0.2)[:2] == [0.5, 1.0]
+    assert shape("linear", floor=0.1)[9:] == pytest.approx([0.1] * 3)
+    assert shape("linear")[3] == pytest.approx(6 / 9)
+    assert shape("cosine")[0] == 1.0
+    assert lr_factor("cosine", 5, total=11) == pytest.approx(0.5)
+    assert shape("cosine")[9:] == pytest.approx([0.0] * 3)
+    assert shape("wsd", decay=4) == pytest.approx([1.0] * 7 + [2 / 3, 1 / 3, 0.0, 0.0, 0.0])
+    for kind in ("constant", "linear", "cosine", "wsd"):
+        assert min(shape(kind, warmup=2)[:1]) > 0.0, "the first step would do nothing"
+        assert all(a >= b for a, b in zip(shape(kind)[1:], shape(kind)[2:], strict=False))

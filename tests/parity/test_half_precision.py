@@ -1,0 +1,108 @@
+"""bfloat16 computation with float32 masters: as near the float32 model as transformers in bfloat16 is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dovetail.batch import PackedBatch
+from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.layout import Layout
+from dovetail.tokenstats import TokenStats
+from tests.harness import run
+from tests.parity.configs import VOCAB, save_tiny, tiny_configs
+from tests.parity.reference import objective, rows_of
+from tests.probe import PROBE, gradients
+from tests.tolerances import HALF_SHARE, P99
+
+NAMES = ("llama", "mistral_window", "qwen2", "qwen3_tied")
+LAYOUTS = ("dp=1", "tp=2,dp=2")
+Flat = dict[str, Tensor]
+
+
+def batch() -> PackedBatch:
+    """Enough tokens for a 99th percentile."""
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.randint(20, 80, (24,), generator=draw).tolist()
+    packed = PackedBatch.pack([torch.randint(VOCAB, (n,), generator=draw) for n in lengths])
+    w0, w1 = torch.randn(2, len(packed), generator=draw)
+    return packed.with_fields(w0=w0, w1=w1)
+
+
+def ours(folder: Path, layout: Layout) -> dict[str, Flat]:
+    """Every model on one layout, computed in bfloat16."""
+    found = {}
+    for name in NAMES:
+        options = EngineOptions(optim=PROBE, tokens_per_batch=640)
+        engine = from_pretrained(folder / name, layout=layout, dtype=torch.bfloat16, device="cpu", options=options)
+        found[name] = engine.score(batch())._asdict()
+        engine.train_step(batch(), objective)
+        found[name]["gradient"] = torch.cat([g.flatten() for _, g in sorted(gradients(engine)[0].items())])
+    return found
+
+
+def theirs(model: PreTrainedModel, stats_dtype: torch.dtype = torch.float32) -> Flat:
+    """transformers in the model's dtype; statistics of its logits in `stats_dtype`."""
+    packed = batch()
+    keep = packed.mask
+    logprobs = torch.cat([model(row[None]).logits[0] for row in rows_of(packed)]).to(stats_dtype).log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1) * keep
+    stats = TokenStats(logprobs.gather(-1, packed.targets[:, None])[:, 0] * keep, entropy)
+    loss = objective(TokenStats(stats.logprob[keep], stats.entropy[keep]), packed.compact(keep.nonzero()[:, 0]))
+    (loss.total / loss.count).backward()
+    grads = [p.grad.flatten() for _, p in sorted(model.named_parameters())]
+    return {name: x.detach() for name, x in stats._asdict().items()} | {"gradient": torch.cat(grads)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name in NAMES:
+        save_tiny(tiny_configs()[name], folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def references(folder: Path) -> dict[str, tuple[Flat, Flat]]:
+    """Of each model transformers in float32 and in bfloat16."""
+    found = {}
+    for name in NAMES:
+        model = save_tiny(tiny_configs()[name], folder / name)
+        exact = theirs(model)
+        model.zero_grad()
+        found[name] = exact, theirs(torch.nn.Module.to(model, torch.bfloat16))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_error_is_at_most_that_of_transformers(
+    folder: Path, references: dict[str, tuple[Flat, Flat]], layout: str
+) -> None:
+    """Mean and 99th percentile of log-probs, entropies and all gradients."""
+    parsed = Layout.parse(layout)
+    found = run(parsed.num_ranks, ours, folder, parsed)[0]
+    for name in NAMES:
+        exact, half = references[name]
+        for what, expected in exact.items():
+            allowed, got = spread(half[what], expected), spread(found[name][what], expected)
+            for kind, here, there in zip(("mean", "99th percentile"), got, allowed, strict=True):
+                assert 0.0 < here <= HALF_SHARE * there, (
+                    f"{name}: {kind} error of {what} {here:.2e}, theirs {there:.2e}"
+                )
+
+
+def test_statistics_in_bfloat16_would_be_noticed(folder: Path, references: dict[str, tuple[Flat, Flat]]) -> None:
+    """The mutation: the same logits, but their log-softmax and entropy in half precision."""
+    model = save_tiny(tiny_configs()["llama"], folder / "llama")
+    wrong = theirs(torch.nn.Module.to(model, torch.bfloat16), torch.bfloat16)
+    exact, half = references["llama"]
+    for what in ("logprob", "entropy"):
+        assert spread(wrong[what], exact[what])[0] > HALF_SHARE * spread(half[what], exact[what])[0]
+
+
+def spread(x: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Mean and 99th percentile of |x - exact|."""
+    error = (x.to(torch.float64) - exact.to(torch.float64)).abs()
+    return float(error.mean()), float(error.kthvalue(int(P99 * len(error))).values)

@@ -1,0 +1,86 @@
+"""Outputs and gradients equal transformers', for every family and option, cut over tp and dp.
+
+`make test` runs every variant on one rank and on tp=2,dp=2, and the others of the product where they differ in kind
+(copies of key-value heads, padded vocabulary, ties, biases); `make soak` runs the whole product.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from dovetail.layout import Layout
+from tests.harness import run
+from tests.parity.bodies import Figures, compare
+from tests.parity.configs import tiny_configs
+from tests.parity.reference import write_reference
+from tests.tolerances import EXACT, GRAD_RATIO_FP32, MODEL_FP32
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+CUTS = (
+    "llama_biases",
+    "llama_one_kv_head",
+    "llama_all_kv_heads",
+    "mistral_window",
+    "qwen2_tied",
+    "qwen3",
+    "qwen3_tied",
+)
+VALUES = "values of "
+CRITICS = tuple(VALUES + name for name in FAMILIES)
+
+QUICK = {
+    "tp=1,dp=1": (*tiny_configs(), *CRITICS),
+    "tp=1,dp=2": (*FAMILIES, *CRITICS[2:]),
+    "tp=2,dp=1": (*FAMILIES, *CRITICS[:2]),
+    "tp=2,dp=2": (*tiny_configs(), *CRITICS),
+    "tp=4,dp=1": (*CUTS, *CRITICS[2:]),
+    "tp=8,dp=1": ("llama_biases", "llama_one_kv_head", "mistral_window", "qwen2_tied", "qwen3", CRITICS[3]),
+    "tp=4,dp=2": ("llama", "qwen2"),
+}
+PRODUCT = tuple(f"tp={tp},dp={dp}" for tp in (1, 2, 4, 8) for dp in (1, 2))
+PATIENCE = 600.0  # seconds for one layout and all models of it, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every model, its outputs and gradients; critics under "values of NAME"."""
+    folder = tmp_path_factory.mktemp("references")
+    return {
+        title + name: write_reference(name, folder / (title + name).replace(" ", "_"), values=bool(title))
+        for title in ("", VALUES)
+        for name in tiny_configs()
+    }
+
+
+@pytest.mark.parametrize("layout", QUICK)
+def test_parity(references: dict[str, Path], layout: str) -> None:
+    check({name: references[name] for name in QUICK[layout]}, layout)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", PRODUCT)
+def test_parity_of_the_whole_product(references: dict[str, Path], layout: str) -> None:
+    check(references, layout)
+
+
+def check(folders: dict[str, Path], layout: str) -> None:
+    """Every rank's figures hold, and would not if a weight, a sum or a copy were wrong."""
+    parsed = Layout.parse(layout)
+    for rank, figures in enumerate(run(parsed.num_ranks, compare, folders, parsed, timeout=PATIENCE)):
+        for name, found in figures.items():
+            for what, figure, limit in limits(found):
+                assert figure <= limit, f"{name}, rank {rank}: {what} {figure:.2e} > {limit:.0e}"
+            for defect, figure in found.mutants.items():
+                assert figure > MODEL_FP32, f"{name}, rank {rank}: nobody notices that {defect} ({figure:.2e})"
+
+
+def limits(found: Figures) -> list[tuple[str, float, float]]:
+    return [
+        ("outputs", found.output, MODEL_FP32),
+        ("loss", found.loss, MODEL_FP32),
+        ("gradient norm", found.norm, MODEL_FP32),
+        ("gradients", found.grad, MODEL_FP32),
+        ("a gradient's factor", found.ratio, GRAD_RATIO_FP32),
+        ("ranks with the same piece", found.stray, EXACT),
+        ("names and bytes of the streamed weights", found.streamed, EXACT),
+    ]

@@ -1,0 +1,111 @@
+"""Packing, padding, compaction and planning: properties over many random batches."""
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from dovetail.batch import MicroBatch, PackedBatch, Sequence, plan_microbatches
+from dovetail.errors import DataError
+
+LENGTHS = st.lists(st.integers(1, 40), max_size=24)
+MULTIPLES = st.sampled_from([1, 2, 3, 8])
+
+
+@given(lengths=LENGTHS, replicas=st.integers(1, 5), room=st.integers(0, 60), multiple=MULTIPLES)
+@settings(max_examples=200, deadline=None)
+def test_plans_keep_the_budget_and_lose_nothing(lengths: list[int], replicas: int, room: int, multiple: int) -> None:
+    budget = -(-max(lengths, default=1) // multiple) * multiple + room
+    plan = plan_microbatches(lengths, replicas, budget, multiple)
+    assert len(plan) == replicas
+    assert len({len(mine) for mine in plan}) == 1, "replicas have unequal numbers of micro-batches"
+    seen = [i for mine in plan for micro in mine for i in micro]
+    assert sorted(seen) == list(range(len(lengths)))
+    for mine in plan:
+        for micro in mine:
+            assert -(-sum(lengths[i] for i in micro) // multiple) * multiple <= budget
+    assert not lengths or any(plan[r][-1] for r in range(replicas)), "the last round is empty everywhere"
+
+
+@given(lengths=LENGTHS, replicas=st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_plans_balance_replicas(lengths: list[int], replicas: int) -> None:
+    """No replica has more than the average and one sequence."""
+    plan = plan_microbatches(lengths, replicas, None)
+    loads = [sum(lengths[i] for micro in mine for i in micro) for mine in plan]
+    assert max(loads) <= sum(lengths) / replicas + max(lengths, default=0)
+    assert all(len(mine) <= 1 for mine in plan)
+
+
+def test_a_sequence_above_the_budget_is_refused_by_number() -> None:
+    with pytest.raises(DataError, match=r"sequence 1 has 9 tokens \(12 with padding\), more than tokens_per_batch=10"):
+        plan_microbatches([4, 9], 2, 10, multiple=4)
+
+
+def test_packing_shifts_targets_masks_and_fields_inside_each_sequence() -> None:
+    rows = [
+        Sequence(
+            [3, 4, 5], mask=[True, False, True], fields={"advantage": [9.0, 1.0, 2.0], "temperature": [9.0, 0.5, 2.0]}
+        ),
+        Sequence([7], fields={"advantage": 8.0, "temperature": 3.0}),
+        Sequence([1, 2], fields={"advantage": 4.0, "temperature": 1.0}),
+    ]
+    batch = PackedBatch.pack(rows)
+    assert batch.tokens.tolist() == [3, 4, 5, 7, 1, 2]
+    assert batch.targets.tolist() == [4, 5, 0, 0, 2, 0]
+    assert batch.mask.tolist() == [False, True, False, False, True, False]
+    assert batch.positions.tolist() == [0, 1, 2, 0, 0, 1]
+    assert batch.cu_seqlens.tolist() == [0, 3, 4, 6]
+    assert batch.fields["advantage"].tolist() == [1.0, 2.0, 0.0, 8.0, 4.0, 4.0]
+    assert batch.fields["temperature"].tolist() == [0.5, 2.0, 1.0, 3.0, 1.0, 1.0]
+    assert batch.fields["advantage"].dtype == torch.float32
+    assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 2, 2]
+
+
+@given(lengths=LENGTHS, multiple=MULTIPLES, seed=st.integers(0, 99))
+@settings(max_examples=100, deadline=None)
+def test_micro_batches_keep_counted_tokens_and_only_those(lengths: list[int], multiple: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    batch = PackedBatch.pack([torch.randint(50, (n,), generator=draw) for n in lengths])
+    batch = batch.with_mask(batch.mask & (torch.rand(len(batch), generator=draw) < 0.6))
+    batch = batch.with_fields(
+        number=torch.arange(len(batch), dtype=torch.float32), temperature=torch.full((len(batch),), 2.0)
+    )
+    micro = MicroBatch.of(batch, multiple)
+    padded, counted = micro.batch, micro.counted
+    assert len(padded) % multiple == 0
+    assert len(padded) > 0
+    assert len(padded) - len(batch) < multiple or not len(batch)
+    assert sum(padded.lengths) == len(padded)
+    assert int(padded.cu_seqlens[-1]) == len(padded)
+    assert not padded.mask[len(batch) :].any()
+    assert (padded.fields["temperature"] > 0).all(), "padding would divide by 0"
+    numbers = counted.fields["number"].long()
+    assert numbers.tolist() == batch.mask.nonzero()[:, 0].tolist() == micro.index.tolist()
+    assert torch.equal(counted.targets, batch.targets[numbers])
+    assert torch.equal(counted.sequence_ids, padded.sequence_ids[micro.index])
+    assert counted.mask.all()
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_selecting_is_packing_again(lengths: list[int], data: st.DataObject) -> None:
+    rows = [list(range(100 * i + 1, 100 * i + 1 + n)) for i, n in enumerate(lengths)]
+    chosen = data.draw(st.lists(st.sampled_from(range(len(rows))), unique=True))
+    found, expected = PackedBatch.pack(rows).select(chosen), PackedBatch.pack([rows[i] for i in chosen])
+    assert found.lengths == expected.lengths
+    for name in ("tokens", "targets", "mask", "positions", "cu_seqlens"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (Sequence([]), "sequence 1 has no tokens"),
+        (Sequence([1, 2], mask=[True]), "sequence 1 has 2 tokens but a mask of 1"),
+        (Sequence([1, 2], fields={"a": [1.0]}), "sequence 1 has 2 tokens but 1 entries in field 'a'"),
+        (Sequence([1, 2]), "sequence 1 has no field 'a'"),
+    ],
+)
+def test_rows_that_do_not_fit_are_named(row: Sequence, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        PackedBatch.pack([Sequence([1, 2, 3], fields={"a": 1.0}), row])
