@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 def accuracy(model_dir: Path, rows: Sequence[dict[str, str]], max_new_tokens: int) -> float:
     """Share of rows whose greedy continuation is exactly the answer, an optional full stop, and the end."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left", local_files_only=True)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True).eval()
     prompts = [row["prompt"] for row in rows]
     batch = tokenizer(prompts, padding=True, return_tensors="pt", add_special_tokens=False)

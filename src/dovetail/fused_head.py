@@ -35,20 +35,20 @@ class VocabShard:
     axis: Axis
     kernels: KernelSet
 
-    def logits(self, x: Tensor, temperature: Tensor | None) -> Tensor:
-        """[n, D] -> [n, columns], divided by the temperature [n]."""
-        z = self.kernels.logits(x, self.weight)
-        return z if temperature is None else z.div_(temperature[:, None])
+    def logits(self, x: Tensor) -> Tensor:
+        """[n, D] -> [n, columns], before any temperature."""
+        return self.kernels.logits(x, self.weight)
 
-    def stats(self, z: Tensor, targets: Tensor) -> tuple[TokenStats, Normalizer]:
-        return combine(stack_over(self.kernels.vocab_stats(z, targets - self.first), self.axis))
+    def stats(self, z: Tensor, targets: Tensor, temperature: Tensor | None) -> tuple[TokenStats, Normalizer]:
+        """Statistics of the whole vocabulary from this rank's logits [n, columns] over the temperature [n]."""
+        return combine(stack_over(self.kernels.vocab_stats(z, targets - self.first, temperature), self.axis))
 
 
 def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
     """Statistics of `batch.targets` [n] from hidden states [n, D]; one product a token, no gradient."""
     with torch.no_grad():
         found = [
-            shard.stats(shard.logits(x[rows], _temperature(batch, rows)), batch.targets[rows])[0]
+            shard.stats(shard.logits(x[rows]), batch.targets[rows], _temperature(batch, rows))[0]
             for rows in _chunks(len(batch), shard.kernels.head_chunk)
         ]
         return TokenStats(*(torch.cat(column) for column in zip(*found, strict=True)))
@@ -98,8 +98,8 @@ def _separable(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, g
     """One pass: each chunk's logits give its loss and, while they are there, its gradients."""
     losses = []
     for rows in _chunks(len(batch), shard.kernels.head_chunk):
-        z = shard.logits(x[rows], _temperature(batch, rows))
-        stats, normalizer = shard.stats(z, batch.targets[rows])
+        z = shard.logits(x[rows])
+        stats, normalizer = shard.stats(z, batch.targets[rows], _temperature(batch, rows))
         here = batch if len(z) == len(batch) else batch.compact(_arange(rows, batch))
         value, g, h = _loss_gradients(loss, stats, here, gradients is not None)
         losses.append(value)
@@ -114,8 +114,8 @@ def _whole(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradi
     value, g, h = _loss_gradients(loss, fused_token_stats(x, shard, batch), batch, gradients is not None)
     if gradients is not None:
         for rows in _chunks(len(batch), shard.kernels.head_chunk):
-            z = shard.logits(x[rows], _temperature(batch, rows))
-            _, normalizer = shard.stats(z, batch.targets[rows])
+            z = shard.logits(x[rows])
+            _, normalizer = shard.stats(z, batch.targets[rows], _temperature(batch, rows))
             gh = (g[rows], None if h is None else h[rows])
             _backward_chunk(x, rows, z, shard, batch, normalizer, gh, gradients)
             del z
@@ -149,10 +149,7 @@ def _backward_chunk(
 ) -> None:
     """Turn the logits z of some rows into their gradient in place, and leave dx and dw."""
     local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows)
-    dz = shard.kernels.vocab_grad_(z, local_targets, normalizer.lse, normalizer.mean, *gh)
-    if temperature is not None:
-        dz.div_(temperature[:, None])
-    dz = dz.to(x.dtype)
+    dz = shard.kernels.vocab_grad_(z, local_targets, normalizer.lse, normalizer.mean, *gh, temperature).to(x.dtype)
     shard.kernels.add_weight_grad_(gradients.dw, dz, x[rows])
     torch.mm(dz, shard.weight, out=gradients.dx[rows])
 

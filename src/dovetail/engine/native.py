@@ -79,6 +79,7 @@ class NativeEngine:
             last = i == len(micros) - 1
             self.model.set_requires_gradient_sync(last)
             self.model.set_is_last_backward(last)
+            self.model.set_reshard_after_backward(last or self.mesh["fsdp"].size > 1)
             value = self.model(micro, loss)
             value.total.backward()
             add_sums(sums, value)

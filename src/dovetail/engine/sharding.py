@@ -10,18 +10,21 @@ from dovetail.mesh import Mesh
 from dovetail.nn.decoder import Decoder
 
 
-def shard_over_data(model: Decoder, mesh: Mesh, dtype: torch.dtype, *, reshard_after_forward: bool = True) -> None:
+def shard_over_data(model: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
     """Shard the parameters' rows over dp x cp, in place. They compute in `dtype`, gradients are reduced in the wide one.
 
     One process is a group of one rank, not a second path. Gradients are summed: the engine divides once, by the count.
+    Blocks are gathered again in backward, but for one rank that computes in a dtype of its own: there a gather is a cast
+    of the whole model, done once a step.
     """
     first = next(model.parameters())
+    keep = mesh["fsdp"].size == 1 and dtype != first.dtype
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if dtype != first.dtype else None,
         reduce_dtype=wide(first.dtype),
         cast_forward_inputs=False,
     )
-    options: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": policy, "reshard_after_forward": reshard_after_forward}
+    options: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": policy, "reshard_after_forward": not keep}
     for layer in model.model.layers:
         fully_shard(layer, **options)
     if model.head.weight is not model.model.embed_tokens.weight:

@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 QUERY_BLOCK = 256  # queries that share one attention mask, where a mask is needed
-BLOCK_ELEMENTS = 1 << 20  # logits that one elementwise pass touches: what stays in a core's cache
+CPU_BLOCK, GPU_BLOCK = (
+    1 << 20,
+    1 << 27,
+)  # logits that one elementwise pass touches: a core's cache; enough to fill a GPU
 
 
 @dataclass(frozen=True)
@@ -112,55 +115,75 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [n, D] @ weight [V, D].T in `wide`, as exact as the device's product allows: fresh memory that callers may overwrite."""
-    return (x @ weight.T).to(wide(x.dtype))
+    """x [n, D] @ weight [V, D].T, as exact as the device's product allows: fresh memory that callers may overwrite."""
+    return x @ weight.T
 
 
-def vocab_stats(z: Tensor, local_targets: Tensor) -> Tensor:
-    """[n, V] logits -> [n, 4]: m = max z, s = sum e^(z-m), u = sum e^(z-m) (z-m), t = z at the target.
+def vocab_stats(z: Tensor, local_targets: Tensor, temperature: Tensor | None = None) -> Tensor:
+    """[n, V] logits -> [n, 4] in `wide`: m = max z, s = sum e^(z-m), u = sum e^(z-m) (z-m), t = z at the target.
 
-    `local_targets` [n] are this rank's columns; one outside [0, V) belongs to another rank and gives t = 0. Without
-    columns (V = 0), and for rows that are -inf throughout, the row adds nothing to a combination: m = -inf, s = u = 0.
+    `temperature` [n] divides z first. `local_targets` [n] are this rank's columns; one outside [0, V) belongs to another
+    rank and gives t = 0. Without columns (V = 0), and for rows that are -inf throughout, the row adds nothing to a
+    combination: m = -inf, s = u = 0.
     """
     n, columns = z.shape
-    stats = z.new_zeros((n, 4))
+    stats = torch.zeros((n, 4), dtype=wide(z.dtype), device=z.device)
     stats[:, 0] = float("-inf")
     if columns == 0:
         return stats
-    for rows in _row_blocks(n, columns):
-        block = z[rows]
+    mine = (local_targets >= 0) & (local_targets < columns)
+    picked = z.gather(-1, torch.where(mine, local_targets, 0)[:, None])[:, 0].to(stats.dtype)
+    if temperature is not None:
+        picked = picked / temperature
+    stats[:, 3] = torch.where(mine, picked, 0.0)
+    for rows in _row_blocks(z):
+        block = _wide_rows(z, rows, temperature)
         peak = block.amax(-1)
         stats[rows, 0] = peak
         shifted = block - torch.where(peak == float("-inf"), 0.0, peak)[:, None]
         weights = shifted.exp()
         stats[rows, 1] = weights.sum(-1)
         # e^-inf (-inf) is 0 here: a column that cannot occur carries no entropy
-        stats[rows, 2] = weights.mul_(shifted.clamp_(min=torch.finfo(z.dtype).min / 2)).sum(-1)
-    mine = (local_targets >= 0) & (local_targets < columns)
-    picked = z.gather(-1, torch.where(mine, local_targets, 0)[:, None])[:, 0]
-    stats[:, 3] = torch.where(mine, picked, 0.0)
+        stats[rows, 2] = weights.mul_(shifted.clamp_(min=torch.finfo(block.dtype).min / 2)).sum(-1)
     return stats
 
 
-def vocab_grad_(z: Tensor, local_targets: Tensor, lse: Tensor, mean: Tensor, g: Tensor, h: Tensor | None) -> Tensor:
-    """Overwrite logits [n, V] with dz = g [j = y] - p (g + h (z - mean)), p = e^(z - lse); all vectors are [n].
+def vocab_grad_(
+    z: Tensor,
+    local_targets: Tensor,
+    lse: Tensor,
+    mean: Tensor,
+    g: Tensor,
+    h: Tensor | None,
+    temperature: Tensor | None = None,
+) -> Tensor:
+    """Overwrite logits [n, V] with their gradient (g [j = y] - p (g + h (z - mean))) / temperature, p = e^(z - lse).
 
-    `g` and `h` are the gradients of logprob and entropy; h = None where nothing asks for the entropy's.
+    z stands for the logits over the temperature; all vectors are [n]. `g` and `h` are the gradients of logprob and
+    entropy; h = None where nothing asks for the entropy's. Computed in `wide`, whatever z's dtype.
     """
-    n, columns = z.shape
+    _n, columns = z.shape
     if columns == 0:
         return z
-    for rows in _row_blocks(n, columns):
-        block = z[rows]
-        if h is None:
-            block.sub_(lse[rows, None]).exp_().mul_(-g[rows, None])
-        else:
-            factor = (block - mean[rows, None]).clamp_(min=torch.finfo(z.dtype).min / 2)
-            factor.mul_(-h[rows, None]).sub_(g[rows, None])
-            block.sub_(lse[rows, None]).exp_().mul_(factor)
     mine = (local_targets >= 0) & (local_targets < columns)
-    z.scatter_add_(-1, torch.where(mine, local_targets, 0)[:, None], torch.where(mine, g, 0.0)[:, None])
+    index, at_target = torch.where(mine, local_targets, 0)[:, None], torch.where(mine, g, 0.0)[:, None]
+    for rows in _row_blocks(z):
+        block = _wide_rows(z, rows, temperature)
+        if h is None:
+            grad = (block - lse[rows, None]).exp_().mul_(-g[rows, None])
+        else:
+            factor = (block - mean[rows, None]).clamp_(min=torch.finfo(block.dtype).min / 2)
+            factor.mul_(-h[rows, None]).sub_(g[rows, None])
+            grad = (block - lse[rows, None]).exp_().mul_(factor)
+        grad.scatter_add_(-1, index[rows], at_target[rows])
+        z[rows] = grad if temperature is None else grad.div_(temperature[rows, None])
     return z
+
+
+def _wide_rows(z: Tensor, rows: slice, temperature: Tensor | None) -> Tensor:
+    """Some rows of the logits in `wide`, over their temperature: not to be written to, they may be z's own."""
+    block = z[rows].to(wide(z.dtype))
+    return block if temperature is None else block / temperature[rows, None]
 
 
 def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor) -> None:
@@ -168,11 +191,12 @@ def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor) -> None:
     if total.dtype == x.dtype:
         total.addmm_(dz.to(x.dtype).T, x)
         return
-    for rows in _row_blocks(total.shape[0], total.shape[1]):
+    for rows in _row_blocks(total):
         total[rows] += dz[:, rows].to(x.dtype).T @ x
 
 
-def _row_blocks(n: int, columns: int) -> Iterator[slice]:
-    """Slices of at most `BLOCK_ELEMENTS` elements that cover n rows."""
-    step = max(1, BLOCK_ELEMENTS // columns)
+def _row_blocks(x: Tensor) -> Iterator[slice]:
+    """Slices of rows that cover x [n, columns], each of a bounded number of elements."""
+    n, columns = x.shape
+    step = max(1, (CPU_BLOCK if x.device.type == "cpu" else GPU_BLOCK) // columns)
     return (slice(start, min(start + step, n)) for start in range(0, n, step))

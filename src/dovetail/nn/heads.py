@@ -38,8 +38,8 @@ class LMHead(nn.Module):
         return fused_loss(counted, self.shard, micro.counted, loss)
 
     def logits(self, x: Tensor) -> Tensor:
-        """This rank's logits [n, columns] of hidden states [n, D] that every rank of the axis holds."""
-        return self.kernels.logits(x, self.shard.weight)
+        """This rank's logits [n, columns], in the wide dtype, of hidden states [n, D] that every rank of the axis holds."""
+        return self.kernels.logits(x, self.shard.weight).to(wide(x.dtype))
 
     @property
     def shard(self) -> VocabShard:

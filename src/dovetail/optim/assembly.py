@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dovetail.mesh import Mesh
 from dovetail.placement import Placement, Region, fsdp_rows, narrow_rows, placements_of, regions
+from dovetail.weights.pieces import reshard
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ def local_tensor(x: Tensor) -> Tensor:
 
 def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
     """Every parameter of `model`, each once, in the model's order."""
+    reshard(model)
     placements = placements_of(model)
     return [_shard(name, p, placements[name], mesh) for name, p in model.named_parameters()]
 

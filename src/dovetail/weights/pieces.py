@@ -39,9 +39,7 @@ class Piece:
 
 def held(model: nn.Module, mesh: Mesh) -> list[Held]:
     """Every parameter of `model` on this rank, in the model's order."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward without backward some parameters are whole, in the compute dtype
+    reshard(model)
     params, ties = dict(model.named_parameters()), tied_names(model)
     found = []
     for name, placement in placements_of(model).items():
@@ -51,6 +49,13 @@ def held(model: nn.Module, mesh: Mesh) -> list[Held]:
         where = held_regions(name, placement, tuple(param.shape), mesh.coords, mesh.sizes, sharded=sharded)
         found.append(Held(name, placement, tuple(param.shape), local.detach(), where, ties.get(name, ())))
     return found
+
+
+def reshard(model: nn.Module) -> None:
+    """Have every parameter be its shard: after a forward without backward some are whole, in the compute dtype."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
