@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+SHORT = 128  # tokens of a sequence up to which a CPU is faster without flash attention in half precision, backward above all
 QUERY_BLOCK = 256  # queries that share one attention mask, where a mask is needed
 CPU_BLOCK, GPU_BLOCK = (
     1 << 20,
@@ -56,9 +57,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
         keys = k[at_k : at_k + count * m].unflatten(0, (count, m)).transpose(1, 2)
         values = v[at_k : at_k + count * m].unflatten(0, (count, m)).transpose(1, 2)
         if n == m and (window is None or m <= window):
-            mixed = F.scaled_dot_product_attention(
-                rows, keys, values, is_causal=True, enable_gqa=rows.shape[1] != keys.shape[1]
-            )
+            mixed = _causal_attention(rows, keys, values)
         else:
             mixed = _masked_attention(rows, keys, values, window)
         out.append(mixed.transpose(1, 2).flatten(0, 1))
@@ -73,6 +72,18 @@ def _runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> Iterator[tu
         if n:
             yield count, n, m, at_q, at_k
         at_q, at_k = at_q + count * n, at_k + count * m
+
+
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of [B, H, n, C] on [B, G, n, C]."""
+    n = q.shape[2]
+    if n > SHORT or q.dtype in (torch.float32, torch.float64):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    grouped = q.reshape(-1, k.shape[1], q.shape[1] // k.shape[1] * n, q.shape[3])  # [B, G, H / G n, C]
+    scores = (grouped @ k.transpose(2, 3)).to(torch.float32).mul_(q.shape[3] ** -0.5).unflatten(2, (-1, n))
+    future = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
+    weights = scores.masked_fill(future, float("-inf")).softmax(-1).to(q.dtype)
+    return (weights.flatten(2, 3) @ v).view(q.shape)
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
