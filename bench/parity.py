@@ -1,4 +1,6 @@
-"""Compares our engine with transformers on one device, number by number: python -m bench.parity --device cuda.
+"""Compares our engine with transformers on a device, number by number: python -m bench.parity --device cuda.
+
+Under torchrun with --layout tp=2,dp=2 the model is cut over the ranks.
 
 float32: worst error of log-probs, entropies, values and gradients. bfloat16: the mean and 99th percentile of our error
 against the float32 reference, over the same of transformers' own bfloat16 result (docs/design.md, section 6: <= 1.2).
@@ -6,12 +8,14 @@ against the float32 reference, over the same of transformers' own bfloat16 resul
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -25,7 +29,9 @@ from transformers import (
 
 import dovetail as dt
 from bench.harness import RESULTS, surroundings
-from dovetail.batch import MicroBatch
+from dovetail.comm import gather_text, stack_over
+from dovetail.launch import pick_device
+from dovetail.mesh import Axis
 from dovetail.optim.assembly import shards_of
 from dovetail.optim.grads import reduce_partial
 from dovetail.placement import as_index
@@ -59,19 +65,29 @@ def main() -> int:
     """Print one table, write one JSON, exit 1 where a bound is broken."""
     parser = argparse.ArgumentParser(prog="python -m bench.parity", description=__doc__)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--layout", default="")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    device = torch.device(given.device)
+    device = pick_device(given.device)
+    dt.ensure_process_group(device)
+    layout = dt.Layout.parse(given.layout)
     rows = []
+    shared = gather_text(
+        tempfile.mkdtemp(), Axis("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD), device
+    )[0]
     for name, make in configs().items():
-        with tempfile.TemporaryDirectory() as folder:
+        folder = str(Path(shared) / name.partition(",")[0])
+        if dist.get_rank() == 0:
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(make())
             with torch.no_grad():
                 for p in model.parameters():
                     p.add_(0.02 * torch.randn_like(p))
             model.save_pretrained(folder)
-            rows.append({"family": name, **_float32(folder, device), **_bfloat16(folder, device)})
+        dist.barrier()
+        rows.append({"family": name, **_float32(folder, device, layout), **_bfloat16(folder, device, layout)})
+    if dist.get_rank():
+        return 0
     good = all(row["float32"] <= FP32_BOUND and row["float32 grad"] <= FP32_BOUND for row in rows)
     good = good and all(max(row["bf16 mean"], row["bf16 p99"]) <= BOUND for row in rows)
     keys = list(rows[0])[1:]
@@ -79,9 +95,13 @@ def main() -> int:
     for row in rows:
         print(f"{row['family']:22}" + "".join(f"{row[key]:16.3g}" for key in keys))
     given.out.mkdir(parents=True, exist_ok=True)
-    target = given.out / f"parity_{device.type}.json"
-    target.write_text(json.dumps({**surroundings(), "within bounds": good, "rows": rows}, indent=1) + "\n")
+    name = "_".join(["parity", device.type, *given.layout.replace("=", "").split(",")]).rstrip("_")
+    target = given.out / f"{name}.json"
+    target.write_text(
+        json.dumps({**surroundings(), "layout": str(layout), "within bounds": good, "rows": rows}, indent=1) + "\n"
+    )
     print(f"{'all within bounds' if good else 'A BOUND IS BROKEN'}; {target}")
+    shutil.rmtree(shared)
     return 0 if good else 1
 
 
@@ -114,18 +134,20 @@ def _reference(folder: str, device: torch.device, dtype: torch.dtype) -> tuple[P
     return model, dt.TokenStats(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 
-def _float32(folder: str, device: torch.device) -> dict[str, float]:
+def _float32(folder: str, device: torch.device, layout: dt.Layout) -> dict[str, float]:
     """Worst |a - b| / max(1, |b|) of the statistics, and the tensor error of all gradients."""
     model, wanted = _reference(folder, device, torch.float32)
     batch = _batch()
-    engine = dt.from_pretrained(folder, device=device.type)
+    engine = dt.from_pretrained(folder, device=device.type, layout=layout)
     got = engine.score(batch)
     error = max(
-        float(((a.to(device) - b).abs() / b.abs().clamp(min=1.0)).max()) for a, b in zip(got, wanted, strict=True)
+        float(((a.to(device) - b.detach()).abs() / b.detach().abs().clamp(min=1.0)).max())
+        for a, b in zip(got, wanted, strict=True)
     )
     on_device = batch.to(device)
     _objective(wanted, on_device).total.backward()
-    engine.model(MicroBatch.of(batch).to(device), _objective).total.backward()
+    for _, micro in engine.micro_batches(batch):
+        engine.model(micro, _objective).total.backward()
     shards = shards_of(engine.model, engine.mesh)
     reduce_partial(shards, engine.mesh)
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -138,16 +160,23 @@ def _float32(folder: str, device: torch.device) -> dict[str, float]:
             theirs = expected[region.checkpoint_name][as_index(region.checkpoint_slice)]
             scale = max(float(expected[region.checkpoint_name].abs().max()), 0.01 * largest)
             worst = max(worst, float((ours - theirs).abs().max()) / scale)
-    return {"float32": error, "float32 grad": worst}
+    everywhere = stack_over(torch.tensor(worst, dtype=torch.float64, device=device), engine.mesh["world"])
+    return {"float32": error, "float32 grad": float(everywhere.max())}
 
 
-def _bfloat16(folder: str, device: torch.device) -> dict[str, float]:
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    return float(((ours - theirs).abs() / theirs.abs().clamp(min=1.0)).max())
+
+
+def _bfloat16(folder: str, device: torch.device, layout: dt.Layout) -> dict[str, float]:
     """Our error against float32 over transformers' own, mean and 99th percentile, the worse of the two statistics."""
     with torch.no_grad():
         _, wanted = _reference(folder, device, torch.float32)
         _, peer = _reference(folder, device, torch.bfloat16)
     options = dt.EngineOptions(master_dtype=torch.bfloat16)
-    got = dt.from_pretrained(folder, dtype=torch.bfloat16, device=device.type, options=options).score(_batch())
+    got = dt.from_pretrained(folder, dtype=torch.bfloat16, device=device.type, layout=layout, options=options).score(
+        _batch()
+    )
     ratios: dict[str, float] = {"bf16 mean": 0.0, "bf16 p99": 0.0}
     for ours, theirs, truth in zip(got, peer, wanted, strict=True):
         a, b = (ours.to(device) - truth).abs(), (theirs - truth).abs()

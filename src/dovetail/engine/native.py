@@ -55,7 +55,7 @@ class NativeEngine:
     def score(self, batch: PackedBatch) -> TokenStats:
         """Log-prob and entropy of `batch.targets` [T]; 0 where the mask is False."""
         out = torch.zeros(2, len(batch), dtype=self._wide, device=self.mesh.device)
-        for index, micro in self._micro_batches(batch):
+        for index, micro in self.micro_batches(batch):
             with torch.no_grad():
                 stats = self.model(micro)
             out[:, index[micro.index]] = torch.stack(list(stats))
@@ -64,7 +64,7 @@ class NativeEngine:
     def values(self, batch: PackedBatch) -> Tensor:
         """The value head's output at every token [T]."""
         out = torch.zeros(1, len(batch), dtype=self._wide, device=self.mesh.device)
-        for index, micro in self._micro_batches(batch):
+        for index, micro in self.micro_batches(batch):
             with torch.no_grad():
                 values = self.model(micro)
             out[0, index] = values[: len(index)]
@@ -74,7 +74,7 @@ class NativeEngine:
         """Forward, backward and one optimizer step over the whole batch, whatever its micro-batches."""
         optimizer = self.optimizer
         sums: Sums = {}
-        micros = list(self._micro_batches(batch))
+        micros = list(self.micro_batches(batch))
         for i, (_, micro) in enumerate(micros):
             last = i == len(micros) - 1
             self.model.set_requires_gradient_sync(last)
@@ -111,7 +111,7 @@ class NativeEngine:
         options: dict[str, Any] = {"sides": origin.sides, "dtype_of": origin.dtype_of, "listed": origin.listed}
         return save_sharded(self.model, path, self.mesh, step=step, **options)
 
-    def _micro_batches(self, batch: PackedBatch) -> Iterator[tuple[Tensor, MicroBatch]]:
+    def micro_batches(self, batch: PackedBatch) -> Iterator[tuple[Tensor, MicroBatch]]:
         """This replica's micro-batches, and where in the batch their tokens lie. All replicas have equally many."""
         multiple = self.mesh.token_multiple
         dp = self.mesh["dp"]
