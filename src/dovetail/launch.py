@@ -129,8 +129,14 @@ class StopSignal:
 
 def _meet() -> tuple[Store, int, int]:
     """The store that all ranks share, this rank, and how many there are."""
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return HashStore(), 0, 1
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"RANK and WORLD_SIZE say that a launcher started this process, but {' and '.join(missing)} is not set; set "
+            "it, start with torchrun, or unset RANK to have dovetail start its own ranks"
+        )
     store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
     return store, rank, world
 

@@ -71,7 +71,8 @@ class LoggerThread(threading.Thread):
 def check_loggers(names: tuple[str, ...]) -> None:
     """Refuse loggers that are not installed, before a run starts."""
     for name in names:
-        if importlib.util.find_spec(PACKAGES[name]) is None:
+        found = importlib.util.find_spec(PACKAGES[name])
+        if found is None or found.origin is None:  # without an origin: a mere folder, such as wandb leaves behind
             raise ConfigError(f"trainer.loggers names {name}, which is not installed: pip install 'dovetail[{name}]'")
 
 

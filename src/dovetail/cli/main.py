@@ -44,13 +44,18 @@ def run_command(argv: Sequence[str]) -> int:
             layout, given = layout_of(args), ranks_given()
             ranks = layout.resolve(given or layout.num_ranks).num_ranks
             if given is None and ranks > 1:
-                outcome.code = run_ranks([sys.executable, "-m", "dovetail", *argv], ranks)
+                outcome.code = run_ranks([*_interpreter(), "-m", "dovetail", *argv], ranks)
             else:
                 launch = importlib.import_module("dovetail.launch")
                 device = launch.pick_device(args.device)
                 with _Outcome(speaks=True) as outcome, launch.ProcessGroup(device):
                     outcome.code = _run(args.command, args)
     return outcome.code
+
+
+def _interpreter() -> list[str]:
+    """Python for the ranks: -m would let them import from the working directory, a model's perhaps. -P does not."""
+    return [sys.executable] if os.getcwd() in map(os.path.abspath, sys.path) else [sys.executable, "-P"]
 
 
 def _run(command: str, args: object) -> int:

@@ -6,8 +6,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dovetail.errors import ConfigError
 from dovetail.mesh import Mesh
 from dovetail.weights.agree import agreed
+
+
+def check_out(path: Path | str, mesh: Mesh) -> None:
+    """Refuse a place where `write_rows` could not write, before the work is done. The first rank looks."""
+    path = Path(path).absolute()
+    folder = next(parent for parent in path.parents if parent.exists())
+    if mesh["world"].rank == 0 and (path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK)):
+        why = "it is a directory" if path.is_dir() else f"{folder} is no directory that you may write to"
+        raise ConfigError(f"--out {path} cannot be written: {why}; give the path of a file")
 
 
 def write_rows(path: Path | str, rows: Iterable[Mapping[str, Any]], mesh: Mesh) -> None:

@@ -161,7 +161,9 @@ class RLTask:
                 critic.run(part)
         row |= {**EMPTY_UPDATE, **policy.row(), "tokens": len(batch)}
         if critic is not None:
-            row |= {f"critic_{name}": value for name, value in critic.row().items()}
+            critic_row = critic.row()
+            row["flops"] = row.get("flops", 0.0) + critic_row.pop("flops", 0.0)
+            row |= {f"critic_{name}": value for name, value in critic_row.items()}
         return {**row, "kl_mean": row.get("kl_mean", row.get("approx_kl", 0.0))}
 
     def evaluate(self, step: int) -> Row:
