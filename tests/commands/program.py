@@ -105,7 +105,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def write_recipe(path: Path, model: Path, data: Path, **sections: Mapping[str, Any]) -> Path:
+def write_recipe(path: Path, model: Path, data: Path, /, **sections: Mapping[str, Any]) -> Path:
     """A recipe of two steps of two rows; `sections` change or add keys. Its run_dir is `run` beside the recipe."""
     recipe: dict[str, Any] = {
         "model": {"path": str(model)},
