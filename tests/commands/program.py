@@ -48,9 +48,10 @@ def on_ranks(world: int, *argv: object) -> list[Ended]:
 
 
 def refused_on(world: int, *argv: object) -> str:
-    """The one message of a command line that is refused, by every rank alike where there are several."""
+    """The message of a command line that every rank refuses alike; before the ranks have met, the first one speaks."""
     ended = [here(*argv)] if world == 1 else on_ranks(world, *argv)
-    assert len(set(ended)) == 1, ended
+    assert {each.code for each in ended} == {2}, ended
+    assert {each.err for each in ended} <= {ended[0].err, ""}, ended
     return refusal(ended[0])
 
 
