@@ -36,9 +36,10 @@ def pick_device(name: str = "auto") -> torch.device:
     if not present[name]:
         raise ConfigError(f"device {name!r}: torch {torch.__version__} sees none here; use --device cpu or auto")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.get_device_module(name).device_count()
-    if local >= count:
+    ranks = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # so that rank 0, which speaks, refuses too
+    if ranks > count:
         raise LayoutError(
-            f"local rank {local} has no {name} device of its own, there are {count}; use fewer ranks a machine, or "
+            f"{ranks} ranks on this machine need a {name} device each, there are {count}; use fewer ranks a machine, or "
             "--device cpu"
         )
     device = torch.device(name, local)

@@ -10,7 +10,9 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from dovetail.errors import ConfigError
@@ -41,7 +43,7 @@ class Metrics:
             if logger.is_alive():
                 logger.rows.put(row)
             else:
-                self._say(f"the logger {logger.name} failed and gets no more; the run goes on")
+                self._say(f"the logger {logger.name} failed and gets no more; the run goes on ({logger.cause})")
                 self._loggers.remove(logger)
 
     def close(self) -> None:
@@ -50,6 +52,8 @@ class Metrics:
             logger.rows.put(None)
         for logger in self._loggers:
             logger.join(LAST_SECONDS)
+            if logger.is_alive() or logger.cause:
+                self._say(f"the logger {logger.name} may lack rows ({logger.cause or f'busy for {LAST_SECONDS:g} s'})")
         self._file.close()
 
 
@@ -59,13 +63,22 @@ class LoggerThread(threading.Thread):
     def __init__(self, kind: str, run_dir: Path, config: Mapping[str, Any]) -> None:
         super().__init__(name=kind, daemon=True)
         self.run_dir, self.config = run_dir, config
+        self.cause = ""  # of its failure
         self.rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        log, finish = (_wandb if self.name == "wandb" else _tensorboard)(self.run_dir, self.config)
-        while (row := self.rows.get()) is not None:
-            log({k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)})
-        finish()
+        with ExitStack() as stack:
+            stack.push(self._note_failure)
+            log, finish = (_wandb if self.name == "wandb" else _tensorboard)(self.run_dir, self.config)
+            while (row := self.rows.get()) is not None:
+                log({k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)})
+            finish()
+
+    def _note_failure(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> bool:
+        self.cause = "" if kind is None else f"{kind.__name__}: {error}"
+        return True
 
 
 def check_loggers(names: tuple[str, ...]) -> None:

@@ -1,6 +1,8 @@
 """The program from outside: help, its time, exit codes, launchers, and messages that come once."""
 
 import resource
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -108,3 +110,25 @@ def test_unknown_commands_and_flags() -> None:
     for command in ("score", "generate"):
         argv = [command, "--model", "m", "--data", "d", "--out", "o", "--engine", "transformers"]
         assert "engine 'transformers' is not part of this release; use native (or auto)" in refusal(here(*argv))
+
+
+def test_more_ranks_than_devices_are_refused_by_the_rank_that_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    told = refusal(here("score", "--model", "m", "--data", "d", "--out", "o", "--device", "cuda"))
+    assert "2 ranks on this machine need a cuda device each, there are 1; use fewer ranks a machine, or" in told
+
+
+@pytest.mark.parametrize("layout", ["tp=1", "tp=2"])
+def test_sigterm_ends_any_command_with_143_and_leaves_nothing(layout: str, model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 7]}])
+    argv = ["generate", "--model", model, "--data", rows, "--out", tmp_path / "out.jsonl", "--layout", layout]
+    process = start(*argv, "--max-new-tokens", 10**5, "--samples", 64)
+    time.sleep(4)
+    assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=300)
+    assert (process.returncode, out, err) == (143, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

@@ -193,8 +193,11 @@ def _bad_weights(folder: Path) -> list[str]:
         (["reward.import=absent_module:f"], "cannot be loaded: ModuleNotFoundError: No module named 'absent_module'"),
         (["critic.path=/nowhere", "algorithm.name=ppo"], "/nowhere is not a directory"),
         (["reference.path=/nowhere"], "/nowhere is not a directory"),
-        (["rollout.layout.tp=2"], "needs a multiple of 2 ranks, but the job has 1"),
-        (["critic.layout.tp=3", "algorithm.name=ppo"], "needs a multiple of 3 ranks, but the job has 1"),
+        (["rollout.layout.tp=2"], "rollout.layout: layout tp=2,dp=auto needs a multiple of 2 ranks, but the job has 1"),
+        (
+            ["critic.layout.tp=3", "algorithm.name=ppo"],
+            "critic.layout: layout tp=3,dp=auto needs a multiple of 3 ranks, but the job has 1",
+        ),
         (["layout.virtual_stages=2"], "leave them out at pp=1"),
         (["layout.schedule=interleaved"], "leave them out at pp=1"),
         (["layout.cp_mode=ulysses"], "cp_mode=ulysses says how to cut by cp; leave it out at cp=1"),

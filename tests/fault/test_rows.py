@@ -1,10 +1,12 @@
 """Rows that cannot be used are refused with file and line before any step, by every command, on every rank."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.commands.program import here, read_rows, refusal, refused_on, write_recipe, write_rows
+from tests.commands.program import here, make_model, read_rows, refusal, refused_on, write_recipe, write_rows
 
 GOOD = {"input_ids": [1, 2], "prompt": "a", "completion": "b", "answer": 1}
 
@@ -99,3 +101,31 @@ def asked(command: str, model: Path, rows: Path, folder: Path) -> list[object]:
     if command in ("score", "generate"):
         return [command, "--model", model, "--data", rows, "--out", folder / "out.jsonl"]
     return ["train", write_recipe(folder / "r.yaml", model, rows, algorithm={"name": command})]
+
+
+@pytest.mark.parametrize("command", ["score", "generate", "sft", "grpo"])
+def test_a_tokenizer_that_knows_more_ids_than_the_model(command: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", vocab_size=50)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "zzz", "completion": "b", "answer": 1}])
+    told = refused_on(1, *asked(command, model, rows, tmp_path))
+    assert "rows.jsonl:1: token id" in told
+    assert "lies outside the model's vocabulary of 50 (0 to 49); use this model's own tokenizer" in told
+
+
+@pytest.mark.parametrize("command", ["generate", "grpo"])
+def test_stop_ids_that_are_no_ids(command: str, model: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(model, tmp_path / "model"))
+    given = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps({**given, "eos_token_id": "3"}))
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": 1}])
+    told = refused_on(1, *asked(command, model, rows, tmp_path))
+    assert "eos_token_id is '3'; expected a token id, a list of them, or null" in told
+
+
+def test_a_run_dir_that_cannot_be_made(model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [GOOD])
+    recipe = write_recipe(tmp_path / "r.yaml", model, rows)
+    for flags in ([], ["--dry-run"]):
+        told = refused_on(1, "train", recipe, f"run_dir={rows}/run", *flags)
+        assert "rows.jsonl is no directory that you may write to" in told
+        assert "is not empty; choose another run_dir" in refused_on(1, "train", recipe, f"run_dir={rows}", *flags)

@@ -48,7 +48,10 @@ def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]
     found: set[int] = set()
     for config in configs:
         given = config.get("eos_token_id")
-        found |= set(given if isinstance(given, list) else [] if given is None else [given])
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(type(i) is int for i in ids):
+            raise ModelError(f"{source.path}: eos_token_id is {given!r}; expected a token id, a list of them, or null")
+        found |= set(ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.add(tokenizer.eos_token_id)
     return tuple(sorted(found))

@@ -14,7 +14,7 @@ from dovetail.build.text import load_tokenizer, stop_ids, text_of
 from dovetail.config import GRPO, PPO, SFT, LayoutSection, PolicyGradient, Recipe
 from dovetail.data import Limits, Tokenizer, load_prompts, load_sft
 from dovetail.engine.native import NativeEngine
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, LayoutError
 from dovetail.kernels.registry import peak_flops, peak_memory_gib
 from dovetail.launch import num_ranks
 from dovetail.layout import Layout
@@ -104,7 +104,7 @@ class Builder:
             held_out = load_prompts(recipe.data.eval, self.tokenizer, limits) if recipe.data.eval else []
         policy = self._trained(self.source, self.mesh, "lm", recipe.optim.lr)
         critic = self._critic() if isinstance(algorithm, PPO) else None
-        sampler_mesh = self._mesh(rollout.layout or LayoutSection())
+        sampler_mesh = self._mesh(rollout.layout or LayoutSection(), "rollout.layout")
         sampler = make_sampler(self.source.spec, sampler_mesh, self.dtype)
         models = RLModels(policy=policy, sampler=sampler, critic=critic, reference=self._reference(algorithm))
         losses = (
@@ -128,7 +128,7 @@ class Builder:
         section = self.recipe.critic
         with agreed(self.mesh):
             source = self.source if section.path is None else Pretrained.open(section.path)
-        mesh = self.mesh if section.layout is None else self._mesh(section.layout)
+        mesh = self.mesh if section.layout is None else self._mesh(section.layout, "critic.layout")
         return self._trained(source, mesh, "value", section.lr or self.recipe.optim.lr)
 
     def _reference(self, algorithm: PolicyGradient) -> NativeEngine | None:
@@ -137,7 +137,7 @@ class Builder:
             return None
         with agreed(self.mesh):
             source = self.source if section.path is None else Pretrained.open(section.path)
-        mesh = self.mesh if section.layout is None else self._mesh(section.layout)
+        mesh = self.mesh if section.layout is None else self._mesh(section.layout, "reference.layout")
         options = EngineOptions(master_dtype=self.dtype, tokens_per_batch=self.recipe.trainer.tokens_per_batch)
         return make_engine(source, mesh, self.dtype, "lm", options)
 
@@ -168,8 +168,11 @@ class Builder:
                 )
         return runner
 
-    def _mesh(self, section: LayoutSection) -> Mesh:
-        layout = section.to_layout().resolve(num_ranks())
+    def _mesh(self, section: LayoutSection, name: str = "layout") -> Mesh:
+        try:
+            layout = section.to_layout().resolve(num_ranks())
+        except LayoutError as error:
+            raise LayoutError(f"{name}: {error}") from error
         if layout not in self.meshes:
             self.meshes[layout] = make_mesh(layout, self.device)
         return self.meshes[layout]

@@ -9,15 +9,16 @@ from typing import Any
 from dovetail.errors import ConfigError
 from dovetail.mesh import Mesh
 from dovetail.weights.agree import agreed
+from dovetail.weights.staging import refuse_unwritable
 
 
 def check_out(path: Path | str, mesh: Mesh) -> None:
     """Refuse a place where `write_rows` could not write, before the work is done. The first rank looks."""
-    path = Path(path).absolute()
-    folder = next(parent for parent in path.parents if parent.exists())
-    if mesh["world"].rank == 0 and (path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK)):
-        why = "it is a directory" if path.is_dir() else f"{folder} is no directory that you may write to"
-        raise ConfigError(f"--out {path} cannot be written: {why}; give the path of a file")
+    path = Path(path)
+    if mesh["world"].rank == 0:
+        if path.is_dir():
+            raise ConfigError(f"--out {path} is a directory; give the path of a file")
+        refuse_unwritable(path, "--out")
 
 
 def write_rows(path: Path | str, rows: Iterable[Mapping[str, Any]], mesh: Mesh) -> None:

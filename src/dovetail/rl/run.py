@@ -22,6 +22,7 @@ from dovetail.metrics import Metrics, check_loggers
 from dovetail.rl.experience import Sample
 from dovetail.rl.trainer import Outcome, Row
 from dovetail.weights.agree import agreed
+from dovetail.weights.staging import refuse_unwritable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,8 @@ class RunDirectory:
         with agreed(self.mesh):
             check_loggers(self.settings.loggers)
             path = self.settings.path
+            if self.lead:
+                refuse_unwritable(path, "run_dir")
             if path.exists() and (not path.is_dir() or any(path.iterdir())):
                 raise ConfigError(f"run_dir {path} is not empty; choose another run_dir, or move that one away")
 

@@ -279,7 +279,7 @@ def train(task: Task, run: Run, loop: LoopSettings) -> Outcome:
     run.start(before)
     rows: list[Row] = []
     last, started = loop.steps, time.monotonic()
-    stop = reached = False
+    stop, reached = run.stopping(), False
     while len(rows) < last and not (stop or reached):
         begun = time.monotonic()
         row = task.step(len(rows))
