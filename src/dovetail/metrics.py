@@ -36,8 +36,7 @@ class Metrics:
 
     def write(self, row: Row) -> None:
         """Write one step's row; numbers that are not finite become null."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self._file.write(json.dumps(finite) + "\n")
+        self._file.write(json_line(row))
         self._file.flush()
         for logger in list(self._loggers):
             if logger.is_alive():
@@ -79,6 +78,22 @@ class LoggerThread(threading.Thread):
     ) -> bool:
         self.cause = "" if kind is None else f"{kind.__name__}: {error}"
         return True
+
+
+def json_line(row: Row) -> str:
+    """One line of JSON, which knows no numbers that are not finite: they become null."""
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+    except ValueError:
+        return json.dumps(_finite(row), ensure_ascii=False, default=str) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_loggers(names: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.program import here, program, read_rows, refusal, start, write_recipe, write_rows
+from tests.tolerances import MODEL_FP32
 
 COMMANDS = ("train", "score", "generate", "convert", "inspect", "doctor")
 
@@ -60,7 +61,7 @@ def test_torchrun(model: Path, tmp_path: Path) -> None:
     assert here("score", "--model", model, "--data", rows, "--out", tmp_path / "one").code == 0
     for ours, one in zip(read_rows(out), read_rows(tmp_path / "one"), strict=True):
         assert ours["id"] == one["id"]
-        assert ours["log_probs"] == pytest.approx(one["log_probs"], abs=1e-5)
+        assert ours["log_probs"] == pytest.approx(one["log_probs"], abs=MODEL_FP32)
 
 
 def test_a_product_other_than_the_launchers_ranks_names_both_numbers(model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.parity.configs import tiny_configs, tiny_model
 from tests.tolerances import MODEL_FP32
 from tests.unit.test_data import make_tokenizer
 
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {"input_ids": [5, 6, 7, 8], "id": "first"},
     {"input_ids": [9]},
     {"prompt": "ab", "completion": "cd", "id": {"any": "JSON"}},
@@ -37,7 +38,7 @@ def ids_of_rows() -> list[list[int]]:
     chat = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nok"
     texts = {2: "abcd", 3: chat}
     return [
-        tokenizer.encode(texts[i], add_special_tokens=False) if i in texts else list(row["input_ids"])  # type: ignore[call-overload]
+        tokenizer.encode(texts[i], add_special_tokens=False) if i in texts else list(row["input_ids"])
         for i, row in enumerate(ROWS)
     ]
 
@@ -120,7 +121,7 @@ def test_bfloat16_holds_weights_in_bfloat16_and_stays_near(
     assert 0 < max(differences) < 0.5
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(model: Path, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", ROWS)
     for out, why in (
         (tmp_path, "is a directory; give the path of a file"),

@@ -4,6 +4,7 @@ import json
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ class Bomb:
     def __init__(self, sentinel: Path) -> None:
         self.sentinel = sentinel
 
-    def __reduce__(self) -> object:
+    def __reduce__(self) -> tuple[Any, ...]:
         return Path.write_text, (self.sentinel, "unpickled")
 
 
@@ -53,9 +54,7 @@ def trapped(model: Path, tmp_path: Path, sentinel: Path) -> Path:
     return path
 
 
-def test_no_command_executes_what_lies_in_the_model(
-    trapped: Path, sentinel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_command_executes_what_lies_in_the_model(trapped: Path, sentinel: Path, tmp_path: Path) -> None:
     text = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd", "answer": "x"}])
     ids = write_rows(tmp_path / "ids.jsonl", [{"input_ids": [5, 6]}])
     recipe = write_recipe(tmp_path / "r.yaml", trapped, text, algorithm={"name": "grpo"})
@@ -117,7 +116,7 @@ def test_ranks_and_rewards_import_nothing_from_the_working_directory(
     assert not sentinel.exists()
 
 
-def test_recipes_execute_no_yaml_tags(model: Path, sentinel: Path, tmp_path: Path) -> None:
+def test_recipes_execute_no_yaml_tags(sentinel: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"model: !!python/object/apply:os.system ['touch {sentinel}']\n")
     assert "is not valid YAML" in refusal(here("train", recipe))

@@ -60,7 +60,7 @@ def test_tensor_parallel_degrees_that_do_not_divide_the_model(
     assert words in refused_on(2, "convert", model, tmp_path / "cut", "--to", "sharded", "--layout", "tp=2")
 
 
-def test_a_vocabulary_need_not_divide(tmp_path: Path, model: Path) -> None:
+def test_a_vocabulary_need_not_divide(tmp_path: Path) -> None:
     """263 words over two ranks: the last rank's rows are padded."""
     odd = make_model(tmp_path / "model", vocab_size=263)
     data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [262, 263]}])

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_overlong_rows_of_train_follow_the_recipe(algorithm: str, model: Path, t
     fits = {"sft": {"prompt": "abcd", "completion": "efg"}, "grpo": {"prompt": "abcd", "answer": "x"}}[algorithm]
     long = {**fits, "prompt": "abcde", "id": "long"}
     rows = write_rows(tmp_path / "rows.jsonl", [fits, long, fits])
-    changes = {"algorithm": {"name": algorithm}, "trainer": {"tokens_per_batch": 8, "steps": 1}}
+    changes: dict[str, Any] = {"algorithm": {"name": algorithm}, "trainer": {"tokens_per_batch": 8, "steps": 1}}
     recipe = write_recipe(tmp_path / "r.yaml", model, rows, **changes)
     told = refusal(here("train", recipe))
     kept = "rollout.max_new_tokens" in told

@@ -129,9 +129,8 @@ def _environment(ranks: int) -> Mapping[str, str]:
     threads = max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     counts = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    quiet = {
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")
-    }  # or every rank tells at length that a failed one closed its connection
+    # Or every rank would tell at length that a failed one closed its connection.
+    quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}
     return {**quiet, **meeting, **counts, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
 
 
