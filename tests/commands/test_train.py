@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dovetail.checkpoint.convert import verify
 from dovetail.config import load_recipe
-from tests.checkpoints import assert_same_tensors, tensors_of
+from tests.checkpoints import assert_same_tensors, digests, tensors_of
 from tests.commands.program import Ended, here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows
 from tests.parity.configs import tiny_configs, tiny_model
 from tests.tolerances import CURVE_FP32, MODEL_FP32
@@ -176,6 +176,14 @@ def _bad_rows(folder: Path) -> list[str]:
     return [f"data.eval={write_rows(folder / 'bad.jsonl', ['{'])}"]
 
 
+def _small_vocabulary(folder: Path) -> list[str]:
+    return [f"reference.path={make_model(folder / 'small', vocab_size=100)}"]
+
+
+def _small_critic(folder: Path) -> list[str]:
+    return [f"critic.path={make_model(folder / 'small', vocab_size=100)}", "algorithm.name=ppo"]
+
+
 def _bad_weights(folder: Path) -> list[str]:
     source = make_model(folder / "damaged")
     whole = (source / "model.safetensors").read_bytes()
@@ -190,6 +198,8 @@ def _bad_weights(folder: Path) -> list[str]:
         (_absent_rows, "absent.jsonl: no such data file"),
         (_bad_rows, "bad.jsonl:1: not JSON"),
         (_bad_weights, "the file is incomplete or corrupt"),
+        (_small_vocabulary, "small has a vocabulary of 100, but the policy's ids go up to 259; give a model with"),
+        (_small_critic, "small has a vocabulary of 100, but the policy's ids go up to 259; give a model with"),
         (["reward.name=exactmatch"], "reward.name='exactmatch' is no built-in reward"),
         (["reward.import=absent_module:f"], "cannot be loaded: ModuleNotFoundError: No module named 'absent_module'"),
         (["critic.path=/nowhere", "algorithm.name=ppo"], "/nowhere is not a directory"),
@@ -294,6 +304,27 @@ def test_stop_at_reward_and_evaluation(model: Path, rl_rows: Path, tmp_path: Pat
     assert row["grad_norm"] == row["loss"] == 0.0, "rewards that are all equal have the advantage 0"
     assert "eval_solved        1.000 -> 1.000" in ended.out
     assert_same_tensors(tensors_of(tmp_path / "run/hf"), tensors_of(model))
+
+
+def test_resume_without_training_state(model: Path, sft_rows: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "r.yaml", model, sft_rows)
+    (tmp_path / "run").mkdir()
+    assert here("train", recipe, "--resume", "auto").code == 0, "an empty run_dir is a fresh start"
+    before = digests(tmp_path / "run")
+    for flags in (["--resume", "auto"], ["--resume", "never"], []):
+        assert "is not empty; choose another run_dir" in refusal(here("train", recipe, *flags))
+    assert "'sometimes'; expected auto, never or step=N" in refusal(here("train", recipe, "--resume", "sometimes"))
+    assert digests(tmp_path / "run") == before
+
+
+def test_evaluations_join_the_rows(model: Path, sft_rows: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(
+        tmp_path / "r.yaml", model, sft_rows, data={"eval": str(sft_rows)}, trainer={"steps": 3, "eval_every": 2}
+    )
+    ended = here("train", recipe)
+    assert ended.code == 0
+    assert ["eval_loss" in row for row in read_rows(tmp_path / "run/metrics.jsonl")] == [False, True, False]
+    assert "before training: eval_loss" in ended.out
 
 
 def test_a_defect_ends_with_1_and_a_traceback(

@@ -126,8 +126,7 @@ class Builder:
 
     def _critic(self) -> NativeEngine:
         section = self.recipe.critic
-        with agreed(self.mesh):
-            source = self.source if section.path is None else Pretrained.open(section.path)
+        source = self._other("critic.path", section.path)
         mesh = self.mesh if section.layout is None else self._mesh(section.layout, "critic.layout")
         return self._trained(source, mesh, "value", section.lr or self.recipe.optim.lr)
 
@@ -135,11 +134,22 @@ class Builder:
         section = self.recipe.reference
         if not algorithm.kl_coef and section.path is None:
             return None
-        with agreed(self.mesh):
-            source = self.source if section.path is None else Pretrained.open(section.path)
+        source = self._other("reference.path", section.path)
         mesh = self.mesh if section.layout is None else self._mesh(section.layout, "reference.layout")
         options = EngineOptions(master_dtype=self.dtype, tokens_per_batch=self.recipe.trainer.tokens_per_batch)
         return make_engine(source, mesh, self.dtype, "lm", options)
+
+    def _other(self, key: str, path: str | None) -> Pretrained:
+        """The model of another role, which reads the policy's ids. Collective."""
+        with agreed(self.mesh):
+            source = self.source if path is None else Pretrained.open(path)
+            theirs, ours = source.spec.vocab_size, self.source.spec.vocab_size
+            if theirs < ours:
+                raise ConfigError(
+                    f"{key} {path} has a vocabulary of {theirs}, but the policy's ids go up to {ours - 1}; give a model with "
+                    "the policy's tokenizer"
+                )
+        return source
 
     def _trained(self, source: Pretrained, mesh: Mesh, head: str, lr: float) -> NativeEngine:
         recipe = self.recipe
