@@ -7,6 +7,7 @@ one; messages go through the chat template, which writes its own special tokens.
 import importlib
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from dovetail.errors import DataError
 
 Example = TypeVar("Example")
 Message = Mapping[str, Any]
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Tokenizer(Protocol):
@@ -37,11 +39,13 @@ class Limits:
     """What every row must respect: ids below `vocab_size`, at most `max_tokens`, and what befalls a longer row.
 
     `max_tokens` is what one row may hold: for a prompt, what the response's longest leaves of `tokens_per_batch`.
+    `remedy` is what its author may do beside shortening it.
     """
 
     vocab_size: int
     max_tokens: int | None = None
     overlong: Literal["error", "drop"] = "error"
+    remedy: str = "raise trainer.tokens_per_batch, or set data.overlong=drop"
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,20 @@ def read_rows(path: Path | str) -> Iterator[Row]:
                 raise DataError(f"{path}:{line}: not JSON ({error}); each line must be one JSON object") from error
             if not isinstance(values, dict):
                 raise DataError(f"{path}:{line}: a {type(values).__name__}, not a JSON object such as {{...}}")
+            if SURROGATE.search(text) and not _is_text(values):
+                raise DataError(
+                    f"{path}:{line}: a \\u escape is half of a surrogate pair, which no text can hold; write both halves"
+                )
             yield Row(values, path, line)
+
+
+def _is_text(values: dict[str, Any]) -> bool:
+    """Whether all strings in `values` can be written as UTF-8."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -203,10 +220,7 @@ def _load(path: Path | str, make: Callable[[int, Row], Example], limits: Limits)
         if limits.max_tokens is None or len(ids) <= limits.max_tokens:
             examples.append(example)
         elif limits.overlong == "error":
-            raise row.error(
-                f"{len(ids)} tokens, but at most {limits.max_tokens} fit; shorten the row, raise "
-                "trainer.tokens_per_batch, or set data.overlong=drop"
-            )
+            raise row.error(f"{len(ids)} tokens, but at most {limits.max_tokens} fit; shorten the row, {limits.remedy}")
     if not seen:
         raise DataError(f"{path}: no rows; the file needs at least one")
     if not examples:

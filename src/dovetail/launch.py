@@ -36,9 +36,10 @@ def pick_device(name: str = "auto") -> torch.device:
     if not present[name]:
         raise ConfigError(f"device {name!r}: torch {torch.__version__} sees none here; use --device cpu or auto")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.get_device_module(name).device_count()
-    if local >= count:
+    ranks = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # so that rank 0, which speaks, refuses too
+    if ranks > count:
         raise LayoutError(
-            f"local rank {local} has no {name} device of its own, there are {count}; use fewer ranks a machine, or "
+            f"{ranks} ranks on this machine need a {name} device each, there are {count}; use fewer ranks a machine, or "
             "--device cpu"
         )
     device = torch.device(name, local)
@@ -129,8 +130,14 @@ class StopSignal:
 
 def _meet() -> tuple[Store, int, int]:
     """The store that all ranks share, this rank, and how many there are."""
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return HashStore(), 0, 1
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"RANK and WORLD_SIZE say that a launcher started this process, but {' and '.join(missing)} is not set; set "
+            "it, start with torchrun, or unset RANK to have dovetail start its own ranks"
+        )
     store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
     return store, rank, world
 

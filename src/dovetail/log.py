@@ -1,5 +1,6 @@
 """What a run shows: a progress bar on a terminal, plain lines elsewhere, a curve and a summary at the end."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,7 @@ class Console:
 
 def curve(values: Sequence[float], height: int = 6) -> str:
     """`values` as a chart of block characters, oldest left, with its range on the side."""
+    values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
     width = min(WIDTH, len(values))

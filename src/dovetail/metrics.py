@@ -10,7 +10,9 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from dovetail.errors import ConfigError
@@ -34,14 +36,13 @@ class Metrics:
 
     def write(self, row: Row) -> None:
         """Write one step's row; numbers that are not finite become null."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self._file.write(json.dumps(finite) + "\n")
+        self._file.write(json_line(row))
         self._file.flush()
         for logger in list(self._loggers):
             if logger.is_alive():
                 logger.rows.put(row)
             else:
-                self._say(f"the logger {logger.name} failed and gets no more; the run goes on")
+                self._say(f"the logger {logger.name} failed and gets no more; the run goes on ({logger.cause})")
                 self._loggers.remove(logger)
 
     def close(self) -> None:
@@ -50,6 +51,8 @@ class Metrics:
             logger.rows.put(None)
         for logger in self._loggers:
             logger.join(LAST_SECONDS)
+            if logger.is_alive() or logger.cause:
+                self._say(f"the logger {logger.name} may lack rows ({logger.cause or f'busy for {LAST_SECONDS:g} s'})")
         self._file.close()
 
 
@@ -59,19 +62,45 @@ class LoggerThread(threading.Thread):
     def __init__(self, kind: str, run_dir: Path, config: Mapping[str, Any]) -> None:
         super().__init__(name=kind, daemon=True)
         self.run_dir, self.config = run_dir, config
+        self.cause = ""  # of its failure
         self.rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        log, finish = (_wandb if self.name == "wandb" else _tensorboard)(self.run_dir, self.config)
-        while (row := self.rows.get()) is not None:
-            log({k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)})
-        finish()
+        with ExitStack() as stack:
+            stack.push(self._note_failure)
+            log, finish = (_wandb if self.name == "wandb" else _tensorboard)(self.run_dir, self.config)
+            while (row := self.rows.get()) is not None:
+                log({k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)})
+            finish()
+
+    def _note_failure(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> bool:
+        self.cause = "" if kind is None else f"{kind.__name__}: {error}"
+        return True
+
+
+def json_line(row: Row) -> str:
+    """One line of JSON, which knows no numbers that are not finite: they become null."""
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+    except ValueError:
+        return json.dumps(_finite(row), ensure_ascii=False, default=str) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_loggers(names: tuple[str, ...]) -> None:
     """Refuse loggers that are not installed, before a run starts."""
     for name in names:
-        if importlib.util.find_spec(PACKAGES[name]) is None:
+        found = importlib.util.find_spec(PACKAGES[name])
+        if found is None or found.origin is None:  # without an origin: a mere folder, such as wandb leaves behind
             raise ConfigError(f"trainer.loggers names {name}, which is not installed: pip install 'dovetail[{name}]'")
 
 

@@ -56,7 +56,10 @@ def test_defaults_of_score_and_generate() -> None:
     [
         ([], "dovetail: the following arguments are required: command; see dovetail --help"),
         (["trian"], "argument command: invalid choice: 'trian'"),
-        (["score", "--model", "M"], "dovetail score: the following arguments are required: --data, --out"),
+        (
+            ["score", "--model", "M"],
+            "dovetail: the following arguments are required: --data, --out; see dovetail score --help",
+        ),
         ([*SCORE, "--layout", "tp=two"], "layout 'tp=two': tp must be a whole number of 1 or more, not 'two'"),
         ([*SCORE, "--layout", "tp=2,ep=3"], "ep=3 does not divide dp x cp = 1"),
         ([*SCORE, "--temperature", "0"], "argument --temperature: 0 is not more than 0"),

@@ -48,7 +48,7 @@ def test_failing_logger_is_dropped_with_one_message(tmp_path: Path, monkeypatch:
         time.sleep(0.05)
     metrics.write({"step": 2})
     metrics.close()
-    assert said == ["the logger wandb failed and gets no more; the run goes on"]
+    assert said == ["the logger wandb failed and gets no more; the run goes on (ConnectionError: no network)"]
     assert read(tmp_path / "metrics.jsonl")[-1] == {"step": 2}
 
 

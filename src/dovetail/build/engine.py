@@ -117,8 +117,13 @@ def check_layout(spec: ArchSpec, layout: Layout) -> None:
     for name in ("pp", "cp", "ep"):
         if getattr(layout, name) > 1:
             raise LayoutError(
-                f"layout {layout}: {name}={getattr(layout, name)}, but this engine cuts by tp and dp only"
+                f"layout {layout}: {name}={getattr(layout, name)} is not part of this release, which cuts by tp and dp; "
+                f"set {name}=1"
             )
+    if layout.virtual_stages > 1 or layout.pp_split != "auto" or layout.schedule != "1f1b":
+        raise LayoutError("layout: virtual_stages, pp_split and schedule say how to cut by pp; leave them out at pp=1")
+    if layout.cp_mode != "auto":
+        raise LayoutError(f"layout: cp_mode={layout.cp_mode} says how to cut by cp; leave it out at cp=1")
     validate_layout(spec, layout)
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from dovetail.arch.registry import validate_layout
 from dovetail.arch.spec import ArchSpec
+from dovetail.build.engine import check_layout
 from dovetail.kernels.registry import kernels_for
 from dovetail.mesh import Mesh
 from dovetail.rollout.native import NativeSampler
@@ -11,5 +11,5 @@ from dovetail.rollout.native import NativeSampler
 
 def make_sampler(spec: ArchSpec, mesh: Mesh, dtype: torch.dtype) -> NativeSampler:
     """An empty sampler under its own mesh: `load` or `refill` comes before `sample`."""
-    validate_layout(spec, mesh.layout)
+    check_layout(spec, mesh.layout)
     return NativeSampler(spec, mesh, kernels_for(mesh.device), dtype)

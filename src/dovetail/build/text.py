@@ -2,6 +2,8 @@
 
 import importlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from dovetail.data import Tokenizer
@@ -17,10 +19,24 @@ def load_tokenizer(source: Pretrained, *, trust_remote_code: bool = False) -> An
     if not source.has_tokenizer:
         raise ModelError(f"{source.path} has no tokenizer (tokenizer.json); give rows of input_ids, or copy it there")
     auto = importlib.import_module("transformers").AutoTokenizer
-    try:
+    with _Loading(source.path):
         return auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{source.path}: its tokenizer does not load: {error}") from error
+
+
+class _Loading:
+    """Turns whatever a tokenizer's files provoke into a `ModelError`: its Rust half raises bare `Exception`s."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            told = " ".join(str(error).split())
+            hint = "; --trust-remote-code lets it run" if "trust_remote_code" in told else "; fetch its files again"
+            raise ModelError(f"{self.path}: its tokenizer does not load: {told}{hint}") from error
 
 
 def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -32,7 +48,10 @@ def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]
     found: set[int] = set()
     for config in configs:
         given = config.get("eos_token_id")
-        found |= set(given if isinstance(given, list) else [] if given is None else [given])
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(type(i) is int for i in ids):
+            raise ModelError(f"{source.path}: eos_token_id is {given!r}; expected a token id, a list of them, or null")
+        found |= set(ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.add(tokenizer.eos_token_id)
     return tuple(sorted(found))

@@ -1,6 +1,7 @@
 """From a recipe to everything that a run consists of."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from dovetail.build.text import load_tokenizer, stop_ids, text_of
 from dovetail.config import GRPO, PPO, SFT, LayoutSection, PolicyGradient, Recipe
 from dovetail.data import Limits, Tokenizer, load_prompts, load_sft
 from dovetail.engine.native import NativeEngine
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, LayoutError
 from dovetail.kernels.registry import peak_flops, peak_memory_gib
 from dovetail.launch import num_ranks
 from dovetail.layout import Layout
@@ -37,9 +38,16 @@ class Job:
     task: Task
     run: RunDirectory
     loop: LoopSettings
+    policy: NativeEngine
     judge: Judge | None
 
+    def start(self) -> None:
+        """Write the run's first files. Collective."""
+        self.run.open(self.policy)
+
     def close(self) -> None:
+        """End what runs beside the loop: the display, the loggers, the reward processes."""
+        self.run.close()
         if self.judge is not None:
             self.judge.close()
 
@@ -63,35 +71,40 @@ class Builder:
             self.tokenizer: Tokenizer = load_tokenizer(self.source, trust_remote_code=recipe.model.trust_remote_code)
 
     def job(self) -> Job:
-        """The whole run. Everything that a user may have got wrong is found here, before any step."""
+        """The whole run. Everything that a user may have got wrong is found here, before anything is written."""
         recipe, loop = self.recipe, self._loop()
         run = RunDirectory(self._run_settings(), self.mesh)
         run.claim()
         if isinstance(recipe.algorithm, SFT):
-            task, judge, policy = self._sft(loop)
-        else:
-            task, judge, policy = self._rl(recipe.algorithm, loop)
-        run.open(policy)
-        return Job(task, run, loop, judge)
+            task, policy = self._sft(loop)
+            return Job(task, run, loop, policy, None)
+        return self._rl_job(recipe.algorithm, loop, run)
 
-    def _sft(self, loop: LoopSettings) -> tuple[Task, None, NativeEngine]:
+    def _sft(self, loop: LoopSettings) -> tuple[Task, NativeEngine]:
         data, limits = self.recipe.data, self._limits(self._budget)
         with agreed(self.mesh):
             rows = load_sft(data.train, self.tokenizer, limits)
             held_out = load_sft(data.eval, self.tokenizer, limits) if data.eval else []
         policy = self._trained(self.source, self.mesh, "lm", self.recipe.optim.lr)
-        return SupervisedTask(policy, SFTLoss(), rows, held_out, loop), None, policy
+        return SupervisedTask(policy, SFTLoss(), rows, held_out, loop), policy
 
-    def _rl(self, algorithm: PolicyGradient, loop: LoopSettings) -> tuple[Task, Judge, NativeEngine]:
+    def _rl_job(self, algorithm: PolicyGradient, loop: LoopSettings, run: RunDirectory) -> Job:
+        judge = Judge(self._reward_runner(), self.mesh)
+        with ExitStack() as on_failure:
+            on_failure.callback(judge.close)
+            task, policy = self._rl(algorithm, loop, judge)
+            on_failure.pop_all()
+        return Job(task, run, loop, policy, judge)
+
+    def _rl(self, algorithm: PolicyGradient, loop: LoopSettings, judge: Judge) -> tuple[Task, NativeEngine]:
         recipe, rollout = self.recipe, self.recipe.rollout
         limits = self._limits(self._budget - rollout.max_new_tokens)
         with agreed(self.mesh):
             prompts = load_prompts(recipe.data.train, self.tokenizer, limits)
             held_out = load_prompts(recipe.data.eval, self.tokenizer, limits) if recipe.data.eval else []
-        judge = Judge(self._reward_runner(), self.mesh)
         policy = self._trained(self.source, self.mesh, "lm", recipe.optim.lr)
         critic = self._critic() if isinstance(algorithm, PPO) else None
-        sampler_mesh = self._mesh(rollout.layout or LayoutSection())
+        sampler_mesh = self._mesh(rollout.layout or LayoutSection(), "rollout.layout")
         sampler = make_sampler(self.source.spec, sampler_mesh, self.dtype)
         models = RLModels(policy=policy, sampler=sampler, critic=critic, reference=self._reference(algorithm))
         losses = (
@@ -109,24 +122,34 @@ class Builder:
         stops = stop_ids(self.source, self.tokenizer)
         decode = partial(text_of, stops=stops, tokenizer=self.tokenizer)
         settings = _rl_settings(recipe, algorithm, stops)
-        return RLTask(models, losses, prompts, held_out, judge, decode, settings, loop), judge, policy
+        return RLTask(models, losses, prompts, held_out, judge, decode, settings, loop), policy
 
     def _critic(self) -> NativeEngine:
         section = self.recipe.critic
-        with agreed(self.mesh):
-            source = self.source if section.path is None else Pretrained.open(section.path)
-        mesh = self.mesh if section.layout is None else self._mesh(section.layout)
+        source = self._other("critic.path", section.path)
+        mesh = self.mesh if section.layout is None else self._mesh(section.layout, "critic.layout")
         return self._trained(source, mesh, "value", section.lr or self.recipe.optim.lr)
 
     def _reference(self, algorithm: PolicyGradient) -> NativeEngine | None:
         section = self.recipe.reference
         if not algorithm.kl_coef and section.path is None:
             return None
-        with agreed(self.mesh):
-            source = self.source if section.path is None else Pretrained.open(section.path)
-        mesh = self.mesh if section.layout is None else self._mesh(section.layout)
+        source = self._other("reference.path", section.path)
+        mesh = self.mesh if section.layout is None else self._mesh(section.layout, "reference.layout")
         options = EngineOptions(master_dtype=self.dtype, tokens_per_batch=self.recipe.trainer.tokens_per_batch)
         return make_engine(source, mesh, self.dtype, "lm", options)
+
+    def _other(self, key: str, path: str | None) -> Pretrained:
+        """The model of another role, which reads the policy's ids. Collective."""
+        with agreed(self.mesh):
+            source = self.source if path is None else Pretrained.open(path)
+            theirs, ours = source.spec.vocab_size, self.source.spec.vocab_size
+            if theirs < ours:
+                raise ConfigError(
+                    f"{key} {path} has a vocabulary of {theirs}, but the policy's ids go up to {ours - 1}; give a model with "
+                    "the policy's tokenizer"
+                )
+        return source
 
     def _trained(self, source: Pretrained, mesh: Mesh, head: str, lr: float) -> NativeEngine:
         recipe = self.recipe
@@ -155,8 +178,11 @@ class Builder:
                 )
         return runner
 
-    def _mesh(self, section: LayoutSection) -> Mesh:
-        layout = section.to_layout().resolve(num_ranks())
+    def _mesh(self, section: LayoutSection, name: str = "layout") -> Mesh:
+        try:
+            layout = section.to_layout().resolve(num_ranks())
+        except LayoutError as error:
+            raise LayoutError(f"{name}: {error}") from error
         if layout not in self.meshes:
             self.meshes[layout] = make_mesh(layout, self.device)
         return self.meshes[layout]
@@ -173,7 +199,9 @@ class Builder:
                 f"trainer.tokens_per_batch={self.recipe.trainer.tokens_per_batch} leaves no room for a prompt beside "
                 f"rollout.max_new_tokens={self.recipe.rollout.max_new_tokens}; raise the first or lower the second"
             )
-        return Limits(self.source.spec.vocab_size, max_tokens, self.recipe.data.overlong)
+        kept = "" if max_tokens == self._budget else "lower rollout.max_new_tokens, which is kept free behind it, "
+        remedy = f"{kept}raise trainer.tokens_per_batch, or set data.overlong=drop"
+        return Limits(self.source.spec.vocab_size, max_tokens, self.recipe.data.overlong, remedy)
 
     def _loop(self) -> LoopSettings:
         trainer, algorithm = self.recipe.trainer, self.recipe.algorithm

@@ -16,7 +16,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose complaints are `ConfigError`s."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 @dataclass(frozen=True)

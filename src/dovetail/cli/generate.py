@@ -8,7 +8,7 @@ from dovetail.build.engine import check_engine, make_mesh
 from dovetail.build.sampling import make_sampler
 from dovetail.build.text import load_tokenizer, stop_ids, text_of
 from dovetail.checkpoint.reader import open_checkpoint
-from dovetail.cli.output import write_rows
+from dovetail.cli.output import check_out, write_rows
 from dovetail.data import Limits, load_prompts, needs_text
 from dovetail.launch import pick_device
 from dovetail.layout import Layout
@@ -22,13 +22,12 @@ def run(args: argparse.Namespace) -> None:
     check_engine(args.engine)
     mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
     with agreed(mesh):
+        check_out(args.out, mesh)
         source = Pretrained.open(args.model)
         tokenizer = None
         if needs_text(args.data) or source.has_tokenizer:
             tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)
         rows = load_prompts(args.data, tokenizer, Limits(source.spec.vocab_size), answers=False)
-    sampler = make_sampler(source.spec, mesh, getattr(torch, args.dtype))
-    sampler.load(open_checkpoint(source.path, mesh))
     params = SamplingParams(
         samples=args.samples,
         max_new_tokens=args.max_new_tokens,
@@ -38,6 +37,8 @@ def run(args: argparse.Namespace) -> None:
         seed=args.seed,
         stop_ids=stop_ids(source, tokenizer),
     )
+    sampler = make_sampler(source.spec, mesh, getattr(torch, args.dtype))
+    sampler.load(open_checkpoint(source.path, mesh))
     completions = sampler.sample([Prompt(i, row.ids) for i, row in enumerate(rows)], params)
     found = (
         {

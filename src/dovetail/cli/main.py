@@ -6,16 +6,18 @@ returns an exit code or None, and finds the default process group initialized wh
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
 from dovetail.cli.arguments import COMMANDS, layout_of, parse
 from dovetail.cli.ranks import (
     DEFECT,
     INTERRUPTED,
+    STOPPED,
     USER_ERROR,
     end_with_parent,
     is_first_rank,
@@ -28,6 +30,7 @@ from dovetail.errors import SecondaryFailure, UserError
 def main() -> NoReturn:
     """The program `dovetail`. Ends by `os._exit`: gloo's threads may abort a process that exits in the normal way."""
     end_with_parent()
+    signal.signal(signal.SIGTERM, _stop)
     code = run_command(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
@@ -44,13 +47,24 @@ def run_command(argv: Sequence[str]) -> int:
             layout, given = layout_of(args), ranks_given()
             ranks = layout.resolve(given or layout.num_ranks).num_ranks
             if given is None and ranks > 1:
-                outcome.code = run_ranks([sys.executable, "-m", "dovetail", *argv], ranks)
+                outcome.code = run_ranks([*_interpreter(), "-m", "dovetail", *argv], ranks)
             else:
                 launch = importlib.import_module("dovetail.launch")
                 device = launch.pick_device(args.device)
                 with _Outcome(speaks=True) as outcome, launch.ProcessGroup(device):
                     outcome.code = _run(args.command, args)
     return outcome.code
+
+
+def _stop(number: int, _: FrameType | None) -> NoReturn:
+    """Unwind, so that nothing half-written stays; a second signal ends the process at once."""
+    signal.signal(number, signal.SIG_DFL)
+    sys.exit(STOPPED)
+
+
+def _interpreter() -> list[str]:
+    """Python for the ranks: -m would let them import from the working directory, a model's perhaps. -P does not."""
+    return [sys.executable] if os.getcwd() in map(os.path.abspath, sys.path) else [sys.executable, "-P"]
 
 
 def _run(command: str, args: object) -> int:

@@ -1,13 +1,24 @@
 """Where a command's rows go: a JSONL file, written whole or not at all, by one rank for all."""
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dovetail.errors import ConfigError
 from dovetail.mesh import Mesh
+from dovetail.metrics import json_line
 from dovetail.weights.agree import agreed
+from dovetail.weights.staging import refuse_unwritable
+
+
+def check_out(path: Path | str, mesh: Mesh) -> None:
+    """Refuse a place where `write_rows` could not write, before the work is done. The first rank looks."""
+    path = Path(path)
+    if mesh["world"].rank == 0:
+        if path.is_dir():
+            raise ConfigError(f"--out {path} is a directory; give the path of a file")
+        refuse_unwritable(path, "--out")
 
 
 def write_rows(path: Path | str, rows: Iterable[Mapping[str, Any]], mesh: Mesh) -> None:
@@ -18,5 +29,5 @@ def write_rows(path: Path | str, rows: Iterable[Mapping[str, Any]], mesh: Mesh) 
             path.parent.mkdir(parents=True, exist_ok=True)
             staged = path.with_name(f".{path.name}.part")
             with staged.open("w", encoding="utf-8") as out:
-                out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                out.writelines(map(json_line, rows))
             os.replace(staged, path)

@@ -15,6 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from dovetail.errors import ConfigError
+
 PIPE = "DOVETAIL_PARENT_PIPE"
 GRACE_SECONDS = 3.0  # after the first failure, for the others to notice
 POLL_SECONDS = 0.02
@@ -23,7 +25,12 @@ DEFECT, USER_ERROR, INTERRUPTED, STOPPED = 1, 2, 130, 143  # exit codes
 
 def ranks_given() -> int | None:
     """The number of ranks where a launcher has started this process as one of them, else None."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+    rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None or world is None:
+        return None
+    if not (rank.isdigit() and world.isdigit() and int(rank) < int(world)):
+        raise ConfigError(f"RANK={rank} and WORLD_SIZE={world}: expected whole numbers, RANK below WORLD_SIZE")
+    return int(world)
 
 
 def is_first_rank() -> bool:
@@ -122,7 +129,8 @@ def _environment(ranks: int) -> Mapping[str, str]:
     threads = max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     counts = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # or every rank tells at length that a failed one closed its connection
+    # Or every rank would tell at length that a failed one closed its connection.
+    quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}
     return {**quiet, **meeting, **counts, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
 
 

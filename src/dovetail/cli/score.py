@@ -9,7 +9,7 @@ import torch
 from dovetail.batch import PackedBatch, Sequence
 from dovetail.build.engine import EngineOptions, check_engine, make_engine, make_mesh
 from dovetail.build.text import load_tokenizer
-from dovetail.cli.output import write_rows
+from dovetail.cli.output import check_out, write_rows
 from dovetail.data import Limits, Scored, load_score, needs_text
 from dovetail.engine.native import NativeEngine
 from dovetail.launch import pick_device
@@ -24,12 +24,17 @@ def run(args: argparse.Namespace) -> None:
     mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
     dtype = getattr(torch, args.dtype)
     with agreed(mesh):
+        check_out(args.out, mesh)
         source = Pretrained.open(args.model)
         tokenizer = None
         if needs_text(args.data):
             tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)
         budget = args.tokens_per_batch // mesh.token_multiple * mesh.token_multiple
-        rows = load_score(args.data, tokenizer, Limits(source.spec.vocab_size, max_tokens=budget))
+        rows = load_score(
+            args.data,
+            tokenizer,
+            Limits(source.spec.vocab_size, max_tokens=budget, remedy="or raise --tokens-per-batch"),
+        )
     options = EngineOptions(master_dtype=dtype, tokens_per_batch=args.tokens_per_batch)
     engine = make_engine(source, mesh, dtype, args.head, options)
     fields = {} if args.temperature == 1.0 else {"temperature": args.temperature}

@@ -158,7 +158,7 @@ class _Worker:
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps(sys.path)],
+            [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # so that what a reward function starts dies with it

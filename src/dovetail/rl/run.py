@@ -4,7 +4,6 @@ run_dir/config.yaml, metrics.jsonl, rollouts/step_000001.jsonl, checkpoints/step
 small files; checkpoints and the final model are written by all.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,11 @@ from dovetail.engine.base import Engine
 from dovetail.errors import ConfigError
 from dovetail.log import Console, curve
 from dovetail.mesh import Mesh
-from dovetail.metrics import Metrics, check_loggers
+from dovetail.metrics import Metrics, check_loggers, json_line
 from dovetail.rl.experience import Sample
 from dovetail.rl.trainer import Outcome, Row
 from dovetail.weights.agree import agreed
+from dovetail.weights.staging import refuse_unwritable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,8 @@ class RunDirectory:
         with agreed(self.mesh):
             check_loggers(self.settings.loggers)
             path = self.settings.path
+            if self.lead:
+                refuse_unwritable(path, "run_dir")
             if path.exists() and (not path.is_dir() or any(path.iterdir())):
                 raise ConfigError(f"run_dir {path} is not empty; choose another run_dir, or move that one away")
 
@@ -145,7 +147,7 @@ def _write_samples(path: Path, samples: Seq[Sample]) -> None:
                 "token_ids": list(c.ids),
                 "log_probs": list(c.log_probs),
             }
-            out.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+            out.write(json_line(row))
 
 
 def _numbers(row: Row) -> str:

@@ -161,7 +161,9 @@ class RLTask:
                 critic.run(part)
         row |= {**EMPTY_UPDATE, **policy.row(), "tokens": len(batch)}
         if critic is not None:
-            row |= {f"critic_{name}": value for name, value in critic.row().items()}
+            critic_row = critic.row()
+            row["flops"] = row.get("flops", 0.0) + critic_row.pop("flops", 0.0)
+            row |= {f"critic_{name}": value for name, value in critic_row.items()}
         return {**row, "kl_mean": row.get("kl_mean", row.get("approx_kl", 0.0))}
 
     def evaluate(self, step: int) -> Row:
@@ -277,7 +279,7 @@ def train(task: Task, run: Run, loop: LoopSettings) -> Outcome:
     run.start(before)
     rows: list[Row] = []
     last, started = loop.steps, time.monotonic()
-    stop = reached = False
+    stop, reached = run.stopping(), False
     while len(rows) < last and not (stop or reached):
         begun = time.monotonic()
         row = task.step(len(rows))

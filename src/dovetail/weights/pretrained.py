@@ -114,7 +114,10 @@ def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> ValueHe
         return ValueHead("value", aliases, ("score.bias",))
     if not fresh:
         known = ", ".join(f"{stem}.weight" for stem in HEAD_STEMS)
-        raise ModelError(f"{path} has no value head: expected one of {known} (lm_head with one row)")
+        raise ModelError(
+            f"{path} has no value head: expected one of {known} (lm_head with one row); give a reward or "
+            "value model, or --head lm"
+        )
     return ValueHead("value", {}, HEAD_NAMES)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.comm import gather_text
-from dovetail.errors import CheckpointError
+from dovetail.errors import CheckpointError, ConfigError
 from dovetail.mesh import Mesh
 from dovetail.weights.agree import Verdict, agreed
 from dovetail.weights.directory import SideFiles
@@ -61,6 +61,13 @@ def refuse_occupied(target: Path) -> None:
         raise CheckpointError(
             f"{target} is there already and is not an empty directory; remove it or choose another path"
         )
+
+
+def refuse_unwritable(path: Path, what: str) -> None:
+    """Raise where nothing could be made at `path`, which may be absent; `what` says what it is."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise ConfigError(f"{what} {path} cannot be written: {folder} is no directory that you may write to")
 
 
 def write_sides(sides: SideFiles, directory: Path) -> dict[str, tuple[int, int]]:

@@ -1,0 +1,97 @@
+"""`dovetail generate`: row forms, the output's keys and order, and noise that depends on no layout."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.commands.program import here, make_model, on_ranks, read_rows, refusal, refused_on, write_rows
+from tests.tolerances import MODEL_FP32
+
+ROWS = [
+    {"prompt": "ab", "id": "first"},
+    {"input_ids": [9, 10, 11]},
+    {"prompt": [{"role": "user", "content": "hi"}], "answer": "unused"},
+    {"input_ids": [5]},
+]
+FLAGS = ["--samples", 3, "--max-new-tokens", 5, "--seed", 11]
+
+
+@pytest.fixture(scope="module")
+def sampled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    folder = tmp_path_factory.mktemp("generate")
+    data, out = write_rows(folder / "rows.jsonl", ROWS), folder / "out.jsonl"
+    assert here("generate", "--model", model, "--data", data, "--out", out, *FLAGS) == (0, "", "")
+    return read_rows(out)
+
+
+def test_one_row_for_each_sample(sampled: list[dict[str, object]]) -> None:
+    assert [(row["id"], row["sample"]) for row in sampled] == [(i, s) for i in ("first", 1, 2, 3) for s in range(3)]
+    for row in sampled:
+        assert list(row) == ["id", "sample", "completion", "token_ids", "log_probs", "finish"]
+        ids = row["token_ids"]
+        assert isinstance(ids, list)
+        assert len(ids) == len(row["log_probs"])  # type: ignore[arg-type]
+        assert row["finish"] == ("stop" if ids[-1] == 3 else "length")
+        assert len(ids) == 5 or row["finish"] == "stop"
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2"])
+def test_the_same_tokens_on_every_layout(
+    layout: str, model: Path, sampled: list[dict[str, object]], tmp_path: Path
+) -> None:
+    data, out = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
+    ended = on_ranks(2, "generate", "--model", model, "--data", data, "--out", out, *FLAGS, "--layout", layout)
+    assert ended == [(0, "", "")] * 2
+    for ours, one in zip(read_rows(out), sampled, strict=True):
+        assert {k: v for k, v in ours.items() if k != "log_probs"} == {k: v for k, v in one.items() if k != "log_probs"}
+
+
+def test_log_probs_are_those_of_score(model: Path, sampled: list[dict[str, object]], tmp_path: Path) -> None:
+    ids = [9, 10, 11]
+    rows = [{"input_ids": ids + row["token_ids"]} for row in sampled if row["id"] == 1]  # type: ignore[operator]
+    data, out = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
+    assert here("score", "--model", model, "--data", data, "--out", out).code == 0
+    for row, scored in zip([row for row in sampled if row["id"] == 1], read_rows(out), strict=True):
+        expected = scored["log_probs"][len(ids) - 1 :]
+        for a, b in zip(row["log_probs"], expected, strict=True):  # type: ignore[call-overload]
+            assert abs(a - b) <= MODEL_FP32 * max(1.0, abs(b))
+
+
+def test_the_seed_and_greedy_sampling(model: Path, sampled: list[dict[str, object]], tmp_path: Path) -> None:
+    data, out = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
+    argv = ["generate", "--model", model, "--data", data, "--out", out, "--samples", 3, "--max-new-tokens", 5]
+    assert here(*argv, "--seed", 12).code == 0
+    assert [row["token_ids"] for row in read_rows(out)] != [row["token_ids"] for row in sampled]
+    for flags in (["--temperature", 0], ["--top-k", 1], ["--top-p", 1e-9]):
+        assert here(*argv, *flags).code == 0
+        ids = [tuple(row["token_ids"]) for row in read_rows(out)]
+        assert all(len(set(ids[i : i + 3])) == 1 for i in range(0, 12, 3)), "the likeliest tokens, three times"
+
+
+def test_ids_need_no_tokenizer(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", tokenizer=False)
+    data, out = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5]}]), tmp_path / "out.jsonl"
+    assert here("generate", "--model", model, "--data", data, "--out", out, "--max-new-tokens", 2).code == 0
+    assert [(row["completion"], len(row["token_ids"])) for row in read_rows(out)] == [("", 2)]
+    write_rows(data, [{"prompt": "a"}])
+    assert "has no tokenizer" in refusal(here("generate", "--model", model, "--data", data, "--out", out))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--top-p", "1.5"], "top_p=1.5: expected above 0 and at most 1"),
+        (["--top-p", "0"], "--top-p: 0 is not more than 0"),
+        (["--samples", "0"], "--samples: 0 is not more than 0"),
+        (["--max-new-tokens", "x"], "--max-new-tokens: invalid whole number value: 'x'"),
+        (["--temperature", "-1"], "--temperature: -1 is less than 0"),
+        (["--temperature", "inf"], "temperature=inf: expected 0 (the likeliest token) or more"),
+        (["--layout", "dp=2,ep=2"], "ep=2 is not part of this release, which cuts by tp and dp; set ep=1"),
+        (["--layout", "pp=2"], "pp=2 is not part of this release"),
+        (["--layout", "cp=2"], "cp=2 is not part of this release"),
+    ],
+)
+def test_options_out_of_range(flags: list[str], words: str, model: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", ROWS)
+    world = 2 if "--layout" in flags else 1
+    assert words in refused_on(world, "generate", "--model", model, "--data", data, "--out", tmp_path / "o", *flags)

@@ -1,0 +1,135 @@
+"""The program from outside: help, its time, exit codes, launchers, and messages that come once."""
+
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands.program import here, program, read_rows, refusal, start, write_recipe, write_rows
+from tests.tolerances import MODEL_FP32
+
+COMMANDS = ("train", "score", "generate", "convert", "inspect", "doctor")
+
+
+def cpu_seconds_of(*argv: str) -> tuple[float, int, str]:
+    """Processor time of the program, which a busy machine does not lengthen much, its code and its output."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = program(*argv)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return used, ended.code, ended.out
+
+
+@pytest.mark.parametrize("command", [[], *[[name] for name in COMMANDS]])
+def test_help_is_quick(command: list[str]) -> None:
+    runs = [cpu_seconds_of(*command, "--help") for _ in range(2)]
+    assert all(code == 0 for _, code, _ in runs)
+    assert all(word in runs[0][2] for word in command or COMMANDS)
+    assert min(used for used, _, _ in runs) < 0.5
+
+
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys; from dovetail.cli.main import run_command\n"
+        f"for name in {COMMANDS}: assert run_command([name, '--help']) == 0\n"
+        "assert run_command(['score', '--modell', 'x']) == 2\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'safetensors', 'huggingface_hub'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    ended = program(python=["-c", code])
+    assert ended.code == 0, ended.err
+
+
+def test_a_mistake_on_two_ranks_of_our_own_is_told_once(model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5]}, {"input_ids": [-5]}])
+    ended = program("score", "--model", model, "--data", rows, "--out", tmp_path / "o", "--layout", "tp=2")
+    told = refusal(ended)
+    assert told.startswith(f"{rows}:2: token id -5 lies outside")
+    assert told.count("\n") == 1
+    assert ended.out == ""
+
+
+def test_torchrun(model: Path, tmp_path: Path) -> None:
+    """Two ranks that torch starts, dp unnamed; no word of its restarts or of ours."""
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    out = tmp_path / "out.jsonl"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dovetail"]
+    ended = program("score", "--model", model, "--data", rows, "--out", out, "--device", "cpu", python=launcher)
+    assert ended.code == 0, ended.err
+    assert here("score", "--model", model, "--data", rows, "--out", tmp_path / "one").code == 0
+    for ours, one in zip(read_rows(out), read_rows(tmp_path / "one"), strict=True):
+        assert ours["id"] == one["id"]
+        assert ours["log_probs"] == pytest.approx(one["log_probs"], abs=MODEL_FP32)
+
+
+def test_a_product_other_than_the_launchers_ranks_names_both_numbers(model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5]}])
+    argv = ["score", "--model", model, "--data", rows, "--out", tmp_path / "o", "--layout", "tp=2,dp=2"]
+    both = [start(*argv, env={"RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
+    told = [(*process.communicate(timeout=300), process.returncode) for process in both]
+    message = "dovetail: layout tp=2,dp=2 needs 4 ranks (tp x pp x cp x dp), but the job has 2; change the degrees"
+    assert told[0][1].startswith(message)
+    assert (told[0][2], told[1]) == (2, ("", "", 2))
+    recipe = write_recipe(tmp_path / "r.yaml", model, rows, layout={"dp": 3})
+    ended = program("train", recipe, env={"RANK": "0", "WORLD_SIZE": "2"})
+    assert "layout dp=3 needs 3 ranks (tp x pp x cp x dp), but the job has 2" in refusal(ended)
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        (
+            {"RANK": "0", "WORLD_SIZE": "two"},
+            "RANK=0 and WORLD_SIZE=two: expected whole numbers, RANK below WORLD_SIZE",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR and MASTER_PORT is not set; set it, start with torchrun"),
+    ],
+)
+def test_half_a_launcher_is_refused(env: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert words in refusal(here("score", "--model", "m", "--data", "d", "--out", "o"))
+
+
+def test_a_rank_without_a_world_is_no_launcher(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5]}])
+    assert here("score", "--model", model, "--data", rows, "--out", tmp_path / "o") == (0, "", "")
+
+
+def test_unknown_commands_and_flags() -> None:
+    assert "invalid choice: 'trian'" in refusal(here("trian"))
+    assert "unrecognized arguments: --modle" in refusal(here("doctor", "--modle"))
+    assert "invalid choice: 'fp16'" in refusal(
+        here("score", "--model", "m", "--data", "d", "--out", "o", "--dtype", "fp16")
+    )
+    for command in ("score", "generate"):
+        argv = [command, "--model", "m", "--data", "d", "--out", "o", "--engine", "transformers"]
+        assert "engine 'transformers' is not part of this release; use native (or auto)" in refusal(here(*argv))
+
+
+def test_more_ranks_than_devices_are_refused_by_the_rank_that_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    told = refusal(here("score", "--model", "m", "--data", "d", "--out", "o", "--device", "cuda"))
+    assert "2 ranks on this machine need a cuda device each, there are 1; use fewer ranks a machine, or" in told
+
+
+@pytest.mark.parametrize("layout", ["tp=1", "tp=2"])
+def test_sigterm_ends_any_command_with_143_and_leaves_nothing(layout: str, model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 7]}])
+    argv = ["generate", "--model", model, "--data", rows, "--out", tmp_path / "out.jsonl", "--layout", layout]
+    process = start(*argv, "--max-new-tokens", 10**5, "--samples", 64)
+    time.sleep(4)
+    assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=300)
+    assert (process.returncode, out, err) == (143, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

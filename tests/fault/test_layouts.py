@@ -1,0 +1,68 @@
+"""Degrees that cannot divide, or that this release does not cut by, are refused on all ranks with both numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands.program import make_model, refused_on, write_recipe, write_rows
+
+ROWS = [{"input_ids": [5, 6, 7]}]
+
+
+def told_by(world: int, layout: str, model: Path, folder: Path, command: str = "score") -> str:
+    data = write_rows(folder / "rows.jsonl", ROWS)
+    return refused_on(world, command, "--model", model, "--data", data, "--out", folder / "o", "--layout", layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("tp=2,dp=2", "layout tp=2,dp=2 needs 4 ranks (tp x pp x cp x dp), but the job has 2"),
+        ("tp=4", "layout tp=4,dp=auto needs a multiple of 4 ranks, but the job has 2; change the degrees"),
+        ("dp=2,ep=3", "layout dp=2,ep=3: ep=3 does not divide dp x cp = 2"),
+        ("pp=2", "pp=2 is not part of this release, which cuts by tp and dp; set pp=1"),
+        ("cp=2", "cp=2 is not part of this release, which cuts by tp and dp; set cp=1"),
+        ("dp=2,ep=2", "ep=2 is not part of this release, which cuts by tp and dp; set ep=1"),
+        ("tp=0", "layout 'tp=0': tp must be a whole number of 1 or more, not '0'"),
+        ("tp=-2", "tp must be a whole number of 1 or more, not '-2'"),
+        ("tp", "'tp' is not one of tp=N, pp=N, cp=N, dp=N, ep=N"),
+        ("zz=2", "'zz=2' is not one of tp=N"),
+    ],
+)
+@pytest.mark.parametrize("command", ["score", "generate"])
+def test_degrees(command: str, layout: str, words: str, model: Path, tmp_path: Path) -> None:
+    assert words in told_by(2, layout, model, tmp_path, command)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48},
+            "3 attention heads are not a multiple",
+        ),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}, "3 key-value heads are neither"),
+        ({"intermediate_size": 33}, "intermediate_size 33 is not a multiple of 2"),
+    ],
+)
+def test_tensor_parallel_degrees_that_do_not_divide_the_model(
+    sizes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "model", head_dim=16, **sizes)
+    message = told_by(2, "tp=2", model, tmp_path)
+    assert words in message
+    assert "use one of tp=1" in message
+    recipe = write_recipe(
+        tmp_path / "r.yaml", model, write_rows(tmp_path / "s.jsonl", [{"prompt": "a", "completion": "b"}])
+    )
+    assert words in refused_on(2, "train", recipe, "--layout", "tp=2")
+    assert words in refused_on(2, "convert", model, tmp_path / "cut", "--to", "sharded", "--layout", "tp=2")
+
+
+def test_a_vocabulary_need_not_divide(tmp_path: Path) -> None:
+    """263 words over two ranks: the last rank's rows are padded."""
+    odd = make_model(tmp_path / "model", vocab_size=263)
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [262, 263]}])
+    argv = ["score", "--model", odd, "--data", data, "--out", tmp_path / "o", "--layout", "tp=2"]
+    assert "token id 263 lies outside the model's vocabulary of 263 (0 to 262)" in refused_on(2, *argv)

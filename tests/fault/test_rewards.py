@@ -1,0 +1,116 @@
+"""A reward that fails costs its sample; one that fails often stops the run with the first cause; both on every layout."""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands.program import here, on_ranks, read_rows, refusal, write_recipe, write_rows
+
+REWARD = """
+import os, time
+
+def judged(data_source, solution_str, ground_truth, extra_info):
+    what, share = extra_info["what"], extra_info.get("share", 1.0)
+    if share < 1.0 and extra_info["number"] % round(1 / share):
+        return len(solution_str)
+    if what == "raise":
+        raise RuntimeError("broken on purpose")
+    if what == "hang":
+        time.sleep(1000)
+    if what == "die":
+        os._exit(3)
+    return {"nan": float("nan"), "inf": float("inf"), "text": "1.0", "none": None, "same": 0.5}[what]
+
+def listed(prompts, completions, answer, what, **columns):
+    assert len(prompts) == len(completions) == len(answer) == 1
+    return [None if what[0] == "none" else float(len(completions[0]))]
+"""
+
+
+def make(folder: Path, model: Path, what: str, share: float = 1.0, **sections: Any) -> Path:
+    """20 prompts of which `share` get what is asked for, one step of all of them."""
+    (folder / "grader.py").write_text(textwrap.dedent(REWARD))
+    rows = [{"prompt": "ab", "answer": i, "number": i, "what": what, "share": share} for i in range(20)]
+    return write_recipe(
+        folder / "r.yaml",
+        model,
+        write_rows(folder / "rows.jsonl", rows),
+        algorithm={"name": "grpo"},
+        reward={"import": "grader:judged", "timeout_seconds": 1.0, **sections.pop("reward", {})},
+        trainer={"steps": 2, "prompts_per_step": 20, "tokens_per_batch": 256},
+        **sections,
+    )
+
+
+FAILURES = {
+    "raise": "RuntimeError: broken on purpose",
+    "nan": "the reward returned nan, which is not a finite number",
+    "inf": "the reward returned inf, which is not a finite number",
+    "text": "the reward returned '1.0', which is not a finite number",
+    "die": "the worker process died",
+    "hang": "no answer within 1 s; the worker was killed",
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_one_failure_in_twenty_is_counted_and_survived(what: str, model: Path, tmp_path: Path) -> None:
+    recipe = make(tmp_path, model, what, share=0.05)
+    ended = here("train", recipe)
+    assert ended.code == 0, ended.err
+    for row in read_rows(tmp_path / "run/metrics.jsonl"):
+        assert row["reward_errors"] == 2, "one prompt's two samples of 40"
+    kept = read_rows(tmp_path / "run/rollouts/step_000001.jsonl")
+    assert len(kept) == 38
+    assert 0 not in {row["id"] for row in kept}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_more_than_one_in_twenty_stops_with_the_first_cause(what: str, model: Path, tmp_path: Path) -> None:
+    recipe = make(tmp_path, model, what, share=0.1)
+    told = [refusal(here("train", recipe))]
+    for layout in ("tp=2", "dp=2") if what in ("raise", "hang") else ():
+        ended = on_ranks(2, "train", recipe, "--layout", layout, f"run_dir={tmp_path}/{layout}")
+        assert len(set(ended)) == 1, ended
+        told.append(refusal(ended[0]))
+    for message in told:
+        assert "step 1: the reward failed on 4 of 40 samples, more than 5%; first cause: " in message
+        assert FAILURES[what] in message
+        assert "mend the reward function" in message
+
+
+def test_none_drops_samples_without_an_error(model: Path, tmp_path: Path) -> None:
+    recipe = make(tmp_path, model, "none", share=0.5)
+    assert [ended.code for ended in on_ranks(2, "train", recipe, "--layout", "dp=2")] == [0, 0]
+    row = read_rows(tmp_path / "run/metrics.jsonl")[0]
+    assert row["reward_errors"] == 0
+    assert len(read_rows(tmp_path / "run/rollouts/step_000001.jsonl")) == 20
+
+
+@pytest.mark.parametrize("function", ["judged", "listed"])
+def test_a_step_without_any_sample_trains_nothing(function: str, model: Path, tmp_path: Path) -> None:
+    recipe = make(tmp_path, model, "none", reward={"import": f"grader:{function}"})
+    ended = here("train", recipe)
+    assert ended.code == 0, ended.err
+    for row in read_rows(tmp_path / "run/metrics.jsonl"):
+        assert (row["loss"], row["grad_norm"], row["tokens"], row["reward_errors"]) == (0.0, 0.0, 0, 0)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+@pytest.mark.parametrize("skip", [False, True])
+def test_rewards_that_are_all_equal_give_the_advantage_0(
+    algorithm: str, skip: bool, model: Path, tmp_path: Path
+) -> None:
+    recipe = make(tmp_path, model, "same")
+    options = ["algorithm.skip_equal_groups=true"] if skip and algorithm == "grpo" else []
+    assert here("train", recipe, f"algorithm.name={algorithm}", *options).code == 0
+    for row in read_rows(tmp_path / "run/metrics.jsonl"):
+        assert (row["loss"], row["grad_norm"], row["reward_mean"]) == (0.0, 0.0, 0.5)
+
+
+def test_the_second_signature_gets_lists_and_columns(model: Path, tmp_path: Path) -> None:
+    recipe = make(tmp_path, model, "raise", reward={"import": "grader:listed"})
+    assert here("train", recipe).code == 0
+    for row in read_rows(tmp_path / "run/rollouts/step_000001.jsonl"):
+        assert row["reward"] == len(row["completion"])
