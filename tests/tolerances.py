@@ -20,7 +20,7 @@ GRAD_RATIO_FP32 = 1e-2  # no gradient tensor is off by a factor beyond 1 +- this
 CURVE_FP32 = 1e-4  # float32: loss and gradient norm over the first training steps, relative
 RL_LOSS_FP32 = 1e-5  # float32: an RL step's loss over layouts, |a - b| / (1 + |b|)
 GOLDEN_FP32 = 1e-3  # float32: committed curves against any processor's, |a - b| / (|b| + 0.01)
-GOLDEN_BUG = 1e-2  # by how much at least a planted defect of the algorithm moves such a curve
+GOLDEN_BUG = 0.1  # by how much at least a planted defect of the algorithm moves such a curve
 GRADCHECK = 1e-6  # finite differences in float64
 
 SMALL_SHARE = 0.01  # a tensor's error is measured against at least this share of the largest tensor
