@@ -47,7 +47,7 @@ def rl_recipe(inputs: Path, name: str, run_dir: Path, **sections: Any) -> dict[s
 def played_on(layout: str, given: Mapping[str, Any]) -> Played:
     """The run on as many ranks as its layout has; every rank sees the same rows."""
     cut = Layout.parse(layout) if layout else Layout()
-    section = {name: getattr(cut, name) for name in ("tp", "dp")}
+    section = {"tp": cut.tp, "dp": cut.dp or "auto"}
     each = run(cut.num_ranks, play, {**given, "layout": section}, timeout=PATIENCE)
     for other in each[1:]:
         assert timeless(other.rows) == timeless(each[0].rows)
