@@ -1,5 +1,6 @@
 """What a run shows: a progress bar on a terminal, plain lines elsewhere, a curve and a summary at the end."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,8 @@ class Console:
 
 
 def curve(values: Sequence[float], height: int = 6) -> str:
-    """`values` as a chart of block characters, oldest left, with its range on the side."""
+    """`values` as a chart of block characters, oldest left, with its range on the side; those not finite left out."""
+    values = [v for v in values if math.isfinite(v)]
     if not values:
         return ""
     width = min(WIDTH, len(values))

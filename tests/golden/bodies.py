@@ -14,6 +14,7 @@ from dovetail.batch import LossFn, PackedBatch
 from dovetail.engine.base import StepReport
 from dovetail.engine.native import NativeEngine
 from dovetail.optim.lr import lr_factor
+from dovetail.rl.experience import Sample
 from dovetail.rl.trainer import RLTask, Row, train
 from tests.golden.job import builder_of
 from tests.probe import parameters
@@ -36,15 +37,33 @@ class Recorder:
         return getattr(self.engine, name)
 
 
+class Watched:
+    """A task that also says after every step which engines' weights have moved."""
+
+    def __init__(self, task: RLTask, engines: Mapping[str, NativeEngine]) -> None:
+        self.task, self.engines = task, engines
+        self.moved: dict[str, list[bool]] = {name: [] for name in engines}
+        self.samples: list[Sample] = []
+
+    def step(self, step: int) -> Row:
+        before = {name: _flat(engine) for name, engine in self.engines.items()}
+        row, self.samples = self.task.step(step), self.task.samples
+        for name, engine in self.engines.items():
+            self.moved[name].append(not torch.equal(before[name], _flat(engine)))
+        return row
+
+    def evaluate(self, step: int) -> Row:
+        return self.task.evaluate(step)
+
+
 @dataclass
 class Recorded:
-    """A run with every update of its policy, and the weights of policy and critic before and after."""
+    """A run with every update of its policy, and in which steps whose weights moved."""
 
     rows: list[Row]
     reports: list[StepReport]
     batches: list[PackedBatch]
-    policy_moved: list[bool]  # by step
-    critic_moved: list[bool]
+    moved: dict[str, list[bool]]
     optimizer_steps: int
     factors: list[float]  # of the policy's learning rate, by its own schedule
 
@@ -58,19 +77,9 @@ def record(given: Mapping[str, Any]) -> Recorded:
     assert isinstance(policy, NativeEngine)
     recorder, critic = Recorder(policy), task.models.critic
     task.models = replace(task.models, policy=recorder)
-    moved: dict[str, list[bool]] = {"policy": [], "critic": []}
-    step = task.step
-
-    def watched(number: int) -> Row:
-        before = [_flat(engine) for engine in (policy, critic)]
-        row = step(number)
-        for name, was, engine in zip(moved, before, (policy, critic), strict=True):
-            moved[name].append(not torch.equal(was, _flat(engine)))
-        return row
-
-    task.step = watched  # type: ignore[method-assign]  # only to look at the weights around each step
+    watched = Watched(task, {"policy": policy, **({"critic": critic} if isinstance(critic, NativeEngine) else {})})
     try:
-        rows = train(task, job.run, job.loop).rows
+        rows = train(watched, job.run, job.loop).rows
     finally:
         job.close()
     optimizer = policy.optimizer
@@ -79,9 +88,7 @@ def record(given: Mapping[str, Any]) -> Recorded:
         lr_factor(s.schedule, i, warmup=s.warmup_steps, total=s.total_steps, floor=s.min_lr_ratio, decay=s.decay_steps)
         for i in range(optimizer.steps)
     ]
-    return Recorded(
-        rows, recorder.reports, recorder.batches, moved["policy"], moved["critic"], optimizer.steps, factors
-    )
+    return Recorded(rows, recorder.reports, recorder.batches, watched.moved, optimizer.steps, factors)
 
 
 def one_update(given: Mapping[str, Any], noise: float) -> dict[str, Any]:
@@ -154,7 +161,5 @@ def critic_weights(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], float, 
     return found, stray, whole
 
 
-def _flat(engine: Any) -> Tensor:
-    if engine is None:
-        return torch.zeros(1)
+def _flat(engine: NativeEngine) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in parameters(engine)[0].values()])

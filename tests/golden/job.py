@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dovetail.build.training import Builder
 from dovetail.config import make_recipe
-from dovetail.rl.trainer import Outcome, Row, train
+from dovetail.rl.trainer import Row, train
 from examples.quickstart.scratch import character_tokenizer
 from tests.golden.bugs import planted
 
@@ -133,14 +133,14 @@ def play(given: Mapping[str, Any], bug: str = "") -> Played:
         job.run.finish(outcome)
     finally:
         job.close()
-    return played(outcome, Path(given["run_dir"]))
-
-
-def played(outcome: Outcome, run_dir: Path) -> Played:
-    """A run's rows with the ids that it wrote down."""
-    files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
-    ids = [[json.loads(line)["token_ids"] for line in file.read_text().splitlines()] for file in files]
+    ids = sampled_ids(Path(given["run_dir"]))
     return Played(outcome.rows, ids, outcome.before, outcome.after, outcome.stopped)
+
+
+def sampled_ids(run_dir: Path) -> list[list[list[int]]]:
+    """Every step's completions as a run wrote them down: [step][sample] -> ids."""
+    files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
+    return [[json.loads(line)["token_ids"] for line in file.read_text().splitlines()] for file in files]
 
 
 def _merged(base: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

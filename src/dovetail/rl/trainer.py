@@ -147,7 +147,7 @@ class RLTask:
         row = {**_describe(samples), "reward_errors": errors}
         if self.settings.skip_equal_groups:
             samples = drop_equal_groups(samples)
-        if not samples:  # nothing to learn from: every group agrees
+        if not samples:  # nothing to learn from: every group agrees, or the reward dropped every sample
             return {**row, **EMPTY_UPDATE}
         batch = self._prepare(samples)
         policy = Updates(self.models.policy, self.policy_loss)
@@ -328,7 +328,8 @@ def weighted(batch: PackedBatch, loop: LoopSettings) -> PackedBatch:
 
 
 def mean(values: Seq[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    """Not a number where there are none: metrics.jsonl says null, and no target is reached."""
+    return sum(values) / len(values) if values else math.nan
 
 
 def _describe(samples: Seq[Sample]) -> Row:
