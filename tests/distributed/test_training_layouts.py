@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dovetail.layout import Layout
+from tests.golden.bugs import LAYOUT_BUGS
 from tests.golden.job import Played, play, rl, sft, write_inputs
 from tests.harness import run
 from tests.tolerances import CURVE_FP32, RL_LOSS_FP32
@@ -44,13 +45,13 @@ def rl_recipe(inputs: Path, name: str, run_dir: Path, **sections: Any) -> dict[s
     return rl(inputs, run_dir, name, algorithm=RECIPES[name], reward=reward, trainer={"steps": RL_STEPS}, **sections)
 
 
-def played_on(layout: str, given: Mapping[str, Any]) -> Played:
-    """The run on as many ranks as its layout has; every rank sees the same rows."""
+def played_on(layout: str, given: Mapping[str, Any], *, bug: str = "", agree: bool = True) -> Played:
+    """The run on as many ranks as its layout has; every rank sees the same rows, unless `agree` is False."""
     cut = Layout.parse(layout) if layout else Layout()
     section = {"tp": cut.tp, "dp": cut.dp or "auto"}
-    each = run(cut.num_ranks, play, {**given, "layout": section}, timeout=PATIENCE)
+    each = run(cut.num_ranks, play, {**given, "layout": section}, timeout=PATIENCE, bug=bug)
     for other in each[1:]:
-        assert timeless(other.rows) == timeless(each[0].rows)
+        assert not agree or timeless(other.rows) == timeless(each[0].rows)
     return each[0]
 
 
@@ -82,6 +83,14 @@ def assert_same_rl(played: Played, alone: Played) -> None:
 def test_the_sft_curve_is_that_of_one_rank(inputs: Path, sft_alone: Played, layout: str) -> None:
     given = sft(inputs, inputs.parent / f"sft-{layout}", trainer={"steps": SFT_STEPS})
     assert_same_sft(played_on(layout, given), sft_alone)
+
+
+@pytest.mark.parametrize("layout", LAYOUT_BUGS)
+def test_a_sum_left_out_shows_in_the_curve(inputs: Path, sft_alone: Played, layout: str) -> None:
+    run_dir = inputs.parent / f"sft-{layout}-wrong"
+    wrong = played_on(layout, sft(inputs, run_dir, trainer={"steps": SFT_STEPS}), bug=layout, agree=False)
+    with pytest.raises(AssertionError, match="of step 1:"):
+        assert_same_sft(wrong, sft_alone)
 
 
 @pytest.mark.parametrize("budget", [8, 30, 64])

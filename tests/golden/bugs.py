@@ -1,12 +1,21 @@
-"""Planted defects of an RL step, each one that has been seen in the field: a golden test must fail on every one."""
+"""Planted defects of an RL step, each one that has been seen in the field: a golden test must fail on every one.
+
+Those of `LAYOUT_BUGS` show on several ranks only.
+"""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import torch
+from torch import Tensor
+
 from dovetail.batch import Loss, PackedBatch
+from dovetail.mesh import Mesh
+from dovetail.optim import optimizer
+from dovetail.optim.assembly import Shard
 from dovetail.rl import experience, losses, trainer
 from dovetail.rl.experience import Sample
 from dovetail.tokenstats import TokenStats
@@ -60,6 +69,19 @@ def entropy_sign(self: losses.PolicyLoss, stats: TokenStats, batch: PackedBatch,
     return POLICY_LOSS(replace(self, entropy_coef=-self.entropy_coef), stats, batch)
 
 
+def unsummed(shards: Iterable[Shard], _mesh: Mesh) -> None:
+    """What each rank of tp has of the norms' gradients, left alone."""
+    for shard in shards:
+        shard.collect_grad()
+
+
+def own_norm(shards: Iterable[Shard], _mesh: Mesh) -> Tensor:
+    """The norm of this rank's pieces."""
+    return (
+        torch.stack([shard.local.grad.square().sum() for shard in shards if shard.local.grad is not None]).sum().sqrt()
+    )
+
+
 BUGS: Mapping[str, tuple[Any, str, Callable[..., Any]]] = {
     "advantage sign": (trainer, "with_advantages", flipped_advantages),
     "wrong groups": (trainer, "with_advantages", grouped_by_sample),
@@ -71,6 +93,10 @@ BUGS: Mapping[str, tuple[Any, str, Callable[..., Any]]] = {
     "KL sign": (losses.PolicyLoss, "__call__", kl_sign),
     "entropy sign": (losses.PolicyLoss, "__call__", entropy_sign),
 }
+LAYOUT_BUGS: Mapping[str, tuple[Any, str, Callable[..., Any]]] = {
+    "tp=2": (optimizer, "reduce_partial", unsummed),
+    "dp=2": (optimizer, "global_norm", own_norm),
+}
 
 
 @contextlib.contextmanager
@@ -79,6 +105,6 @@ def planted(bug: str) -> Iterator[None]:
     if not bug:
         yield
         return
-    place, name, wrong = BUGS[bug]
+    place, name, wrong = {**BUGS, **LAYOUT_BUGS}[bug]
     with mock.patch.object(place, name, wrong):
         yield
