@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from dovetail.batch import LossFn, PackedBatch
 from dovetail.engine.base import StepReport
 from dovetail.engine.native import NativeEngine
+from dovetail.errors import UserError
 from dovetail.optim.lr import lr_factor
 from dovetail.rl.experience import Sample
 from dovetail.rl.trainer import RLTask, Row, train
@@ -89,6 +90,20 @@ def record(given: Mapping[str, Any]) -> Recorded:
         for i in range(optimizer.steps)
     ]
     return Recorded(rows, recorder.reports, recorder.batches, watched.moved, optimizer.steps, factors)
+
+
+def closed_after_failure(given: Mapping[str, Any]) -> tuple[str, bool, bool]:
+    """How a run fails, and whether its metrics and its reward processes are closed afterwards."""
+    job = builder_of(given).job()
+    assert job.judge is not None and job.judge.runner is not None
+    failure = ""
+    try:
+        train(job.task, job.run, job.loop)
+    except UserError as error:
+        failure = str(error)
+    finally:
+        job.close()
+    return failure, job.run._metrics is None, not job.judge.runner._workers
 
 
 def one_update(given: Mapping[str, Any], noise: float) -> dict[str, Any]:
