@@ -106,12 +106,14 @@ def closed_after_failure(given: Mapping[str, Any]) -> tuple[str, bool, bool]:
     return failure, job.run._metrics is None, not job.judge.runner._workers
 
 
-def one_update(given: Mapping[str, Any], noise: float) -> dict[str, Any]:
-    """The first step's batch with old log-probs that are off by `noise`, and what the update reports of it."""
+def one_update(given: Mapping[str, Any], noise: float, steps: int = 0) -> dict[str, Any]:
+    """A batch with old log-probs that are off by `noise`, and what its update reports, after `steps` whole steps."""
     job = builder_of(given).job()
     task = job.task
     assert isinstance(task, RLTask)
     try:
+        for step in range(steps):
+            task.step(step)
         samples, _ = task._sample(task.prompts[:6], task.settings.sampling, 0)
         batch = task._prepare(samples)
         scored = task.models.policy.score(batch).logprob

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.golden.bodies import closed_after_failure, critic_weights, held_out_loss, one_update, plain_gspo, record
 from tests.golden.job import MODEL, RL_ROWS, SFT_ROWS, play, rl, sft, write_inputs
@@ -148,6 +149,18 @@ def test_the_temperature_reaches_sampler_and_update_alike(given: Any) -> None:
     plain = run(1, one_update, given(rollout={"temperature": 1.0}, algorithm={"epochs": 2}, folder="plain"), 0.0)[0]
     assert abs(found["report"].metrics["entropy_mean"] - plain["report"].metrics["entropy_mean"]) > 0.1
     assert found["report"].metrics["ratio_deviation"] <= SAME_POLICY_FP32
+
+
+def test_the_sampler_follows_a_policy_that_computes_wider_than_it_is_saved(given: Any, inputs: Path) -> None:
+    """float32 training of a bfloat16 checkpoint: rounded, small updates would not reach the samples at all."""
+    saved = inputs.parent / "bfloat16"
+    AutoModelForCausalLM.from_pretrained(inputs / MODEL, dtype=torch.bfloat16).save_pretrained(saved)
+    AutoTokenizer.from_pretrained(inputs / MODEL).save_pretrained(saved)
+    for steps in (0, 3):
+        sections = {"model": {"path": str(saved)}, "optim": {"lr": 1e-5}, "algorithm": {"epochs": 2}}
+        found = run(1, one_update, given(**sections, folder=f"after-{steps}"), 0.0, steps)[0]
+        pairs = list(zip(found["sampled"], found["scored"], strict=True))
+        assert max(abs(a - b) for a, b in pairs) <= MODEL_FP32
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -184,9 +184,10 @@ class RLTask:
 
     def _sample(self, prompts: Seq[Prompt], params: SamplingParams, step: int) -> tuple[list[Sample], int]:
         """Completions with their rewards; those whose reward failed are dropped and counted."""
-        self.models.sampler.refill(self.models.policy.weights())
+        sampler = self.models.sampler
+        sampler.refill(self.models.policy.weights(sampler.dtype))
         asked = [SamplerPrompt(row, prompt.ids) for row, prompt in enumerate(prompts)]
-        completions = self.models.sampler.sample(asked, replace(params, step=step))
+        completions = sampler.sample(asked, replace(params, step=step))
         texts = [self.decode(c.ids) for c in completions]
         results = self.judge([prompts[c.row] for c in completions], completions, texts)
         errors, cause = count_errors(results)
