@@ -18,6 +18,10 @@ P99 = 0.99  # the quantile that HALF_SHARE also holds at
 MODEL_FP32 = 1e-5  # float32: a whole model against another implementation
 GRAD_RATIO_FP32 = 1e-2  # no gradient tensor is off by a factor beyond 1 +- this
 CURVE_FP32 = 1e-4  # float32: loss and gradient norm over the first training steps, relative
+RL_LOSS_FP32 = 1e-5  # float32: an RL step's loss over layouts, |a - b| / (1 + |b|)
+SAME_POLICY_FP32 = 1e-5  # float32: ratios and KL of a policy to itself, scored twice in other micro-batches
+GOLDEN_FP32 = 1e-3  # float32: committed curves against any processor's, |a - b| / (|b| + 0.01)
+GOLDEN_BUG = 0.1  # by how much at least a planted defect of the algorithm moves such a curve
 GRADCHECK = 1e-6  # finite differences in float64
 
 SMALL_SHARE = 0.01  # a tensor's error is measured against at least this share of the largest tensor

@@ -57,8 +57,8 @@ class Console:
 
 
 def curve(values: Sequence[float], height: int = 6) -> str:
-    """`values` as a chart of block characters, oldest left, with its range on the side."""
-    values = [value for value in values if math.isfinite(value)]
+    """`values` as a chart of block characters, oldest left, with its range on the side; those not finite left out."""
+    values = [v for v in values if math.isfinite(v)]
     if not values:
         return ""
     width = min(WIDTH, len(values))

@@ -200,9 +200,9 @@ def test_a_rank_that_cannot_write_leaves_nothing_behind(tmp_path: Path, sharded:
 
 def _stream_after_scoring(source: Path) -> dict[str, Tensor]:
     """Scoring leaves some parameters unsharded, in the compute dtype; the stream must give the master weights."""
-    mesh = Mesh.build(Layout.parse("tp=1,dp=2"))
+    mesh = Mesh.build(Layout.parse("tp=2"))
     model = decoder_on(source, mesh)
-    shard_over_data(model, mesh, torch.bfloat16, reshard_after_forward=False)
+    shard_over_data(model, mesh, torch.bfloat16)
     reader = open_checkpoint(source, mesh)
     load(model, reader, mesh)
     NativeEngine(model, mesh, Origin(reader.dtype, tuple(reader.names), {})).score(

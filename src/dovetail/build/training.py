@@ -11,7 +11,7 @@ import torch
 from dovetail.build.engine import EngineOptions, check_engine, check_layout, make_engine, make_mesh
 from dovetail.build.sampling import make_sampler
 from dovetail.build.text import load_tokenizer, stop_ids, text_of
-from dovetail.config import GRPO, PPO, SFT, LayoutSection, PolicyGradient, Recipe
+from dovetail.config import GRPO, PPO, SFT, CriticSection, LayoutSection, PolicyGradient, Recipe, ReferenceSection
 from dovetail.data import Limits, Tokenizer, load_prompts, load_sft
 from dovetail.engine.native import NativeEngine
 from dovetail.errors import ConfigError, LayoutError
@@ -46,7 +46,7 @@ class Job:
         self.run.open(self.policy)
 
     def close(self) -> None:
-        """End what runs beside the loop: the display, the loggers, the reward processes."""
+        """End the display, the loggers and the reward processes, however the run went."""
         self.run.close()
         if self.judge is not None:
             self.judge.close()
@@ -98,7 +98,11 @@ class Builder:
 
     def _rl(self, algorithm: PolicyGradient, loop: LoopSettings, judge: Judge) -> tuple[Task, NativeEngine]:
         recipe, rollout = self.recipe, self.recipe.rollout
-        limits = self._limits(self._budget - rollout.max_new_tokens)
+        if isinstance(algorithm, PPO):
+            self._mesh_of(recipe.critic, "critic.layout")
+        if self._wants_reference(algorithm):
+            self._mesh_of(recipe.reference, "reference.layout")
+        limits = self._limits(self._budget - rollout.max_new_tokens)  # all models have their meshes now
         with agreed(self.mesh):
             prompts = load_prompts(recipe.data.train, self.tokenizer, limits)
             held_out = load_prompts(recipe.data.eval, self.tokenizer, limits) if recipe.data.eval else []
@@ -126,18 +130,19 @@ class Builder:
 
     def _critic(self) -> NativeEngine:
         section = self.recipe.critic
-        source = self._other("critic.path", section.path)
-        mesh = self.mesh if section.layout is None else self._mesh(section.layout, "critic.layout")
+        source, mesh = self._other("critic.path", section.path), self._mesh_of(section, "critic.layout")
         return self._trained(source, mesh, "value", section.lr or self.recipe.optim.lr)
 
     def _reference(self, algorithm: PolicyGradient) -> NativeEngine | None:
         section = self.recipe.reference
-        if not algorithm.kl_coef and section.path is None:
+        if not self._wants_reference(algorithm):
             return None
-        source = self._other("reference.path", section.path)
-        mesh = self.mesh if section.layout is None else self._mesh(section.layout, "reference.layout")
+        source, mesh = self._other("reference.path", section.path), self._mesh_of(section, "reference.layout")
         options = EngineOptions(master_dtype=self.dtype, tokens_per_batch=self.recipe.trainer.tokens_per_batch)
         return make_engine(source, mesh, self.dtype, "lm", options)
+
+    def _wants_reference(self, algorithm: PolicyGradient) -> bool:
+        return bool(algorithm.kl_coef) or self.recipe.reference.path is not None
 
     def _other(self, key: str, path: str | None) -> Pretrained:
         """The model of another role, which reads the policy's ids. Collective."""
@@ -155,7 +160,7 @@ class Builder:
         recipe = self.recipe
         save_dtype = recipe.model.save_dtype
         options = EngineOptions(
-            optim=_optim_settings(recipe, lr),
+            optim=_optim_settings(recipe, lr, head),
             tokens_per_batch=recipe.trainer.tokens_per_batch,
             recompute=recipe.trainer.activation_checkpointing,
             fresh_head_seed=recipe.trainer.seed,
@@ -186,6 +191,10 @@ class Builder:
         if layout not in self.meshes:
             self.meshes[layout] = make_mesh(layout, self.device)
         return self.meshes[layout]
+
+    def _mesh_of(self, section: CriticSection | ReferenceSection, name: str) -> Mesh:
+        """Another model's mesh: its own layout's, or the policy's."""
+        return self.mesh if section.layout is None else self._mesh(section.layout, name)
 
     @property
     def _budget(self) -> int:
@@ -265,9 +274,14 @@ def _rl_settings(recipe: Recipe, algorithm: PolicyGradient, stops: tuple[int, ..
     )
 
 
-def _optim_settings(recipe: Recipe, lr: float) -> OptimSettings:
-    """The schedule counts optimizer steps, of which a training step has epochs x minibatches."""
-    optim, updates = recipe.optim, recipe.algorithm.epochs * recipe.algorithm.minibatches
+def _optim_settings(recipe: Recipe, lr: float, head: str) -> OptimSettings:
+    """The schedule counts optimizer steps, of which a training step has epochs x minibatches.
+
+    A policy that waits for its critic's warmup has fewer steps.
+    """
+    optim, algorithm = recipe.optim, recipe.algorithm
+    updates = algorithm.epochs * algorithm.minibatches
+    waits = algorithm.critic_warmup if isinstance(algorithm, PPO) and head == "lm" else 0
     return OptimSettings(
         lr=lr,
         betas=optim.betas,
@@ -276,7 +290,7 @@ def _optim_settings(recipe: Recipe, lr: float) -> OptimSettings:
         clip_norm=optim.clip_norm,
         schedule=optim.schedule,
         warmup_steps=optim.warmup_steps * updates,
-        total_steps=recipe.trainer.steps * updates,
+        total_steps=max(1, recipe.trainer.steps - waits) * updates,
         min_lr_ratio=optim.min_lr_ratio,
         decay_steps=None if optim.decay_steps is None else optim.decay_steps * updates,
     )

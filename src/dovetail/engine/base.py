@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from dovetail.batch import LossFn, PackedBatch
@@ -42,8 +43,11 @@ class Engine(Protocol):
         """Forward, backward and one optimizer step over the whole batch."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor) of every parameter, one bounded bucket resident at a time."""
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, whole tensor) of every parameter, one bounded bucket resident at a time.
+
+        `dtype`: of all tensors; default: each in the one that it is saved in.
+        """
         ...
 
     def save_pretrained(self, path: Path | str) -> None:

@@ -96,9 +96,10 @@ class NativeEngine:
             metrics={name: total / max(n, 1.0) for name, (total, n) in totals.items()},
         )
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor in its saved dtype) of every parameter, one bounded bucket resident at a time."""
-        return stream(self.model, self.mesh, dtype_of=self.origin.dtype_of, listed=self.origin.listed)
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, whole tensor in `dtype`, default: its saved one) of every parameter, a bounded bucket at a time."""
+        dtype_of = self.origin.dtype_of if dtype is None else lambda _: dtype
+        return stream(self.model, self.mesh, dtype_of=dtype_of, listed=self.origin.listed)
 
     def save_pretrained(self, path: Path | str) -> None:
         """Write an HF directory, by all ranks, complete or not at all."""

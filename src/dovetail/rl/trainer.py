@@ -132,7 +132,7 @@ class RLTask:
         settings: RLSettings,
         loop: LoopSettings,
     ) -> None:
-        """`losses` are the policy's and the critic's. `decode` makes text of a completion's ids."""
+        """`losses` are the policy's and the critic's. `decode` makes text of a completion's ids, without its end."""
         self.models, self.settings, self.loop = models, settings, loop
         self.policy_loss, self.value_loss = losses
         self.prompts, self.held_out = prompts, held_out
@@ -147,7 +147,7 @@ class RLTask:
         row = {**_describe(samples), "reward_errors": errors}
         if self.settings.skip_equal_groups:
             samples = drop_equal_groups(samples)
-        if not samples:  # nothing to learn from: every group agrees
+        if not samples:  # nothing to learn from: every group agrees, or the reward dropped every sample
             return {**row, **EMPTY_UPDATE}
         batch = self._prepare(samples)
         policy = Updates(self.models.policy, self.policy_loss)
@@ -159,12 +159,15 @@ class RLTask:
                 policy.run(part)
             if critic is not None:
                 critic.run(part)
-        row |= {**EMPTY_UPDATE, **policy.row(), "tokens": len(batch)}
+        update = policy.row()
+        if "approx_kl" in update:  # without a reference, the KL to the policy that sampled
+            update.setdefault("kl_mean", update["approx_kl"])
+        row |= {**EMPTY_UPDATE, **update, "tokens": len(batch)}
         if critic is not None:
-            critic_row = critic.row()
-            row["flops"] = row.get("flops", 0.0) + critic_row.pop("flops", 0.0)
-            row |= {f"critic_{name}": value for name, value in critic_row.items()}
-        return {**row, "kl_mean": row.get("kl_mean", row.get("approx_kl", 0.0))}
+            flops = row.get("flops", 0.0) + sum(report.flops for report in critic.reports)
+            row |= {f"critic_{name}": value for name, value in critic.row().items() if name != "flops"}
+            row["flops"] = flops
+        return row
 
     def evaluate(self, step: int) -> Row:
         """Greedy completions of the held-out prompts: mean reward, and the share that is solved."""
@@ -181,10 +184,11 @@ class RLTask:
 
     def _sample(self, prompts: Seq[Prompt], params: SamplingParams, step: int) -> tuple[list[Sample], int]:
         """Completions with their rewards; those whose reward failed are dropped and counted."""
-        self.models.sampler.refill(self.models.policy.weights())
+        sampler = self.models.sampler
+        sampler.refill(self.models.policy.weights(sampler.dtype))
         asked = [SamplerPrompt(row, prompt.ids) for row, prompt in enumerate(prompts)]
-        completions = self.models.sampler.sample(asked, replace(params, step=step))
-        texts = [self.decode([i for i in c.ids if i not in params.stop_ids]) for c in completions]
+        completions = sampler.sample(asked, replace(params, step=step))
+        texts = [self.decode(c.ids) for c in completions]
         results = self.judge([prompts[c.row] for c in completions], completions, texts)
         errors, cause = count_errors(results)
         if errors > MOST_REWARD_ERRORS * len(results):
@@ -297,7 +301,8 @@ def train(task: Task, run: Run, loop: LoopSettings) -> Outcome:
             last = _shortened(last, run.shared(time.monotonic() - started), loop.time_budget_seconds, run)
     if loop.save_every and len(rows) % loop.save_every:
         run.checkpoint(len(rows))
-    return Outcome(before, {} if stop else task.evaluate(len(rows)), rows, stop)
+    evaluated = {name: rows[-1][name] for name in before if name in rows[-1]}
+    return Outcome(before, {} if stop else evaluated or task.evaluate(len(rows)), rows, stop)
 
 
 def _shortened(steps: int, seconds: float, budget: float, run: Run) -> int:
@@ -324,7 +329,8 @@ def weighted(batch: PackedBatch, loop: LoopSettings) -> PackedBatch:
 
 
 def mean(values: Seq[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    """Not a number where there are none: metrics.jsonl says null, and no target is reached."""
+    return sum(values) / len(values) if values else math.nan
 
 
 def _describe(samples: Seq[Sample]) -> Row:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from dovetail.errors import ConfigError
@@ -64,6 +65,11 @@ class Completion:
 
 class Sampler(Protocol):
     """A model that continues prompts. Collective: every rank passes the same prompts and gets all completions."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What it computes in, and wants its weights in, so that they are not rounded on the way; None: as saved."""
+        ...
 
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take over (HF name, whole tensor) pairs, as `Engine.weights` yields them."""

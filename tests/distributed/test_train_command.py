@@ -1,0 +1,64 @@
+"""`dovetail train` as a user runs it, on ranks that it starts itself: the numbers and the files of one rank in process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.checkpoints import tensors_of
+from tests.distributed.test_training_layouts import assert_same_rl, assert_same_sft, rl_recipe
+from tests.golden.job import MODEL, Played, play, sampled_ids, sft, write_inputs
+from tests.harness import run
+
+PATIENCE = 600.0
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("command") / "inputs")
+
+
+def train(given: dict[str, Any], inputs: Path, *more: str) -> tuple[str, Path]:
+    """Run the command; its standard output, and the run's directory."""
+    recipe = inputs / f"{Path(given['run_dir']).name}.yaml"
+    recipe.write_text(yaml.safe_dump(given), encoding="utf-8")
+    command = [sys.executable, "-m", "dovetail", "train", str(recipe), *more]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, Path(given["run_dir"])
+
+
+def read(run_dir: Path) -> Played:
+    """A finished run from what it wrote."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return Played(rows, sampled_ids(run_dir), {}, {}, stopped=False)
+
+
+def test_sft_over_two_ranks(inputs: Path) -> None:
+    alone = run(1, play, sft(inputs, inputs.parent / "sft"))[0]
+    shown, run_dir = train(sft(inputs, inputs.parent / "sft-cut"), inputs, "--layout", "tp=2", "--device", "cpu")
+    assert_same_sft(read(run_dir), alone)
+    assert shown.count("step 10/10") == 1 and "tokens/s" in shown and str(run_dir / "hf") in shown
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_rl_over_four_ranks(inputs: Path, name: str) -> None:
+    alone = run(1, play, rl_recipe(inputs, name, inputs.parent / name))[0]
+    given = rl_recipe(inputs, name, inputs.parent / f"{name}-cut")
+    _, run_dir = train(given, inputs, "--layout", "tp=2,dp=2", "--device", "cpu", "trainer.save_every=2")
+    assert_same_rl(read(run_dir), alone)
+    assert sorted(p.name for p in (run_dir / "checkpoints").glob("step_??????")) == ["step_000002", "step_000003"]
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["layout"]["tp"] == 2
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
+    assert AutoTokenizer.from_pretrained(run_dir / "hf")("3+4=").input_ids
+    before = tensors_of(inputs / MODEL)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in tensors_of(run_dir / "hf").items())
+    assert model.config.num_key_value_heads == 2

@@ -1,0 +1,110 @@
+"""Planted defects of an RL step, each one that has been seen in the field: a golden test must fail on every one.
+
+Those of `LAYOUT_BUGS` show on several ranks only.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from dovetail.batch import Loss, PackedBatch
+from dovetail.mesh import Mesh
+from dovetail.optim import optimizer
+from dovetail.optim.assembly import Shard
+from dovetail.rl import experience, losses, trainer
+from dovetail.rl.experience import Sample
+from dovetail.tokenstats import TokenStats
+
+pack_samples, with_advantages = experience.pack_samples, experience.with_advantages
+PREPARE, POLICY_LOSS = trainer.RLTask._prepare, losses.PolicyLoss.__call__
+
+
+def flipped_advantages(batch: PackedBatch, samples: Seq[Sample], settings: Any) -> PackedBatch:
+    right = with_advantages(batch, samples, settings)
+    return right.with_fields(advantage=-right.fields["advantage"])
+
+
+def grouped_by_sample(batch: PackedBatch, samples: Seq[Sample], settings: Any) -> PackedBatch:
+    """First samples of all prompts against each other, and so on: interleaved where it should be back to back."""
+    return with_advantages(batch, [replace(s, group=s.completion.sample) for s in samples], settings)
+
+
+def mask_late(samples: Seq[Sample], temperature: float) -> PackedBatch:
+    """The response's first token left out and, in its place, the one after its last: the mask not shifted with targets."""
+    right = pack_samples(samples, temperature)
+    return right.with_mask(right.mask.roll(1))
+
+
+def mask_early(samples: Seq[Sample], temperature: float) -> PackedBatch:
+    right = pack_samples(samples, temperature)
+    return right.with_mask(right.mask.roll(-1))
+
+
+def no_temperature(samples: Seq[Sample], _temperature: float) -> PackedBatch:
+    return pack_samples(samples, 1.0)
+
+
+def stale_scores(task: trainer.RLTask, samples: Seq[Sample]) -> PackedBatch:
+    """Old log-probs of the policy that the run began with."""
+    batch = PREPARE(task, samples)
+    return batch.with_fields(old_logprob=batch.fields["reference_logprob"])
+
+
+def shifted_scores(task: trainer.RLTask, samples: Seq[Sample]) -> PackedBatch:
+    """Old log-probs one position off."""
+    batch = PREPARE(task, samples)
+    return batch.with_fields(old_logprob=batch.fields["old_logprob"].roll(1))
+
+
+def kl_sign(self: losses.PolicyLoss, stats: TokenStats, batch: PackedBatch, /) -> Loss:
+    return POLICY_LOSS(replace(self, kl_coef=-self.kl_coef), stats, batch)
+
+
+def entropy_sign(self: losses.PolicyLoss, stats: TokenStats, batch: PackedBatch, /) -> Loss:
+    return POLICY_LOSS(replace(self, entropy_coef=-self.entropy_coef), stats, batch)
+
+
+def unsummed(shards: Iterable[Shard], _mesh: Mesh) -> None:
+    """What each rank of tp has of the norms' gradients, left alone."""
+    for shard in shards:
+        shard.collect_grad()
+
+
+def own_norm(shards: Iterable[Shard], _mesh: Mesh) -> Tensor:
+    """The norm of this rank's pieces."""
+    return (
+        torch.stack([shard.local.grad.square().sum() for shard in shards if shard.local.grad is not None]).sum().sqrt()
+    )
+
+
+BUGS: Mapping[str, tuple[Any, str, Callable[..., Any]]] = {
+    "advantage sign": (trainer, "with_advantages", flipped_advantages),
+    "wrong groups": (trainer, "with_advantages", grouped_by_sample),
+    "mask one late": (trainer, "pack_samples", mask_late),
+    "mask one early": (trainer, "pack_samples", mask_early),
+    "no temperature in the update": (trainer, "pack_samples", no_temperature),
+    "stale old log-probs": (trainer.RLTask, "_prepare", stale_scores),
+    "old log-probs one off": (trainer.RLTask, "_prepare", shifted_scores),
+    "KL sign": (losses.PolicyLoss, "__call__", kl_sign),
+    "entropy sign": (losses.PolicyLoss, "__call__", entropy_sign),
+}
+LAYOUT_BUGS: Mapping[str, tuple[Any, str, Callable[..., Any]]] = {
+    "tp=2": (optimizer, "reduce_partial", unsummed),
+    "dp=2": (optimizer, "global_norm", own_norm),
+}
+
+
+@contextlib.contextmanager
+def planted(bug: str) -> Iterator[None]:
+    """The named defect for the length of a `with` block; "" plants none."""
+    if not bug:
+        yield
+        return
+    place, name, wrong = {**BUGS, **LAYOUT_BUGS}[bug]
+    with mock.patch.object(place, name, wrong):
+        yield

@@ -1,0 +1,264 @@
+"""The loop around the steps, with tasks that only pretend to work; and the batches that a step makes of its samples."""
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.batch import PackedBatch
+from dovetail.data import Prompt
+from dovetail.rl import trainer
+from dovetail.rl.experience import AdvantageSettings, Sample, drop_equal_groups, pack_samples, with_advantages
+from dovetail.rl.trainer import LoopSettings, Row, inner_batches, train, weighted
+from dovetail.rollout.base import Completion
+from tests.tolerances import OP_FP32, assert_close
+
+LOOP = LoopSettings(steps=5, seed=0, rows_per_step=4, epochs=1, minibatches=1, aggregation="token")
+
+
+class Clock:
+    """Time that passes only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class PretendedTask:
+    """Takes `seconds` a step; its reward is the step's number over ten."""
+
+    def __init__(self, clock: Clock, seconds: float = 1.0, *, held_out: bool = True) -> None:
+        self.clock, self.seconds, self.held_out = clock, seconds, held_out
+        self.samples: list[Sample] = []
+        self.evaluated: list[int] = []
+
+    def step(self, step: int) -> Row:
+        self.clock.now += self.seconds
+        return {"tokens": 10, "loss": 0.0, "reward_mean": (step + 1) / 10}
+
+    def evaluate(self, step: int) -> Row:
+        if not self.held_out:
+            return {}
+        self.evaluated.append(step)
+        return {"eval_reward_mean": float(step)}
+
+
+class PretendedRun:
+    def __init__(self, stop_after: int = 1000) -> None:
+        self.rows: list[Row] = []
+        self.said: list[str] = []
+        self.checkpoints: list[int] = []
+        self.started: list[Row] = []
+        self.stop_after = stop_after
+
+    def start(self, evaluation: Row) -> None:
+        self.started.append(evaluation)
+
+    def record(self, row: Row, samples: Seq[Sample]) -> None:
+        self.rows.append(row)
+
+    def checkpoint(self, step: int) -> None:
+        self.checkpoints.append(step)
+
+    def stopping(self) -> bool:
+        return len(self.rows) >= self.stop_after
+
+    def shared(self, seconds: float) -> float:
+        return seconds
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(trainer, "time", clock)
+    return clock
+
+
+def test_steps_are_numbered_from_one_and_timed(clock: Clock) -> None:
+    run = PretendedRun()
+    outcome = train(PretendedTask(clock, 2.0), run, LOOP)
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5] and outcome.rows == run.rows
+    assert all(row["step_seconds"] == 2.0 and row["tokens_per_second"] == 5.0 for row in run.rows)
+    assert not outcome.stopped and run.checkpoints == []
+
+
+def test_the_model_is_evaluated_before_between_and_after_once_each(clock: Clock) -> None:
+    task, run = PretendedTask(clock), PretendedRun()
+    outcome = train(task, run, replace(LOOP, eval_every=2))
+    assert task.evaluated == [0, 2, 4, 5]
+    assert run.started == [outcome.before] == [{"eval_reward_mean": 0.0}] and outcome.after == {"eval_reward_mean": 5.0}
+    assert [row.get("eval_reward_mean") for row in run.rows] == [None, 2.0, None, 4.0, None]
+    task = PretendedTask(clock)
+    assert train(task, PretendedRun(), replace(LOOP, eval_every=5)).after == {"eval_reward_mean": 5.0}
+    assert task.evaluated == [0, 5], "the last step's evaluation is the one after"
+
+
+def test_without_held_out_rows_nothing_is_evaluated(clock: Clock) -> None:
+    outcome = train(PretendedTask(clock, held_out=False), PretendedRun(), LOOP)
+    assert (outcome.before, outcome.after) == ({}, {})
+
+
+def test_a_reached_reward_ends_the_run(clock: Clock) -> None:
+    run = PretendedRun()
+    outcome = train(PretendedTask(clock), run, replace(LOOP, stop_at_reward=0.3, save_every=2))
+    assert len(run.rows) == 3 and not outcome.stopped and outcome.after
+    assert run.checkpoints == [2, 3], "the last state is saved whatever its number"
+
+
+def test_a_stop_that_is_asked_for_ends_after_the_step_with_a_checkpoint(clock: Clock) -> None:
+    task, run = PretendedTask(clock), PretendedRun(stop_after=3)
+    outcome = train(task, run, replace(LOOP, save_every=50))
+    assert outcome.stopped and len(run.rows) == 3 and run.checkpoints == [3]
+    assert outcome.after == {} and task.evaluated == [0], "a stop waits for nothing"
+
+
+def test_a_time_budget_shortens_the_run_and_says_so(clock: Clock) -> None:
+    run = PretendedRun()
+    train(PretendedTask(clock, 10.0), run, replace(LOOP, steps=100, time_budget_seconds=70.0))
+    assert len(run.rows) == 7
+    (said,) = run.said
+    assert "2 steps took 20 s, so 100 would take 1000 s" in said and "after 7" in said and "70 s" in said
+
+
+@pytest.mark.parametrize(("budget", "steps"), [(1.0, 2), (50.0, 5), (1e9, 5)])
+def test_a_time_budget_never_adds_steps_nor_undoes_one(clock: Clock, budget: float, steps: int) -> None:
+    run = PretendedRun()
+    train(PretendedTask(clock, 10.0), run, replace(LOOP, time_budget_seconds=budget))
+    assert len(run.rows) == steps
+    assert len(run.said) == (steps < LOOP.steps)
+
+
+def test_evaluations_and_checkpoints_count_towards_the_time_budget(clock: Clock) -> None:
+    class Slow(PretendedTask):
+        def evaluate(self, step: int) -> Row:
+            self.clock.now += 10.0
+            return super().evaluate(step)
+
+    run = PretendedRun()
+    train(Slow(clock, 10.0), run, replace(LOOP, steps=100, eval_every=1, time_budget_seconds=100.0))
+    assert len(run.rows) == 5
+
+
+def sample(group: int, index: int, prompt: Seq[int], response: Seq[int], reward: float) -> Sample:
+    completion = Completion(group, index, tuple(response), tuple(-1.0 for _ in response), "stop")
+    return Sample(Prompt(id=group, ids=tuple(prompt)), group, completion, "", reward)
+
+
+SAMPLES = [
+    sample(0, 0, [5, 6], [1, 2, 3], 1.0),
+    sample(0, 1, [5, 6], [4], 0.0),  # an empty response: its EOS alone
+    sample(1, 0, [7], [8, 9], 0.5),
+    sample(1, 1, [7], [8, 8, 8, 8], 0.5),
+    sample(2, 0, [1, 1, 1], [2, 4], 0.25),
+]
+
+
+def batch_of(samples: Seq[Sample] = SAMPLES, temperature: float = 1.0) -> PackedBatch:
+    return pack_samples(samples, temperature)
+
+
+def test_the_mask_covers_the_predictions_of_the_response() -> None:
+    batch = batch_of()
+    assert batch.targets[batch.mask].tolist() == [1, 2, 3, 4, 8, 9, 8, 8, 8, 8, 2, 4]
+    assert "temperature" not in batch.fields
+    hot = batch_of(temperature=0.5)
+    assert hot.fields["temperature"][hot.mask].tolist() == [0.5] * 12
+
+
+@pytest.mark.parametrize(("epochs", "parts"), [(1, 1), (2, 1), (1, 2), (3, 4), (1, 5)])
+def test_every_epoch_deals_every_sequence_once(epochs: int, parts: int) -> None:
+    batch = weighted(batch_of().with_fields(number=batch_of().sequence_ids.to(torch.float32)), LOOP)
+    loop = replace(LOOP, epochs=epochs, minibatches=parts)
+    inner = list(inner_batches(batch, loop, step=3))
+    assert len(inner) == epochs * parts
+    orders = []
+    for epoch in range(epochs):
+        mine = inner[epoch * parts : (epoch + 1) * parts]
+        dealt = [int(x) for part in mine for x in part.fields["number"][part.cu_seqlens[:-1].long()]]
+        assert sorted(dealt) == [0, 1, 2, 3, 4]
+        assert max(part.num_sequences for part in mine) - min(part.num_sequences for part in mine) <= 1
+        assert sum((part.fields["weight"].sum() for part in mine), torch.zeros(())) == batch.mask.sum()
+        orders.append(dealt)
+    again = [int(x) for part in inner_batches(batch, loop, step=3) for x in part.fields["number"]]
+    assert again == [int(x) for part in inner for x in part.fields["number"]]
+    if parts == 4:
+        assert len({tuple(order) for order in orders}) > 1, "every epoch is dealt anew"
+
+
+def test_more_parts_than_sequences_leave_none_empty() -> None:
+    inner = list(inner_batches(batch_of(), replace(LOOP, minibatches=8), step=0))
+    assert [part.num_sequences for part in inner] == [1] * 5
+
+
+def test_rows_of_a_step_come_from_one_stream() -> None:
+    seen: Counter[int] = Counter()
+    for step in range(5):
+        seen.update(LOOP.rows(10, step))
+    assert set(seen.values()) == {2} and len(seen) == 10
+    assert replace(LOOP, shuffle=False).rows(10, 2) == [8, 9, 0, 1]
+
+
+def test_groups_of_equal_rewards_are_dropped() -> None:
+    assert [s.group for s in drop_equal_groups(SAMPLES)] == [0, 0]
+    assert drop_equal_groups(SAMPLES[2:]) == []
+
+
+def reference_gae(samples: Seq[Sample], batch: PackedBatch, gamma: float, lam: float, penalty: Any) -> list[float]:
+    """Advantage plus value of every response token by the definition: sums of discounted errors, in plain Python."""
+    found, start = [], 0
+    values = batch.fields["old_value"].tolist()
+    for s in samples:
+        n = len(s.completion.ids)
+        first = start + len(s.prompt.ids) - 1  # where the response's first token is predicted
+        v = [values[first + t] for t in range(n)] + [0.0]
+        r = [(s.reward if t == n - 1 else 0.0) - penalty[first + t] for t in range(n)]
+        delta = [r[t] + gamma * v[t + 1] - v[t] for t in range(n)]
+        found += [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
+        start += len(s.prompt.ids) + n
+    return found
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.5, 0.0)])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_values_advantages_and_returns_lie_where_the_prediction_is_made(
+    gamma: float, lam: float, kl_coef: float
+) -> None:
+    torch.manual_seed(1)
+    batch = batch_of()
+    drawn = {name: torch.randn(len(batch)) for name in ("old_value", "old_logprob", "reference_logprob")}
+    settings = AdvantageSettings(kind="ppo", gamma=gamma, lam=lam, kl_coef=kl_coef)
+    found = with_advantages(batch.with_fields(**drawn), SAMPLES, settings)
+    penalty = (kl_coef * (drawn["old_logprob"] - drawn["reference_logprob"])).tolist()
+    expected = torch.tensor(reference_gae(SAMPLES, batch.with_fields(**drawn), gamma, lam, penalty))
+    mask = batch.mask
+    assert_close(found.fields["advantage"][mask], expected, OP_FP32)
+    assert_close(found.fields["return"][mask], expected + drawn["old_value"][mask], OP_FP32)
+    assert not found.fields["advantage"][~mask].any() and not found.fields["return"][~mask].any()
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_a_kl_term_in_the_reward_is_summed_over_the_response(kind: str) -> None:
+    """The same as a lower reward; and without a coefficient there is none."""
+    batch = batch_of()
+    fields = {"old_logprob": torch.full((len(batch),), -1.0), "reference_logprob": torch.full((len(batch),), -1.5)}
+    with_kl = with_advantages(batch.with_fields(**fields), SAMPLES, AdvantageSettings(kind=kind, kl_coef=0.1))
+    lower = [replace(s, reward=s.reward - 0.1 * 0.5 * len(s.completion.ids)) for s in SAMPLES]
+    plain = with_advantages(batch, lower, AdvantageSettings(kind=kind))
+    assert_close(with_kl.fields["advantage"], plain.fields["advantage"], OP_FP32)
+    assert not torch.equal(
+        plain.fields["advantage"], with_advantages(batch, SAMPLES, AdvantageSettings(kind=kind)).fields["advantage"]
+    )
+
+
+def test_a_sample_whose_group_was_dropped_around_it_learns_nothing() -> None:
+    found = with_advantages(batch_of(), SAMPLES, AdvantageSettings(kind="grpo"))
+    assert not found.fields["advantage"][found.sequence_ids == 4].any()
+    assert found.fields["advantage"][(found.sequence_ids == 0) & found.mask].min() > 0
