@@ -82,6 +82,8 @@ def test_a_place_that_is_taken_is_refused(source: Path, tmp_path: Path) -> None:
     for to in ("sharded", "hf"):
         told = refusal(here("convert", source, tmp_path / "taken", "--to", to))
         assert "taken is there already and is not an empty directory; remove it or choose another path" in told
+        told = refusal(here("convert", source, tmp_path / "taken" / "file" / "x", "--to", to))
+        assert "file is no directory that you may write to" in told
     assert "invalid choice: 'gguf'" in refusal(here("convert", source, tmp_path / "x", "--to", "gguf"))
     assert "the following arguments are required: --to" in refusal(here("convert", source, tmp_path / "x"))
 

@@ -200,6 +200,11 @@ def _bad_weights(folder: Path) -> list[str]:
         (_bad_weights, "the file is incomplete or corrupt"),
         (_small_vocabulary, "small has a vocabulary of 100, but the policy's ids go up to 259; give a model with"),
         (_small_critic, "small has a vocabulary of 100, but the policy's ids go up to 259; give a model with"),
+        (["reward.options.tolerance=2"], "reward.options has tolerance, which it does not take (it takes: none)"),
+        (
+            ["reward.name=format", "reward.options.p=x"],
+            "reward.options has p, which it does not take (it takes: pattern)",
+        ),
         (["reward.name=exactmatch"], "reward.name='exactmatch' is no built-in reward"),
         (["reward.import=absent_module:f"], "cannot be loaded: ModuleNotFoundError: No module named 'absent_module'"),
         (["critic.path=/nowhere", "algorithm.name=ppo"], "/nowhere is not a directory"),

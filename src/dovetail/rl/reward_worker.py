@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from dovetail.rl.reward_functions import BUILT_IN
 
 Scorer = Callable[[Mapping[str, Any]], Any]
+POSITIONAL = frozenset({"completion", "answer", "_answer", "finish", "_finish"})  # what a built-in always gets
 _GRACE = 5.0  # seconds after which a call ends its own process, should the parent have died meanwhile
 
 
@@ -86,6 +87,7 @@ def load(name: str | None, function: str | None, options: Mapping[str, Any], dir
     """The scorer of a built-in `name`, or of a user's `function` "module:function" found from `directory`."""
     if function is None:
         assert name is not None
+        _check_options(options, frozenset(inspect.signature(BUILT_IN[name]).parameters) - POSITIONAL)
         return partial(_built_in, BUILT_IN[name], options)
     if directory is not None:
         sys.path.insert(0, directory)
@@ -96,6 +98,8 @@ def load(name: str | None, function: str | None, options: Mapping[str, Any], dir
     parameters = inspect.signature(found).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     accepted = None if takes_all else frozenset(parameters)
+    if accepted is not None:
+        _check_options(options, accepted)
     if "solution_str" in parameters:
         return partial(_one, found, accepted, options)
     if "completions" in parameters:
@@ -104,6 +108,13 @@ def load(name: str | None, function: str | None, options: Mapping[str, Any], dir
         f"{function}({', '.join(parameters)}) has neither signature of a reward: "
         "f(data_source, solution_str, ground_truth, extra_info) or f(prompts, completions, **columns)"
     )
+
+
+def _check_options(options: Mapping[str, Any], accepted: frozenset[str]) -> None:
+    unknown = sorted(options.keys() - accepted)
+    if unknown:
+        known = ", ".join(sorted(accepted)) or "none"
+        raise TypeError(f"reward.options has {', '.join(unknown)}, which it does not take (it takes: {known})")
 
 
 def _built_in(function: Callable[..., float], options: Mapping[str, Any], sample: Mapping[str, Any]) -> float:

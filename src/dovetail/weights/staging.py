@@ -37,6 +37,7 @@ def staged(target: Path, mesh: Mesh) -> Iterator[Stage]:
     with agreed(mesh):
         if lead:
             refuse_occupied(target)
+            refuse_unwritable(target, "the directory")
             hidden.mkdir(parents=True)
     stage = Stage(Path(gather_text(str(hidden), mesh["world"], mesh.device)[0]), Verdict(mesh), lead)
     complete = False
