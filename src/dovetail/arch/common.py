@@ -117,8 +117,11 @@ def layer_windows(c: Fields, window: int | None, first: int = 0, per_layer: bool
     depth = c.integer("num_hidden_layers")
     implied = [SLIDING if window is not None and layer >= first else FULL for layer in range(depth)]
     types = implied
-    if c.get("layer_types") is not None:
-        types = [FULL if name in FULL_NAMES else name for name in c.get("layer_types")]
+    given = c.get("layer_types")
+    if given is not None:
+        if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+            raise c.refusal("layer_types", f"a list of {FULL} and {SLIDING}")
+        types = [FULL if name in FULL_NAMES else name for name in given]
     if len(types) != depth:
         raise c.refusal("layer_types", f"one entry for each of the {depth} layers")
     if not set(types) <= {FULL, SLIDING}:

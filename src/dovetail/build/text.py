@@ -20,7 +20,9 @@ def load_tokenizer(source: Pretrained, *, trust_remote_code: bool = False) -> An
         raise ModelError(f"{source.path} has no tokenizer (tokenizer.json); give rows of input_ids, or copy it there")
     auto = importlib.import_module("transformers").AutoTokenizer
     with _Loading(source.path):
-        return auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
+        found = auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
+        found.encode("a", add_special_tokens=True)  # some settings are only read here
+        return found
 
 
 class _Loading:
