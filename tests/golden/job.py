@@ -128,6 +128,7 @@ def play(given: Mapping[str, Any], bug: str = "") -> Played:
     """Run a recipe from its first step to its last file, with one part swapped for a wrong one where asked. Collective."""
     job = builder_of(given).job()
     try:
+        job.start()
         with planted(bug):
             outcome = train(job.task, job.run, job.loop)
         job.run.finish(outcome)
