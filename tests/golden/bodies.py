@@ -81,6 +81,7 @@ def record(given: Mapping[str, Any]) -> Recorded:
     task.models = replace(task.models, policy=recorder)
     watched = Watched(task, {"policy": policy, **({"critic": critic} if isinstance(critic, NativeEngine) else {})})
     try:
+        job.start()
         rows = train(watched, job.run, job.loop).rows
     finally:
         job.close()
@@ -100,6 +101,7 @@ def closed_after_failure(given: Mapping[str, Any]) -> tuple[str, bool, bool]:
     assert job.judge is not None and job.judge.runner is not None
     failure = ""
     try:
+        job.start()
         train(job.task, job.run, job.loop)
     except UserError as error:
         failure = str(error)

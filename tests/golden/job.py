@@ -129,6 +129,7 @@ def play(given: Mapping[str, Any], bug: str = "") -> Played:
     job = builder_of(given).job()
     job.start()
     try:
+        job.start()
         with planted(bug):
             outcome = train(job.task, job.run, job.loop)
         job.run.finish(outcome)

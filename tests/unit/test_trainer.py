@@ -120,6 +120,11 @@ def test_a_stop_that_is_asked_for_ends_after_the_step_with_a_checkpoint(clock: C
     assert outcome.after == {} and task.evaluated == [0], "a stop waits for nothing"
 
 
+def test_a_stop_before_the_first_step_does_none(clock: Clock) -> None:
+    outcome = train(PretendedTask(clock), PretendedRun(stop_after=0), replace(LOOP, save_every=50))
+    assert outcome.stopped and (outcome.rows, outcome.after) == ([], {})
+
+
 def test_a_time_budget_shortens_the_run_and_says_so(clock: Clock) -> None:
     run = PretendedRun()
     train(PretendedTask(clock, 10.0), run, replace(LOOP, steps=100, time_budget_seconds=70.0))

@@ -301,8 +301,10 @@ def train(task: Task, run: Run, loop: LoopSettings) -> Outcome:
             last = _shortened(last, run.shared(time.monotonic() - started), loop.time_budget_seconds, run)
     if loop.save_every and len(rows) % loop.save_every:
         run.checkpoint(len(rows))
+    if stop:
+        return Outcome(before, {}, rows, stop)
     evaluated = {name: rows[-1][name] for name in before if name in rows[-1]}
-    return Outcome(before, {} if stop else evaluated or task.evaluate(len(rows)), rows, stop)
+    return Outcome(before, evaluated or task.evaluate(len(rows)), rows, stop)
 
 
 def _shortened(steps: int, seconds: float, budget: float, run: Run) -> int:
