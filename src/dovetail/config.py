@@ -157,8 +157,8 @@ class RolloutSection(Section):
 
     backend: Literal["native"] = Field("native", description="the embedded sampler")
     layout: LayoutSection | None = Field(None, description="empty: tp 1, one sampler a rank")
-    samples_per_prompt: PositiveInt = Field(8, description="completions of each prompt")
-    max_new_tokens: PositiveInt = Field(64, description="longest completion")
+    samples_per_prompt: Annotated[int, Field(ge=1, le=65536)] = Field(8, description="completions of each prompt")
+    max_new_tokens: Annotated[int, Field(ge=1, le=1 << 22)] = Field(64, description="longest completion")
     temperature: PositiveFloat = Field(1.0, description="divides the logits, in sampling and in training")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="sample from the smallest set with this mass")
     top_k: NonNegativeInt = Field(0, description="sample from the k likeliest tokens; 0: all")
@@ -173,7 +173,7 @@ class RewardSection(Section):
     function: str | None = Field(None, alias="import", description="a function of yours: module:function")
     options: Mapping[str, Any] = Field(default_factory=dict, description="keyword arguments for the reward")
     timeout_seconds: PositiveFloat = Field(10.0, description="a reward that takes longer drops its sample")
-    workers: PositiveInt = Field(2, description="reward processes a rank")
+    workers: Annotated[int, Field(ge=1, le=256)] = Field(2, description="reward processes a rank")
 
     @model_validator(mode="before")
     @classmethod
@@ -208,8 +208,10 @@ class TrainerSection(Section):
 
     steps: PositiveInt = Field(100, description="steps of the run")
     seed: NonNegativeInt = Field(0, description="of data order, sampling and fresh weights")
-    prompts_per_step: PositiveInt = Field(16, description="data rows of a step over all ranks")
-    tokens_per_batch: PositiveInt = Field(
+    prompts_per_step: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
+        16, description="data rows of a step over all ranks"
+    )
+    tokens_per_batch: Annotated[int, Field(ge=1, le=1 << 30)] = Field(
         16384, description="most tokens of one replica in one micro-batch, with padding"
     )
     save_every: NonNegativeInt = Field(50, description="steps between checkpoints; 0: none")

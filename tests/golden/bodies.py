@@ -72,7 +72,6 @@ class Recorded:
 def record(given: Mapping[str, Any]) -> Recorded:
     """Run a recipe on this one rank."""
     job = builder_of(given).job()
-    job.start()
     task = job.task
     assert isinstance(task, RLTask)
     policy = task.models.policy
@@ -97,7 +96,6 @@ def record(given: Mapping[str, Any]) -> Recorded:
 def closed_after_failure(given: Mapping[str, Any]) -> tuple[str, bool, bool]:
     """How a run fails, and whether its metrics and its reward processes are closed afterwards."""
     job = builder_of(given).job()
-    job.start()
     assert job.judge is not None and job.judge.runner is not None
     failure = ""
     try:
@@ -113,7 +111,6 @@ def closed_after_failure(given: Mapping[str, Any]) -> tuple[str, bool, bool]:
 def one_update(given: Mapping[str, Any], noise: float, steps: int = 0) -> dict[str, Any]:
     """A batch with old log-probs that are off by `noise`, and what its update reports, after `steps` whole steps."""
     job = builder_of(given).job()
-    job.start()
     task = job.task
     assert isinstance(task, RLTask)
     try:
@@ -173,7 +170,6 @@ def held_out_loss(model: Path, rows: Path) -> float:
 def critic_weights(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
     """The fresh critic's parameters, by how much ranks disagree on them, and the policy's. Collective."""
     job = builder_of(given).job()
-    job.start()
     task = job.task
     assert isinstance(task, RLTask)
     critic, policy = task.models.critic, task.models.policy

@@ -127,7 +127,6 @@ def builder_of(given: Mapping[str, Any]) -> Builder:
 def play(given: Mapping[str, Any], bug: str = "") -> Played:
     """Run a recipe from its first step to its last file, with one part swapped for a wrong one where asked. Collective."""
     job = builder_of(given).job()
-    job.start()
     try:
         job.start()
         with planted(bug):

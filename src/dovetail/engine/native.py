@@ -12,6 +12,7 @@ from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, plan_microbatc
 from dovetail.checkpoint.writer import save_sharded
 from dovetail.comm import sum_over
 from dovetail.engine.base import StepReport
+from dovetail.errors import DataError
 from dovetail.mesh import Mesh
 from dovetail.nn.decoder import Decoder
 from dovetail.optim.optimizer import Optimizer, OptimSettings
@@ -72,6 +73,8 @@ class NativeEngine:
 
     def train_step(self, batch: PackedBatch, loss: LossFn) -> StepReport:
         """Forward, backward and one optimizer step over the whole batch, whatever its micro-batches."""
+        if not batch.num_sequences:
+            raise DataError("train_step got a batch without sequences; skip the step instead")
         optimizer = self.optimizer
         sums: Sums = {}
         micros = list(self.micro_batches(batch))
