@@ -83,6 +83,15 @@ def test_through_the_model(tmp_path: Path, family: str, dtype: torch.dtype, tied
     assert_same_tensors({name: sharded.read(name) for name in sharded.names}, expected)
 
 
+@pytest.mark.parametrize("layout", ["tp=4,dp=1", "tp=2,dp=2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rank_whose_rows_are_all_padding_holds_zeros(tmp_path: Path, tied: bool, layout: str) -> None:
+    """Five ids: with tp = 4 the last rank has none of them, with tp = 2 and dp = 2 the last shard has none."""
+    source = write_tiny(tmp_path / "source", "llama", tied=tied, vocab_size=5)
+    for _, _, streamed in run(4, _through_model, source, tmp_path, layout, True):
+        assert_same_tensors(streamed, tensors_of(source))
+
+
 @pytest.mark.parametrize("layout", ["tp=2,dp=2", "tp=1,dp=2"])
 def test_a_model_that_is_not_wrapped(tmp_path: Path, layout: str) -> None:
     source = write_tiny(tmp_path / "source", "qwen2", tied=True)

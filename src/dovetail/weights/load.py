@@ -50,8 +50,8 @@ def load(
     with agreed(mesh), torch.no_grad():
         for param in params:
             wanted = [region for region in param.regions if region.checkpoint_name in present]
-            if wanted and sum(region.num_elements for region in param.regions) < param.local.numel():
-                param.local.zero_()  # padding
+            if sum(region.num_elements for region in param.regions) < param.local.numel():
+                param.local.zero_()  # padding, which may be all that this rank has
             for region in wanted:
                 piece = source.read(present[region.checkpoint_name][0], region.checkpoint_slice)
                 param.local[as_index(region.local_slice)].copy_(piece)
