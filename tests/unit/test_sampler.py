@@ -297,6 +297,8 @@ def test_refill_of_a_tied_model_takes_the_table_and_ignores_a_listed_head() -> N
     for head in ({}, {"lm_head.weight": torch.full((VOCAB, 64), 9.0)}):
         sampler.refill({**weights, **head}.items())
         assert sampler.sample(some_prompts(), params) == expected
+    sampler.refill([("lm_head.weight", weights.pop("model.embed_tokens.weight")), *weights.items()])
+    assert sampler.sample(some_prompts(), params) == expected, "a checkpoint may list the head alone"
 
 
 def test_parameters_are_held_once_in_the_compute_dtype() -> None:

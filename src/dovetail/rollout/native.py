@@ -62,9 +62,13 @@ class NativeSampler:
         self._filled = False
         pieces, shapes = self._pieces()
         wrong, missing = [], set(shapes)
-        for name, tensor in weights:
-            if self.spec.tie_embeddings and name == "lm_head.weight":
-                pass  # the table is the head
+        for given, tensor in weights:
+            is_head = self.spec.tie_embeddings and given == "lm_head.weight"
+            name = (
+                "model.embed_tokens.weight" if is_head else given
+            )  # a checkpoint may list either name of a tied tensor
+            if is_head and name not in missing:
+                pass  # the table has come
             elif name not in shapes:
                 wrong.append(f"{name}: not a tensor of this {self.spec.family} model")
             elif tuple(tensor.shape) != shapes[name]:
