@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dovetail.batch import cumulative
-from dovetail.kernels import reference
+from dovetail.kernels import cuda, reference
 from dovetail.kernels.reference import QUERY_BLOCK, Spans
 from tests.tolerances import GRADCHECK, OP_FP64, assert_all_close, assert_close, tensor_error
 
@@ -101,3 +101,11 @@ def test_a_cached_token_sees_what_the_last_query_sees(window: int | None, heads:
     assert_close(found, expected, OP_FP64)
     late = reference.decode_attention(q, cache[0], cache[1], torch.tensor(lengths) + 1, window)
     assert tensor_error(late, expected) > OP_FP64
+
+
+@pytest.mark.parametrize("head_dim", [12, 264])
+def test_head_dims_beyond_flash_attention_take_the_reference(head_dim: int) -> None:
+    """On a CPU, which has no packed flash attention: so the result shows that it was not asked for."""
+    q, k, v = torch.randn(3, 5, 2, head_dim, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    where = spans(2, 3)
+    assert torch.equal(cuda.attention(q, k, v, where, where), reference.attention(q, k, v, where, where))

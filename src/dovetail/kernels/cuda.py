@@ -11,13 +11,15 @@ from dovetail.kernels import reference
 from dovetail.kernels.reference import Spans
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_MULTIPLE, FLASH_LONGEST = 8, 256  # of head dims that flash attention takes
 # torch 2.11 shares KV heads without being asked; later ones ask for a flag that it does not know.
 _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
-    """As `reference.attention`, by torch's packed flash attention in half precision; wider dtypes take the reference."""
-    if q.dtype not in FLASH_DTYPES:
+    """As `reference.attention`, by torch's packed flash attention in half precision; what that cannot do takes the reference."""
+    head_dim = q.shape[-1]
+    if q.dtype not in FLASH_DTYPES or head_dim % FLASH_MULTIPLE or head_dim > FLASH_LONGEST:
         return reference.attention(q, k, v, q_spans, k_spans, window)
     left = -1 if window is None else window - 1
     out = varlen_attn(
