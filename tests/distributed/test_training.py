@@ -223,6 +223,9 @@ def test_schedules_rise_hold_and_fall() -> None:
     assert shape("cosine")[0] == 1.0
     assert lr_factor("cosine", 5, total=11) == pytest.approx(0.5)
     assert shape("cosine")[9:] == pytest.approx([0.0] * 3)
+    assert shape("linear", warmup=1, decay=3)[:5] == pytest.approx([0.5, 1.0, 0.5, 0.0, 0.0])
+    assert shape("cosine", decay=5)[:5] == pytest.approx([lr_factor("cosine", step, total=5) for step in range(5)])
+    assert shape("linear", decay=99) == shape("linear")
     assert shape("wsd", decay=4) == pytest.approx([1.0] * 7 + [2 / 3, 1 / 3, 0.0, 0.0, 0.0])
     for kind in ("constant", "linear", "cosine", "wsd"):
         assert min(shape(kind, warmup=2)[:1]) > 0.0, "the first step would do nothing"

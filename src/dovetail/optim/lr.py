@@ -12,18 +12,20 @@ def lr_factor(
     """The factor on the base rate at `step`, counted from 0.
 
     Warm-up rises linearly and reaches 1 at step `warmup`: (step + 1) / (warmup + 1). Then: constant; linear or cosine
-    from 1 to `floor` at the last of `total` steps; wsd (warm-up, stable, decay): 1 until the last `decay` steps
+    from 1 to `floor` at the last of `total` steps, or over `decay` steps; wsd (warm-up, stable, decay): 1 until the last `decay` steps
     (default: a tenth of `total`), then linearly to `floor`.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if schedule == "constant":
         return 1.0
-    start = warmup
+    start, last = warmup, total - 1
     if schedule == "wsd":
         start = max(warmup, total - (decay if decay is not None else max(1, total // 10)))
         if step < start:
             return 1.0
-    progress = min(1.0, (step - start) / max(1, total - 1 - start))
+    elif decay is not None:
+        last = min(last, start + decay - 1)
+    progress = min(1.0, (step - start) / max(1, last - start))
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
     return floor + (1 - floor) * shape
