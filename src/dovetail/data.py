@@ -20,7 +20,7 @@ from dovetail.errors import DataError
 
 Example = TypeVar("Example")
 Message = Mapping[str, Any]
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or as bytes, which json lets pass
 
 
 class Tokenizer(Protocol):
@@ -178,7 +178,7 @@ def read_rows(path: Path | str) -> Iterator[Row]:
                 raise DataError(f"{path}:{line}: a {type(values).__name__}, not a JSON object such as {{...}}")
             if SURROGATE.search(text) and not _is_text(values):
                 raise DataError(
-                    f"{path}:{line}: a \\u escape is half of a surrogate pair, which no text can hold; write both halves"
+                    f"{path}:{line}: a \\u escape is half of a surrogate pair, or its bytes are, which no text can hold; write the character itself"
                 )
             yield Row(values, path, line)
 
@@ -198,10 +198,13 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     except ImportError as error:
         raise DataError(f"{path}: parquet needs pyarrow: pip install 'dovetail[parquet]', or give JSONL") from error
     row = 0
-    for group in parquet.ParquetFile(path).iter_batches():
-        for values in group.to_pylist():
-            row += 1
-            yield Row(values, path, row)
+    try:
+        for group in parquet.ParquetFile(path).iter_batches():
+            for values in group.to_pylist():
+                row += 1
+                yield Row(values, path, row)
+    except (ValueError, OSError) as error:  # pyarrow's own are kinds of these
+        raise DataError(f"{path}: not readable as parquet ({error}); write it again, or give JSONL") from error
 
 
 def _load(path: Path | str, make: Callable[[int, Row], Example], limits: Limits) -> list[Example]:

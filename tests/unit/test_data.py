@@ -206,6 +206,13 @@ def test_overlong_rows_by_policy(tmp_path: Path) -> None:
         load_score(path, None, Limits(9, max_tokens=1, overlong="drop"))
 
 
+def test_half_of_a_surrogate_pair_as_bytes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "\xed\xa0\x80", "answer": 1}\n')
+    with pytest.raises(DataError, match="rows.jsonl:1: .*half of a surrogate pair"):
+        load_prompts(path, PLAIN, LIMITS)
+
+
 def test_parquet(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"PAR1")
@@ -215,6 +222,8 @@ def test_parquet(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"parquet needs pyarrow: pip install 'dovetail\[parquet\]'"):
             load_score(path, None, LIMITS)
         return
+    with pytest.raises(DataError, match=r"rows.parquet: not readable as parquet"):
+        load_score(path, None, LIMITS)
     parquet.write_table(arrow.table({"input_ids": [[1, 2], [3]], "id": ["a", "b"]}), path)
     assert [(row.id, row.ids) for row in load_score(path, None, LIMITS)] == [("a", (1, 2)), ("b", (3,))]
 
