@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForTokenClassification
 
 from tests.checkpoints import assert_same_tensors, digests, tensors_of
@@ -50,6 +51,19 @@ def test_a_value_model_keeps_its_head(bias: bool, tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
     if bias:
         AutoModelForTokenClassification.from_pretrained(tmp_path / "back")
+
+
+def test_a_value_head_without_bias_beside_an_lm_head(tmp_path: Path) -> None:
+    source = tmp_path / "values"
+    peer = tiny_model(tiny_configs()["llama"], values=True)
+    peer.save_pretrained(source)
+    tensors = {name: x for name, x in peer.state_dict().items() if not name.startswith("score.")}
+    tensors |= {"v_head.weight": peer.score.weight.detach(), "lm_head.weight": peer.get_input_embeddings().weight + 1}
+    save_file({name: x.contiguous() for name, x in tensors.items()}, source / "model.safetensors", {"format": "pt"})
+    ended = here("convert", source, tmp_path / "cut", "--to", "sharded")
+    assert ended == (0, "", ""), ended.err
+    assert here("convert", tmp_path / "cut", tmp_path / "back", "--to", "hf") == (0, "", "")
+    assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(source))
 
 
 def test_a_cast_there_and_back(source: Path, tmp_path: Path) -> None:

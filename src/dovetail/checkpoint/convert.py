@@ -1,7 +1,7 @@
 """From a Hugging Face directory to sharded pieces and back, bit for bit, by copying rectangles: no model is built."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,14 @@ def convert_to_sharded(
     mesh: Mesh,
     *,
     aliases: Mapping[str, str] = NO_ALIASES,
+    ignore: Collection[str] = (),
     dtype: torch.dtype | None = None,
 ) -> Path:
     """Cut `source`, an HF directory or a sharded checkpoint, into the pieces of `layout`'s ranks. Collective.
 
     `model_on` makes a rank's model from that rank's mesh, which has no groups and lies on the meta device. The
     processes of `mesh` deal the ranks of `layout` among them: one process does, and so do as many as there are ranks.
+    What no parameter asks for and `ignore` (patterns, as in `load`) lets be there goes along whole, with rank 0.
     """
     reader = open_checkpoint(source, mesh)
     world = mesh["world"]
@@ -46,9 +48,10 @@ def convert_to_sharded(
         imagined = imagined_mesh(layout, rank)
         by_rank[rank] = list(_imagined(model_on(imagined), imagined))
     params = [param for found in by_rank.values() for param in found]
-    present = compare(params, reader, mesh, aliases=aliases)
+    present = compare(params, reader, mesh, aliases=aliases, ignore=ignore)
     shares = {rank: _share(found, present, reader, dtype) for rank, found in by_rank.items()}
-    extra = [name for name in reader.names if tolerated(name)]
+    asked = {name for names in present.values() for name in names}
+    extra = [name for name in reader.names if name not in asked and tolerated(name, ignore)]
     if 0 in shares:
         shares[0] |= {name: _whole_piece(name, reader, dtype) for name in extra}
     return write_sharded(

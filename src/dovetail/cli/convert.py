@@ -1,6 +1,7 @@
 """`dovetail convert`: an HF checkpoint to a sharded one and back, bit for bit."""
 
 import argparse
+from typing import Any
 
 import torch
 
@@ -29,7 +30,10 @@ def run(args: argparse.Namespace) -> None:
         check_layout(source.spec, mesh.layout)
     head = stored_head(open_checkpoint(source.path, mesh), source)
 
-    def model_on(imagined: Mesh) -> Decoder:
-        return make_decoder(source.spec, imagined, torch.float32, head.kind)
+    kind = "value_without_bias" if "score.bias" in head.fresh else head.kind  # what is not there is not copied
 
-    convert_to_sharded(source.path, args.destination, mesh.layout, model_on, mesh, aliases=head.aliases, dtype=dtype)
+    def model_on(imagined: Mesh) -> Decoder:
+        return make_decoder(source.spec, imagined, torch.float32, kind)
+
+    parts: dict[str, Any] = {"aliases": head.aliases, "ignore": head.ignore, "dtype": dtype}
+    convert_to_sharded(source.path, args.destination, mesh.layout, model_on, mesh, **parts)
