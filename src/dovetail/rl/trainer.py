@@ -238,8 +238,9 @@ class Updates:
         return {**row, "skipped": True} if any(report.skipped for report in self.reports) else row
 
 
-EMPTY_UPDATE: Mapping[str, Any] = {
-    "loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "tokens": 0, "entropy_mean": 0.0, "kl_mean": 0.0, "clip_fraction": 0.0
+EMPTY_UPDATE: Mapping[str, Any] = {  # means of nothing are not numbers
+    "loss": math.nan, "grad_norm": 0.0, "lr": 0.0, "tokens": 0,
+    "entropy_mean": math.nan, "kl_mean": math.nan, "clip_fraction": math.nan,
 }  # fmt: skip
 
 
