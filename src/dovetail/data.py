@@ -178,7 +178,7 @@ def read_rows(path: Path | str) -> Iterator[Row]:
                 raise DataError(f"{path}:{line}: a {type(values).__name__}, not a JSON object such as {{...}}")
             if SURROGATE.search(text) and not _is_text(values):
                 raise DataError(
-                    f"{path}:{line}: a \\u escape is half of a surrogate pair, or its bytes are, which no text can hold; write the character itself"
+                    f"{path}:{line}: half of a surrogate pair, which no text can hold; write the character itself"
                 )
             yield Row(values, path, line)
 

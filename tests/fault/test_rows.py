@@ -19,7 +19,7 @@ GOOD = {"input_ids": [1, 2], "prompt": "a", "completion": "b", "answer": 1}
         ("{bad", "rows.jsonl:2: not JSON"),
         ("[1]", "rows.jsonl:2: a list, not a JSON object"),
         ({}, "rows.jsonl:2: the row lacks"),
-        ('{"prompt": "\\ud800", "completion": "b", "answer": 1}', "rows.jsonl:2: a \\u escape is half of a surrogate"),
+        ('{"prompt": "\\ud800", "completion": "b", "answer": 1}', "rows.jsonl:2: half of a surrogate pair"),
         ({"prompt": 3, "completion": "b", "answer": 1}, "rows.jsonl:2: prompt must be a string or messages"),
     ],
 )

@@ -12,8 +12,8 @@ def lr_factor(
     """The factor on the base rate at `step`, counted from 0.
 
     Warm-up rises linearly and reaches 1 at step `warmup`: (step + 1) / (warmup + 1). Then: constant; linear or cosine
-    from 1 to `floor` at the last of `total` steps, or over `decay` steps; wsd (warm-up, stable, decay): 1 until the last `decay` steps
-    (default: a tenth of `total`), then linearly to `floor`.
+    from 1 to `floor` over `decay` steps (default: at the last of `total` steps); wsd (warm-up, stable, decay): 1 until
+    the last `decay` steps (default: a tenth of `total`), then linearly to `floor`.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
