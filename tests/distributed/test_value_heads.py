@@ -20,6 +20,7 @@ from transformers import (
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.errors import CheckpointError, ModelError
 from dovetail.layout import Layout
+from dovetail.weights.pretrained import saved_config
 from tests.harness import run
 from tests.parity.configs import save_tiny, tiny_configs, tiny_model
 from tests.parity.reference import make_batch, rows_of
@@ -119,6 +120,15 @@ def test_a_fresh_head_is_the_same_on_every_layout_and_says_when_it_is_not_allowe
     assert run(
         2, refused, tmp_path / "in" / "model", ModelError, "has no value head: expected one of score.weight"
     ) == [1, 1]
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaForSequenceClassification"])
+def test_a_score_without_bias_is_saved_as_a_sequence_classifier(architecture: str) -> None:
+    given = {"model_type": "llama", "architectures": [architecture], "pad_token_id": 0}
+    saved = saved_config(given, "value_without_bias", None)
+    assert saved["architectures"] == ["LlamaForSequenceClassification"]
+    assert (saved == given) == (architecture == "LlamaForSequenceClassification")
+    assert saved.get("num_labels", 1) == 1
 
 
 def test_a_head_of_another_shape_is_refused_on_every_rank(tmp_path: Path) -> None:

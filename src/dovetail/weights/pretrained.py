@@ -136,11 +136,13 @@ def saved_config(config: Mapping[str, Any], head: HeadKind, dtype: torch.dtype |
     if dtype is not None:
         name = str(dtype).removeprefix("torch.")
         changed |= {key: name for key in ("dtype", "torch_dtype") if key in config} or {"dtype": name}
-    if head == "value":
-        (first, *_) = config.get("architectures") or [f"{str(config['model_type']).capitalize()}ForCausalLM"]
-        stem = re.sub(r"(For\w+|Model)$", "", first)
+    if head == "lm":
+        return changed
+    kind = "ForTokenClassification" if head == "value" else "ForSequenceClassification"
+    (first, *_) = config.get("architectures") or [f"{str(config['model_type']).capitalize()}ForCausalLM"]
+    if head == "value" or not first.endswith(kind):  # a sequence classifier's own config stays as it is
         changed |= {
-            "architectures": [f"{stem}ForTokenClassification"],
+            "architectures": [re.sub(r"(For\w+|Model)$", "", first) + kind],
             "num_labels": 1,
             "id2label": {"0": "LABEL_0"},
             "label2id": {"LABEL_0": 0},
