@@ -1,5 +1,6 @@
 """Our parallel engine: one decoder cut over tp, its rows sharded over dp, fed with packed micro-batches."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,13 +91,13 @@ class NativeEngine:
         loss_total, count = totals.pop("")
         update = optimizer.step(count)
         return StepReport(
-            loss=loss_total / max(count, 1.0),
+            loss=_mean(loss_total, count),
             grad_norm=update.grad_norm,
             lr=update.lr,
             tokens=len(batch),
             flops=3 * sum(self.model.spec.flops(n) for n in batch.lengths),
             skipped=update.skipped,
-            metrics={name: total / max(n, 1.0) for name, (total, n) in totals.items()},
+            metrics={name: _mean(*sums) for name, sums in totals.items()},
         )
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -145,3 +146,8 @@ def add_sums(sums: Sums, value: Loss) -> None:
         before = sums.get(name)
         now = total.detach(), torch.as_tensor(count, device=total.device).detach()
         sums[name] = now if before is None else (before[0] + now[0], before[1] + now[1])
+
+
+def _mean(total: float, count: float) -> float:
+    """Not a number where nothing was counted."""
+    return total / count if count else math.nan
