@@ -101,8 +101,8 @@ class PackedBatch:
 
     def select(self, sequences: Seq[int]) -> "PackedBatch":
         """Only these sequences, in this order."""
-        index = self.token_index(sequences)
-        return self._take(index, tuple(self.lengths[s] for s in sequences))
+        index, lengths = self.token_index(sequences), tuple(self.lengths[s] for s in sequences)
+        return self._map(lambda x: x[index], cumulative(lengths).to(self.cu_seqlens.device), lengths)
 
     def token_index(self, sequences: Seq[int]) -> Tensor:
         """int64: where the tokens of these sequences lie in this batch."""
@@ -129,10 +129,6 @@ class PackedBatch:
         lengths = (*self.lengths, missing)
         cu_seqlens = cumulative(lengths).to(self.cu_seqlens.device)
         return replace(self, **padded, positions=positions, fields=fields, lengths=lengths, cu_seqlens=cu_seqlens)
-
-    def _take(self, index: Tensor, lengths: tuple[int, ...]) -> "PackedBatch":
-        cu_seqlens = cumulative(lengths).to(self.cu_seqlens.device)
-        return self._map(lambda x: x[index], cu_seqlens, lengths)
 
     def _map(self, fn: Callable[[Tensor], Tensor], cu_seqlens: Tensor, lengths: tuple[int, ...]) -> "PackedBatch":
         return PackedBatch(

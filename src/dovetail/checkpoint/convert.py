@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dovetail.checkpoint.reader import ShardedReader, open_checkpoint
+from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.checkpoint.writer import write_sharded
 from dovetail.layout import Layout
 from dovetail.mesh import ORDER, Axis, Mesh, coords_of
@@ -82,11 +82,6 @@ def imagined_mesh(layout: Layout, rank: int) -> Mesh:
     coords = coords_of(rank, sizes)
     axes = {name: Axis(name, size, coords[name]) for name, size in sizes.items()}
     return Mesh(layout, torch.device("meta"), axes, {})
-
-
-def verify(path: Path | str) -> None:
-    """Check everything that a sharded checkpoint's manifest says; raise `CheckpointError` naming what is damaged."""
-    ShardedReader(path).verify()
 
 
 def _imagined(model: nn.Module, mesh: Mesh) -> Iterator[Held]:

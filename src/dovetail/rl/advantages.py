@@ -104,8 +104,8 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     return torch.where(differs, rewards - others, 0.0)
 
 
-def whiten(x: Tensor, mask: Tensor, *, keep_mean: bool = False, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(var + eps) over the masked entries, 0 elsewhere; `keep_mean` adds the mean back.
+def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
+    """(x - mean) / sqrt(var + eps) over the masked entries, 0 elsewhere.
 
     The variance is the sample's (n - 1). Fewer than two entries have none and are only centered.
     """
@@ -113,8 +113,7 @@ def whiten(x: Tensor, mask: Tensor, *, keep_mean: bool = False, eps: float = 1e-
     chosen = x[mask]
     mean = chosen.sum() / max(len(chosen), 1)
     variance = ((chosen - mean) ** 2).sum() / (len(chosen) - 1) if len(chosen) > 1 else torch.ones_like(mean)
-    white = (x - mean) * torch.rsqrt(variance + eps)
-    return torch.where(mask, white + mean if keep_mean else white, 0.0)
+    return torch.where(mask, (x - mean) * torch.rsqrt(variance + eps), 0.0)
 
 
 def _group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
