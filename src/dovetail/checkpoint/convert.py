@@ -13,12 +13,12 @@ from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.checkpoint.writer import write_sharded
 from dovetail.layout import Layout
 from dovetail.mesh import ORDER, Axis, Mesh, coords_of
-from dovetail.placement import Region, held_regions, placements_of
+from dovetail.placement import Region
 from dovetail.weights.agree import agreed
 from dovetail.weights.directory import SideFiles, side_files
 from dovetail.weights.files import TensorSpec, parse_json
 from dovetail.weights.load import FLOATS, NO_ALIASES, compare, tolerated
-from dovetail.weights.pieces import Held, Piece, tied_names
+from dovetail.weights.pieces import Held, Piece, held
 from dovetail.weights.pretrained import CONFIG, saved_config
 from dovetail.weights.reader import TensorSource
 from dovetail.weights.save import SHARD_BYTES, write_hf
@@ -44,7 +44,7 @@ def convert_to_sharded(
     by_rank: dict[int, list[Held]] = {}
     for rank in range(world.rank, layout.num_ranks, world.size):
         imagined = imagined_mesh(layout, rank)
-        by_rank[rank] = list(_imagined(model_on(imagined), imagined))
+        by_rank[rank] = held(model_on(imagined), imagined, as_wrapped=True)
     params = [param for found in by_rank.values() for param in found]
     present = compare(params, reader, mesh, aliases=aliases)
     shares = {rank: _share(found, present, reader, dtype) for rank, found in by_rank.items()}
@@ -82,15 +82,6 @@ def imagined_mesh(layout: Layout, rank: int) -> Mesh:
     coords = coords_of(rank, sizes)
     axes = {name: Axis(name, size, coords[name]) for name, size in sizes.items()}
     return Mesh(layout, torch.device("meta"), axes, {})
-
-
-def _imagined(model: nn.Module, mesh: Mesh) -> Iterator[Held]:
-    """What the rank of `mesh` would hold of `model`, wrapped by FSDP2."""
-    params, ties = dict(model.named_parameters()), tied_names(model)
-    for name, placement in placements_of(model).items():
-        shape = tuple(params[name].shape)
-        found = held_regions(name, placement, shape, mesh.coords, mesh.sizes, sharded=True)
-        yield Held(name, placement, shape, params[name].detach(), found, ties.get(name, ()))
 
 
 def _share(
