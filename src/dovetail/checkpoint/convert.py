@@ -1,6 +1,5 @@
 """From a Hugging Face directory to sharded pieces and back, bit for bit, by copying rectangles: no model is built."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from dovetail.mesh import ORDER, Axis, Mesh, coords_of
 from dovetail.placement import Region
 from dovetail.weights.agree import agreed
 from dovetail.weights.directory import SideFiles, side_files
-from dovetail.weights.files import TensorSpec, parse_json
+from dovetail.weights.files import TensorSpec, dump_json, parse_json
 from dovetail.weights.load import FLOATS, NO_ALIASES, compare, tolerated
 from dovetail.weights.pieces import Held, Piece, held
 from dovetail.weights.pretrained import CONFIG, saved_config
@@ -127,5 +126,5 @@ def _sides(directory: Path, mesh: Mesh, dtype: torch.dtype | None) -> SideFiles:
         sides |= side_files(directory)
         if dtype is not None and CONFIG in sides:
             config = parse_json((directory / CONFIG).read_bytes(), str(directory / CONFIG))
-            sides[CONFIG] = (json.dumps(saved_config(config, "lm", dtype), indent=2) + "\n").encode()
+            sides[CONFIG] = dump_json(saved_config(config, "lm", dtype))
     return sides

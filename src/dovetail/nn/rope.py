@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dovetail.arch.spec import RopeSpec
 from dovetail.errors import ModelError
+from dovetail.kernels.reference import wide
 
 
 def rope_tables(spec: RopeSpec, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -21,13 +22,12 @@ def rope_tables(spec: RopeSpec, positions: Tensor, lengths: Sequence[int], dtype
     lengths: how many of the T tokens each sequence has. Only kind `dynamic` reads them: its frequencies follow each
     sequence's own length, never its neighbors'.
     """
-    wide = torch.promote_types(dtype, torch.float32)
     if spec.kind == "dynamic" and lengths:
-        rows = torch.stack([inverse_frequencies(spec, wide, length) for length in lengths])
+        rows = torch.stack([inverse_frequencies(spec, wide(dtype), length) for length in lengths])
         frequencies = rows.repeat_interleave(torch.tensor(lengths), dim=0)
     else:
-        frequencies = inverse_frequencies(spec, wide)
-    angles = positions.to(wide)[:, None] * frequencies.to(positions.device)
+        frequencies = inverse_frequencies(spec, wide(dtype))
+    angles = positions.to(wide(dtype))[:, None] * frequencies.to(positions.device)
     return (angles.cos() * spec.attention_factor).to(dtype), (angles.sin() * spec.attention_factor).to(dtype)
 
 

@@ -3,12 +3,11 @@
 A directory comes from disk, or from the hub by a name pinned to a commit; of that only safetensors and JSON are fetched.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -16,8 +15,9 @@ from huggingface_hub import snapshot_download
 from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
 from dovetail.errors import CheckpointError, ModelError
+from dovetail.nn.decoder import Head
 from dovetail.weights.directory import SideFiles, side_files
-from dovetail.weights.files import parse_json
+from dovetail.weights.files import dump_json, parse_json
 from dovetail.weights.pieces import Dtypes
 from dovetail.weights.reader import TensorSource
 
@@ -28,7 +28,6 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 # Names that value heads have in the wild, ours first; TRL and OpenRLHF among them.
 HEAD_STEMS = ("score", "v_head.summary", "v_head", "value_head.summary", "value_head", "classifier", "lm_head")
 HEAD_NAMES = ("score.weight", "score.bias")
-HeadKind = Literal["lm", "value", "value_without_bias"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Origin:
 class ValueHead:
     """Where a value head's tensors are found: our names -> the checkpoint's, and which ones it lacks."""
 
-    kind: HeadKind
+    kind: Head
     aliases: Mapping[str, str]
     fresh: tuple[str, ...]
     ignore: tuple[str, ...] = ("lm_head.*",)
@@ -130,7 +129,7 @@ def stored_head(source: TensorSource, pretrained: Pretrained) -> ValueHead:
     return LM_HEAD
 
 
-def saved_config(config: Mapping[str, Any], head: HeadKind, dtype: torch.dtype | None) -> dict[str, Any]:
+def saved_config(config: Mapping[str, Any], head: Head, dtype: torch.dtype | None) -> dict[str, Any]:
     """The config to write beside saved weights: a value model says so, a changed dtype too; else it is the source's."""
     changed = dict(config)
     if dtype is not None:
@@ -148,9 +147,9 @@ def saved_config(config: Mapping[str, Any], head: HeadKind, dtype: torch.dtype |
     return changed
 
 
-def saved_sides(pretrained: Pretrained, head: HeadKind, dtype: torch.dtype | None) -> SideFiles:
+def saved_sides(pretrained: Pretrained, head: Head, dtype: torch.dtype | None) -> SideFiles:
     """Every file beside the weights, with the config as it must be now; byte for byte the source's where it may."""
     changed = saved_config(pretrained.config, head, dtype)
     if changed == dict(pretrained.config):
         return pretrained.sides
-    return {**pretrained.sides, CONFIG: (json.dumps(changed, indent=2) + "\n").encode()}
+    return {**pretrained.sides, CONFIG: dump_json(changed)}
