@@ -2,7 +2,7 @@
 
 Index i of `targets`, `mask` and every field belongs to the prediction made at position i: `targets[i]` is the token
 that follows `tokens[i]` in its sequence. The shift happens here, before anything is cut, so no rank ever needs its
-neighbour's token. Dealing sequences over replicas and cutting micro-batches are pure functions of the lengths, so all
+neighbor's token. Dealing sequences over replicas and cutting micro-batches are pure functions of the lengths, so all
 ranks agree on them without a word.
 """
 

@@ -1,6 +1,6 @@
 """Who talks to whom: the named axes of one model over the ranks of a job. Built once, passed down, never global.
 
-Ranks are numbered with pp outermost, then dp, cp and tp, so tp ranks are neighbours. `fsdp` is dp x cp merged: the
+Ranks are numbered with pp outermost, then dp, cp and tp, so tp ranks are neighbors. `fsdp` is dp x cp merged: the
 ranks over which FSDP2 shards parameters. `world` is every rank. Meshes of different layouts may live in one job.
 """
 
@@ -29,7 +29,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of one model. `copies[n]` are the groups of n neighbouring tp ranks that hold the same KV heads."""
+    """The axes of one model. `copies[n]` are the groups of n neighboring tp ranks that hold the same KV heads."""
 
     layout: Layout
     device: torch.device

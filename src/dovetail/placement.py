@@ -1,9 +1,9 @@
 """What lives where: which slice of which checkpoint tensor a local parameter is.
 
 A `Placement` is declared once, on the layer that owns the parameter (its `placements` attribute). Loading, saving,
-streaming, initialisation, gradient reduction and the gradient norm all read it; nobody else slices a weight. A fused
+streaming, initialization, gradient reduction and the gradient norm all read it; nobody else slices a weight. A fused
 parameter (q, k, v in one GEMM) is several `Part`s along the split dim, so it has several names outside and one inside.
-`regions()` turns a placement into concrete slices for any rank, and `narrow_rows` composes them with FSDP2's row range.
+`regions` turns a placement into slices for any rank; `held_regions` composes them with the rows that FSDP2 leaves it.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class Part:
     """One checkpoint tensor inside a (possibly fused) local parameter, along the split dim.
 
     `size` is its length in the checkpoint. `copies` > 1: the axis has more ranks than the tensor has pieces, so each
-    piece is held by that many neighbouring ranks. `padding`: rows past the end that exist only locally, to make the
+    piece is held by that many neighboring ranks. `padding`: rows past the end that exist only locally, to make the
     length divide; they are zero, never loaded, never exported.
     """
 
@@ -65,7 +65,7 @@ class Region:
     checkpoint_slice: Slices
     local_slice: Slices
     owned: bool  # of the ranks that hold the same piece, this one writes it and counts it in norms
-    copies: int = 1  # neighbouring tp ranks that hold this piece because the axis has more ranks than pieces
+    copies: int = 1  # neighboring tp ranks that hold this piece because the axis has more ranks than pieces
 
     @property
     def shape(self) -> tuple[int, ...]:

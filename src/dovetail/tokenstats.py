@@ -6,7 +6,7 @@ Each rank reduces its own columns to four numbers a token, so the ranks exchange
     M = max m    S = sum s e^(m - M)  U = sum e^(m - M) (u + s (m - M))
     logprob = sum t - M - ln S        entropy = ln S - U / S
 
-The shifted first moment keeps large terms from cancelling. Padded vocabulary columns are cut off before any of this.
+The shifted first moment keeps large terms from canceling. Padded vocabulary columns are cut off before any of this.
 """
 
 from typing import Any, NamedTuple

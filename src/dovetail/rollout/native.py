@@ -33,9 +33,8 @@ from dovetail.weights.pieces import checkpoint_shapes, held
 from dovetail.weights.reader import TensorSource
 
 MAX_TOKENS = 1 << 16
-COMPACT_BELOW = (
-    0.75  # copying the cache of the rows that go on costs about one step; a smaller batch saves every later one
-)
+# Share of rows still alive: copying the cache of those costs about one step, a smaller batch saves every later one.
+COMPACT_BELOW = 0.75
 
 
 class NativeSampler:
