@@ -111,7 +111,10 @@ class PackedBatch:
         return (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)).to(self.tokens.device)
 
     def compact(self, index: Tensor) -> "PackedBatch":
-        """Only the tokens at the sorted positions `index` [n]. Sequences keep their number and may become empty."""
+        """Only the tokens at the sorted positions `index` [n]. Sequences keep their number and may become empty.
+
+        `cu_seqlens` counts what is left; `lengths`, which the device would have to tell, stay those of all tokens.
+        """
         counts = torch.bincount(self.sequence_ids[index], minlength=self.num_sequences)
         cu_seqlens = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
         return self._map(lambda x: x[index], cu_seqlens, self.lengths)

@@ -64,8 +64,8 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class ValueHead:
-    """Where a value head's tensors are found: our names -> the checkpoint's, and which ones it lacks."""
+class StoredHead:
+    """Where a head's tensors are found: our names -> the checkpoint's, which ones it lacks, which ones to leave out."""
 
     kind: Head
     aliases: Mapping[str, str]
@@ -73,7 +73,7 @@ class ValueHead:
     ignore: tuple[str, ...] = ("lm_head.*",)
 
 
-LM_HEAD = ValueHead("lm", {}, (), ())
+LM_HEAD = StoredHead("lm", {}, (), ())
 
 
 def locate(name: str | Path) -> Path:
@@ -99,7 +99,7 @@ def locate(name: str | Path) -> Path:
         raise CheckpointError(f"{name} could not be fetched from the hub: {error}") from error
 
 
-def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> ValueHead:
+def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> StoredHead:
     """The value head of a checkpoint under any of its usual names; with `fresh`, one to be made where there is none."""
     for stem in HEAD_STEMS:
         weight, bias = f"{stem}.weight", f"{stem}.bias"
@@ -107,20 +107,20 @@ def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> ValueHe
             continue
         aliases = {"score.weight": weight}
         if bias in source.names:
-            return ValueHead("value", {**aliases, "score.bias": bias}, ())
+            return StoredHead("value", {**aliases, "score.bias": bias}, ())
         if stem == "score":  # a reward model (sequence classification) has no bias, and keeps having none
-            return ValueHead("value_without_bias", aliases, ())
-        return ValueHead("value", aliases, ("score.bias",))
+            return StoredHead("value_without_bias", aliases, ())
+        return StoredHead("value", aliases, ("score.bias",))
     if not fresh:
         known = ", ".join(f"{stem}.weight" for stem in HEAD_STEMS)
         raise ModelError(
             f"{path} has no value head: expected one of {known} (lm_head with one row); give a reward or "
             "value model, or --head lm"
         )
-    return ValueHead("value", {}, HEAD_NAMES)
+    return StoredHead("value", {}, HEAD_NAMES)
 
 
-def stored_head(source: TensorSource, pretrained: Pretrained) -> ValueHead:
+def stored_head(source: TensorSource, pretrained: Pretrained) -> StoredHead:
     """The head that a checkpoint holds, whichever it is."""
     named = any(f"{stem}.weight" in source.names for stem in HEAD_STEMS if stem != "lm_head")
     one_row = "lm_head.weight" in source.names and source.shape("lm_head.weight")[0] == 1
