@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dovetail.comm import stack_over
-from dovetail.kernels.reference import wide
+from dovetail.kernels.reference import wide, widened
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Axis
 
@@ -52,7 +52,7 @@ class _TokenStats(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, local_targets: Tensor, axis: Axis, kernels: KernelSet) -> tuple[Tensor, Tensor]:
-        wide_z = z.to(wide(z.dtype))
+        wide_z = widened(z)
         stats, normalizer = combine(stack_over(kernels.vocab_stats(wide_z, local_targets), axis))
         ctx.save_for_backward(z, local_targets, *normalizer)
         ctx.kernels = kernels

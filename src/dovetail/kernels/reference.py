@@ -36,9 +36,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def widened(x: Tensor) -> Tensor:
+    """`x` in the dtype for sums and exponentials."""
+    return x.to(wide(x.dtype))
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dim; the root mean square in `wide`, the product in x's dtype."""
-    y = x.to(wide(x.dtype))
+    y = widened(x)
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     return weight * y.to(x.dtype)
 
