@@ -58,8 +58,16 @@ class Mesh:
     @classmethod
     def solo(cls, device: torch.device | str = "cpu") -> "Mesh":
         """The mesh of one process without any group: every axis has size 1. For a model that FSDP does not wrap."""
-        axes = {name: Axis(name) for name in (*ORDER, "fsdp", "world")}
-        return cls(Layout(), torch.device(device), axes, {1: Axis("copies")})
+        return cls.imagined(Layout(), 0, device)
+
+    @classmethod
+    def imagined(cls, layout: Layout, rank: int, device: torch.device | str = "meta") -> "Mesh":
+        """The mesh of one rank of a layout whose dp is known, as far as shapes need it: without any group."""
+        sizes = {name: int(getattr(layout, name)) for name in ORDER}
+        sizes |= {"fsdp": sizes["dp"] * sizes["cp"], "world": layout.num_ranks}
+        coords = coords_of(rank, sizes)
+        axes = {name: Axis(name, size, coords[name]) for name, size in sizes.items()}
+        return cls(layout, torch.device(device), axes, {1: Axis("copies")})
 
     @classmethod
     def build(cls, layout: Layout, device: torch.device | str = "cpu") -> "Mesh":

@@ -52,8 +52,7 @@ class _TokenStats(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, local_targets: Tensor, axis: Axis, kernels: KernelSet) -> tuple[Tensor, Tensor]:
-        wide_z = widened(z)
-        stats, normalizer = combine(stack_over(kernels.vocab_stats(wide_z, local_targets), axis))
+        stats, normalizer = combine(stack_over(kernels.vocab_stats(widened(z), local_targets), axis))
         ctx.save_for_backward(z, local_targets, *normalizer)
         ctx.kernels = kernels
         return stats.logprob, stats.entropy

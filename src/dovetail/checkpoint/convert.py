@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.checkpoint.writer import write_sharded
 from dovetail.layout import Layout
-from dovetail.mesh import ORDER, Axis, Mesh, coords_of
+from dovetail.mesh import Mesh
 from dovetail.placement import Region
 from dovetail.weights.agree import agreed
 from dovetail.weights.directory import SideFiles, side_files
@@ -42,7 +42,7 @@ def convert_to_sharded(
     world = mesh["world"]
     by_rank: dict[int, list[Held]] = {}
     for rank in range(world.rank, layout.num_ranks, world.size):
-        imagined = imagined_mesh(layout, rank)
+        imagined = Mesh.imagined(layout, rank)
         by_rank[rank] = held(model_on(imagined), imagined, as_wrapped=True)
     params = [param for found in by_rank.values() for param in found]
     present = compare(params, reader, mesh, aliases=aliases)
@@ -72,15 +72,6 @@ def convert_to_hf(
 
     sides = _sides(reader.path, mesh, dtype)
     write_hf(Path(target), mesh, list(specs.values()), produce, sides=sides, shard_bytes=shard_bytes)
-
-
-def imagined_mesh(layout: Layout, rank: int) -> Mesh:
-    """The mesh of one rank of a layout whose dp is known, as far as shapes need it: no groups, no device."""
-    sizes = {name: int(getattr(layout, name)) for name in ORDER}
-    sizes |= {"fsdp": sizes["dp"] * sizes["cp"], "world": layout.num_ranks}
-    coords = coords_of(rank, sizes)
-    axes = {name: Axis(name, size, coords[name]) for name, size in sizes.items()}
-    return Mesh(layout, torch.device("meta"), axes, {})
 
 
 def _share(
