@@ -1,4 +1,4 @@
-"""How close is close enough: every tolerance of the tests by name, and the measure that they bound (DESIGN section 6).
+"""How close is close enough: every tolerance of the tests by name, and the measure that they bound (docs/design.md, section 6).
 
 Never loosen one: a deviation has a cause.
 """

@@ -2,7 +2,7 @@
 
 Index i of `targets`, `mask` and every field belongs to the prediction made at position i: `targets[i]` is the token
 that follows `tokens[i]` in its sequence. The shift happens here, before anything is cut, so no rank ever needs its
-neighbour's token. Dealing sequences over replicas and cutting micro-batches are pure functions of the lengths, so all
+neighbor's token. Dealing sequences over replicas and cutting micro-batches are pure functions of the lengths, so all
 ranks agree on them without a word.
 """
 
@@ -101,8 +101,8 @@ class PackedBatch:
 
     def select(self, sequences: Seq[int]) -> "PackedBatch":
         """Only these sequences, in this order."""
-        index = self.token_index(sequences)
-        return self._take(index, tuple(self.lengths[s] for s in sequences))
+        index, lengths = self.token_index(sequences), tuple(self.lengths[s] for s in sequences)
+        return self._map(lambda x: x[index], cumulative(lengths).to(self.cu_seqlens.device), lengths)
 
     def token_index(self, sequences: Seq[int]) -> Tensor:
         """int64: where the tokens of these sequences lie in this batch."""
@@ -111,7 +111,10 @@ class PackedBatch:
         return (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)).to(self.tokens.device)
 
     def compact(self, index: Tensor) -> "PackedBatch":
-        """Only the tokens at the sorted positions `index` [n]. Sequences keep their number and may become empty."""
+        """Only the tokens at the sorted positions `index` [n]. Sequences keep their number and may become empty.
+
+        `cu_seqlens` counts what is left; `lengths`, which the device would have to tell, stay those of all tokens.
+        """
         counts = torch.bincount(self.sequence_ids[index], minlength=self.num_sequences)
         cu_seqlens = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
         return self._map(lambda x: x[index], cu_seqlens, self.lengths)
@@ -129,10 +132,6 @@ class PackedBatch:
         lengths = (*self.lengths, missing)
         cu_seqlens = cumulative(lengths).to(self.cu_seqlens.device)
         return replace(self, **padded, positions=positions, fields=fields, lengths=lengths, cu_seqlens=cu_seqlens)
-
-    def _take(self, index: Tensor, lengths: tuple[int, ...]) -> "PackedBatch":
-        cu_seqlens = cumulative(lengths).to(self.cu_seqlens.device)
-        return self._map(lambda x: x[index], cu_seqlens, lengths)
 
     def _map(self, fn: Callable[[Tensor], Tensor], cu_seqlens: Tensor, lengths: tuple[int, ...]) -> "PackedBatch":
         return PackedBatch(

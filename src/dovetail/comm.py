@@ -7,7 +7,8 @@
     reduce_scatter      all_gather       partial in, sharded out
 
 All work on dim 0, and each is the identity on an axis of size 1, so callers never test sizes. The functions without a
-gradient (`sum_over`, `stack_over`, `gather_text`) are for statistics and for agreeing on errors.
+gradient (`sum_over`, `stack_over`, `gather_text`, `all_reduce_`) are for statistics, for agreeing on errors, and for
+gradients themselves.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Rows of a data file -> token sequences to score, to continue or to train on, and which rows a step takes.
 
-JSONL first, parquet where pyarrow is installed. A string is tokenised as it is, with one BOS if the tokenizer adds
+JSONL first, parquet where pyarrow is installed. A string is tokenized as it is, with one BOS if the tokenizer adds
 one; messages go through the chat template, which writes its own special tokens. Every mistake names file and line.
 """
 
@@ -149,9 +149,8 @@ def needs_text(path: Path | str) -> bool:
 def batch_rows(num_rows: int, rows_per_step: int, seed: int | None, step: int) -> list[int]:
     """The rows of step `step` (from 0): a stretch of an endless stream of shuffled epochs.
 
-    Without a seed every epoch is in the file's order. A pure function of its arguments, so that a resumed run needs no
-    sampler state. Every epoch holds every row once;
-    a step may reach into the next epoch.
+    Every epoch holds every row once, without a seed in the file's order; a step may reach into the next epoch. A pure
+    function of its arguments, so that a resumed run needs no state of its own for the data.
     """
     stream = range(step * rows_per_step, (step + 1) * rows_per_step)
     orders = {epoch: _epoch_order(num_rows, seed, epoch) for epoch in {at // num_rows for at in stream}}

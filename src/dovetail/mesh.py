@@ -1,6 +1,6 @@
 """Who talks to whom: the named axes of one model over the ranks of a job. Built once, passed down, never global.
 
-Ranks are numbered with pp outermost, then dp, cp and tp, so tp ranks are neighbours. `fsdp` is dp x cp merged: the
+Ranks are numbered with pp outermost, then dp, cp and tp, so tp ranks are neighbors. `fsdp` is dp x cp merged: the
 ranks over which FSDP2 shards parameters. `world` is every rank. Meshes of different layouts may live in one job.
 """
 
@@ -29,7 +29,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of one model. `copies[n]` are the groups of n neighbouring tp ranks that hold the same KV heads."""
+    """The axes of one model. `copies[n]` are the groups of n neighboring tp ranks that hold the same KV heads."""
 
     layout: Layout
     device: torch.device
@@ -58,8 +58,16 @@ class Mesh:
     @classmethod
     def solo(cls, device: torch.device | str = "cpu") -> "Mesh":
         """The mesh of one process without any group: every axis has size 1. For a model that FSDP does not wrap."""
-        axes = {name: Axis(name) for name in (*ORDER, "fsdp", "world")}
-        return cls(Layout(), torch.device(device), axes, {1: Axis("copies")})
+        return cls.imagined(Layout(), 0, device)
+
+    @classmethod
+    def imagined(cls, layout: Layout, rank: int, device: torch.device | str = "meta") -> "Mesh":
+        """The mesh of one rank of a layout whose dp is known, as far as shapes need it: without any group."""
+        sizes = {name: int(getattr(layout, name)) for name in ORDER}
+        sizes |= {"fsdp": sizes["dp"] * sizes["cp"], "world": layout.num_ranks}
+        coords = coords_of(rank, sizes)
+        axes = {name: Axis(name, size, coords[name]) for name, size in sizes.items()}
+        return cls(layout, torch.device(device), axes, {1: Axis("copies")})
 
     @classmethod
     def build(cls, layout: Layout, device: torch.device | str = "cpu") -> "Mesh":

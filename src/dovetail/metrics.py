@@ -18,7 +18,6 @@ from typing import Any
 from dovetail.errors import ConfigError
 
 Row = Mapping[str, Any]
-PACKAGES: Mapping[str, str] = {"wandb": "wandb", "tensorboard": "tensorboard"}
 LAST_SECONDS = 10.0  # for a logger to send what it has when the run ends
 
 
@@ -99,7 +98,7 @@ def _finite(value: Any) -> Any:
 def check_loggers(names: tuple[str, ...]) -> None:
     """Refuse loggers that are not installed, before a run starts."""
     for name in names:
-        found = importlib.util.find_spec(PACKAGES[name])
+        found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # without an origin: a mere folder, such as wandb leaves behind
             raise ConfigError(f"trainer.loggers names {name}, which is not installed: pip install 'dovetail[{name}]'")
 

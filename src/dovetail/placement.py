@@ -1,9 +1,9 @@
 """What lives where: which slice of which checkpoint tensor a local parameter is.
 
 A `Placement` is declared once, on the layer that owns the parameter (its `placements` attribute). Loading, saving,
-streaming, initialisation, gradient reduction and the gradient norm all read it; nobody else slices a weight. A fused
+streaming, initialization, gradient reduction and the gradient norm all read it; nobody else slices a weight. A fused
 parameter (q, k, v in one GEMM) is several `Part`s along the split dim, so it has several names outside and one inside.
-`regions()` turns a placement into concrete slices for any rank, and `narrow_rows` composes them with FSDP2's row range.
+`regions` turns a placement into slices for any rank; `held_regions` composes them with the rows that FSDP2 leaves it.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class Part:
     """One checkpoint tensor inside a (possibly fused) local parameter, along the split dim.
 
     `size` is its length in the checkpoint. `copies` > 1: the axis has more ranks than the tensor has pieces, so each
-    piece is held by that many neighbouring ranks. `padding`: rows past the end that exist only locally, to make the
+    piece is held by that many neighboring ranks. `padding`: rows past the end that exist only locally, to make the
     length divide; they are zero, never loaded, never exported.
     """
 
@@ -46,18 +46,10 @@ class Placement:
     """How one local parameter maps to checkpoint tensors.
 
     `partial_over`: axes whose ranks each see only their own tokens or heads, so the gradient must be summed over them.
-    `tied_over`: the axis along which two ranks hold the same tied weight (pipeline ends).
     """
 
     splits: tuple[Split, ...] = ()
     partial_over: tuple[str, ...] = ()
-    tied_over: str | None = None
-    name: str | None = None  # the checkpoint's name where it is not the parameter's own
-
-    @property
-    def copies(self) -> int:
-        """The largest number of ranks that hold the same piece."""
-        return max((part.copies for split in self.splits for part in split.parts), default=1)
 
 
 REPLICATED = Placement()
@@ -73,7 +65,7 @@ class Region:
     checkpoint_slice: Slices
     local_slice: Slices
     owned: bool  # of the ranks that hold the same piece, this one writes it and counts it in norms
-    copies: int = 1  # neighbouring tp ranks that hold this piece because the axis has more ranks than pieces
+    copies: int = 1  # neighboring tp ranks that hold this piece because the axis has more ranks than pieces
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,7 +93,7 @@ def checkpoint_names(name: str, placement: Placement) -> tuple[str, ...]:
     """The checkpoint's names of a parameter: `...self_attn.qkv_proj.weight` with parts q, k, v has three."""
     parts = placement.splits[0].parts if placement.splits else ()
     if len(parts) < 2:
-        return (placement.name or name,)
+        return (name,)
     stem, _, leaf = name.rpartition(".")
     parent, _, _ = stem.rpartition(".")
     return tuple(f"{parent}.{part.name}.{leaf}" if parent else f"{part.name}.{leaf}" for part in parts)
@@ -112,11 +104,10 @@ def regions(
 ) -> tuple[Region, ...]:
     """The checkpoint slices that make up a parameter of `local_shape` on the rank at `coords`.
 
-    Pieces wholly made of padding have no region. Along a replicated axis only the first rank owns the region.
+    Pieces wholly made of padding have no region. Of tp ranks that hold the same piece only the first owns it.
     """
     names = checkpoint_names(name, placement)
-    same = {"tp", placement.tied_over} - {split.axis for split in placement.splits}
-    first = all(coords[axis] == 0 for axis in same if axis is not None)
+    first = coords["tp"] == 0 or any(split.axis == "tp" for split in placement.splits)
     if not placement.splits:
         whole = tuple((0, length) for length in local_shape)
         return (Region(names[0], local_shape, whole, whole, first),)

@@ -6,7 +6,7 @@ Each rank reduces its own columns to four numbers a token, so the ranks exchange
     M = max m    S = sum s e^(m - M)  U = sum e^(m - M) (u + s (m - M))
     logprob = sum t - M - ln S        entropy = ln S - U / S
 
-The shifted first moment keeps large terms from cancelling. Padded vocabulary columns are cut off before any of this.
+The shifted first moment keeps large terms from canceling. Padded vocabulary columns are cut off before any of this.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dovetail.comm import stack_over
-from dovetail.kernels.reference import wide
+from dovetail.kernels.reference import wide, widened
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Axis
 
@@ -52,8 +52,7 @@ class _TokenStats(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, local_targets: Tensor, axis: Axis, kernels: KernelSet) -> tuple[Tensor, Tensor]:
-        wide_z = z.to(wide(z.dtype))
-        stats, normalizer = combine(stack_over(kernels.vocab_stats(wide_z, local_targets), axis))
+        stats, normalizer = combine(stack_over(kernels.vocab_stats(widened(z), local_targets), axis))
         ctx.save_for_backward(z, local_targets, *normalizer)
         ctx.kernels = kernels
         return stats.logprob, stats.entropy

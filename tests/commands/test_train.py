@@ -10,7 +10,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from dovetail.checkpoint.convert import verify
+from dovetail.checkpoint.reader import ShardedReader
 from dovetail.config import load_recipe
 from tests.checkpoints import assert_same_tensors, digests, tensors_of
 from tests.commands.program import Ended, here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows
@@ -78,7 +78,7 @@ def test_a_run_directory_holds_what_was_promised(model: Path, rl_rows: Path, tmp
     for name, link in links.items():
         assert link.resolve().name.startswith(f"{name}.")
         assert link.resolve().parent == (run / "checkpoints").resolve()
-        verify(link)
+        ShardedReader(link).verify()
     assert len(list((run / "checkpoints").iterdir())) == 4, "no rests of older or unfinished ones"
     (first, *_) = read_rows(run / "rollouts" / "step_000001.jsonl")
     assert first.keys() >= {"id", "prompt", "completion", "answer", "reward", "token_ids", "log_probs", "finish"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.checkpoint.convert import verify
+from dovetail.checkpoint.reader import ShardedReader
 from tests.commands.program import read_rows, start, write_recipe, write_rows
 
 REWARD = """
@@ -78,7 +78,7 @@ def test_sigterm(layout: str, save_every: int, model: Path, tmp_path: Path) -> N
     steps = len(read_rows(tmp_path / "run/metrics.jsonl"))
     assert not (tmp_path / "run/hf").exists()
     if save_every:
-        verify(tmp_path / f"run/checkpoints/step_{steps:06}")
+        ShardedReader(tmp_path / f"run/checkpoints/step_{steps:06}").verify()
     else:
         assert not (tmp_path / "run/checkpoints").exists()
     workers = {int(path.name.partition("-")[2]) for path in tmp_path.glob("worker-*")}

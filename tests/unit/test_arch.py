@@ -53,7 +53,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     )
     assert (a.num_heads, a.num_kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
     assert a.head_dim == spelled_out.get("head_dim", config.hidden_size // config.num_attention_heads)
-    assert (spec.norm_eps, spec.init_std) == (config.rms_norm_eps, config.initializer_range)
+    assert spec.norm_eps == config.rms_norm_eps
     assert spec.tie_embeddings == config.tie_word_embeddings
     assert spec.rope.theta == config.rope_parameters["rope_theta"]
     assert spec.rope.max_positions == config.max_position_embeddings
@@ -66,7 +66,7 @@ def test_absent_keys_take_their_defaults_one_by_one(family: str) -> None:
     away = {
         "vocab_size": 131, "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 5,
         "num_attention_heads": 64, "num_key_value_heads": 16, "max_position_embeddings": 77,
-        "initializer_range": 0.5, "rms_norm_eps": 1e-3, "tie_word_embeddings": True, "attention_bias": True,
+        "rms_norm_eps": 1e-3, "tie_word_embeddings": True, "attention_bias": True,
         "mlp_bias": True, "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2, "head_dim": 6,
     }  # fmt: skip
     known = raw(CONFIGS[family]())

@@ -58,7 +58,7 @@ def spelled(ids: Any, mask: Any = None) -> str:
     return str(PLAIN.decode([i for i, m in zip(ids, mask or [True] * len(ids), strict=True) if m]))
 
 
-def test_a_string_prompt_is_tokenised_as_it_is(tmp_path: Path) -> None:
+def test_a_string_prompt_is_tokenized_as_it_is(tmp_path: Path) -> None:
     path = write(
         tmp_path, {"prompt": "4 + 5 =", "answer": 9, "level": 2}, "", {"prompt": "a", "answer": None, "id": "x"}
     )

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from dovetail.checkpoint.convert import imagined_mesh
 from dovetail.layout import Layout
+from dovetail.mesh import Mesh
 from dovetail.placement import (
     Part,
     Placement,
@@ -53,7 +53,7 @@ def test_regions_cut_and_join(sharded: bool) -> None:
         rebuilt: dict[str, torch.Tensor] = {}
         times: dict[str, torch.Tensor] = {}
         for rank in range(layout.num_ranks):
-            mesh = imagined_mesh(layout, rank)
+            mesh = Mesh.imagined(layout, rank)
             found = held_regions("a.fused.weight", placement, local_shape, mesh.coords, mesh.sizes, sharded=sharded)
             rows = fsdp_rows(local_shape[0], mesh["fsdp"].rank, mesh["fsdp"].size) if sharded else (0, local_shape[0])
             filled = torch.zeros(rows[1] - rows[0], *local_shape[1:], dtype=torch.int64)

@@ -11,7 +11,7 @@ import pytest
 
 from dovetail.errors import ConfigError
 from dovetail.rl.reward_functions import final_number, format_match, number_only, numbers, numeric_match
-from dovetail.rl.rewards import RewardResult, RewardRunner, Sample, count_errors
+from dovetail.rl.rewards import Judged, RewardResult, RewardRunner, count_errors
 
 MODULE = """
 import os, sys, time
@@ -63,9 +63,9 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def sample(completion: str, **more: object) -> Sample:
+def sample(completion: str, **more: object) -> Judged:
     columns = {"data_source": "gsm", "level": 3}
-    return Sample(completion=completion, answer="42", prompt="What?", columns=columns, **more)  # type: ignore[arg-type]
+    return Judged(completion=completion, answer="42", prompt="What?", columns=columns, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_format() -> None:
 
 def test_built_ins_run_in_workers_and_keep_the_order() -> None:
     with RewardRunner("exact_match", workers=2) as runner:
-        results = runner.score([Sample(completion=str(i), answer=str(i % 3)) for i in range(9)])
+        results = runner.score([Judged(completion=str(i), answer=str(i % 3)) for i in range(9)])
         assert results == [RewardResult(float(i < 3)) for i in range(9)]
         assert runner.score([]) == []
     with RewardRunner("format", options={"pattern": "a+"}) as runner:
@@ -154,7 +154,7 @@ def test_built_ins_run_in_workers_and_keep_the_order() -> None:
 
 
 def test_both_signatures(directory: Path) -> None:
-    def score(function: str, samples: list[Sample], **options: float) -> list[RewardResult]:
+    def score(function: str, samples: list[Judged], **options: float) -> list[RewardResult]:
         with RewardRunner(function=f"my_rewards:{function}", directory=directory, options=options) as runner:
             return runner.score(samples)
 
@@ -162,7 +162,7 @@ def test_both_signatures(directory: Path) -> None:
     assert score("trl_like", [sample("abc"), sample("")]) == [RewardResult(8.0), RewardResult(5.0)]
     assert score("weighted", [sample("abc")], factor=2.0) == [RewardResult(6.0)]
     messages = [{"role": "user", "content": "hello"}]
-    assert score("chat", [Sample(completion="abc", prompt=messages)]) == [RewardResult(4.0)]
+    assert score("chat", [Judged(completion="abc", prompt=messages)]) == [RewardResult(4.0)]
     (result,) = score("two_for_one", [sample("x")])
     assert result.value is None
     assert "list of 1 reward" in str(result.error)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from dovetail.checkpoint.convert import convert_to_hf, convert_to_sharded, verify
+from dovetail.checkpoint.convert import convert_to_hf, convert_to_sharded
 from dovetail.checkpoint.manifest import _checksum
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.writer import save_sharded
@@ -69,10 +69,10 @@ def test_every_flipped_bit_is_found_and_named(cut: Path) -> None:
         at = rng.randrange(len(whole))
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
         with pytest.raises(CheckpointError) as caught:
-            verify(cut)
+            ShardedReader(cut).verify()
         assert path.name in str(caught.value)
         path.write_bytes(whole)
-    verify(cut)
+    ShardedReader(cut).verify()
 
 
 def test_truncated_swapped_and_missing_files_are_refused(cut: Path) -> None:
@@ -89,7 +89,7 @@ def test_truncated_swapped_and_missing_files_are_refused(cut: Path) -> None:
     first.write_bytes(second.read_bytes())
     second.write_bytes(whole)
     with pytest.raises(CheckpointError, match="pieces-"):
-        verify(cut)
+        ShardedReader(cut).verify()
 
 
 def test_even_the_blanks_of_a_header_are_covered(cut: Path) -> None:

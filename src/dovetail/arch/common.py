@@ -105,7 +105,6 @@ def dense_spec(
         rope=rope_spec(c, head_dim),
         mlp_bias=mlp_bias,
         tie_embeddings=c.flag("tie_word_embeddings"),
-        init_std=c.number("initializer_range"),
     )
 
 

@@ -17,7 +17,6 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "num_key_value_heads": 32,
         "hidden_act": "silu",
         "max_position_embeddings": 32768,
-        "initializer_range": 0.02,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
         "use_sliding_window": False,

@@ -18,7 +18,6 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "head_dim": 128,
         "hidden_act": "silu",
         "max_position_embeddings": 32768,
-        "initializer_range": 0.02,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
         "attention_bias": False,

@@ -49,7 +49,6 @@ class ArchSpec:
     rope: RopeSpec
     mlp_bias: bool = False
     tie_embeddings: bool = False
-    init_std: float = 0.02
 
     @property
     def linear_params(self) -> int:

@@ -1,4 +1,4 @@
-"""From names and numbers to objects: the only module that knows every constructor."""
+"""From a directory's name to an engine. `build` is the only room that knows every constructor."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from dovetail.optim.assembly import shards_of
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.placement import as_index
 from dovetail.weights.load import load
-from dovetail.weights.pretrained import LM_HEAD, Origin, Pretrained, ValueHead, find_value_head, saved_sides
+from dovetail.weights.pretrained import LM_HEAD, Origin, Pretrained, StoredHead, find_value_head, saved_sides
 from dovetail.weights.reader import TensorSource
 
 
@@ -141,7 +141,7 @@ def fill_fresh(model: Decoder, mesh: Mesh, names: tuple[str, ...], seed: int) ->
 
 
 def _saved_dtype(
-    reader: TensorSource, head: ValueHead, save_dtype: torch.dtype | None, name: str
+    reader: TensorSource, head: StoredHead, save_dtype: torch.dtype | None, name: str
 ) -> torch.dtype | None:
     """The dtype in which a tensor leaves; a fresh head's is that of the checkpoint's first tensor."""
     if save_dtype is not None:

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -156,7 +157,7 @@ class Builder:
                 )
         return source
 
-    def _trained(self, source: Pretrained, mesh: Mesh, head: str, lr: float) -> NativeEngine:
+    def _trained(self, source: Pretrained, mesh: Mesh, head: Literal["lm", "value"], lr: float) -> NativeEngine:
         recipe = self.recipe
         save_dtype = recipe.model.save_dtype
         options = EngineOptions(
@@ -166,7 +167,7 @@ class Builder:
             fresh_head_seed=recipe.trainer.seed,
             save_dtype=None if save_dtype is None else getattr(torch, save_dtype),
         )
-        return make_engine(source, mesh, self.dtype, "value" if head == "value" else "lm", options)
+        return make_engine(source, mesh, self.dtype, head, options)
 
     def _reward_runner(self) -> RewardRunner | None:
         """Reward processes on the first rank; a reward that does not load is refused on all."""

@@ -1,6 +1,5 @@
 """From a Hugging Face directory to sharded pieces and back, bit for bit, by copying rectangles: no model is built."""
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -9,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dovetail.checkpoint.reader import ShardedReader, open_checkpoint
+from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.checkpoint.writer import write_sharded
 from dovetail.layout import Layout
-from dovetail.mesh import ORDER, Axis, Mesh, coords_of
-from dovetail.placement import Region, held_regions, placements_of
+from dovetail.mesh import Mesh
+from dovetail.placement import Region
 from dovetail.weights.agree import agreed
 from dovetail.weights.directory import SideFiles, side_files
-from dovetail.weights.files import TensorSpec, parse_json
+from dovetail.weights.files import TensorSpec, dump_json, parse_json
 from dovetail.weights.load import FLOATS, NO_ALIASES, compare, tolerated
-from dovetail.weights.pieces import Held, Piece, tied_names
+from dovetail.weights.pieces import Held, Piece, held
 from dovetail.weights.pretrained import CONFIG, saved_config
 from dovetail.weights.reader import TensorSource
 from dovetail.weights.save import SHARD_BYTES, write_hf
@@ -45,8 +44,8 @@ def convert_to_sharded(
     world = mesh["world"]
     by_rank: dict[int, list[Held]] = {}
     for rank in range(world.rank, layout.num_ranks, world.size):
-        imagined = imagined_mesh(layout, rank)
-        by_rank[rank] = list(_imagined(model_on(imagined), imagined))
+        imagined = Mesh.imagined(layout, rank)
+        by_rank[rank] = held(model_on(imagined), imagined, as_wrapped=True)
     params = [param for found in by_rank.values() for param in found]
     present = compare(params, reader, mesh, aliases=aliases, ignore=ignore)
     shares = {rank: _share(found, present, reader, dtype) for rank, found in by_rank.items()}
@@ -76,29 +75,6 @@ def convert_to_hf(
 
     sides = _sides(reader.path, mesh, dtype)
     write_hf(Path(target), mesh, list(specs.values()), produce, sides=sides, shard_bytes=shard_bytes)
-
-
-def imagined_mesh(layout: Layout, rank: int) -> Mesh:
-    """The mesh of one rank of a layout whose dp is known, as far as shapes need it: no groups, no device."""
-    sizes = {name: int(getattr(layout, name)) for name in ORDER}
-    sizes |= {"fsdp": sizes["dp"] * sizes["cp"], "world": layout.num_ranks}
-    coords = coords_of(rank, sizes)
-    axes = {name: Axis(name, size, coords[name]) for name, size in sizes.items()}
-    return Mesh(layout, torch.device("meta"), axes, {})
-
-
-def verify(path: Path | str) -> None:
-    """Check everything that a sharded checkpoint's manifest says; raise `CheckpointError` naming what is damaged."""
-    ShardedReader(path).verify()
-
-
-def _imagined(model: nn.Module, mesh: Mesh) -> Iterator[Held]:
-    """What the rank of `mesh` would hold of `model`, wrapped by FSDP2."""
-    params, ties = dict(model.named_parameters()), tied_names(model)
-    for name, placement in placements_of(model).items():
-        shape = tuple(params[name].shape)
-        found = held_regions(name, placement, shape, mesh.coords, mesh.sizes, sharded=True)
-        yield Held(name, placement, shape, params[name].detach(), found, ties.get(name, ()))
 
 
 def _share(
@@ -144,5 +120,5 @@ def _sides(directory: Path, mesh: Mesh, dtype: torch.dtype | None) -> SideFiles:
         sides |= side_files(directory)
         if dtype is not None and CONFIG in sides:
             config = parse_json((directory / CONFIG).read_bytes(), str(directory / CONFIG))
-            sides[CONFIG] = (json.dumps(saved_config(config, "lm", dtype), indent=2) + "\n").encode()
+            sides[CONFIG] = dump_json(saved_config(config, "lm", dtype))
     return sides

@@ -30,10 +30,10 @@ class Command:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of one command line; `command` names the command. Prints help and exits where that is asked."""
-    top = Parser(prog="dovetail", description="A parallel model engine for RL post-training.", epilog=EPILOG)
     commands = "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
-    top.formatter_class = argparse.RawDescriptionHelpFormatter
-    top.description = f"A parallel model engine for RL post-training.\n\ncommands:\n{commands}"
+    told = f"A parallel model engine for RL post-training.\n\ncommands:\n{commands}"
+    raw = argparse.RawDescriptionHelpFormatter
+    top = Parser(prog="dovetail", description=told, epilog=EPILOG, formatter_class=raw)
     top.add_argument("command", choices=list(COMMANDS), metavar="command", help="dovetail COMMAND --help says more")
     name = top.parse_args(argv[:1]).command
     command = COMMANDS[name]
@@ -145,24 +145,21 @@ def _rows(parser: argparse.ArgumentParser, data: str) -> None:
 
 
 def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text} is not more than 0")
-        return value
-
-    read.__name__ = "whole number" if kind is int else "number"
-    return read
+    return _number(kind, lambda value: value > 0, "is not more than 0")
 
 
 def _not_negative(kind: type[int] | type[float]) -> Callable[[str], float]:
+    return _number(kind, lambda value: value >= 0, "is less than 0")
+
+
+def _number(kind: type[int] | type[float], fits: Callable[[float], bool], complaint: str) -> Callable[[str], float]:
     def read(text: str) -> float:
         value = kind(text)
-        if not value >= 0:
-            raise argparse.ArgumentTypeError(f"{text} is less than 0")
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"{text} {complaint}")
         return value
 
-    read.__name__ = "whole number" if kind is int else "number"
+    read.__name__ = "whole number" if kind is int else "number"  # what argparse calls it where `kind` refuses
     return read
 
 

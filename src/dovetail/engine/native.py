@@ -14,6 +14,7 @@ from dovetail.checkpoint.writer import save_sharded
 from dovetail.comm import sum_over
 from dovetail.engine.base import StepReport
 from dovetail.errors import DataError
+from dovetail.kernels.reference import wide
 from dovetail.mesh import Mesh
 from dovetail.nn.decoder import Decoder
 from dovetail.optim.optimizer import Optimizer, OptimSettings
@@ -129,7 +130,7 @@ class NativeEngine:
         """Every replica's tokens, on every rank and on the batch's device."""
         return sum_over(mine, self.mesh["dp"]).to(batch.tokens.device)
 
-    def _reduce_sums(self, sums: "Sums") -> dict[str, tuple[float, float]]:
+    def _reduce_sums(self, sums: Sums) -> dict[str, tuple[float, float]]:
         names = sorted(sums)
         flat = torch.stack([torch.stack([x.to(torch.float64) for x in sums[name]]) for name in names])
         rows = sum_over(flat, self.mesh["fsdp"]).tolist()
@@ -137,7 +138,7 @@ class NativeEngine:
 
     @property
     def _wide(self) -> torch.dtype:
-        return torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+        return wide(next(self.model.parameters()).dtype)
 
 
 def add_sums(sums: Sums, value: Loss) -> None:

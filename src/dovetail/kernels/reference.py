@@ -13,12 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SHORT = 128  # tokens of a sequence up to which a CPU is faster without flash attention in half precision, backward above all
+SHORT = 128  # tokens of a sequence up to which a CPU is faster without flash attention in half precision
 QUERY_BLOCK = 256  # queries that share one attention mask, where a mask is needed
-CPU_BLOCK, GPU_BLOCK = (
-    1 << 20,
-    1 << 27,
-)  # logits that one elementwise pass touches: a core's cache; enough to fill a GPU
+CPU_BLOCK = 1 << 20  # logits that one elementwise pass touches: a core's cache
+GPU_BLOCK = 1 << 27  # enough of them to fill a GPU
 
 
 @dataclass(frozen=True)
@@ -38,9 +36,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def widened(x: Tensor) -> Tensor:
+    """`x` in the dtype for sums and exponentials."""
+    return x.to(wide(x.dtype))
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dim; the root mean square in `wide`, the product in x's dtype."""
-    y = x.to(wide(x.dtype))
+    y = widened(x)
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     return weight * y.to(x.dtype)
 
@@ -65,7 +68,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
 
 
 def _runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Runs of neighbouring sequences of equal lengths: (how many, queries each, keys each, first query, first key)."""
+    """Runs of neighboring sequences of equal lengths: (how many, queries each, keys each, first query, first key)."""
     at_q = at_k = 0
     for (n, m), run in itertools.groupby(zip(q_lengths, k_lengths, strict=True)):
         count = len(list(run))
@@ -110,7 +113,7 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Te
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int | None = None) -> Tensor:
-    """One new token a row on its cache: q [B, H, C], k and v [B, G, L, C], of which row b holds `lengths[b]` -> [B, H, C]."""
+    """One new token a row on its cache: q [B, H, C], k and v [B, G, N, C], of which row b holds `lengths[b]` -> [B, H, C]."""
     at = torch.arange(k.shape[2], device=k.device)[None, :]
     mask = at < lengths[:, None]
     if window is not None:

@@ -1,7 +1,6 @@
 """The one decoder: embedding, blocks, norm, head. Families differ by their `ArchSpec`, actor and critic by the head.
 
-Packed tokens T come in; between blocks activations are [t, D], t = T / tp; a pipeline stage is a decoder that holds a
-range of the layers.
+Packed tokens T come in; between blocks activations are [t, D], t = T / tp.
 """
 
 from collections.abc import Callable
@@ -10,11 +9,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dovetail.arch.spec import ArchSpec
 from dovetail.batch import Loss, LossFn, MicroBatch

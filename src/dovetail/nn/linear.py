@@ -19,7 +19,7 @@ class ColumnLinear(nn.Module):
     """[t, D] -> one [T, out_i / tp] for every part. Gathers tokens, splits output features.
 
     `parts` maps checkpoint names to (number of units, unit length): heads are never cut through. Fewer units than
-    ranks: neighbouring ranks hold copies of one unit.
+    ranks: neighboring ranks hold copies of one unit.
     forward all_gather, backward reduce_scatter.
     """
 

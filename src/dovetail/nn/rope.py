@@ -13,23 +13,21 @@ from torch import Tensor
 
 from dovetail.arch.spec import RopeSpec
 from dovetail.errors import ModelError
+from dovetail.kernels.reference import wide
 
 
-def rope_tables(
-    spec: RopeSpec, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype, counts: Sequence[int] | None = None
-) -> tuple[Tensor, Tensor]:
+def rope_tables(spec: RopeSpec, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin, [T, R / 2] in `dtype`, for packed positions [T]; computed in float32 or wider, once a forward pass.
 
-    lengths: how long each sequence is. counts: how many of the T tokens belong to each; default: all of its tokens.
-    Only kind `dynamic` reads them: its frequencies follow each sequence's own length, never its neighbors'.
+    lengths: how many of the T tokens each sequence has. Only kind `dynamic` reads them: its frequencies follow each
+    sequence's own length, never its neighbors'.
     """
-    wide = torch.promote_types(dtype, torch.float32)
     if spec.kind == "dynamic" and lengths:
-        rows = torch.stack([inverse_frequencies(spec, wide, length) for length in lengths])
-        frequencies = rows.repeat_interleave(torch.tensor(counts or lengths), dim=0)
+        rows = torch.stack([inverse_frequencies(spec, wide(dtype), length) for length in lengths])
+        frequencies = rows.repeat_interleave(torch.tensor(lengths), dim=0)
     else:
-        frequencies = inverse_frequencies(spec, wide)
-    angles = positions.to(wide)[:, None] * frequencies.to(positions.device)
+        frequencies = inverse_frequencies(spec, wide(dtype))
+    angles = positions.to(wide(dtype))[:, None] * frequencies.to(positions.device)
     return (angles.cos() * spec.attention_factor).to(dtype), (angles.sin() * spec.attention_factor).to(dtype)
 
 

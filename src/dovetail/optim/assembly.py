@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dovetail.mesh import Mesh
-from dovetail.placement import Placement, Region, fsdp_rows, narrow_rows, placements_of, regions
-from dovetail.weights.pieces import reshard
+from dovetail.placement import Placement, Region
+from dovetail.weights.pieces import held, local_tensor
 
 
 @dataclass(frozen=True)
@@ -33,23 +32,11 @@ class Shard:
         return self.local.grad
 
 
-def local_tensor(x: Tensor) -> Tensor:
-    """The part of a tensor that lies on this rank."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
     """Every parameter of `model`, each once, in the model's order."""
-    reshard(model)
-    placements = placements_of(model)
-    return [_shard(name, p, placements[name], mesh) for name, p in model.named_parameters()]
-
-
-def _shard(name: str, p: nn.Parameter, placement: Placement, mesh: Mesh) -> Shard:
-    held = regions(name, placement, tuple(p.shape), mesh.coords, mesh.sizes)
-    if isinstance(p, DTensor):
-        held = narrow_rows(held, *fsdp_rows(p.shape[0], mesh["fsdp"].rank, mesh["fsdp"].size))
-    return Shard(name, p, nn.Parameter(local_tensor(p.detach())), placement, held)
+    found = held(model, mesh)  # reshards, which may put other objects in the parameters' places
+    params = dict(model.named_parameters())
+    return [Shard(h.name, params[h.name], nn.Parameter(h.local), h.placement, h.regions) for h in found]
 
 
 def adamw(

@@ -9,7 +9,7 @@ the input's type and float32.
 import torch
 from torch import Tensor
 
-from dovetail.kernels.reference import wide
+from dovetail.kernels.reference import widened
 
 
 def terminal_rewards(scores: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def terminal_rewards(scores: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tens
     A sequence without response tokens gets none. Whether a response ended by a stop token or by its length makes no
     difference here: the last token that was sampled carries the score.
     """
-    scores = scores.to(wide(scores.dtype))
+    scores = widened(scores)
     where = mask.nonzero().flatten()
     owner = sequence_ids[where]
     last = torch.ones_like(owner, dtype=torch.bool)
@@ -47,7 +47,7 @@ def gae(
     stop as for a length end, unless `truncated` [S] says that the episode was cut there: then it is the value at the
     next position, the state that the cut left behind.
     """
-    rewards, values = rewards.detach().to(wide(rewards.dtype)), values.detach().to(wide(values.dtype))
+    rewards, values = widened(rewards.detach()), widened(values.detach())
     where = mask.nonzero().flatten()
     owner = sequence_ids[where]
     num_sequences = int(sequence_ids[-1]) + 1 if len(sequence_ids) else 0
@@ -84,7 +84,7 @@ def group_relative(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = Tru
     response's prompt by any integer; groups may differ in size, so dropped samples are simply absent. A group whose
     rewards are all equal, or that has one member, gets exactly 0.
     """
-    rewards = rewards.to(wide(rewards.dtype))
+    rewards = widened(rewards)
     member, size, differs = _group(rewards, groups)
     centered = torch.where(differs, rewards - _sum(rewards, member, size)[member] / size[member], 0.0)
     if not divide_by_std:
@@ -98,23 +98,22 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
 
     RLOO: Ahmadian et al. 2024, "Back to basics", section 4 (Kool et al. 2019). `groups` as in `group_relative`.
     """
-    rewards = rewards.to(wide(rewards.dtype))
+    rewards = widened(rewards)
     member, size, differs = _group(rewards, groups)
     others = (_sum(rewards, member, size)[member] - rewards) / (size - 1).clamp(min=1)[member]
     return torch.where(differs, rewards - others, 0.0)
 
 
-def whiten(x: Tensor, mask: Tensor, *, keep_mean: bool = False, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(var + eps) over the masked entries, 0 elsewhere; `keep_mean` adds the mean back.
+def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
+    """(x - mean) / sqrt(var + eps) over the masked entries, 0 elsewhere.
 
     The variance is the sample's (n - 1). Fewer than two entries have none and are only centered.
     """
-    x = x.to(wide(x.dtype))
+    x = widened(x)
     chosen = x[mask]
     mean = chosen.sum() / max(len(chosen), 1)
     variance = ((chosen - mean) ** 2).sum() / (len(chosen) - 1) if len(chosen) > 1 else torch.ones_like(mean)
-    white = (x - mean) * torch.rsqrt(variance + eps)
-    return torch.where(mask, white + mean if keep_mean else white, 0.0)
+    return torch.where(mask, (x - mean) * torch.rsqrt(variance + eps), 0.0)
 
 
 def _group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dovetail.batch import PackedBatch, Sequence
 from dovetail.data import Prompt
 from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_rewards, whiten
-from dovetail.rl.losses import kl_estimate
+from dovetail.rl.losses import KLEstimator, kl_estimate
 from dovetail.rollout.base import Completion
 
 
@@ -35,7 +35,7 @@ class AdvantageSettings:
     gamma: float = 1.0
     lam: float = 1.0
     kl_coef: float = 0.0  # of a KL term in the reward; 0: none there
-    kl_estimator: str = "k1"
+    kl_estimator: KLEstimator = "k1"
 
 
 def pack_samples(samples: Seq[Sample], temperature: float) -> PackedBatch:
@@ -70,7 +70,7 @@ def with_advantages(batch: PackedBatch, samples: Seq[Sample], settings: Advantag
     rewards = terminal_rewards(scores, batch.mask, owner)
     if settings.kl_coef:
         fields = batch.fields
-        kl = kl_estimate(fields["old_logprob"], fields["reference_logprob"], settings.kl_estimator)  # type: ignore[arg-type]
+        kl = kl_estimate(fields["old_logprob"], fields["reference_logprob"], settings.kl_estimator)
         rewards = rewards - settings.kl_coef * torch.where(batch.mask, kl, 0.0)
     returns: dict[str, Tensor] = {}
     if settings.kind == "ppo":

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dovetail.comm import gather_text
 from dovetail.data import Prompt
 from dovetail.mesh import Mesh
-from dovetail.rl.rewards import RewardResult, RewardRunner, Sample as Judged
+from dovetail.rl.rewards import Judged, RewardResult, RewardRunner
 from dovetail.rollout.base import Completion
 from dovetail.weights.agree import agreed
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dovetail.batch import Loss, PackedBatch, Sum
 from dovetail.errors import ConfigError
-from dovetail.kernels.reference import wide
+from dovetail.kernels.reference import widened
 from dovetail.tokenstats import TokenStats
 
 Aggregation = Literal["token", "sequence", "sequence_sum"]
@@ -58,7 +58,7 @@ class SFTLoss:
     separable: ClassVar[bool] = True
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        total, count = _aggregate(-_widened(stats.logprob), batch)
+        total, count = _aggregate(-widened(stats.logprob), batch)
         return Loss(total, count, {"entropy_mean": _metric(stats.entropy)})
 
 
@@ -101,7 +101,7 @@ class PolicyLoss:
         return self.ratio == "token"
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        logprob, advantage = _widened(stats.logprob), batch.fields["advantage"]
+        logprob, advantage = widened(stats.logprob), batch.fields["advantage"]
         token_log_ratio = _limited(logprob - batch.fields.get("old_logprob", logprob.detach()))
         log_ratio = token_log_ratio if self.separable else _sequence_mean(token_log_ratio, batch)
         ratio = log_ratio.exp()
@@ -130,7 +130,7 @@ class PolicyLoss:
                 f"kl_coef={self.kl_coef} needs the field reference_logprob: score a reference or set it 0"
             )
         if self.entropy_coef:
-            loss = loss - self.entropy_coef * _widened(stats.entropy)
+            loss = loss - self.entropy_coef * widened(stats.entropy)
         total, count = _aggregate(loss, batch)
         return Loss(total, count, metrics)
 
@@ -150,7 +150,7 @@ class ValueLoss:
     separable: ClassVar[bool] = True
 
     def __call__(self, values: Tensor, batch: PackedBatch, /) -> Loss:
-        values, target = _widened(values), batch.fields["return"]
+        values, target = widened(values), batch.fields["return"]
         loss = (values - target) ** 2
         metrics = {"value_error": _metric(loss), "value_mean": _metric(values), "return_mean": _metric(target)}
         if self.clip is not None:
@@ -172,7 +172,7 @@ def kl_estimate(logprob: Tensor, reference: Tensor, kind: KLEstimator) -> Tensor
     (use it in the reward instead), k2's is the gradient of KL(policy || reference), k3's (GRPO's choice, equation 4 of
     the paper) that of KL(reference || policy); the two agree to first order near the reference.
     """
-    difference = _limited(_widened(logprob) - reference)
+    difference = _limited(widened(logprob) - reference)
     if kind == "k1":
         return difference
     if kind == "k2":
@@ -184,10 +184,6 @@ def kl_estimate(logprob: Tensor, reference: Tensor, kind: KLEstimator) -> Tensor
 
 def _k3(difference: Tensor) -> Tensor:
     return torch.expm1(-difference) + difference
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x.to(wide(x.dtype))
 
 
 def _limited(log_ratio: Tensor) -> Tensor:
@@ -210,5 +206,5 @@ def _aggregate(token_loss: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
 
 def _metric(x: Tensor) -> Sum:
     """The plain token mean of `x`, as a sum."""
-    x = _widened(x.detach())
+    x = widened(x.detach())
     return Sum(x.sum(), torch.ones_like(x).sum())

@@ -1,7 +1,7 @@
 """Rewards of sampled responses, computed in killable worker processes so that no reward function can stop a run.
 
 A reward is a built-in (`reward_functions.BUILT_IN`) or a user's `module:function` that the recipe names, with either
-signature of CONTRACT's `train` section (called as `reward_worker` says). This module and the workers load no torch.
+signature of docs/contract.md, section `train` (called as `reward_worker` says). This module and the workers load no torch.
 """
 
 import difflib
@@ -26,7 +26,7 @@ _START_SECONDS = 120.0  # a user's module may import heavy things
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class Judged:
     """What a reward may look at: the row's prompt (text or messages), answer and other columns, and the response."""
 
     completion: str
@@ -95,7 +95,7 @@ class RewardRunner:
     ) -> None:
         self.close()
 
-    def score(self, samples: Sequence[Sample]) -> list[RewardResult]:
+    def score(self, samples: Sequence[Judged]) -> list[RewardResult]:
         """One result a sample, in order, whatever the reward function does to its worker."""
         results: list[RewardResult | None] = [None] * len(samples)
         waiting = list(range(len(samples)))[::-1]

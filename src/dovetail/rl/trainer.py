@@ -270,7 +270,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the evaluations before and after, the last row, and whether it was asked to stop."""
+    """How a run ended: the evaluations before and after, every row, and whether it was asked to stop."""
 
     before: Row
     after: Row

@@ -13,7 +13,7 @@ from dovetail.mesh import Mesh
 
 
 class KVCache:
-    """Keys and values [B, G, L, C] of every layer, of this rank's heads. Row b holds `lengths[b]` tokens.
+    """Keys and values [B, G, N, C] of every layer, of this rank's heads. Row b holds `lengths[b]` tokens.
 
     `longest`: an upper bound of the lengths, known to the host. What lies beyond a row's length is masked, not unread,
     so it must be finite: zeros, or other tokens' entries.

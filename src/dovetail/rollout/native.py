@@ -22,19 +22,19 @@ from dovetail.mesh import Mesh
 from dovetail.nn.attention import Context
 from dovetail.nn.decoder import Decoder
 from dovetail.nn.rope import rope_tables
-from dovetail.placement import as_index, checkpoint_names, placements_of, regions
+from dovetail.placement import as_index
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.cache import DecodeContext, KVCache, PrefillContext
 from dovetail.rollout.draw import draw
 from dovetail.rollout.noise import uniforms
 from dovetail.rollout.waves import Wave, plan_waves
 from dovetail.weights.load import load
+from dovetail.weights.pieces import checkpoint_shapes, held
 from dovetail.weights.reader import TensorSource
 
 MAX_TOKENS = 1 << 16
-COMPACT_BELOW = (
-    0.75  # copying the cache of the rows that go on costs about one step; a smaller batch saves every later one
-)
+# Share of rows still alive: copying the cache of those costs about one step, a smaller batch saves every later one.
+COMPACT_BELOW = 0.75
 
 
 class NativeSampler:
@@ -176,19 +176,17 @@ class NativeSampler:
     def _pieces(self) -> tuple[dict[str, list[tuple[Tensor, tuple[slice, ...]]]], dict[str, tuple[int, ...]]]:
         """By checkpoint name: the views of our parameters with their slices of the tensor, and the tensor's shape.
 
-        Shapes are those that tp rank 0 sees, so that all ranks judge alike: others may hold nothing but padding.
+        All ranks know every name and shape, so that they judge alike: some may hold nothing but padding of a tensor.
         """
         pieces: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = {}
-        shapes = {}
-        parameters = dict(self.model.named_parameters())
-        for name, placement in placements_of(self.model).items():
-            local, sizes, coords = parameters[name], self.mesh.sizes, self.mesh.coords
-            pieces |= {outside: [] for outside in checkpoint_names(name, placement)}
-            for region in regions(name, placement, tuple(local.shape), coords, sizes):
-                view = local[as_index(region.local_slice)]
+        shapes: dict[str, tuple[int, ...]] = {}
+        for param in held(self.model, self.mesh):
+            known = checkpoint_shapes(param.name, param.placement, param.shape)
+            shapes |= known
+            pieces |= {name: [] for name in known}
+            for region in param.regions:
+                view = param.local[as_index(region.local_slice)]
                 pieces[region.checkpoint_name].append((view, as_index(region.checkpoint_slice)))
-            for region in regions(name, placement, tuple(local.shape), {**coords, "tp": 0}, sizes):
-                shapes[region.checkpoint_name] = region.checkpoint_shape
         return pieces, shapes
 
     def _check(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:

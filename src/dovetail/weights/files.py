@@ -90,6 +90,11 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
     return found
 
 
+def dump_json(value: Mapping[str, Any]) -> bytes:
+    """A JSON file's content, laid out for people."""
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
 class TensorFile:
     """An open safetensors file whose header has been checked. `bytes_read` counts the data that was fetched."""
 

@@ -23,9 +23,7 @@ from dovetail.weights.reader import TensorSource
 
 TOLERATED = ("*rotary_emb.inv_freq",)  # buffers that old checkpoints list; computed here
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
-FLOATS = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-)  # float8 needs scales, so it is no float here
+FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})  # float8 needs scales: none here
 COMPARED = 1 << 24  # elements of two tied tensors compared at a time
 
 

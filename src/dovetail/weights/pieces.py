@@ -37,18 +37,26 @@ class Piece:
     read: Callable[[], Tensor]
 
 
-def held(model: nn.Module, mesh: Mesh) -> list[Held]:
-    """Every parameter of `model` on this rank, in the model's order."""
+def held(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[Held]:
+    """Every parameter of `model` on this rank, in the model's order.
+
+    `as_wrapped`: the regions are those that FSDP2 would leave this rank, though it does not wrap the model.
+    """
     reshard(model)
     params, ties = dict(model.named_parameters()), tied_names(model)
     found = []
     for name, placement in placements_of(model).items():
         param = params[name]
-        sharded = isinstance(param, DTensor)
-        local = param.to_local() if isinstance(param, DTensor) else param
+        sharded = as_wrapped or isinstance(param, DTensor)
         where = held_regions(name, placement, tuple(param.shape), mesh.coords, mesh.sizes, sharded=sharded)
-        found.append(Held(name, placement, tuple(param.shape), local.detach(), where, ties.get(name, ())))
+        local = local_tensor(param).detach()
+        found.append(Held(name, placement, tuple(param.shape), local, where, ties.get(name, ())))
     return found
+
+
+def local_tensor(x: Tensor) -> Tensor:
+    """The part of a tensor that lies on this rank."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def reshard(model: nn.Module) -> None:

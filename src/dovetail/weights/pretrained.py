@@ -3,12 +3,11 @@
 A directory comes from disk, or from the hub by a name pinned to a commit; of that only safetensors and JSON are fetched.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -16,8 +15,9 @@ from huggingface_hub import snapshot_download
 from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
 from dovetail.errors import CheckpointError, ModelError
+from dovetail.nn.decoder import Head
 from dovetail.weights.directory import SideFiles, side_files
-from dovetail.weights.files import parse_json
+from dovetail.weights.files import dump_json, parse_json
 from dovetail.weights.pieces import Dtypes
 from dovetail.weights.reader import TensorSource
 
@@ -28,7 +28,6 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 # Names that value heads have in the wild, ours first; TRL and OpenRLHF among them.
 HEAD_STEMS = ("score", "v_head.summary", "v_head", "value_head.summary", "value_head", "classifier", "lm_head")
 HEAD_NAMES = ("score.weight", "score.bias")
-HeadKind = Literal["lm", "value", "value_without_bias"]
 
 
 @dataclass(frozen=True)
@@ -65,16 +64,16 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class ValueHead:
-    """Where a value head's tensors are found: our names -> the checkpoint's, and which ones it lacks."""
+class StoredHead:
+    """Where a head's tensors are found: our names -> the checkpoint's, which ones it lacks, which ones to leave out."""
 
-    kind: HeadKind
+    kind: Head
     aliases: Mapping[str, str]
     fresh: tuple[str, ...]
     ignore: tuple[str, ...] = ("lm_head.*",)
 
 
-LM_HEAD = ValueHead("lm", {}, (), ())
+LM_HEAD = StoredHead("lm", {}, (), ())
 
 
 def locate(name: str | Path) -> Path:
@@ -100,7 +99,7 @@ def locate(name: str | Path) -> Path:
         raise CheckpointError(f"{name} could not be fetched from the hub: {error}") from error
 
 
-def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> ValueHead:
+def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> StoredHead:
     """The value head of a checkpoint under any of its usual names; with `fresh`, one to be made where there is none."""
     for stem in HEAD_STEMS:
         weight, bias = f"{stem}.weight", f"{stem}.bias"
@@ -108,20 +107,20 @@ def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> ValueHe
             continue
         aliases = {"score.weight": weight}
         if bias in source.names:
-            return ValueHead("value", {**aliases, "score.bias": bias}, ())
+            return StoredHead("value", {**aliases, "score.bias": bias}, ())
         if stem == "score":  # a reward model (sequence classification) has no bias, and keeps having none
-            return ValueHead("value_without_bias", aliases, ())
-        return ValueHead("value", aliases, ("score.bias",))
+            return StoredHead("value_without_bias", aliases, ())
+        return StoredHead("value", aliases, ("score.bias",))
     if not fresh:
         known = ", ".join(f"{stem}.weight" for stem in HEAD_STEMS)
         raise ModelError(
             f"{path} has no value head: expected one of {known} (lm_head with one row); give a reward or "
             "value model, or --head lm"
         )
-    return ValueHead("value", {}, HEAD_NAMES)
+    return StoredHead("value", {}, HEAD_NAMES)
 
 
-def stored_head(source: TensorSource, pretrained: Pretrained) -> ValueHead:
+def stored_head(source: TensorSource, pretrained: Pretrained) -> StoredHead:
     """The head that a checkpoint holds, whichever it is."""
     named = any(f"{stem}.weight" in source.names for stem in HEAD_STEMS if stem != "lm_head")
     one_row = "lm_head.weight" in source.names and source.shape("lm_head.weight")[0] == 1
@@ -130,7 +129,7 @@ def stored_head(source: TensorSource, pretrained: Pretrained) -> ValueHead:
     return LM_HEAD
 
 
-def saved_config(config: Mapping[str, Any], head: HeadKind, dtype: torch.dtype | None) -> dict[str, Any]:
+def saved_config(config: Mapping[str, Any], head: Head, dtype: torch.dtype | None) -> dict[str, Any]:
     """The config to write beside saved weights: a value model says so, a changed dtype too; else it is the source's."""
     changed = dict(config)
     if dtype is not None:
@@ -150,9 +149,9 @@ def saved_config(config: Mapping[str, Any], head: HeadKind, dtype: torch.dtype |
     return changed
 
 
-def saved_sides(pretrained: Pretrained, head: HeadKind, dtype: torch.dtype | None) -> SideFiles:
+def saved_sides(pretrained: Pretrained, head: Head, dtype: torch.dtype | None) -> SideFiles:
     """Every file beside the weights, with the config as it must be now; byte for byte the source's where it may."""
     changed = saved_config(pretrained.config, head, dtype)
     if changed == dict(pretrained.config):
         return pretrained.sides
-    return {**pretrained.sides, CONFIG: (json.dumps(changed, indent=2) + "\n").encode()}
+    return {**pretrained.sides, CONFIG: dump_json(changed)}

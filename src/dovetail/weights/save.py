@@ -1,6 +1,5 @@
 """Writes a Hugging Face directory with all ranks: each file by one rank, none with more than a bucket in memory."""
 
-import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from dovetail.mesh import Mesh
 from dovetail.weights.directory import INDEX, SINGLE, SideFiles
-from dovetail.weights.files import TensorFileWriter, TensorSpec
+from dovetail.weights.files import TensorFileWriter, TensorSpec, dump_json
 from dovetail.weights.pieces import Dtypes, own_dtype
 from dovetail.weights.staging import Stage, staged, write_file, write_sides
 from dovetail.weights.stream import BUCKET_BYTES, export, gather_whole
@@ -113,4 +112,4 @@ def _write_files(stage: Stage, mine: dict[str, list[TensorSpec]], order: Sequenc
 def _index(files: dict[str, list[TensorSpec]]) -> bytes:
     total = sum(spec.num_bytes for specs in files.values() for spec in specs)
     names = {spec.name: file for file, specs in files.items() for spec in specs}
-    return (json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2) + "\n").encode()
+    return dump_json({"metadata": {"total_size": total}, "weight_map": names})
