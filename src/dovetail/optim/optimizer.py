@@ -16,7 +16,7 @@ class OptimSettings:
     """AdamW and its learning-rate schedule. `clip_norm` None: no clipping, the norm is still reported."""
 
     lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float | None = 1.0
