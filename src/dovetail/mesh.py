@@ -1,12 +1,15 @@
 """Who talks to whom: the named axes of one model over the ranks of a job. Built once, passed down, never global.
 
 Ranks are numbered with pp outermost, then dp, cp and tp, so tp ranks are neighbors. `fsdp` is dp x cp merged: the
-ranks over which FSDP2 shards parameters. `world` is every rank. Meshes of different layouts may live in one job.
+ranks over which FSDP2 shards parameters. `ends` joins the first and the last pipeline rank, which both hold a tied
+table. `world` is every rank. Meshes of different layouts may live in one job.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,15 +30,49 @@ class Axis:
     group: dist.ProcessGroup | None = None
 
 
+class ContextAxes(NamedTuple):
+    """The cp axis as a product: neighbors exchange heads for tokens, lines across them gather keys and values."""
+
+    ulysses: Axis = Axis("ulysses")
+    gather: Axis = Axis("gather")
+
+
+class Link(NamedTuple):
+    """A one-way road between two pipeline ranks: what is sent on it arrives in that order, and nothing comes back."""
+
+    peer: int  # the rank in the job at the other end
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Links:
+    """The roads of one pipeline rank: activations go to the next rank, gradients to the previous one.
+
+    With virtual stages the last rank's next is the first; without, those two roads are None. Each has a group of its
+    own, so that nothing crosses where the previous and the next rank are the same.
+    """
+
+    to_next: Link | None = None
+    from_previous: Link | None = None
+    to_previous: Link | None = None
+    from_next: Link | None = None
+
+
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of one model. `copies[n]` are the groups of n neighboring tp ranks that hold the same KV heads."""
+    """The axes of one model.
+
+    `copies[n]` are the groups of n neighboring tp ranks that hold the same KV heads; `context[u]` is cp as u (Ulysses)
+    x cp / u (gather); which n and u a model takes follows from its heads.
+    """
 
     layout: Layout
     device: torch.device
     axes: Mapping[str, Axis]
     copies: Mapping[int, Axis]
     fsdp: DeviceMesh | None = None
+    context: Mapping[int, ContextAxes] = field(default_factory=lambda: {1: ContextAxes()})
+    links: Links = Links()
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
@@ -66,6 +103,8 @@ class Mesh:
         sizes = {name: int(getattr(layout, name)) for name in ORDER}
         sizes |= {"fsdp": sizes["dp"] * sizes["cp"], "world": layout.num_ranks}
         coords = coords_of(rank, sizes)
+        at_end = layout.pp > 1 and coords["pp"] in (0, layout.pp - 1)
+        sizes["ends"], coords["ends"] = 2 if at_end else 1, int(at_end and coords["pp"] > 0)
         axes = {name: Axis(name, size, coords[name]) for name, size in sizes.items()}
         return cls(layout, torch.device(device), axes, {1: Axis("copies")})
 
@@ -80,13 +119,22 @@ class Mesh:
         for name in ORDER:
             axes[name] = _axis(name, _lines(grid, (name,)), me)
         axes["fsdp"] = _axis("fsdp", _lines(grid, ("dp", "cp")), me, always=True)
+        pp_lines = _lines(grid, ("pp",))
+        axes["ends"] = _axis("ends", [[line[0], line[-1]] for line in pp_lines if len(line) > 1], me)
         tp_lines = _lines(grid, ("tp",))
-        copies = {}
-        for n in (n for n in range(1, layout.tp + 1) if layout.tp % n == 0):
-            copies[n] = _axis("copies", [line[i : i + n] for line in tp_lines for i in range(0, layout.tp, n)], me)
+        copies = {n: _axis("copies", _neighbors(tp_lines, n), me) for n in _divisors(layout.tp)}
+        cp_lines = _lines(grid, ("cp",))
+        context = {
+            u: ContextAxes(
+                _axis("ulysses", _neighbors(cp_lines, u), me),
+                _axis("gather", [line[i::u] for line in cp_lines for i in range(u)], me),
+            )
+            for u in _divisors(layout.cp)
+        }
         assert axes["fsdp"].group is not None
         fsdp = DeviceMesh.from_group(axes["fsdp"].group, device.type, mesh_dim_names=("fsdp",))
-        return cls(layout, device, axes, copies, fsdp)
+        links = _links(pp_lines, me, ring=layout.virtual_stages > 1)
+        return cls(layout, device, axes, copies, fsdp, context, links)
 
 
 def coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -106,6 +154,15 @@ def _lines(grid: torch.Tensor, names: tuple[str, ...]) -> list[list[int]]:
     return lines
 
 
+def _neighbors(lines: list[list[int]], n: int) -> list[list[int]]:
+    """Each line cut into groups of n neighbors."""
+    return [line[i : i + n] for line in lines for i in range(0, len(line), n)]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
 def _axis(name: str, lines: list[list[int]], me: int, *, always: bool = False) -> Axis:
     """This rank's axis among `lines`. `new_group` is collective, so every rank makes every group."""
     mine = Axis(name)
@@ -114,3 +171,17 @@ def _axis(name: str, lines: list[list[int]], me: int, *, always: bool = False) -
         if me in line:
             mine = Axis(name, len(line), line.index(me), group)
     return mine
+
+
+def _links(lines: list[list[int]], me: int, *, ring: bool) -> Links:
+    """This rank's roads along its line. Every rank makes every road, in the same order."""
+    mine: dict[str, Link] = {}
+    for line in lines:
+        hops = list(pairwise(line)) + ([(line[-1], line[0])] if ring else [])
+        for first, second in hops if len(line) > 1 else ():
+            down, up = dist.new_group([first, second]), dist.new_group([first, second])
+            if me == first:
+                mine |= {"to_next": Link(second, down), "from_next": Link(second, up)}
+            if me == second:
+                mine |= {"from_previous": Link(first, down), "to_previous": Link(first, up)}
+    return Links(**mine)
