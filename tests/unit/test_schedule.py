@@ -72,8 +72,10 @@ def test_interleaved_waits_less_for_a_bounded_number_of_activations() -> None:
         done = simulate(plan)
         check_whole(plan, p, v, m, "forward", "backward")
         check_roads(plan)
-        assert all(live <= min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1) for r, live in enumerate(done.live))
+        bounds = tuple(min(m * v, 2 * (p - 1 - rank) + (v - 1) * p + 1) for rank in range(p))
+        assert all(live <= bound for live, bound in zip(done.live, bounds, strict=True))
         if m % p == 0:
+            assert done.live == bounds
             assert done.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=SUM_ORDER)
 
 

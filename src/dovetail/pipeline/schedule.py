@@ -79,9 +79,9 @@ def _alternate(schedule: str, rank: int, ranks: int, virtual: int, micros: int) 
     mine = range(rank, ranks * virtual, ranks)
     forwards = [Action("forward", stage, micro) for group in groups for stage in mine for micro in group]
     backwards = [Action("backward", stage, micro) for group in groups for stage in reversed(mine) for micro in group]
-    ahead = ranks - 1 - rank  # the ranks that a micro-batch still has to pass, and its gradient to come back
-    if virtual > 1:
-        ahead = 2 * ahead + (virtual - 1) * ranks  # no waiting on the way back, and the rounds before the last stage
+    ahead = ranks - 1 - rank  # the ranks that a micro-batch still has to pass
+    if virtual > 1:  # the rounds before the last stage; and twice that way, so that what is sent has time to arrive
+        ahead = 2 * ahead + (virtual - 1) * ranks
     if schedule in ("forward", "gpipe"):
         ahead = len(forwards)
     order = forwards[:ahead]
@@ -166,41 +166,42 @@ def simulate(plan: Plan, costs: Costs = UNIT) -> Timeline:
     start: list[list[float]] = [[] for _ in plan]
     finish: list[list[float]] = [[] for _ in plan]
     ended: dict[Need, float] = {}
-    waiting: dict[Need, int] = {}  # the rank that goes on when this has ended
+    waiting: dict[Need, int] = {}  # the rank that goes on when this has ended; no two can wait for the same and go on
     ready = list(range(len(plan)))
     while ready:
         rank = ready.pop()
         now = finish[rank][-1] if finish[rank] else 0.0
         for index in range(len(finish[rank]), len(plan[rank])):
             kind, stage, micro = plan[rank][index]
-            needs = _needs(kind, stage, micro, stages)
-            missing = [need for need in needs if need not in ended]
-            if missing:
-                waiting[missing[0]] = rank
+            need = _need(kind, stage, micro, stages)
+            if need and need not in ended:
+                waiting[need] = rank
                 break
-            start[rank].append(max([now, *map(ended.__getitem__, needs)]))
-            now = start[rank][-1] + times[kind][stage]
+            now = max(now, ended[need]) if need else now
+            start[rank].append(now)
+            now += times[kind][stage]
             finish[rank].append(now)
             if kind != "weight":
                 done = ("forward" if kind == "forward" else "input", stage, micro)
                 ended[done] = now
                 if done in waiting:
                     ready.append(waiting.pop(done))
-    if stuck := [f"rank {r} at {a[len(f)]}" for r, (a, f) in enumerate(zip(plan, finish, strict=True)) if a[len(f) :]]:
-        raise PlanError(f"the plan deadlocks: {'; '.join(stuck)}")
+    left = [actions[len(ends) :] for actions, ends in zip(plan, finish, strict=True)]
+    if any(left):
+        stuck = "; ".join(f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions)
+        raise PlanError(f"the plan deadlocks: {stuck}")
     busy = tuple(sum(times[kind][stage] for kind, stage, _ in actions) for actions in plan)
     total = max(ends[-1] for ends in finish)
     return Timeline(tuple(map(tuple, start)), tuple(map(tuple, finish)), total, busy, tuple(map(_most_live, plan)))
 
 
-def _needs(kind: Kind, stage: int, micro: int, stages: int) -> tuple[Need, ...]:
-    """What has to end before an action can start."""
+def _need(kind: Kind, stage: int, micro: int, stages: int) -> Need | None:
+    """What has to end before an action can start, if anything. What that in turn needed has ended before it."""
     if kind == "forward":
-        return (("forward", stage - 1, micro),) if stage else ()
+        return ("forward", stage - 1, micro) if stage else None
     if kind == "weight":
-        return (("input", stage, micro),)
-    own = ("forward", stage, micro)
-    return (own, ("input", stage + 1, micro)) if stage + 1 < stages else (own,)
+        return ("input", stage, micro)
+    return ("input", stage + 1, micro) if stage + 1 < stages else ("forward", stage, micro)
 
 
 def _most_live(actions: tuple[Action, ...]) -> int:
