@@ -105,10 +105,8 @@ def test_a_given_split_is_taken_as_it_is() -> None:
 
 def test_a_recipe_may_name_every_schedule() -> None:
     for schedule in SCHEDULES:
-        layout = LayoutSection(
-            schedule=schedule, pp=2, virtual_stages=2 if schedule == "interleaved" else 1
-        ).to_layout()  # type: ignore[arg-type]
-        check_pipeline(model(8), layout)
+        options = {"schedule": schedule, "pp": 2, "virtual_stages": 2 if schedule == "interleaved" else 1}
+        check_pipeline(model(8), LayoutSection.model_validate(options).to_layout())
 
 
 @pytest.mark.parametrize(
