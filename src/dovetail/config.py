@@ -57,7 +57,7 @@ class LayoutSection(Section):
     pp_split: Annotated[tuple[PositiveInt, ...], Field(strict=False)] | Literal["auto"] = Field(
         "auto", description="layers of each stage; auto: balanced by cost"
     )
-    schedule: Literal["1f1b", "interleaved"] = Field("1f1b", description="pipeline schedule")
+    schedule: Literal["1f1b", "interleaved", "gpipe", "zero_bubble"] = Field("1f1b", description="pipeline schedule")
 
     def to_layout(self) -> Layout:
         """The same as a `Layout`; `dp: auto` stays open until the ranks are known."""

@@ -11,6 +11,8 @@ MODULES = (
     "dovetail.layout",
     "dovetail.errors",
     "dovetail.arch.registry",
+    "dovetail.pipeline.partition",
+    "dovetail.pipeline.schedule",
     "dovetail.cli.main",
 )
 

@@ -51,11 +51,20 @@ class ArchSpec:
     tie_embeddings: bool = False
 
     @property
+    def layer_params(self) -> int:
+        """Weights of one layer's products."""
+        a = self.attention
+        return self.width * (a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads) + 3 * self.ffn_width)
+
+    @property
+    def head_params(self) -> int:
+        """Weights of the product that gives logits."""
+        return self.width * self.vocab_size
+
+    @property
     def linear_params(self) -> int:
         """Weights of the products that every token goes through, head included, table not."""
-        a = self.attention
-        attention = self.width * a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads)
-        return self.depth * (attention + 3 * self.width * self.ffn_width) + self.width * self.vocab_size
+        return self.depth * self.layer_params + self.head_params
 
     def flops(self, length: int) -> float:
         """Floating-point operations of one forward pass over a sequence: 2 a weight and token, and causal attention."""

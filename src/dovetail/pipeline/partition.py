@@ -1,0 +1,107 @@
+"""Which pipeline rank holds which layers: a cut of the model into stages of equal cost, before any weight is read."""
+
+from dovetail.arch.spec import ArchSpec
+from dovetail.errors import LayoutError
+from dovetail.layout import Layout
+
+SCHEDULES = ("1f1b", "interleaved", "gpipe", "zero_bubble")  # of training; scoring knows only forwards
+
+
+def stages_of(rank: int, layout: Layout) -> tuple[int, ...]:
+    """The stages that a pipeline rank holds, counted through the whole model."""
+    return tuple(range(rank, layout.pp * layout.virtual_stages, layout.pp))
+
+
+def partition(spec: ArchSpec, layout: Layout) -> tuple[range, ...]:
+    """The layers of each stage, in stage order: every layer once, at least one a stage. Raises as `check_pipeline`.
+
+    `pp_split` if it is given; else the costliest stage costs as little as possible. A layer costs the weights of its
+    products, the head, in the last stage, its own; the embedding is a lookup and costs nothing.
+    """
+    check_pipeline(spec, layout)
+    split = layout.pp_split
+    sizes = _balanced(spec, layout.pp * layout.virtual_stages) if isinstance(split, str) else split
+    ends = [sum(sizes[: stage + 1]) for stage in range(len(sizes))]
+    return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
+
+
+def check_pipeline(spec: ArchSpec, layout: Layout) -> None:
+    """Refuse a cut by pp that this model or the schedules cannot have. Raises LayoutError."""
+    pp, virtual, schedule = layout.pp, layout.virtual_stages, layout.schedule
+    if schedule not in SCHEDULES:
+        raise LayoutError(f"layout: schedule={schedule!r} is not known; use one of {', '.join(SCHEDULES)}")
+    if pp == 1 and (virtual, layout.pp_split, schedule) != (1, "auto", "1f1b"):
+        raise LayoutError(
+            f"layout {layout}: virtual_stages={virtual}, pp_split={layout.pp_split} and schedule={schedule} say how to "
+            "cut by pp; leave them out at pp=1"
+        )
+    if schedule == "interleaved" and virtual == 1:
+        raise LayoutError(
+            f"layout {layout}: schedule=interleaved needs several stages a rank, but virtual_stages=1; "
+            "set virtual_stages=2, or schedule=1f1b"
+        )
+    if schedule == "zero_bubble" and virtual > 1:
+        raise LayoutError(
+            f"layout {layout}: schedule=zero_bubble has one stage a rank, but virtual_stages={virtual}; "
+            "set virtual_stages=1, or schedule=interleaved"
+        )
+    if pp * virtual > spec.depth:
+        raise LayoutError(
+            f"layout {layout}: pp={pp} x virtual_stages={virtual} makes {pp * virtual} stages, but the model has "
+            f"{_layers(spec.depth)}; use {_nearest(spec.depth, layout)}"
+        )
+    if layout.pp_split != "auto":
+        _check_split(spec, layout)
+
+
+def _check_split(spec: ArchSpec, layout: Layout) -> None:
+    split, stages = layout.pp_split, layout.pp * layout.virtual_stages
+    shown = list(split) if isinstance(split, tuple) else split
+    reasons = []
+    if not isinstance(split, tuple) or not all(type(size) is int and size >= 1 for size in split):
+        reasons = ["it is neither auto nor whole numbers of 1 or more"]
+    else:
+        if len(split) != stages:
+            reasons += [f"it has {len(split)} numbers for {stages} stages (pp x virtual_stages)"]
+        if sum(split) != spec.depth:
+            reasons += [f"it adds up to {sum(split)}, but the model has {_layers(spec.depth)}"]
+    if reasons:
+        raise LayoutError(
+            f"layout {layout}: pp_split={shown} says how many layers each stage has, but {' and '.join(reasons)}; "
+            f"use for example pp_split={list(_balanced(spec, stages))}, or auto"
+        )
+
+
+def _nearest(depth: int, layout: Layout) -> str:
+    """The largest pp that leaves every stage a layer; fewer stages a rank where no pipeline can have as many."""
+    if depth // layout.virtual_stages > 1:
+        return f"pp={depth // layout.virtual_stages}"
+    if depth // layout.pp > 1:
+        return f"virtual_stages={depth // layout.pp}"
+    return f"pp={min(layout.pp, depth)}, virtual_stages=1 and schedule=1f1b"
+
+
+def _balanced(spec: ArchSpec, stages: int) -> tuple[int, ...]:
+    """How many layers each stage has.
+
+    All layers cost the same, so the cut is a question of the last stage's number alone; the others share the rest
+    evenly. Of equal cuts: the one of least variance, then the one with the fewest layers beside the head. The larger
+    of the others are the later ones, where fewer micro-batches live.
+    """
+    if stages == 1:
+        return (spec.depth,)
+
+    def sizes(last: int) -> tuple[int, ...]:
+        fewest, larger = divmod(spec.depth - last, stages - 1)
+        return (fewest,) * (stages - 1 - larger) + (fewest + 1,) * larger + (last,)
+
+    def costliness(sizes: tuple[int, ...]) -> tuple[int, int]:
+        costs = [size * spec.layer_params for size in sizes]
+        costs[-1] += spec.head_params
+        return max(costs), sum(cost * cost for cost in costs)
+
+    return min((sizes(last) for last in range(1, spec.depth - stages + 2)), key=costliness)
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' if count > 1 else ''}"
