@@ -1,6 +1,7 @@
 """The executor carries out any plan: values that no message can cross, and the times that the simulation promises."""
 
 import random
+import time
 from unittest import mock
 
 import pytest
@@ -11,11 +12,13 @@ from torch import Tensor
 from dovetail.layout import Layout
 from dovetail.mesh import Link, Mesh
 from dovetail.pipeline import executor
-from dovetail.pipeline.schedule import Action, Kind, Plan
+from dovetail.pipeline.schedule import Action, Costs, Kind, Plan, make_plan, simulate
 from tests.harness import RankFailed, distributed, run
+from tests.tolerances import BUBBLE
 
 TOKENS = (4, 4, 0, 5, 4, 1, 4, 4)  # by micro-batch; as many of one size that only values tell them apart
 FEATURES = 3
+SCHEDULES = ("forward", "gpipe", "1f1b", "interleaved")
 
 
 class Toy:
@@ -128,6 +131,16 @@ def check_all(ranks: int, plans: dict[int, list[Plan]]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_every_schedule_gives_the_values_of_one_process(ranks: int) -> None:
+    micros = (1, 5, len(TOKENS))
+    plans = {
+        virtual: [make_plan(name, ranks, virtual, n) for name in SCHEDULES for n in micros] for virtual in (1, 2, 3)
+    }
+    plans[1] += [make_plan("zero_bubble", ranks, 1, n) for n in micros]
+    run(ranks, check_all, ranks, plans)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_random_plans_give_the_values_of_one_process(ranks: int) -> None:
     micros = (1, 5, len(TOKENS))
     plans = {virtual: [any_plan(ranks, virtual, n, seed=n) for n in micros] for virtual in (1, 2, 3)}
@@ -194,3 +207,82 @@ def connect_everywhere(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
 def test_connecting_never_waits_in_a_circle(ranks: int) -> None:
     run(ranks, connect_everywhere, ranks, timeout=30.0)
+
+
+class Sleeper:
+    """Stages that take the time they are said to take, and no processor."""
+
+    def __init__(self, stages: int, costs: Costs) -> None:
+        self.end, self.costs = stages - 1, costs
+
+    def buffer(self, micro: int) -> Tensor:
+        return torch.zeros(1)
+
+    def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
+        time.sleep(self.costs.of("forward", stage))
+        return None if stage == self.end else torch.zeros(1)
+
+    def backward(self, action: Action, grad: Tensor | None, *, last: bool) -> Tensor | None:
+        time.sleep(self.costs.of(action.kind, action.stage))
+        return torch.zeros(1) if action.stage else None
+
+    def weight(self, stage: int, micro: int) -> None:
+        time.sleep(self.costs.of("weight", stage))
+
+
+def best_time(plan: Plan, virtual: int, costs: Costs, enough: float) -> float:
+    """The seconds from the first rank's start to the last one's end: the least of three tries, or of those needed."""
+    mesh, best = Mesh.build(Layout(pp=len(plan), virtual_stages=virtual)), float("inf")
+    executor.connect(mesh)
+    for _ in range(3):
+        dist.barrier()
+        start = time.monotonic()
+        executor.run(plan, Sleeper(executor.num_stages(plan), costs), mesh)
+        times = torch.tensor([-start, time.monotonic()], dtype=torch.float64)  # one clock for all processes
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        best = min(best, float(times.sum()))
+        if best <= enough:
+            break
+    return best
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)])
+def test_stages_that_sleep_take_the_simulated_time(schedule: str, virtual: int, ranks: int) -> None:
+    """Stages of different lengths, the last one longest, in no other order than the simulation's."""
+    stages = ranks * virtual
+    forward = tuple(0.02 / virtual * (1.5 if stage == stages - 1 else 1.0) for stage in range(stages))
+    costs = Costs(forward, input=0.02 / virtual, weight=0.02 / virtual)
+    plan = make_plan(schedule, ranks, virtual, 8, costs)
+    expected = simulate(plan, costs).total
+    (found, *_) = run(ranks, best_time, plan, virtual, costs, expected * (1 + BUBBLE))
+    assert expected <= found <= expected * (1 + BUBBLE), f"{found:.3f} s, simulated {expected:.3f} s"
+
+
+def most_held(plan: Plan) -> int:
+    """The most sent tensors that this rank holds at a time; on the way, every next receive is found under way."""
+    mesh, held = Mesh.build(Layout(pp=len(plan))), [0]
+    needs = [executor.needed(action, len(plan)) for action in plan[mesh["pp"].rank]]
+
+    class Watched(executor.Mail):
+        def take(self, message: executor.Message | None) -> Tensor | None:
+            assert needs.pop(0) == message
+            following = [message for message in needs if message]
+            assert not following or following[0] in self.arrived
+            return super().take(message)
+
+        def send(self, message: executor.Message | None, tensor: Tensor | None) -> None:
+            super().send(message, tensor)
+            held.append(len(self.leaving))
+
+    with mock.patch.object(executor, "Mail", Watched):
+        executor.run(plan, Sleeper(len(plan), Costs(0.0, 0.0, 0.0)), mesh)
+    assert not needs
+    return max(held)
+
+
+def test_the_next_receive_is_under_way_and_sent_tensors_are_held_while_activations_live() -> None:
+    """Even by gloo, whose handles never tell: not one a micro-batch."""
+    plan = make_plan("1f1b", 4, 1, 32)
+    found = run(4, most_held, plan)
+    assert all(n <= live + 1 for n, live in zip(found, simulate(plan).live, strict=True)), found
