@@ -1,0 +1,288 @@
+"""The executor carries out any plan: values that no message can cross, and the times that the simulation promises."""
+
+import random
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dovetail.layout import Layout
+from dovetail.mesh import Link, Mesh
+from dovetail.pipeline import executor
+from dovetail.pipeline.schedule import Action, Costs, Kind, Plan, make_plan, simulate
+from tests.harness import RankFailed, distributed, run
+from tests.tolerances import BUBBLE
+
+TOKENS = (4, 4, 0, 5, 4, 1, 4, 4)  # by micro-batch; as many of one size that only values tell them apart
+FEATURES = 3
+SCHEDULES = ("forward", "gpipe", "1f1b", "interleaved")
+
+
+class Toy:
+    """Stage s gives a_s x + micro, and the loss is half the sum of squares of what the last one gives."""
+
+    def __init__(self, stages: int) -> None:
+        self.end = stages - 1
+        self.calls: list[Action] = []
+        self.last: list[Action] = []
+        self.values: dict[tuple[str, int, int], Tensor] = {}
+
+    def scale(self, stage: int) -> float:
+        return 1.0 + (stage + 1) / 7
+
+    def buffer(self, micro: int) -> Tensor:
+        return torch.full((TOKENS[micro], FEATURES), float("nan"), dtype=torch.float64)
+
+    def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
+        self.calls.append(Action("forward", stage, micro))
+        assert (x is None) == (stage == 0)
+        if x is None:
+            generator = torch.Generator().manual_seed(micro)
+            x = torch.randn(TOKENS[micro], FEATURES, dtype=torch.float64, generator=generator)
+        assert not x.requires_grad
+        y = (x.T.contiguous().requires_grad_() * self.scale(stage) + micro).T  # not contiguous, with a graph
+        self.values |= {("x", stage, micro): x, ("y", stage, micro): y.detach()}
+        return None if stage == self.end else y
+
+    def backward(self, action: Action, grad: Tensor | None, *, last: bool) -> Tensor | None:
+        self.calls.append(action)
+        _, stage, micro = action
+        assert (grad is None) == (stage == self.end)
+        self.last += [action] if last else []
+        self.values["grad", stage, micro] = self.values["y", stage, micro] if grad is None else grad
+        if action.kind == "backward":
+            self._weight(stage, micro)
+        return self.values["grad", stage, micro] * self.scale(stage) if stage else None
+
+    def weight(self, stage: int, micro: int) -> None:
+        self.calls.append(Action("weight", stage, micro))
+        self._weight(stage, micro)
+
+    def _weight(self, stage: int, micro: int) -> None:
+        self.values["da", stage, micro] = self.values["grad", stage, micro] * self.values["x", stage, micro]
+
+
+def in_one_process(stages: int, micros: int, *, backward: bool) -> Toy:
+    """The same without a plan: every micro-batch from the first stage to the last and back."""
+    toy = Toy(stages)
+    for micro in range(micros):
+        x = grad = None
+        for stage in range(stages):
+            y = toy.forward(stage, micro, x)
+            x = None if y is None else y.detach()
+        for stage in reversed(range(stages)) if backward else ():
+            grad = toy.backward(Action("backward", stage, micro), grad, last=False)
+    return toy
+
+
+def any_plan(ranks: int, virtual: int, micros: int, seed: int) -> Plan:
+    """A random plan: whatever could be done now is done next, some backwards in halves."""
+    draw, stages = random.Random(seed), ranks * virtual
+    plan: list[list[Action]] = [[] for _ in range(ranks)]
+    todo: list[Action] = []
+    for stage in range(stages):
+        for micro in range(micros):
+            halves: tuple[Kind, ...] = draw.choice((("backward",), ("input", "weight")))
+            todo += [Action(kind, stage, micro) for kind in ("forward", *halves)]
+    done: set[tuple[bool, int, int]] = set()
+
+    def can_start(action: Action) -> bool:
+        kind, stage, micro = action
+        if kind == "forward":
+            return stage == 0 or (False, stage - 1, micro) in done
+        if kind == "weight":
+            return (True, stage, micro) in done
+        return (False, stage, micro) in done and (stage == stages - 1 or (True, stage + 1, micro) in done)
+
+    while todo:
+        action = draw.choice([action for action in todo if can_start(action)])
+        todo.remove(action)
+        plan[action.stage % ranks].append(action)
+        if action.kind != "weight":
+            done.add((action.kind != "forward", action.stage, action.micro))
+    return tuple(map(tuple, plan))
+
+
+def check(plan: Plan, mesh: Mesh) -> None:
+    """This rank does its part of the plan, with the values of one process, and learns which backward is its last."""
+    stages, mine = executor.num_stages(plan), plan[mesh["pp"].rank]
+    toy = Toy(stages)
+    executor.run(plan, toy, mesh)
+    assert tuple(toy.calls) == mine
+    assert toy.last == [action for action in mine if action.kind in ("backward", "input")][-1:]
+    micros = 1 + max(action.micro for action in mine)
+    expected = in_one_process(stages, micros, backward=any(action.kind != "forward" for action in mine)).values
+    expected = {name: x for name, x in expected.items() if name[1] % mesh["pp"].size == mesh["pp"].rank}
+    assert set(toy.values) == set(expected)
+    wrong = [name for name, x in toy.values.items() if not torch.equal(x, expected[name])]
+    assert not wrong, f"wrong values: {wrong}"
+
+
+def check_all(ranks: int, plans: dict[int, list[Plan]]) -> None:
+    """Plans by number of virtual stages, each list on one mesh."""
+    for virtual, some in plans.items():
+        mesh = Mesh.build(Layout(pp=ranks, virtual_stages=virtual))
+        executor.connect(mesh)
+        for plan in some:
+            check(plan, mesh)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_every_schedule_gives_the_values_of_one_process(ranks: int) -> None:
+    micros = (1, 5, len(TOKENS))
+    plans = {
+        virtual: [make_plan(name, ranks, virtual, n) for name in SCHEDULES for n in micros] for virtual in (1, 2, 3)
+    }
+    plans[1] += [make_plan("zero_bubble", ranks, 1, n) for n in micros]
+    run(ranks, check_all, ranks, plans)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_random_plans_give_the_values_of_one_process(ranks: int) -> None:
+    micros = (1, 5, len(TOKENS))
+    plans = {virtual: [any_plan(ranks, virtual, n, seed=n) for n in micros] for virtual in (1, 2, 3)}
+    run(ranks, check_all, ranks, plans)
+
+
+def in_the_receivers_order(plan: Plan, rank: int, *, gradient: bool) -> list[executor.Message]:
+    """The mutation of `sent`: not in the order in which it is sent but in which it is needed."""
+    receiver = (rank + (-1 if gradient else 1)) % len(plan)
+    needs = (executor.needed(action, executor.num_stages(plan)) for action in plan[receiver])
+    return [message for message in needs if message and message.gradient == gradient]
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_random_plans_need_messages_in_another_order_than_they_send_them(gradient: bool) -> None:
+    """Else they would prove little."""
+    plan = any_plan(2, 2, 8, seed=8)
+    for rank in (0, 1):
+        sends = executor.sent(plan, rank, gradient=gradient)
+        needs = in_the_receivers_order(plan, rank, gradient=gradient)
+        assert sorted(needs) == sorted(sends)
+        assert needs != sends
+
+
+def crossed() -> Plan:
+    """Two ranks, four stages: rank 1 needs micro-batch 0 at stage 3 before 1 at stage 1, which rank 0 sends first."""
+    first = ("f 0 0", "f 0 1", "f 2 0", "f 2 1", "b 2 1", "b 2 0", "b 0 0", "b 0 1")
+    second = ("f 1 0", "f 3 0", "f 1 1", "f 3 1", "b 3 0", "b 3 1", "b 1 0", "b 1 1")
+    kinds: dict[str, Kind] = {"f": "forward", "b": "backward"}
+    words = ([text.split() for text in actions] for actions in (first, second))
+    return tuple(tuple(Action(kinds[kind], int(stage), int(micro)) for kind, stage, micro in some) for some in words)
+
+
+@distributed(world=2)
+def test_neighbors_with_different_orders_cross_nothing() -> None:
+    check(crossed(), Mesh.build(Layout(pp=2, virtual_stages=2)))
+
+
+def mutated() -> None:
+    with mock.patch.object(executor, "sent", in_the_receivers_order):
+        check(crossed(), Mesh.build(Layout(pp=2, virtual_stages=2)))
+
+
+def test_receives_in_the_receivers_order_are_noticed() -> None:
+    """The mutation: equal shapes, so that everything arrives, and the values are wrong."""
+    with pytest.raises(RankFailed, match="wrong values"):
+        run(2, mutated)
+
+
+def connect_everywhere(ranks: int) -> None:
+    """`connect` where both ends of a road wait for each other before anything is sent, as NCCL's do."""
+    start = executor._start
+
+    def meet(transfer, tensor: Tensor, link: Link) -> dist.Work:
+        dist.barrier(group=link.group)
+        return start(transfer, tensor, link)
+
+    for virtual in (1, 2):
+        mesh = Mesh.build(Layout(pp=ranks, virtual_stages=virtual))
+        with mock.patch.object(executor, "_start", meet):
+            executor.connect(mesh)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+def test_connecting_never_waits_in_a_circle(ranks: int) -> None:
+    run(ranks, connect_everywhere, ranks, timeout=30.0)
+
+
+class Sleeper:
+    """Stages that take the time they are said to take, and no processor."""
+
+    def __init__(self, stages: int, costs: Costs) -> None:
+        self.end, self.costs = stages - 1, costs
+
+    def buffer(self, micro: int) -> Tensor:
+        return torch.zeros(1)
+
+    def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
+        time.sleep(self.costs.of("forward", stage))
+        return None if stage == self.end else torch.zeros(1)
+
+    def backward(self, action: Action, grad: Tensor | None, *, last: bool) -> Tensor | None:
+        time.sleep(self.costs.of(action.kind, action.stage))
+        return torch.zeros(1) if action.stage else None
+
+    def weight(self, stage: int, micro: int) -> None:
+        time.sleep(self.costs.of("weight", stage))
+
+
+def best_time(plan: Plan, virtual: int, costs: Costs, enough: float) -> float:
+    """The seconds from the first rank's start to the last one's end: the least of three tries, or of those needed."""
+    mesh, best = Mesh.build(Layout(pp=len(plan), virtual_stages=virtual)), float("inf")
+    executor.connect(mesh)
+    for _ in range(3):
+        dist.barrier()
+        start = time.monotonic()
+        executor.run(plan, Sleeper(executor.num_stages(plan), costs), mesh)
+        times = torch.tensor([-start, time.monotonic()], dtype=torch.float64)  # one clock for all processes
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        best = min(best, float(times.sum()))
+        if best <= enough:
+            break
+    return best
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)])
+def test_stages_that_sleep_take_the_simulated_time(schedule: str, virtual: int, ranks: int) -> None:
+    """Stages of different lengths, the last one longest, in no other order than the simulation's."""
+    stages = ranks * virtual
+    forward = tuple(0.02 / virtual * (1.5 if stage == stages - 1 else 1.0) for stage in range(stages))
+    costs = Costs(forward, input=0.02 / virtual, weight=0.02 / virtual)
+    plan = make_plan(schedule, ranks, virtual, 8, costs)
+    expected = simulate(plan, costs).total
+    (found, *_) = run(ranks, best_time, plan, virtual, costs, expected * (1 + BUBBLE))
+    assert expected <= found <= expected * (1 + BUBBLE), f"{found:.3f} s, simulated {expected:.3f} s"
+
+
+def most_held(plan: Plan) -> int:
+    """The most sent tensors that this rank holds at a time; on the way, every next receive is found under way."""
+    mesh, held = Mesh.build(Layout(pp=len(plan))), [0]
+    needs = [executor.needed(action, len(plan)) for action in plan[mesh["pp"].rank]]
+
+    class Watched(executor.Mail):
+        def take(self, message: executor.Message | None) -> Tensor | None:
+            assert needs.pop(0) == message
+            following = [message for message in needs if message]
+            assert not following or following[0] in self.arrived
+            return super().take(message)
+
+        def send(self, message: executor.Message | None, tensor: Tensor | None) -> None:
+            super().send(message, tensor)
+            held.append(len(self.leaving))
+
+    with mock.patch.object(executor, "Mail", Watched):
+        executor.run(plan, Sleeper(len(plan), Costs(0.0, 0.0, 0.0)), mesh)
+    assert not needs
+    return max(held)
+
+
+def test_the_next_receive_is_under_way_and_sent_tensors_are_held_while_activations_live() -> None:
+    """Even by gloo, whose handles never tell: not one a micro-batch."""
+    plan = make_plan("1f1b", 4, 1, 32)
+    found = run(4, most_held, plan)
+    assert all(n <= live + 1 for n, live in zip(found, simulate(plan).live, strict=True)), found
