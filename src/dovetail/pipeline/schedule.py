@@ -96,10 +96,9 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
     """Time runs, and a rank that is free takes up the most urgent action that could start now.
 
     First what another rank waits for: a gradient for the stage before, then a forward, as long as at most `ranks`
-    micro-batches live (as on 1f1b's first rank); last a weight gradient. A stage's last backward, in which gradients
-    are synchronized, is whole and ends the rank's work. Each stage's waits for that of the next, so with P equal
-    stages a step takes at least (P - 1) forwards, a rank's whole work and (P - 1) whole backwards: no less than 1f1b.
-    What is won is the waiting between unequal stages. Where even so this order is slower, the plan is 1f1b's.
+    micro-batches live (as on 1f1b's first rank); last a weight gradient. No backward is whole: one that ended the rank's
+    work would make the ranks end one after the other, and with equal stages a step would take 1f1b's time. Gradients are
+    therefore synchronized after the plan. Where this order is no faster, the plan is 1f1b's.
     """
     plan: list[list[Action]] = [[] for _ in range(ranks)]
     ended = {kind: [0] * ranks for kind in ("forward", "input", "weight")}  # on a rank, all three go micro by micro
@@ -107,10 +106,7 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
     def most_urgent(rank: int) -> Kind | None:
         forwards, inputs, weights = ended["forward"][rank], ended["input"][rank], ended["weight"][rank]
         if inputs < forwards and (rank == ranks - 1 or inputs < ended["input"][rank + 1]):
-            if inputs < micros - 1:
-                return "input"
-            if weights == micros - 1:
-                return "backward"
+            return "input"
         if forwards < micros and forwards - weights < ranks and (rank == 0 or forwards < ended["forward"][rank - 1]):
             return "forward"
         return "weight" if weights < inputs else None
@@ -119,8 +115,7 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
     while True:
         for rank in sorted(free):
             if kind := most_urgent(rank):
-                micro = ended["input" if kind == "backward" else kind][rank]
-                plan[rank].append(Action(kind, rank, micro))
+                plan[rank].append(Action(kind, rank, ended[kind][rank]))
                 heapq.heappush(running, (now + costs.of(kind, rank), rank, kind))
                 free.remove(rank)
         if not running:
@@ -129,10 +124,9 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
         while running and running[0][0] == now:
             _, rank, kind = heapq.heappop(running)
             free.add(rank)
-            for half in ("input", "weight") if kind == "backward" else (kind,):
-                ended[half][rank] += 1
+            ended[kind][rank] += 1
     found, alternate = tuple(map(tuple, plan)), make_plan("1f1b", ranks, 1, micros)
-    return found if simulate(found, costs).total <= simulate(alternate, costs).total else alternate
+    return found if simulate(found, costs).total < simulate(alternate, costs).total else alternate
 
 
 class PlanError(AssertionError):
