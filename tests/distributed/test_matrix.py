@@ -48,7 +48,7 @@ def every_layout() -> list[Layout]:
 
 
 def selection() -> Iterator[tuple[Layout, tuple[Case, ...]]]:
-    """Two cases a layout, of eight ranks one. A stride that is prime to their number takes them all in turn, neighbors far apart."""
+    """Two cases a layout, one of eight ranks. A stride prime to their number takes all in turn, neighbors far apart."""
     order = cycle([ALL_CASES[i * 67 % len(ALL_CASES)] for i in range(len(ALL_CASES))])
     for layout in every_layout():
         fitting = (case for case in order if fits(case, layout))
