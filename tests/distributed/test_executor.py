@@ -137,14 +137,14 @@ def test_every_schedule_gives_the_values_of_one_process(ranks: int) -> None:
         virtual: [make_plan(name, ranks, virtual, n) for name in SCHEDULES for n in micros] for virtual in (1, 2, 3)
     }
     plans[1] += [make_plan("zero_bubble", ranks, 1, n) for n in micros]
-    run(ranks, check_all, ranks, plans)
+    run(ranks, check_all, ranks, plans, timeout=60.0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_random_plans_give_the_values_of_one_process(ranks: int) -> None:
     micros = (1, 5, len(TOKENS))
     plans = {virtual: [any_plan(ranks, virtual, n, seed=n) for n in micros] for virtual in (1, 2, 3)}
-    run(ranks, check_all, ranks, plans)
+    run(ranks, check_all, ranks, plans, timeout=60.0)
 
 
 def in_the_receivers_order(plan: Plan, rank: int, *, gradient: bool) -> list[executor.Message]:
@@ -260,15 +260,28 @@ def test_stages_that_sleep_take_the_simulated_time(schedule: str, virtual: int, 
 
 
 def most_held(plan: Plan) -> int:
-    """The most sent tensors that this rank holds at a time; on the way, every next receive is found under way."""
+    """The most sent tensors that this rank holds at a time. On the way: which receives are under way, and which not."""
     mesh, held = Mesh.build(Layout(pp=len(plan))), [0]
-    needs = [executor.needed(action, len(plan)) for action in plan[mesh["pp"].rank]]
+    actions = plan[mesh["pp"].rank]
+    needs = [executor.needed(action, len(plan)) for action in actions]
+
+    def could_come(message: executor.Message, sent: tuple[Action, ...]) -> bool:
+        """On a line, only gradients depend on what this rank sends: on all that the next one does before."""
+        if not message.gradient:
+            return True
+        theirs = plan[mesh["pp"].rank + 1]
+        before = theirs[: theirs.index(Action("backward", message.stage + 1, message.micro))]
+        return {action.micro for action in before if action.kind == "forward"} <= {
+            action.micro for action in sent if action.kind == "forward"
+        }
 
     class Watched(executor.Mail):
         def take(self, message: executor.Message | None) -> Tensor | None:
             assert needs.pop(0) == message
-            following = [message for message in needs if message]
-            assert not following or following[0] in self.arrived
+            following = next((message for message in needs if message), None)
+            could = following and could_come(following, sent=actions[: -len(needs) - 1])
+            under_way = {message, following if could else None}
+            assert set(self.arrived) == under_way - {None}
             return super().take(message)
 
         def send(self, message: executor.Message | None, tensor: Tensor | None) -> None:
