@@ -21,7 +21,11 @@ from dovetail.pipeline.schedule import Action, Plan
 
 
 class Work(Protocol):
-    """What the stages of one rank compute. Tensors it returns are on their way afterwards: it never writes to them."""
+    """What the stages of one rank compute.
+
+    The tensors it returns are on their way afterwards: it never writes to them. On a GPU it may wait for its stream, but
+    not for the whole device, where transfers may wait for what other ranks have not computed yet.
+    """
 
     def buffer(self, micro: int) -> Tensor:
         """Fresh memory, of the shape and dtype in which this micro-batch and its gradient cross every boundary."""
