@@ -146,21 +146,91 @@ class PackedBatch:
 
 
 @dataclass(frozen=True)
+class Share:
+    """The part of every micro-batch's tokens that one of `size` context-parallel ranks holds.
+
+    `ulysses` neighbors together hold a contiguous stretch, each a slice of it; the size / ulysses groups of neighbors
+    hold two chunks each, the i-th first and the i-th last, so that causal attention costs them the same.
+    """
+
+    rank: int = 0
+    size: int = 1
+    ulysses: int = 1
+
+    @property
+    def lines(self) -> int:
+        """Groups of neighbors."""
+        return self.size // self.ulysses
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """The two of 2 x lines equal chunks of tokens that this rank's group holds."""
+        first = self.rank // self.ulysses
+        return first, 2 * self.lines - 1 - first
+
+    def order(self, num_tokens: int) -> Tensor:
+        """int64 [T / size]: which of T tokens are this rank's, rising. T is a multiple of 2 x size, or size is 1."""
+        if self.size == 1:
+            return torch.arange(num_tokens)
+        assert num_tokens % (2 * self.size) == 0, f"{num_tokens} tokens over cp={self.size}"
+        length, mine = num_tokens // (2 * self.lines), num_tokens // self.size
+        stretch = torch.cat([torch.arange(chunk * length, (chunk + 1) * length) for chunk in self.chunks])
+        at = self.rank % self.ulysses * mine
+        return stretch[at : at + mine]
+
+
+WHOLE = Share()
+
+
+@dataclass(frozen=True)
 class MicroBatch:
-    """A batch padded for the ranks, and its counted tokens apart: `counted` are the rows `index` [n] of `batch`."""
+    """A padded batch, and what of it is this rank's: the tokens `order` [t] of `batch`.
+
+    `counted` are this rank's counted tokens [n]: the rows `index` of its t, the rows `mine` of `all_counted`, which are
+    those of all context-parallel ranks.
+    """
 
     batch: PackedBatch
+    order: Tensor
     index: Tensor
     counted: PackedBatch
+    mine: Tensor
+    all_counted: PackedBatch
+    share: Share = WHOLE
 
     @classmethod
-    def of(cls, batch: PackedBatch, multiple: int = 1) -> "MicroBatch":
+    def of(cls, batch: PackedBatch, multiple: int = 1, share: Share = WHOLE) -> "MicroBatch":
         padded = batch.pad_to_multiple(multiple)
-        index = padded.mask.nonzero()[:, 0]
-        return cls(padded, index, padded.compact(index))
+        everywhere = padded.mask.nonzero()[:, 0]
+        counted = padded.compact(everywhere)
+        if share.size == 1:
+            order = torch.arange(len(padded), device=padded.tokens.device)
+            mine = torch.arange(len(counted), device=order.device)
+            return cls(padded, order, everywhere, counted, mine, counted, share)
+        order = share.order(len(padded)).to(padded.tokens.device)
+        index = padded.mask[order].nonzero()[:, 0]
+        mine = torch.searchsorted(everywhere, order[index])
+        return cls(padded, order, index, padded.compact(order[index]), mine, counted, share)
+
+    def __len__(self) -> int:
+        return int(self.order.shape[0])
+
+    @property
+    def tokens(self) -> Tensor:
+        """This rank's tokens [t]."""
+        return self.batch.tokens if self.share.size == 1 else self.batch.tokens[self.order]
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        return MicroBatch(self.batch.to(device), self.index.to(device), self.counted.to(device))
+        counted, everyone = self.counted.to(device), self.all_counted
+        return MicroBatch(
+            self.batch.to(device),
+            self.order.to(device),
+            self.index.to(device),
+            counted,
+            self.mine.to(device),
+            counted if everyone is self.counted else everyone.to(device),
+            self.share,
+        )
 
 
 def cumulative(lengths: Seq[int]) -> Tensor:

@@ -5,8 +5,13 @@
     all_gather          reduce_scatter   sharded in, whole out; consumers compute different parts, so gradients are partial
     gather_replicated   own slice        sharded in, whole out; consumers compute the same thing, so gradients are equal
     reduce_scatter      all_gather       partial in, sharded out
+    gather_in_order     all_to_all, sum  as all_gather; gradients are summed in rank order, in the wide dtype
+    tokens_to_heads     heads_to_tokens  some tokens of all heads in, all tokens of some heads out
+    heads_to_tokens     tokens_to_heads
+    all_reduce          identity         partial in, whole out; consumers compute the same thing
 
-All work on dim 0, and each is the identity on an axis of size 1, so callers never test sizes. The functions without a
+Those of heads work on dims 0 and 1, the others on dim 0, and each is the identity on an axis of size 1, so callers never
+test sizes. The functions without a
 gradient (`sum_over`, `stack_over`, `gather_text`, `all_reduce_`) are for statistics, for agreeing on errors, and for
 gradients themselves.
 """
@@ -29,6 +34,14 @@ def _gather(x: Tensor, axis: Axis) -> Tensor:
     x = x.contiguous()
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
     _FLAT_GATHER(out, x, group=axis.group)
+    return out
+
+
+def _exchange(x: Tensor, axis: Axis) -> Tensor:
+    """The i-th of `size` equal blocks of dim 0 goes to rank i; what comes lies in rank order."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=axis.group)
     return out
 
 
@@ -78,6 +91,69 @@ class _ReduceScatter(torch.autograd.Function):
         return _gather(grads[0], ctx.axis), None
 
 
+class _GatherInOrder(torch.autograd.Function):
+    """forward: all_gather on dim 0. backward: all_to_all, then the sum of what came, in rank order and the wide dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        parts = _exchange(grads[0], ctx.axis).unflatten(0, (ctx.axis.size, -1))
+        total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
+        for part in parts[1:]:
+            total += part
+        return total.to(parts.dtype), None
+
+
+class _AllReduce(torch.autograd.Function):
+    """forward: the sum over the axis. backward: the gradient as it is, which every rank holds whole."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return sum_over(x, axis)
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _TokensToHeads(torch.autograd.Function):
+    """forward: all_to_all, [n, H, C] -> [n * size, H / size, C]. backward: the inverse all_to_all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _to_heads(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _to_tokens(grads[0], ctx.axis), None
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    """forward: all_to_all, [n * size, h, C] -> [n, h * size, C]. backward: the inverse all_to_all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _to_tokens(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _to_heads(grads[0], ctx.axis), None
+
+
+def _to_heads(x: Tensor, axis: Axis) -> Tensor:
+    return _exchange(x.unflatten(1, (axis.size, -1)).movedim(1, 0).flatten(0, 1), axis)
+
+
+def _to_tokens(x: Tensor, axis: Axis) -> Tensor:
+    return _exchange(x, axis).unflatten(0, (axis.size, -1)).movedim(0, 1).flatten(1, 2)
+
+
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """Concatenate the shards [n, ...] of dim 0 -> [n * size, ...]; gradients of the whole are summed over the axis."""
     return x if axis.size == 1 else _AllGather.apply(x, axis)
@@ -91,6 +167,26 @@ def gather_replicated(x: Tensor, axis: Axis) -> Tensor:
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis and keep this rank's slice of dim 0: [n, ...] -> [n / size, ...]."""
     return x if axis.size == 1 else _ReduceScatter.apply(x, axis)
+
+
+def gather_in_order(x: Tensor, axis: Axis) -> Tensor:
+    """As `all_gather`, with gradients that do not depend on how a reduction is scheduled."""
+    return x if axis.size == 1 else _GatherInOrder.apply(x, axis)
+
+
+def tokens_to_heads(x: Tensor, axis: Axis) -> Tensor:
+    """Trade heads for tokens: [n, H, C] -> [n * size, H / size, C], tokens in rank order."""
+    return x if axis.size == 1 else _TokensToHeads.apply(x, axis)
+
+
+def heads_to_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """Trade tokens for heads: [n * size, h, C] -> [n, h * size, C], heads in rank order."""
+    return x if axis.size == 1 else _HeadsToTokens.apply(x, axis)
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The elementwise sum over the axis for consumers that compute the same on every rank: gradients are not summed."""
+    return x if axis.size == 1 else _AllReduce.apply(x, axis)
 
 
 def sum_over(x: Tensor, axis: Axis) -> Tensor:

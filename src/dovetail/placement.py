@@ -45,7 +45,8 @@ class Split:
 class Placement:
     """How one local parameter maps to checkpoint tensors.
 
-    `partial_over`: axes whose ranks each see only their own tokens or heads, so the gradient must be summed over them.
+    `partial_over`: axes whose ranks each see only their own tokens or heads, or one use of a tied table, so the gradient
+    must be summed over them.
     """
 
     splits: tuple[Split, ...] = ()
@@ -104,10 +105,11 @@ def regions(
 ) -> tuple[Region, ...]:
     """The checkpoint slices that make up a parameter of `local_shape` on the rank at `coords`.
 
-    Pieces wholly made of padding have no region. Of tp ranks that hold the same piece only the first owns it.
+    Pieces wholly made of padding have no region. Of ranks that hold the same piece only the first owns it.
     """
     names = checkpoint_names(name, placement)
-    first = coords["tp"] == 0 or any(split.axis == "tp" for split in placement.splits)
+    copied_over = {"tp", *placement.partial_over} - {split.axis for split in placement.splits}
+    first = all(coords[axis] == 0 for axis in copied_over)
     if not placement.splits:
         whole = tuple((0, length) for length in local_shape)
         return (Region(names[0], local_shape, whole, whole, first),)

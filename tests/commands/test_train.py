@@ -249,8 +249,11 @@ def test_mistakes_are_the_same_on_two_ranks(model: Path, rl_rows: Path, tmp_path
     for given, words in (
         (["reward.import=absent_module:f"], "No module named 'absent_module'"),
         (["critic.path=/nowhere"], "/nowhere is not a directory"),
-        (["critic.layout.pp=2"], "pp=2 is not part of this release, which cuts by tp and dp; set pp=1"),
-        (["rollout.layout.cp=2"], "cp=2 is not part of this release"),
+        (
+            ["critic.layout.pp=2", "critic.layout.virtual_stages=2"],
+            "critic.layout: layout pp=2: pp=2 x virtual_stages=2 makes 4 stages",
+        ),
+        (["rollout.layout.cp=4"], "rollout.layout: layout cp=4,dp=auto needs a multiple of 4 ranks, but the job has 2"),
         (_occupied, "is not empty; choose another run_dir"),
     ):
         given = given if isinstance(given, list) else given(tmp_path)

@@ -21,9 +21,7 @@ def told_by(world: int, layout: str, model: Path, folder: Path, command: str = "
         ("tp=2,dp=2", "layout tp=2,dp=2 needs 4 ranks (tp x pp x cp x dp), but the job has 2"),
         ("tp=4", "layout tp=4,dp=auto needs a multiple of 4 ranks, but the job has 2; change the degrees"),
         ("dp=2,ep=3", "layout dp=2,ep=3: ep=3 does not divide dp x cp = 2"),
-        ("pp=2", "pp=2 is not part of this release, which cuts by tp and dp; set pp=1"),
-        ("cp=2", "cp=2 is not part of this release, which cuts by tp and dp; set cp=1"),
-        ("dp=2,ep=2", "ep=2 is not part of this release, which cuts by tp and dp; set ep=1"),
+        ("dp=2,ep=2", "ep=2 cuts experts, and this llama model has none; set ep=1"),
         ("tp=0", "layout 'tp=0': tp must be a whole number of 1 or more, not '0'"),
         ("tp=-2", "tp must be a whole number of 1 or more, not '-2'"),
         ("tp", "'tp' is not one of tp=N, pp=N, cp=N, dp=N, ep=N"),
@@ -66,3 +64,25 @@ def test_a_vocabulary_need_not_divide(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [262, 263]}])
     argv = ["score", "--model", odd, "--data", data, "--out", tmp_path / "o", "--layout", "tp=2"]
     assert "token id 263 lies outside the model's vocabulary of 263 (0 to 262)" in refused_on(2, *argv)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("pp=4", "pp=4 x virtual_stages=1 makes 4 stages, but the model has 2 layers; use pp=2"),
+        ("tp=4", "14 attention heads are not a multiple of 4; use one of tp=1, 2"),
+    ],
+)
+def test_what_cannot_be_cut_names_the_nearest_that_can(layout: str, words: str, tmp_path: Path) -> None:
+    """Before any weight is read: there are none."""
+    sizes = {
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "hidden_size": 56,
+        "head_dim": 4,
+        "intermediate_size": 32,
+    }
+    model = make_model(tmp_path / "model", **sizes)
+    (model / "model.safetensors").write_bytes(b"not weights")
+    told = told_by(4, layout, model, tmp_path)
+    assert words in told, told

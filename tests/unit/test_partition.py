@@ -9,9 +9,10 @@ from hypothesis import given, strategies as st
 
 from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
+from dovetail.config import LayoutSection
 from dovetail.errors import LayoutError
 from dovetail.layout import Layout
-from dovetail.pipeline.partition import check_pipeline, partition, stages_of
+from dovetail.pipeline.partition import SCHEDULES, check_pipeline, partition, stages_of
 
 
 def model(depth: int, vocabulary: int = 64, width: int = 16) -> ArchSpec:
@@ -100,6 +101,12 @@ def test_stages_of_a_rank_go_around() -> None:
 def test_a_given_split_is_taken_as_it_is() -> None:
     layout = Layout(pp=2, virtual_stages=2, pp_split=(1, 4, 1, 2), schedule="interleaved")
     assert partition(model(8), layout) == (range(1), range(1, 5), range(5, 6), range(6, 8))
+
+
+def test_a_recipe_may_name_every_schedule() -> None:
+    for schedule in SCHEDULES:
+        options = {"schedule": schedule, "pp": 2, "virtual_stages": 2 if schedule == "interleaved" else 1}
+        check_pipeline(model(8), LayoutSection.model_validate(options).to_layout())
 
 
 @pytest.mark.parametrize(

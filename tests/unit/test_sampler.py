@@ -10,10 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from dovetail.arch.registry import spec_from_config
+from dovetail.build.sampling import sampling_layout
 from dovetail.errors import CheckpointError, ConfigError, DataError, LayoutError, ModelError
 from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
-from dovetail.mesh import Axis, Mesh
+from dovetail.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.draw import cut, draw, inverse_cdf
 from dovetail.rollout.native import COMPACT_BELOW, NativeSampler
@@ -342,8 +343,11 @@ def test_params_are_checked(wrong: dict[str, float]) -> None:
         SamplingParams(**wrong)  # type: ignore[arg-type]  # the point of the test
 
 
-def test_pipeline_layout_is_refused() -> None:
-    solo = Mesh.solo()
-    mesh = Mesh(Layout(pp=2), solo.device, {**solo.axes, "pp": Axis("pp", 2)}, solo.copies)
-    with pytest.raises(LayoutError, match="set pp and cp to 1"):
-        NativeSampler(spec_from_config(tiny_configs()["llama"].to_dict()), mesh, KernelSet(), torch.float32)
+def test_pipeline_ranks_sample_as_tensor_parallel_ones() -> None:
+    spec = spec_from_config(tiny_configs()["llama"].to_dict())
+    assert sampling_layout(spec, Layout(tp=2, pp=2, cp=2, dp=3)) == Layout(tp=4, dp=6)
+    odd = spec_from_config(tiny_configs()["llama"].to_dict() | {"num_attention_heads": 4, "num_key_value_heads": 4})
+    with pytest.raises(
+        LayoutError, match=r"layout tp=4,pp=2: the sampler runs pipeline ranks as tp=8; .*use one of tp=1, 2, 4"
+    ):
+        sampling_layout(odd, Layout(tp=4, pp=2))

@@ -72,8 +72,10 @@ def test_interleaved_waits_less_for_a_bounded_number_of_activations() -> None:
         done = simulate(plan)
         check_whole(plan, p, v, m, "forward", "backward")
         check_roads(plan)
-        assert all(live <= min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1) for r, live in enumerate(done.live))
+        bounds = tuple(min(m * v, 2 * (p - 1 - rank) + (v - 1) * p + 1) for rank in range(p))
+        assert all(live <= bound for live, bound in zip(done.live, bounds, strict=True))
         if m % p == 0:
+            assert done.live == bounds
             assert done.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=SUM_ORDER)
 
 
@@ -83,22 +85,27 @@ def test_interleaved_and_1f1b_are_one_schedule() -> None:
 
 
 def check_zero_bubble(plan: Plan, p: int, m: int) -> None:
-    """Split but for the last micro-batch of each stage, which comes last; as many live as on 1f1b's first rank."""
+    """Every backward split in two; as many micro-batches live as on 1f1b's first rank."""
     for rank, actions in enumerate(plan):
-        assert len(actions) == 3 * m - 1
-        halves = {(kind, rank, i) for kind in ("input", "weight") for i in range(m - 1)}
-        assert set(actions[:-1]) == {("forward", rank, i) for i in range(m)} | halves
-        assert actions[-1] == ("backward", rank, m - 1)
+        assert set(actions) == {(kind, rank, i) for kind in ("forward", "input", "weight") for i in range(m)}
+        assert len(actions) == 3 * m
     check_roads(plan)
     assert max(simulate(plan).live) <= min(m, p)
 
 
-def test_zero_bubble_between_equal_stages_takes_as_long_as_1f1b() -> None:
-    """Not less: a stage's last backward is whole, ends its work, and waits for that of the next stage."""
+def test_zero_bubble_fills_the_waiting_of_equal_stages() -> None:
+    """Where there are stages that wait, and a second micro-batch to wait for, it is faster than 1f1b."""
     for p, _, m in cases(1):
-        plan = make_plan("zero_bubble", p, 1, m)
-        check_zero_bubble(plan, p, m)
-        assert simulate(plan).total == simulate(make_plan("1f1b", p, 1, m)).total == 3 * (m + p - 1)
+        plan, other = make_plan("zero_bubble", p, 1, m), make_plan("1f1b", p, 1, m)
+        before, after = simulate(other).total, simulate(plan).total
+        assert before == 3 * (m + p - 1)
+        if p == 1:
+            assert plan == other
+        else:
+            check_zero_bubble(plan, p, m)
+            assert after < before
+        if m >= 2 * p:  # at least a third of 1f1b's waiting is filled
+            assert after - 3 * m <= 2 * (p - 1)
 
 
 def test_zero_bubble_between_unequal_stages_takes_at_most_as_long_as_1f1b() -> None:
@@ -115,7 +122,7 @@ def test_zero_bubble_between_unequal_stages_takes_at_most_as_long_as_1f1b() -> N
         if plan != other:
             check_zero_bubble(plan, p, m)
         shorter += done.total < simulate(other, costs).total
-    assert shorter > 50
+    assert shorter > 150
 
 
 def test_one_rank_goes_micro_batch_by_micro_batch() -> None:
@@ -136,7 +143,7 @@ def test_times_of_a_small_pipeline() -> None:
 def test_zero_bubble_wins_the_waiting_of_a_slow_first_stage() -> None:
     costs = Costs(*[(2.0, 1.0, 1.0, 1.0)] * 3)
     assert simulate(make_plan("1f1b", 4, 1, 16), costs).total == 99.0
-    assert simulate(make_plan("zero_bubble", 4, 1, 16, costs), costs).total == 97.0
+    assert simulate(make_plan("zero_bubble", 4, 1, 16, costs), costs).total <= 97.0
 
 
 def swapped(plan: Plan, rank: int, first: int, second: int) -> Plan:
@@ -181,7 +188,7 @@ def test_a_stage_on_a_foreign_rank_is_noticed() -> None:
 
 
 def test_a_weight_gradient_before_its_input_gradient_is_noticed() -> None:
-    plan = make_plan("zero_bubble", 1, 1, 3)
+    plan = make_plan("zero_bubble", 2, 1, 4)
     actions = plan[0]
     first, second = actions.index(Action("input", 0, 0)), actions.index(Action("weight", 0, 0))
     with pytest.raises(PlanError, match=r"deadlocks: rank 0 at .*'weight', stage=0, micro=0"):

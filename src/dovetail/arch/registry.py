@@ -35,6 +35,35 @@ def validate_layout(spec: ArchSpec, layout: Layout) -> None:
         )
 
 
+def ulysses_degree(spec: ArchSpec, layout: Layout) -> int:
+    """How many of the cp ranks exchange heads for tokens; over the other factor of cp keys and values are gathered.
+
+    cp_mode: auto takes the most that the heads allow; ulysses is all of cp, gather 1, product the most below cp.
+    """
+    found = _ulysses_degrees(spec, layout)
+    wanted = {
+        "auto": found,
+        "gather": [1],
+        "ulysses": [d for d in found if d == layout.cp],
+        "product": [d for d in found if 1 < d < layout.cp],
+    }
+    if degrees := wanted.get(layout.cp_mode):
+        return degrees[-1]
+    heads = f"{spec.attention.num_heads} attention and {spec.attention.num_kv_heads} key-value heads"
+    raise LayoutError(
+        f"layout {layout}: cp_mode={layout.cp_mode} does not fit this {spec.family} model with {heads} at tp={layout.tp}; "
+        f"heads can be exchanged over {', '.join(map(str, found))} of cp={layout.cp} ranks; use cp_mode=auto or gather"
+    )
+
+
+def _ulysses_degrees(spec: ArchSpec, layout: Layout) -> list[int]:
+    """The divisors of cp over which the heads of a tensor-parallel rank can be dealt, rising from 1."""
+    heads = spec.attention.num_heads // layout.tp
+    kv_heads = max(1, spec.attention.num_kv_heads // layout.tp)
+    fits = (d for d in range(1, layout.cp + 1) if layout.cp % d == 0 and heads % d == 0)
+    return [d for d in fits if kv_heads % d == 0 or d % kv_heads == 0]
+
+
 def _misfits(spec: ArchSpec, tp: int) -> list[str]:
     heads, kv_heads = spec.attention.num_heads, spec.attention.num_kv_heads
     reasons = []

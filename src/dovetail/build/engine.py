@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from dovetail.arch.registry import validate_layout
+from dovetail.arch.registry import ulysses_degree, validate_layout
 from dovetail.arch.spec import ArchSpec
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.engine.native import NativeEngine
@@ -19,9 +19,10 @@ from dovetail.kernels.registry import kernels_for
 from dovetail.launch import ensure_process_group, num_ranks, pick_device
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
-from dovetail.nn.decoder import Decoder, Head, Recompute
+from dovetail.nn.decoder import Cut, Decoder, Head, Recompute
 from dovetail.optim.assembly import shards_of
 from dovetail.optim.optimizer import OptimSettings
+from dovetail.pipeline.partition import check_pipeline, partition
 from dovetail.placement import as_index
 from dovetail.weights.load import load
 from dovetail.weights.pretrained import LM_HEAD, Origin, Pretrained, StoredHead, find_value_head, saved_sides
@@ -101,30 +102,32 @@ def make_engine(
         tuple(reader.names),
         saved_sides(source, found.kind, options.save_dtype),
     )
-    return NativeEngine(model, mesh, origin, optim=options.optim, tokens_per_batch=options.tokens_per_batch)
+    return NativeEngine(
+        model, mesh, origin, optim=options.optim, tokens_per_batch=options.tokens_per_batch, dtype=dtype
+    )
 
 
 def make_decoder(
     spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, head: Head = "lm", recompute: Recompute = "none"
 ) -> Decoder:
-    """This rank's decoder on the meta device: shapes and placements, no memory."""
+    """This rank's stages of the decoder on the meta device: shapes and placements, no memory."""
+    ranges, pp = partition(spec, mesh.layout), mesh["pp"]
+    cut = Cut(ranges[pp.rank :: pp.size], first=pp.rank == 0, last=pp.rank == pp.size - 1)
     with torch.device("meta"):
-        return Decoder(spec, mesh, kernels_for(mesh.device), head, recompute).to(dtype)
+        return Decoder(spec, mesh, kernels_for(mesh.device), head, recompute, cut).to(dtype)
 
 
 def check_layout(spec: ArchSpec, layout: Layout) -> None:
-    """Refuse degrees that the native engine does not cut by, or that do not divide the model."""
-    for name in ("pp", "cp", "ep"):
-        if getattr(layout, name) > 1:
-            raise LayoutError(
-                f"layout {layout}: {name}={getattr(layout, name)} is not part of this release, which cuts by tp and dp; "
-                f"set {name}=1"
-            )
-    if layout.virtual_stages > 1 or layout.pp_split != "auto" or layout.schedule != "1f1b":
-        raise LayoutError("layout: virtual_stages, pp_split and schedule say how to cut by pp; leave them out at pp=1")
-    if layout.cp_mode != "auto":
+    """Refuse degrees that the native engine does not cut by, or that this model cannot be cut by."""
+    if layout.ep > 1:
+        raise LayoutError(
+            f"layout {layout}: ep={layout.ep} cuts experts, and this {spec.family} model has none; set ep=1"
+        )
+    if layout.cp_mode != "auto" and layout.cp == 1:
         raise LayoutError(f"layout: cp_mode={layout.cp_mode} says how to cut by cp; leave it out at cp=1")
+    check_pipeline(spec, layout)
     validate_layout(spec, layout)
+    ulysses_degree(spec, layout)
 
 
 def fill_fresh(model: Decoder, mesh: Mesh, names: tuple[str, ...], seed: int) -> None:

@@ -9,8 +9,9 @@ from typing import Literal
 
 import torch
 
+from dovetail.arch.spec import ArchSpec
 from dovetail.build.engine import EngineOptions, check_engine, check_layout, make_engine, make_mesh
-from dovetail.build.sampling import make_sampler
+from dovetail.build.sampling import make_sampler, sampling_layout
 from dovetail.build.text import load_tokenizer, stop_ids, text_of
 from dovetail.config import GRPO, PPO, SFT, CriticSection, LayoutSection, PolicyGradient, Recipe, ReferenceSection
 from dovetail.data import Limits, Tokenizer, load_prompts, load_sft
@@ -99,19 +100,17 @@ class Builder:
 
     def _rl(self, algorithm: PolicyGradient, loop: LoopSettings, judge: Judge) -> tuple[Task, NativeEngine]:
         recipe, rollout = self.recipe, self.recipe.rollout
-        if isinstance(algorithm, PPO):
-            self._mesh_of(recipe.critic, "critic.layout")
-        if self._wants_reference(algorithm):
-            self._mesh_of(recipe.reference, "reference.layout")
+        critic_role = self._role(recipe.critic, "critic") if isinstance(algorithm, PPO) else None
+        reference_role = self._role(recipe.reference, "reference") if self._wants_reference(algorithm) else None
         limits = self._limits(self._budget - rollout.max_new_tokens)  # all models have their meshes now
         with agreed(self.mesh):
             prompts = load_prompts(recipe.data.train, self.tokenizer, limits)
             held_out = load_prompts(recipe.data.eval, self.tokenizer, limits) if recipe.data.eval else []
         policy = self._trained(self.source, self.mesh, "lm", recipe.optim.lr)
-        critic = self._critic() if isinstance(algorithm, PPO) else None
-        sampler_mesh = self._mesh(rollout.layout or LayoutSection(), "rollout.layout")
-        sampler = make_sampler(self.source.spec, sampler_mesh, self.dtype)
-        models = RLModels(policy=policy, sampler=sampler, critic=critic, reference=self._reference(algorithm))
+        critic = self._critic(*critic_role) if critic_role else None
+        reference = self._reference(*reference_role) if reference_role else None
+        sampler = make_sampler(self.source.spec, self._sampler_mesh(), self.dtype)
+        models = RLModels(policy=policy, sampler=sampler, critic=critic, reference=reference)
         losses = (
             PolicyLoss(
                 clip_low=algorithm.clip_low,
@@ -129,16 +128,16 @@ class Builder:
         settings = _rl_settings(recipe, algorithm, stops)
         return RLTask(models, losses, prompts, held_out, judge, decode, settings, loop), policy
 
-    def _critic(self) -> NativeEngine:
-        section = self.recipe.critic
-        source, mesh = self._other("critic.path", section.path), self._mesh_of(section, "critic.layout")
-        return self._trained(source, mesh, "value", section.lr or self.recipe.optim.lr)
+    def _role(self, section: CriticSection | ReferenceSection, name: str) -> tuple[Pretrained, Mesh]:
+        """Where another model's weights lie, and its mesh: its own layout's, or the policy's."""
+        source = self._other(f"{name}.path", section.path)
+        check = partial(_checked, source.spec)
+        return source, self._mesh(section.layout or self.recipe.layout, f"{name}.layout", check)
 
-    def _reference(self, algorithm: PolicyGradient) -> NativeEngine | None:
-        section = self.recipe.reference
-        if not self._wants_reference(algorithm):
-            return None
-        source, mesh = self._other("reference.path", section.path), self._mesh_of(section, "reference.layout")
+    def _critic(self, source: Pretrained, mesh: Mesh) -> NativeEngine:
+        return self._trained(source, mesh, "value", self.recipe.critic.lr or self.recipe.optim.lr)
+
+    def _reference(self, source: Pretrained, mesh: Mesh) -> NativeEngine:
         options = EngineOptions(master_dtype=self.dtype, tokens_per_batch=self.recipe.trainer.tokens_per_batch)
         return make_engine(source, mesh, self.dtype, "lm", options)
 
@@ -184,18 +183,20 @@ class Builder:
                 )
         return runner
 
-    def _mesh(self, section: LayoutSection, name: str = "layout") -> Mesh:
+    def _sampler_mesh(self) -> Mesh:
+        section = self.recipe.rollout.layout or LayoutSection()
+        return self._mesh(section, "rollout.layout", partial(sampling_layout, self.source.spec))
+
+    def _mesh(
+        self, section: LayoutSection, name: str = "layout", change: Callable[[Layout], Layout] = lambda layout: layout
+    ) -> Mesh:
         try:
-            layout = section.to_layout().resolve(num_ranks())
+            layout = change(section.to_layout().resolve(num_ranks()))
         except LayoutError as error:
             raise LayoutError(f"{name}: {error}") from error
         if layout not in self.meshes:
             self.meshes[layout] = make_mesh(layout, self.device)
         return self.meshes[layout]
-
-    def _mesh_of(self, section: CriticSection | ReferenceSection, name: str) -> Mesh:
-        """Another model's mesh: its own layout's, or the policy's."""
-        return self.mesh if section.layout is None else self._mesh(section.layout, name)
 
     @property
     def _budget(self) -> int:
@@ -243,6 +244,11 @@ class Builder:
             peak_memory_gib=partial(peak_memory_gib, self.device),
             stop_requested=self.stop_requested,
         )
+
+
+def _checked(spec: ArchSpec, layout: Layout) -> Layout:
+    check_layout(spec, layout)
+    return layout
 
 
 def _rl_settings(recipe: Recipe, algorithm: PolicyGradient, stops: tuple[int, ...]) -> RLSettings:

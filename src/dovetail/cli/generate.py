@@ -5,7 +5,7 @@ import argparse
 import torch
 
 from dovetail.build.engine import check_engine, make_mesh
-from dovetail.build.sampling import make_sampler
+from dovetail.build.sampling import make_sampler, sampling_layout
 from dovetail.build.text import load_tokenizer, stop_ids, text_of
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.cli.output import check_out, write_rows
@@ -28,6 +28,8 @@ def run(args: argparse.Namespace) -> None:
         if needs_text(args.data) or source.has_tokenizer:
             tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)
         rows = load_prompts(args.data, tokenizer, Limits(source.spec.vocab_size), answers=False)
+        layout = sampling_layout(source.spec, mesh.layout)
+    sampler_mesh = mesh if layout == mesh.layout else make_mesh(layout, mesh.device)
     params = SamplingParams(
         samples=args.samples,
         max_new_tokens=args.max_new_tokens,
@@ -37,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
         seed=args.seed,
         stop_ids=stop_ids(source, tokenizer),
     )
-    sampler = make_sampler(source.spec, mesh, getattr(torch, args.dtype))
+    sampler = make_sampler(source.spec, sampler_mesh, getattr(torch, args.dtype))
     sampler.load(open_checkpoint(source.path, mesh))
     completions = sampler.sample([Prompt(i, row.ids) for i, row in enumerate(rows)], params)
     found = (

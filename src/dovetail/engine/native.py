@@ -1,7 +1,9 @@
-"""Our parallel engine: one decoder cut over tp, its rows sharded over dp, fed with packed micro-batches."""
+"""Our parallel engine: one decoder cut over tp and pp, its rows sharded over dp x cp, fed with packed micro-batches."""
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +11,27 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, plan_microbatches
+from dovetail.arch.registry import ulysses_degree
+from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, Share, plan_microbatches
 from dovetail.checkpoint.writer import save_sharded
-from dovetail.comm import sum_over
+from dovetail.comm import gather_text, sum_over
 from dovetail.engine.base import StepReport
+from dovetail.engine.stages import Inference, Training
 from dovetail.errors import DataError
 from dovetail.kernels.reference import wide
 from dovetail.mesh import Mesh
 from dovetail.nn.decoder import Decoder
 from dovetail.optim.optimizer import Optimizer, OptimSettings
+from dovetail.pipeline.executor import connect, run as execute
+from dovetail.pipeline.schedule import make_plan
 from dovetail.tokenstats import TokenStats
+from dovetail.weights.pieces import reshard
 from dovetail.weights.pretrained import Origin
 from dovetail.weights.save import save
 from dovetail.weights.stream import stream
 
 Sums = dict[str, tuple[Tensor, Tensor]]
+MICROS_A_STAGE = 2  # micro-batches a step for each pipeline rank, where the sequences are enough: bubbles below a third
 
 
 class NativeEngine:
@@ -37,14 +45,21 @@ class NativeEngine:
         *,
         optim: OptimSettings | None = None,
         tokens_per_batch: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """`model` is wrapped (`shard_over_data`) and filled already, `origin` is where it came from.
 
+        `dtype`: of the computation, and so of what pipeline stages send each other; default: the parameters' own.
         `tokens_per_batch`: most tokens that one replica holds in a micro-batch, padding included; None: all in one.
         """
         assert isinstance(model, FSDPModule), "shard_over_data comes first"
         self.model, self.mesh, self.origin = model, mesh, origin
         self.tokens_per_batch = tokens_per_batch
+        self.dtype = dtype or next(model.parameters()).dtype
+        for stage in range(len(model.cut.stages)):
+            for linear in model.linears(stage):
+                linear.split = mesh.layout.schedule == "zero_bubble"
+        connect(mesh)
         self._settings = optim or OptimSettings()
         self._optimizer: Optimizer | None = None
 
@@ -58,19 +73,22 @@ class NativeEngine:
     def score(self, batch: PackedBatch) -> TokenStats:
         """Log-prob and entropy of `batch.targets` [T]; 0 where the mask is False."""
         out = torch.zeros(2, len(batch), dtype=self._wide, device=self.mesh.device)
-        for index, micro in self.micro_batches(batch):
-            with torch.no_grad():
-                stats = self.model(micro)
-            out[:, index[micro.index]] = torch.stack(list(stats))
+
+        def keep(where: Tensor, micro: MicroBatch, stats: TokenStats) -> None:
+            out[:, where[micro.order[micro.index]]] = torch.stack(list(stats))
+
+        self._infer(batch, keep)
         return TokenStats(*self._complete(out, batch))
 
     def values(self, batch: PackedBatch) -> Tensor:
         """The value head's output at every token [T]."""
         out = torch.zeros(1, len(batch), dtype=self._wide, device=self.mesh.device)
-        for index, micro in self.micro_batches(batch):
-            with torch.no_grad():
-                values = self.model(micro)
-            out[0, index] = values[: len(index)]
+
+        def keep(where: Tensor, micro: MicroBatch, values: Tensor) -> None:
+            real = micro.order < len(where)  # the rest is padding
+            out[0, where[micro.order[real]]] = values[real]
+
+        self._infer(batch, keep)
         return self._complete(out, batch)[0]
 
     def train_step(self, batch: PackedBatch, loss: LossFn) -> StepReport:
@@ -79,15 +97,11 @@ class NativeEngine:
             raise DataError("train_step got a batch without sequences; skip the step instead")
         optimizer = self.optimizer
         sums: Sums = {}
-        micros = list(self.micro_batches(batch))
-        for i, (_, micro) in enumerate(micros):
-            last = i == len(micros) - 1
-            self.model.set_requires_gradient_sync(last)
-            self.model.set_is_last_backward(last)
-            self.model.set_reshard_after_backward(last or self.mesh["fsdp"].size > 1)
-            value = self.model(micro, loss)
-            value.total.backward()
-            add_sums(sums, value)
+        micros = [micro for _, micro in self.micro_batches(batch)]
+        stages = Training(self.model, self.mesh, micros, self.dtype, loss, partial(add_sums, sums))
+        layout = self.mesh.layout
+        execute(make_plan(layout.schedule, layout.pp, layout.virtual_stages, len(micros)), stages, self.mesh)
+        stages.finish()
         totals = self._reduce_sums(sums)
         loss_total, count = totals.pop("")
         update = optimizer.step(count)
@@ -119,22 +133,50 @@ class NativeEngine:
 
     def micro_batches(self, batch: PackedBatch) -> Iterator[tuple[Tensor, MicroBatch]]:
         """This replica's micro-batches, and where in the batch their tokens lie. All replicas have equally many."""
-        multiple = self.mesh.token_multiple
+        multiple, cp, layout = self.mesh.token_multiple, self.mesh["cp"], self.mesh.layout
+        share = Share(cp.rank, cp.size, ulysses_degree(self.model.spec, layout))
         dp = self.mesh["dp"]
-        plan = plan_microbatches(batch.lengths, dp.size, self.tokens_per_batch, multiple, self.model.spec.width)
+        plan = plan_microbatches(batch.lengths, dp.size, self._budget(batch), multiple, self.model.spec.width)
         for sequences in plan[dp.rank]:
-            micro = MicroBatch.of(batch.select(sequences), multiple)
+            micro = MicroBatch.of(batch.select(sequences), multiple, share)
             yield batch.token_index(sequences).to(self.mesh.device), micro.to(self.mesh.device)
 
+    def _infer(self, batch: PackedBatch, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
+        """Forward passes over the whole batch; `keep` gets each result where the last stage is."""
+        layout, pairs = self.mesh.layout, list(self.micro_batches(batch))
+        stages: Inference[Any] = Inference(
+            self.model,
+            self.mesh,
+            [micro for _, micro in pairs],
+            self.dtype,
+            lambda micro, result: keep(*pairs[micro], result),
+        )
+        execute(make_plan("forward", layout.pp, layout.virtual_stages, len(pairs)), stages, self.mesh)
+        if layout.pp > 1:
+            reshard(self.model)
+
+    def _budget(self, batch: PackedBatch) -> int | None:
+        """The most tokens of a micro-batch: so few that a pipeline's stages have work for each other, where they can."""
+        pp, multiple = self.mesh["pp"].size, self.mesh.token_multiple
+        if pp == 1 or not batch.num_sequences:
+            return self.tokens_per_batch
+        share = -(-len(batch) // (self.mesh["dp"].size * MICROS_A_STAGE * pp))
+        enough = max(max(batch.lengths), share) + multiple - 1
+        return enough if self.tokens_per_batch is None else min(enough, self.tokens_per_batch)
+
     def _complete(self, mine: Tensor, batch: PackedBatch) -> Tensor:
-        """Every replica's tokens, on every rank and on the batch's device."""
-        return sum_over(mine, self.mesh["dp"]).to(batch.tokens.device)
+        """Everybody's tokens, on every rank and on the batch's device."""
+        return sum_over(sum_over(mine, self.mesh["fsdp"]), self.mesh["pp"]).to(batch.tokens.device)
 
     def _reduce_sums(self, sums: Sums) -> dict[str, tuple[float, float]]:
-        names = sorted(sums)
-        flat = torch.stack([torch.stack([x.to(torch.float64) for x in sums[name]]) for name in names])
-        rows = sum_over(flat, self.mesh["fsdp"]).tolist()
-        return {name: (total, count) for name, (total, count) in zip(names, rows, strict=True)}
+        """All tokens' sums. Under a pipeline the rank of the last stage tells those of the others."""
+        names, pp = sorted(sums), self.mesh["pp"]
+        rows: list[list[float]] = []
+        if pp.rank == pp.size - 1:
+            flat = torch.stack([torch.stack([x.to(torch.float64) for x in sums[name]]) for name in names])
+            rows = sum_over(flat, self.mesh["fsdp"]).tolist()
+        told = json.loads(gather_text(json.dumps(dict(zip(names, rows, strict=True))), pp, self.mesh.device)[-1])
+        return {name: (total, count) for name, (total, count) in told.items()}
 
     @property
     def _wide(self) -> torch.dtype:

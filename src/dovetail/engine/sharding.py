@@ -14,22 +14,24 @@ def shard_over_data(model: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
     """Shard the parameters' rows over dp x cp, in place. They compute in `dtype`, gradients are reduced in the wide one.
 
     One process is a group of one rank, not a second path. Gradients are summed: the engine divides once, by the count.
-    Blocks are gathered again in backward, but for one rank that computes in a dtype of its own: there a gather is a cast
-    of the whole model, done once a step.
+    Blocks are gathered again in backward, but for pipeline stages, which run many times a step, and for one rank that
+    computes in a dtype of its own: there a gather is a cast of the whole model, done once a step.
     """
     first = next(model.parameters())
-    keep = mesh["fsdp"].size == 1 and dtype != first.dtype
+    keep = mesh["pp"].size > 1 or (mesh["fsdp"].size == 1 and dtype != first.dtype)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if dtype != first.dtype else None,
         reduce_dtype=wide(first.dtype),
         cast_forward_inputs=False,
     )
     options: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": policy, "reshard_after_forward": not keep}
-    for layer in model.model.layers:
+    for layer in model.model.layers.values():
         fully_shard(layer, **options)
-    if model.head.weight is not model.model.embed_tokens.weight:
-        fully_shard(model.model.embed_tokens, **options)
-        fully_shard(model.head, **options)
+    if not model.tied:
+        if model.cut.first:
+            fully_shard(model.model.embed_tokens, **options)
+        if model.cut.last:
+            fully_shard(model.head, **options)
     fully_shard(model, **options)
     if mesh["fsdp"].size == 1:  # the sum of one is itself, and FSDP would divide by 1.0 into a copy of every gradient
         return

@@ -1,12 +1,10 @@
 """Grouped-query attention over packed tokens. What the queries see is given from outside: a packed batch, or a cache."""
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec
-from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
 from dovetail.nn.linear import ColumnLinear, RowLinear
@@ -26,19 +24,6 @@ class Context(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q [T, H, C], k and v [T, G, C] -> [T, H, C], of this rank's heads."""
         ...
-
-
-@dataclass(frozen=True)
-class PackedContext:
-    """The context of training and scoring: every token attends to its own sequence, up to itself."""
-
-    cos: Tensor
-    sin: Tensor
-    spans: Spans
-    kernels: KernelSet
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        return self.kernels.attention(q, k, v, self.spans, self.spans, window)
 
 
 class Attention(nn.Module):

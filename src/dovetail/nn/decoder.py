@@ -1,9 +1,11 @@
 """The one decoder: embedding, blocks, norm, head. Families differ by their `ArchSpec`, actor and critic by the head.
 
-Packed tokens T come in; between blocks activations are [t, D], t = T / tp.
+Packed tokens T come in; between blocks activations are [t, D], t = T / (cp tp). A pipeline stage is a decoder with
+fewer layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -13,15 +15,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dovetail.arch.spec import ArchSpec
 from dovetail.batch import Loss, LossFn, MicroBatch
-from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
-from dovetail.nn.attention import Attention, Context, PackedContext
+from dovetail.nn.attention import Attention, Context
+from dovetail.nn.context import context_of
 from dovetail.nn.embedding import VocabEmbedding
-from dovetail.nn.heads import LMHead, ValueHead
+from dovetail.nn.heads import LMHead, ValueHead, shared
+from dovetail.nn.linear import Linear
 from dovetail.nn.mlp import MLP
 from dovetail.nn.norm import RMSNorm
-from dovetail.nn.rope import rope_tables
 from dovetail.tokenstats import TokenStats
 
 Recompute = Literal["none", "full", "selective"]
@@ -43,26 +45,52 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Which stages of a pipeline a decoder is: the layers of each, and whether the first and the last are among them."""
+
+    stages: tuple[range, ...]
+    first: bool = True
+    last: bool = True
+
+    @classmethod
+    def whole(cls, spec: ArchSpec) -> "Cut":
+        """One stage that is everything."""
+        return cls((range(spec.depth),))
+
+
 class Trunk(nn.Module):
-    """Embedding, blocks and final norm: tokens [T] -> hidden states [t, D].
+    """Embedding, blocks and final norm, as far as the cut holds them: tokens [T] -> hidden states [t, D].
 
     `recompute` trades memory for time in the backward pass: full keeps only each block's input, selective also keeps
     the attention's output, so attention never runs twice.
     """
 
-    def __init__(self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet, recompute: Recompute = "none") -> None:
+    embed_tokens: VocabEmbedding
+    norm: RMSNorm
+
+    def __init__(
+        self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet, recompute: Recompute, cut: Cut, *, tied: bool
+    ) -> None:
         super().__init__()
         self.recompute = recompute
-        self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.width, mesh)
-        self.layers = nn.ModuleList(Block(spec, layer, mesh, kernels) for layer in range(spec.depth))
-        self.norm = RMSNorm(spec.width, spec.norm_eps, kernels)
+        if cut.first or (tied and cut.last):
+            self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.width, mesh, tied=tied)
+        held = [layer for stage in cut.stages for layer in stage]
+        self.layers = nn.ModuleDict({str(layer): Block(spec, layer, mesh, kernels) for layer in held})
+        if cut.last:
+            self.norm = RMSNorm(spec.width, spec.norm_eps, kernels)
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        """All of it, for a decoder that is whole."""
+        return self.norm(self.blocks(range(len(self.layers)), self.embed_tokens(tokens), context))
+
+    def blocks(self, layers: Iterable[int], x: Tensor, context: Context) -> Tensor:
+        """Some neighboring layers: [t, D] -> [t, D]."""
         run = self._runner()
-        x = self.embed_tokens(tokens)
-        for layer in self.layers:
-            x = run(layer, x, context)
-        return self.norm(x)
+        for layer in layers:
+            x = run(self.layers[str(layer)], x, context)
+        return x
 
     def _runner(self) -> Callable[..., Tensor]:
         if self.recompute == "none" or not torch.is_grad_enabled():
@@ -74,9 +102,10 @@ class Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A whole model under HF's names: `model` is the trunk, `lm_head` or `score` the head. One call runs both.
+    """A model under HF's names, or some stages of it: `model` is the trunk, `lm_head` or `score` the head.
 
-    head = "lm": statistics or loss of the counted tokens; "value", "value_without_bias": values [T], or their loss.
+    head = "lm": statistics or loss of the counted tokens; "value", "value_without_bias": values [t], or their loss.
+    A tied table is held at both ends of a pipeline, under both of its names.
     """
 
     def __init__(
@@ -86,28 +115,49 @@ class Decoder(nn.Module):
         kernels: KernelSet,
         head: Head = "lm",
         recompute: Recompute = "none",
+        cut: Cut | None = None,
     ) -> None:
         super().__init__()
-        self.spec, self.kernels = spec, kernels
-        self.model = Trunk(spec, mesh, kernels, recompute)
-        if head == "lm":
-            self.lm_head = LMHead(spec.vocab_size, spec.width, mesh, kernels)
-            if spec.tie_embeddings:
-                self.lm_head.weight = self.model.embed_tokens.weight
-        else:
+        self.spec, self.mesh, self.kernels = spec, mesh, kernels
+        self.cut = cut or Cut.whole(spec)
+        self.tied = tied = head == "lm" and spec.tie_embeddings
+        self.model = Trunk(spec, mesh, kernels, recompute, self.cut, tied=tied)
+        if head == "lm" and (self.cut.last or (tied and self.cut.first)):
+            self.lm_head = LMHead(spec.vocab_size, spec.width, mesh, kernels, tied=tied)
+        if head != "lm" and self.cut.last:
             self.score = ValueHead(spec.width, mesh, bias=head == "value")
+        if tied and (self.cut.first or self.cut.last):
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     @property
     def head(self) -> LMHead | ValueHead:
         return self.lm_head if "lm_head" in self._modules else self.score
 
-    def forward(self, micro: MicroBatch, loss: LossFn | None = None) -> TokenStats | Loss | Tensor:
-        batch = micro.batch
-        spans = Spans(batch.cu_seqlens, batch.lengths)
-        cos, sin = rope_tables(self.spec.rope, batch.positions, batch.lengths, self.model.norm.weight.dtype)
-        x = self.model(batch.tokens, PackedContext(cos, sin, spans, self.kernels))
-        result: TokenStats | Loss | Tensor = self.head(x, micro, loss)
+    def forward(
+        self, micro: MicroBatch | None, loss: LossFn | None = None, stage: int = 0, x: Tensor | None = None
+    ) -> TokenStats | Loss | Tensor:
+        """One of this decoder's stages: of the first, x is None; of all but the last, the result is the next one's x.
+
+        stage: which of `cut.stages`. x [t, D]: what the stage before computed. Without a micro-batch nothing is computed:
+        what comes out is a scalar whose backward pass does no more than what a wrapper does in any.
+        """
+        if micro is None:
+            return torch.zeros((), device=self.mesh.device, requires_grad=True)
+        if x is None:
+            x = self.model.embed_tokens(micro.tokens)
+        context = context_of(micro, self.spec.rope, x.dtype, self.mesh, self.kernels)
+        x = self.model.blocks(self.cut.stages[stage], x, context)
+        if not (self.cut.last and stage == len(self.cut.stages) - 1):
+            return x
+        if loss is not None:
+            loss = shared(loss, micro, self.mesh["cp"])
+        result: TokenStats | Loss | Tensor = self.head(self.model.norm(x), micro, loss)
         return result
+
+    def linears(self, stage: int) -> Iterator[Linear]:
+        """The products of one of this decoder's stages whose weight gradients may wait."""
+        for layer in self.cut.stages[stage]:
+            yield from (module for module in self.model.layers[str(layer)].modules() if isinstance(module, Linear))
 
 
 def _keep_attention(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:

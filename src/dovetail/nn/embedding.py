@@ -9,11 +9,14 @@ from dovetail.mesh import Mesh
 from dovetail.placement import Part, Placement, Split
 
 
-def vocab_placement(vocab_size: int, tp: int) -> tuple[int, Placement]:
-    """(rows a rank, placement) of a [V, D] table: V is padded to a multiple of tp, at the end."""
+def vocab_placement(vocab_size: int, tp: int, *, tied: bool) -> tuple[int, Placement]:
+    """(rows a rank, placement) of a [V, D] table: V is padded to a multiple of tp, at the end.
+
+    A tied one is held at both ends of a pipeline, of which each sees one of its two uses.
+    """
     rows = -(-vocab_size // tp)
     part = Part("", vocab_size, padding=rows * tp - vocab_size)
-    return rows, Placement((Split(0, "tp", (part,)),))
+    return rows, Placement((Split(0, "tp", (part,)),), partial_over=("ends",) if tied else ())
 
 
 class VocabEmbedding(nn.Module):
@@ -22,10 +25,10 @@ class VocabEmbedding(nn.Module):
     forward reduce_scatter, backward all_gather.
     """
 
-    def __init__(self, vocab_size: int, width: int, mesh: Mesh) -> None:
+    def __init__(self, vocab_size: int, width: int, mesh: Mesh, *, tied: bool = False) -> None:
         super().__init__()
         self.axis = mesh["tp"]
-        rows, placement = vocab_placement(vocab_size, self.axis.size)
+        rows, placement = vocab_placement(vocab_size, self.axis.size, tied=tied)
         self.weight = nn.Parameter(torch.empty(rows, width))
         self.placements = {"weight": placement}
 

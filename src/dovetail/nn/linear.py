@@ -4,7 +4,12 @@ ColumnLinear   forward  y = all_gather(x) w.T       [t, D] -> [T, out / tp]
                backward dx = reduce_scatter(dy w)
 RowLinear      forward  y = reduce_scatter(x w.T)   [T, in / tp] -> [t, D]
                backward dx = all_gather(dy) w
+
+Both backwards also give dw = dy.T x, at once or, where a pipeline schedule wants it, later: see `Linear`.
 """
+
+from collections import deque
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +20,56 @@ from dovetail.mesh import Mesh
 from dovetail.placement import Part, Placement, Split
 
 
-class ColumnLinear(nn.Module):
+class Linear(nn.Module):
+    """A product whose weight gradient may wait: what both parallel layers are.
+
+    With `split`, a backward pass while `waits` leaves the weight's gradient out, and `add_weight_gradient` adds it for
+    the micro-batch that has waited longest. `weight` must be the same tensor until then (FSDP2: gathered). No collectives.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split = self.waits = False
+        self.waiting: deque[tuple[Tensor, Tensor]] = deque()  # dy [T, out] and x [T, in]
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x w.T + bias."""
+        if not (self.split and torch.is_grad_enabled()):
+            return F.linear(x, self.weight, bias)
+        y: Tensor = _SplitProduct.apply(x, self.weight, self)
+        return y if bias is None else y + bias
+
+    def add_weight_gradient(self) -> None:
+        """The gradient that has waited longest, summed into `weight.grad`."""
+        dy, x = self.waiting.popleft()
+        with torch.no_grad():
+            if self.weight.grad is None:
+                self.weight.grad = dy.T @ x
+            else:
+                self.weight.grad.addmm_(dy.T, x)
+
+
+class _SplitProduct(torch.autograd.Function):
+    """forward: y = x w.T. backward: dx = dy w; dw = dy.T x, or none while the layer waits. No collectives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Linear) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (dy,), (x, weight) = grads, ctx.saved_tensors
+        if ctx.layer.waits:
+            ctx.layer.waiting.append((dy, x))
+            return dy @ weight, None, None
+        return dy @ weight, dy.T @ x, None
+
+
+class ColumnLinear(Linear):
     """[t, D] -> one [T, out_i / tp] for every part. Gathers tokens, splits output features.
 
     `parts` maps checkpoint names to (number of units, unit length): heads are never cut through. Fewer units than
@@ -37,10 +91,10 @@ class ColumnLinear(nn.Module):
         self.placements = dict.fromkeys(("weight", "bias"), Placement((Split(0, "tp", tuple(cut)),)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return F.linear(all_gather(x, self.axis), self.weight, self.bias).split(self.lengths, dim=-1)
+        return self.product(all_gather(x, self.axis), self.bias).split(self.lengths, dim=-1)
 
 
-class RowLinear(nn.Module):
+class RowLinear(Linear):
     """[T, in / tp] -> [t, D]. Splits input features, sums over ranks and scatters tokens.
 
     The bias is added once, to this rank's tokens, so its gradient is partial.
@@ -58,5 +112,5 @@ class RowLinear(nn.Module):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        y = reduce_scatter(F.linear(x, self.weight), self.axis)
+        y = reduce_scatter(self.product(x, None), self.axis)
         return y if self.bias is None else y + self.bias

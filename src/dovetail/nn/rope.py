@@ -16,15 +16,21 @@ from dovetail.errors import ModelError
 from dovetail.kernels.reference import wide
 
 
-def rope_tables(spec: RopeSpec, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    spec: RopeSpec, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype, at: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """cos and sin, [T, R / 2] in `dtype`, for packed positions [T]; computed in float32 or wider, once a forward pass.
 
     lengths: how many of the T tokens each sequence has. Only kind `dynamic` reads them: its frequencies follow each
-    sequence's own length, never its neighbors'.
+    sequence's own length, never its neighbors'. at [t]: the tokens that are wanted; default: all.
     """
+    if at is not None:
+        positions = positions[at]
     if spec.kind == "dynamic" and lengths:
         rows = torch.stack([inverse_frequencies(spec, wide(dtype), length) for length in lengths])
         frequencies = rows.repeat_interleave(torch.tensor(lengths), dim=0)
+        if at is not None:
+            frequencies = frequencies[at.to(frequencies.device)]
     else:
         frequencies = inverse_frequencies(spec, wide(dtype))
     angles = positions.to(wide(dtype))[:, None] * frequencies.to(positions.device)

@@ -79,9 +79,9 @@ def _alternate(schedule: str, rank: int, ranks: int, virtual: int, micros: int) 
     mine = range(rank, ranks * virtual, ranks)
     forwards = [Action("forward", stage, micro) for group in groups for stage in mine for micro in group]
     backwards = [Action("backward", stage, micro) for group in groups for stage in reversed(mine) for micro in group]
-    ahead = ranks - 1 - rank  # the ranks that a micro-batch still has to pass, and its gradient to come back
-    if virtual > 1:
-        ahead = 2 * ahead + (virtual - 1) * ranks  # no waiting on the way back, and the rounds before the last stage
+    ahead = ranks - 1 - rank  # the ranks that a micro-batch still has to pass
+    if virtual > 1:  # the rounds before the last stage; and twice that way, so that what is sent has time to arrive
+        ahead = 2 * ahead + (virtual - 1) * ranks
     if schedule in ("forward", "gpipe"):
         ahead = len(forwards)
     order = forwards[:ahead]
@@ -96,10 +96,9 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
     """Time runs, and a rank that is free takes up the most urgent action that could start now.
 
     First what another rank waits for: a gradient for the stage before, then a forward, as long as at most `ranks`
-    micro-batches live (as on 1f1b's first rank); last a weight gradient. A stage's last backward, in which gradients
-    are synchronized, is whole and ends the rank's work. Each stage's waits for that of the next, so with P equal
-    stages a step takes at least (P - 1) forwards, a rank's whole work and (P - 1) whole backwards: no less than 1f1b.
-    What is won is the waiting between unequal stages. Where even so this order is slower, the plan is 1f1b's.
+    micro-batches live (as on 1f1b's first rank); last a weight gradient. No backward is whole: one that ended the rank's
+    work would make the ranks end one after the other, and with equal stages a step would take 1f1b's time. Gradients are
+    therefore synchronized after the plan. Where this order is no faster, the plan is 1f1b's.
     """
     plan: list[list[Action]] = [[] for _ in range(ranks)]
     ended = {kind: [0] * ranks for kind in ("forward", "input", "weight")}  # on a rank, all three go micro by micro
@@ -107,10 +106,7 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
     def most_urgent(rank: int) -> Kind | None:
         forwards, inputs, weights = ended["forward"][rank], ended["input"][rank], ended["weight"][rank]
         if inputs < forwards and (rank == ranks - 1 or inputs < ended["input"][rank + 1]):
-            if inputs < micros - 1:
-                return "input"
-            if weights == micros - 1:
-                return "backward"
+            return "input"
         if forwards < micros and forwards - weights < ranks and (rank == 0 or forwards < ended["forward"][rank - 1]):
             return "forward"
         return "weight" if weights < inputs else None
@@ -119,8 +115,7 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
     while True:
         for rank in sorted(free):
             if kind := most_urgent(rank):
-                micro = ended["input" if kind == "backward" else kind][rank]
-                plan[rank].append(Action(kind, rank, micro))
+                plan[rank].append(Action(kind, rank, ended[kind][rank]))
                 heapq.heappush(running, (now + costs.of(kind, rank), rank, kind))
                 free.remove(rank)
         if not running:
@@ -129,10 +124,9 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
         while running and running[0][0] == now:
             _, rank, kind = heapq.heappop(running)
             free.add(rank)
-            for half in ("input", "weight") if kind == "backward" else (kind,):
-                ended[half][rank] += 1
+            ended[kind][rank] += 1
     found, alternate = tuple(map(tuple, plan)), make_plan("1f1b", ranks, 1, micros)
-    return found if simulate(found, costs).total <= simulate(alternate, costs).total else alternate
+    return found if simulate(found, costs).total < simulate(alternate, costs).total else alternate
 
 
 class PlanError(AssertionError):
@@ -166,41 +160,42 @@ def simulate(plan: Plan, costs: Costs = UNIT) -> Timeline:
     start: list[list[float]] = [[] for _ in plan]
     finish: list[list[float]] = [[] for _ in plan]
     ended: dict[Need, float] = {}
-    waiting: dict[Need, int] = {}  # the rank that goes on when this has ended
+    waiting: dict[Need, int] = {}  # the rank that goes on when this has ended; no two can wait for the same and go on
     ready = list(range(len(plan)))
     while ready:
         rank = ready.pop()
         now = finish[rank][-1] if finish[rank] else 0.0
         for index in range(len(finish[rank]), len(plan[rank])):
             kind, stage, micro = plan[rank][index]
-            needs = _needs(kind, stage, micro, stages)
-            missing = [need for need in needs if need not in ended]
-            if missing:
-                waiting[missing[0]] = rank
+            need = _need(kind, stage, micro, stages)
+            if need and need not in ended:
+                waiting[need] = rank
                 break
-            start[rank].append(max([now, *map(ended.__getitem__, needs)]))
-            now = start[rank][-1] + times[kind][stage]
+            now = max(now, ended[need]) if need else now
+            start[rank].append(now)
+            now += times[kind][stage]
             finish[rank].append(now)
             if kind != "weight":
                 done = ("forward" if kind == "forward" else "input", stage, micro)
                 ended[done] = now
                 if done in waiting:
                     ready.append(waiting.pop(done))
-    if stuck := [f"rank {r} at {a[len(f)]}" for r, (a, f) in enumerate(zip(plan, finish, strict=True)) if a[len(f) :]]:
-        raise PlanError(f"the plan deadlocks: {'; '.join(stuck)}")
+    left = [actions[len(ends) :] for actions, ends in zip(plan, finish, strict=True)]
+    if any(left):
+        stuck = "; ".join(f"rank {rank} at {actions[0]}" for rank, actions in enumerate(left) if actions)
+        raise PlanError(f"the plan deadlocks: {stuck}")
     busy = tuple(sum(times[kind][stage] for kind, stage, _ in actions) for actions in plan)
     total = max(ends[-1] for ends in finish)
     return Timeline(tuple(map(tuple, start)), tuple(map(tuple, finish)), total, busy, tuple(map(_most_live, plan)))
 
 
-def _needs(kind: Kind, stage: int, micro: int, stages: int) -> tuple[Need, ...]:
-    """What has to end before an action can start."""
+def _need(kind: Kind, stage: int, micro: int, stages: int) -> Need | None:
+    """What has to end before an action can start, if anything. What that in turn needed has ended before it."""
     if kind == "forward":
-        return (("forward", stage - 1, micro),) if stage else ()
+        return ("forward", stage - 1, micro) if stage else None
     if kind == "weight":
-        return (("input", stage, micro),)
-    own = ("forward", stage, micro)
-    return (own, ("input", stage + 1, micro)) if stage + 1 < stages else (own,)
+        return ("input", stage, micro)
+    return ("input", stage + 1, micro) if stage + 1 < stages else ("forward", stage, micro)
 
 
 def _most_live(actions: tuple[Action, ...]) -> int:

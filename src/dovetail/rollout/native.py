@@ -15,7 +15,7 @@ from torch import Tensor
 from dovetail.arch.spec import ArchSpec
 from dovetail.batch import cumulative, plan_microbatches
 from dovetail.comm import all_gather, stack_over, sum_over
-from dovetail.errors import CheckpointError, DataError, LayoutError, ModelError, listing
+from dovetail.errors import CheckpointError, DataError, ModelError, listing
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
@@ -38,7 +38,10 @@ COMPACT_BELOW = 0.75
 
 
 class NativeSampler:
-    """A decoder in the compute dtype under its own layout (tp, dp). Implements `Sampler`; every call is collective."""
+    """A decoder in the compute dtype under its own layout: tp, and replicas over dp x cp. Implements `Sampler`.
+
+    Every call is collective.
+    """
 
     def __init__(
         self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype, *, max_tokens: int = MAX_TOKENS
@@ -47,8 +50,7 @@ class NativeSampler:
 
         It bounds the prompts that are computed together, too. An entry takes 2 G C numbers a layer.
         """
-        if mesh["pp"].size > 1 or mesh["cp"].size > 1:
-            raise LayoutError(f"rollout layout {mesh.layout}: the sampler runs on tp and dp; set pp and cp to 1")
+        assert mesh["pp"].size == 1, "build.sampling makes pipeline ranks tensor-parallel ones"
         self.spec, self.mesh, self.kernels, self.dtype, self.max_tokens = spec, mesh, kernels, dtype, max_tokens
         self.model = _empty_decoder(spec, mesh, kernels, dtype)
         self._filled = False
@@ -92,9 +94,9 @@ class NativeSampler:
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         """`params.samples` completions of every prompt, ordered by prompt, then sample."""
         self._check(prompts, params)
-        dp, new = self.mesh["dp"], params.max_new_tokens
+        replicas, new = self.mesh["fsdp"], params.max_new_tokens
         costs = [len(prompt.ids) + params.samples * new for prompt in prompts]
-        dealt = plan_microbatches(costs, dp.size, None, width=self.spec.width)[dp.rank]
+        dealt = plan_microbatches(costs, replicas.size, None, width=self.spec.width)[replicas.rank]
         mine = {i: len(prompts[i].ids) for batch in dealt for i in batch}
         found = _Found(len(prompts) * params.samples, new, self.mesh.device)
         for wave in plan_waves(mine, params.samples, new, self.max_tokens):
@@ -226,12 +228,12 @@ class _Found:
         self.counts[slots] += alive.long()
 
     def completions(self, prompts: Sequence[Prompt], params: SamplingParams, mesh: Mesh) -> list[Completion]:
-        """Everybody's completions, on every rank: three sums over dp, no wider than the longest completion."""
-        dp = mesh["dp"]
-        counts: list[int] = sum_over(self.counts, dp).tolist()
+        """Everybody's completions, on every rank: three sums over the replicas, no wider than the longest completion."""
+        replicas = mesh["fsdp"]
+        counts: list[int] = sum_over(self.counts, replicas).tolist()
         longest = max(counts, default=0)
-        ids = sum_over(self.ids[:, :longest], dp).tolist()
-        log_probs = sum_over(self.log_probs[:, :longest], dp).tolist()
+        ids = sum_over(self.ids[:, :longest], replicas).tolist()
+        log_probs = sum_over(self.log_probs[:, :longest], replicas).tolist()
         done = []
         for slot, count in enumerate(counts):
             index, sample = divmod(slot, params.samples)

@@ -1,0 +1,126 @@
+"""What the tokens of one micro-batch attend to when a whole batch is computed: alone, or cut over the cp axis.
+
+Under context parallelism a layer's queries, keys and values come as this rank's tokens [t, heads, C]:
+
+    ulysses   all_to_all: some tokens of all heads -> all the group's tokens of some heads; its inverse for the output
+    gather    all_gather of keys and values over the lines; queries stay
+    product   both, in this order; each mode is the product with the other axis of size 1
+
+A line's queries are two chunks of the batch. A chunk's keys are one contiguous stretch, from the start of the sequence
+that its first token belongs to up to its own end, so each is one call of packed, bottom-right causal attention.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dovetail.arch.spec import RopeSpec
+from dovetail.batch import MicroBatch, Share, cumulative
+from dovetail.comm import gather_in_order, heads_to_tokens, tokens_to_heads
+from dovetail.kernels.reference import Spans
+from dovetail.kernels.registry import KernelSet
+from dovetail.mesh import ContextAxes, Mesh
+from dovetail.nn.rope import rope_tables
+
+
+@dataclass(frozen=True)
+class PackedContext:
+    """Every token attends to its own sequence, up to itself; all tokens are here."""
+
+    cos: Tensor
+    sin: Tensor
+    spans: Spans
+    kernels: KernelSet
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        return self.kernels.attention(q, k, v, self.spans, self.spans, window)
+
+
+class Chunk(NamedTuple):
+    """Some neighboring queries and the stretch of keys that they see, cut into the sequences they belong to."""
+
+    queries: slice
+    keys: slice
+    q_spans: Spans
+    k_spans: Spans
+
+
+@dataclass(frozen=True)
+class SharedContext:
+    """Every token attends to its own sequence, up to itself; each rank of cp has some of the tokens."""
+
+    cos: Tensor
+    sin: Tensor
+    chunks: tuple[Chunk, ...]
+    axes: ContextAxes
+    kernels: KernelSet
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        q, k, v = self._all_tokens(q, k, v)
+        kv = _in_token_order(gather_in_order(torch.cat((k, v), dim=1), self.axes.gather), self.axes.gather.size)
+        k, v = kv.chunk(2, dim=1)
+        out = [
+            self.kernels.attention(q[chunk.queries], k[chunk.keys], v[chunk.keys], chunk.q_spans, chunk.k_spans, window)
+            for chunk in self.chunks
+        ]
+        return heads_to_tokens(out[0] if len(out) == 1 else torch.cat(out), self.axes.ulysses)
+
+    def _all_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Some heads of all tokens of the Ulysses group, in one exchange. Too few KV heads are repeated."""
+        size = self.axes.ulysses.size
+        if size == 1:
+            return q, k, v
+        if (repeats := size // k.shape[1]) > 1:
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        parts = [x.unflatten(1, (size, -1)) for x in (q, k, v)]
+        heads = [part.shape[2] for part in parts]
+        return tokens_to_heads(torch.cat(parts, dim=2).flatten(1, 2), self.axes.ulysses).split(heads, dim=1)
+
+
+def context_of(
+    micro: MicroBatch, rope: RopeSpec, dtype: torch.dtype, mesh: Mesh, kernels: KernelSet
+) -> PackedContext | SharedContext:
+    """The context of this rank's tokens of a micro-batch."""
+    batch, share = micro.batch, micro.share
+    if share.size == 1:
+        cos, sin = rope_tables(rope, batch.positions, batch.lengths, dtype)
+        return PackedContext(cos, sin, Spans(batch.cu_seqlens, batch.lengths), kernels)
+    cos, sin = rope_tables(rope, batch.positions, batch.lengths, dtype, micro.order)
+    chunks = cut_chunks(batch.lengths, share, batch.tokens.device)
+    return SharedContext(cos, sin, chunks, mesh.context[share.ulysses], kernels)
+
+
+def cut_chunks(lengths: Sequence[int], share: Share, device: torch.device) -> tuple[Chunk, ...]:
+    """The chunks of queries of one rank, for packed sequences of these lengths: two, or one that is everything."""
+    ends = cumulative(lengths).tolist()
+    if share.lines == 1:
+        spans = Spans(cumulative(lengths).to(device), tuple(lengths))
+        return (Chunk(slice(0, ends[-1]), slice(0, ends[-1]), spans, spans),)
+    size = ends[-1] // (2 * share.lines)
+    found = []
+    for at, chunk in enumerate(share.chunks):
+        start, stop = chunk * size, (chunk + 1) * size
+        inside = [(a, b) for a, b in pairwise(ends) if a < stop and b > start]
+        queries = tuple(min(b, stop) - max(a, start) for a, b in inside)
+        keys = tuple(min(b, stop) - a for a, b in inside)
+        found.append(
+            Chunk(
+                slice(at * size, (at + 1) * size),
+                slice(inside[0][0], stop),
+                Spans(cumulative(queries).to(device), queries),
+                Spans(cumulative(keys).to(device), keys),
+            )
+        )
+    return tuple(found)
+
+
+def _in_token_order(x: Tensor, lines: int) -> Tensor:
+    """[line 0's two chunks, line 1's, ...] -> the tokens as they lie in the batch."""
+    if lines == 1:
+        return x
+    chunks = x.chunk(2 * lines)
+    return torch.cat((*chunks[0::2], *reversed(chunks[1::2])))

@@ -1,0 +1,220 @@
+"""The proof harness: a case (model, layout, batch, loss, accumulation) computed on its layout is what one rank computes.
+
+Compared in float64 are log-probs and entropies, or values; loss and metrics; the global gradient norm; every parameter's
+gradient; and the parameters after the step. With beta1 = 0 AdamW's first moment is the clipped gradient itself, so one
+real `train_step` shows all of it. The first rank's results stand in a file that the ranks of all layouts read.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from dovetail.batch import PackedBatch
+from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.engine.native import NativeEngine
+from dovetail.layout import Layout
+from dovetail.optim.optimizer import OptimSettings
+from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
+from tests.parity.configs import VOCAB, tiny_model
+from tests.probe import gradients, parameters
+from tests.tolerances import tensor_error, worst_error, worst_ratio
+
+DEPTH = 9  # no pp divides it
+STEP = OptimSettings(lr=1e-3, betas=(0.0, 0.95), eps=1e-4, weight_decay=0.1, clip_norm=0.05)
+
+RECIPES = {
+    "ragged": (7, 1, 19, 2, 1, 33, 5, 11, 1),
+    "ones": (1, 1, 1, 1, 2),  # all but nothing to predict, and fewer counted tokens than ranks
+    "giant": (61,),  # one sequence: all replicas but one are empty
+    "few": (4, 13, 3),
+}
+LOSSES: dict[str, Any] = {
+    "sft": SFTLoss(),
+    "grpo": PolicyLoss(clip_high=0.28, kl_coef=0.05, kl_estimator="k3"),
+    "ppo": PolicyLoss(dual_clip=3.0, entropy_coef=0.01, kl_coef=0.1, kl_estimator="k2"),
+    "gspo": PolicyLoss(clip_low=0.03, clip_high=0.04, ratio="sequence"),
+    "value": ValueLoss(clip=0.1),
+}
+AGGREGATIONS = {"sft": "token", "grpo": "sequence", "ppo": "token", "gspo": "sequence", "value": "token"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is computed. `accumulation`: least number of micro-batches that a replica's tokens are cut into, about."""
+
+    model: str
+    recipe: str = "ragged"
+    loss: str = "grpo"
+    accumulation: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.recipe}-{self.loss}-{self.accumulation}"
+
+    @property
+    def alone(self) -> "Case":
+        """The case whose result on one rank this one is compared with."""
+        return replace(self, accumulation=1)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How far a case on a layout is from one rank: tensor errors as tests/tolerances.py defines them."""
+
+    output: float
+    loss: float
+    norm: float
+    grad: float
+    ratio: float
+    trained: float
+    stray: float  # between ranks that hold the same piece
+
+    @property
+    def worst(self) -> float:
+        return max(self.output, self.loss, self.norm, self.grad, self.trained)
+
+
+def models() -> dict[str, PreTrainedConfig]:
+    """Nine layers each: all families, biases, tied tables, windows, KV heads that are shared, copied and odd in number."""
+    mixed = ["sliding_attention", "full_attention", "full_attention"] * 3
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    return {
+        "llama": _tiny(LlamaConfig, attention_bias=True, mlp_bias=True),
+        "llama_dynamic": _tiny(LlamaConfig, max_position_embeddings=16, rope_parameters=dynamic, num_key_value_heads=8),
+        "llama_odd": _tiny(LlamaConfig, hidden_size=36, num_attention_heads=12, num_key_value_heads=6, head_dim=4),
+        "mistral": _tiny(MistralConfig, sliding_window=5, num_key_value_heads=1),
+        "qwen2_tied": _tiny(Qwen2Config, tie_word_embeddings=True),
+        "qwen3": _tiny(Qwen3Config, head_dim=8, num_key_value_heads=4),
+        "qwen3_window": _tiny(
+            Qwen3Config,
+            head_dim=8,
+            use_sliding_window=True,
+            sliding_window=5,
+            layer_types=mixed,
+            tie_word_embeddings=True,
+        ),
+    }
+
+
+def layouts(ranks: int, *, virtual: bool = True) -> list[Layout]:
+    """All factorizations of a number of ranks over tp x pp x cp x dp, each pp also with two stages a rank and split."""
+    found = []
+    for tp, pp, cp, dp in product(*[[1, 2, 4, 8]] * 4):
+        if tp * pp * cp * dp == ranks:
+            plain = Layout(tp=tp, pp=pp, cp=cp, dp=dp)
+            found.append(plain)
+            if pp > 1 and virtual:
+                found.append(replace(plain, schedule="zero_bubble"))
+            if 1 < pp <= DEPTH // 2 and virtual:
+                found.append(replace(plain, virtual_stages=2, schedule="interleaved"))
+    return found
+
+
+def name_of(layout: Layout) -> str:
+    """A layout as a test's name."""
+    extras = [layout.schedule] * (layout.schedule != "1f1b") + [layout.cp_mode] * (layout.cp_mode != "auto")
+    return ",".join([str(layout), *extras, *([f"v={layout.virtual_stages}"] * (layout.virtual_stages > 1))])
+
+
+def write_models(folder: Path, names: Iterable[str]) -> None:
+    """Random checkpoints; a critic's lies beside its policy's."""
+    for name in names:
+        for values in (False, True):
+            tiny_model(models()[name], values=values).save_pretrained(folder / name / ("value" if values else "lm"))
+
+
+def write_alone(folder: str, cases: Iterable[Case]) -> None:
+    """What one rank gives for each case, all tokens at once, as files."""
+    for case in cases:
+        torch.save(compute(folder, case, Layout())[0], _file(folder, case))
+
+
+def compare(folder: str, layout: Layout, cases: Iterable[Case]) -> dict[Case, Figures]:
+    """Each case on a layout against its file."""
+    return {case: _figures(*compute(folder, case, layout), torch.load(_file(folder, case.alone))) for case in cases}
+
+
+def compute(
+    folder: str, case: Case, layout: Layout, dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, Any], float]:
+    """Everything that a case shows, and by how much ranks disagree on what several of them hold."""
+    batch, loss = make_batch(case, dtype), LOSSES[case.loss]
+    engine = _engine(folder, case, layout, batch, dtype)
+    outputs = [engine.values(batch)] if case.loss == "value" else list(engine.score(batch))
+    report = engine.train_step(batch, loss)
+    grads, stray = gradients(engine)
+    trained, drift = parameters(engine)
+    numbers = {"loss": report.loss, **report.metrics}
+    found = {"outputs": outputs, "numbers": numbers, "norm": report.grad_norm, "grads": grads, "trained": trained}
+    return found, max(stray, drift)
+
+
+def make_batch(case: Case, dtype: torch.dtype) -> PackedBatch:
+    """Random sequences, with a mask that has holes and every field that the losses read."""
+    draw = torch.Generator().manual_seed(3)
+    batch = PackedBatch.pack([torch.randint(VOCAB, (n,), generator=draw) for n in RECIPES[case.recipe]])
+    mask = batch.mask & (torch.rand(len(batch), generator=draw) < 0.8)
+    random = partial(torch.randn, len(batch), generator=draw, dtype=torch.float64)
+    near = -4.9 + 0.02 * random()  # of log-probs over VOCAB: ratios on both sides of every clip
+    fields = {
+        "temperature": 0.5 + torch.rand(len(batch), generator=draw, dtype=torch.float64),
+        "advantage": random(),
+        "old_logprob": near,
+        "reference_logprob": near + 0.1 * random(),
+        "old_value": random(),
+        "return": random(),
+    }
+    batch = batch.with_mask(mask).with_fields(**{name: x.to(dtype) for name, x in fields.items()})
+    aggregation: Any = AGGREGATIONS[case.loss]
+    return batch.with_fields(**weight_fields(batch, aggregation))
+
+
+def _engine(folder: str, case: Case, layout: Layout, batch: PackedBatch, dtype: torch.dtype) -> NativeEngine:
+    budget = None
+    if case.accumulation > 1:
+        multiple = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+        share = len(batch) // ((layout.dp or 1) * case.accumulation)
+        budget = -(-max(share, *batch.lengths) // multiple) * multiple
+    head: Any = "value" if case.loss == "value" else "lm"
+    options = EngineOptions(optim=STEP, tokens_per_batch=budget)
+    path = Path(folder) / case.model / head
+    return from_pretrained(path, layout=layout, dtype=dtype, head=head, device="cpu", options=options)
+
+
+def _figures(found: dict[str, Any], stray: float, expected: dict[str, Any]) -> Figures:
+    numbers = [abs(found["numbers"][key] - x) / max(1.0, abs(x)) for key, x in expected["numbers"].items() if x == x]
+    outputs = [tensor_error(a, b) for a, b in zip(found["outputs"], expected["outputs"], strict=True)]
+    norm = expected["norm"]
+    return Figures(
+        output=max(outputs),
+        loss=max(numbers, default=0.0),
+        norm=abs(found["norm"] - norm) / norm if norm else abs(found["norm"]),
+        grad=worst_error(found["grads"], expected["grads"])[0],
+        ratio=worst_ratio(found["grads"], expected["grads"])[0],
+        trained=worst_error(found["trained"], expected["trained"])[0],
+        stray=stray,
+    )
+
+
+def _file(folder: str, case: Case) -> Path:
+    return Path(folder) / f"{case}.pt"
+
+
+def _tiny(kind: type[PreTrainedConfig], **options: Any) -> PreTrainedConfig:
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": DEPTH,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return kind(**{**shape, **options})
