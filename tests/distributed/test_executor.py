@@ -137,14 +137,14 @@ def test_every_schedule_gives_the_values_of_one_process(ranks: int) -> None:
         virtual: [make_plan(name, ranks, virtual, n) for name in SCHEDULES for n in micros] for virtual in (1, 2, 3)
     }
     plans[1] += [make_plan("zero_bubble", ranks, 1, n) for n in micros]
-    run(ranks, check_all, ranks, plans, timeout=60.0)
+    run(ranks, check_all, ranks, plans)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_random_plans_give_the_values_of_one_process(ranks: int) -> None:
     micros = (1, 5, len(TOKENS))
     plans = {virtual: [any_plan(ranks, virtual, n, seed=n) for n in micros] for virtual in (1, 2, 3)}
-    run(ranks, check_all, ranks, plans, timeout=60.0)
+    run(ranks, check_all, ranks, plans)
 
 
 def in_the_receivers_order(plan: Plan, rank: int, *, gradient: bool) -> list[executor.Message]:
@@ -231,10 +231,10 @@ class Sleeper:
 
 
 def best_time(plan: Plan, virtual: int, costs: Costs, enough: float) -> float:
-    """The seconds from the first rank's start to the last one's end: the least of three tries, or of those needed."""
+    """The seconds from the first rank's start to the last one's end: the least of five tries, or of those needed."""
     mesh, best = Mesh.build(Layout(pp=len(plan), virtual_stages=virtual)), float("inf")
     executor.connect(mesh)
-    for _ in range(3):
+    for _ in range(5):
         dist.barrier()
         start = time.monotonic()
         executor.run(plan, Sleeper(executor.num_stages(plan), costs), mesh)
@@ -251,8 +251,8 @@ def best_time(plan: Plan, virtual: int, costs: Costs, enough: float) -> float:
 def test_stages_that_sleep_take_the_simulated_time(schedule: str, virtual: int, ranks: int) -> None:
     """Stages of different lengths, the last one longest, in no other order than the simulation's."""
     stages = ranks * virtual
-    forward = tuple(0.02 / virtual * (1.5 if stage == stages - 1 else 1.0) for stage in range(stages))
-    costs = Costs(forward, input=0.02 / virtual, weight=0.02 / virtual)
+    forward = tuple(0.03 if stage == stages - 1 else 0.02 for stage in range(stages))  # seconds
+    costs = Costs(forward, input=0.02, weight=0.02)
     plan = make_plan(schedule, ranks, virtual, 8, costs)
     expected = simulate(plan, costs).total
     (found, *_) = run(ranks, best_time, plan, virtual, costs, expected * (1 + BUBBLE))
