@@ -75,14 +75,14 @@ def test_a_vocabulary_need_not_divide(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_cut_names_the_nearest_that_can(layout: str, words: str, tmp_path: Path) -> None:
     """Before any weight is read: there are none."""
-    sizes = {
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "hidden_size": 56,
-        "head_dim": 4,
-        "intermediate_size": 32,
-    }
-    model = make_model(tmp_path / "model", **sizes)
+    model = make_model(
+        tmp_path / "model",
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        hidden_size=56,
+        head_dim=4,
+        intermediate_size=32,
+    )
     (model / "model.safetensors").write_bytes(b"not weights")
     told = told_by(4, layout, model, tmp_path)
     assert words in told, told

@@ -1,0 +1,104 @@
+"""Every layout of 1, 2, 4 and 8 ranks over tp x pp x cp x dp equals one rank, in float64 to the order of sums.
+
+`make test` runs some cases on every factorization; `make soak` all cases on all of them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle, product
+from pathlib import Path
+
+import pytest
+
+from dovetail.arch.registry import spec_from_config
+from dovetail.build.engine import check_layout
+from dovetail.errors import LayoutError
+from dovetail.layout import Layout
+from tests.distributed.matrix import LOSSES, RECIPES, Case, compare, layouts, models, name_of, write_alone, write_models
+from tests.harness import run
+from tests.tolerances import GRAD_RATIO_FP32, SUM_ORDER
+
+ALL_CASES = tuple(Case(*each) for each in product(models(), RECIPES, LOSSES, (1, 3)))
+EXTRA = (  # what the factorizations leave out: modes that are not the default, splits by hand, more stages
+    Layout(cp=2, cp_mode="gather"),
+    Layout(cp=4, cp_mode="gather", dp=2),
+    Layout(cp=8, cp_mode="gather"),
+    Layout(cp=4, cp_mode="product", tp=2),
+    Layout(cp=8, cp_mode="product"),
+    Layout(cp=4, cp_mode="ulysses"),
+    Layout(pp=2, pp_split=(1, 8)),
+    Layout(pp=2, schedule="gpipe", cp=2),
+    Layout(pp=2, virtual_stages=4, schedule="interleaved"),
+    Layout(pp=2, virtual_stages=2, schedule="gpipe", dp=2),
+    Layout(pp=4, virtual_stages=2, pp_split=(1, 1, 1, 2, 1, 1, 1, 1)),
+)
+
+
+def fits(case: Case, layout: Layout) -> bool:
+    """Whether the case's model can be cut that way; what cannot is refused, which is tested elsewhere."""
+    try:
+        check_layout(spec_from_config(models()[case.model].to_dict()), layout)
+    except LayoutError:
+        return False
+    return True
+
+
+def every_layout() -> list[Layout]:
+    return [layout for ranks in (1, 2, 4, 8) for layout in layouts(ranks)] + list(EXTRA)
+
+
+def selection() -> Iterator[tuple[Layout, tuple[Case, ...]]]:
+    """Two cases a layout, one of eight ranks. A stride prime to their number takes all in turn, neighbors far apart."""
+    order = cycle([ALL_CASES[i * 67 % len(ALL_CASES)] for i in range(len(ALL_CASES))])
+    for layout in every_layout():
+        fitting = (case for case in order if fits(case, layout))
+        yield layout, tuple(next(fitting) for _ in range(1 if layout.num_ranks == 8 else 2))
+
+
+SELECTED = tuple(selection())
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("matrix")
+    write_models(folder, models())
+    return folder
+
+
+def check(folder: Path, layout: Layout, cases: tuple[Case, ...]) -> None:
+    alone = tuple(dict.fromkeys(case.alone for case in cases if not (folder / f"{case.alone}.pt").exists()))
+    run(1, write_alone, str(folder), alone)
+    for rank, found in enumerate(run(layout.num_ranks, compare, str(folder), layout, cases)):
+        for case, figures in found.items():
+            told = f"{case} on rank {rank}: {figures}"
+            assert figures.worst <= SUM_ORDER, told
+            assert figures.ratio <= GRAD_RATIO_FP32, told
+            assert figures.stray == 0.0, told
+
+
+@pytest.mark.parametrize(("layout", "cases"), SELECTED, ids=[name_of(layout) for layout, _ in SELECTED])
+def test_equals_one_rank(folder: Path, layout: Layout, cases: tuple[Case, ...]) -> None:
+    check(folder, layout, cases)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("model", models())
+@pytest.mark.parametrize("layout", every_layout(), ids=name_of)
+def test_whole_matrix(folder: Path, layout: Layout, model: str) -> None:
+    cases = tuple(case for case in ALL_CASES if case.model == model and fits(case, layout))
+    if not cases:
+        pytest.skip("the model cannot be cut that way")
+    check(folder, layout, cases)
+
+
+def test_the_selection_is_wide() -> None:
+    """Sixty cases and more; each model, batch, loss and accumulation on layouts of each kind."""
+    cases = [(layout, case) for layout, cases in SELECTED for case in cases]
+    assert len(cases) >= 60
+    for axis in ("tp", "pp", "cp", "dp"):
+        cut = [case for layout, case in cases if getattr(layout, axis) > 1]
+        assert {case.model for case in cut} >= set(models()) - {"llama_odd"}
+        assert {case.recipe for case in cut} == set(RECIPES)
+        assert {case.loss for case in cut} == set(LOSSES)
+        assert {case.accumulation for case in cut} == {1, 3}
+    assert len({replace(layout, schedule="1f1b", virtual_stages=1) for layout, _ in cases}) >= 35
