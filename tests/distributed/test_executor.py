@@ -132,7 +132,7 @@ def check_all(ranks: int, plans: dict[int, list[Plan]]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_every_schedule_gives_the_values_of_one_process(ranks: int) -> None:
-    micros = (1, 5, len(TOKENS))
+    micros = (1, 7)
     plans = {
         virtual: [make_plan(name, ranks, virtual, n) for name in SCHEDULES for n in micros] for virtual in (1, 2, 3)
     }
@@ -231,10 +231,10 @@ class Sleeper:
 
 
 def best_time(plan: Plan, virtual: int, costs: Costs, enough: float) -> float:
-    """The seconds from the first rank's start to the last one's end: the least of three tries, or of those needed."""
+    """The seconds from the first rank's start to the last one's end: the least of five tries, or of those needed."""
     mesh, best = Mesh.build(Layout(pp=len(plan), virtual_stages=virtual)), float("inf")
     executor.connect(mesh)
-    for _ in range(3):
+    for _ in range(5):
         dist.barrier()
         start = time.monotonic()
         executor.run(plan, Sleeper(executor.num_stages(plan), costs), mesh)
@@ -251,8 +251,8 @@ def best_time(plan: Plan, virtual: int, costs: Costs, enough: float) -> float:
 def test_stages_that_sleep_take_the_simulated_time(schedule: str, virtual: int, ranks: int) -> None:
     """Stages of different lengths, the last one longest, in no other order than the simulation's."""
     stages = ranks * virtual
-    forward = tuple(0.02 / virtual * (1.5 if stage == stages - 1 else 1.0) for stage in range(stages))
-    costs = Costs(forward, input=0.02 / virtual, weight=0.02 / virtual)
+    forward = tuple(0.03 if stage == stages - 1 else 0.02 for stage in range(stages))  # seconds
+    costs = Costs(forward, input=0.02, weight=0.02)
     plan = make_plan(schedule, ranks, virtual, 8, costs)
     expected = simulate(plan, costs).total
     (found, *_) = run(ranks, best_time, plan, virtual, costs, expected * (1 + BUBBLE))
@@ -260,15 +260,28 @@ def test_stages_that_sleep_take_the_simulated_time(schedule: str, virtual: int, 
 
 
 def most_held(plan: Plan) -> int:
-    """The most sent tensors that this rank holds at a time; on the way, every next receive is found under way."""
+    """The most sent tensors that this rank holds at a time. On the way: which receives are under way, and which not."""
     mesh, held = Mesh.build(Layout(pp=len(plan))), [0]
-    needs = [executor.needed(action, len(plan)) for action in plan[mesh["pp"].rank]]
+    actions = plan[mesh["pp"].rank]
+    needs = [executor.needed(action, len(plan)) for action in actions]
+
+    def could_come(message: executor.Message, sent: tuple[Action, ...]) -> bool:
+        """On a line, only gradients depend on what this rank sends: on all that the next one does before."""
+        if not message.gradient:
+            return True
+        theirs = plan[mesh["pp"].rank + 1]
+        before = theirs[: theirs.index(Action("backward", message.stage + 1, message.micro))]
+        return {action.micro for action in before if action.kind == "forward"} <= {
+            action.micro for action in sent if action.kind == "forward"
+        }
 
     class Watched(executor.Mail):
         def take(self, message: executor.Message | None) -> Tensor | None:
             assert needs.pop(0) == message
-            following = [message for message in needs if message]
-            assert not following or following[0] in self.arrived
+            following = next((message for message in needs if message), None)
+            could = following and could_come(following, sent=actions[: -len(needs) - 1])
+            under_way = {message, following if could else None}
+            assert set(self.arrived) == under_way - {None}
             return super().take(message)
 
         def send(self, message: executor.Message | None, tensor: Tensor | None) -> None:

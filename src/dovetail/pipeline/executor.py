@@ -3,7 +3,9 @@
 No message carries a tag or a shape. Every rank has the plan of all, so a receiver posts its receives on each road in the
 order in which its neighbor sends there, whatever the order in which it needs them; what comes early waits in a mailbox.
 Nothing can be taken for something else, on any backend, even where the previous and the next rank are the same. Sends
-never block, and receives are posted one need ahead, so transfers overlap computation.
+never block, and receives are posted one need ahead, so transfers overlap computation. But none before this rank has
+sent what it depends on: NCCL's receives are kernels that run until the message is there, and a host that waits for them
+(to load a kernel, to free memory) would never send it.
 """
 
 from collections import deque
@@ -19,7 +21,11 @@ from dovetail.pipeline.schedule import Action, Plan
 
 
 class Work(Protocol):
-    """What the stages of one rank compute. Tensors it returns are on their way afterwards: it never writes to them."""
+    """What the stages of one rank compute.
+
+    The tensors it returns are on their way afterwards: it never writes to them. On a GPU it may wait for its stream, but
+    not for the whole device, where transfers may wait for what other ranks have not computed yet.
+    """
 
     def buffer(self, micro: int) -> Tensor:
         """Fresh memory, of the shape and dtype in which this micro-batch and its gradient cross every boundary."""
@@ -80,6 +86,25 @@ def sent(plan: Plan, rank: int, *, gradient: bool) -> list[Message]:
     return [message for message in messages if message and message.gradient == gradient]
 
 
+def origins(plan: Plan, rank: int) -> dict[Message, int]:
+    """For every message of a plan, the index of the last of this rank's actions that it depends on, or -1."""
+    stages, found = num_stages(plan), dict[Message, int]()
+    position, reach = [0] * len(plan), [-1] * len(plan)  # of every rank: its next action, and what it depends on so far
+    while any(position[r] < len(actions) for r, actions in enumerate(plan)):
+        before = sum(position)
+        for r, actions in enumerate(plan):
+            for i in range(position[r], len(actions)):
+                need, result = needed(actions[i], stages), produced(actions[i], stages)
+                if need and need not in found:
+                    break
+                reach[r] = max(reach[r], found[need] if need else -1, i if r == rank else -1)
+                if result:
+                    found[result] = reach[r]
+                position[r] = i + 1
+        assert sum(position) > before, "a plan in which every rank waits"
+    return found
+
+
 def connect(mesh: Mesh) -> None:
     """Use every road of this rank once. Collective over mesh["pp"].
 
@@ -103,10 +128,12 @@ def run(plan: Plan, work: Work, mesh: Mesh) -> None:
     actions, stages = plan[mesh["pp"].rank], num_stages(plan)
     needs = [needed(action, stages) for action in actions]
     last = max((i for i, action in enumerate(actions) if action.kind in ("backward", "input")), default=None)
-    mail = Mail(plan, work, mesh)
+    mail, origin = Mail(plan, work, mesh), origins(plan, mesh["pp"].rank)
     for i, action in enumerate(actions):
         mail.post(needs[i])
-        mail.post(next((message for message in needs[i + 1 :] if message), None))
+        following = next((message for message in needs[i + 1 :] if message), None)
+        if following and origin[following] < i:
+            mail.post(following)
         received, result = mail.take(needs[i]), None
         if action.kind == "forward":
             result = work.forward(action.stage, action.micro, received)
