@@ -144,9 +144,10 @@ def measure(layout: dt.Layout, device: torch.device, given: argparse.Namespace) 
     batch = dt.PackedBatch.pack(
         [torch.randint(spec.vocab_size, (given.length,), generator=draw) for _ in range(given.sequences)]
     )
-    seconds, reports = [], []
-    for _ in range(1 + given.steps):
-        seconds.append(timed(device, lambda: reports.append(engine.train_step(batch, SFTLoss()))))
+    reports: list[dt.StepReport] = []
+    seconds = [
+        timed(device, lambda: reports.append(engine.train_step(batch, SFTLoss()))) for _ in range(1 + given.steps)
+    ]
     median = statistics.median(seconds[1:])
     ranks, peak = layout.num_ranks, peak_flops(device)
     memory = stack_over(torch.tensor(peak_memory_gib(device), device=device), engine.mesh["world"])
@@ -159,7 +160,10 @@ def measure(layout: dt.Layout, device: torch.device, given: argparse.Namespace) 
         mfu=reports[-1].flops / median / ranks / peak if peak else None,
         peak_memory_gib=float(memory.max()),
     )
-    return row if layout.pp == 1 else replace(row, **bubbles(engine, batch, given.steps))
+    if layout.pp == 1:
+        return row
+    measured, predicted = bubbles(engine, batch, given.steps)
+    return replace(row, bubble=measured, predicted_bubble=predicted)
 
 
 def random_engine(spec: ArchSpec, layout: dt.Layout, device: torch.device, given: argparse.Namespace) -> NativeEngine:
@@ -215,7 +219,7 @@ class Timed:
         return result
 
 
-def bubbles(engine: NativeEngine, batch: dt.PackedBatch, steps: int) -> dict[str, float]:
+def bubbles(engine: NativeEngine, batch: dt.PackedBatch, steps: int) -> tuple[float, float]:
     """The share of all ranks' time that is waiting: measured, and simulated from each stage's measured times."""
     mesh, layout, device = engine.mesh, engine.mesh.layout, engine.mesh.device
     micros = [micro for _, micro in engine.micro_batches(batch)]
@@ -225,7 +229,7 @@ def bubbles(engine: NativeEngine, batch: dt.PackedBatch, steps: int) -> dict[str
         sums: dict[str, Any] = {}
         work = Training(engine.model, mesh, micros, engine.dtype, SFTLoss(), partial(add_sums, sums))
         timing = Timed(work, device)
-        wall = timed(device, lambda timing=timing: execute(plan, timing, mesh))  # type: ignore[misc]
+        wall = timed(device, lambda timing=timing: execute(plan, timing, mesh))
         work.finish()
         engine.optimizer.step(float(len(batch)))
         stages: dict[str, float] = {}
@@ -234,7 +238,7 @@ def bubbles(engine: NativeEngine, batch: dt.PackedBatch, steps: int) -> dict[str
         busy = sum(stages[f"{kind} {stage}"] for actions in plan for kind, stage, _ in actions)
         found.append((1 - busy / (layout.pp * wall), simulate(plan, _costs(stages, layout)).bubble))
     measured, predicted = (statistics.median(column) for column in zip(*found[1:], strict=True))
-    return {"bubble": measured, "predicted_bubble": predicted}
+    return measured, predicted
 
 
 def _costs(seconds: Mapping[str, float], layout: dt.Layout) -> Costs:

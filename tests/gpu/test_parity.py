@@ -17,10 +17,17 @@ def test_one_gpu(tmp_path: Path) -> None:
     assert subprocess.run(run, cwd=ROOT, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "dp=2"])
-def test_two_gpus(tmp_path: Path, layout: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        *((2, layout) for layout in ("tp=2", "dp=2", "pp=2", "cp=2", "cp=2,cp_mode=gather")),
+        *((4, layout) for layout in ("pp=4,schedule=zero_bubble", "pp=2,virtual_stages=2,schedule=interleaved,cp=2")),
+        (8, "tp=2,pp=2,cp=2"),
+    ],
+)
+def test_several_gpus(tmp_path: Path, ranks: int, layout: str) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     run = [*launch, "-m", "bench.parity", "--device", "cuda", "--layout", layout, "--out", str(tmp_path)]
     assert subprocess.run(run, cwd=ROOT, check=False).returncode == 0

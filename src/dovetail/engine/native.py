@@ -151,9 +151,10 @@ class NativeEngine:
             self.dtype,
             lambda micro, result: keep(*pairs[micro], result),
         )
-        execute(make_plan("forward", layout.pp, layout.virtual_stages, len(pairs)), stages, self.mesh)
+        if pairs:
+            execute(make_plan("forward", layout.pp, layout.virtual_stages, len(pairs)), stages, self.mesh)
         if layout.pp > 1:
-            reshard(self.model)
+            reshard(self.model)  # what a pipeline keeps gathered between its forward and backward passes
 
     def _budget(self, batch: PackedBatch) -> int | None:
         """The most tokens of a micro-batch: so few that a pipeline's stages have work for each other, where they can."""
