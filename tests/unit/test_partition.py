@@ -12,7 +12,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.config import LayoutSection
 from dovetail.errors import LayoutError
 from dovetail.layout import Layout
-from dovetail.pipeline.partition import SCHEDULES, check_pipeline, partition, stages_of
+from dovetail.pipeline.partition import SCHEDULES, check_pipeline, partition, stage_costs, stages_of
 
 
 def model(depth: int, vocabulary: int = 64, width: int = 16) -> ArchSpec:
@@ -155,3 +155,11 @@ def test_61_layers_are_a_pipeline_of_8_and_one_layer_is_none() -> None:
     check_pipeline(model(61), Layout(pp=8))
     with pytest.raises(LayoutError, match="the model has 1 layer; use pp=1, virtual_stages=1 and schedule=1f1b"):
         check_pipeline(model(1), Layout(pp=2))
+
+
+def test_costs_of_stages_are_their_layers_and_the_whole_head_in_the_last_forward() -> None:
+    spec = model(6, vocabulary=160)
+    costs = stage_costs(spec, Layout(pp=3, pp_split=(3, 2, 1)))
+    assert [costs.of("forward", stage) for stage in range(3)] == [3 * 2560, 2 * 2560, 4 * 2560]
+    assert [costs.of("backward", stage) for stage in range(3)] == [6 * 2560, 4 * 2560, 2 * 2560]
+    assert costs.of("input", 0) == costs.of("weight", 0) == 3 * 2560

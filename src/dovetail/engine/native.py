@@ -23,6 +23,7 @@ from dovetail.mesh import Mesh
 from dovetail.nn.decoder import Decoder
 from dovetail.optim.optimizer import Optimizer, OptimSettings
 from dovetail.pipeline.executor import connect, run as execute
+from dovetail.pipeline.partition import stage_costs
 from dovetail.pipeline.schedule import make_plan
 from dovetail.tokenstats import TokenStats
 from dovetail.weights.pieces import reshard
@@ -99,8 +100,8 @@ class NativeEngine:
         sums: Sums = {}
         micros = [micro for _, micro in self.micro_batches(batch)]
         stages = Training(self.model, self.mesh, micros, self.dtype, loss, partial(add_sums, sums))
-        layout = self.mesh.layout
-        execute(make_plan(layout.schedule, layout.pp, layout.virtual_stages, len(micros)), stages, self.mesh)
+        layout, costs = self.mesh.layout, stage_costs(self.model.spec, self.mesh.layout)
+        execute(make_plan(layout.schedule, layout.pp, layout.virtual_stages, len(micros), costs), stages, self.mesh)
         stages.finish()
         totals = self._reduce_sums(sums)
         loss_total, count = totals.pop("")

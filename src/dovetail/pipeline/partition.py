@@ -3,6 +3,7 @@
 from dovetail.arch.spec import ArchSpec
 from dovetail.errors import LayoutError
 from dovetail.layout import Layout
+from dovetail.pipeline.schedule import Costs
 
 SCHEDULES = ("1f1b", "interleaved", "gpipe", "zero_bubble")  # of training; scoring knows only forwards
 
@@ -23,6 +24,15 @@ def partition(spec: ArchSpec, layout: Layout) -> tuple[range, ...]:
     sizes = _balanced(spec, layout.pp * layout.virtual_stages) if isinstance(split, str) else split
     ends = [sum(sizes[: stage + 1]) for stage in range(len(sizes))]
     return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
+
+
+def stage_costs(spec: ArchSpec, layout: Layout) -> Costs:
+    """What each stage's halves cost, in weights that they multiply with: as long as attention is a small part of it.
+
+    The loss and all three products of the head run in the last stage's forward.
+    """
+    layers = tuple(len(stage) * float(spec.layer_params) for stage in partition(spec, layout))
+    return Costs(forward=(*layers[:-1], layers[-1] + 3.0 * spec.head_params), input=layers, weight=layers)
 
 
 def check_pipeline(spec: ArchSpec, layout: Layout) -> None:
