@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from dovetail.arch.foreign import AnySpec
 from dovetail.arch.llama import llama_spec
 from dovetail.arch.mistral import mistral_spec
 from dovetail.arch.qwen2 import qwen2_spec
@@ -35,7 +36,7 @@ def validate_layout(spec: ArchSpec, layout: Layout) -> None:
         )
 
 
-def ulysses_degree(spec: ArchSpec, layout: Layout) -> int:
+def ulysses_degree(spec: AnySpec, layout: Layout) -> int:
     """How many of the cp ranks exchange heads for tokens; over the other factor of cp keys and values are gathered.
 
     cp_mode: auto takes the most that the heads allow; ulysses is all of cp, gather 1, product the most below cp.
@@ -56,7 +57,7 @@ def ulysses_degree(spec: ArchSpec, layout: Layout) -> int:
     )
 
 
-def _ulysses_degrees(spec: ArchSpec, layout: Layout) -> list[int]:
+def _ulysses_degrees(spec: AnySpec, layout: Layout) -> list[int]:
     """The divisors of cp over which the heads of a tensor-parallel rank can be dealt, rising from 1."""
     heads = spec.attention.num_heads // layout.tp
     kv_heads = max(1, spec.attention.num_kv_heads // layout.tp)

@@ -8,24 +8,35 @@ from typing import Literal
 
 import torch
 
-from dovetail.arch.registry import ulysses_degree, validate_layout
+from dovetail.arch.foreign import AnySpec, ForeignSpec
+from dovetail.arch.registry import FAMILIES, ulysses_degree, validate_layout
 from dovetail.arch.spec import ArchSpec
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.sharding import shard_over_data
-from dovetail.errors import ConfigError, LayoutError
+from dovetail.errors import LayoutError
+from dovetail.hf.model import ForeignDecoder
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import kernels_for
 from dovetail.launch import ensure_process_group, num_ranks, pick_device
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
-from dovetail.nn.decoder import Cut, Decoder, Head, Recompute
+from dovetail.nn.decoder import Decoder, Head, Recompute
+from dovetail.nn.model import Cut, StagedModel
 from dovetail.optim.assembly import shards_of
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.pipeline.partition import check_pipeline, partition
 from dovetail.placement import as_index
 from dovetail.weights.load import load
-from dovetail.weights.pretrained import LM_HEAD, Origin, Pretrained, StoredHead, find_value_head, saved_sides
+from dovetail.weights.pretrained import (
+    LM_HEAD,
+    EngineName,
+    Origin,
+    Pretrained,
+    StoredHead,
+    find_value_head,
+    saved_sides,
+)
 from dovetail.weights.reader import TensorSource
 
 
@@ -38,6 +49,7 @@ class EngineOptions:
     recompute: what backward computes again: none, selective (all but attention) or full.
     fresh_head_seed: lets a value head that the checkpoint lacks be drawn from this seed, equally on all ranks.
     save_dtype: of saved and streamed tensors; default: the source checkpoint's, tensor by tensor.
+    engine: whose layers run, for `from_pretrained`: native (ours), transformers (its own), auto (ours where there are).
     """
 
     master_dtype: torch.dtype | None = None
@@ -46,6 +58,7 @@ class EngineOptions:
     recompute: Recompute = "none"
     fresh_head_seed: int | None = None
     save_dtype: torch.dtype | None = None
+    engine: EngineName = "auto"
 
 
 DEFAULTS = EngineOptions()
@@ -67,13 +80,7 @@ def from_pretrained(
     """
     where = pick_device(device)
     ensure_process_group(where)
-    return make_engine(Pretrained.open(path), make_mesh(layout, where), dtype, head, options)
-
-
-def check_engine(name: str) -> None:
-    """Refuse an engine that is not part of this release."""
-    if name == "transformers":
-        raise ConfigError("engine 'transformers' is not part of this release; use native (or auto)")
+    return make_engine(Pretrained.open(path, options.engine), make_mesh(layout, where), dtype, head, options)
 
 
 def make_mesh(layout: Layout | None, device: torch.device) -> Mesh:
@@ -84,16 +91,16 @@ def make_mesh(layout: Layout | None, device: torch.device) -> Mesh:
 def make_engine(
     source: Pretrained, mesh: Mesh, dtype: torch.dtype, head: Literal["lm", "value"], options: EngineOptions
 ) -> NativeEngine:
-    """A sharded, filled decoder. Each rank reads its own slices only. Collective."""
+    """A sharded, filled model. Each rank reads its own slices only. Collective."""
     check_layout(source.spec, mesh.layout)
     reader = open_checkpoint(source.path, mesh)
     found = LM_HEAD
     if head == "value":
         found = find_value_head(reader, source.path, fresh=options.fresh_head_seed is not None)
     master = options.master_dtype or wide(dtype)
-    model = make_decoder(source.spec, mesh, master, found.kind, options.recompute)
+    model = make_model(source, mesh, master, found.kind, options.recompute)
     shard_over_data(model, mesh, dtype)
-    model.to_empty(device=mesh.device)
+    model.materialize(mesh.device)
     load(model, reader, mesh, aliases=found.aliases, fresh=found.fresh, ignore=found.ignore)
     if found.fresh:
         fill_fresh(model, mesh, found.fresh, options.fresh_head_seed or 0)
@@ -107,6 +114,15 @@ def make_engine(
     )
 
 
+def make_model(
+    source: Pretrained, mesh: Mesh, dtype: torch.dtype, head: Head = "lm", recompute: Recompute = "none"
+) -> StagedModel:
+    """This rank's stages of a model, ours or transformers', on the meta device: shapes and placements, no memory."""
+    if isinstance(source.spec, ArchSpec):
+        return make_decoder(source.spec, mesh, dtype, head, recompute)
+    return ForeignDecoder(source.spec, source.config, mesh, kernels_for(mesh.device), head, recompute).hold_in(dtype)
+
+
 def make_decoder(
     spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, head: Head = "lm", recompute: Recompute = "none"
 ) -> Decoder:
@@ -117,8 +133,13 @@ def make_decoder(
         return Decoder(spec, mesh, kernels_for(mesh.device), head, recompute, cut).to(dtype)
 
 
-def check_layout(spec: ArchSpec, layout: Layout) -> None:
-    """Refuse degrees that the native engine does not cut by, or that this model cannot be cut by."""
+def check_layout(spec: AnySpec, layout: Layout) -> None:
+    """Refuse degrees that the engine does not cut by, or that this model cannot be cut by."""
+    if isinstance(spec, ForeignSpec) and (layout.tp, layout.pp) != (1, 1):
+        raise LayoutError(
+            f"layout {layout}: the transformers engine cuts by cp and dp, and {spec.family} is not a family of the native "
+            f"one ({', '.join(FAMILIES)}) or engine=transformers was asked for; set tp=1 and pp=1"
+        )
     if layout.ep > 1:
         raise LayoutError(
             f"layout {layout}: ep={layout.ep} cuts experts, and this {spec.family} model has none; set ep=1"
@@ -126,11 +147,12 @@ def check_layout(spec: ArchSpec, layout: Layout) -> None:
     if layout.cp_mode != "auto" and layout.cp == 1:
         raise LayoutError(f"layout: cp_mode={layout.cp_mode} says how to cut by cp; leave it out at cp=1")
     check_pipeline(spec, layout)
-    validate_layout(spec, layout)
+    if isinstance(spec, ArchSpec):
+        validate_layout(spec, layout)
     ulysses_degree(spec, layout)
 
 
-def fill_fresh(model: Decoder, mesh: Mesh, names: tuple[str, ...], seed: int) -> None:
+def fill_fresh(model: StagedModel, mesh: Mesh, names: tuple[str, ...], seed: int) -> None:
     """Draw a value head: weight ~ N(0, 1 / (D + 1)), bias 0; the same numbers whatever the layout."""
     width = model.spec.width
     generator = torch.Generator().manual_seed(seed)

@@ -2,7 +2,7 @@
 
 import torch
 
-from dovetail.arch.registry import validate_layout
+from dovetail.arch.registry import spec_from_config, validate_layout
 from dovetail.arch.spec import ArchSpec
 from dovetail.build.engine import check_layout
 from dovetail.errors import LayoutError
@@ -10,6 +10,12 @@ from dovetail.kernels.registry import kernels_for
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
 from dovetail.rollout.native import NativeSampler
+from dovetail.weights.pretrained import Pretrained
+
+
+def sampling_spec(source: Pretrained) -> ArchSpec:
+    """What the sampler runs: our decoder, whichever engine trains. Raises ModelError for a family that it does not know."""
+    return spec_from_config(source.config)
 
 
 def sampling_layout(spec: ArchSpec, layout: Layout) -> Layout:

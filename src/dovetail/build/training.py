@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 
-from dovetail.arch.spec import ArchSpec
-from dovetail.build.engine import EngineOptions, check_engine, check_layout, make_engine, make_mesh
-from dovetail.build.sampling import make_sampler, sampling_layout
+from dovetail.arch.foreign import AnySpec
+from dovetail.build.engine import EngineOptions, check_layout, make_engine, make_mesh
+from dovetail.build.sampling import make_sampler, sampling_layout, sampling_spec
 from dovetail.build.text import load_tokenizer, stop_ids, text_of
 from dovetail.config import GRPO, PPO, SFT, CriticSection, LayoutSection, PolicyGradient, Recipe, ReferenceSection
 from dovetail.data import Limits, Tokenizer, load_prompts, load_sft
@@ -61,14 +61,13 @@ class Builder:
         self, recipe: Recipe, device: torch.device, recipe_folder: Path, stop_requested: Callable[[], bool]
     ) -> None:
         """`recipe_folder` is where a reward of the user's own is imported from."""
-        check_engine(recipe.model.engine)
         self.recipe, self.device, self.recipe_folder = recipe, device, recipe_folder
         self.stop_requested = stop_requested
         self.meshes: dict[Layout, Mesh] = {}
         self.mesh = self._mesh(recipe.layout)
         self.dtype = getattr(torch, recipe.model.dtype)
         with agreed(self.mesh):
-            self.source = Pretrained.open(recipe.model.path)
+            self.source = Pretrained.open(recipe.model.path, recipe.model.engine)
             check_layout(self.source.spec, self.mesh.layout)
             self.tokenizer: Tokenizer = load_tokenizer(self.source, trust_remote_code=recipe.model.trust_remote_code)
 
@@ -109,7 +108,7 @@ class Builder:
         policy = self._trained(self.source, self.mesh, "lm", recipe.optim.lr)
         critic = self._critic(*critic_role) if critic_role else None
         reference = self._reference(*reference_role) if reference_role else None
-        sampler = make_sampler(self.source.spec, self._sampler_mesh(), self.dtype)
+        sampler = make_sampler(sampling_spec(self.source), self._sampler_mesh(), self.dtype)
         models = RLModels(policy=policy, sampler=sampler, critic=critic, reference=reference)
         losses = (
             PolicyLoss(
@@ -147,7 +146,7 @@ class Builder:
     def _other(self, key: str, path: str | None) -> Pretrained:
         """The model of another role, which reads the policy's ids. Collective."""
         with agreed(self.mesh):
-            source = self.source if path is None else Pretrained.open(path)
+            source = self.source if path is None else Pretrained.open(path, self.recipe.model.engine)
             theirs, ours = source.spec.vocab_size, self.source.spec.vocab_size
             if theirs < ours:
                 raise ConfigError(
@@ -185,7 +184,7 @@ class Builder:
 
     def _sampler_mesh(self) -> Mesh:
         section = self.recipe.rollout.layout or LayoutSection()
-        return self._mesh(section, "rollout.layout", partial(sampling_layout, self.source.spec))
+        return self._mesh(section, "rollout.layout", partial(sampling_layout, sampling_spec(self.source)))
 
     def _mesh(
         self, section: LayoutSection, name: str = "layout", change: Callable[[Layout], Layout] = lambda layout: layout
@@ -246,7 +245,7 @@ class Builder:
         )
 
 
-def _checked(spec: ArchSpec, layout: Layout) -> Layout:
+def _checked(spec: AnySpec, layout: Layout) -> Layout:
     check_layout(spec, layout)
     return layout
 

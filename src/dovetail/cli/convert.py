@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from dovetail.build.engine import check_layout, make_decoder, make_mesh
+from dovetail.build.engine import check_layout, make_mesh, make_model
 from dovetail.checkpoint.convert import convert_to_hf, convert_to_sharded
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.launch import pick_device
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
-from dovetail.nn.decoder import Decoder
+from dovetail.nn.model import StagedModel
 from dovetail.weights.agree import agreed
 from dovetail.weights.pretrained import Pretrained, locate, stored_head
 
@@ -32,8 +32,8 @@ def run(args: argparse.Namespace) -> None:
 
     kind = "value_without_bias" if "score.bias" in head.fresh else head.kind  # what is not there is not copied
 
-    def model_on(imagined: Mesh) -> Decoder:
-        return make_decoder(source.spec, imagined, torch.float32, kind)
+    def model_on(imagined: Mesh) -> StagedModel:
+        return make_model(source, imagined, torch.float32, kind)
 
     parts: dict[str, Any] = {"aliases": head.aliases, "ignore": head.ignore, "dtype": dtype}
     convert_to_sharded(source.path, args.destination, mesh.layout, model_on, mesh, **parts)

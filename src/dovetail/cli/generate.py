@@ -4,8 +4,8 @@ import argparse
 
 import torch
 
-from dovetail.build.engine import check_engine, make_mesh
-from dovetail.build.sampling import make_sampler, sampling_layout
+from dovetail.build.engine import make_mesh
+from dovetail.build.sampling import make_sampler, sampling_layout, sampling_spec
 from dovetail.build.text import load_tokenizer, stop_ids, text_of
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.cli.output import check_out, write_rows
@@ -19,7 +19,6 @@ from dovetail.weights.pretrained import Pretrained
 
 def run(args: argparse.Namespace) -> None:
     """Sample every row; noise depends on seed, row, sample and position alone."""
-    check_engine(args.engine)
     mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
     with agreed(mesh):
         check_out(args.out, mesh)
@@ -28,7 +27,8 @@ def run(args: argparse.Namespace) -> None:
         if needs_text(args.data) or source.has_tokenizer:
             tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)
         rows = load_prompts(args.data, tokenizer, Limits(source.spec.vocab_size), answers=False)
-        layout = sampling_layout(source.spec, mesh.layout)
+        spec = sampling_spec(source)
+        layout = sampling_layout(spec, mesh.layout)
     sampler_mesh = mesh if layout == mesh.layout else make_mesh(layout, mesh.device)
     params = SamplingParams(
         samples=args.samples,
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
         seed=args.seed,
         stop_ids=stop_ids(source, tokenizer),
     )
-    sampler = make_sampler(source.spec, sampler_mesh, getattr(torch, args.dtype))
+    sampler = make_sampler(spec, sampler_mesh, getattr(torch, args.dtype))
     sampler.load(open_checkpoint(source.path, mesh))
     completions = sampler.sample([Prompt(i, row.ids) for i, row in enumerate(rows)], params)
     found = (

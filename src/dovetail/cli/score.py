@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dovetail.batch import PackedBatch, Sequence
-from dovetail.build.engine import EngineOptions, check_engine, make_engine, make_mesh
+from dovetail.build.engine import EngineOptions, make_engine, make_mesh
 from dovetail.build.text import load_tokenizer
 from dovetail.cli.output import check_out, write_rows
 from dovetail.data import Limits, Scored, load_score, needs_text
@@ -20,12 +20,11 @@ from dovetail.weights.pretrained import Pretrained
 
 def run(args: argparse.Namespace) -> None:
     """Score every row, on every layout alike."""
-    check_engine(args.engine)
     mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
     dtype = getattr(torch, args.dtype)
     with agreed(mesh):
         check_out(args.out, mesh)
-        source = Pretrained.open(args.model)
+        source = Pretrained.open(args.model, args.engine)
         tokenizer = None
         if needs_text(args.data):
             tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)

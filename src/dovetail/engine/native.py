@@ -20,7 +20,7 @@ from dovetail.engine.stages import Inference, Training
 from dovetail.errors import DataError
 from dovetail.kernels.reference import wide
 from dovetail.mesh import Mesh
-from dovetail.nn.decoder import Decoder
+from dovetail.nn.model import StagedModel
 from dovetail.optim.optimizer import Optimizer, OptimSettings
 from dovetail.pipeline.executor import connect, run as execute
 from dovetail.pipeline.partition import stage_costs
@@ -40,7 +40,7 @@ class NativeEngine:
 
     def __init__(
         self,
-        model: Decoder,
+        model: StagedModel,
         mesh: Mesh,
         origin: Origin,
         *,

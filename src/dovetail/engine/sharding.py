@@ -1,4 +1,4 @@
-"""FSDP2 around our decoder: each block a group, the head and the table apart where they are not tied, sums not means."""
+"""FSDP2 around a model: each block a group, the head and the table apart where they are not tied, sums not means."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dovetail.kernels.reference import wide
 from dovetail.mesh import Mesh
-from dovetail.nn.decoder import Decoder
+from dovetail.nn.model import StagedModel
 
 
-def shard_over_data(model: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
+def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
     """Shard the parameters' rows over dp x cp, in place. They compute in `dtype`, gradients are reduced in the wide one.
 
     One process is a group of one rank, not a second path. Gradients are summed: the engine divides once, by the count.
@@ -25,13 +25,8 @@ def shard_over_data(model: Decoder, mesh: Mesh, dtype: torch.dtype) -> None:
         cast_forward_inputs=False,
     )
     options: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": policy, "reshard_after_forward": not keep}
-    for layer in model.model.layers.values():
-        fully_shard(layer, **options)
-    if not model.tied:
-        if model.cut.first:
-            fully_shard(model.model.embed_tokens, **options)
-        if model.cut.last:
-            fully_shard(model.head, **options)
+    for module in model.groups():
+        fully_shard(module, **options)
     fully_shard(model, **options)
     if mesh["fsdp"].size == 1:  # the sum of one is itself, and FSDP would divide by 1.0 into a copy of every gradient
         return

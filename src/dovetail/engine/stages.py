@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dovetail.batch import Loss, LossFn, MicroBatch
 from dovetail.mesh import Mesh
-from dovetail.nn.decoder import Decoder
+from dovetail.nn.model import StagedModel
 from dovetail.pipeline.schedule import Action
 
 Result = TypeVar("Result")
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 class _Stages:
     """The stages of one rank: stage number s of the whole model is its s // pp-th."""
 
-    def __init__(self, model: Decoder, mesh: Mesh, micros: Sequence[MicroBatch], dtype: torch.dtype) -> None:
+    def __init__(self, model: StagedModel, mesh: Mesh, micros: Sequence[MicroBatch], dtype: torch.dtype) -> None:
         self.model, self.mesh, self.micros, self.dtype = model, mesh, micros, dtype
 
     def buffer(self, micro: int) -> Tensor:
@@ -43,7 +43,7 @@ class Inference(_Stages, Generic[Result]):
 
     def __init__(
         self,
-        model: Decoder,
+        model: StagedModel,
         mesh: Mesh,
         micros: Sequence[MicroBatch],
         dtype: torch.dtype,
@@ -72,7 +72,7 @@ class Training(_Stages):
 
     def __init__(
         self,
-        model: Decoder,
+        model: StagedModel,
         mesh: Mesh,
         micros: Sequence[MicroBatch],
         dtype: torch.dtype,

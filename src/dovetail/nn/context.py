@@ -28,15 +28,14 @@ from dovetail.nn.rope import rope_tables
 
 
 @dataclass(frozen=True)
-class PackedContext:
+class PackedAttention:
     """Every token attends to its own sequence, up to itself; all tokens are here."""
 
-    cos: Tensor
-    sin: Tensor
     spans: Spans
     kernels: KernelSet
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """q [T, H, C], k and v [T, G, C] -> [T, H, C]."""
         return self.kernels.attention(q, k, v, self.spans, self.spans, window)
 
 
@@ -50,16 +49,15 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SharedContext:
+class SharedAttention:
     """Every token attends to its own sequence, up to itself; each rank of cp has some of the tokens."""
 
-    cos: Tensor
-    sin: Tensor
     chunks: tuple[Chunk, ...]
     axes: ContextAxes
     kernels: KernelSet
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """q [t, H, C], k and v [t, G, C] -> [t, H, C]."""
         q, k, v = self._all_tokens(q, k, v)
         kv = _in_token_order(gather_in_order(torch.cat((k, v), dim=1), self.axes.gather), self.axes.gather.size)
         k, v = kv.chunk(2, dim=1)
@@ -81,17 +79,35 @@ class SharedContext:
         return tokens_to_heads(torch.cat(parts, dim=2).flatten(1, 2), self.axes.ulysses).split(heads, dim=1)
 
 
-def context_of(
-    micro: MicroBatch, rope: RopeSpec, dtype: torch.dtype, mesh: Mesh, kernels: KernelSet
-) -> PackedContext | SharedContext:
+BatchAttention = PackedAttention | SharedAttention
+
+
+@dataclass(frozen=True)
+class BatchContext:
+    """The context of training and scoring: the same for every layer."""
+
+    cos: Tensor
+    sin: Tensor
+    attention: BatchAttention
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        return self.attention.attend(q, k, v, window)
+
+
+def context_of(micro: MicroBatch, rope: RopeSpec, dtype: torch.dtype, mesh: Mesh, kernels: KernelSet) -> BatchContext:
     """The context of this rank's tokens of a micro-batch."""
+    batch, some = micro.batch, None if micro.share.size == 1 else micro.order
+    cos, sin = rope_tables(rope, batch.positions, batch.lengths, dtype, some)
+    return BatchContext(cos, sin, attention_of(micro, mesh, kernels))
+
+
+def attention_of(micro: MicroBatch, mesh: Mesh, kernels: KernelSet) -> BatchAttention:
+    """What this rank's tokens of a micro-batch attend to."""
     batch, share = micro.batch, micro.share
     if share.size == 1:
-        cos, sin = rope_tables(rope, batch.positions, batch.lengths, dtype)
-        return PackedContext(cos, sin, Spans(batch.cu_seqlens, batch.lengths), kernels)
-    cos, sin = rope_tables(rope, batch.positions, batch.lengths, dtype, micro.order)
+        return PackedAttention(Spans(batch.cu_seqlens, batch.lengths), kernels)
     chunks = cut_chunks(batch.lengths, share, batch.tokens.device)
-    return SharedContext(cos, sin, chunks, mesh.context[share.ulysses], kernels)
+    return SharedAttention(chunks, mesh.context[share.ulysses], kernels)
 
 
 def cut_chunks(lengths: Sequence[int], share: Share, device: torch.device) -> tuple[Chunk, ...]:

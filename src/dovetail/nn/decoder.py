@@ -5,7 +5,6 @@ fewer layers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -23,6 +22,7 @@ from dovetail.nn.embedding import VocabEmbedding
 from dovetail.nn.heads import LMHead, ValueHead, shared
 from dovetail.nn.linear import Linear
 from dovetail.nn.mlp import MLP
+from dovetail.nn.model import Cut, StagedModel
 from dovetail.nn.norm import RMSNorm
 from dovetail.tokenstats import TokenStats
 
@@ -43,20 +43,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), context)
         return x + self.mlp(self.post_attention_layernorm(x))
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Which stages of a pipeline a decoder is: the layers of each, and whether the first and the last are among them."""
-
-    stages: tuple[range, ...]
-    first: bool = True
-    last: bool = True
-
-    @classmethod
-    def whole(cls, spec: ArchSpec) -> "Cut":
-        """One stage that is everything."""
-        return cls((range(spec.depth),))
 
 
 class Trunk(nn.Module):
@@ -97,11 +83,11 @@ class Trunk(nn.Module):
             return lambda layer, x, context: layer(x, context)
         if self.recompute == "full":
             return partial(checkpoint, use_reentrant=False)
-        contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
+        contexts = partial(create_selective_checkpoint_contexts, keep_attention)
         return partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
 
-class Decoder(nn.Module):
+class Decoder(StagedModel):
     """A model under HF's names, or some stages of it: `model` is the trunk, `lm_head` or `score` the head.
 
     head = "lm": statistics or loss of the counted tokens; "value", "value_without_bias": values [t], or their loss.
@@ -117,10 +103,9 @@ class Decoder(nn.Module):
         recompute: Recompute = "none",
         cut: Cut | None = None,
     ) -> None:
-        super().__init__()
-        self.spec, self.mesh, self.kernels = spec, mesh, kernels
-        self.cut = cut or Cut.whole(spec)
-        self.tied = tied = head == "lm" and spec.tie_embeddings
+        tied = head == "lm" and spec.tie_embeddings
+        super().__init__(spec, mesh, cut or Cut.whole(spec), tied=tied)
+        self.rope, self.kernels = spec.rope, kernels
         self.model = Trunk(spec, mesh, kernels, recompute, self.cut, tied=tied)
         if head == "lm" and (self.cut.last or (tied and self.cut.first)):
             self.lm_head = LMHead(spec.vocab_size, spec.width, mesh, kernels, tied=tied)
@@ -128,10 +113,6 @@ class Decoder(nn.Module):
             self.score = ValueHead(spec.width, mesh, bias=head == "value")
         if tied and (self.cut.first or self.cut.last):
             self.lm_head.weight = self.model.embed_tokens.weight
-
-    @property
-    def head(self) -> LMHead | ValueHead:
-        return self.lm_head if "lm_head" in self._modules else self.score
 
     def forward(
         self, micro: MicroBatch | None, loss: LossFn | None = None, stage: int = 0, x: Tensor | None = None
@@ -145,7 +126,7 @@ class Decoder(nn.Module):
             return torch.zeros((), device=self.mesh.device, requires_grad=True)
         if x is None:
             x = self.model.embed_tokens(micro.tokens)
-        context = context_of(micro, self.spec.rope, x.dtype, self.mesh, self.kernels)
+        context = context_of(micro, self.rope, x.dtype, self.mesh, self.kernels)
         x = self.model.blocks(self.cut.stages[stage], x, context)
         if not (self.cut.last and stage == len(self.cut.stages) - 1):
             return x
@@ -155,12 +136,18 @@ class Decoder(nn.Module):
         return result
 
     def linears(self, stage: int) -> Iterator[Linear]:
-        """The products of one of this decoder's stages whose weight gradients may wait."""
         for layer in self.cut.stages[stage]:
             yield from (module for module in self.model.layers[str(layer)].modules() if isinstance(module, Linear))
 
+    def groups(self) -> Iterator[nn.Module]:
+        yield from self.model.layers.values()
+        if not self.tied and self.cut.first:
+            yield self.model.embed_tokens
+        if not self.tied and self.cut.last:
+            yield self.head
 
-def _keep_attention(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+
+def keep_attention(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
     """Save what attention kernels return; recompute everything else."""
     name = str(op)
     kept = "attention" in name or "varlen_attn" in name

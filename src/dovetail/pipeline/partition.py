@@ -1,6 +1,6 @@
 """Which pipeline rank holds which layers: a cut of the model into stages of equal cost, before any weight is read."""
 
-from dovetail.arch.spec import ArchSpec
+from dovetail.arch.foreign import AnySpec
 from dovetail.errors import LayoutError
 from dovetail.layout import Layout
 from dovetail.pipeline.schedule import Costs
@@ -13,7 +13,7 @@ def stages_of(rank: int, layout: Layout) -> tuple[int, ...]:
     return tuple(range(rank, layout.pp * layout.virtual_stages, layout.pp))
 
 
-def partition(spec: ArchSpec, layout: Layout) -> tuple[range, ...]:
+def partition(spec: AnySpec, layout: Layout) -> tuple[range, ...]:
     """The layers of each stage, in stage order: every layer once, at least one a stage. Raises as `check_pipeline`.
 
     `pp_split` if it is given; else the costliest stage costs as little as possible. A layer costs the weights of its
@@ -26,7 +26,7 @@ def partition(spec: ArchSpec, layout: Layout) -> tuple[range, ...]:
     return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
 
-def stage_costs(spec: ArchSpec, layout: Layout) -> Costs:
+def stage_costs(spec: AnySpec, layout: Layout) -> Costs:
     """What each stage's halves cost, in weights that they multiply with: as long as attention is a small part of it.
 
     The loss and all three products of the head run in the last stage's forward.
@@ -35,7 +35,7 @@ def stage_costs(spec: ArchSpec, layout: Layout) -> Costs:
     return Costs(forward=(*layers[:-1], layers[-1] + 3.0 * spec.head_params), input=layers, weight=layers)
 
 
-def check_pipeline(spec: ArchSpec, layout: Layout) -> None:
+def check_pipeline(spec: AnySpec, layout: Layout) -> None:
     """Refuse a cut by pp that this model or the schedules cannot have. Raises LayoutError."""
     pp, virtual, schedule = layout.pp, layout.virtual_stages, layout.schedule
     if schedule not in SCHEDULES:
@@ -64,7 +64,7 @@ def check_pipeline(spec: ArchSpec, layout: Layout) -> None:
         _check_split(spec, layout)
 
 
-def _check_split(spec: ArchSpec, layout: Layout) -> None:
+def _check_split(spec: AnySpec, layout: Layout) -> None:
     split, stages = layout.pp_split, layout.pp * layout.virtual_stages
     shown = list(split) if isinstance(split, tuple) else split
     reasons = []
@@ -91,7 +91,7 @@ def _nearest(depth: int, layout: Layout) -> str:
     return f"pp={min(layout.pp, depth)}, virtual_stages=1 and schedule=1f1b"
 
 
-def _balanced(spec: ArchSpec, stages: int) -> tuple[int, ...]:
+def _balanced(spec: AnySpec, stages: int) -> tuple[int, ...]:
     """How many layers each stage has.
 
     All layers cost the same, so the cut is a question of the last stage's number alone; the others share the rest

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dovetail.mesh import Mesh
-from dovetail.placement import Placement, Region, as_index, checkpoint_names, held_regions, placements_of
+from dovetail.placement import REPLICATED, Placement, Region, as_index, checkpoint_names, held_regions, placements_of
 from dovetail.weights.files import TensorSpec
 
 Dtypes = Callable[[str], torch.dtype | None]  # the dtype that a checkpoint tensor is written in; None: the parameter's
@@ -38,7 +38,7 @@ class Piece:
 
 
 def held(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[Held]:
-    """Every parameter of `model` on this rank, in the model's order.
+    """Every parameter of `model` on this rank, in the model's order; then the buffers that checkpoints have, too.
 
     `as_wrapped`: the regions are those that FSDP2 would leave this rank, though it does not wrap the model.
     """
@@ -51,7 +51,16 @@ def held(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[Held
         where = held_regions(name, placement, tuple(param.shape), mesh.coords, mesh.sizes, sharded=sharded)
         local = local_tensor(param).detach()
         found.append(Held(name, placement, tuple(param.shape), local, where, ties.get(name, ())))
+    for name, buffer in kept_buffers(model).items():
+        where = held_regions(name, REPLICATED, tuple(buffer.shape), mesh.coords, mesh.sizes, sharded=False)
+        found.append(Held(name, REPLICATED, tuple(buffer.shape), buffer, where, ()))
     return found
+
+
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of `model` that belong to its checkpoint, by name. Every rank holds them whole."""
+    buffers = dict(model.named_buffers())
+    return {name: buffers[name] for name in model.state_dict(keep_vars=True) if name in buffers} if buffers else {}
 
 
 def local_tensor(x: Tensor) -> Tensor:

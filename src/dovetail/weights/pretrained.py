@@ -7,13 +7,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
 
-from dovetail.arch.registry import spec_from_config
-from dovetail.arch.spec import ArchSpec
+from dovetail.arch.foreign import AnySpec, foreign_spec
+from dovetail.arch.registry import FAMILIES, spec_from_config
 from dovetail.errors import CheckpointError, ModelError
 from dovetail.nn.decoder import Head
 from dovetail.weights.directory import SideFiles, side_files
@@ -22,6 +22,7 @@ from dovetail.weights.pieces import Dtypes
 from dovetail.weights.reader import TensorSource
 
 CONFIG = "config.json"
+EngineName = Literal["auto", "native", "transformers"]
 FETCHED = ("*.safetensors", "*.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -36,18 +37,23 @@ class Pretrained:
 
     path: Path
     config: Mapping[str, Any]
-    spec: ArchSpec
+    spec: AnySpec
     sides: Mapping[str, Path]
 
     @classmethod
-    def open(cls, name: str | Path) -> "Pretrained":
-        """Read the config of a directory, or of a pinned hub name, which is fetched first."""
+    def open(cls, name: str | Path, engine: EngineName = "auto") -> "Pretrained":
+        """Read the config of a directory, or of a pinned hub name, which is fetched first.
+
+        Its spec is the one that `engine` runs; auto: ours where we know the family, else transformers'.
+        """
         path = locate(name)
         file = path / CONFIG
         if not file.is_file():
             raise CheckpointError(f"{path} has no {CONFIG}; give a directory that transformers can load")
         config = parse_json(file.read_bytes(), str(file))
-        return cls(path, config, spec_from_config(config), side_files(path))
+        native = engine == "native" or (engine == "auto" and config.get("model_type") in FAMILIES)
+        spec = spec_from_config(config) if native else foreign_spec(config)
+        return cls(path, config, spec, side_files(path))
 
     @property
     def has_tokenizer(self) -> bool:

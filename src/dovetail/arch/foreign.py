@@ -1,0 +1,70 @@
+"""What planning needs to know of a model that our decoder does not describe: sizes, from any config.json. No torch here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dovetail.arch.spec import ArchSpec
+from dovetail.errors import ModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignHeads:
+    """Heads of the text backbone's attention."""
+
+    num_heads: int
+    num_kv_heads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignSpec:
+    """A model of transformers' own code: the sizes of its text backbone, under the names that `ArchSpec` has for them."""
+
+    family: str
+    vocab_size: int
+    width: int
+    depth: int
+    ffn_width: int
+    attention: ForeignHeads
+    tie_embeddings: bool
+
+    @property
+    def layer_params(self) -> int:
+        """About the weights of a layer's products: four square projections and a gated feed-forward block."""
+        shared = self.attention.num_kv_heads / self.attention.num_heads
+        return int(self.width * self.width * (2 + 2 * shared)) + 3 * self.width * self.ffn_width
+
+    @property
+    def head_params(self) -> int:
+        return self.width * self.vocab_size
+
+    def flops(self, length: int) -> float:
+        """About the operations of one forward pass over a sequence, as `ArchSpec.flops` counts them."""
+        products = 2.0 * (self.depth * self.layer_params + self.head_params) * length
+        return products + 2.0 * length * length * self.width * self.depth
+
+
+AnySpec = ArchSpec | ForeignSpec
+
+
+def foreign_spec(config: Mapping[str, Any]) -> ForeignSpec:
+    """The sizes in a raw config.json, or in its `text_config`. Raises ModelError where one is missing."""
+    family = config.get("model_type")
+    text = {**config, **config.get("text_config", {})}
+    wanted = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    if not isinstance(family, str) or any(not isinstance(text.get(name), int) for name in wanted):
+        missing = [name for name in wanted if not isinstance(text.get(name), int)]
+        raise ModelError(
+            f"config.json: model_type {family!r} has no {', '.join(missing) or 'model_type'}; the transformers engine runs "
+            "causal language models, alone or inside a vision-language model"
+        )
+    heads = text["num_attention_heads"]
+    return ForeignSpec(
+        family=family,
+        vocab_size=text["vocab_size"],
+        width=text["hidden_size"],
+        depth=text["num_hidden_layers"],
+        ffn_width=text.get("intermediate_size") or 4 * text["hidden_size"],
+        attention=ForeignHeads(num_heads=heads, num_kv_heads=text.get("num_key_value_heads") or heads),
+        tie_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+    )

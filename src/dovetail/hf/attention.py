@@ -1,0 +1,53 @@
+"""Our packed attention under a name of its own in transformers' registries: what a model is told to call.
+
+Sequence boundaries, ranks and kernels come as an argument of the model's forward pass, `context`, which transformers
+hands through to every attention layer. Nothing is inferred from positions, and no mask is ever made.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from dovetail.errors import ModelError
+from dovetail.nn.context import BatchAttention
+
+NAME = "dovetail"
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """query [1, H, t, C], key [1, G, t, C], value [1, G, t, Cv] of this rank's tokens -> [1, t, H, Cv], and no weights."""
+    context: BatchAttention = options["context"]
+    for name in ("softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise ModelError(
+                f"{type(module).__name__} calls attention with {name}, which packed attention does not compute"
+            )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [t, heads, C]
+    width, narrow = q.shape[-1], v.shape[-1]
+    if scaling is not None and scaling != width**-0.5:
+        q = q * (scaling * width**0.5)
+    if narrow < width:
+        v = F.pad(v, (0, width - narrow))
+    out = context.attend(q, k, v, options.get("sliding_window"))
+    return out[..., :narrow][None], None
+
+
+def no_mask(*_: object, **__: object) -> None:
+    """What a token sees is the context's: registered, so that it is a decision and not a default."""
+
+
+def register() -> None:
+    """Make the name known to transformers. Models that are not told to use it do not notice."""
+    if NAME not in AttentionInterface():
+        AttentionInterface.register(NAME, attention)
+        AttentionMaskInterface.register(NAME, no_mask)

@@ -1,0 +1,168 @@
+"""A transformers model as an engine runs it: its own layers, our packing, attention and head; names as in its checkpoint.
+
+The model is made without memory for its parameters: only what its constructor computes (tables of rotary frequencies,
+scales) is kept, since no checkpoint has it.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from dovetail.arch.foreign import ForeignSpec
+from dovetail.batch import Loss, LossFn, MicroBatch
+from dovetail.errors import ModelError
+from dovetail.hf.attention import NAME, register
+from dovetail.kernels.registry import KernelSet
+from dovetail.mesh import Mesh
+from dovetail.nn.context import attention_of
+from dovetail.nn.decoder import Head, Recompute, keep_attention
+from dovetail.nn.heads import LMHead, ValueHead, shared
+from dovetail.nn.linear import Linear
+from dovetail.nn.model import Cut, StagedModel
+from dovetail.tokenstats import TokenStats
+
+LINEAR_ATTENTION = ("linear_attention", "mamba", "recurrent")
+HEAD_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+PACKING_ROPES = ("dynamic", "longrope")  # their tables follow the longest sequence that happens to be in the batch
+
+
+class ForeignDecoder(StagedModel):
+    """`model` is transformers' own base model, `lm_head` or `score` our head. One call runs both.
+
+    The counterpart of `nn.decoder.Decoder`, as one stage.
+    """
+
+    def __init__(
+        self,
+        spec: ForeignSpec,
+        config: Mapping[str, Any],
+        mesh: Mesh,
+        kernels: KernelSet,
+        head: Head = "lm",
+        recompute: Recompute = "none",
+    ) -> None:
+        whole = make_model(config)
+        tied = head == "lm" and bool(whole.config.tie_word_embeddings)
+        super().__init__(spec, mesh, Cut.whole(spec), tied=tied)
+        self.kernels = kernels
+        self.model: PreTrainedModel = whole.get_submodule("model")
+        if recompute != "none":
+            _recompute(whole, recompute)
+        with torch.device("meta"):
+            if head == "lm":
+                self.lm_head = LMHead(spec.vocab_size, spec.width, mesh, kernels, tied=tied)
+            else:
+                self.score = ValueHead(spec.width, mesh, bias=head == "value")
+        if tied:
+            table = self.model.get_input_embeddings().weight
+            assert isinstance(table, nn.Parameter)
+            self.lm_head.weight = table
+
+    def forward(
+        self, micro: MicroBatch | None, loss: LossFn | None = None, stage: int = 0, x: Tensor | None = None
+    ) -> TokenStats | Loss | Tensor:
+        """The model's only stage."""
+        assert micro is not None and stage == 0 and x is None
+        context = attention_of(micro, self.mesh, self.kernels)
+        positions = micro.batch.positions[micro.order][None]
+        found = self.model(input_ids=micro.tokens[None], position_ids=positions, use_cache=False, context=context)
+        if loss is not None:
+            loss = shared(loss, micro, self.mesh["cp"])
+        result: TokenStats | Loss | Tensor = self.head(found.last_hidden_state[0], micro, loss)
+        return result
+
+    def linears(self, stage: int) -> Iterator[Linear]:
+        """None: foreign layers have no weight gradients that wait."""
+        return iter(())
+
+    def groups(self) -> Iterator[nn.Module]:
+        yield from (module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer))
+        if not self.tied:
+            yield self.model.get_input_embeddings()
+            yield self.head
+
+    def hold_in(self, dtype: torch.dtype) -> "ForeignDecoder":
+        """Hold parameters in `dtype`. Buffers stay as they were computed: tables of frequencies are float32 in any model."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return self
+
+    def materialize(self, device: torch.device) -> None:
+        computed = {name: buffer.to(device) for name, buffer in self.named_buffers()}
+        self.to_empty(device=device)
+        for name, buffer in self.named_buffers():
+            buffer.copy_(computed[name])
+
+
+class _ParametersWithoutMemory(TorchFunctionMode):
+    """Empty tensors, which parameters start as, go to the meta device; what is computed stays where it is."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = {**(kwargs or {}), "device": "meta"} if func is torch.empty else kwargs or {}
+        return func(*args, **options)
+
+
+def make_model(config: Mapping[str, Any]) -> PreTrainedModel:
+    """The model of a raw config.json in float32, on the meta device but for its computed buffers. Raises ModelError."""
+    register()
+    options = copy.deepcopy(dict(config))
+    known: PreTrainedConfig = AutoConfig.for_model(options.pop("model_type"), **options)
+    _refuse(known)
+    try:
+        with _ParametersWithoutMemory():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(known, dtype=torch.float32)
+    except ValueError as error:
+        raise ModelError(f"transformers has no causal language model for model_type {known.model_type!r}") from error
+    if not model._can_set_attn_implementation():
+        raise ModelError(
+            f"{type(model).__name__} does not call attention through AttentionInterface, so its batches cannot be packed"
+        )
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise ModelError(f"{type(model).__name__} has a head with a bias, which the fused head does not compute")
+    if dict(model.named_children()).keys() != {"model", "lm_head"}:
+        raise ModelError(f"{type(model).__name__} is not made of `model` and `lm_head` alone")
+    model.set_attn_implementation(NAME)
+    return model.eval()
+
+
+def _refuse(config: PreTrainedConfig) -> None:
+    """What packing, Ulysses or the fused head would compute wrongly."""
+    text = config.get_text_config()
+    values = vars(text)
+    for name in HEAD_OPTIONS:
+        if values.get(name) not in (None, 1.0, 1):
+            raise ModelError(
+                f"config.json: {name}={values[name]} changes the logits, which the fused head does not compute"
+            )
+    kinds = {kind for kind in values.get("layer_types") or () if any(word in kind for word in LINEAR_ATTENTION)}
+    if kinds:
+        raise ModelError(f"config.json: layers of type {', '.join(sorted(kinds))} carry state over sequence boundaries")
+    ropes = values.get("rope_parameters") or {}
+    for rope in ropes.values() if all(isinstance(r, dict) for r in ropes.values()) and ropes else (ropes,):
+        if (rope or {}).get("rope_type") in PACKING_ROPES:
+            raise ModelError(
+                f"config.json: rope_type {rope['rope_type']!r} follows the longest sequence of a batch, so a sequence's "
+                "log-probs would depend on its neighbors; the native engine computes it where it knows the family"
+            )
+
+
+def _recompute(model: PreTrainedModel, recompute: Recompute) -> None:
+    """Checkpointing as transformers does it, in training mode; dropout stays off."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if recompute == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_attention)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()

@@ -1,0 +1,55 @@
+"""What an engine runs, whoever wrote its layers: some stages of a model, with a head, for packed micro-batches."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dovetail.arch.foreign import AnySpec
+from dovetail.mesh import Mesh
+from dovetail.nn.heads import LMHead, ValueHead
+from dovetail.nn.linear import Linear
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which stages of a pipeline a model is: the layers of each, and whether the first and the last are among them."""
+
+    stages: tuple[range, ...]
+    first: bool = True
+    last: bool = True
+
+    @classmethod
+    def whole(cls, spec: AnySpec) -> "Cut":
+        """One stage that is everything."""
+        return cls((range(spec.depth),))
+
+
+class StagedModel(nn.Module):
+    """Parameters under the checkpoint's names, with the last stage's head as `lm_head` or `score`.
+
+    `forward(micro, loss, stage, x)` is what `nn.decoder.Decoder.forward` says.
+    """
+
+    def __init__(self, spec: AnySpec, mesh: Mesh, cut: Cut, *, tied: bool) -> None:
+        super().__init__()
+        self.spec, self.mesh, self.cut, self.tied = spec, mesh, cut, tied
+
+    @property
+    def head(self) -> LMHead | ValueHead:
+        found = self._modules.get("lm_head") or self._modules["score"]
+        assert isinstance(found, (LMHead, ValueHead))
+        return found
+
+    def linears(self, stage: int) -> Iterator[Linear]:
+        """The products of one of its stages whose weight gradients may wait."""
+        raise NotImplementedError
+
+    def groups(self) -> Iterator[nn.Module]:
+        """The modules whose parameters are gathered together, before those that are left."""
+        raise NotImplementedError
+
+    def materialize(self, device: torch.device) -> None:
+        """Give the parameters memory, which the caller fills."""
+        self.to_empty(device=device)
