@@ -26,6 +26,11 @@ def write_reference(name: str, folder: Path, *, values: bool = False, dtype: tor
     model = tiny_model(tiny_configs()[name], values=values)
     model.save_pretrained(folder / "model")
     model.to(dtype)
+    return write_outputs(model, folder, dtype)
+
+
+def write_outputs(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Write what transformers makes of the batch beside a model that is there already."""
     found = _run(model, make_batch(dtype))
     save_file({key: tensor.detach().contiguous() for key, tensor in found.items()}, folder / "expected.safetensors")
     return folder

@@ -31,6 +31,7 @@ from dovetail.tokenstats import TokenStats
 
 LINEAR_ATTENTION = ("linear_attention", "mamba", "recurrent")
 HEAD_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+SCORE_OPTIONS = ("attn_logit_softcapping",)
 PACKING_ROPES = ("dynamic", "longrope")  # their tables follow the longest sequence that happens to be in the batch
 
 
@@ -143,6 +144,11 @@ def _refuse(config: PreTrainedConfig) -> None:
         if values.get(name) not in (None, 1.0, 1):
             raise ModelError(
                 f"config.json: {name}={values[name]} changes the logits, which the fused head does not compute"
+            )
+    for name in SCORE_OPTIONS:
+        if values.get(name) is not None:
+            raise ModelError(
+                f"config.json: {name}={values[name]} changes attention, which packed attention does not compute"
             )
     kinds = {kind for kind in values.get("layer_types") or () if any(word in kind for word in LINEAR_ATTENTION)}
     if kinds:

@@ -1,0 +1,102 @@
+"""The transformers engine equals plain transformers: log-probs, entropies, values and every gradient, packed and shared."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.layout import Layout
+from dovetail.nn.decoder import Recompute
+from tests.harness import run
+from tests.hf.families import TEXT
+from tests.parity.configs import tiny_model
+from tests.parity.reference import make_batch, objective, read_reference, value_objective, write_outputs
+from tests.probe import PROBE, gradients
+from tests.tolerances import GRAD_RATIO_FP32, MODEL_FP32, max_abs, worst_error, worst_ratio
+
+BUDGET = 80
+LAYOUTS = ("dp=1", "cp=2", "cp=4", "cp=2,dp=2")
+
+
+def figures(folder: str, layout: Layout, recompute: Recompute = "none") -> dict[str, float]:
+    """How far one model on one layout is from its reference."""
+    outputs, grads = read_reference(Path(folder))
+    values = "values" in outputs
+    options = EngineOptions(optim=PROBE, tokens_per_batch=BUDGET, engine="transformers", recompute=recompute)
+    path = Path(folder) / "model"
+    engine = from_pretrained(path, layout=layout, head="value" if values else "lm", device="cpu", options=options)
+    batch = make_batch()
+    found = {"values": engine.values(batch)} if values else engine.score(batch)._asdict()
+    output = max(max_abs((x - outputs[name]) / outputs[name].abs().clamp(min=1.0)) for name, x in found.items())
+    engine.train_step(batch, value_objective if values else objective)
+    mine, stray = gradients(engine)
+    streamed, stored = dict(engine.weights()), load_file(path / "model.safetensors")
+    equal = streamed.keys() == stored.keys() and all(torch.equal(streamed[name], x) for name, x in stored.items())
+    trained = {name: mine[name] for name in grads}
+    return {
+        "output": output,
+        "grad": worst_error(trained, grads)[0],
+        "ratio": worst_ratio(trained, grads)[0],
+        "stray": stray,
+        "bytes": 0.0 if equal else 1.0,
+    }
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every family as a language model and, where transformers has its token classifier, as a critic."""
+    folders = {}
+    for name, make in TEXT.items():
+        for values in (False, True) if name != "gemma3" else (False,):
+            folder = tmp_path_factory.mktemp(f"{name}_{'value' if values else 'lm'}")
+            model = tiny_model(make(), values=values)
+            model.save_pretrained(folder / "model")
+            folders[f"{name}-{'value' if values else 'lm'}"] = write_outputs(model, folder)
+    return folders
+
+
+def check(found: dict[str, float]) -> None:
+    assert found["output"] <= MODEL_FP32, found
+    assert found["grad"] <= MODEL_FP32, found
+    assert found["ratio"] <= GRAD_RATIO_FP32, found
+    assert found["stray"] == found["bytes"] == 0.0, found
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, pytest.param("cp=8", marks=pytest.mark.soak)])
+def test_every_family_equals_transformers(references: dict[str, Path], layout: str) -> None:
+    parsed = Layout.parse(layout)
+    for folder in references.values():
+        for found in run(parsed.num_ranks, figures, str(folder), parsed):
+            check(found)
+
+
+@pytest.mark.parametrize("mode", ["gather", "product"])
+def test_other_modes_of_context_parallelism(references: dict[str, Path], mode: str) -> None:
+    for name in ("gemma3-lm", "qwen3-value"):
+        for found in run(4, figures, str(references[name]), Layout(cp=4, cp_mode=mode)):
+            check(found)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputing_changes_nothing(references: dict[str, Path], recompute: Recompute) -> None:
+    for name in ("gemma3-lm", "apertus-lm"):
+        for found in run(2, figures, str(references[name]), Layout(cp=2), recompute):
+            check(found)
+
+
+def test_a_mutation_is_noticed(references: dict[str, Path]) -> None:
+    """Another model's weights are not this model's."""
+    (found,) = run(1, mixed_up, str(references["llama-lm"]))
+    assert found > 100 * MODEL_FP32
+
+
+def mixed_up(folder: str) -> float:
+    outputs, _ = read_reference(Path(folder))
+    engine = from_pretrained(Path(folder) / "model", device="cpu", options=EngineOptions(engine="transformers"))
+    with torch.no_grad():
+        for shard in engine.optimizer.shards:
+            if shard.name == "model.layers.1.mlp.down_proj.weight":
+                shard.local.mul_(1.01)
+    return max_abs(engine.score(make_batch()).logprob - outputs["logprob"])

@@ -1,0 +1,38 @@
+"""Training by either engine is the same training."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.layout import Layout
+from dovetail.optim.optimizer import OptimSettings
+from dovetail.rl.losses import SFTLoss
+from dovetail.weights.pretrained import EngineName
+from tests.distributed.bodies import ragged
+from tests.harness import run
+from tests.hf.families import TEXT
+from tests.parity.configs import tiny_model
+from tests.tolerances import CURVE_FP32
+
+STEPS = 10
+
+
+def curve(path: Path, engine: EngineName, layout: Layout, rate: float = 1e-3) -> Tensor:
+    """[steps, 2]: loss and gradient norm of float32 fine-tuning on a fresh ragged batch a step."""
+    options = EngineOptions(optim=OptimSettings(lr=rate), tokens_per_batch=56, engine=engine)
+    model = from_pretrained(path, layout=layout, device="cpu", options=options)
+    reports = [model.train_step(ragged(step), SFTLoss()) for step in range(STEPS)]
+    return torch.tensor([[report.loss, report.grad_norm] for report in reports], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_tied"])
+def test_both_engines_learn_alike(name: str, tmp_path: Path) -> None:
+    tiny_model(TEXT[name]()).save_pretrained(tmp_path)
+    (expected,) = run(1, curve, tmp_path, "native", Layout())
+    for found in run(2, curve, tmp_path, "transformers", Layout(cp=2)):
+        assert float(((found - expected) / expected).abs().max()) <= CURVE_FP32
+    (other,) = run(1, curve, tmp_path, "transformers", Layout(), 1.1e-3)
+    assert float(((other - expected) / expected).abs().max()) > CURVE_FP32, "the mutation: another rate shows"
