@@ -128,7 +128,8 @@ def make_model(config: Mapping[str, Any]) -> PreTrainedModel:
         raise ModelError(
             f"{type(model).__name__} does not call attention through AttentionInterface, so its batches cannot be packed"
         )
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear) and head.bias is not None:
         raise ModelError(f"{type(model).__name__} has a head with a bias, which the fused head does not compute")
     if dict(model.named_children()).keys() != {"model", "lm_head"}:
         raise ModelError(f"{type(model).__name__} is not made of `model` and `lm_head` alone")
