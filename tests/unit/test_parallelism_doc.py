@@ -155,6 +155,16 @@ def test_pictures(made) -> None:
     assert f"```\n{made()}\n```" in DOC.read_text(), made()
 
 
+def test_the_pictures_of_cp_show_who_holds_which_chunk() -> None:
+    lines = [line.replace("|", " ") for line in DOC.read_text().splitlines()]
+    shown_ranks = [line.split()[1:] for line in lines if re.fullmatch(r" +rank( +\d)+ *", line)]
+    for ulysses, ranks in zip((1, 2), shown_ranks, strict=True):
+        holders = {int(token): rank for rank in range(4) for token in Share(rank, 4, ulysses).order(8)}
+        step = 8 // len(ranks)
+        assert [str(holders[token]) for token in range(0, 8, step)] == ranks
+        assert [str(holders[token]) for token in range(step - 1, 8, step)] == ranks
+
+
 @pytest.mark.parametrize("rows", [schedules, heads, layouts])
 def test_figures(rows) -> None:
     assert f"\n\n{as_table(rows())}\n\n" in DOC.read_text(), as_table(rows())
