@@ -11,9 +11,8 @@
     all_reduce          identity         partial in, whole out; consumers compute the same thing
 
 Those of heads work on dims 0 and 1, the others on dim 0, and each is the identity on an axis of size 1, so callers never
-test sizes. The functions without a
-gradient (`sum_over`, `stack_over`, `gather_text`, `all_reduce_`) are for statistics, for agreeing on errors, and for
-gradients themselves.
+test sizes. The functions without a gradient (`sum_over`, `stack_over`, `gather_text`, `all_reduce_`) are for statistics,
+for agreeing on errors, and for gradients themselves.
 """
 
 import json
