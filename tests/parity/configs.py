@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    ApertusConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     LlamaConfig,
@@ -39,6 +40,8 @@ def tiny_configs() -> dict[str, PreTrainedConfig]:
     windowed = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "num_hidden_layers": 3}
     mixed = ["sliding_attention", "full_attention"]
     return {
+        "apertus": _tiny(ApertusConfig, rope_parameters=llama3),
+        "apertus_biases": _tiny(ApertusConfig, rope_parameters=llama3, attention_bias=True, num_key_value_heads=8),
         "llama": _tiny(LlamaConfig),
         "llama_tied": _tiny(LlamaConfig, tie_word_embeddings=True),
         "llama_biases": _tiny(LlamaConfig, attention_bias=True, mlp_bias=True),

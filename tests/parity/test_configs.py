@@ -25,7 +25,7 @@ def test_written_checkpoints_are_read_and_can_be_cut(name: str, tmp_path: Path) 
     for key, tensor in loaded.state_dict().items():
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, written[key]), key
-        assert tensor.std() > 0, f"{key} is trivial"
+        assert tensor.numel() == 1 or tensor.std() > 0, f"{key} is trivial"
 
 
 def test_no_config_is_shared() -> None:

@@ -77,9 +77,10 @@ def dense_spec(
     o_bias: bool = False,
     qk_norm: bool = False,
     mlp_bias: bool = False,
+    activations: tuple[str, ...] = SILU,
 ) -> ArchSpec:
     """The spec of a dense family from the keys that all of them share and the few that set them apart."""
-    _refuse_what_is_not_computed(c)
+    _refuse_what_is_not_computed(c, activations)
     width, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
     kv_heads = heads if c.get("num_key_value_heads") is None else c.integer("num_key_value_heads")
     if heads % kv_heads:
@@ -217,9 +218,9 @@ def _yarn_attention_factor(r: Fields, factor: float) -> float:
     return weighted(1.0)
 
 
-def _refuse_what_is_not_computed(c: Fields) -> None:
-    if c.get("hidden_act") not in SILU:
-        raise c.refusal("hidden_act", "silu")
+def _refuse_what_is_not_computed(c: Fields, activations: tuple[str, ...]) -> None:
+    if c.get("hidden_act") not in activations:
+        raise c.refusal("hidden_act", activations[0])
     if c.get("attention_dropout"):
         raise c.refusal("attention_dropout", "0.0; set it to 0.0, there is no dropout in RL training")
     if c.get("is_causal") is False:

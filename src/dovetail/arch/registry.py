@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from dovetail.arch.apertus import apertus_spec
 from dovetail.arch.foreign import AnySpec
 from dovetail.arch.llama import llama_spec
 from dovetail.arch.mistral import mistral_spec
@@ -14,7 +15,13 @@ from dovetail.errors import LayoutError, ModelError
 from dovetail.layout import Layout
 
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ArchSpec]] = MappingProxyType(
-    {"llama": llama_spec, "mistral": mistral_spec, "qwen2": qwen2_spec, "qwen3": qwen3_spec}
+    {
+        "apertus": apertus_spec,
+        "llama": llama_spec,
+        "mistral": mistral_spec,
+        "qwen2": qwen2_spec,
+        "qwen3": qwen3_spec,
+    }
 )
 
 

@@ -1,6 +1,7 @@
 """What a model is, as a frozen value: everything that the decoder needs to know about a dense family. No torch here."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -37,7 +38,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ArchSpec:
-    """A dense decoder: pre-norm blocks of attention and a SiLU-gated MLP, RMSNorm, rotary positions."""
+    """A dense decoder: pre-norm blocks of attention and an MLP (SiLU-gated, or plain with xIELU), RMSNorm, rotary positions."""
 
     family: str
     vocab_size: int
@@ -48,13 +49,16 @@ class ArchSpec:
     attention: AttentionSpec
     rope: RopeSpec
     mlp_bias: bool = False
+    activation: Literal["swiglu", "xielu"] = "swiglu"
+    norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")  # before attention, before the MLP
     tie_embeddings: bool = False
 
     @property
     def layer_params(self) -> int:
         """Weights of one layer's products."""
         a = self.attention
-        return self.width * (a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads) + 3 * self.ffn_width)
+        ffn = (3 if self.activation == "swiglu" else 2) * self.ffn_width
+        return self.width * (a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads) + ffn)
 
     @property
     def head_params(self) -> int:

@@ -21,7 +21,7 @@ from dovetail.nn.context import context_of
 from dovetail.nn.embedding import VocabEmbedding
 from dovetail.nn.heads import LMHead, ValueHead, shared
 from dovetail.nn.linear import Linear
-from dovetail.nn.mlp import MLP
+from dovetail.nn.mlp import make_mlp
 from dovetail.nn.model import Cut, StagedModel
 from dovetail.nn.norm import RMSNorm
 from dovetail.tokenstats import TokenStats
@@ -35,14 +35,17 @@ class Block(nn.Module):
 
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(spec.width, spec.norm_eps, kernels)
+        self.norm_names = spec.norm_names
+        first, second = self.norm_names
+        self.add_module(first, RMSNorm(spec.width, spec.norm_eps, kernels))
         self.self_attn = Attention(spec, layer, mesh, kernels)
-        self.post_attention_layernorm = RMSNorm(spec.width, spec.norm_eps, kernels)
-        self.mlp = MLP(spec, mesh, kernels)
+        self.add_module(second, RMSNorm(spec.width, spec.norm_eps, kernels))
+        self.mlp = make_mlp(spec, mesh, kernels)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        first, second = (self.get_submodule(name) for name in self.norm_names)
+        x = x + self.self_attn(first(x), context)
+        return x + self.mlp(second(x))
 
 
 class Trunk(nn.Module):
