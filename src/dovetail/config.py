@@ -155,7 +155,10 @@ class DataSection(Section):
 class RolloutSection(Section):
     """How completions are sampled."""
 
-    backend: Literal["native"] = Field("native", description="the embedded sampler")
+    backend: Literal["native", "transformers"] = Field(
+        "native",
+        description="native: the embedded sampler; transformers: the model's own generate, whole on every rank",
+    )
     layout: LayoutSection | None = Field(None, description="empty: tp 1, one sampler a rank")
     samples_per_prompt: Annotated[int, Field(ge=1, le=65536)] = Field(8, description="completions of each prompt")
     max_new_tokens: Annotated[int, Field(ge=1, le=1 << 22)] = Field(64, description="longest completion")

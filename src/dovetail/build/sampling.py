@@ -1,25 +1,38 @@
-"""The embedded sampler for a model and a layout."""
+"""The sampler for a model and a layout."""
+
+from typing import Literal
 
 import torch
 
-from dovetail.arch.registry import spec_from_config, validate_layout
+from dovetail.arch.registry import FAMILIES, spec_from_config, validate_layout
 from dovetail.arch.spec import ArchSpec
 from dovetail.build.engine import check_layout
-from dovetail.errors import LayoutError
+from dovetail.errors import LayoutError, ModelError
 from dovetail.kernels.registry import kernels_for
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
 from dovetail.rollout.native import NativeSampler
+from dovetail.rollout.transformers import TransformersSampler
 from dovetail.weights.pretrained import Pretrained
 
+Backend = Literal["native", "transformers"]
 
-def sampling_spec(source: Pretrained) -> ArchSpec:
-    """What the sampler runs: our decoder, whichever engine trains. Raises ModelError for a family that it does not know."""
-    return spec_from_config(source.config)
+
+def backend_layout(source: Pretrained, layout: Layout, backend: Backend) -> Layout:
+    """How a backend uses the ranks of a layout whose dp is known: transformers has the whole model on every rank."""
+    if backend == "transformers":
+        return Layout(dp=layout.num_ranks)
+    named = source.config.get("model_type")
+    if named not in FAMILIES:
+        raise ModelError(
+            f"the native sampler runs {', '.join(FAMILIES)}, not {named}; set rollout.backend=transformers (generate: "
+            "--engine transformers)"
+        )
+    return sampling_layout(spec_from_config(source.config), layout)
 
 
 def sampling_layout(spec: ArchSpec, layout: Layout) -> Layout:
-    """How the sampler uses the ranks of a layout whose dp is known: a token at a time, so it cuts by tp alone.
+    """How the embedded sampler uses the ranks of a layout: a token at a time, so it cuts by tp alone.
 
     Pipeline ranks join tp, which keeps a rank's share of the model; cp ranks are replicas.
     """
@@ -33,7 +46,10 @@ def sampling_layout(spec: ArchSpec, layout: Layout) -> Layout:
     return folded
 
 
-def make_sampler(spec: ArchSpec, mesh: Mesh, dtype: torch.dtype) -> NativeSampler:
+def make_sampler(
+    source: Pretrained, mesh: Mesh, dtype: torch.dtype, backend: Backend = "native"
+) -> NativeSampler | TransformersSampler:
     """An empty sampler under a mesh of `sampling_layout`: `load` or `refill` comes before `sample`."""
-    check_layout(spec, mesh.layout)
-    return NativeSampler(spec, mesh, kernels_for(mesh.device), dtype)
+    if backend == "transformers":
+        return TransformersSampler(source.config, mesh, dtype)
+    return NativeSampler(spec_from_config(source.config), mesh, kernels_for(mesh.device), dtype)

@@ -11,7 +11,7 @@ import torch
 
 from dovetail.arch.foreign import AnySpec
 from dovetail.build.engine import EngineOptions, check_layout, make_engine, make_mesh
-from dovetail.build.sampling import make_sampler, sampling_layout, sampling_spec
+from dovetail.build.sampling import backend_layout, make_sampler
 from dovetail.build.text import load_tokenizer, stop_ids, text_of
 from dovetail.config import GRPO, PPO, SFT, CriticSection, LayoutSection, PolicyGradient, Recipe, ReferenceSection
 from dovetail.data import Limits, Tokenizer, load_prompts, load_sft
@@ -108,7 +108,7 @@ class Builder:
         policy = self._trained(self.source, self.mesh, "lm", recipe.optim.lr)
         critic = self._critic(*critic_role) if critic_role else None
         reference = self._reference(*reference_role) if reference_role else None
-        sampler = make_sampler(sampling_spec(self.source), self._sampler_mesh(), self.dtype)
+        sampler = make_sampler(self.source, self._sampler_mesh(), self.dtype, rollout.backend)
         models = RLModels(policy=policy, sampler=sampler, critic=critic, reference=reference)
         losses = (
             PolicyLoss(
@@ -184,7 +184,8 @@ class Builder:
 
     def _sampler_mesh(self) -> Mesh:
         section = self.recipe.rollout.layout or LayoutSection()
-        return self._mesh(section, "rollout.layout", partial(sampling_layout, sampling_spec(self.source)))
+        backend = self.recipe.rollout.backend
+        return self._mesh(section, "rollout.layout", lambda layout: backend_layout(self.source, layout, backend))
 
     def _mesh(
         self, section: LayoutSection, name: str = "layout", change: Callable[[Layout], Layout] = lambda layout: layout

@@ -4,8 +4,9 @@ import argparse
 
 import torch
 
+from dovetail.arch.foreign import ForeignSpec
 from dovetail.build.engine import make_mesh
-from dovetail.build.sampling import make_sampler, sampling_layout, sampling_spec
+from dovetail.build.sampling import Backend, backend_layout, make_sampler
 from dovetail.build.text import load_tokenizer, stop_ids, text_of
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.cli.output import check_out, write_rows
@@ -22,13 +23,13 @@ def run(args: argparse.Namespace) -> None:
     mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
     with agreed(mesh):
         check_out(args.out, mesh)
-        source = Pretrained.open(args.model)
+        source = Pretrained.open(args.model, args.engine)
         tokenizer = None
         if needs_text(args.data) or source.has_tokenizer:
             tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)
         rows = load_prompts(args.data, tokenizer, Limits(source.spec.vocab_size), answers=False)
-        spec = sampling_spec(source)
-        layout = sampling_layout(spec, mesh.layout)
+        backend: Backend = "transformers" if isinstance(source.spec, ForeignSpec) else "native"
+        layout = backend_layout(source, mesh.layout, backend)
     sampler_mesh = mesh if layout == mesh.layout else make_mesh(layout, mesh.device)
     params = SamplingParams(
         samples=args.samples,
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
         seed=args.seed,
         stop_ids=stop_ids(source, tokenizer),
     )
-    sampler = make_sampler(spec, sampler_mesh, getattr(torch, args.dtype))
+    sampler = make_sampler(source, sampler_mesh, getattr(torch, args.dtype), backend)
     sampler.load(open_checkpoint(source.path, mesh))
     completions = sampler.sample([Prompt(i, row.ids) for i, row in enumerate(rows)], params)
     found = (

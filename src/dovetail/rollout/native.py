@@ -5,7 +5,6 @@ computes each prompt once, packed, shares its cache among its samples, and then 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from dovetail.arch.spec import ArchSpec
 from dovetail.batch import cumulative, plan_microbatches
-from dovetail.comm import all_gather, stack_over, sum_over
+from dovetail.comm import all_gather, stack_over
 from dovetail.errors import CheckpointError, DataError, ModelError, listing
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import KernelSet
@@ -26,6 +25,7 @@ from dovetail.placement import as_index
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.cache import DecodeContext, KVCache, PrefillContext
 from dovetail.rollout.draw import draw
+from dovetail.rollout.found import Found
 from dovetail.rollout.noise import uniforms
 from dovetail.rollout.waves import Wave, plan_waves
 from dovetail.weights.load import load
@@ -98,12 +98,12 @@ class NativeSampler:
         costs = [len(prompt.ids) + params.samples * new for prompt in prompts]
         dealt = plan_microbatches(costs, replicas.size, None, width=self.spec.width)[replicas.rank]
         mine = {i: len(prompts[i].ids) for batch in dealt for i in batch}
-        found = _Found(len(prompts) * params.samples, new, self.mesh.device)
+        found = Found(len(prompts) * params.samples, new, self.mesh.device)
         for wave in plan_waves(mine, params.samples, new, self.max_tokens):
             self._run(wave, prompts, params, found)
         return found.completions(prompts, params, self.mesh)
 
-    def _run(self, wave: Wave, prompts: Sequence[Prompt], params: SamplingParams, found: "_Found") -> None:
+    def _run(self, wave: Wave, prompts: Sequence[Prompt], params: SamplingParams, found: Found) -> None:
         """All tokens of a wave's rows. Rows that stopped stay until enough of them did, and are ignored."""
         cache, z = self._prefill(wave, prompts, params.max_new_tokens)
         device = self.mesh.device
@@ -211,36 +211,6 @@ class NativeSampler:
                     f"{params.max_new_tokens}; beyond {rope.max_positions} positions rope_type 'dynamic' changes the "
                     "keys that are cached; shorten the prompt or lower max_new_tokens"
                 )
-
-
-class _Found:
-    """What was drawn for all completions of a call; this replica fills its own, and the others' are zeros."""
-
-    def __init__(self, rows: int, new: int, device: torch.device) -> None:
-        self.ids = torch.zeros(rows, new, dtype=torch.int64, device=device)
-        self.log_probs = torch.zeros(rows, new, dtype=torch.float64, device=device)
-        self.counts = torch.zeros(rows, dtype=torch.int64, device=device)
-
-    def put(self, slots: Tensor, position: int, ids: Tensor, log_probs: Tensor, alive: Tensor) -> None:
-        """The tokens of one step; those of rows that had stopped do not count."""
-        self.ids[slots, position] = ids
-        self.log_probs[slots, position] = log_probs
-        self.counts[slots] += alive.long()
-
-    def completions(self, prompts: Sequence[Prompt], params: SamplingParams, mesh: Mesh) -> list[Completion]:
-        """Everybody's completions, on every rank: three sums over the replicas, no wider than the longest completion."""
-        replicas = mesh["fsdp"]
-        counts: list[int] = sum_over(self.counts, replicas).tolist()
-        longest = max(counts, default=0)
-        ids = sum_over(self.ids[:, :longest], replicas).tolist()
-        log_probs = sum_over(self.log_probs[:, :longest], replicas).tolist()
-        done = []
-        for slot, count in enumerate(counts):
-            index, sample = divmod(slot, params.samples)
-            drawn = tuple(ids[slot][:count])
-            finish: Literal["stop", "length"] = "stop" if drawn[-1] in params.stop_ids else "length"
-            done.append(Completion(prompts[index].row, sample, drawn, tuple(log_probs[slot][:count]), finish))
-        return done
 
 
 def _empty_decoder(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Decoder:

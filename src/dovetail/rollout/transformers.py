@@ -1,0 +1,157 @@
+"""Sampling by a transformers model's own `generate`, for families that our decoder does not describe.
+
+Every rank holds the whole model and continues its share of the prompts. Which token is taken is ours: a logits processor
+draws it from counter-based noise, as the embedded sampler does, and leaves it as the only possible one.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
+
+from dovetail.batch import plan_microbatches
+from dovetail.errors import CheckpointError, DataError, listing
+from dovetail.mesh import Mesh
+from dovetail.rollout.base import Completion, Prompt, SamplingParams
+from dovetail.rollout.draw import draw
+from dovetail.rollout.found import Found
+from dovetail.rollout.noise import uniforms
+from dovetail.rollout.waves import Wave, plan_waves
+from dovetail.weights.agree import agreed
+from dovetail.weights.reader import TensorSource
+
+MAX_TOKENS = 1 << 15
+
+
+class TransformersSampler:
+    """A whole model in the compute dtype on every rank. Implements `Sampler`; every call is collective."""
+
+    def __init__(
+        self, config: Mapping[str, Any], mesh: Mesh, dtype: torch.dtype, *, max_tokens: int = MAX_TOKENS
+    ) -> None:
+        """config: of the checkpoint. max_tokens: rows times the longest of them that a rank runs at a time."""
+        assert mesh["tp"].size == mesh["pp"].size == 1, "build.sampling makes all ranks replicas"
+        self.mesh, self.dtype, self.max_tokens = mesh, dtype, max_tokens
+        options = copy.deepcopy(dict(config))
+        known = AutoConfig.for_model(options.pop("model_type"), **options)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(known, dtype=dtype)
+        self.model = model.to(mesh.device).eval().requires_grad_(False)
+        self.vocab_size: int = known.get_text_config().vocab_size
+        self._filled = False
+
+    @torch.no_grad()
+    def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over (HF name, whole tensor) pairs, one at a time. What is missing, extra or mis-shaped raises together."""
+        self._filled = False
+        own = self._tensors()
+        wrong, missing = [], {id(tensor): name for name, tensor in own.items()}
+        for name, tensor in weights:  # to its end, whatever is wrong: other ranks may be waiting for this one
+            if name not in own:
+                wrong.append(f"{name}: not a tensor of {type(self.model).__name__}")
+            elif own[name].shape != tensor.shape:
+                wrong.append(f"{name}: shape {list(tensor.shape)}, expected {list(own[name].shape)}")
+            else:
+                own[name].copy_(tensor)
+            missing.pop(id(own.get(name)), None)
+        wrong += [f"{name}: missing" for name in sorted(missing.values())]
+        if wrong:
+            raise CheckpointError(f"the weights given to the sampler are not those of its model:\n{listing(wrong)}")
+        self._filled = True
+
+    def load(self, source: TensorSource) -> None:
+        """Take over a checkpoint. Collective."""
+        with agreed(self.mesh):
+            self.refill((name, source.read(name)) for name in source.names)
+
+    @torch.no_grad()
+    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
+        """`params.samples` completions of every prompt, ordered by prompt, then sample."""
+        self._check(prompts)
+        replicas, new = self.mesh["fsdp"], params.max_new_tokens
+        costs = [len(prompt.ids) + params.samples * new for prompt in prompts]
+        dealt = plan_microbatches(costs, replicas.size, None)[replicas.rank]
+        mine = {i: len(prompts[i].ids) for batch in dealt for i in batch}
+        found = Found(len(prompts) * params.samples, new, self.mesh.device)
+        for wave in plan_waves(mine, params.samples, new, self.max_tokens):
+            self._run(wave, prompts, params, found)
+        return found.completions(prompts, params, self.mesh)
+
+    def _run(self, wave: Wave, prompts: Sequence[Prompt], params: SamplingParams, found: Found) -> None:
+        """All tokens of a wave's rows, which are padded on the left."""
+        device = self.mesh.device
+        rows = [prompts[wave.prompts[owner]] for owner, _ in wave.rows]
+        longest = max(len(prompt.ids) for prompt in rows)
+        ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(rows):
+            ids[row, longest - len(prompt.ids) :] = torch.tensor(prompt.ids)
+            mask[row, longest - len(prompt.ids) :] = 1
+        samples = np.array([sample for _, sample in wave.rows], dtype=np.int64)
+        slots = torch.tensor([wave.prompts[o] * params.samples + s for o, s in wave.rows], device=device)
+        numbers = np.array([prompt.row for prompt in rows], dtype=np.int64)
+        self.model.generate(
+            ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=GenerationConfig(
+                max_new_tokens=params.max_new_tokens,
+                do_sample=False,
+                eos_token_id=list(params.stop_ids) or None,
+                pad_token_id=0,
+            ),
+            logits_processor=LogitsProcessorList([_Draw(params, numbers, samples, longest, slots, found)]),
+        )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Every tensor that a checkpoint may list, by name; a tied one under both of its names."""
+        tensors: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
+        return tensors
+
+    def _check(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse what cannot be sampled. All ranks have the same prompts, so all refuse alike."""
+        if not self._filled:
+            raise CheckpointError("the sampler holds no weights; call refill(engine.weights()) before sample()")
+        for prompt in prompts:
+            if not len(prompt.ids):
+                raise DataError(f"prompt of row {prompt.row} has no tokens; a prompt needs at least one")
+            bad = next((token for token in prompt.ids if not 0 <= token < self.vocab_size), None)
+            if bad is not None:
+                raise DataError(
+                    f"prompt of row {prompt.row} has the id {bad}; this model has ids 0 to {self.vocab_size - 1}"
+                )
+
+
+class _Draw(LogitsProcessor):  # type: ignore[misc]  # transformers comes without types
+    """Draws the next token of every row, notes it with its log-prob, and leaves nothing else to take."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        rows: np.ndarray[Any, Any],
+        samples: np.ndarray[Any, Any],
+        prompt_length: int,
+        slots: Tensor,
+        found: Found,
+    ) -> None:
+        self.params, self.rows, self.samples, self.prompt_length = params, rows, samples, prompt_length
+        self.slots, self.found = slots, found
+        self.alive = torch.ones(len(slots), dtype=torch.bool, device=slots.device)
+        self.stops = torch.tensor(params.stop_ids, dtype=torch.int64, device=slots.device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        position, p = input_ids.shape[1] - self.prompt_length, self.params
+        noise = torch.from_numpy(uniforms(p.seed, p.step, self.rows, self.samples, position)).to(scores.device)
+        ids, log_probs = draw(scores.to(torch.promote_types(scores.dtype, torch.float32)), noise, p)
+        self.found.put(self.slots, position, ids, log_probs, self.alive)
+        self.alive = self.alive & ~torch.isin(ids, self.stops)
+        return torch.full_like(scores, -torch.inf).scatter_(1, ids[:, None], 0.0)

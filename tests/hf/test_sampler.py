@@ -1,0 +1,75 @@
+"""Sampling by a model's own `generate`: the same tokens as the embedded sampler draws, whatever the number of ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dovetail.batch import PackedBatch
+from dovetail.build.engine import EngineOptions, from_pretrained, make_mesh
+from dovetail.build.sampling import Backend, backend_layout, make_sampler
+from dovetail.errors import CheckpointError, ModelError
+from dovetail.layout import Layout
+from dovetail.mesh import Mesh
+from dovetail.rollout.base import Completion, Prompt, SamplingParams
+from dovetail.weights.pretrained import Pretrained
+from tests.harness import run
+from tests.hf.families import TEXT
+from tests.parity.configs import tiny_model
+from tests.tolerances import MODEL_FP32
+
+PROMPTS = [Prompt(0, (3, 4, 5, 6)), Prompt(1, (9,)), Prompt(5, (7, 8, 9, 10, 11, 12, 13))]
+PARAMS = SamplingParams(samples=3, max_new_tokens=9, seed=7, step=2, stop_ids=(1, 2, 11, 30, 50, 90))
+
+
+def sampled(path: Path, backend: Backend) -> tuple[list[Completion], float]:
+    """Completions after a refill from an engine, and how far their log-probs are from the engine's own."""
+    source = Pretrained.open(path)
+    engine = from_pretrained(path, device="cpu", options=EngineOptions(engine="transformers"))
+    layout = backend_layout(source, engine.mesh.layout, backend)
+    sampler = make_sampler(source, make_mesh(layout, torch.device("cpu")), torch.float32, backend)
+    sampler.refill(engine.weights(sampler.dtype))
+    found = sampler.sample(PROMPTS, PARAMS)
+    prompts = {prompt.row: prompt.ids for prompt in PROMPTS}
+    stats = engine.score(PackedBatch.pack([(*prompts[c.row], *c.ids) for c in found]))
+    worst = 0.0
+    rows = zip(found, stats.logprob.split([len(prompts[c.row]) + len(c.ids) for c in found]), strict=True)
+    for c, scored in rows:
+        first = len(prompts[c.row]) - 1
+        mine = torch.tensor(c.log_probs)
+        worst = max(worst, float((scored[first : first + len(mine)] - mine).abs().max()))
+    return found, worst
+
+
+@pytest.mark.parametrize("name", ["llama", "apertus"])
+def test_equals_the_embedded_sampler(name: str, tmp_path: Path) -> None:
+    tiny_model(TEXT[name]()).save_pretrained(tmp_path)
+    ((expected, near),) = run(1, sampled, tmp_path, "native")
+    ((alone, close),) = run(1, sampled, tmp_path, "transformers")
+    assert [c.ids for c in alone] == [c.ids for c in expected]
+    assert {c.finish for c in expected} == {"stop", "length"}
+    assert max(near, close) <= MODEL_FP32
+    for found, distance in run(2, sampled, tmp_path, "transformers"):
+        assert [c.ids for c in found] == [c.ids for c in expected]
+        assert distance <= MODEL_FP32
+
+
+def test_a_family_that_only_transformers_knows(tmp_path: Path) -> None:
+    tiny_model(TEXT["gemma3"]()).save_pretrained(tmp_path)
+    ((found, distance),) = run(1, sampled, tmp_path, "transformers")
+    assert len(found) == 9
+    assert distance <= MODEL_FP32
+    source = Pretrained.open(tmp_path)
+    with pytest.raises(ModelError, match=r"not gemma3_text; set rollout\.backend=transformers"):
+        backend_layout(source, Layout(), "native")
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    TEXT["llama"]().save_pretrained(tmp_path)
+    sampler = make_sampler(Pretrained.open(tmp_path), Mesh.solo(), torch.float32, "transformers")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: missing") as told:
+        sampler.refill([("model.norm.weight", torch.zeros(3)), ("other", torch.zeros(1))])
+    assert "model.norm.weight: shape [3], expected [64]" in str(told.value)
+    assert "other: not a tensor of LlamaForCausalLM" in str(told.value)
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        sampler.sample(PROMPTS, PARAMS)
