@@ -7,8 +7,8 @@ hands through to every attention layer. Nothing is inferred from positions, and 
 from typing import Any
 
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from dovetail.errors import ModelError
 from dovetail.nn.context import BatchAttention
@@ -48,6 +48,6 @@ def no_mask(*_: object, **__: object) -> None:
 
 def register() -> None:
     """Make the name known to transformers. Models that are not told to use it do not notice."""
-    if NAME not in AttentionInterface():
-        AttentionInterface.register(NAME, attention)
-        AttentionMaskInterface.register(NAME, no_mask)
+    if NAME not in transformers.AttentionInterface():
+        transformers.AttentionInterface.register(NAME, attention)
+        transformers.AttentionMaskInterface.register(NAME, no_mask)

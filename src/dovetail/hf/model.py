@@ -1,7 +1,8 @@
 """A transformers model as an engine runs it: its own layers, our packing, attention and head; names as in its checkpoint.
 
 The model is made without memory for its parameters: only what its constructor computes (tables of rotary frequencies,
-scales) is kept, since no checkpoint has it.
+scales) is kept, since no checkpoint has it. transformers loads its modules as they are first used: runs of our own
+decoder do not wait for them.
 """
 
 import copy
@@ -10,11 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dovetail.arch.foreign import ForeignSpec
 from dovetail.batch import Loss, LossFn, MicroBatch
@@ -54,7 +54,7 @@ class ForeignDecoder(StagedModel):
         tied = head == "lm" and bool(whole.config.tie_word_embeddings)
         super().__init__(spec, mesh, Cut.whole(spec), tied=tied)
         self.kernels = kernels
-        self.model: PreTrainedModel = whole.get_submodule("model")
+        self.model: transformers.PreTrainedModel = whole.get_submodule("model")
         if recompute != "none":
             _recompute(whole, recompute)
         with torch.device("meta"):
@@ -85,7 +85,9 @@ class ForeignDecoder(StagedModel):
         return iter(())
 
     def groups(self) -> Iterator[nn.Module]:
-        yield from (module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer))
+        yield from (
+            module for module in self.model.modules() if isinstance(module, transformers.GradientCheckpointingLayer)
+        )
         if not self.tied:
             yield self.model.get_input_embeddings()
             yield self.head
@@ -113,15 +115,17 @@ class _ParametersWithoutMemory(TorchFunctionMode):
         return func(*args, **options)
 
 
-def make_model(config: Mapping[str, Any]) -> PreTrainedModel:
+def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
     """The model of a raw config.json in float32, on the meta device but for its computed buffers. Raises ModelError."""
     register()
     options = copy.deepcopy(dict(config))
-    known: PreTrainedConfig = AutoConfig.for_model(options.pop("model_type"), **options)
+    known: transformers.PreTrainedConfig = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
     _refuse(known)
     try:
         with _ParametersWithoutMemory():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(known, dtype=torch.float32)
+            model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
+                known, dtype=torch.float32
+            )
     except ValueError as error:
         raise ModelError(f"transformers has no causal language model for model_type {known.model_type!r}") from error
     if not model._can_set_attn_implementation():
@@ -137,7 +141,7 @@ def make_model(config: Mapping[str, Any]) -> PreTrainedModel:
     return model.eval()
 
 
-def _refuse(config: PreTrainedConfig) -> None:
+def _refuse(config: "transformers.PreTrainedConfig") -> None:
     """What packing, Ulysses or the fused head would compute wrongly."""
     text = config.get_text_config()
     values = vars(text)
@@ -163,7 +167,7 @@ def _refuse(config: PreTrainedConfig) -> None:
             )
 
 
-def _recompute(model: PreTrainedModel, recompute: Recompute) -> None:
+def _recompute(model: "transformers.PreTrainedModel", recompute: Recompute) -> None:
     """Checkpointing as transformers does it, in training mode; dropout stays off."""
     options: dict[str, Any] = {"use_reentrant": False}
     if recompute == "selective":

@@ -10,15 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-)
 
 from dovetail.batch import plan_microbatches
 from dovetail.errors import CheckpointError, DataError, listing
@@ -44,8 +37,8 @@ class TransformersSampler:
         assert mesh["tp"].size == mesh["pp"].size == 1, "build.sampling makes all ranks replicas"
         self.mesh, self.dtype, self.max_tokens = mesh, dtype, max_tokens
         options = copy.deepcopy(dict(config))
-        known = AutoConfig.for_model(options.pop("model_type"), **options)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(known, dtype=dtype)
+        known = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+        model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(known, dtype=dtype)
         self.model = model.to(mesh.device).eval().requires_grad_(False)
         self.vocab_size: int = known.get_text_config().vocab_size
         self._filled = False
@@ -103,13 +96,13 @@ class TransformersSampler:
         self.model.generate(
             ids.to(device),
             attention_mask=mask.to(device),
-            generation_config=GenerationConfig(
+            generation_config=transformers.GenerationConfig(
                 max_new_tokens=params.max_new_tokens,
                 do_sample=False,
                 eos_token_id=list(params.stop_ids) or None,
                 pad_token_id=0,
             ),
-            logits_processor=LogitsProcessorList([_Draw(params, numbers, samples, longest, slots, found)]),
+            logits_processor=transformers.LogitsProcessorList([_Draw(params, numbers, samples, longest, slots, found)]),
         )
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -131,8 +124,8 @@ class TransformersSampler:
                 )
 
 
-class _Draw(LogitsProcessor):  # type: ignore[misc]  # transformers comes without types
-    """Draws the next token of every row, notes it with its log-prob, and leaves nothing else to take."""
+class _Draw:
+    """A logits processor: draws the next token of every row, notes it with its log-prob, and leaves nothing else to take."""
 
     def __init__(
         self,
