@@ -13,3 +13,19 @@ def _workers() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     close_workers()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--draws", type=int, default=40, help="random models and layouts that the fuzz target tries")
+    parser.addoption("--draw-seed", type=int, default=0, help="the first of its seeds")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many draws of the fuzz target were refused, and how many equal one rank."""
+    passed = terminalreporter.stats.get("passed", [])
+    outcomes = [value for report in passed for name, value in report.user_properties if name == "outcome"]
+    if outcomes:
+        equal = outcomes.count("equal")
+        terminalreporter.line(f"draws: {equal} equal one rank, {len(outcomes) - equal} are refused")
+        for value in sorted(set(outcomes) - {"equal"}):
+            terminalreporter.line(f"  {value}")
