@@ -46,9 +46,12 @@ def rl_recipe(inputs: Path, name: str, run_dir: Path, **sections: Any) -> dict[s
 
 
 def played_on(layout: str, given: Mapping[str, Any], *, bug: str = "", agree: bool = True) -> Played:
-    """The run on as many ranks as its layout has; every rank sees the same rows, unless `agree` is False."""
+    """The run on as many ranks as its layout has; every rank sees the same rows, unless `agree` is False.
+
+    What `given` says of its layout beside degrees stays.
+    """
     cut = Layout.parse(layout) if layout else Layout()
-    section = {"tp": cut.tp, "dp": cut.dp or "auto"}
+    section = {**given.get("layout", {}), "tp": cut.tp, "pp": cut.pp, "cp": cut.cp, "dp": cut.dp or "auto"}
     each = run(cut.num_ranks, play, {**given, "layout": section}, timeout=PATIENCE, bug=bug)
     for other in each[1:]:
         assert not agree or timeless(other.rows) == timeless(each[0].rows)
