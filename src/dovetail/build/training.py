@@ -1,6 +1,6 @@
 """From a recipe to everything that a run consists of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -201,8 +201,7 @@ class Builder:
     @property
     def _budget(self) -> int:
         """Tokens that a row may have, so that it fits a micro-batch with its padding under every model's layout."""
-        multiple = max(mesh.token_multiple for mesh in self.meshes.values())
-        return self.recipe.trainer.tokens_per_batch // multiple * multiple
+        return longest_row(self.recipe.trainer.tokens_per_batch, [m.token_multiple for m in self.meshes.values()])
 
     def _limits(self, max_tokens: int) -> Limits:
         if max_tokens < 1:
@@ -244,6 +243,11 @@ class Builder:
             peak_memory_gib=partial(peak_memory_gib, self.device),
             stop_requested=self.stop_requested,
         )
+
+
+def longest_row(tokens_per_batch: int, multiples: Sequence[int]) -> int:
+    """The most tokens that fit a micro-batch when padded to any of `multiples`, which need not divide each other."""
+    return min(tokens_per_batch // multiple * multiple for multiple in multiples)
 
 
 def _checked(spec: ArchSpec, layout: Layout) -> Layout:
