@@ -103,13 +103,14 @@ class Builder:
         critic_role = self._role(recipe.critic, "critic") if isinstance(algorithm, PPO) else None
         reference_role = self._role(recipe.reference, "reference") if self._wants_reference(algorithm) else None
         limits = self._limits(self._budget - rollout.max_new_tokens)  # all models have their meshes now
+        sampler_mesh = self._sampler_mesh()  # which may refuse its layout, so before any weight is read
         with agreed(self.mesh):
             prompts = load_prompts(recipe.data.train, self.tokenizer, limits)
             held_out = load_prompts(recipe.data.eval, self.tokenizer, limits) if recipe.data.eval else []
         policy = self._trained(self.source, self.mesh, "lm", recipe.optim.lr)
         critic = self._critic(*critic_role) if critic_role else None
         reference = self._reference(*reference_role) if reference_role else None
-        sampler = make_sampler(self.source.spec, self._sampler_mesh(), self.dtype)
+        sampler = make_sampler(self.source.spec, sampler_mesh, self.dtype)
         models = RLModels(policy=policy, sampler=sampler, critic=critic, reference=reference)
         losses = (
             PolicyLoss(
