@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
+from dovetail.batch import PackedBatch
 from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.engine.native import NativeEngine
 from dovetail.errors import CheckpointError, ConfigError, DataError, LayoutError, ModelError
 from dovetail.layout import Layout
 from dovetail.nn.decoder import Recompute
 from dovetail.pipeline.partition import SCHEDULES
+from tests.checkpoints import assert_same_tensors
 from tests.distributed.matrix import LOSSES, STEP, Figures, figures_of, measure, random_batch
 from tests.parity.configs import tiny_model
 
@@ -104,9 +108,17 @@ def refusal(folder: str, given: Draw) -> str:
 
 
 def outcome(folder: str, given: Draw) -> str | Figures:
-    """How far this rank of the layout is from one rank; or why it refuses the batch."""
+    """How far this rank of the layout is from one rank; or why it refuses the batch.
+
+    Before it learns, its weights are streamed as they came: names, order and bytes.
+    """
+    engine = _engine(folder, given, given.layout)
+    expected = load_file(Path(folder) / "model.safetensors")
+    streamed = dict(engine.weights())
+    assert list(streamed) == list(engine.origin.listed)
+    assert_same_tensors(streamed, expected)
     try:
-        found, stray = _measure(folder, given, given.layout)
+        found, stray = measure(engine, _batch(given), given.loss)
     except DataError as error:
         return f"DataError: {error}"
     return figures_of(found, stray, torch.load(Path(folder) / ALONE))
@@ -114,15 +126,14 @@ def outcome(folder: str, given: Draw) -> str | Figures:
 
 def write_alone(folder: str, given: Draw) -> None:
     """What one rank gives, all tokens at once."""
-    torch.save(_measure(folder, given, Layout())[0], Path(folder) / ALONE)
+    torch.save(measure(_engine(folder, given, Layout()), _batch(given), given.loss)[0], Path(folder) / ALONE)
 
 
-def _measure(folder: str, given: Draw, layout: Layout) -> tuple[dict[str, Any], float]:
-    batch = random_batch(given.lengths, given.loss, torch.float64, given.config["vocab_size"])
-    return measure(_engine(folder, given, layout), batch, given.loss)
+def _batch(given: Draw) -> PackedBatch:
+    return random_batch(given.lengths, given.loss, torch.float64, given.config["vocab_size"])
 
 
-def _engine(folder: str, given: Draw, layout: Layout) -> Any:
+def _engine(folder: str, given: Draw, layout: Layout) -> NativeEngine:
     alone = layout == Layout()
     options = EngineOptions(
         optim=STEP,
