@@ -21,11 +21,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many draws of the fuzz target were refused, and how many equal one rank."""
+    """How many draws of the fuzz target were refused and why, and how near the others came to one rank."""
     passed = terminalreporter.stats.get("passed", [])
     outcomes = [value for report in passed for name, value in report.user_properties if name == "outcome"]
+    errors = [value for value in outcomes if isinstance(value, float)]
+    refusals = [value for value in outcomes if isinstance(value, str)]
     if outcomes:
-        equal = outcomes.count("equal")
-        terminalreporter.line(f"draws: {equal} equal one rank, {len(outcomes) - equal} are refused")
-        for value in sorted(set(outcomes) - {"equal"}):
-            terminalreporter.line(f"  {value}")
+        worst = f", worst error {max(errors):.1e}" if errors else ""
+        terminalreporter.line(f"draws: {len(errors)} equal one rank{worst}; {len(refusals)} are refused")
+    for value in sorted(set(refusals)):
+        terminalreporter.line(f"  {value}")

@@ -29,8 +29,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("many", [f"{seed}-{i}" for i in range(metafunc.config.getoption("draws"))])
 
 
-def attempt(given: Draw, folder: Path) -> str:
-    """The common refusal of all ranks; "" where they compute what one rank does."""
+def attempt(given: Draw, folder: Path) -> str | float:
+    """The common refusal of all ranks; the worst error where they compute what one rank does."""
     ranks = given.layout.num_ranks
     write(given, folder / "hollow", weights=False)
     told = run(ranks, refusal, str(folder / "hollow"), given, timeout=PATIENCE)
@@ -48,7 +48,7 @@ def attempt(given: Draw, folder: Path) -> str:
         assert figures.worst <= SUM_ORDER, f"{given} on rank {rank}: {figures}"
         assert figures.ratio <= GRAD_RATIO_FP32, f"{given} on rank {rank}: {figures}"
         assert figures.stray == 0.0, f"{given} on rank {rank}: {figures}"
-    return ""
+    return max(figures.worst for figures in found if not isinstance(figures, str))
 
 
 @pytest.mark.parametrize("seed", FEW)
@@ -58,5 +58,4 @@ def test_a_few_draws(seed: str, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_many_draws(many: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    refused = attempt(draw(many), tmp_path)
-    request.node.user_properties.append(("outcome", refused or "equal"))
+    request.node.user_properties.append(("outcome", attempt(draw(many), tmp_path)))
