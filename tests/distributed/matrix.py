@@ -118,7 +118,9 @@ def layouts(ranks: int, *, virtual: bool = True) -> list[Layout]:
 def name_of(layout: Layout) -> str:
     """A layout as a test's name."""
     extras = [layout.schedule] * (layout.schedule != "1f1b") + [layout.cp_mode] * (layout.cp_mode != "auto")
-    return ",".join([str(layout), *extras, *([f"v={layout.virtual_stages}"] * (layout.virtual_stages > 1))])
+    extras += [f"v={layout.virtual_stages}"] * (layout.virtual_stages > 1)
+    extras += ["split=" + "+".join(map(str, layout.pp_split))] * (layout.pp_split != "auto")
+    return ",".join([str(layout), *extras])
 
 
 def write_models(folder: Path, names: Iterable[str]) -> None:
