@@ -1,6 +1,6 @@
 """The mutation test of the proof harness: plants each bug of this folder in a copy of the tree, and says which test notices.
 
-    python -m tests.mutants.run [--write] [NAME ...]
+    python -m tests.mutants.run [--write] [--clean] [--first TEST ...] [NAME ...]
 
 NAME is a patch or the beginning of its name; default: all, in half an hour. Each runs in a process group of its own what
 `make test` runs of the rooms that prove numbers, the smallest layouts first, up to the first failure. --write: RESULTS.md.
@@ -151,7 +151,7 @@ def cause(text: str) -> str:
         return ", ".join(wrong)
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Failed|Exception)\b", line)]
     late = [line for line in lines if LATE.search(line)]
-    return (late or errors[-1:] or lines[:1] or ["?"])[0][:90]
+    return re.sub(r"/\S+/", "", (late or errors[-1:] or lines[:1] or ["?"])[0])[:90]  # without a folder of this run
 
 
 def outcome(mutant: Mutant, tests: Sequence[str]) -> Outcome:
@@ -187,10 +187,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="patches, or the beginnings of their names")
     parser.add_argument("--write", action="store_true", help="write RESULTS.md")
+    parser.add_argument("--first", nargs="+", default=[], metavar="TEST", help="tests that run before the others")
     parser.add_argument("--clean", action="store_true", help="first run everything without any bug")
     args = parser.parse_args()
     chosen = [m for m in mutants() if not args.names or m.name.startswith(tuple(args.names))]
-    tests = selection()
+    tests = [*args.first, *(test for test in selection() if test not in args.first)]
     if args.clean:
         with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
             copy_tree(Path(folder))
