@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from dovetail.batch import PackedBatch
@@ -118,7 +119,9 @@ def layouts(ranks: int, *, virtual: bool = True) -> list[Layout]:
 def name_of(layout: Layout) -> str:
     """A layout as a test's name."""
     extras = [layout.schedule] * (layout.schedule != "1f1b") + [layout.cp_mode] * (layout.cp_mode != "auto")
-    return ",".join([str(layout), *extras, *([f"v={layout.virtual_stages}"] * (layout.virtual_stages > 1))])
+    extras += [f"v={layout.virtual_stages}"] * (layout.virtual_stages > 1)
+    extras += ["split=" + "+".join(map(str, layout.pp_split))] * (layout.pp_split != "auto")
+    return ",".join([str(layout), *extras])
 
 
 def write_models(folder: Path, names: Iterable[str]) -> None:
@@ -157,6 +160,20 @@ def measure(engine: NativeEngine, batch: PackedBatch, loss_name: str) -> tuple[d
     numbers = {"loss": report.loss, **report.metrics}
     found = {"outputs": outputs, "numbers": numbers, "norm": report.grad_norm, "grads": grads, "trained": trained}
     return found, max(stray, drift)
+
+
+def step_error(folder: str, case: Case) -> float:
+    """How far one rank's step is from AdamW's formula (Loshchilov & Hutter 2019, algorithm 2), given its own gradients.
+
+    What all layouts could have wrong alike: vectors (norms, biases) are not decayed, matrices are.
+    """
+    found, _ = compute(folder, case, Layout())
+    expected = {}
+    for name, before in load_file(Path(folder) / case.model / "lm" / "model.safetensors").items():
+        grad, weight = found["grads"][name], before.to(found["grads"][name].dtype)
+        decay = STEP.lr * STEP.weight_decay * (weight.dim() > 1)
+        expected[name] = weight * (1 - decay) - STEP.lr * grad / (grad.abs() + STEP.eps)  # at the first step v = g^2
+    return worst_error(found["trained"], expected)[0]
 
 
 def make_batch(case: Case, dtype: torch.dtype) -> PackedBatch:
