@@ -16,6 +16,8 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
 from dovetail.nn.decoder import Decoder
+from dovetail.nn.model import Cut
+from dovetail.pipeline.partition import partition
 
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SIZES = {
@@ -54,10 +56,12 @@ def write_tiny(
 
 
 def decoder_on(path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Decoder:
-    """Our model of the checkpoint's config, its weights not yet loaded; on the meta device if the mesh is."""
+    """This rank's stages of the checkpoint's model, its weights not yet loaded; on the meta device if the mesh is."""
     spec = spec_from_config(json.loads((path / "config.json").read_text()))
+    ranges, pp = partition(spec, mesh.layout), mesh["pp"]
+    cut = Cut(ranges[pp.rank :: pp.size], first=pp.rank == 0, last=pp.rank == pp.size - 1)
     with torch.device(mesh.device):
-        model = Decoder(spec, mesh, KernelSet()).to(dtype)
+        model = Decoder(spec, mesh, KernelSet(), cut=cut).to(dtype)
     for param in model.parameters():
         torch.nn.init.constant_(param, float("nan"))
     return model

@@ -13,3 +13,21 @@ def _workers() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     close_workers()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--draws", type=int, default=40, help="random models and layouts that the fuzz target tries")
+    parser.addoption("--draw-seed", type=int, default=0, help="the first of its seeds")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many draws of the fuzz target were refused and why, and how near the others came to one rank."""
+    passed = terminalreporter.stats.get("passed", [])
+    outcomes = [value for report in passed for name, value in report.user_properties if name == "outcome"]
+    errors = [value for value in outcomes if isinstance(value, float)]
+    refusals = [value for value in outcomes if isinstance(value, str)]
+    if outcomes:
+        worst = f", worst error {max(errors):.1e}" if errors else ""
+        terminalreporter.line(f"draws: {len(errors)} equal one rank{worst}; {len(refusals)} are refused")
+    for value in sorted(set(refusals)):
+        terminalreporter.line(f"  {value}")

@@ -5,7 +5,7 @@ gradient; and the parameters after the step. With beta1 = 0 AdamW's first moment
 real `train_step` shows all of it. The first rank's results stand in a file that the ranks of all layouts read.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from dovetail.batch import PackedBatch
@@ -118,7 +119,9 @@ def layouts(ranks: int, *, virtual: bool = True) -> list[Layout]:
 def name_of(layout: Layout) -> str:
     """A layout as a test's name."""
     extras = [layout.schedule] * (layout.schedule != "1f1b") + [layout.cp_mode] * (layout.cp_mode != "auto")
-    return ",".join([str(layout), *extras, *([f"v={layout.virtual_stages}"] * (layout.virtual_stages > 1))])
+    extras += [f"v={layout.virtual_stages}"] * (layout.virtual_stages > 1)
+    extras += ["split=" + "+".join(map(str, layout.pp_split))] * (layout.pp_split != "auto")
+    return ",".join([str(layout), *extras])
 
 
 def write_models(folder: Path, names: Iterable[str]) -> None:
@@ -136,16 +139,21 @@ def write_alone(folder: str, cases: Iterable[Case]) -> None:
 
 def compare(folder: str, layout: Layout, cases: Iterable[Case]) -> dict[Case, Figures]:
     """Each case on a layout against its file."""
-    return {case: _figures(*compute(folder, case, layout), torch.load(_file(folder, case.alone))) for case in cases}
+    return {case: figures_of(*compute(folder, case, layout), torch.load(_file(folder, case.alone))) for case in cases}
 
 
 def compute(
     folder: str, case: Case, layout: Layout, dtype: torch.dtype = torch.float64
 ) -> tuple[dict[str, Any], float]:
     """Everything that a case shows, and by how much ranks disagree on what several of them hold."""
-    batch, loss = make_batch(case, dtype), LOSSES[case.loss]
-    engine = _engine(folder, case, layout, batch, dtype)
-    outputs = [engine.values(batch)] if case.loss == "value" else list(engine.score(batch))
+    batch = make_batch(case, dtype)
+    return measure(_engine(folder, case, layout, batch, dtype), batch, case.loss)
+
+
+def measure(engine: NativeEngine, batch: PackedBatch, loss_name: str) -> tuple[dict[str, Any], float]:
+    """What an engine made with `STEP` shows of one step by one of `LOSSES`, and by how much its ranks disagree."""
+    loss = LOSSES[loss_name]
+    outputs = [engine.values(batch)] if loss_name == "value" else list(engine.score(batch))
     report = engine.train_step(batch, loss)
     grads, stray = gradients(engine)
     trained, drift = parameters(engine)
@@ -154,10 +162,29 @@ def compute(
     return found, max(stray, drift)
 
 
+def step_error(folder: str, case: Case) -> float:
+    """How far one rank's step is from AdamW's formula (Loshchilov & Hutter 2019, algorithm 2), given its own gradients.
+
+    What all layouts could have wrong alike: vectors (norms, biases) are not decayed, matrices are.
+    """
+    found, _ = compute(folder, case, Layout())
+    expected = {}
+    for name, before in load_file(Path(folder) / case.model / "lm" / "model.safetensors").items():
+        grad, weight = found["grads"][name], before.to(found["grads"][name].dtype)
+        decay = STEP.lr * STEP.weight_decay * (weight.dim() > 1)
+        expected[name] = weight * (1 - decay) - STEP.lr * grad / (grad.abs() + STEP.eps)  # at the first step v = g^2
+    return worst_error(found["trained"], expected)[0]
+
+
 def make_batch(case: Case, dtype: torch.dtype) -> PackedBatch:
+    """The batch of a case."""
+    return random_batch(RECIPES[case.recipe], case.loss, dtype)
+
+
+def random_batch(lengths: Sequence[int], loss_name: str, dtype: torch.dtype, vocab: int = VOCAB) -> PackedBatch:
     """Random sequences, with a mask that has holes and every field that the losses read."""
     draw = torch.Generator().manual_seed(3)
-    batch = PackedBatch.pack([torch.randint(VOCAB, (n,), generator=draw) for n in RECIPES[case.recipe]])
+    batch = PackedBatch.pack([torch.randint(vocab, (n,), generator=draw) for n in lengths])
     mask = batch.mask & (torch.rand(len(batch), generator=draw) < 0.8)
     random = partial(torch.randn, len(batch), generator=draw, dtype=torch.float64)
     near = -4.9 + 0.02 * random()  # of log-probs over VOCAB: ratios on both sides of every clip
@@ -170,7 +197,7 @@ def make_batch(case: Case, dtype: torch.dtype) -> PackedBatch:
         "return": random(),
     }
     batch = batch.with_mask(mask).with_fields(**{name: x.to(dtype) for name, x in fields.items()})
-    aggregation: Any = AGGREGATIONS[case.loss]
+    aggregation: Any = AGGREGATIONS[loss_name]
     return batch.with_fields(**weight_fields(batch, aggregation))
 
 
@@ -186,7 +213,8 @@ def _engine(folder: str, case: Case, layout: Layout, batch: PackedBatch, dtype: 
     return from_pretrained(path, layout=layout, dtype=dtype, head=head, device="cpu", options=options)
 
 
-def _figures(found: dict[str, Any], stray: float, expected: dict[str, Any]) -> Figures:
+def figures_of(found: dict[str, Any], stray: float, expected: dict[str, Any]) -> Figures:
+    """How far what `measure` found is from what it found on one rank."""
     numbers = [abs(found["numbers"][key] - x) / max(1.0, abs(x)) for key, x in expected["numbers"].items() if x == x]
     outputs = [tensor_error(a, b) for a, b in zip(found["outputs"], expected["outputs"], strict=True)]
     norm = expected["norm"]

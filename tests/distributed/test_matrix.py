@@ -14,7 +14,18 @@ from dovetail.arch.registry import spec_from_config
 from dovetail.build.engine import check_layout
 from dovetail.errors import LayoutError
 from dovetail.layout import Layout
-from tests.distributed.matrix import LOSSES, RECIPES, Case, compare, layouts, models, name_of, write_alone, write_models
+from tests.distributed.matrix import (
+    LOSSES,
+    RECIPES,
+    Case,
+    compare,
+    layouts,
+    models,
+    name_of,
+    step_error,
+    write_alone,
+    write_models,
+)
 from tests.harness import run
 from tests.tolerances import GRAD_RATIO_FP32, SUM_ORDER
 
@@ -79,6 +90,12 @@ def check(folder: Path, layout: Layout, cases: tuple[Case, ...]) -> None:
 @pytest.mark.parametrize(("layout", "cases"), SELECTED, ids=[name_of(layout) for layout, _ in SELECTED])
 def test_equals_one_rank(folder: Path, layout: Layout, cases: tuple[Case, ...]) -> None:
     check(folder, layout, cases)
+
+
+def test_a_step_is_adamws_and_decays_matrices_alone(folder: Path) -> None:
+    """What the comparison of layouts cannot see, since every layout would have it."""
+    (error,) = run(1, step_error, str(folder), Case("llama", "few", "sft"))
+    assert error <= SUM_ORDER
 
 
 @pytest.mark.soak

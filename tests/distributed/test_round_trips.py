@@ -1,6 +1,7 @@
 """From an HF directory through an engine to an HF directory: every file the same, byte for byte, for every variant."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch
 from dovetail.build.engine import from_pretrained
 from dovetail.layout import Layout
 from tests.checkpoints import assert_same_tensors, digests, tensors_of
+from tests.distributed.matrix import models, name_of
 from tests.harness import run
-from tests.parity.configs import save_tiny, tiny_configs
+from tests.parity.configs import save_tiny, tiny_configs, tiny_model
 
 WIDE = ("llama", "llama_tied", "mistral", "qwen2_tied", "qwen3", "qwen3_tied")  # in float32 too
 
@@ -17,14 +19,25 @@ WIDE = ("llama", "llama_tied", "mistral", "qwen2_tied", "qwen3", "qwen3_tied")  
 def through_engines(source: Path, out: Path, layout: Layout, nudge: bool = False) -> None:
     """Load every checkpoint into an engine with float32 masters and save it, in the dtype that it came in."""
     for path in sorted(source.iterdir()):
-        engine = from_pretrained(path, layout=layout, dtype=torch.bfloat16, device="cpu")
+        head: Any = "value" if "value" in path.name else "lm"
+        engine = from_pretrained(path, layout=layout, dtype=torch.bfloat16, head=head, device="cpu")
+        assert [name for name, _ in engine.weights()] == list(engine.origin.listed)
         if nudge:
             with torch.no_grad():
                 engine.optimizer.shards[-1].local.add_(1e-2)
         engine.save_pretrained(out / path.name)
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, dp=2), pytest.param(Layout(tp=8), marks=pytest.mark.soak)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, dp=2),
+        pytest.param(Layout(pp=2, cp=2), marks=pytest.mark.soak),
+        pytest.param(Layout(tp=2, pp=2, cp=2), marks=pytest.mark.soak),
+        pytest.param(Layout(tp=8), marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
 def test_every_variant_comes_back_as_it_was(tmp_path: Path, layout: Layout) -> None:
     names = [(name, torch.bfloat16) for name in tiny_configs()] + [(name, torch.float32) for name in WIDE]
     for name, dtype in names:
@@ -35,6 +48,31 @@ def test_every_variant_comes_back_as_it_was(tmp_path: Path, layout: Layout) -> N
         assert {x.dtype for x in tensors_of(out).values()} == {dtype}
         assert_same_tensors(tensors_of(out), tensors_of(source))
         assert digests(out, weights=False) == digests(source, weights=False), name
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, pp=2, cp=2),
+        Layout(pp=2, cp=2, virtual_stages=2, schedule="interleaved"),
+        Layout(pp=4, pp_split=(1, 6, 1, 1)),
+        pytest.param(Layout(pp=2, tp=2, dp=2, virtual_stages=4, schedule="interleaved"), marks=pytest.mark.soak),
+        pytest.param(Layout(pp=8), marks=pytest.mark.soak),
+    ],
+    ids=name_of,
+)
+def test_deep_models_come_back_from_a_pipeline(tmp_path: Path, layout: Layout) -> None:
+    """Tied, with biases and windows, and critics, whose heads lie in the last stage."""
+    for name in ("llama", "qwen2_tied", "qwen3_window"):
+        for kind in ("lm", "value"):
+            model = tiny_model(models()[name], values=kind == "value")
+            torch.nn.Module.to(model, torch.bfloat16).save_pretrained(tmp_path / "in" / f"{name}.{kind}")
+    run(layout.num_ranks, through_engines, tmp_path / "in", tmp_path / "out", layout)
+    for source in sorted((tmp_path / "in").iterdir()):
+        out = tmp_path / "out" / source.name
+        assert_same_tensors(tensors_of(out), tensors_of(source))
+        if source.name.endswith("lm"):  # a critic's config says besides how many labels it has
+            assert digests(out) == digests(source), source.name
 
 
 def test_a_changed_parameter_is_noticed(tmp_path: Path) -> None:

@@ -42,21 +42,27 @@ def read(run_dir: Path) -> Played:
     return Played(rows, sampled_ids(run_dir), {}, {}, stopped=False)
 
 
-def test_sft_over_two_ranks(inputs: Path) -> None:
-    alone = run(1, play, sft(inputs, inputs.parent / "sft"))[0]
-    shown, run_dir = train(sft(inputs, inputs.parent / "sft-cut"), inputs, "--layout", "tp=2", "--device", "cpu")
+ALL = pytest.param("pp=2,cp=2,dp=2", marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize("layout", ["tp=2", ALL])
+def test_sft(inputs: Path, layout: str, tmp_path: Path) -> None:
+    alone = run(1, play, sft(inputs, tmp_path / "one"))[0]
+    shown, run_dir = train(sft(inputs, tmp_path / "cut"), inputs, "--layout", layout, "--device", "cpu")
     assert_same_sft(read(run_dir), alone)
     assert shown.count("step 10/10") == 1 and "tokens/s" in shown and str(run_dir / "hf") in shown
 
 
+@pytest.mark.parametrize("layout", ["tp=2,dp=2", ALL])
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_rl_over_four_ranks(inputs: Path, name: str) -> None:
-    alone = run(1, play, rl_recipe(inputs, name, inputs.parent / name))[0]
-    given = rl_recipe(inputs, name, inputs.parent / f"{name}-cut")
-    _, run_dir = train(given, inputs, "--layout", "tp=2,dp=2", "--device", "cpu", "trainer.save_every=2")
+def test_rl(inputs: Path, name: str, layout: str, tmp_path: Path) -> None:
+    alone = run(1, play, rl_recipe(inputs, name, tmp_path / "one"))[0]
+    given = rl_recipe(inputs, name, tmp_path / "cut")
+    _, run_dir = train(given, inputs, "--layout", layout, "--device", "cpu", "trainer.save_every=2")
     assert_same_rl(read(run_dir), alone)
     assert sorted(p.name for p in (run_dir / "checkpoints").glob("step_??????")) == ["step_000002", "step_000003"]
-    assert yaml.safe_load((run_dir / "config.yaml").read_text())["layout"]["tp"] == 2
+    written = yaml.safe_load((run_dir / "config.yaml").read_text())["layout"]
+    assert ",".join(f"{axis}={written[axis]}" for axis in ("tp", "pp", "cp", "dp") if written[axis] != 1) == layout
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
     assert AutoTokenizer.from_pretrained(run_dir / "hf")("3+4=").input_ids
     before = tensors_of(inputs / MODEL)

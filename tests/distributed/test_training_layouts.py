@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dovetail.build.training import longest_row
 from dovetail.layout import Layout
 from tests.golden.bugs import LAYOUT_BUGS
 from tests.golden.job import Played, play, rl, sft, write_inputs
@@ -46,9 +47,12 @@ def rl_recipe(inputs: Path, name: str, run_dir: Path, **sections: Any) -> dict[s
 
 
 def played_on(layout: str, given: Mapping[str, Any], *, bug: str = "", agree: bool = True) -> Played:
-    """The run on as many ranks as its layout has; every rank sees the same rows, unless `agree` is False."""
+    """The run on as many ranks as its layout has; every rank sees the same rows, unless `agree` is False.
+
+    What `given` says of its layout beside degrees stays.
+    """
     cut = Layout.parse(layout) if layout else Layout()
-    section = {"tp": cut.tp, "dp": cut.dp or "auto"}
+    section = {**given.get("layout", {}), "tp": cut.tp, "pp": cut.pp, "cp": cut.cp, "dp": cut.dp or "auto"}
     each = run(cut.num_ranks, play, {**given, "layout": section}, timeout=PATIENCE, bug=bug)
     for other in each[1:]:
         assert not agree or timeless(other.rows) == timeless(each[0].rows)
@@ -118,3 +122,11 @@ def test_every_model_may_have_a_layout_of_its_own(inputs: Path) -> None:
         rollout={"layout": {"tp": 2, "dp": 2}},
     )
     assert_same_rl(played_on("tp=2,dp=2", own), played_on("", given))
+
+
+@pytest.mark.parametrize("multiples", [(1,), (8,), (4, 6), (3, 4, 12)])
+def test_a_row_is_kept_if_it_fits_a_micro_batch_of_every_model(multiples: tuple[int, ...]) -> None:
+    """cp=3 pads to 6 tokens and cp=2 to 4, for six ranks may hold models of both layouts."""
+    for budget in range(30):
+        fitting = [n for n in range(budget + 1) if all(-(-n // m) * m <= budget for m in multiples)]
+        assert longest_row(budget, multiples) == fitting[-1]

@@ -31,7 +31,7 @@ from dovetail.weights.stream import stream
 from tests.checkpoints import assert_same_tensors, decoder_on, digests, engine_model, tensors_of, write_tiny
 from tests.harness import run
 
-LAYOUTS = ("tp=1,dp=1", "tp=2,dp=1", "tp=4,dp=1", "tp=1,dp=2", "tp=2,dp=2")
+LAYOUTS = ("tp=1,dp=1", "tp=2,dp=1", "tp=4,dp=1", "tp=1,dp=2", "tp=2,dp=2", "pp=2", "tp=2,pp=2", "pp=2,cp=2", "cp=4")
 SMALL_BUCKET = 2000  # bytes; several buckets even for a tiny model
 SMALL_SHARD = 9000
 
@@ -83,7 +83,7 @@ def test_through_the_model(tmp_path: Path, family: str, dtype: torch.dtype, tied
     assert_same_tensors({name: sharded.read(name) for name in sharded.names}, expected)
 
 
-@pytest.mark.parametrize("layout", ["tp=4,dp=1", "tp=2,dp=2"])
+@pytest.mark.parametrize("layout", ["tp=4,dp=1", "tp=2,dp=2", "pp=2,dp=2"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_rank_whose_rows_are_all_padding_holds_zeros(tmp_path: Path, tied: bool, layout: str) -> None:
     """Five ids: with tp = 4 the last rank has none of them, with tp = 2 and dp = 2 the last shard has none."""
@@ -108,7 +108,15 @@ def _cut_and_load(source: Path, out: Path, cut: str, layout: str) -> dict[str, T
 
 
 @pytest.mark.parametrize(
-    ("cut", "layout"), [("tp=2,dp=2", "tp=4,dp=1"), ("tp=4,dp=1", "tp=1,dp=2"), ("tp=1,dp=3", "tp=2,dp=1")]
+    ("cut", "layout"),
+    [
+        ("tp=2,dp=2", "tp=4,dp=1"),
+        ("tp=4,dp=1", "tp=1,dp=2"),
+        ("tp=1,dp=3", "tp=2,dp=1"),
+        ("pp=2,cp=2,dp=1", "tp=4"),
+        ("tp=2,dp=2", "pp=2,cp=2"),
+        ("tp=2,cp=2,dp=1", "tp=2,pp=2"),
+    ],
 )
 @pytest.mark.parametrize("tied", [False, True])
 def test_any_layout_reads_any_other(tmp_path: Path, cut: str, layout: str, tied: bool) -> None:
@@ -131,7 +139,8 @@ def _messages(source: Path, layout: str, broken_on: int | None) -> str:
     return str(caught.value)
 
 
-def test_all_mistakes_are_named_together_on_every_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["tp=2,dp=2", "pp=2,cp=2"])
+def test_all_mistakes_are_named_together_on_every_rank(tmp_path: Path, layout: str) -> None:
     source = write_tiny(tmp_path / "source", "llama")
     tensors = tensors_of(source)
     del tensors["model.norm.weight"]
@@ -139,7 +148,7 @@ def test_all_mistakes_are_named_together_on_every_rank(tmp_path: Path) -> None:
     tensors["model.layers.1.self_attn.q_proj.weight"] = torch.zeros(24, 24, dtype=torch.int8)
     tensors["model.surprise"] = torch.zeros(2)
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    first, *others = run(4, _messages, source, "tp=2,dp=2", None)
+    first, *others = run(4, _messages, source, layout, None)
     assert all(other == first for other in others)
     assert "missing: model.norm.weight [24]" in first
     assert "mis-shaped: model.layers.0.mlp.down_proj.weight is [3, 4], expected [24, 40]" in first
@@ -227,8 +236,8 @@ def test_the_stream_gives_master_weights_after_scoring(tmp_path: Path) -> None:
         assert_same_tensors(streamed, tensors_of(source))
 
 
-def _both_tied_names(source: Path, out: Path) -> str:
-    model, mesh = engine_model(source, "tp=2", torch.float32)
+def _both_tied_names(source: Path, out: Path, layout: str) -> str:
+    model, mesh = engine_model(source, layout, torch.float32)
     reader = open_checkpoint(source, mesh)
     try:
         load(model, reader, mesh)
@@ -238,8 +247,9 @@ def _both_tied_names(source: Path, out: Path) -> str:
     return ""
 
 
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2"])
 @pytest.mark.parametrize("listed", ["model.embed_tokens.weight", "lm_head.weight", "both", "different"])
-def test_tied_weights_under_the_names_that_the_source_lists(tmp_path: Path, listed: str) -> None:
+def test_tied_weights_under_the_names_that_the_source_lists(tmp_path: Path, listed: str, layout: str) -> None:
     source = write_tiny(tmp_path / "source", "qwen2", tied=True)
     tensors = tensors_of(source)
     table = tensors.pop("model.embed_tokens.weight")
@@ -248,7 +258,7 @@ def test_tied_weights_under_the_names_that_the_source_lists(tmp_path: Path, list
     if listed == "different":
         tensors["lm_head.weight"][-1, -1] += 1
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    first, other = run(2, _both_tied_names, source, tmp_path / "out")
+    first, other = run(2, _both_tied_names, source, tmp_path / "out", layout)
     assert first == other
     if listed == "different":
         assert "set tie_word_embeddings to false" in first

@@ -86,3 +86,33 @@ def test_what_cannot_be_cut_names_the_nearest_that_can(layout: str, words: str, 
     (model / "model.safetensors").write_bytes(b"not weights")
     told = told_by(4, layout, model, tmp_path)
     assert words in told, told
+
+
+@pytest.mark.parametrize(
+    ("world", "sections", "words"),
+    [
+        (2, {"layout": {"pp": 2, "schedule": "interleaved"}}, "schedule=interleaved needs several stages a rank"),
+        (2, {"layout": {"pp": 2, "virtual_stages": 2}}, "but the model has 2 layers; use pp=2, virtual_stages=1"),
+        (2, {"layout": {"pp": 2, "pp_split": [2, 1]}}, "it adds up to 3, but the model has 2 layers; use for example"),
+        (2, {"layout": {"pp": 2, "pp_split": [2]}}, "it has 1 numbers for 2 stages (pp x virtual_stages)"),
+        (2, {"layout": {"dp": 2, "schedule": "gpipe"}}, "say how to cut by pp; leave them out at pp=1"),
+        (2, {"layout": {"dp": 2, "cp_mode": "gather"}}, "cp_mode=gather says how to cut by cp; leave it out at cp=1"),
+        (3, {"layout": {"cp": 3, "cp_mode": "ulysses"}}, "heads can be exchanged over 1 of cp=3 ranks; use cp_mode"),
+        (3, {"layout": {"cp": 3}, "critic": {"layout": {"pp": 3}}}, "critic.layout: layout pp=3: pp=3 x virtual"),
+        (3, {"layout": {"cp": 3}, "reference": {"layout": {"tp": 3}}}, "reference.layout: layout tp=3: tp=3 does"),
+        (3, {"layout": {"cp": 3}, "rollout": {"layout": {"pp": 3}}}, "rollout.layout: layout pp=3: pp=3 x virtual"),
+        (2, {"layout": {"cp": 2}, "rollout": {"layout": {"pp": 4}}}, "rollout.layout: layout pp=4,dp=auto needs a mu"),
+    ],
+)
+def test_a_recipe_that_cannot_be_cut_is_refused_before_any_weight_is_read(
+    world: int, sections: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """Whichever model of the job it is. There are no weights, and nothing is written."""
+    model = make_model(tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"not weights")
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b"}])
+    algorithm = {"name": "ppo", "kl_coef": 0.1}
+    recipe = write_recipe(tmp_path / "r.yaml", model, rows, algorithm=algorithm, **sections)
+    told = refused_on(world, "train", recipe)
+    assert words in told, told
+    assert not (tmp_path / "run").exists()

@@ -53,7 +53,7 @@ class Played:
     stopped: bool
 
 
-def write_inputs(folder: Path) -> Path:
+def write_inputs(folder: Path, *, depth: int = 2, tied: bool = True) -> Path:
     """Model, data and rewards of all the tests' recipes; the same everywhere."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = character_tokenizer()
@@ -61,11 +61,11 @@ def write_inputs(folder: Path) -> Path:
         vocab_size=len(tokenizer),
         hidden_size=48,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=depth,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         initializer_range=0.1,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -94,9 +94,9 @@ def _stream_error(engine: NativeEngine, folder: Path) -> float:
 
 
 def _defects(engine: NativeEngine) -> Iterator[tuple[str, list[Shard]]]:
-    """Placements with one thing left out: what is to be summed over tp, and the copies of key-value heads."""
+    """Placements with one thing left out: what is to be summed over tp or both ends of pp, and copies of heads."""
     shards = engine.optimizer.shards
-    if engine.mesh["tp"].size > 1:
+    if engine.mesh["tp"].size > 1 or (engine.model.tied and engine.mesh["pp"].size > 1):
         whole = [replace(s, placement=replace(s.placement, partial_over=())) for s in shards]
         yield "partial gradients are not summed", whole
     if any(part.copies > 1 for s in shards for split in s.placement.splits for part in split.parts):

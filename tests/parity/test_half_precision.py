@@ -18,7 +18,7 @@ from tests.probe import PROBE, gradients
 from tests.tolerances import HALF_SHARE, P99
 
 NAMES = ("llama", "mistral_window", "qwen2", "qwen3_tied")
-LAYOUTS = ("dp=1", "tp=2,dp=2")
+LAYOUTS = ("dp=1", "tp=2,dp=2", "pp=2,cp=2")
 Flat = dict[str, Tensor]
 
 

@@ -1,9 +1,10 @@
-"""Outputs and gradients equal transformers', for every family and option, cut over tp and dp.
+"""Outputs and gradients equal transformers', for every family and option, cut over tp, pp, cp and dp.
 
-`make test` runs every variant on one rank and on tp=2,dp=2, and the others of the product where they differ in kind
-(copies of key-value heads, padded vocabulary, ties, biases); `make soak` runs the whole product.
+`make test` runs every variant on one rank, on tp=2,dp=2 and on some layout with pp or cp, and the others of the product
+where they differ in kind (copies of key-value heads, padded vocabulary, ties, biases); `make soak` runs the whole product.
 """
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,18 @@ QUICK = {
     "tp=4,dp=1": (*CUTS, *CRITICS[2:]),
     "tp=8,dp=1": ("llama_biases", "llama_one_kv_head", "mistral_window", "qwen2_tied", "qwen3", CRITICS[3]),
     "tp=4,dp=2": ("llama", "qwen2"),
+    "tp=2,pp=2,cp=2": (*FAMILIES, *CRITICS, "qwen2_tied"),
+    "pp=2": ("llama_biases", "llama_dynamic", "llama_linear", "mistral_window", "qwen2", "qwen3_tied", *CRITICS[1:3]),
+    "cp=2": ("llama_tied", "llama_head_dim", "llama_partial", "mistral_window", "qwen2_yarn", "qwen3", *CRITICS[2:]),
+    "cp=4": ("llama_one_kv_head", "llama_llama3", "llama_yarn", "mistral", "qwen2_window", "qwen3_window", CRITICS[0]),
+    "pp=2,dp=2": ("llama_all_kv_heads", "mistral", "qwen2_tied", "qwen3_biases", *CRITICS[2:]),
 }
-PRODUCT = tuple(f"tp={tp},dp={dp}" for tp in (1, 2, 4, 8) for dp in (1, 2))
+# tp=8,dp=2 included, the widest; with pp and cp up to 8 ranks. Most models have two layers.
+PRODUCT = tuple(
+    f"tp={tp},pp={pp},cp={cp},dp={dp}"
+    for tp, pp, cp, dp in product((1, 2, 4, 8), (1, 2), (1, 2, 4, 8), (1, 2, 4))
+    if tp * pp * cp * dp <= 8 or (pp, cp, dp) == (1, 1, 2)
+)
 PATIENCE = 600.0  # seconds for one layout and all models of it, on a busy machine
 
 
@@ -62,6 +73,11 @@ def test_parity(references: dict[str, Path], layout: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_parity_of_the_whole_product(references: dict[str, Path], family: str, layout: str) -> None:
     check({name: folder for name, folder in references.items() if name.removeprefix(VALUES).startswith(family)}, layout)
+
+
+def test_every_variant_meets_pp_or_cp() -> None:
+    met = {name for layout, names in QUICK.items() if "pp" in layout or "cp" in layout for name in names}
+    assert met == {*tiny_configs(), *CRITICS}
 
 
 def check(folders: dict[str, Path], layout: str) -> None:

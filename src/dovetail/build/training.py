@@ -1,6 +1,6 @@
 """From a recipe to everything that a run consists of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -102,13 +102,14 @@ class Builder:
         critic_role = self._role(recipe.critic, "critic") if isinstance(algorithm, PPO) else None
         reference_role = self._role(recipe.reference, "reference") if self._wants_reference(algorithm) else None
         limits = self._limits(self._budget - rollout.max_new_tokens)  # all models have their meshes now
+        sampler_mesh = self._sampler_mesh()  # which may refuse its layout, so before any weight is read
         with agreed(self.mesh):
             prompts = load_prompts(recipe.data.train, self.tokenizer, limits)
             held_out = load_prompts(recipe.data.eval, self.tokenizer, limits) if recipe.data.eval else []
         policy = self._trained(self.source, self.mesh, "lm", recipe.optim.lr)
         critic = self._critic(*critic_role) if critic_role else None
         reference = self._reference(*reference_role) if reference_role else None
-        sampler = make_sampler(self.source, self._sampler_mesh(), self.dtype, rollout.backend)
+        sampler = make_sampler(self.source, sampler_mesh, self.dtype, rollout.backend)
         models = RLModels(policy=policy, sampler=sampler, critic=critic, reference=reference)
         losses = (
             PolicyLoss(
@@ -201,8 +202,7 @@ class Builder:
     @property
     def _budget(self) -> int:
         """Tokens that a row may have, so that it fits a micro-batch with its padding under every model's layout."""
-        multiple = max(mesh.token_multiple for mesh in self.meshes.values())
-        return self.recipe.trainer.tokens_per_batch // multiple * multiple
+        return longest_row(self.recipe.trainer.tokens_per_batch, [m.token_multiple for m in self.meshes.values()])
 
     def _limits(self, max_tokens: int) -> Limits:
         if max_tokens < 1:
@@ -244,6 +244,11 @@ class Builder:
             peak_memory_gib=partial(peak_memory_gib, self.device),
             stop_requested=self.stop_requested,
         )
+
+
+def longest_row(tokens_per_batch: int, multiples: Sequence[int]) -> int:
+    """The most tokens that fit a micro-batch when padded to any of `multiples`, which need not divide each other."""
+    return min(tokens_per_batch // multiple * multiple for multiple in multiples)
 
 
 def _checked(spec: AnySpec, layout: Layout) -> Layout:
