@@ -108,9 +108,6 @@ def test_unknown_commands_and_flags() -> None:
     assert "invalid choice: 'fp16'" in refusal(
         here("score", "--model", "m", "--data", "d", "--out", "o", "--dtype", "fp16")
     )
-    for command in ("score", "generate"):
-        argv = [command, "--model", "m", "--data", "d", "--out", "o", "--engine", "transformers"]
-        assert "engine 'transformers' is not part of this release; use native (or auto)" in refusal(here(*argv))
 
 
 def test_more_ranks_than_devices_are_refused_by_the_rank_that_speaks(monkeypatch: pytest.MonkeyPatch) -> None:

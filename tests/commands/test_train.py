@@ -217,8 +217,6 @@ def _bad_weights(folder: Path) -> list[str]:
         (["layout.virtual_stages=2"], "leave them out at pp=1"),
         (["layout.schedule=interleaved"], "leave them out at pp=1"),
         (["layout.cp_mode=ulysses"], "cp_mode=ulysses says how to cut by cp; leave it out at cp=1"),
-        (["model.engine=transformers"], "engine 'transformers' is not part of this release; use native (or auto)"),
-        (["--engine", "transformers"], "engine 'transformers' is not part of this release; use native (or auto)"),
         (["optim.lrr=1"], "unknown key optim.lrr; did you mean optim.lr?"),
         (
             ["trainer.tokens_per_batchs=1"],

@@ -162,7 +162,6 @@ def test_index_entries(file: str, words: str, sharded_index: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "mamba"}, "model_type is 'mamba'; known families: llama, mistral, qwen2, qwen3"),
         ({"model_type": None}, "model_type is None; known families:"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_parameters": None, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type"),
@@ -181,6 +180,13 @@ def test_families_and_options_that_are_not_computed(
     messages = {score_refused(world, copy, tmp_path) for world in (1, 2)}
     assert len(messages) == 1
     assert words in messages.pop()
+
+
+def test_a_family_that_neither_engine_runs(copy: Path, tmp_path: Path) -> None:
+    change_config(copy, model_type="mamba")
+    for world in (1, 2):
+        told = score_refused(world, copy, tmp_path)
+        assert "model_type is 'mamba'; known families: apertus, llama, mistral, qwen2, qwen3" in told
 
 
 def test_damage_stops_train_generate_and_convert_too(copy: Path, tmp_path: Path) -> None:

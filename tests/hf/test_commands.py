@@ -74,7 +74,7 @@ def test_an_unknown_family_is_chosen_automatically(gemma: Path, tmp_path: Path) 
     told = refusal(here("score", "--model", gemma, "--data", data, "--out", out, "--engine", "native"))
     assert "model_type is 'gemma3_text'; known families: apertus, llama" in told
     told = refused_on(2, "score", "--model", gemma, "--data", data, "--out", tmp_path / "o", "--layout", "tp=2")
-    assert "the transformers engine cuts by cp and dp" in told
+    assert "others, and those with engine=transformers, are cut by cp and dp alone" in told
 
 
 def test_generate_draws_the_same_by_both_engines(llama: Path, tmp_path: Path) -> None:

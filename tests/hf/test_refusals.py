@@ -42,7 +42,7 @@ def test_options(config: Any, words: str) -> None:
         make_model(found.to_dict())
 
 
-@pytest.mark.parametrize(("layout", "words"), [("tp=2", "set tp=1 and pp=1"), ("pp=2", "cuts by cp and dp")])
+@pytest.mark.parametrize(("layout", "words"), [("tp=2", "set tp=1 and pp=1"), ("pp=2", "are cut by cp and dp alone")])
 def test_layouts(layout: str, words: str, tmp_path: Path) -> None:
     TEXT["apertus"]().save_pretrained(tmp_path)
     spec = Pretrained.open(tmp_path).spec

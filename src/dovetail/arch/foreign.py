@@ -52,11 +52,12 @@ def foreign_spec(config: Mapping[str, Any]) -> ForeignSpec:
     family = config.get("model_type")
     text = {**config, **config.get("text_config", {})}
     wanted = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    if not isinstance(family, str) or any(not isinstance(text.get(name), int) for name in wanted):
-        missing = [name for name in wanted if not isinstance(text.get(name), int)]
+    missing = [name for name in wanted if not isinstance(text.get(name), int)]
+    if not isinstance(family, str) or missing:
+        lacks = f"its config has no {', '.join(missing)}" if missing else "that is no name"
         raise ModelError(
-            f"config.json: model_type {family!r} has no {', '.join(missing) or 'model_type'}; the transformers engine runs "
-            "causal language models, alone or inside a vision-language model"
+            f"config.json: model_type is {family!r}; the transformers engine runs causal language models, alone or inside a "
+            f"vision-language model, but {lacks}"
         )
     heads = text["num_attention_heads"]
     return ForeignSpec(

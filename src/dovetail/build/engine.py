@@ -14,7 +14,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.sharding import shard_over_data
-from dovetail.errors import LayoutError
+from dovetail.errors import LayoutError, ModelError
 from dovetail.hf.model import ForeignDecoder
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import kernels_for
@@ -120,7 +120,14 @@ def make_model(
     """This rank's stages of a model, ours or transformers', on the meta device: shapes and placements, no memory."""
     if isinstance(source.spec, ArchSpec):
         return make_decoder(source.spec, mesh, dtype, head, recompute)
-    return ForeignDecoder(source.spec, source.config, mesh, kernels_for(mesh.device), head, recompute).hold_in(dtype)
+    try:
+        model = ForeignDecoder(source.spec, source.config, mesh, kernels_for(mesh.device), head, recompute)
+    except ModelError as error:
+        raise ModelError(
+            f"config.json: model_type is {source.spec.family!r}; known families: {', '.join(FAMILIES)}; the transformers "
+            f"engine cannot run it: {error}"
+        ) from error
+    return model.hold_in(dtype)
 
 
 def make_decoder(
@@ -137,8 +144,8 @@ def check_layout(spec: AnySpec, layout: Layout) -> None:
     """Refuse degrees that the engine does not cut by, or that this model cannot be cut by."""
     if isinstance(spec, ForeignSpec) and (layout.tp, layout.pp) != (1, 1):
         raise LayoutError(
-            f"layout {layout}: the transformers engine cuts by cp and dp, and {spec.family} is not a family of the native "
-            f"one ({', '.join(FAMILIES)}) or engine=transformers was asked for; set tp=1 and pp=1"
+            f"layout {layout}: model_type is {spec.family!r}; known families: {', '.join(FAMILIES)}; others, and those with "
+            "engine=transformers, are cut by cp and dp alone; set tp=1 and pp=1"
         )
     if layout.ep > 1:
         raise LayoutError(

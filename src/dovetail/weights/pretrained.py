@@ -51,7 +51,8 @@ class Pretrained:
         if not file.is_file():
             raise CheckpointError(f"{path} has no {CONFIG}; give a directory that transformers can load")
         config = parse_json(file.read_bytes(), str(file))
-        native = engine == "native" or (engine == "auto" and config.get("model_type") in FAMILIES)
+        named = config.get("model_type")
+        native = engine == "native" or (engine == "auto" and (not isinstance(named, str) or named in FAMILIES))
         spec = spec_from_config(config) if native else foreign_spec(config)
         return cls(path, config, spec, side_files(path))
 
