@@ -6,7 +6,6 @@ video. The reference runs each sequence by itself, with the model's own attentio
 
 import inspect
 from collections.abc import Sequence as Seq
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from tests.hf.families import END, IMAGE, START, VIDEO, VIDEO_END, VIDEO_START, 
 from tests.parity.reference import GRAD, outputs_of
 
 Part = int | tuple[str, int, int, int]
+Rows = tuple[tuple[Part, ...], ...]
 MERGED = 4  # patches a feature
 PATCH = {"kimi_k25": (3, 4, 4)}
 FLAT = (3 * 2 * 4 * 4,)
@@ -29,9 +29,9 @@ WIDE: Part = ("image", 1, 4, 8)
 STILL: Part = ("video", 1, 4, 4)
 CLIP: Part = ("video", 2, 4, 4)
 FILM: Part = ("video", 3, 4, 8)
-TEXT: tuple[tuple[Part, ...], ...] = ((1,), (7,), (12,))
+TEXT: Rows = ((1,), (7,), (12,))
 # Text, images and videos, several of a kind in one sequence, in either order; the longest covers every rank's tokens.
-MIXED: tuple[tuple[Part, ...], ...] = (
+MIXED: Rows = (
     (3, SMALL, 5),
     (1,),
     (7,),
@@ -102,11 +102,11 @@ def for_family(family: str, rows: Seq[Seq[Part]]) -> list[Seq[Part]]:
     if family == "kimi_k25":
         return [[SMALL if part in (CLIP, FILM) else part for part in row] for row in rows]
     if family == "glm4v":
-        return [[part for part in row if part != TALL] for row in rows] + [(1, TALL, 2)]
+        return [[part for part in row if part != TALL or CLIP not in row] for row in rows] + [(1, TALL, 2)]
     return list(rows)
 
 
-def sights(family: str, rows: tuple[tuple[Part, ...], ...] = MIXED) -> PackedBatch:
+def sights(family: str, rows: Rows = MIXED) -> PackedBatch:
     """The batch of a reference, with temperatures and the weights of the objective as fields."""
     draw = torch.Generator().manual_seed(2)
     sequences = [
@@ -147,21 +147,28 @@ def stored_name(family: str, name: str) -> str:
     return name
 
 
+def save_sighted(family: str, path: Path) -> PreTrainedModel:
+    """Write `tiny_sighted(family)` as a directory and return it."""
+    model = tiny_sighted(family)
+    model.save_pretrained(path)
+    if family == "kimi_k25":  # transformers writes its hub names, some of them wrong; ours to read are the modules'
+        tensors = {name: x.clone() for name, x in model.state_dict().items()}
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
 def write_sights(family: str, folder: Path, *, values: bool = False) -> Path:
     """Write a tiny model and what transformers makes of `sights(family)`, as `read_reference` reads it."""
-    whole = tiny_sighted(family)
-    whole.save_pretrained(folder / "model")
+    whole = save_sighted(family, folder / "model")
     file = folder / "model" / "model.safetensors"
     model: nn.Module = whole
-    if family == "kimi_k25":  # transformers writes its hub names, some of them wrong; ours to read are the modules'
-        save_file({name: x.clone() for name, x in whole.state_dict().items()}, file, metadata={"format": "pt"})
     if values:
         model = Critic(whole)
         stored = {name: x for name, x in load_file(file).items() if name != "lm_head.weight"}
         head = {name: x for name, x in model.state_dict().items() if name.startswith("score.")}
         save_file({**stored, **head}, file, metadata={"format": "pt"})
     batch = sights(family)
-    logits = torch.cat([_logits(model, parts) for parts in _alone(family)])
+    logits = torch.cat([logits_of(model, parts) for parts in alone(family)])
     found = outputs_of(model, logits, batch)
     renamed = {
         GRAD + stored_name(family, name.removeprefix(GRAD)) if name.startswith(GRAD) else name: x.detach().contiguous()
@@ -171,27 +178,20 @@ def write_sights(family: str, folder: Path, *, values: bool = False) -> Path:
     return folder
 
 
-@cache
-def _kinds(family: str) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(2)
-    found = []
-    for row in for_family(family, MIXED):
-        found.append(layout_of(family, row, draw)[1])
-        media_of(family, row, draw)
-    return found
-
-
-def _alone(family: str) -> list[dict[str, Tensor]]:
-    """What transformers is given for each sequence."""
-    batch = sights(family)
-    rows = batch.tokens.split(list(batch.lengths))
+def alone(family: str, rows: Rows = MIXED) -> list[dict[str, Tensor]]:
+    """What transformers is given for each sequence of `sights(family, rows)`."""
+    batch = sights(family, rows)
+    draw = torch.Generator()
+    kinds = [layout_of(family, row, draw)[1] for row in for_family(family, rows)]
     return [
-        {"input_ids": row[None], "mm_token_type_ids": torch.tensor([kinds]), **(media or {})}
-        for row, kinds, media in zip(rows, _kinds(family), batch.media, strict=True)
+        {"input_ids": ids[None], "mm_token_type_ids": torch.tensor([kind]), **(media or {})}
+        for ids, kind, media in zip(
+            batch.tokens.split(list(batch.lengths)), kinds, batch.media or [None] * len(kinds), strict=True
+        )
     ]
 
 
-def _logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """[n, V] of one sequence; a critic's values [n, 1]."""
     base = model.get_submodule("model")
     known = inspect.signature(base.forward).parameters
