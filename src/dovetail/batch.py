@@ -15,15 +15,20 @@ from torch import Tensor
 
 from dovetail.errors import DataError
 
+# What a model's processor makes of the images and videos of one sequence: pixel_values, image_grid_thw, ...
+Media = Mapping[str, Tensor]
+
 
 @dataclass(frozen=True)
 class Sequence:
     """One sequence before packing. `mask` and list-valued fields have one entry a token of `ids`: entry j belongs to
-    predicting ids[j], so entry 0 is never used. A number as a field stands for every token."""
+    predicting ids[j], so entry 0 is never used. A number as a field stands for every token. `media` are the images and
+    videos whose places in `ids` its placeholder tokens hold."""
 
     ids: Seq[int]
     mask: Seq[bool] | None = None
     fields: Mapping[str, float | Seq[float]] = field(default_factory=dict)
+    media: Media | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +37,8 @@ class PackedBatch:
 
     tokens, positions, targets: int64 [T]; mask: bool [T], False where nothing is predicted or nothing counts;
     cu_seqlens: int32 [S + 1]; lengths: the same on the host; fields: float32 (or wider) [T] by name. The field
-    `temperature`, where present, divides the logits.
+    `temperature`, where present, divides the logits. media: by sequence, on the host wherever the tokens are; empty
+    where no sequence has any.
     """
 
     tokens: Tensor
@@ -42,6 +48,7 @@ class PackedBatch:
     mask: Tensor
     lengths: tuple[int, ...]
     fields: Mapping[str, Tensor] = field(default_factory=dict)
+    media: tuple[Media | None, ...] = ()
 
     @classmethod
     def pack(
@@ -74,6 +81,7 @@ class PackedBatch:
             mask=torch.tensor(mask, dtype=torch.bool),
             lengths=lengths,
             fields={name: torch.tensor(column, dtype=dtype) for name, column in columns.items()},
+            media=_some([row.media for row in rows]),
         )
 
     def __len__(self) -> int:
@@ -97,12 +105,13 @@ class PackedBatch:
         return replace(self, mask=mask)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        return self._map(lambda x: x.to(device), self.cu_seqlens.to(device), self.lengths)
+        return self._map(lambda x: x.to(device), self.cu_seqlens.to(device), self.lengths, self.media)
 
     def select(self, sequences: Seq[int]) -> "PackedBatch":
         """Only these sequences, in this order."""
         index, lengths = self.token_index(sequences), tuple(self.lengths[s] for s in sequences)
-        return self._map(lambda x: x[index], cumulative(lengths).to(self.cu_seqlens.device), lengths)
+        media = _some([self.media[s] for s in sequences]) if self.media else ()
+        return self._map(lambda x: x[index], cumulative(lengths).to(self.cu_seqlens.device), lengths, media)
 
     def token_index(self, sequences: Seq[int]) -> Tensor:
         """int64: where the tokens of these sequences lie in this batch."""
@@ -113,7 +122,8 @@ class PackedBatch:
     def compact(self, index: Tensor) -> "PackedBatch":
         """Only the tokens at the sorted positions `index` [n]. Sequences keep their number and may become empty.
 
-        `cu_seqlens` counts what is left; `lengths`, which the device would have to tell, stay those of all tokens.
+        `cu_seqlens` counts what is left; `lengths`, which the device would have to tell, stay those of all tokens. What
+        is left is for heads and losses, so media stay behind.
         """
         counts = torch.bincount(self.sequence_ids[index], minlength=self.num_sequences)
         cu_seqlens = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
@@ -130,10 +140,22 @@ class PackedBatch:
         fill = {name: 1.0 if name == "temperature" else 0.0 for name in self.fields}
         fields = {n: torch.nn.functional.pad(x, (0, missing), value=fill[n]) for n, x in self.fields.items()}
         lengths = (*self.lengths, missing)
-        cu_seqlens = cumulative(lengths).to(self.cu_seqlens.device)
-        return replace(self, **padded, positions=positions, fields=fields, lengths=lengths, cu_seqlens=cu_seqlens)
+        return PackedBatch(
+            **padded,
+            positions=positions,
+            cu_seqlens=cumulative(lengths).to(self.cu_seqlens.device),
+            lengths=lengths,
+            fields=fields,
+            media=(*self.media, None) if self.media else (),
+        )
 
-    def _map(self, fn: Callable[[Tensor], Tensor], cu_seqlens: Tensor, lengths: tuple[int, ...]) -> "PackedBatch":
+    def _map(
+        self,
+        fn: Callable[[Tensor], Tensor],
+        cu_seqlens: Tensor,
+        lengths: tuple[int, ...],
+        media: tuple[Media | None, ...] = (),
+    ) -> "PackedBatch":
         return PackedBatch(
             tokens=fn(self.tokens),
             positions=fn(self.positions),
@@ -142,6 +164,7 @@ class PackedBatch:
             mask=fn(self.mask),
             lengths=lengths,
             fields={name: fn(x) for name, x in self.fields.items()},
+            media=media,
         )
 
 
@@ -303,6 +326,11 @@ class LossFn(Protocol):
 def is_separable(loss: LossFn) -> bool:
     """Whether `loss` declares itself a sum over tokens."""
     return hasattr(loss, "separable") and bool(loss.separable)
+
+
+def _some(media: list[Media | None]) -> tuple[Media | None, ...]:
+    """By sequence, or nothing where no sequence has any."""
+    return tuple(media) if any(each is not None for each in media) else ()
 
 
 def _ids(row: Seq[int] | Tensor) -> list[int]:

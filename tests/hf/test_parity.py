@@ -1,11 +1,13 @@
 """The transformers engine equals plain transformers: log-probs, entropies, values and every gradient, packed and shared."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from dovetail.batch import PackedBatch
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.layout import Layout
 from dovetail.nn.decoder import Recompute
@@ -20,14 +22,20 @@ BUDGET = 80
 LAYOUTS = ("dp=1", "cp=2", "cp=4", "cp=2,dp=2")
 
 
-def figures(folder: str, layout: Layout, recompute: Recompute = "none") -> dict[str, float]:
+def figures(
+    folder: str,
+    layout: Layout,
+    recompute: Recompute = "none",
+    make: Callable[[], PackedBatch] = make_batch,
+    budget: int = BUDGET,
+) -> dict[str, float]:
     """How far one model on one layout is from its reference."""
     outputs, grads = read_reference(Path(folder))
     values = "values" in outputs
-    options = EngineOptions(optim=PROBE, tokens_per_batch=BUDGET, engine="transformers", recompute=recompute)
+    options = EngineOptions(optim=PROBE, tokens_per_batch=budget, engine="transformers", recompute=recompute)
     path = Path(folder) / "model"
     engine = from_pretrained(path, layout=layout, head="value" if values else "lm", device="cpu", options=options)
-    batch = make_batch()
+    batch = make()
     found = {"values": engine.values(batch)} if values else engine.score(batch)._asdict()
     output = max(max_abs((x - outputs[name]) / outputs[name].abs().clamp(min=1.0)) for name, x in found.items())
     engine.train_step(batch, value_objective if values else objective)

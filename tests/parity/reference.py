@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dovetail.batch import Loss, PackedBatch
@@ -31,7 +31,8 @@ def write_reference(name: str, folder: Path, *, values: bool = False, dtype: tor
 
 def write_outputs(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Write what transformers makes of the batch beside a model that is there already."""
-    found = _run(model, make_batch(dtype))
+    batch = make_batch(dtype)
+    found = outputs_of(model, torch.cat([model(row[None]).logits[0] for row in rows_of(batch)]), batch)
     save_file({key: tensor.detach().contiguous() for key, tensor in found.items()}, folder / "expected.safetensors")
     return folder
 
@@ -79,9 +80,8 @@ class Separable:
         return objective(stats, batch)
 
 
-def _run(model: PreTrainedModel, batch: PackedBatch) -> dict[str, Tensor]:
-    """Each sequence by itself through transformers, then one backward pass."""
-    logits = torch.cat([model(row[None]).logits[0] for row in rows_of(batch)])
+def outputs_of(model: nn.Module, logits: Tensor, batch: PackedBatch) -> dict[str, Tensor]:
+    """Statistics, loss and gradients of the logits [T, V] that transformers made, each sequence by itself."""
     keep = batch.mask
     if logits.shape[-1] == 1:
         outputs = {"values": logits[:, 0]}

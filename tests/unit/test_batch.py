@@ -109,3 +109,17 @@ def test_selecting_is_packing_again(lengths: list[int], data: st.DataObject) -> 
 def test_rows_that_do_not_fit_are_named(row: Sequence, message: str) -> None:
     with pytest.raises(DataError, match=message):
         PackedBatch.pack([Sequence([1, 2, 3], fields={"a": 1.0}), row])
+
+
+def test_media_travel_with_their_sequences() -> None:
+    image, video = {"pixel_values": torch.ones(4, 3)}, {"pixel_values_videos": torch.zeros(8, 3)}
+    batch = PackedBatch.pack([[1, 2], Sequence([3], media=image), Sequence([4, 5, 6], media=video)])
+    assert batch.media == (None, image, video)
+    assert batch.select([2, 0]).media == (video, None)
+    assert batch.select([0]).media == (), "text alone carries nothing"
+    assert batch.pad_to_multiple(4).media == (None, image, video, None)
+    assert batch.with_mask(batch.mask).to("cpu").media == batch.media
+    micro = MicroBatch.of(batch, 4)
+    assert micro.batch.media == (None, image, video, None)
+    assert micro.counted.media == (), "heads and losses do not see"
+    assert PackedBatch.pack([[1, 2], [3]]).pad_to_multiple(4).media == ()

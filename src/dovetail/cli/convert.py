@@ -28,12 +28,13 @@ def run(args: argparse.Namespace) -> None:
     with agreed(mesh):
         source = Pretrained.open(args.source)
         check_layout(source.spec, mesh.layout)
-    head = stored_head(open_checkpoint(source.path, mesh), source)
+    reader = open_checkpoint(source.path, mesh)
+    head = stored_head(reader, source)
 
     kind = "value_without_bias" if "score.bias" in head.fresh else head.kind  # what is not there is not copied
 
     def model_on(imagined: Mesh) -> StagedModel:
-        return make_model(source, imagined, torch.float32, kind)
+        return make_model(source, imagined, torch.float32, reader.names, kind)
 
     parts: dict[str, Any] = {"aliases": head.aliases, "ignore": head.ignore, "dtype": dtype}
     convert_to_sharded(source.path, args.destination, mesh.layout, model_on, mesh, **parts)

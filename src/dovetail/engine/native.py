@@ -134,6 +134,7 @@ class NativeEngine:
 
     def micro_batches(self, batch: PackedBatch) -> Iterator[tuple[Tensor, MicroBatch]]:
         """This replica's micro-batches, and where in the batch their tokens lie. All replicas have equally many."""
+        self.model.check(batch)
         multiple, cp, layout = self.mesh.token_multiple, self.mesh["cp"], self.mesh.layout
         share = Share(cp.rank, cp.size, ulysses_degree(self.model.spec, layout))
         dp = self.mesh["dp"]

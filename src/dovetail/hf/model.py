@@ -6,20 +6,22 @@ decoder do not wait for them.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from dovetail.arch.foreign import ForeignSpec
-from dovetail.batch import Loss, LossFn, MicroBatch
+from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch
 from dovetail.errors import ModelError
 from dovetail.hf.attention import NAME, register
+from dovetail.hf.vision import Vision, family_of
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
 from dovetail.nn.context import attention_of
@@ -29,6 +31,8 @@ from dovetail.nn.linear import Linear
 from dovetail.nn.model import Cut, StagedModel
 from dovetail.tokenstats import TokenStats
 
+# Modules of vision-language models, and how the checkpoints that are older than these modules list them.
+OLD_STEMS = (("model.language_model.", "model."), ("model.visual.", "visual."))
 LINEAR_ATTENTION = ("linear_attention", "mamba", "recurrent")
 HEAD_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 SCORE_OPTIONS = ("attn_logit_softcapping",)
@@ -49,12 +53,15 @@ class ForeignDecoder(StagedModel):
         kernels: KernelSet,
         head: Head = "lm",
         recompute: Recompute = "none",
+        listed: Collection[str] = (),
     ) -> None:
         whole = make_model(config)
         tied = head == "lm" and bool(whole.config.tie_word_embeddings)
         super().__init__(spec, mesh, Cut.whole(spec), tied=tied)
         self.kernels = kernels
+        self.stems = tuple((ours, theirs) for ours, theirs in OLD_STEMS if _lists(listed, theirs, ours))
         self.model: transformers.PreTrainedModel = whole.get_submodule("model")
+        self.vision = Vision(self.model, mesh["cp"]) if is_sighted(whole.config) else None
         if recompute != "none":
             _recompute(whole, recompute)
         with torch.device("meta"):
@@ -73,12 +80,48 @@ class ForeignDecoder(StagedModel):
         """The model's only stage."""
         assert micro is not None and stage == 0 and x is None
         context = attention_of(micro, self.mesh, self.kernels)
-        positions = micro.batch.positions[micro.order][None]
-        found = self.model(input_ids=micro.tokens[None], position_ids=positions, use_cache=False, context=context)
+        found = self.text(**self._inputs(micro), use_cache=False, context=context)
         if loss is not None:
             loss = shared(loss, micro, self.mesh["cp"])
         result: TokenStats | Loss | Tensor = self.head(found.last_hidden_state[0], micro, loss)
         return result
+
+    @property
+    def text(self) -> nn.Module:
+        """The part of the model that attends over packed tokens."""
+        text: nn.Module = self.model if self.vision is None else self.model.get_decoder()
+        return text
+
+    def _inputs(self, micro: MicroBatch) -> dict[str, Any]:
+        """What the text backbone is given of this rank's tokens: ids, or embeddings with features in their places."""
+        if self.vision is None:
+            return {"input_ids": micro.tokens[None], "position_ids": micro.batch.positions[micro.order][None]}
+        words = self.model.get_input_embeddings()(micro.tokens)
+        seen = self.vision.look(micro, words.dtype)
+        first, *deep = seen.features
+        positions = self.vision.positions(micro.batch)[:, micro.order]
+        inputs = {
+            "inputs_embeds": words.index_copy(0, seen.places, first)[None],
+            "position_ids": positions if len(positions) == 1 else positions[:, None],
+        }
+        if deep:
+            inputs["deepstack_visual_embeds"] = deep
+            inputs["visual_pos_masks"] = torch.zeros_like(micro.order, dtype=torch.bool).index_fill(
+                0, seen.places, True
+            )[None]
+        return inputs
+
+    def check(self, batch: PackedBatch) -> None:
+        if self.vision is None:
+            super().check(batch)
+        else:
+            self.vision.check(batch)
+
+    def stored_name(self, name: str) -> str:
+        for ours, theirs in self.stems:
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
 
     def linears(self, stage: int) -> Iterator[Linear]:
         """None: foreign layers have no weight gradients that wait."""
@@ -119,15 +162,20 @@ def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
     """The model of a raw config.json in float32, on the meta device but for its computed buffers. Raises ModelError."""
     register()
     options = copy.deepcopy(dict(config))
-    known: transformers.PreTrainedConfig = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
-    _refuse(known)
+    name = options.pop("model_type")
     try:
+        known: transformers.PreTrainedConfig = transformers.AutoConfig.for_model(name, **options)
+        _refuse(known)
+        sighted = is_sighted(known)
+        if sighted:
+            family_of(known)
+        kind = transformers.AutoModelForImageTextToText if sighted else transformers.AutoModelForCausalLM
         with _ParametersWithoutMemory():
-            model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
-                known, dtype=torch.float32
-            )
-    except ValueError as error:
-        raise ModelError(f"transformers has no causal language model for model_type {known.model_type!r}") from error
+            model: transformers.PreTrainedModel = kind.from_config(known, dtype=torch.float32)
+    except ModelError:
+        raise
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise ModelError(f"transformers makes no model of this config: {error}") from error
     if not model._can_set_attn_implementation():
         raise ModelError(
             f"{type(model).__name__} does not call attention through AttentionInterface, so its batches cannot be packed"
@@ -137,14 +185,28 @@ def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
         raise ModelError(f"{type(model).__name__} has a head with a bias, which the fused head does not compute")
     if dict(model.named_children()).keys() != {"model", "lm_head"}:
         raise ModelError(f"{type(model).__name__} is not made of `model` and `lm_head` alone")
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation({"text_config": NAME} if sighted else NAME)
     return model.eval()
+
+
+def is_sighted(config: "transformers.PreTrainedConfig") -> bool:
+    """Whether a model of this config has a tower beside its text backbone."""
+    return "vision_config" in config.to_dict()
+
+
+def _lists(names: Collection[str], stem: str, without: str) -> bool:
+    """Whether a checkpoint has names with one stem and none with another."""
+    return any(name.startswith(stem) for name in names) and not any(name.startswith(without) for name in names)
 
 
 def _refuse(config: "transformers.PreTrainedConfig") -> None:
     """What packing, Ulysses or the fused head would compute wrongly."""
     text = config.get_text_config()
     values = vars(text)
+    if vars(config).get("quantization_config") is not None:
+        raise ModelError(
+            "config.json: quantization_config; convert the checkpoint to float32 or bfloat16 weights first"
+        )
     for name in HEAD_OPTIONS:
         if values.get(name) not in (None, 1.0, 1):
             raise ModelError(

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from dovetail.arch.foreign import AnySpec
+from dovetail.batch import PackedBatch
+from dovetail.errors import DataError
 from dovetail.mesh import Mesh
 from dovetail.nn.heads import LMHead, ValueHead
 from dovetail.nn.linear import Linear
@@ -41,6 +43,15 @@ class StagedModel(nn.Module):
         found = self._modules.get("lm_head") or self._modules["score"]
         assert isinstance(found, (LMHead, ValueHead))
         return found
+
+    def check(self, batch: PackedBatch) -> None:
+        """Refuse a batch that this model cannot read. All ranks have the same, so all refuse alike."""
+        if batch.media:
+            raise DataError(f"the batch has images or videos, but {self.spec.family} reads text only")
+
+    def stored_name(self, name: str) -> str:
+        """The checkpoint's name of a parameter or buffer."""
+        return name
 
     def linears(self, stage: int) -> Iterator[Linear]:
         """The products of one of its stages whose weight gradients may wait."""

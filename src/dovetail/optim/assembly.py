@@ -35,9 +35,10 @@ class Shard:
 def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
     """Every parameter of `model` that is trained, each once, in the model's order."""
     found = held(model, mesh)  # reshards, which may put other objects in the parameters' places
-    params = dict(model.named_parameters())
     return [
-        Shard(h.name, params[h.name], nn.Parameter(h.local), h.placement, h.regions) for h in found if h.name in params
+        Shard(h.name, h.parameter, nn.Parameter(h.local), h.placement, h.regions)
+        for h in found
+        if h.parameter is not None
     ]
 
 

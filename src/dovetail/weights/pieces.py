@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dovetail.mesh import Mesh
+from dovetail.nn.model import StagedModel
 from dovetail.placement import REPLICATED, Placement, Region, as_index, checkpoint_names, held_regions, placements_of
 from dovetail.weights.files import TensorSpec
 
@@ -18,7 +19,7 @@ Dtypes = Callable[[str], torch.dtype | None]  # the dtype that a checkpoint tens
 
 @dataclass(frozen=True)
 class Held:
-    """One parameter of this rank. `tied` are the checkpoint's other names for the same tensor."""
+    """One parameter of this rank, under its checkpoint's name. `tied` are the checkpoint's others for the same tensor."""
 
     name: str
     placement: Placement
@@ -26,6 +27,7 @@ class Held:
     local: Tensor  # what this rank stores of it
     regions: tuple[Region, ...]
     tied: tuple[str, ...]
+    parameter: nn.Parameter | None  # None: a buffer
 
 
 @dataclass(frozen=True)
@@ -44,16 +46,19 @@ def held(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[Held
     """
     reshard(model)
     params, ties = dict(model.named_parameters()), tied_names(model)
+    stored: Callable[[str], str] = model.stored_name if isinstance(model, StagedModel) else str
     found = []
-    for name, placement in placements_of(model).items():
-        param = params[name]
+    for own_name, placement in placements_of(model).items():
+        param, name = params[own_name], stored(own_name)
         sharded = as_wrapped or isinstance(param, DTensor)
         where = held_regions(name, placement, tuple(param.shape), mesh.coords, mesh.sizes, sharded=sharded)
         local = local_tensor(param).detach()
-        found.append(Held(name, placement, tuple(param.shape), local, where, ties.get(name, ())))
-    for name, buffer in kept_buffers(model).items():
+        others = tuple(map(stored, ties.get(own_name, ())))
+        found.append(Held(name, placement, tuple(param.shape), local, where, others, param))
+    for own_name, buffer in kept_buffers(model).items():
+        name = stored(own_name)
         where = held_regions(name, REPLICATED, tuple(buffer.shape), mesh.coords, mesh.sizes, sharded=False)
-        found.append(Held(name, REPLICATED, tuple(buffer.shape), buffer, where, ()))
+        found.append(Held(name, REPLICATED, tuple(buffer.shape), buffer, where, (), None))
     return found
 
 

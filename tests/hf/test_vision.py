@@ -1,0 +1,193 @@
+"""Vision-language models in the transformers engine equal plain transformers, and every rank does its share of the looking."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText
+
+from dovetail.batch import PackedBatch
+from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.engine.native import NativeEngine
+from dovetail.hf.model import ForeignDecoder
+from dovetail.hf.vision import deal
+from dovetail.layout import Layout
+from dovetail.nn.decoder import Recompute
+from tests.checkpoints import assert_same_tensors, tensors_of
+from tests.commands.program import here
+from tests.harness import run
+from tests.hf.families import VISION
+from tests.hf.sights import CLIP, SMALL, TALL, TEXT, WIDE, alone, logits_of, sights, tiny_sighted, write_sights
+from tests.hf.test_parity import check, figures
+from tests.parity.reference import objective, read_reference
+from tests.probe import PROBE, gradients
+from tests.tolerances import HALF_SHARE, MODEL_FP32, max_abs
+
+BUDGET = 80
+TIGHT = 16  # of tokens: a sequence of LONELY each
+LAYOUTS = ("dp=1", "dp=2", "cp=2", "cp=4", "cp=2,dp=2")
+LONELY = ((9,), (1, SMALL, 4), (10,), (11,), (8,), (1, SMALL, 3))  # more micro-batches than images
+PICTURES = ((1, SMALL, 2), (TALL, 1), (2, WIDE), (CLIP, 1), (1, SMALL, SMALL), (3, TALL))
+
+
+@pytest.fixture(scope="session")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every family as a language model; one as a critic."""
+    made = {name: write_sights(name, tmp_path_factory.mktemp(name)) for name in VISION}
+    critic = tmp_path_factory.mktemp("critic")
+    return {**made, "qwen3_vl-value": write_sights("qwen3_vl", critic, values=True)}
+
+
+def compare(
+    seen: dict[str, Path], name: str, layout: Layout, recompute: Recompute = "none", budget: int = BUDGET
+) -> None:
+    make = partial(sights, name.removesuffix("-value"))
+    for found in run(layout.num_ranks, figures, str(seen[name]), layout, recompute, make, budget):
+        check(found)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, pytest.param("cp=8", marks=pytest.mark.soak)])
+def test_every_family_equals_transformers(seen: dict[str, Path], layout: str) -> None:
+    for name in seen:
+        compare(seen, name, Layout.parse(layout))
+
+
+@pytest.mark.parametrize("mode", ["gather", "product"])
+def test_a_rank_with_two_chunks_of_the_tokens(seen: dict[str, Path], mode: str) -> None:
+    for name in ("qwen3_vl", "kimi_k25"):
+        compare(seen, name, Layout(cp=4, cp_mode=mode))
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputing_changes_nothing(seen: dict[str, Path], recompute: Recompute) -> None:
+    for name in ("qwen3_vl", "glm4v"):
+        compare(seen, name, Layout(cp=2), recompute)
+
+
+def engine_of(folder: Path, layout: Layout | None = None, budget: int | None = None) -> NativeEngine:
+    options = EngineOptions(optim=PROBE, tokens_per_batch=budget)
+    return from_pretrained(folder / "model", layout=layout, device="cpu", options=options)
+
+
+def looks(folder: Path, layout: Layout, batch: PackedBatch, budget: int = BUDGET) -> list[int]:
+    """How many patches this rank's tower is given in each of its calls."""
+    engine = engine_of(folder, layout, budget)
+    assert isinstance(engine.model, ForeignDecoder)
+    tower = engine.model.model.get_submodule("visual")
+    found: list[int] = []
+
+    def count(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        found.append(len(args[0]))
+
+    tower.register_forward_pre_hook(count)
+    engine.train_step(batch, objective)
+    return found
+
+
+def test_every_rank_looks_once_a_micro_batch(seen: dict[str, Path]) -> None:
+    """Whatever there is to see: so FSDP2's collectives are equally many and in the same order everywhere."""
+    for layout in (Layout(dp=4), Layout(cp=2, dp=2)):
+        calls = run(4, looks, seen["qwen2_5_vl"], layout, sights("qwen2_5_vl", LONELY), TIGHT, timeout=60.0)
+        assert len({len(found) for found in calls}) == 1
+        assert len(calls[0]) > 1
+        seen_by_all = sorted(patches for found in calls for patches in found)
+        assert set(seen_by_all) == {4, 16}, "placeholders are the smallest image there is"
+        assert seen_by_all.count(16) == 2
+
+
+def test_the_tower_of_a_rank_sees_its_share(seen: dict[str, Path]) -> None:
+    batch = sights("qwen2_5_vl", PICTURES)
+    (alone,) = run(1, looks, seen["qwen2_5_vl"], Layout(), batch)
+    shared = run(4, looks, seen["qwen2_5_vl"], Layout(cp=4), batch)
+    assert sum(alone) == 16 + 32 + 32 + 32 + 32 + 32
+    assert max(map(sum, shared)) <= sum(alone) / 2, "few images, so no better than that"
+    assert sum(map(sum, shared)) <= sum(alone) + 4 * sum(map(len, shared)), "and none is seen twice"
+
+
+def test_dealing_is_even_and_loses_nothing() -> None:
+    patches = [5, 1, 9, 2, 2, 7, 3, 3]
+    owners = deal(patches, 3)
+    loads = [sum(n for n, owner in zip(patches, owners, strict=True) if owner == rank) for rank in range(3)]
+    assert max(loads) - min(loads) <= 2
+    assert deal([], 2) == []
+
+
+def blind(folder: Path, layout: Layout) -> float:
+    """The largest gradient of the tower after a step on text; every parameter has one."""
+    engine = engine_of(folder, layout)
+    engine.train_step(sights("qwen3_vl", TEXT), objective)
+    found, _ = gradients(engine)
+    assert max_abs(found["model.language_model.layers.0.mlp.up_proj.weight"]) > 0
+    return max(max_abs(grad) for name, grad in found.items() if ".visual." in name)
+
+
+def test_a_placeholder_leaves_no_gradient(seen: dict[str, Path]) -> None:
+    assert run(2, blind, seen["qwen3_vl"], Layout(cp=2)) == [0.0, 0.0]
+
+
+def mixed_up(folder: Path) -> list[float]:
+    """How far scores move when only the tower does."""
+    outputs, _ = read_reference(folder)
+    engine = engine_of(folder)
+    found = []
+    for part in ("visual.patch_embed.proj.weight", "visual.deepstack_merger_list.1.linear_fc2.weight"):
+        with torch.no_grad():
+            for shard in engine.optimizer.shards:
+                if shard.name.endswith(part):
+                    shard.local.mul_(1.01)
+        found.append(max_abs(engine.score(sights("qwen3_vl")).logprob - outputs["logprob"]))
+    return found
+
+
+def test_a_mutation_of_the_tower_is_noticed(seen: dict[str, Path]) -> None:
+    (found,) = run(1, mixed_up, seen["qwen3_vl"])
+    assert min(found) > 100 * MODEL_FP32
+
+
+def save(folder: Path, target: Path, layout: Layout) -> None:
+    engine_of(folder, layout).save_pretrained(target)
+
+
+@pytest.mark.parametrize("name", list(VISION))
+def test_a_checkpoint_comes_back_as_it_was(seen: dict[str, Path], name: str, tmp_path: Path) -> None:
+    """Under the names that it lists, on two ranks and through the sharded format; transformers loads it."""
+    run(2, save, seen[name], tmp_path / "saved", Layout(cp=2))
+    assert_same_tensors(tensors_of(tmp_path / "saved"), tensors_of(seen[name] / "model"))
+    assert here("convert", seen[name] / "model", tmp_path / "cut", "--to", "sharded", "--layout", "dp=2").code == 0
+    assert here("convert", tmp_path / "cut", tmp_path / "back", "--to", "hf").code == 0
+    assert_same_tensors(tensors_of(tmp_path / "back"), tensors_of(seen[name] / "model"))
+    if name != "kimi_k25":
+        loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+        expected = tiny_sighted(name).state_dict()
+        assert all(torch.equal(x, expected[key]) for key, x in loaded.state_dict().items())
+
+
+def half(folder: Path, layout: Layout, name: str) -> Tensor:
+    options = EngineOptions(tokens_per_batch=BUDGET)
+    path = folder / "model"
+    engine = from_pretrained(path, layout=layout, dtype=torch.bfloat16, device="cpu", options=options)
+    return engine.score(sights(name)).logprob
+
+
+def test_bfloat16_is_as_near_as_that_of_transformers(seen: dict[str, Path]) -> None:
+    """Mean distance of log-probs from the float32 reference, over all families."""
+    ours, theirs = [], []
+    for name in VISION:
+        batch = sights(name)
+        exact = read_reference(seen[name])[0]["logprob"]
+        model = tiny_sighted(name)
+        torch.nn.Module.to(model, torch.bfloat16)
+        with torch.no_grad():
+            logits = torch.cat([logits_of(model, halved(inputs)) for inputs in alone(name)]).to(torch.float32)
+        stats = (logits / batch.fields["temperature"][:, None]).log_softmax(-1)
+        theirs.append((stats.gather(-1, batch.targets[:, None])[:, 0] - exact)[batch.mask].abs())
+        (found, _) = run(2, half, seen[name], Layout(cp=2), name)
+        ours.append((found - exact)[batch.mask].abs())
+    mean, other = torch.cat(ours).mean(), torch.cat(theirs).mean()
+    assert 0 < mean <= HALF_SHARE * other, (mean, other)
+
+
+def halved(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.to(torch.bfloat16) if name.startswith("pixel") else x for name, x in inputs.items()}
