@@ -44,7 +44,7 @@ def test_options(config: Any, words: str) -> None:
 
 @pytest.mark.parametrize(("layout", "words"), [("tp=2", "set tp=1 and pp=1"), ("pp=2", "are cut by cp and dp alone")])
 def test_layouts(layout: str, words: str, tmp_path: Path) -> None:
-    TEXT["apertus"]().save_pretrained(tmp_path)
+    TEXT["gemma3"]().save_pretrained(tmp_path)
     spec = Pretrained.open(tmp_path).spec
     with pytest.raises(LayoutError, match=words):
         check_layout(spec, Layout.parse(layout))
