@@ -15,7 +15,6 @@ from transformers import (
     PhiConfig,
     PreTrainedConfig,
     Qwen3_5Config,
-    Qwen3VLMoeConfig,
 )
 
 from dovetail.batch import PackedBatch, Sequence
@@ -229,7 +228,7 @@ def test_edge_case_46_heads_that_are_not_fused_are_refused(config: partial[PreTr
         make_model(config().to_dict())
 
 
-@pytest.mark.parametrize("config", [Gemma3Config, Qwen3_5Config, Qwen3VLMoeConfig])
+@pytest.mark.parametrize("config", [Gemma3Config, Qwen3_5Config])
 def test_other_ways_of_seeing_are_refused(config: type[PreTrainedConfig]) -> None:
     with pytest.raises(ModelError, match=r"is not among the vision-language families|carry state over sequence"):
         make_model(config().to_dict())

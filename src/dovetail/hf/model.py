@@ -35,6 +35,8 @@ from dovetail.nn.heads import LMHead, ValueHead, shared
 from dovetail.nn.linear import Linear
 from dovetail.nn.model import Cut, StagedModel
 from dovetail.tokenstats import TokenStats
+from dovetail.weights.experts import form_of
+from dovetail.weights.reader import TensorSource
 
 # Modules of vision-language models, and how the checkpoints that are older than these modules list them.
 OLD_STEMS = (("model.language_model.", "model."), ("model.visual.", "visual."))
@@ -47,7 +49,7 @@ PACKING_ROPES = ("dynamic", "longrope")  # their tables follow the longest seque
 class ForeignDecoder(StagedModel):
     """`model` is transformers' own base model, `lm_head` or `score` our head. One call runs both.
 
-    The counterpart of `nn.decoder.Decoder`, as one stage.
+    `source` says how its checkpoint names things and keeps experts. The counterpart of `nn.decoder.Decoder`, as one stage.
     """
 
     def __init__(
@@ -58,13 +60,12 @@ class ForeignDecoder(StagedModel):
         kernels: KernelSet,
         head: Head = "lm",
         recompute: Recompute = "none",
-        listed: Collection[str] = (),
+        source: TensorSource | None = None,
     ) -> None:
         whole = make_model(config)
         tied = head == "lm" and bool(whole.config.tie_word_embeddings)
         super().__init__(spec, mesh, Cut.whole(spec), tied=tied)
         self.kernels = kernels
-        self.stems = tuple((ours, theirs) for ours, theirs in OLD_STEMS if _lists(listed, theirs, ours))
         self.model: PreTrainedModel = whole.get_submodule("model")
         self.vision = Vision(self.model, mesh["cp"]) if is_sighted(whole.config) else None
         if recompute != "none":
@@ -78,6 +79,11 @@ class ForeignDecoder(StagedModel):
             table = self.model.get_input_embeddings().weight
             assert isinstance(table, nn.Parameter)
             self.lm_head.weight = table
+        self.stems: tuple[tuple[str, str], ...] = ()
+        if source is not None:
+            _refuse_names(source)
+            self.stems = tuple((ours, theirs) for ours, theirs in OLD_STEMS if _lists(source.names, theirs, ours))
+            self.experts = form_of(self, source)
 
     def forward(
         self, micro: MicroBatch | None, loss: LossFn | None = None, stage: int = 0, x: Tensor | None = None
@@ -197,6 +203,16 @@ def is_sighted(config: PreTrainedConfig) -> bool:
 def _lists(names: Collection[str], stem: str, without: str) -> bool:
     """Whether a checkpoint has names with one stem and none with another."""
     return any(name.startswith(stem) for name in names) and not any(name.startswith(without) for name in names)
+
+
+def _refuse_names(source: TensorSource) -> None:
+    """Weights that are not slices of the modules': Kimi's own code rotates its tower's attention differently."""
+    foreign = next((name for name in source.names if ".wqkv." in name), None)
+    if foreign is not None:
+        raise ModelError(
+            f"{source.path} is written for its authors' own code ({foreign}); load it with transformers and write the "
+            "model's state_dict() with safetensors.torch.save_file, which keeps the names of the modules"
+        )
 
 
 def _refuse(config: PreTrainedConfig) -> None:

@@ -57,7 +57,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen2_vl": Family(),
         "qwen2_5_vl": Family(),
         "qwen3_vl": Family(),
+        "qwen3_vl_moe": Family(),
         "glm4v": Family(marks=True),
+        "glm4v_moe": Family(marks=True),
         "kimi_k25": Family(clips=False),
     }
 )
@@ -192,7 +194,7 @@ class Vision:
         grids = torch.tensor([sight.grid for sight in sights], device=device)
         found = self.model.get_video_features(pixels, grids, return_dict=True)
         layers = [found.pooler_output, *found.get("deepstack_features", ())]
-        features = [torch.cat(tuple(layer)).to(dtype) for layer in layers]
+        features = [(x if isinstance(x, Tensor) else torch.cat(x)).to(dtype) for x in layers]  # or a tuple, by image
         return torch.cat(features, dim=1), [layer.shape[1] for layer in features]
 
 
