@@ -107,7 +107,8 @@ class ForeignDecoder(StagedModel):
         """What the text backbone is given of this rank's tokens: ids, or embeddings with features in their places."""
         if self.vision is None:
             return {"input_ids": micro.tokens[None], "position_ids": micro.batch.positions[micro.order][None]}
-        words = self.model.get_input_embeddings()(micro.tokens)
+        stand_ins = self.vision.kinds(micro.tokens) > 0  # their ids may lie beyond the table
+        words = self.model.get_input_embeddings()(micro.tokens.masked_fill(stand_ins, 0))
         seen = self.vision.look(micro, words.dtype)
         first, *deep = seen.features
         positions = self.vision.positions(micro.batch)[:, micro.order]
