@@ -8,6 +8,7 @@ from transformers import (
     ApertusConfig,
     Gemma3TextConfig,
     Glm4vConfig,
+    Glm4vMoeConfig,
     Kimi_K25Config,
     LlamaConfig,
     MistralConfig,
@@ -17,6 +18,7 @@ from transformers import (
     Qwen2VLConfig,
     Qwen3Config,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 
 from tests.parity.configs import VOCAB, WINDOW
@@ -76,6 +78,14 @@ GLM_IDS = {
     "video_end_token_id": VIDEO_END,
 }
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+}
 MLA = {
     "model_type": "deepseek_v3",
     "num_key_value_heads": 8,
@@ -84,7 +94,8 @@ MLA = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
-    "first_k_dense_replace": 2,  # both layers
+    **EXPERTS,
+    "first_k_dense_replace": 1,
     "rope_parameters": {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -95,6 +106,13 @@ MLA = {
     },
 }
 TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4}
+DEEP_TOWER = {
+    **TOWER,
+    "out_hidden_size": 64,
+    "intermediate_size": 64,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
+}
 
 
 def _sighted(kind: type[PreTrainedConfig], tower: Mapping[str, Any], ids: Mapping[str, int], **text: Any) -> Any:
@@ -128,13 +146,7 @@ VISION: Mapping[str, Callable[[], PreTrainedConfig]] = MappingProxyType(
         ),
         "qwen3_vl": _sighted(
             Qwen3VLConfig,
-            {
-                **TOWER,
-                "out_hidden_size": 64,
-                "intermediate_size": 64,
-                "num_position_embeddings": 64,
-                "deepstack_visual_indexes": [0, 1],
-            },
+            DEEP_TOWER,
             QWEN_IDS,
             head_dim=16,
             rope_parameters={**MROPE, "mrope_section": [2, 3, 3], "mrope_interleaved": True},
@@ -144,6 +156,26 @@ VISION: Mapping[str, Callable[[], PreTrainedConfig]] = MappingProxyType(
             {**TOWER, "out_hidden_size": 64, "intermediate_size": 64, "image_size": 32},
             GLM_IDS,
             rope_parameters={**MROPE, "partial_rotary_factor": 1.0},
+        ),
+        "qwen3_vl_moe": _sighted(
+            Qwen3VLMoeConfig,
+            DEEP_TOWER,
+            QWEN_IDS,
+            head_dim=16,
+            rope_parameters={**MROPE, "mrope_section": [2, 3, 3], "mrope_interleaved": True},
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            decoder_sparse_step=1,
+        ),
+        "glm4v_moe": _sighted(
+            Glm4vMoeConfig,
+            {**TOWER, "out_hidden_size": 64, "intermediate_size": 64, "image_size": 32},
+            GLM_IDS,
+            head_dim=16,
+            rope_parameters={**MROPE, "mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0},
+            first_k_dense_replace=1,
+            **EXPERTS,
         ),
         "kimi_k25": _sighted(
             Kimi_K25Config,

@@ -20,6 +20,7 @@ from tests.parity.reference import GRAD, outputs_of
 Part = int | tuple[str, int, int, int]
 Rows = tuple[tuple[Part, ...], ...]
 MERGED = 4  # patches a feature
+GLM, QWEN3 = ("glm4v", "glm4v_moe"), ("qwen3_vl", "qwen3_vl_moe")
 PATCH = {"kimi_k25": (3, 4, 4)}
 FLAT = (3 * 2 * 4 * 4,)
 
@@ -61,14 +62,14 @@ def layout_of(family: str, parts: Seq[Part], draw: torch.Generator) -> tuple[lis
             add([START])
             add([IMAGE] * area, 1)
             add([END])
-        elif family == "glm4v":
+        elif family in GLM:
             add([VIDEO_START])
             for _ in range(frames):
                 add([START])
                 add([IMAGE] * area, 2)
                 add([END, *torch.randint(WORDS, (2,), generator=draw).tolist()])  # the frame's timestamp
             add([VIDEO_END])
-        elif family == "qwen3_vl":
+        elif family in QWEN3:
             for _ in range(frames):
                 add([*torch.randint(WORDS, (2,), generator=draw).tolist(), START])
                 add([VIDEO] * area, 2)
@@ -101,7 +102,7 @@ def for_family(family: str, rows: Seq[Seq[Part]]) -> list[Seq[Part]]:
     """What transformers itself can run: no clips for Kimi, no images beside videos in a sequence of GLM-4V's."""
     if family == "kimi_k25":
         return [[SMALL if part in (CLIP, FILM) else part for part in row] for row in rows]
-    if family == "glm4v":
+    if family in GLM:
         return [[part for part in row if part != TALL or CLIP not in row] for row in rows] + [(1, TALL, 2)]
     return list(rows)
 

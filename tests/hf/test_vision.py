@@ -1,16 +1,19 @@
 """Vision-language models in the transformers engine equal plain transformers, and every rank does its share of the looking."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
 from dovetail.batch import PackedBatch
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.engine.native import NativeEngine
+from dovetail.errors import ModelError
 from dovetail.hf.model import ForeignDecoder
 from dovetail.hf.vision import deal
 from dovetail.layout import Layout
@@ -150,7 +153,7 @@ def save(folder: Path, target: Path, layout: Layout) -> None:
     engine_of(folder, layout).save_pretrained(target)
 
 
-@pytest.mark.parametrize("name", list(VISION))
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl_moe", "glm4v_moe", "kimi_k25"])
 def test_a_checkpoint_comes_back_as_it_was(seen: dict[str, Path], name: str, tmp_path: Path) -> None:
     """Under the names that it lists, on two ranks and through the sharded format; transformers loads it."""
     run(2, save, seen[name], tmp_path / "saved", Layout(cp=2))
@@ -162,6 +165,33 @@ def test_a_checkpoint_comes_back_as_it_was(seen: dict[str, Path], name: str, tmp
         loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32)
         expected = tiny_sighted(name).state_dict()
         assert all(torch.equal(x, expected[key]) for key, x in loaded.state_dict().items())
+
+
+def test_experts_that_a_checkpoint_has_turned(seen: dict[str, Path], tmp_path: Path) -> None:
+    """As the hub's Qwen3-VL-MoE has them: [E, in, out]."""
+    turned = tmp_path / "model"
+    shutil.copytree(seen["qwen3_vl_moe"] / "model", turned)
+    shutil.copy(seen["qwen3_vl_moe"] / "expected.safetensors", tmp_path)
+    tensors = {
+        name: x.transpose(1, 2).contiguous() if ".experts." in name else x for name, x in tensors_of(turned).items()
+    }
+    save_file(tensors, turned / "model.safetensors", metadata={"format": "pt"})
+    compare({"qwen3_vl_moe": tmp_path}, "qwen3_vl_moe", Layout(cp=2))
+    run(2, save, tmp_path, tmp_path / "saved", Layout(dp=2))
+    assert_same_tensors(tensors_of(tmp_path / "saved"), tensors)
+
+
+def test_the_names_of_foreign_code_are_refused(tmp_path: Path) -> None:
+    tiny_sighted("kimi_k25").save_pretrained(tmp_path / "model")
+    (found,) = run(1, refusal_of, tmp_path)
+    assert "is written for its authors' own code" in found
+    assert "wqkv" in found
+
+
+def refusal_of(folder: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        engine_of(folder)
+    return str(caught.value)
 
 
 def half(folder: Path, layout: Layout, name: str) -> Tensor:

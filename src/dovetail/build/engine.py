@@ -1,6 +1,5 @@
 """From a directory's name to an engine. `build` is the only room that knows every constructor."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
@@ -99,7 +98,7 @@ def make_engine(
     if head == "value":
         found = find_value_head(reader, source.path, fresh=options.fresh_head_seed is not None)
     master = options.master_dtype or wide(dtype)
-    model = make_model(source, mesh, master, reader.names, found.kind, options.recompute)
+    model = make_model(source, mesh, master, reader, found.kind, options.recompute)
     shard_over_data(model, mesh, dtype)
     model.materialize(mesh.device)
     load(model, reader, mesh, aliases=found.aliases, fresh=found.fresh, ignore=found.ignore)
@@ -119,19 +118,19 @@ def make_model(
     source: Pretrained,
     mesh: Mesh,
     dtype: torch.dtype,
-    listed: Collection[str],
+    reader: TensorSource,
     head: Head = "lm",
     recompute: Recompute = "none",
 ) -> StagedModel:
     """This rank's stages of a model, ours or transformers', on the meta device: shapes and placements, no memory.
 
-    `listed` are the names in its checkpoint.
+    `reader` says how its checkpoint names things.
     """
     if isinstance(source.spec, ArchSpec):
         return make_decoder(source.spec, mesh, dtype, head, recompute)
     kernels = kernels_for(mesh.device)
     try:
-        model = ForeignDecoder(source.spec, source.config, mesh, kernels, head, recompute, listed)
+        model = ForeignDecoder(source.spec, source.config, mesh, kernels, head, recompute, reader)
     except ModelError as error:
         raise ModelError(
             f"config.json: model_type is {source.spec.family!r}; known families: {', '.join(FAMILIES)}; the transformers "

@@ -15,9 +15,10 @@ from dovetail.mesh import Mesh
 from dovetail.placement import Region
 from dovetail.weights.agree import agreed
 from dovetail.weights.directory import SideFiles, side_files
+from dovetail.weights.experts import stored
 from dovetail.weights.files import TensorSpec, dump_json, parse_json
 from dovetail.weights.load import FLOATS, NO_ALIASES, compare, tolerated
-from dovetail.weights.pieces import Held, Piece, held
+from dovetail.weights.pieces import Held, Piece
 from dovetail.weights.pretrained import CONFIG, saved_config
 from dovetail.weights.reader import TensorSource
 from dovetail.weights.save import SHARD_BYTES, write_hf
@@ -45,7 +46,7 @@ def convert_to_sharded(
     by_rank: dict[int, list[Held]] = {}
     for rank in range(world.rank, layout.num_ranks, world.size):
         imagined = Mesh.imagined(layout, rank)
-        by_rank[rank] = held(model_on(imagined), imagined, as_wrapped=True)
+        by_rank[rank] = stored(model_on(imagined), imagined, as_wrapped=True)
     params = [param for found in by_rank.values() for param in found]
     present = compare(params, reader, mesh, aliases=aliases, ignore=ignore)
     shares = {rank: _share(found, present, reader, dtype) for rank, found in by_rank.items()}

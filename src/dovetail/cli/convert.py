@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     kind = "value_without_bias" if "score.bias" in head.fresh else head.kind  # what is not there is not copied
 
     def model_on(imagined: Mesh) -> StagedModel:
-        return make_model(source, imagined, torch.float32, reader.names, kind)
+        return make_model(source, imagined, torch.float32, reader, kind)
 
     parts: dict[str, Any] = {"aliases": head.aliases, "ignore": head.ignore, "dtype": dtype}
     convert_to_sharded(source.path, args.destination, mesh.layout, model_on, mesh, **parts)

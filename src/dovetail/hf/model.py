@@ -30,6 +30,8 @@ from dovetail.nn.heads import LMHead, ValueHead, shared
 from dovetail.nn.linear import Linear
 from dovetail.nn.model import Cut, StagedModel
 from dovetail.tokenstats import TokenStats
+from dovetail.weights.experts import form_of
+from dovetail.weights.reader import TensorSource
 
 # Modules of vision-language models, and how the checkpoints that are older than these modules list them.
 OLD_STEMS = (("model.language_model.", "model."), ("model.visual.", "visual."))
@@ -42,7 +44,7 @@ PACKING_ROPES = ("dynamic", "longrope")  # their tables follow the longest seque
 class ForeignDecoder(StagedModel):
     """`model` is transformers' own base model, `lm_head` or `score` our head. One call runs both.
 
-    The counterpart of `nn.decoder.Decoder`, as one stage.
+    `source` says how its checkpoint names things and keeps experts. The counterpart of `nn.decoder.Decoder`, as one stage.
     """
 
     def __init__(
@@ -53,13 +55,12 @@ class ForeignDecoder(StagedModel):
         kernels: KernelSet,
         head: Head = "lm",
         recompute: Recompute = "none",
-        listed: Collection[str] = (),
+        source: TensorSource | None = None,
     ) -> None:
         whole = make_model(config)
         tied = head == "lm" and bool(whole.config.tie_word_embeddings)
         super().__init__(spec, mesh, Cut.whole(spec), tied=tied)
         self.kernels = kernels
-        self.stems = tuple((ours, theirs) for ours, theirs in OLD_STEMS if _lists(listed, theirs, ours))
         self.model: transformers.PreTrainedModel = whole.get_submodule("model")
         self.vision = Vision(self.model, mesh["cp"]) if is_sighted(whole.config) else None
         if recompute != "none":
@@ -73,6 +74,11 @@ class ForeignDecoder(StagedModel):
             table = self.model.get_input_embeddings().weight
             assert isinstance(table, nn.Parameter)
             self.lm_head.weight = table
+        self.stems: tuple[tuple[str, str], ...] = ()
+        if source is not None:
+            _refuse_names(source)
+            self.stems = tuple((ours, theirs) for ours, theirs in OLD_STEMS if _lists(source.names, theirs, ours))
+            self.experts = form_of(self, source)
 
     def forward(
         self, micro: MicroBatch | None, loss: LossFn | None = None, stage: int = 0, x: Tensor | None = None
@@ -96,7 +102,8 @@ class ForeignDecoder(StagedModel):
         """What the text backbone is given of this rank's tokens: ids, or embeddings with features in their places."""
         if self.vision is None:
             return {"input_ids": micro.tokens[None], "position_ids": micro.batch.positions[micro.order][None]}
-        words = self.model.get_input_embeddings()(micro.tokens)
+        stand_ins = self.vision.kinds(micro.tokens) > 0  # their ids may lie beyond the table
+        words = self.model.get_input_embeddings()(micro.tokens.masked_fill(stand_ins, 0))
         seen = self.vision.look(micro, words.dtype)
         first, *deep = seen.features
         positions = self.vision.positions(micro.batch)[:, micro.order]
@@ -197,6 +204,16 @@ def is_sighted(config: "transformers.PreTrainedConfig") -> bool:
 def _lists(names: Collection[str], stem: str, without: str) -> bool:
     """Whether a checkpoint has names with one stem and none with another."""
     return any(name.startswith(stem) for name in names) and not any(name.startswith(without) for name in names)
+
+
+def _refuse_names(source: TensorSource) -> None:
+    """Weights that are not slices of the modules': Kimi's own code rotates its tower's attention differently."""
+    foreign = next((name for name in source.names if ".wqkv." in name), None)
+    if foreign is not None:
+        raise ModelError(
+            f"{source.path} is written for its authors' own code ({foreign}); load it with transformers and write the "
+            "model's state_dict() with safetensors.torch.save_file, which keeps the names of the modules"
+        )
 
 
 def _refuse(config: "transformers.PreTrainedConfig") -> None:

@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from dovetail.batch import Media, MicroBatch, PackedBatch, cumulative
 from dovetail.comm import gather_in_order
@@ -43,11 +43,13 @@ GRIDS = (*(kind.grid for kind in KINDS), "second_per_grid_ts")  # what positions
 class Family:
     """How a family's tokens stand for what it sees.
 
-    marks: videos are image tokens between two marks of their own. clips: videos may have several frames; where not, their
+    marks: videos are image tokens between two marks of their own. frames_apart: a video's frames have text between them.
+    clips: videos may have several frames; where not, their
     features are pooled over frames, which transformers does not count.
     """
 
     marks: bool = False
+    frames_apart: bool = False
     clips: bool = True
 
 
@@ -56,8 +58,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "qwen2_vl": Family(),
         "qwen2_5_vl": Family(),
-        "qwen3_vl": Family(),
-        "glm4v": Family(marks=True),
+        "qwen3_vl": Family(frames_apart=True),
+        "qwen3_vl_moe": Family(frames_apart=True),
+        "glm4v": Family(marks=True, frames_apart=True),
+        "glm4v_moe": Family(marks=True, frames_apart=True),
         "kimi_k25": Family(clips=False),
     }
 )
@@ -83,10 +87,10 @@ class Seen:
 class Vision:
     """The tower of a vision-language model, and the tokens that stand for what it sees."""
 
-    def __init__(self, model: PreTrainedModel, axis: Axis) -> None:
+    def __init__(self, model: "transformers.PreTrainedModel", axis: Axis) -> None:
         """`model` has the tower and the text backbone; `axis` is cp."""
         self.model, self.axis = model, axis
-        self.config: PreTrainedConfig = model.config
+        self.config: transformers.PreTrainedConfig = model.config
         self.family = family_of(model.config)
         patches = next(m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Conv3d)))
         shape = patches.weight.shape[1:]
@@ -107,14 +111,21 @@ class Vision:
         """Refuse media that do not fit their sequences. Raises DataError, which names the sequence."""
         for number, (tokens, media) in enumerate(_sequences(batch)):
             kinds = self.kinds(tokens)
+            runs = torch.stack(torch.unique_consecutive(kinds, return_counts=True), dim=1).tolist()
             for kind in KINDS:
-                expected = sum(sight.rows for sight in self.sights(media, number, kind))
-                found = int((kinds == kind.code).sum())
+                found = [length for code, length in runs if code == kind.code]
+                expected = [n for sight in self.sights(media, number, kind) for n in self._runs(sight, kind)]
                 if found != expected:
                     raise DataError(
-                        f"sequence {number} has {found} {kind.name} tokens, but its {kind.name}s have {expected} rows of "
-                        "features; give it the tokens and the media that the processor made together, uncut"
+                        f"sequence {number} has {sum(found)} {kind.name} tokens, in runs of {found}, but its {kind.name}s "
+                        f"have {sum(expected)} rows of features, {expected}; give it the tokens and the media that the "
+                        "processor made together, uncut"
                     )
+
+    def _runs(self, sight: Sight, kind: Kind) -> list[int]:
+        """How many tokens of a sight lie together, and then apart from those."""
+        frames = sight.grid[0] if kind.code == 2 and self.family.frames_apart else 1
+        return [sight.rows // frames] * frames
 
     def sights(self, media: Media | None, number: int, kind: Kind) -> list[Sight]:
         """The images, or the videos, of one sequence."""
@@ -122,10 +133,11 @@ class Vision:
             return []
         grids = [tuple(grid) for grid in media[kind.grid].tolist()]
         patches = [t * h * w for t, h, w in grids]
-        pixels = media[kind.pixels]
-        if len(pixels) != sum(patches):
+        shape, expected = tuple(media[kind.pixels].shape) if kind.pixels in media else (), (sum(patches), *self.patch)
+        if shape != expected or any(h % self.side or w % self.side for _, h, w in grids):
             raise DataError(
-                f"sequence {number} has {len(pixels)} rows of {kind.pixels}, but its {kind.grid} counts {sum(patches)}"
+                f"sequence {number} has {kind.pixels} of shape {shape}, but {kind.grid} {grids}, in multiples of "
+                f"{self.side}, stands for {expected}; give it what this model's processor made"
             )
         if not self.family.clips and any(t > 1 for t, _, _ in grids):
             raise DataError(
@@ -133,7 +145,7 @@ class Vision:
                 "take; give each frame as an image"
             )
         area = self.side**2
-        parts = pixels.split(patches)
+        parts = media[kind.pixels].split(patches)
         return [Sight(part, grid, n // area) for part, grid, n in zip(parts, grids, patches, strict=True)]
 
     def positions(self, batch: PackedBatch) -> Tensor:
@@ -192,7 +204,7 @@ class Vision:
         grids = torch.tensor([sight.grid for sight in sights], device=device)
         found = self.model.get_video_features(pixels, grids, return_dict=True)
         layers = [found.pooler_output, *found.get("deepstack_features", ())]
-        features = [torch.cat(tuple(layer)).to(dtype) for layer in layers]
+        features = [(x if isinstance(x, Tensor) else torch.cat(x)).to(dtype) for x in layers]  # or a tuple, by image
         return torch.cat(features, dim=1), [layer.shape[1] for layer in features]
 
 
@@ -205,7 +217,7 @@ def deal(patches: Sequence[int], ranks: int) -> list[int]:
     return owners
 
 
-def family_of(config: PreTrainedConfig) -> Family:
+def family_of(config: "transformers.PreTrainedConfig") -> Family:
     """How a model sees, if that is proved. Raises ModelError."""
     try:
         return FAMILIES[config.model_type]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from dovetail.errors import DataError
 from dovetail.mesh import Mesh
 from dovetail.nn.heads import LMHead, ValueHead
 from dovetail.nn.linear import Linear
+
+ExpertForm = Literal["fused", "turned", "apart"]  # how a checkpoint has a layer's experts: see `weights.experts`
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class StagedModel(nn.Module):
     def __init__(self, spec: AnySpec, mesh: Mesh, cut: Cut, *, tied: bool) -> None:
         super().__init__()
         self.spec, self.mesh, self.cut, self.tied = spec, mesh, cut, tied
+        self.experts: ExpertForm = "fused"
 
     @property
     def head(self) -> LMHead | ValueHead:

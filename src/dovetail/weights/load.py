@@ -18,7 +18,8 @@ from dovetail.errors import CheckpointError, listing
 from dovetail.mesh import Mesh
 from dovetail.placement import as_index
 from dovetail.weights.agree import agreed
-from dovetail.weights.pieces import Held, checkpoint_shapes, held
+from dovetail.weights.experts import stored
+from dovetail.weights.pieces import Held, checkpoint_shapes
 from dovetail.weights.reader import TensorSource
 
 TOLERATED = ("*rotary_emb.inv_freq",)  # buffers that old checkpoints list; computed here
@@ -41,7 +42,7 @@ def load(
     `aliases` maps our name of a tensor to the source's. Those named in `fresh` are not looked for: the caller fills
     them. `ignore` are patterns (`lm_head.*`) of source tensors that may be left over.
     """
-    params = held(model, mesh)
+    params = stored(model, mesh)
     present = compare(params, source, mesh, aliases=aliases, fresh=fresh, ignore=ignore)
     with agreed(mesh):
         _check_ties(present, source)

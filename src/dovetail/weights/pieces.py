@@ -135,4 +135,4 @@ def own_dtype(name: str) -> None:
 
 
 def _read(local: Tensor, region: Region, dtype: torch.dtype) -> Tensor:
-    return local[as_index(region.local_slice)].to(dtype)
+    return local[as_index(region.local_slice)].to(dtype).contiguous()

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from dovetail.comm import gather_text, stack_over
 from dovetail.mesh import Mesh
 from dovetail.placement import Slices, as_index
+from dovetail.weights.experts import stored
 from dovetail.weights.files import CODES, DTYPES, TensorSpec
-from dovetail.weights.pieces import Dtypes, Piece, export_specs, held, own_dtype, owned_pieces
+from dovetail.weights.pieces import Dtypes, Piece, export_specs, own_dtype, owned_pieces
 
 BUCKET_BYTES = 1 << 28
 ALIGNMENT = 16  # bytes; a region begins where any dtype may
@@ -38,7 +39,7 @@ def export(
     `dtype_of` names the dtype of each tensor (None: the parameter's own). `listed` are the source checkpoint's names in
     its order: tensors follow that order, and a tied weight leaves under those of its names that are listed.
     """
-    params = held(model, mesh)
+    params = stored(model, mesh)
     mine = owned_pieces(params, dtype_of, listed)
     told = [
         [(spec.name, CODES[spec.dtype], spec.shape) for spec in export_specs(params, dtype_of, listed)],
