@@ -72,7 +72,7 @@ def assert_same_numbers(out: Path, expected: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "flags"),
     [
-        (EIGHT, []),
+        pytest.param(EIGHT, [], marks=pytest.mark.soak),
         (EIGHT, ["--tokens-per-batch", 48, "--temperature", 0.7]),
         ("pp=4", []),
         ("pp=2,dp=2", ["--tokens-per-batch", 40]),
@@ -99,7 +99,7 @@ def test_scores_of_the_program(head: str, models: dict[str, Path], data: Path, t
     assert_same_numbers(tmp_path / "cut", tmp_path / "one")
 
 
-@pytest.mark.parametrize("layout", ["pp=2", "cp=2", EIGHT])
+@pytest.mark.parametrize("layout", ["pp=2", "cp=2", pytest.param(EIGHT, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", ["lm", "tied"])
 def test_samples_are_those_of_one_rank(
     name: str, layout: str, models: dict[str, Path], data: Path, tmp_path: Path

@@ -61,7 +61,13 @@ def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "max_tokens"),
-    [("tp=1,dp=2", 60), ("tp=2", 200), ("tp=4", 10_000), ("tp=2,dp=2", 10_000), ("tp=8", 10_000)],
+    [
+        ("tp=1,dp=2", 60),
+        ("tp=2", 200),
+        ("tp=4", 10_000),
+        ("tp=2,dp=2", 10_000),
+        pytest.param("tp=8", 10_000, marks=pytest.mark.soak),
+    ],
 )
 def test_every_layout_draws_the_same_samples_on_every_rank(layout: str, max_tokens: int) -> None:
     lengths = (9, 3, 14, 1, 6)
@@ -122,7 +128,7 @@ def favor_padding(layout: str) -> tuple[set[int], list[int]]:
     return {token for c in done for token in c.ids}, [token for c in best for token in c.ids]
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "tp=4", "tp=8"])
+@pytest.mark.parametrize("layout", ["tp=2", "tp=4", pytest.param("tp=8", marks=pytest.mark.soak)])
 def test_padding_of_the_vocabulary_is_never_drawn(layout: str) -> None:
     for drawn, best in run(Layout.parse(layout).num_ranks, favor_padding, layout):
         assert drawn == set(range(VOCAB))

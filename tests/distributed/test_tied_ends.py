@@ -22,7 +22,7 @@ STEPS = 3
 LAYOUTS = (
     Layout(pp=2),
     Layout(pp=4, schedule="zero_bubble"),
-    Layout(tp=2, pp=2, cp=2),
+    pytest.param(Layout(tp=2, pp=2, cp=2), marks=pytest.mark.soak),
     Layout(pp=2, dp=2, virtual_stages=2, schedule="interleaved"),
 )
 
@@ -74,7 +74,7 @@ def live(source: Path, out: Path, layout: Layout, dtype: torch.dtype) -> None:
         assert not len(before) or not torch.equal(table(again), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.soak)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_both_ends_hold_the_same_table(source: Path, tmp_path: Path, layout: Layout, dtype: torch.dtype) -> None:
     run(layout.num_ranks, live, source, tmp_path, layout, dtype)

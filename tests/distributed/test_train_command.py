@@ -53,6 +53,7 @@ def test_sft(inputs: Path, layout: str, tmp_path: Path) -> None:
     assert shown.count("step 10/10") == 1 and "tokens/s" in shown and str(run_dir / "hf") in shown
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", ["tp=2,dp=2", ALL])
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_rl(inputs: Path, name: str, layout: str, tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from tests.golden.job import Played, play, rl, sft, write_inputs
 from tests.harness import run
 from tests.tolerances import CURVE_FP32, RL_LOSS_FP32
 
-LAYOUTS = ("tp=2", "dp=2", "tp=2,dp=2", "dp=4", "tp=4")  # 4 heads on 2 key-value heads: tp 4 holds copies
-RL_LAYOUTS = ("tp=2,dp=2", "dp=4")
+LAYOUTS = ("tp=2", "dp=2", "dp=4", "tp=4")  # 4 heads on 2 key-value heads: tp 4 holds copies
 SFT_STEPS, RL_STEPS = 10, 3
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"kl_coef": 0.1, "epochs": 2, "minibatches": 2},
@@ -83,7 +82,7 @@ def assert_same_rl(played: Played, alone: Played) -> None:
             assert abs(a / b - 1) <= CURVE_FP32, f"{prefix}grad_norm of step {row['step']}: {a} and {b}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp=2,dp=2", *(pytest.param(name, marks=pytest.mark.soak) for name in LAYOUTS)])
 def test_the_sft_curve_is_that_of_one_rank(inputs: Path, sft_alone: Played, layout: str) -> None:
     given = sft(inputs, inputs.parent / f"sft-{layout}", trainer={"steps": SFT_STEPS})
     assert_same_sft(played_on(layout, given), sft_alone)
@@ -104,7 +103,7 @@ def test_the_sft_curve_does_not_depend_on_the_micro_batches(inputs: Path, sft_al
     assert_same_sft(played_on("", sft(inputs, inputs.parent / f"sft-{budget}", trainer=trainer)), sft_alone)
 
 
-@pytest.mark.parametrize("layout", RL_LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp=2,dp=2", pytest.param("dp=4", marks=pytest.mark.soak)])
 def test_rl_curves_are_those_of_one_rank(inputs: Path, alone: tuple[str, Played], layout: str) -> None:
     name, expected = alone
     assert_same_rl(played_on(layout, rl_recipe(inputs, name, inputs.parent / f"{name}-{layout}")), expected)

@@ -16,7 +16,7 @@ from tests.parity.configs import tiny_configs
 from tests.parity.reference import write_reference
 from tests.tolerances import EXACT, GRAD_RATIO_FP32, MODEL_FP32
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "apertus")
 CUTS = (
     "llama_biases",
     "llama_one_kv_head",
@@ -38,7 +38,16 @@ QUICK = {
     "tp=8,dp=1": ("llama_biases", "llama_one_kv_head", "mistral_window", "qwen2_tied", "qwen3", CRITICS[3]),
     "tp=4,dp=2": ("llama", "qwen2"),
     "tp=2,pp=2,cp=2": (*FAMILIES, *CRITICS, "qwen2_tied"),
-    "pp=2": ("llama_biases", "llama_dynamic", "llama_linear", "mistral_window", "qwen2", "qwen3_tied", *CRITICS[1:3]),
+    "pp=2": (
+        "apertus_biases",
+        "llama_biases",
+        "llama_dynamic",
+        "llama_linear",
+        "mistral_window",
+        "qwen2",
+        "qwen3_tied",
+        *CRITICS[1:3],
+    ),
     "cp=2": ("llama_tied", "llama_head_dim", "llama_partial", "mistral_window", "qwen2_yarn", "qwen3", *CRITICS[2:]),
     "cp=4": ("llama_one_kv_head", "llama_llama3", "llama_yarn", "mistral", "qwen2_window", "qwen3_window", CRITICS[0]),
     "pp=2,dp=2": ("llama_all_kv_heads", "mistral", "qwen2_tied", "qwen3_biases", *CRITICS[2:]),
@@ -70,7 +79,7 @@ def test_parity(references: dict[str, Path], layout: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", PRODUCT)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_parity_of_the_whole_product(references: dict[str, Path], family: str, layout: str) -> None:
     check({name: folder for name, folder in references.items() if name.removeprefix(VALUES).startswith(family)}, layout)
 
