@@ -128,7 +128,13 @@ def test_rl(written: dict[str, Path], rl_alone: dict[str, Played], name: str, cu
     ("layout", "critic", "reference", "rollout"),
     [
         ("pp=2,cp=2", {"tp": 2, "dp": 2}, {"cp": 4}, {"tp": 2, "dp": 2}),
-        ("tp=2,dp=2", {"pp": 2, "cp": 2, "schedule": "zero_bubble"}, {"pp": 4}, {"pp": 2, "cp": 2}),
+        pytest.param(
+            "tp=2,dp=2",
+            {"pp": 2, "cp": 2, "schedule": "zero_bubble"},
+            {"pp": 4},
+            {"pp": 2, "cp": 2},
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_every_model_may_have_a_layout_of_its_own(

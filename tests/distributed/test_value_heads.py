@@ -79,7 +79,9 @@ def transformed(kind: Any, path: Path) -> list[Tensor]:
     return [model.eval()(row[None]).logits[0] for row in rows_of(make_batch())]
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, dp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(tp=2), pytest.param(Layout(tp=2, dp=2), marks=pytest.mark.soak)], ids=str
+)
 def test_heads_of_every_name_come_and_go(tmp_path: Path, layout: Layout) -> None:
     tensors = {name: write_case(tmp_path / "in" / name, stem, bias) for name, (stem, bias) in CASES.items()}
     for found in run(layout.num_ranks, valued, tmp_path / "in", tmp_path / "out", layout):
