@@ -24,7 +24,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.engine.stages import Training
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
-from dovetail.pipeline.partition import partition, stages_of
+from dovetail.pipeline.partition import partition
 
 DOC = Path(__file__).parent.parent / "docs" / "parallelism.md"
 EACH_MICRO_BATCH, ONCE_A_STEP = "### Each micro-batch", "### Once a step"
@@ -48,7 +48,7 @@ class Step:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        return stages_of(self.rank, self.layout)
+        return tuple(range(self.rank, self.layout.pp * self.layout.virtual_stages, self.layout.pp))
 
     @property
     def first(self) -> bool:

@@ -21,24 +21,13 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
-from tests.parity.configs import VOCAB, WINDOW
+from tests.parity.configs import WINDOW, tiny
 
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def _make(kind: type[PreTrainedConfig], **options: Any) -> Callable[[], PreTrainedConfig]:
-    shape = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return lambda: kind(**{**shape, **options})
+    return lambda: tiny(kind, **options)
 
 
 # Eight heads, two of keys and values: cp 1, 2, 4 and 8 exchange heads, from 4 on with copies. Each call makes a fresh config.

@@ -42,7 +42,9 @@ def test_options(config: Any, words: str) -> None:
         make_model(found.to_dict())
 
 
-@pytest.mark.parametrize(("layout", "words"), [("tp=2", "set tp=1 and pp=1"), ("pp=2", "are cut by cp and dp alone")])
+@pytest.mark.parametrize(
+    ("layout", "words"), [("tp=2", "set tp=1, pp=1 and ep=1"), ("pp=2", "are cut by cp and dp alone")]
+)
 def test_layouts(layout: str, words: str, tmp_path: Path) -> None:
     TEXT["gemma3"]().save_pretrained(tmp_path)
     spec = Pretrained.open(tmp_path).spec

@@ -40,33 +40,33 @@ def tiny_configs() -> dict[str, PreTrainedConfig]:
     windowed = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "num_hidden_layers": 3}
     mixed = ["sliding_attention", "full_attention"]
     return {
-        "apertus": _tiny(ApertusConfig, rope_parameters=llama3),
-        "apertus_biases": _tiny(ApertusConfig, rope_parameters=llama3, attention_bias=True, num_key_value_heads=8),
-        "llama": _tiny(LlamaConfig),
-        "llama_tied": _tiny(LlamaConfig, tie_word_embeddings=True),
-        "llama_biases": _tiny(LlamaConfig, attention_bias=True, mlp_bias=True),
-        "llama_all_kv_heads": _tiny(LlamaConfig, num_key_value_heads=8),
-        "llama_one_kv_head": _tiny(LlamaConfig, num_key_value_heads=1),
-        "llama_head_dim": _tiny(LlamaConfig, head_dim=16),
-        "llama_linear": _tiny(LlamaConfig, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
-        "llama_dynamic": _tiny(
+        "apertus": tiny(ApertusConfig, rope_parameters=llama3),
+        "apertus_biases": tiny(ApertusConfig, rope_parameters=llama3, attention_bias=True, num_key_value_heads=8),
+        "llama": tiny(LlamaConfig),
+        "llama_tied": tiny(LlamaConfig, tie_word_embeddings=True),
+        "llama_biases": tiny(LlamaConfig, attention_bias=True, mlp_bias=True),
+        "llama_all_kv_heads": tiny(LlamaConfig, num_key_value_heads=8),
+        "llama_one_kv_head": tiny(LlamaConfig, num_key_value_heads=1),
+        "llama_head_dim": tiny(LlamaConfig, head_dim=16),
+        "llama_linear": tiny(LlamaConfig, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+        "llama_dynamic": tiny(
             LlamaConfig,
             max_position_embeddings=MAX_POSITIONS,
             rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
         ),
-        "llama_llama3": _tiny(LlamaConfig, rope_parameters=llama3),
-        "llama_yarn": _tiny(LlamaConfig, rope_parameters=yarn),
-        "llama_partial": _tiny(LlamaConfig, partial_rotary_factor=0.5),
-        "mistral": _tiny(MistralConfig, sliding_window=None),
-        "mistral_window": _tiny(MistralConfig, sliding_window=WINDOW),
-        "qwen2": _tiny(Qwen2Config),
-        "qwen2_tied": _tiny(Qwen2Config, tie_word_embeddings=True),
-        "qwen2_window": _tiny(Qwen2Config, **windowed),
-        "qwen2_yarn": _tiny(Qwen2Config, rope_parameters={**yarn, "mscale": 0.7, "mscale_all_dim": 1.3}),
-        "qwen3": _tiny(Qwen3Config, head_dim=16),
-        "qwen3_tied": _tiny(Qwen3Config, head_dim=16, tie_word_embeddings=True),
-        "qwen3_biases": _tiny(Qwen3Config, head_dim=16, attention_bias=True),
-        "qwen3_window": _tiny(Qwen3Config, head_dim=16, **{**windowed, "num_hidden_layers": 2, "layer_types": mixed}),
+        "llama_llama3": tiny(LlamaConfig, rope_parameters=llama3),
+        "llama_yarn": tiny(LlamaConfig, rope_parameters=yarn),
+        "llama_partial": tiny(LlamaConfig, partial_rotary_factor=0.5),
+        "mistral": tiny(MistralConfig, sliding_window=None),
+        "mistral_window": tiny(MistralConfig, sliding_window=WINDOW),
+        "qwen2": tiny(Qwen2Config),
+        "qwen2_tied": tiny(Qwen2Config, tie_word_embeddings=True),
+        "qwen2_window": tiny(Qwen2Config, **windowed),
+        "qwen2_yarn": tiny(Qwen2Config, rope_parameters={**yarn, "mscale": 0.7, "mscale_all_dim": 1.3}),
+        "qwen3": tiny(Qwen3Config, head_dim=16),
+        "qwen3_tied": tiny(Qwen3Config, head_dim=16, tie_word_embeddings=True),
+        "qwen3_biases": tiny(Qwen3Config, head_dim=16, attention_bias=True),
+        "qwen3_window": tiny(Qwen3Config, head_dim=16, **{**windowed, "num_hidden_layers": 2, "layer_types": mixed}),
     }
 
 
@@ -100,7 +100,7 @@ def save_tiny(
     return model
 
 
-def _tiny(kind: type[PreTrainedConfig], **options: Any) -> PreTrainedConfig:
+def tiny(kind: type[PreTrainedConfig], **options: Any) -> PreTrainedConfig:
     shape: Mapping[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,

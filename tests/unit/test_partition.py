@@ -12,7 +12,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.config import LayoutSection
 from dovetail.errors import LayoutError
 from dovetail.layout import Layout
-from dovetail.pipeline.partition import SCHEDULES, check_pipeline, partition, stage_costs, stages_of
+from dovetail.pipeline.partition import SCHEDULES, check_pipeline, partition, stage_costs
 
 
 def model(depth: int, vocabulary: int = 64, width: int = 16) -> ArchSpec:
@@ -62,7 +62,6 @@ def test_every_layer_once_and_in_order(depth: int, pp: int, virtual: int, vocabu
     without_head = [len(layers) for layers in cut[:-1]]
     assert stages == 1 or max(without_head) - min(without_head) <= 1
     assert without_head == sorted(without_head)
-    assert sorted(stage for rank in range(pp) for stage in stages_of(rank, layout)) == list(range(stages))
 
 
 @given(depth=st.integers(1, 11), stages=st.integers(1, 11), vocabulary=st.integers(1, 1500))
@@ -93,8 +92,7 @@ def test_cuts_by_hand(depth: int, vocabulary: int, pp: int, expected: list[int])
     assert sizes(model(depth, vocabulary), Layout(pp=pp)) == expected
 
 
-def test_stages_of_a_rank_go_around() -> None:
-    assert stages_of(1, Layout(pp=3, virtual_stages=2)) == (1, 4)
+def test_virtual_stages_share_the_layers_evenly() -> None:
     assert partition(model(7), Layout(pp=2, virtual_stages=2)) == (range(2), range(2, 4), range(4, 6), range(6, 7))
 
 

@@ -151,10 +151,10 @@ def make_decoder(
 
 def check_layout(spec: AnySpec, layout: Layout) -> None:
     """Refuse degrees that the engine does not cut by, or that this model cannot be cut by."""
-    if isinstance(spec, ForeignSpec) and (layout.tp, layout.pp) != (1, 1):
+    if isinstance(spec, ForeignSpec) and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
         raise LayoutError(
             f"layout {layout}: model_type is {spec.family!r}; known families: {', '.join(FAMILIES)}; others, and those with "
-            "engine=transformers, are cut by cp and dp alone; set tp=1 and pp=1"
+            "engine=transformers, are cut by cp and dp alone; set tp=1, pp=1 and ep=1"
         )
     if layout.ep > 1:
         raise LayoutError(

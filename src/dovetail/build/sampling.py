@@ -49,7 +49,7 @@ def sampling_layout(spec: ArchSpec, layout: Layout) -> Layout:
 def make_sampler(
     source: Pretrained, mesh: Mesh, dtype: torch.dtype, backend: Backend = "native"
 ) -> NativeSampler | TransformersSampler:
-    """An empty sampler under a mesh of `sampling_layout`: `load` or `refill` comes before `sample`."""
+    """An empty sampler under a mesh of `backend_layout`: `load` or `refill` comes before `sample`."""
     if backend == "transformers":
         return TransformersSampler(source.config, mesh, dtype)
     return NativeSampler(spec_from_config(source.config), mesh, kernels_for(mesh.device), dtype)

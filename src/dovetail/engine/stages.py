@@ -96,8 +96,9 @@ class Training(_Stages):
         return None
 
     def backward(self, action: Action, grad: Tensor | None, *, last: bool) -> Tensor | None:
-        for linear in self.model.linears(self.local(action.stage)):
-            linear.waits = action.kind == "input"
+        if self.mesh.layout.schedule == "zero_bubble":  # in any other, no weight gradient ever waits
+            for linear in self.model.linears(self.local(action.stage)):
+                linear.waits = action.kind == "input"
         self._reduce_next(last and action.kind == "backward")
         x, y = self.alive.pop((action.stage, action.micro))
         y.backward(grad)

@@ -8,11 +8,6 @@ from dovetail.pipeline.schedule import Costs
 SCHEDULES = ("1f1b", "interleaved", "gpipe", "zero_bubble")  # of training; scoring knows only forwards
 
 
-def stages_of(rank: int, layout: Layout) -> tuple[int, ...]:
-    """The stages that a pipeline rank holds, counted through the whole model."""
-    return tuple(range(rank, layout.pp * layout.virtual_stages, layout.pp))
-
-
 def partition(spec: AnySpec, layout: Layout) -> tuple[range, ...]:
     """The layers of each stage, in stage order: every layer once, at least one a stage. Raises as `check_pipeline`.
 
