@@ -219,6 +219,9 @@ class TrainerSection(Section):
     )
     save_every: NonNegativeInt = Field(50, description="steps between checkpoints; 0: none")
     keep: PositiveInt = Field(2, description="latest checkpoints to keep")
+    keep_every: NonNegativeInt = Field(0, description="keep every checkpoint whose step this divides; 0: none for that")
+    keep_best: NonNegativeInt = Field(0, description="best checkpoints to keep, by evaluation, else reward, else loss")
+    async_save: bool = Field(True, description="write checkpoints while training goes on; needs host memory for one")
     eval_every: NonNegativeInt = Field(0, description="steps between evaluations; 0: none")
     stop_at_reward: float | None = Field(None, description="stop when a step's mean reward reaches this")
     time_budget_seconds: PositiveFloat | None = Field(
@@ -246,7 +249,7 @@ class Recipe(Section):
     reward: RewardSection = RewardSection(name="exact_match")
     optim: OptimSection = OptimSection()
     trainer: TrainerSection = TrainerSection()
-    run_dir: str = Field(description="where the run writes; must be empty or new")
+    run_dir: str = Field(description="where the run writes: new, or the directory of this run, which then goes on")
 
     @model_validator(mode="before")
     @classmethod

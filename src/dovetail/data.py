@@ -146,13 +146,13 @@ def needs_text(path: Path | str) -> bool:
     return any("input_ids" not in row.values for row in read_rows(path))
 
 
-def batch_rows(num_rows: int, rows_per_step: int, seed: int | None, step: int) -> list[int]:
-    """The rows of step `step` (from 0): a stretch of an endless stream of shuffled epochs.
+def batch_rows(num_rows: int, count: int, seed: int | None, start: int) -> list[int]:
+    """`count` rows from the `start`-th on: a stretch of an endless stream of shuffled epochs.
 
     Every epoch holds every row once, without a seed in the file's order; a step may reach into the next epoch. A pure
-    function of its arguments, so that a resumed run needs no state of its own for the data.
+    function of its arguments, so that a resumed run needs no state for the data but how many rows it has taken.
     """
-    stream = range(step * rows_per_step, (step + 1) * rows_per_step)
+    stream = range(start, start + count)
     orders = {epoch: _epoch_order(num_rows, seed, epoch) for epoch in {at // num_rows for at in stream}}
     return [orders[at // num_rows][at % num_rows] for at in stream]
 

@@ -11,7 +11,7 @@ import torch
 from dovetail.arch.foreign import AnySpec, ForeignSpec
 from dovetail.arch.registry import FAMILIES, ulysses_degree, validate_layout
 from dovetail.arch.spec import ArchSpec
-from dovetail.checkpoint.reader import open_checkpoint
+from dovetail.checkpoint.reader import ShardedReader, open_checkpoint
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.sharding import shard_over_data
 from dovetail.errors import LayoutError, ModelError
@@ -50,6 +50,7 @@ class EngineOptions:
     fresh_head_seed: lets a value head that the checkpoint lacks be drawn from this seed, equally on all ranks.
     save_dtype: of saved and streamed tensors; default: the source checkpoint's, tensor by tensor.
     engine: whose layers run, for `from_pretrained`: native (ours), transformers (its own), auto (ours where there are).
+    resume: a training checkpoint, the role in it and its optimizer steps, to go on from instead of the source's weights.
     """
 
     master_dtype: torch.dtype | None = None
@@ -59,6 +60,7 @@ class EngineOptions:
     fresh_head_seed: int | None = None
     save_dtype: torch.dtype | None = None
     engine: EngineName = "auto"
+    resume: tuple[ShardedReader, str, int] | None = None
 
 
 DEFAULTS = EngineOptions()
@@ -101,17 +103,22 @@ def make_engine(
     model = make_model(source, mesh, master, reader, found.kind, options.recompute)
     shard_over_data(model, mesh, dtype)
     model.materialize(mesh.device)
-    load(model, reader, mesh, aliases=found.aliases, fresh=found.fresh, ignore=found.ignore)
-    if found.fresh:
-        fill_fresh(model, mesh, found.fresh, options.fresh_head_seed or 0)
+    if options.resume is None:
+        load(model, reader, mesh, aliases=found.aliases, fresh=found.fresh, ignore=found.ignore)
+        if found.fresh:
+            fill_fresh(model, mesh, found.fresh, options.fresh_head_seed or 0)
     origin = Origin(
         partial(_saved_dtype, reader, found, options.save_dtype),
         tuple(reader.names),
         saved_sides(source, found.kind, options.save_dtype),
     )
-    return NativeEngine(
+    engine = NativeEngine(
         model, mesh, origin, optim=options.optim, tokens_per_batch=options.tokens_per_batch, dtype=dtype
     )
+    if options.resume is not None:
+        checkpoint, role, updates = options.resume
+        engine.load_training(role, checkpoint, updates)
+    return engine
 
 
 def make_model(

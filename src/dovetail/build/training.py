@@ -13,6 +13,7 @@ from dovetail.arch.foreign import AnySpec
 from dovetail.build.engine import EngineOptions, check_layout, make_engine, make_mesh
 from dovetail.build.sampling import backend_layout, make_sampler
 from dovetail.build.text import load_tokenizer, stop_ids, text_of
+from dovetail.checkpoint.steps import Retention
 from dovetail.config import GRPO, PPO, SFT, CriticSection, LayoutSection, PolicyGradient, Recipe, ReferenceSection
 from dovetail.data import Limits, Tokenizer, load_prompts, load_sft
 from dovetail.engine.native import NativeEngine
@@ -25,12 +26,16 @@ from dovetail.optim.optimizer import OptimSettings
 from dovetail.rl.experience import AdvantageSettings
 from dovetail.rl.judging import Judge
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss
+from dovetail.rl.resume import Resumed, refuse_other
 from dovetail.rl.rewards import RewardRunner
-from dovetail.rl.run import RunDirectory, RunSettings
+from dovetail.rl.run import CRITIC, POLICY, Contents, RunDirectory, RunSettings
+from dovetail.rl.state import config_fingerprint, rows_fingerprint
 from dovetail.rl.trainer import LoopSettings, RLModels, RLSettings, RLTask, SupervisedTask, Task
 from dovetail.rollout.base import SamplingParams
 from dovetail.weights.agree import agreed
 from dovetail.weights.pretrained import Pretrained
+
+Engines = dict[str, NativeEngine]  # by the role in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,12 @@ class Job:
     task: Task
     run: RunDirectory
     loop: LoopSettings
-    policy: NativeEngine
+    contents: Contents
     judge: Judge | None
 
     def start(self) -> None:
         """Write the run's first files. Collective."""
-        self.run.open(self.policy)
+        self.run.open(self.contents)
 
     def close(self) -> None:
         """End the display, the loggers and the reward processes, however the run went."""
@@ -58,11 +63,17 @@ class Builder:
     """Makes the parts of one run; what several of them need is made once. Collective."""
 
     def __init__(
-        self, recipe: Recipe, device: torch.device, recipe_folder: Path, stop_requested: Callable[[], bool]
+        self,
+        recipe: Recipe,
+        device: torch.device,
+        recipe_folder: Path,
+        stop_requested: Callable[[], bool],
+        resume: str = "auto",
     ) -> None:
-        """`recipe_folder` is where a reward of the user's own is imported from."""
+        """`recipe_folder` is where a reward of the user's own is imported from. resume: auto, never or step=N."""
         self.recipe, self.device, self.recipe_folder = recipe, device, recipe_folder
-        self.stop_requested = stop_requested
+        self.stop_requested, self.resume = stop_requested, resume
+        self.resumed: Resumed | None = None
         self.meshes: dict[Layout, Mesh] = {}
         self.mesh = self._mesh(recipe.layout)
         self.dtype = getattr(torch, recipe.model.dtype)
@@ -74,30 +85,38 @@ class Builder:
     def job(self) -> Job:
         """The whole run. Everything that a user may have got wrong is found here, before anything is written."""
         recipe, loop = self.recipe, self._loop()
-        run = RunDirectory(self._run_settings(), self.mesh)
-        run.claim()
-        if isinstance(recipe.algorithm, SFT):
-            task, policy = self._sft(loop)
-            return Job(task, run, loop, policy, None)
-        return self._rl_job(recipe.algorithm, loop, run)
+        run, judge = RunDirectory(self._run_settings(), self.mesh), None
+        with ExitStack() as on_failure:
+            on_failure.callback(run.close)
+            run.claim()
+            self.resumed = run.resumed
+            if self.resumed is not None:
+                state = self.resumed.state
+                refuse_other("the model's config or its tokenizer", state.model, self._model, "model.path")
+                loop = loop.after(state.step, state.cursor)
+            if isinstance(recipe.algorithm, SFT):
+                task, rows, engines = self._sft(loop)
+            else:
+                judge = Judge(self._reward_runner(), self.mesh)
+                on_failure.callback(judge.close)
+                task, rows, engines = self._rl(recipe.algorithm, loop, judge)
+            contents = Contents(
+                engines=engines, sides=engines[POLICY].origin.sides, model=self._model, data=rows, cursor=loop.cursor
+            )
+            run.check_space(contents)
+            on_failure.pop_all()
+        return Job(task, run, loop, contents, judge)
 
-    def _sft(self, loop: LoopSettings) -> tuple[Task, NativeEngine]:
+    def _sft(self, loop: LoopSettings) -> tuple[Task, str, Engines]:
         data, limits = self.recipe.data, self._limits(self._budget)
         with agreed(self.mesh):
             rows = load_sft(data.train, self.tokenizer, limits)
             held_out = load_sft(data.eval, self.tokenizer, limits) if data.eval else []
-        policy = self._trained(self.source, self.mesh, "lm", self.recipe.optim.lr)
-        return SupervisedTask(policy, SFTLoss(), rows, held_out, loop), policy
+        told = self._same_rows(rows)
+        policy = self._trained(self.source, self.mesh, POLICY, self.recipe.optim.lr)
+        return SupervisedTask(policy, SFTLoss(), rows, held_out, loop), told, {POLICY: policy}
 
-    def _rl_job(self, algorithm: PolicyGradient, loop: LoopSettings, run: RunDirectory) -> Job:
-        judge = Judge(self._reward_runner(), self.mesh)
-        with ExitStack() as on_failure:
-            on_failure.callback(judge.close)
-            task, policy = self._rl(algorithm, loop, judge)
-            on_failure.pop_all()
-        return Job(task, run, loop, policy, judge)
-
-    def _rl(self, algorithm: PolicyGradient, loop: LoopSettings, judge: Judge) -> tuple[Task, NativeEngine]:
+    def _rl(self, algorithm: PolicyGradient, loop: LoopSettings, judge: Judge) -> tuple[Task, str, Engines]:
         recipe, rollout = self.recipe, self.recipe.rollout
         critic_role = self._role(recipe.critic, "critic") if isinstance(algorithm, PPO) else None
         reference_role = self._role(recipe.reference, "reference") if self._wants_reference(algorithm) else None
@@ -106,7 +125,8 @@ class Builder:
         with agreed(self.mesh):
             prompts = load_prompts(recipe.data.train, self.tokenizer, limits)
             held_out = load_prompts(recipe.data.eval, self.tokenizer, limits) if recipe.data.eval else []
-        policy = self._trained(self.source, self.mesh, "lm", recipe.optim.lr)
+        told = self._same_rows(prompts)
+        policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
         critic = self._critic(*critic_role) if critic_role else None
         reference = self._reference(*reference_role) if reference_role else None
         sampler = make_sampler(self.source, sampler_mesh, self.dtype, rollout.backend)
@@ -126,7 +146,19 @@ class Builder:
         stops = stop_ids(self.source, self.tokenizer)
         decode = partial(text_of, stops=stops, tokenizer=self.tokenizer)
         settings = _rl_settings(recipe, algorithm, stops)
-        return RLTask(models, losses, prompts, held_out, judge, decode, settings, loop), policy
+        engines = {POLICY: policy} if critic is None else {POLICY: policy, CRITIC: critic}
+        return RLTask(models, losses, prompts, held_out, judge, decode, settings, loop), told, engines
+
+    @property
+    def _model(self) -> str:
+        return config_fingerprint(self.source.config, self.source.sides)
+
+    def _same_rows(self, rows: Sequence[object]) -> str:
+        """The fingerprint of the rows to train on; a resumed run must find those that it began with."""
+        told = rows_fingerprint(rows)
+        if self.resumed is not None:
+            refuse_other("the rows of data.train", self.resumed.state.data, told, "data.train")
+        return told
 
     def _role(self, section: CriticSection | ReferenceSection, name: str) -> tuple[Pretrained, Mesh]:
         """Where another model's weights lie, and its mesh: its own layout's, or the policy's."""
@@ -135,7 +167,7 @@ class Builder:
         return source, self._mesh(section.layout or self.recipe.layout, f"{name}.layout", check)
 
     def _critic(self, source: Pretrained, mesh: Mesh) -> NativeEngine:
-        return self._trained(source, mesh, "value", self.recipe.critic.lr or self.recipe.optim.lr)
+        return self._trained(source, mesh, CRITIC, self.recipe.critic.lr or self.recipe.optim.lr)
 
     def _reference(self, source: Pretrained, mesh: Mesh) -> NativeEngine:
         options = EngineOptions(master_dtype=self.dtype, tokens_per_batch=self.recipe.trainer.tokens_per_batch)
@@ -156,8 +188,12 @@ class Builder:
                 )
         return source
 
-    def _trained(self, source: Pretrained, mesh: Mesh, head: Literal["lm", "value"], lr: float) -> NativeEngine:
-        recipe = self.recipe
+    def _trained(self, source: Pretrained, mesh: Mesh, role: str, lr: float) -> NativeEngine:
+        """An engine that learns: from its source's weights, or from where the resumed run left it."""
+        recipe, resumed = self.recipe, self.resumed
+        head: Literal["lm", "value"] = "lm" if role == POLICY else "value"
+        if resumed is not None and role not in resumed.state.updates:
+            raise ConfigError(f"{resumed.reader.path} holds no {role}; start a new run from its weights (model.path)")
         save_dtype = recipe.model.save_dtype
         options = EngineOptions(
             optim=_optim_settings(recipe, lr, head),
@@ -165,6 +201,7 @@ class Builder:
             recompute=recipe.trainer.activation_checkpointing,
             fresh_head_seed=recipe.trainer.seed,
             save_dtype=None if save_dtype is None else getattr(torch, save_dtype),
+            resume=None if resumed is None else (resumed.reader, role, resumed.state.updates[role]),
         )
         return make_engine(source, mesh, self.dtype, head, options)
 
@@ -238,7 +275,10 @@ class Builder:
             config=recipe.model_dump(mode="json", by_alias=True),
             config_yaml=recipe.to_yaml(),
             steps=recipe.trainer.steps,
-            keep=recipe.trainer.keep,
+            saves=recipe.trainer.save_every > 0,
+            retention=Retention(recipe.trainer.keep, recipe.trainer.keep_every, recipe.trainer.keep_best),
+            background=recipe.trainer.async_save,
+            resume=self.resume,
             loggers=recipe.trainer.loggers,
             peak_flops=peak_flops(self.device),
             peak_memory_gib=partial(peak_memory_gib, self.device),

@@ -94,7 +94,7 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE.yaml")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="change a key of the recipe")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, train nothing")
-    parser.add_argument("--resume", metavar="auto|never|step=N", default="never", type=_resume, help="default: never")
+    parser.add_argument("--resume", metavar="auto|never|step=N", default="auto", type=_resume, help="default: auto")
     _common(parser, dtype=None, engine=None)
 
 

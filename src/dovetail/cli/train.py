@@ -6,21 +6,17 @@ from pathlib import Path
 
 from dovetail.build.training import Builder
 from dovetail.cli.arguments import recipe_of
-from dovetail.errors import ConfigError
 from dovetail.launch import StopSignal, pick_device
 from dovetail.rl.trainer import train
 
 
 def run(args: argparse.Namespace) -> int:
     """Train by the recipe. 143 after a stop that was asked for by SIGTERM or SIGINT."""
-    if args.resume.startswith("step"):
-        raise ConfigError(
-            f"--resume {args.resume}: the checkpoints of this release hold weights without training state; start a new "
-            "run from one with model.path=RUN_DIR/checkpoints/step_NNNNNN"
-        )
     recipe = recipe_of(args)
     with StopSignal() as stop:
-        builder = Builder(recipe, pick_device(args.device), Path(args.recipe).parent, lambda: stop.requested)
+        builder = Builder(
+            recipe, pick_device(args.device), Path(args.recipe).parent, lambda: stop.requested, args.resume
+        )
         job = builder.job()
         try:
             if args.dry_run:

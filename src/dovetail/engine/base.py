@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from dovetail.batch import LossFn, PackedBatch
+from dovetail.checkpoint.reader import ShardedReader
 from dovetail.tokenstats import TokenStats
+from dovetail.weights.stream import Export
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,30 @@ class Engine(Protocol):
         """Write an HF directory, by all ranks, complete or not at all."""
         ...
 
-    def save_sharded(self, path: Path | str, step: int | None = None) -> Path:
+    def save_sharded(self, path: Path | str) -> Path:
         """Write each rank's pieces and their manifest, complete or not at all: where they lie."""
+        ...
+
+    def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
+        """Everything that training goes on from, for a checkpoint in which this engine plays `role`.
+
+        `with_model`: and the weights as `save_pretrained` would write them.
+        """
+        ...
+
+    def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
+        """Go on from what another engine exported under `role` after that many optimizer steps, whatever its layout."""
+        ...
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps that this engine has done."""
+        ...
+
+    def offload(self) -> None:
+        """Move weights and optimizer state to the host and free the device's memory; nothing else may be called."""
+        ...
+
+    def onload(self) -> None:
+        """Take them back, bit for bit."""
         ...

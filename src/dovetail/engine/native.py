@@ -13,12 +13,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from dovetail.arch.registry import ulysses_degree
 from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, Share, plan_microbatches
+from dovetail.checkpoint.reader import ShardedReader
+from dovetail.checkpoint.training import export_training, load_training
 from dovetail.checkpoint.writer import save_sharded
 from dovetail.comm import gather_text, sum_over
 from dovetail.engine.base import StepReport
 from dovetail.engine.stages import Inference, Training
 from dovetail.errors import DataError
 from dovetail.kernels.reference import wide
+from dovetail.memory import Parked
 from dovetail.mesh import Mesh
 from dovetail.nn.model import StagedModel
 from dovetail.optim.optimizer import Optimizer, OptimSettings
@@ -26,10 +29,10 @@ from dovetail.pipeline.executor import connect, run as execute
 from dovetail.pipeline.partition import stage_costs
 from dovetail.pipeline.schedule import make_plan
 from dovetail.tokenstats import TokenStats
-from dovetail.weights.pieces import reshard
+from dovetail.weights.pieces import local_tensor, reshard
 from dovetail.weights.pretrained import Origin
 from dovetail.weights.save import save
-from dovetail.weights.stream import stream
+from dovetail.weights.stream import Export, export, stream
 
 Sums = dict[str, tuple[Tensor, Tensor]]
 MICROS_A_STAGE = 2  # micro-batches a step for each pipeline rank, where the sequences are enough: bubbles below a third
@@ -63,6 +66,7 @@ class NativeEngine:
         connect(mesh)
         self._settings = optim or OptimSettings()
         self._optimizer: Optimizer | None = None
+        self._parked: Parked | None = None
 
     @property
     def optimizer(self) -> Optimizer:
@@ -126,11 +130,49 @@ class NativeEngine:
         origin = self.origin
         save(self.model, path, self.mesh, sides=origin.sides, dtype_of=origin.dtype_of, listed=origin.listed)
 
-    def save_sharded(self, path: Path | str, step: int | None = None) -> Path:
-        """Write each rank's pieces; with `step`, into `path`/step_NNNNNN, else as `path`. Where they lie."""
+    def save_sharded(self, path: Path | str) -> Path:
+        """Write each rank's pieces and their manifest into `path`, complete or not at all."""
         origin = self.origin
         options: dict[str, Any] = {"sides": origin.sides, "dtype_of": origin.dtype_of, "listed": origin.listed}
-        return save_sharded(self.model, path, self.mesh, step=step, **options)
+        return save_sharded(self.model, path, self.mesh, **options)
+
+    def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
+        """The weights as they are trained and AdamW's moments; `with_model`: the weights as they are saved, too."""
+        saved = None
+        if with_model:
+            saved = export(self.model, self.mesh, dtype_of=self.origin.dtype_of, listed=self.origin.listed)
+        state = export_training(self.model, self.mesh, role, self.optimizer.moments(), saved)
+        return state if saved is None else [saved, *state]
+
+    def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
+        """Go on from a training checkpoint of any layout, after that many optimizer steps."""
+        self.optimizer.resume(updates)
+        load_training(self.model, self.mesh, role, self.optimizer.moments(), reader)
+
+    @property
+    def updates(self) -> int:
+        return 0 if self._optimizer is None else self._optimizer.steps
+
+    def offload(self) -> None:
+        """Move weights, gradients and optimizer state to the host and free the device's memory until `onload`."""
+        assert self._parked is None, "offload() twice without onload()"
+        self._parked = Parked(self._resident())
+
+    def onload(self) -> None:
+        """Take back what `offload` moved away, bit for bit."""
+        assert self._parked is not None, "onload() without offload()"
+        self._parked.restore()
+        self._parked = None
+
+    def _resident(self) -> list[Tensor]:
+        """Everything that this engine keeps on the device between calls."""
+        reshard(self.model)
+        found = [local_tensor(param) for param in self.model.parameters()]
+        found += [local_tensor(param.grad) for param in self.model.parameters() if param.grad is not None]
+        found += list(self.model.buffers())
+        if self._optimizer is not None:
+            found += [tensor for tensors in self._optimizer.moments().values() for tensor in tensors.values()]
+        return found
 
     def micro_batches(self, batch: PackedBatch) -> Iterator[tuple[Tensor, MicroBatch]]:
         """This replica's micro-batches, and where in the batch their tokens lie. All replicas have equally many."""

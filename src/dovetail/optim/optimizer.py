@@ -3,12 +3,15 @@
 import math
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dovetail.mesh import Mesh
 from dovetail.optim.assembly import adamw, shards_of
 from dovetail.optim.grads import global_norm, reduce_partial, scale_
 from dovetail.optim.lr import Schedule, lr_factor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,25 @@ class Optimizer:
             self.steps += 1
         self.zero_grad()
         return Update(norm, lr, skipped)
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """AdamW's moments, kind -> name of the parameter -> tensor as its shard lies; zeros before the first step."""
+        found: dict[str, dict[str, Tensor]] = {kind: {} for kind in MOMENTS}
+        for shard in self.shards:
+            state = self.adamw.state[shard.local]
+            if not state:
+                state["step"] = torch.tensor(float(self.steps), device=shard.local.device)
+                state.update({kind: torch.zeros_like(shard.local) for kind in MOMENTS})
+            for kind in MOMENTS:
+                found[kind][shard.name] = state[kind]
+        return found
+
+    def resume(self, steps: int) -> None:
+        """Go on as after `steps` updates; the moments are filled by whoever loads them."""
+        self.moments()
+        self.steps = steps
+        for state in self.adamw.state.values():
+            state["step"].fill_(steps)
 
     def zero_grad(self) -> None:
         """Free every gradient."""

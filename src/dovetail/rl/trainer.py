@@ -35,6 +35,11 @@ MEASURED_STEPS = 2  # after which a run with a time budget predicts its length
 Row = dict[str, Any]
 
 
+def never() -> bool:
+    """Nobody asks to stop."""
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
     """How long, how much at a time, and when to stop."""
@@ -51,10 +56,21 @@ class LoopSettings:
     stop_at_reward: float | None = None
     time_budget_seconds: float | None = None
     shuffle: bool = True
+    first_row: int = (
+        0  # of the stream of rows at step 0; not 0 where an earlier start took another number of rows a step
+    )
 
     def rows(self, num_rows: int, step: int) -> list[int]:
         """Which data rows a step takes."""
-        return batch_rows(num_rows, self.rows_per_step, self.seed if self.shuffle else None, step)
+        return batch_rows(num_rows, self.rows_per_step, self.seed if self.shuffle else None, self.cursor(step))
+
+    def cursor(self, step: int) -> int:
+        """How many rows of the endless stream have been taken before `step` (from 0)."""
+        return self.first_row + step * self.rows_per_step
+
+    def after(self, step: int, cursor: int) -> "LoopSettings":
+        """The same for a run that took `cursor` rows in its first `step` steps."""
+        return replace(self, first_row=cursor - step * self.rows_per_step)
 
 
 class Task(Protocol):
@@ -62,8 +78,11 @@ class Task(Protocol):
 
     samples: list[Sample]
 
-    def step(self, step: int) -> Row:
-        """Run step `step` (from 0): the row for metrics.jsonl, without the clock's keys."""
+    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
+        """Run step `step` (from 0): the row for metrics.jsonl, without the clock's keys.
+
+        `stopping` is asked where a step can be left with nothing changed; None: it was left.
+        """
         ...
 
     def evaluate(self, step: int) -> Row:
@@ -102,7 +121,7 @@ class SupervisedTask:
         self.rows, self.held_out = rows, held_out
         self.samples: list[Sample] = []
 
-    def step(self, step: int) -> Row:
+    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         chosen = self.loop.rows(len(self.rows), step)
         batch = weighted(PackedBatch.pack([self.rows[i] for i in chosen]), self.loop)
         updates = Updates(self.policy, self.loss)
@@ -139,7 +158,7 @@ class RLTask:
         self.judge, self.decode = judge, decode
         self.samples: list[Sample] = []  # of the last step, for the run's files
 
-    def step(self, step: int) -> Row:
+    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         chosen = self.loop.rows(len(self.prompts), step)
         prompts = [self.prompts[i] for i in chosen]
         samples, errors = self._sample(prompts, self.settings.sampling, step)
@@ -149,7 +168,11 @@ class RLTask:
             samples = drop_equal_groups(samples)
         if not samples:  # nothing to learn from: every group agrees, or the reward dropped every sample
             return {**row, **EMPTY_UPDATE}
+        if stopping():
+            return None
         batch = self._prepare(samples)
+        if stopping():
+            return None
         policy = Updates(self.models.policy, self.policy_loss)
         critic = None
         if self.models.critic is not None and self.value_loss is not None:
@@ -247,6 +270,10 @@ EMPTY_UPDATE: Mapping[str, Any] = {  # means of nothing are not numbers
 class Run(Protocol):
     """Where a run writes and what it shows; `rl.run.RunDirectory` in earnest. All calls are collective."""
 
+    def earlier(self) -> tuple[int, list[Row], Row] | None:
+        """Of a run that goes on from a checkpoint: steps done, their rows, and the evaluation before training."""
+        ...
+
     def start(self, evaluation: Row) -> None:
         """The run begins; `evaluation` is of the model before training, empty without held-out rows."""
         ...
@@ -280,32 +307,38 @@ class Outcome:
 
 def train(task: Task, run: Run, loop: LoopSettings) -> Outcome:
     """Run the steps until the last one, the reward target, or a request to stop, whichever is first."""
-    before = task.evaluate(0)
+    step, rows, before = run.earlier() or (0, [], task.evaluate(0))
     run.start(before)
-    rows: list[Row] = []
+    first = saved = step
     last, started = loop.steps, time.monotonic()
     stop, reached = run.stopping(), False
-    while len(rows) < last and not (stop or reached):
+    while step < last and not (stop or reached):
         begun = time.monotonic()
-        row = task.step(len(rows))
+        done = task.step(step, run.stopping)
+        if done is None:
+            stop = True
+            break
+        step += 1
         seconds = time.monotonic() - begun
-        row = {"step": len(rows) + 1, **row, "step_seconds": seconds, "tokens_per_second": row["tokens"] / seconds}
+        row = {"step": step, **done, "step_seconds": seconds, "tokens_per_second": done["tokens"] / seconds}
         rows.append(row)
-        if loop.eval_every and len(rows) % loop.eval_every == 0:
-            row |= task.evaluate(len(rows))
+        if loop.eval_every and step % loop.eval_every == 0:
+            row |= task.evaluate(step)
         run.record(row, task.samples)
         stop = run.stopping()
         reached = loop.stop_at_reward is not None and row.get("reward_mean", -math.inf) >= loop.stop_at_reward
-        if loop.save_every and len(rows) % loop.save_every == 0:
-            run.checkpoint(len(rows))
-        if len(rows) == MEASURED_STEPS and loop.time_budget_seconds is not None:
-            last = _shortened(last, run.shared(time.monotonic() - started), loop.time_budget_seconds, run)
-    if loop.save_every and len(rows) % loop.save_every:
-        run.checkpoint(len(rows))
+        if loop.save_every and step % loop.save_every == 0:
+            run.checkpoint(step)
+            saved = step
+        if step - first == MEASURED_STEPS and loop.time_budget_seconds is not None:
+            clock = run.shared(time.monotonic() - started)
+            last = first + _shortened(last - first, clock, loop.time_budget_seconds, run)
+    if loop.save_every and step > saved:
+        run.checkpoint(step)
     if stop:
         return Outcome(before, {}, rows, stop)
-    evaluated = {name: rows[-1][name] for name in before if name in rows[-1]}
-    return Outcome(before, evaluated or task.evaluate(len(rows)), rows, stop)
+    evaluated = {name: rows[-1][name] for name in before if name in rows[-1]} if rows else {}
+    return Outcome(before, evaluated or task.evaluate(step), rows, stop)
 
 
 def _shortened(steps: int, seconds: float, budget: float, run: Run) -> int:
