@@ -9,8 +9,10 @@ from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.steps import open_newest
 from dovetail.errors import ConfigError
 from dovetail.mesh import Mesh
+from dovetail.recipe_yaml import read_mapping
 from dovetail.rl.lock import NAME as LOCK
 from dovetail.rl.state import RunState
+from dovetail.weights.agree import agreed
 
 CONFIG, HF, CHECKPOINTS, EVENTS = "config.yaml", "hf", "checkpoints", "events.jsonl"
 BEFORE_CONFIG = frozenset({LOCK, EVENTS, "rollouts"})  # what a run that ended while it began may have left
@@ -35,32 +37,36 @@ def is_run(path: Path) -> bool:
     """Whether `path` is the directory of a run that has begun; refused where it holds anything else."""
     if not path.exists():
         return False
-    if not path.is_dir():
-        raise ConfigError(f"run_dir {path} is not a directory; choose another run_dir")
-    names = {entry.name for entry in path.iterdir()}
-    if CONFIG in names:
-        return True
-    if names - BEFORE_CONFIG:
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else {path.name}
+    if CONFIG not in names and names - BEFORE_CONFIG:
         raise ConfigError(
-            f"run_dir {path} is not empty, and holds no run ({CONFIG} is missing); choose another run_dir, or move that "
-            "one away"
+            f"run_dir {path} is not empty; choose another run_dir, or move that one away: it holds no run to go on from "
+            f"({CONFIG} is missing)"
         )
-    return False
+    return CONFIG in names
 
 
 def find(path: Path, mesh: Mesh, mode: str, recipe: Mapping[str, Any], steps: int) -> Resumed | None:
-    """What the run in `path` goes on from; None: it had saved nothing yet. Collective."""
+    """What the run in `path` goes on from; None: it had saved nothing yet and begins again. Collective."""
     exact = int(mode.partition("=")[2]) if mode.startswith("step=") else None
+    with agreed(mesh):
+        same = not changed(read_mapping(path / CONFIG), recipe)
+        finished = (path / HF).exists() and exact is None
+        if finished and same:
+            raise ConfigError(
+                f"run_dir {path} is not empty; choose another run_dir, or raise trainer.steps to train on: it holds this "
+                f"run, which is finished ({path / HF})"
+            )
     reader, passed_over = open_newest(path / CHECKPOINTS, mesh, exact)
     if reader is None:
+        if finished or not same:
+            raise ConfigError(
+                f"run_dir {path} is not empty; choose another run_dir, or move that one away: it holds a run of another "
+                "recipe that saved no checkpoint"
+            )
         return None
     state = RunState.parse(reader.manifest.state, reader.path)
     changes = changed(state.recipe, recipe)
-    if not changes and (path / HF).exists() and exact is None:
-        raise ConfigError(
-            f"run_dir {path} is not empty: it holds this run, which is finished ({path / HF}); choose another run_dir, or "
-            "raise trainer.steps to train on"
-        )
     refuse(changes, state.step, steps)
     told = tuple(f"{key}: {before!r} -> {now!r}" for key, (before, now) in changes.items())
     return Resumed(reader, state, told, tuple(passed_over))

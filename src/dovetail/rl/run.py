@@ -99,8 +99,8 @@ class RunDirectory:
                 found = [is_run(self.path)]
                 if found[0] and mode == "never":
                     raise ConfigError(
-                        f"run_dir {self.path} is not empty: it holds a run; choose another run_dir, move that one away, or "
-                        "go on from it with --resume auto"
+                        f"run_dir {self.path} is not empty; choose another run_dir, or move that one away: it holds a run, "
+                        "from which --resume auto would go on"
                     )
                 if mode.startswith("step=") and not found[0]:
                     raise ConfigError(f"--resume {mode}: run_dir {self.path} holds no run")
