@@ -15,6 +15,7 @@ from dovetail.errors import ConfigError
 from dovetail.layout import Layout
 from dovetail.recipe_errors import explain
 from dovetail.recipe_yaml import merge, parse_overrides, read_mapping
+from dovetail.watch.progress import Phase
 
 Dtype = Literal["float32", "bfloat16"]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -229,6 +230,16 @@ class TrainerSection(Section):
     )
     loggers: Annotated[tuple[Literal["wandb", "tensorboard"], ...], Field(strict=False)] = Field(
         (), description="besides metrics.jsonl"
+    )
+    max_skipped_steps: PositiveInt = Field(
+        3, description="steps in a row whose update was skipped because a number was not finite; then the run stops"
+    )
+    check_replicas_every: NonNegativeInt = Field(
+        100, description="steps between comparisons of what several ranks hold copies of; 0: none"
+    )
+    timeouts: Mapping[Phase, PositiveFloat] = Field(
+        default_factory=dict,
+        description="seconds that a rank may stay in a phase, by phase: trainer.timeouts.rollout=7200",
     )
     activation_checkpointing: Literal["none", "full", "selective"] = Field("none", description="recompute activations")
 

@@ -42,7 +42,7 @@ class Watched:
     """A task that also says after every step which engines' weights have moved."""
 
     def __init__(self, task: RLTask, engines: Mapping[str, NativeEngine]) -> None:
-        self.task, self.engines = task, engines
+        self.task, self.engines, self.trained = task, engines, list(engines.values())
         self.moved: dict[str, list[bool]] = {name: [] for name in engines}
         self.samples: list[Sample] = []
 

@@ -10,6 +10,7 @@ import torch
 
 from dovetail.batch import PackedBatch
 from dovetail.data import Prompt
+from dovetail.engine.base import Engine
 from dovetail.rl import trainer
 from dovetail.rl.experience import AdvantageSettings, Sample, drop_equal_groups, pack_samples, with_advantages
 from dovetail.rl.trainer import LoopSettings, Row, inner_batches, never, train, weighted
@@ -35,6 +36,7 @@ class PretendedTask:
     def __init__(self, clock: Clock, seconds: float = 1.0, *, held_out: bool = True) -> None:
         self.clock, self.seconds, self.held_out = clock, seconds, held_out
         self.samples: list[Sample] = []
+        self.trained: list[Engine] = []
         self.evaluated: list[int] = []
 
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row:

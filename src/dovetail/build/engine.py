@@ -1,6 +1,6 @@
 """From a directory's name to an engine. `build` is the only room that knows every constructor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import sqrt
 from pathlib import Path
@@ -12,6 +12,7 @@ from dovetail.arch.foreign import AnySpec, ForeignSpec
 from dovetail.arch.registry import FAMILIES, ulysses_degree, validate_layout
 from dovetail.arch.spec import ArchSpec
 from dovetail.checkpoint.reader import ShardedReader, open_checkpoint
+from dovetail.engine.faults import StepWatch
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.sharding import shard_over_data
 from dovetail.errors import LayoutError, ModelError
@@ -49,6 +50,7 @@ class EngineOptions:
     recompute: what backward computes again: none, selective (all but attention) or full.
     fresh_head_seed: lets a value head that the checkpoint lacks be drawn from this seed, equally on all ranks.
     save_dtype: of saved and streamed tensors; default: the source checkpoint's, tensor by tensor.
+    watch: whom a training step tells where it is, and where it leaves what it skipped.
     engine: whose layers run, for `from_pretrained`: native (ours), transformers (its own), auto (ours where there are).
     resume: a training checkpoint, the role in it and its optimizer steps, to go on from instead of the source's weights.
     """
@@ -59,6 +61,7 @@ class EngineOptions:
     recompute: Recompute = "none"
     fresh_head_seed: int | None = None
     save_dtype: torch.dtype | None = None
+    watch: StepWatch = field(default_factory=StepWatch)
     engine: EngineName = "auto"
     resume: tuple[ShardedReader, str, int] | None = None
 
@@ -113,7 +116,13 @@ def make_engine(
         saved_sides(source, found.kind, options.save_dtype),
     )
     engine = NativeEngine(
-        model, mesh, origin, optim=options.optim, tokens_per_batch=options.tokens_per_batch, dtype=dtype
+        model,
+        mesh,
+        origin,
+        optim=options.optim,
+        tokens_per_batch=options.tokens_per_batch,
+        dtype=dtype,
+        watch=options.watch,
     )
     if options.resume is not None:
         checkpoint, role, updates = options.resume

@@ -16,6 +16,7 @@ from dovetail.build.text import load_tokenizer, stop_ids, text_of
 from dovetail.checkpoint.steps import Retention
 from dovetail.config import GRPO, PPO, SFT, CriticSection, LayoutSection, PolicyGradient, Recipe, ReferenceSection
 from dovetail.data import Limits, Tokenizer, load_prompts, load_sft
+from dovetail.engine.faults import StepWatch
 from dovetail.engine.native import NativeEngine
 from dovetail.errors import ConfigError, LayoutError
 from dovetail.kernels.registry import peak_flops, peak_memory_gib
@@ -32,6 +33,7 @@ from dovetail.rl.run import CRITIC, POLICY, Contents, RunDirectory, RunSettings
 from dovetail.rl.state import config_fingerprint, rows_fingerprint
 from dovetail.rl.trainer import LoopSettings, RLModels, RLSettings, RLTask, SupervisedTask, Task
 from dovetail.rollout.base import SamplingParams
+from dovetail.watch.progress import Progress
 from dovetail.weights.agree import agreed
 from dovetail.weights.pretrained import Pretrained
 
@@ -69,8 +71,10 @@ class Builder:
         recipe_folder: Path,
         stop_requested: Callable[[], bool],
         resume: str = "auto",
+        progress: Progress | None = None,
     ) -> None:
         """`recipe_folder` is where a reward of the user's own is imported from. resume: auto, never or step=N."""
+        self.progress = progress or Progress()
         self.recipe, self.device, self.recipe_folder = recipe, device, recipe_folder
         self.stop_requested, self.resume = stop_requested, resume
         self.resumed: Resumed | None = None
@@ -202,6 +206,7 @@ class Builder:
             fresh_head_seed=recipe.trainer.seed,
             save_dtype=None if save_dtype is None else getattr(torch, save_dtype),
             resume=None if resumed is None else (resumed.reader, role, resumed.state.updates[role]),
+            watch=StepWatch(self.progress, Path(recipe.run_dir) / "faults"),
         )
         return make_engine(source, mesh, self.dtype, head, options)
 
@@ -266,6 +271,9 @@ class Builder:
             save_every=trainer.save_every,
             stop_at_reward=trainer.stop_at_reward,
             time_budget_seconds=trainer.time_budget_seconds,
+            max_skipped_steps=trainer.max_skipped_steps,
+            check_replicas_every=trainer.check_replicas_every,
+            progress=self.progress,
         )
 
     def _run_settings(self) -> RunSettings:

@@ -14,11 +14,12 @@ from dovetail.data import Limits, load_prompts, needs_text
 from dovetail.launch import pick_device
 from dovetail.layout import Layout
 from dovetail.rollout.base import Prompt, SamplingParams
+from dovetail.watch.progress import Progress
 from dovetail.weights.agree import agreed
 from dovetail.weights.pretrained import Pretrained
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, progress: Progress) -> None:
     """Sample every row; noise depends on seed, row, sample and position alone."""
     mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
     with agreed(mesh):
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> None:
     )
     sampler = make_sampler(source, sampler_mesh, getattr(torch, args.dtype), backend)
     sampler.load(open_checkpoint(source.path, mesh))
+    progress.phase("run")
     completions = sampler.sample([Prompt(i, row.ids) for i, row in enumerate(rows)], params)
     found = (
         {

@@ -14,11 +14,12 @@ from dovetail.data import Limits, Scored, load_score, needs_text
 from dovetail.engine.native import NativeEngine
 from dovetail.launch import pick_device
 from dovetail.layout import Layout
+from dovetail.watch.progress import Progress
 from dovetail.weights.agree import agreed
 from dovetail.weights.pretrained import Pretrained
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, progress: Progress) -> None:
     """Score every row, on every layout alike."""
     mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
     dtype = getattr(torch, args.dtype)
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> None:
         )
     options = EngineOptions(master_dtype=dtype, tokens_per_batch=args.tokens_per_batch)
     engine = make_engine(source, mesh, dtype, args.head, options)
+    progress.phase("run")
     fields = {} if args.temperature == 1.0 else {"temperature": args.temperature}
     batch = PackedBatch.pack([Sequence(row.ids, fields=fields) for row in rows])
     write_rows(args.out, _values(engine, batch, rows) if args.head == "value" else _stats(engine, batch, rows), mesh)

@@ -3,8 +3,8 @@
 Every call is collective and takes the same global batch on every rank.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -19,15 +19,23 @@ from dovetail.weights.stream import Export
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step, the same on every rank. `loss`, and each metric, is its global sum over its global count."""
+    """One optimizer step, the same on every rank. `loss`, and each metric, is its global sum over its global count.
+
+    `faults`: what was not finite, by rank, where the step was skipped.
+    """
 
     loss: float
     grad_norm: float
     lr: float
     tokens: int  # tokens that the model computed, padding not counted
     flops: float  # of the model, forward and backward; what is recomputed is not counted
-    skipped: bool  # the gradient was not finite, so nothing was updated
+    skipped: bool  # something was not finite, so nothing was updated
     metrics: Mapping[str, float]
+    faults: Mapping[int, Sequence[str]] = field(default_factory=dict)
+
+    def describe_faults(self) -> str:
+        """What was not finite, and where, for a message."""
+        return "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in self.faults.items())
 
 
 class Engine(Protocol):
@@ -43,6 +51,10 @@ class Engine(Protocol):
 
     def train_step(self, batch: PackedBatch, loss: LossFn) -> StepReport:
         """Forward, backward and one optimizer step over the whole batch."""
+        ...
+
+    def check_replicas(self) -> None:
+        """Raise MachineError on every rank where ranks hold different bits of what they hold copies of."""
         ...
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -18,6 +18,7 @@ from dovetail.checkpoint.training import export_training, load_training
 from dovetail.checkpoint.writer import save_sharded
 from dovetail.comm import gather_text, sum_over
 from dovetail.engine.base import StepReport
+from dovetail.engine.faults import StepWatch, inputs_of, spoiled
 from dovetail.engine.stages import Inference, Training
 from dovetail.errors import DataError
 from dovetail.kernels.reference import wide
@@ -25,6 +26,7 @@ from dovetail.memory import Parked
 from dovetail.mesh import Mesh
 from dovetail.nn.model import StagedModel
 from dovetail.optim.optimizer import Optimizer, OptimSettings
+from dovetail.optim.replicas import check_replicas
 from dovetail.pipeline.executor import connect, run as execute
 from dovetail.pipeline.partition import stage_costs
 from dovetail.pipeline.schedule import make_plan
@@ -50,6 +52,7 @@ class NativeEngine:
         optim: OptimSettings | None = None,
         tokens_per_batch: int | None = None,
         dtype: torch.dtype | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
         """`model` is wrapped (`shard_over_data`) and filled already, `origin` is where it came from.
 
@@ -60,6 +63,7 @@ class NativeEngine:
         self.model, self.mesh, self.origin = model, mesh, origin
         self.tokens_per_batch = tokens_per_batch
         self.dtype = dtype or next(model.parameters()).dtype
+        self.watch = watch or StepWatch()
         for stage in range(len(model.cut.stages)):
             for linear in model.linears(stage):
                 linear.split = mesh.layout.schedule == "zero_bubble"
@@ -100,7 +104,8 @@ class NativeEngine:
         """Forward, backward and one optimizer step over the whole batch, whatever its micro-batches."""
         if not batch.num_sequences:
             raise DataError("train_step got a batch without sequences; skip the step instead")
-        optimizer = self.optimizer
+        optimizer, progress = self.optimizer, self.watch.progress
+        progress.phase("update")
         sums: Sums = {}
         micros = [micro for _, micro in self.micro_batches(batch)]
         stages = Training(self.model, self.mesh, micros, self.dtype, loss, partial(add_sums, sums))
@@ -109,7 +114,13 @@ class NativeEngine:
         stages.finish()
         totals = self._reduce_sums(sums)
         loss_total, count = totals.pop("")
-        update = optimizer.step(count)
+        progress.phase("optimizer")
+        losses = [sums[""][0]] if sums else []
+        update = optimizer.step(count, [*losses, *inputs_of(micros).values()])
+        faults: dict[int, list[str]] = {}
+        if update.skipped:
+            mine = [*spoiled(micros, losses), *update.faults]
+            faults = self.watch.keep(mine, micros, self.mesh)
         return StepReport(
             loss=_mean(loss_total, count),
             grad_norm=update.grad_norm,
@@ -118,7 +129,12 @@ class NativeEngine:
             flops=3 * sum(self.model.spec.flops(n) for n in batch.lengths),
             skipped=update.skipped,
             metrics={name: _mean(*sums) for name, sums in totals.items()},
+            faults=faults,
         )
+
+    def check_replicas(self) -> None:
+        """Raise MachineError on every rank where ranks hold different bits of what they hold copies of."""
+        check_replicas(self.model, self.mesh, self._optimizer)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(HF name, whole tensor in `dtype`, default: its saved one) of every parameter, a bounded bucket at a time."""

@@ -8,13 +8,13 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from dovetail.batch import LossFn, PackedBatch, Sequence
 from dovetail.data import Prompt, batch_rows
 from dovetail.engine.base import Engine, StepReport
-from dovetail.errors import DataError
+from dovetail.errors import DataError, NumericsError
 from dovetail.rl.experience import (
     AdvantageSettings,
     Sample,
@@ -27,6 +27,7 @@ from dovetail.rl.judging import Judge
 from dovetail.rl.losses import Aggregation, weight_fields
 from dovetail.rl.rewards import count_errors
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
+from dovetail.watch.progress import Phase, Progress
 
 MOST_REWARD_ERRORS = 0.05  # of a step's samples; above it the reward itself is taken to be wrong
 SOLVED = 1.0  # a reward that counts as solved in evaluations
@@ -42,7 +43,7 @@ def never() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
-    """How long, how much at a time, and when to stop."""
+    """How long, how much at a time, when to stop, and whom to tell where the loop is."""
 
     steps: int
     seed: int
@@ -59,6 +60,9 @@ class LoopSettings:
     first_row: int = (
         0  # of the stream of rows at step 0; not 0 where an earlier start took another number of rows a step
     )
+    max_skipped_steps: int = 3
+    check_replicas_every: int = 0
+    progress: Progress = field(default_factory=Progress)
 
     def rows(self, num_rows: int, step: int) -> list[int]:
         """Which data rows a step takes."""
@@ -77,6 +81,11 @@ class Task(Protocol):
     """One algorithm: what a step does, and how good the model is now. `samples` are the last step's, where it draws."""
 
     samples: list[Sample]
+
+    @property
+    def trained(self) -> Seq[Engine]:
+        """The models that are trained."""
+        ...
 
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         """Run step `step` (from 0): the row for metrics.jsonl, without the clock's keys.
@@ -120,8 +129,10 @@ class SupervisedTask:
         self.policy, self.loss, self.loop = policy, loss, loop
         self.rows, self.held_out = rows, held_out
         self.samples: list[Sample] = []
+        self.trained = [policy]
 
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
+        self.loop.progress.phase("update", step + 1)
         chosen = self.loop.rows(len(self.rows), step)
         batch = weighted(PackedBatch.pack([self.rows[i] for i in chosen]), self.loop)
         updates = Updates(self.policy, self.loss)
@@ -132,6 +143,7 @@ class SupervisedTask:
     def evaluate(self, step: int) -> Row:
         if not self.held_out:
             return {}
+        self.loop.progress.phase("eval", step)
         batch = PackedBatch.pack(self.held_out)
         stats = self.policy.score(batch)
         return {"eval_loss": -float(stats.logprob.sum()) / max(int(batch.mask.sum()), 1)}
@@ -157,6 +169,7 @@ class RLTask:
         self.prompts, self.held_out = prompts, held_out
         self.judge, self.decode = judge, decode
         self.samples: list[Sample] = []  # of the last step, for the run's files
+        self.trained = [engine for engine in (models.policy, models.critic) if engine is not None]
 
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         chosen = self.loop.rows(len(self.prompts), step)
@@ -170,6 +183,7 @@ class RLTask:
             return {**row, **EMPTY_UPDATE}
         if stopping():
             return None
+        self.loop.progress.phase("score")
         batch = self._prepare(samples)
         if stopping():
             return None
@@ -201,17 +215,26 @@ class RLTask:
             temperature=0.0,
             stop_ids=self.settings.sampling.stop_ids,
         )
-        samples, _ = self._sample(self.held_out, params, step)
+        samples, _ = self._sample(self.held_out, params, step, lambda _, step: self.loop.progress.phase("eval", step))
         rewards = [sample.reward for sample in samples]
         return {"eval_reward_mean": mean(rewards), "eval_solved": mean([float(r >= SOLVED) for r in rewards])}
 
-    def _sample(self, prompts: Seq[Prompt], params: SamplingParams, step: int) -> tuple[list[Sample], int]:
+    def _sample(
+        self,
+        prompts: Seq[Prompt],
+        params: SamplingParams,
+        step: int,
+        tell: Callable[[Phase, int], None] | None = None,
+    ) -> tuple[list[Sample], int]:
         """Completions with their rewards; those whose reward failed are dropped and counted."""
-        sampler = self.models.sampler
+        sampler, tell = self.models.sampler, tell or self.loop.progress.phase
+        tell("push", step + 1)
         sampler.refill(self.models.policy.weights(sampler.dtype))
         asked = [SamplerPrompt(row, prompt.ids) for row, prompt in enumerate(prompts)]
+        tell("rollout", step + 1)
         completions = sampler.sample(asked, replace(params, step=step))
         texts = [self.decode(c.ids) for c in completions]
+        tell("reward", step + 1)
         results = self.judge([prompts[c.row] for c in completions], completions, texts)
         errors, cause = count_errors(results)
         if errors > MOST_REWARD_ERRORS * len(results):
@@ -258,7 +281,8 @@ class Updates:
                 columns[name].append(value)
         row: Row = {name: mean(values) for name, values in columns.items()}
         row |= {"lr": self.reports[-1].lr, "flops": sum(report.flops for report in self.reports)}
-        return {**row, "skipped": True} if any(report.skipped for report in self.reports) else row
+        skipped = [report for report in self.reports if report.skipped]
+        return {**row, "skipped": True, "fault": skipped[0].describe_faults()} if skipped else row
 
 
 EMPTY_UPDATE: Mapping[str, Any] = {  # means of nothing are not numbers
@@ -311,7 +335,7 @@ def train(task: Task, run: Run, loop: LoopSettings) -> Outcome:
     run.start(before)
     first = saved = step
     last, started = loop.steps, time.monotonic()
-    stop, reached = run.stopping(), False
+    stop, reached, skipped = run.stopping(), False, 0
     while step < last and not (stop or reached):
         begun = time.monotonic()
         done = task.step(step, run.stopping)
@@ -325,15 +349,23 @@ def train(task: Task, run: Run, loop: LoopSettings) -> Outcome:
         if loop.eval_every and step % loop.eval_every == 0:
             row |= task.evaluate(step)
         run.record(row, task.samples)
+        skipped = skipped + 1 if row.get("skipped") else 0
+        if skipped == loop.max_skipped_steps:
+            raise NumericsError(_too_often(row, skipped))
+        if loop.check_replicas_every and step % loop.check_replicas_every == 0:
+            for engine in task.trained:
+                engine.check_replicas()
         stop = run.stopping()
         reached = loop.stop_at_reward is not None and row.get("reward_mean", -math.inf) >= loop.stop_at_reward
         if loop.save_every and step % loop.save_every == 0:
+            loop.progress.phase("save", step)
             run.checkpoint(step)
             saved = step
         if step - first == MEASURED_STEPS and loop.time_budget_seconds is not None:
             clock = run.shared(time.monotonic() - started)
             last = first + _shortened(last - first, clock, loop.time_budget_seconds, run)
     if loop.save_every and step > saved:
+        loop.progress.phase("save", step)
         run.checkpoint(step)
     if stop:
         return Outcome(before, {}, rows, stop)
@@ -351,6 +383,14 @@ def _shortened(steps: int, seconds: float, budget: float, run: Run) -> int:
         f"stopping after {fitting} to stay within {budget:.0f} s"
     )
     return fitting
+
+
+def _too_often(row: Row, skipped: int) -> str:
+    return (
+        f"step {row['step']}: the updates of {skipped} steps in a row were skipped, because numbers were not finite: "
+        f"{row['fault']}; the weights are those of before; what the ranks computed on lies in run_dir under faults/; mend "
+        "the data or the reward, lower optim.lr, or go on from an earlier checkpoint; trainer.max_skipped_steps allows more"
+    )
 
 
 def inner_batches(batch: PackedBatch, loop: LoopSettings, step: int) -> Iterator[PackedBatch]:
