@@ -22,10 +22,10 @@ def slow(data_source, solution_str, ground_truth, extra_info):
     time.sleep(0.02)
     return float(len(solution_str) % 3)
 """
-IN_SHORT: tuple[tuple[Phase, int], ...] = (("reward", 0), ("save", 1))
+IN_SHORT: tuple[tuple[Phase, int], ...] = (("reward", 0),)
 AT_LENGTH: tuple[tuple[Phase, int], ...] = (
-    ("init", 1), ("load", 0), ("push", 1), ("rollout", 1), ("score", 0), ("update", 1), ("optimizer", 1), ("eval", 0),
-    ("exit", 1), ("run", 0),
+    ("init", 1), ("load", 0), ("save", 1), ("push", 1), ("rollout", 1), ("score", 0),
+    ("update", 1), ("optimizer", 1), ("eval", 0), ("exit", 1), ("run", 0),
 )  # fmt: skip
 
 

@@ -68,9 +68,13 @@ def run_command(argv: Sequence[str], me: Membership | None = None) -> int:
 
 
 def _stop(number: int, _: FrameType | None) -> NoReturn:
-    """Unwind, so that nothing half-written stays; a second signal ends the process at once."""
-    signal.signal(number, signal.SIG_DFL)
+    """Unwind, so that nothing half-written stays. Who waits for a second signal is `end_at_second_signal`."""
+    signal.signal(number, _noted)
     sys.exit(STOPPED)
+
+
+def _noted(number: int, _: FrameType | None) -> None:
+    """Unwinding goes on."""
 
 
 def _interpreter() -> list[str]:

@@ -25,6 +25,7 @@ from dovetail.watch.stacks import answer_with_stacks
 
 PIPE, FOLDER = "DOVETAIL_PARENT_PIPE", "DOVETAIL_WATCH"
 DEFECT, USER_ERROR, INTERRUPTED, STOPPED = 1, 2, 130, 143  # exit codes
+SAME_WISH_SECONDS = 1.0  # a rank may get one signal twice, straight and by its launcher
 UNWINDING_SECONDS = 1.5  # after the second signal, for what is half-written to be removed
 LOOK_SECONDS = 0.5
 
@@ -107,9 +108,12 @@ def end_at_second_signal() -> None:
 
 
 def _count_signals(reader: int) -> None:
-    asked = 0
-    while asked < 2:
-        asked += sum(number in (signal.SIGTERM, signal.SIGINT) for number in os.read(reader, 64))
+    first = None
+    while True:
+        numbers = [number for number in os.read(reader, 1) if number in (signal.SIGTERM, signal.SIGINT)]
+        if first is not None and numbers and ("RANK" not in os.environ or time.monotonic() - first > SAME_WISH_SECONDS):
+            break
+        first = time.monotonic() if numbers and first is None else first
     time.sleep(UNWINDING_SECONDS)
     os._exit(STOPPED)
 

@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -91,9 +91,10 @@ class Progress:
 
 def read_state(path: Path) -> State | None:
     """What the rank behind `path` last told; None where it has not begun."""
-    data = bytes(SIZE)
+    data = b""
     for _ in range(READ_ATTEMPTS):  # a rank that is stopped while it writes leaves the record odd; then it is as it is
-        data = path.read_bytes() if path.exists() else b""
+        with suppress(FileNotFoundError):
+            data = path.read_bytes()
         if len(data) == SIZE and _RECORD.unpack_from(data)[0] % 2 == 0:
             break
     return _state(data) if len(data) == SIZE and _RECORD.unpack_from(data)[0] else None
