@@ -47,9 +47,9 @@ AT_LENGTH = [
 ]
 
 
-def training(model: Path, folder: Path, layout: str) -> subprocess.Popen[str]:
+def training(model: Path, folder: Path, layout: str, grader: str = GRADER) -> subprocess.Popen[str]:
     """A run that would go on for days."""
-    (folder / "grader.py").write_text(GRADER)
+    (folder / "grader.py").write_text(grader)
     (folder / "tmp").mkdir()
     rows = write_rows(folder / "rows.jsonl", [{"prompt": "ab", "answer": "c"}] * 2)
     recipe = write_recipe(
@@ -58,7 +58,7 @@ def training(model: Path, folder: Path, layout: str) -> subprocess.Popen[str]:
         rows,
         algorithm={"name": "grpo", "minibatches": 2},
         data={"eval": str(rows)},
-        reward={"import": "grader:slow"},
+        reward={"import": "grader:slow", "timeout_seconds": 600},
         trainer={"steps": 100000, "save_every": 3, "eval_every": 2},
     )
     return start("train", recipe, "--layout", layout, env={"TMPDIR": str(folder / "tmp")})
@@ -102,14 +102,13 @@ def test_a_stop_at_any_moment_is_clean(target: str, phase: Phase, number: int, m
 def test_a_second_signal_does_not_wait_for_a_main_thread_that_is_stuck(
     layout: str, model: Path, tmp_path: Path
 ) -> None:
-    process = training(model, tmp_path, layout)
-    (tmp_path / "grader.py").write_text(GRADER.replace("0.02", "600"))
-    assert waited(lambda: (tmp_path / "run/config.yaml").exists())
-    time.sleep(2)
+    stuck = GRADER.replace("time.sleep(0.02)", f"open({str(tmp_path / 'called')!r}, 'w'); time.sleep(500)")
+    process = training(model, tmp_path, layout, stuck)
+    assert waited(lambda: (tmp_path / "called").exists())
     below = children_of([process.pid])
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    assert process.poll() is None
+    time.sleep(1.5)
+    assert process.poll() is None, "it waits for the step to end"
     asked = time.monotonic()
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
