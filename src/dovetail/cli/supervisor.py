@@ -150,6 +150,7 @@ class _Ranks:
         self.ended: dict[int, int] = {}  # exit codes, in the order in which they were seen
         self.first: list[int] = []  # the ranks that were seen failing first, together
         self.spared = system.children_of([os.getpid()])  # what runs below this process is not ours to end
+        self.begun = time.monotonic()
         self.kills_before = system.out_of_memory_kills()
         stop.ranks = self
 
@@ -215,17 +216,10 @@ class _Ranks:
         report = self._report(rank)
         if self.ended[rank] == USER_ERROR:
             return Ending(USER_ERROR, report)
-        state = read_state(RankFiles.of(self.folder, rank).state)
-        cause = self._cause(rank, report)
-        incident = Incident(
-            kind="death",
-            rank=rank,
-            phase=state.phase if state else None,
-            step=state.step if state else None,
-            cause=cause,
-        )
-        at = f" in {state.where()}" if state else " before it began"
-        ended = f"dovetail: rank {rank} ({incident.host}, pid {self.processes[rank].pid}) ended{at}: {cause}\n"
+        state, cause = self._state(rank), self._cause(rank, report)
+        incident = Incident(kind="death", rank=rank, phase=state.phase, step=state.step, cause=cause)
+        name = f"rank {rank} ({incident.host}, pid {self.processes[rank].pid})"
+        ended = f"dovetail: {name} ended in {state.where()}: {cause}\n"
         return Ending(DEFECT, report + self._crash(rank) + ended, incident)
 
     def _culprit(self) -> int:
@@ -258,8 +252,7 @@ class _Ranks:
     def _hung(self) -> Ending | None:
         """Where a rank has been in its phase for too long: who is to blame, and where everybody is. All are killed."""
         now = time.monotonic()
-        states = {rank: read_state(RankFiles.of(self.folder, rank).state) for rank in range(len(self.processes))}
-        alive: dict[int, State] = {r: s for r, s in states.items() if s is not None and r not in self.ended}
+        alive = {rank: self._state(rank) for rank in range(len(self.processes)) if rank not in self.ended}
         late = [rank for rank, state in alive.items() if now - state.since > self.limits[state.phase]]
         if not late:
             return None
@@ -282,6 +275,11 @@ class _Ranks:
         ]
         self.kill()
         return Ending(DEFECT, "\n".join(told) + "\n", incident)
+
+    def _state(self, rank: int) -> State:
+        """What a rank last told. One that has told nothing is at its beginning since it was started."""
+        told = read_state(RankFiles.of(self.folder, rank).state)
+        return told or State(0, "init", None, self.begun, self.begun)
 
     def _look_closely(self, alive: Mapping[int, State]) -> tuple[list[Seen], list[str]]:
         """Every living rank with its stack; and the whole stacks, equal ones once."""

@@ -40,7 +40,7 @@ class StepWatch:
     def _write(self, folder: Path, faults: dict[int, list[str]], micros: Sequence[MicroBatch], mesh: Mesh) -> None:
         step, rank = self.progress.state.step or 0, mesh["world"].rank
         name = f"step_{step:06}.rank_{rank}"
-        number = len(list(folder.glob(f"{name}*")))  # a step may have several updates
+        number = len([*folder.glob(name), *folder.glob(f"{name}.*")])  # a step may have several updates
         place = folder / (f"{name}.{number + 1}" if number else name)
         place.mkdir(parents=True)
         tensors = {f"{i}.{key}": x for i, micro in enumerate(micros) for key, x in _tensors(micro).items()}

@@ -19,7 +19,7 @@ class Incident:
 
     kind: str  # death or hang
     rank: int | None
-    phase: str | None
+    phase: str
     step: int | None
     cause: str
     host: str = socket.gethostname()
