@@ -33,7 +33,8 @@ from dovetail.watch.progress import Progress
 
 def main() -> NoReturn:
     """The program `dovetail`. Ends by `os._exit`: gloo's threads may abort a process that exits in the normal way."""
-    signal.signal(signal.SIGTERM, _stop)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
     end_at_second_signal()
     code = run_command(sys.argv[1:], Membership.take())
     sys.stdout.flush()
@@ -70,7 +71,7 @@ def run_command(argv: Sequence[str], me: Membership | None = None) -> int:
 def _stop(number: int, _: FrameType | None) -> NoReturn:
     """Unwind, so that nothing half-written stays. Who waits for a second signal is `end_at_second_signal`."""
     signal.signal(number, _noted)
-    sys.exit(STOPPED)
+    sys.exit(INTERRUPTED if number == signal.SIGINT else STOPPED)
 
 
 def _noted(number: int, _: FrameType | None) -> None:
