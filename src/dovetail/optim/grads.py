@@ -54,7 +54,7 @@ def global_norm(shards: Iterable[Shard], mesh: Mesh, suspects: Sequence[Tensor] 
 def _spoiled(suspects: Iterable[Tensor]) -> list[Tensor]:
     """For every tensor 0, or not a number where it holds one that is not finite; nothing waits for the device."""
     real = [x.detach() for x in suspects if x.is_floating_point() and x.numel()]
-    return [largest * 0.0 for largest in torch._foreach_norm(real, math.inf)] if real else []
+    return list(torch._foreach_mul(torch._foreach_norm(real, math.inf), 0.0)) if real else []
 
 
 def scale_(shards: Iterable[Shard], factor: float) -> None:
