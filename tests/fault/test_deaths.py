@@ -11,7 +11,7 @@ import pytest
 
 from dovetail.watch.progress import Phase
 from dovetail.watch.system import children_of
-from tests.commands.program import start, write_recipe, write_rows
+from tests.commands.program import program, read_rows, start, write_recipe, write_rows
 from tests.fault.processes import all_gone, stopped_in
 
 SECONDS = 15.0  # from the death of a rank to the end of the command
@@ -85,3 +85,27 @@ def test_a_killed_rank_is_named_with_its_phase_and_nothing_is_left(
     assert all_gone(below, 5.0)
     assert list(temporary.iterdir()) == []
     assert set(os.listdir("/dev/shm")) <= shared_before
+
+
+@pytest.mark.soak
+def test_a_run_that_is_started_again_goes_on_and_ends_as_if_nothing_had_been(model: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": f"{i}"} for i in range(9)])
+    recipe = write_recipe(tmp_path / "r.yaml", model, rows, trainer={"steps": 40, "save_every": 4})
+    (tmp_path / "tmp").mkdir()
+    argv = ["train", recipe, "--layout", "dp=2"]
+    process = start(*argv, "--restarts", 2, env={"TMPDIR": str(tmp_path / "tmp")})
+    for step in (10, 25):
+        pid = stopped_in(process, 1, "update", step, tmp_path / "tmp")
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        gone = time.monotonic()
+        while os.path.exists(f"/proc/{pid}") and time.monotonic() < gone + SECONDS:
+            time.sleep(0.05)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    events = [json.loads(row) for row in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events if event["kind"] in ("death", "restart")] == ["death", "restart"] * 2
+    assert program(*argv, f"run_dir={tmp_path}/straight").code == 0
+    found = [read_rows(tmp_path / name / "metrics.jsonl") for name in ("run", "straight")]
+    assert [row["step"] for row in found[0]] == list(range(1, 41))
+    assert [row["loss"] for row in found[0]] == [row["loss"] for row in found[1]]

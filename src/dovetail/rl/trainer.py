@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from dovetail.batch import LossFn, PackedBatch, Sequence
 from dovetail.data import Prompt, batch_rows
 from dovetail.engine.base import Engine, StepReport
-from dovetail.errors import DataError, NumericsError
+from dovetail.errors import DataError
 from dovetail.rl.experience import (
     AdvantageSettings,
     Sample,
@@ -23,6 +23,7 @@ from dovetail.rl.experience import (
     pack_samples,
     with_advantages,
 )
+from dovetail.rl.guard import Guard
 from dovetail.rl.judging import Judge
 from dovetail.rl.losses import Aggregation, weight_fields
 from dovetail.rl.rewards import count_errors
@@ -34,6 +35,7 @@ SOLVED = 1.0  # a reward that counts as solved in evaluations
 MEASURED_STEPS = 2  # after which a run with a time budget predicts its length
 
 Row = dict[str, Any]
+Tell = Callable[[Phase, int], None]
 
 
 def never() -> bool:
@@ -57,9 +59,7 @@ class LoopSettings:
     stop_at_reward: float | None = None
     time_budget_seconds: float | None = None
     shuffle: bool = True
-    first_row: int = (
-        0  # of the stream of rows at step 0; not 0 where an earlier start took another number of rows a step
-    )
+    first_row: int = 0  # of the stream at step 0; not 0 where an earlier start took another number of rows a step
     max_skipped_steps: int = 3
     check_replicas_every: int = 0
     progress: Progress = field(default_factory=Progress)
@@ -220,11 +220,7 @@ class RLTask:
         return {"eval_reward_mean": mean(rewards), "eval_solved": mean([float(r >= SOLVED) for r in rewards])}
 
     def _sample(
-        self,
-        prompts: Seq[Prompt],
-        params: SamplingParams,
-        step: int,
-        tell: Callable[[Phase, int], None] | None = None,
+        self, prompts: Seq[Prompt], params: SamplingParams, step: int, tell: Tell | None = None
     ) -> tuple[list[Sample], int]:
         """Completions with their rewards; those whose reward failed are dropped and counted."""
         sampler, tell = self.models.sampler, tell or self.loop.progress.phase
@@ -335,7 +331,7 @@ def train(task: Task, run: Run, loop: LoopSettings) -> Outcome:
     run.start(before)
     first = saved = step
     last, started = loop.steps, time.monotonic()
-    stop, reached, skipped = run.stopping(), False, 0
+    stop, reached, guard = run.stopping(), False, Guard(loop.max_skipped_steps, loop.check_replicas_every)
     while step < last and not (stop or reached):
         begun = time.monotonic()
         done = task.step(step, run.stopping)
@@ -349,12 +345,7 @@ def train(task: Task, run: Run, loop: LoopSettings) -> Outcome:
         if loop.eval_every and step % loop.eval_every == 0:
             row |= task.evaluate(step)
         run.record(row, task.samples)
-        skipped = skipped + 1 if row.get("skipped") else 0
-        if skipped == loop.max_skipped_steps:
-            raise NumericsError(_too_often(row, skipped))
-        if loop.check_replicas_every and step % loop.check_replicas_every == 0:
-            for engine in task.trained:
-                engine.check_replicas()
+        guard.look(row, task.trained)
         stop = run.stopping()
         reached = loop.stop_at_reward is not None and row.get("reward_mean", -math.inf) >= loop.stop_at_reward
         if loop.save_every and step % loop.save_every == 0:
@@ -383,14 +374,6 @@ def _shortened(steps: int, seconds: float, budget: float, run: Run) -> int:
         f"stopping after {fitting} to stay within {budget:.0f} s"
     )
     return fitting
-
-
-def _too_often(row: Row, skipped: int) -> str:
-    return (
-        f"step {row['step']}: the updates of {skipped} steps in a row were skipped, because numbers were not finite: "
-        f"{row['fault']}; the weights are those of before; what the ranks computed on lies in run_dir under faults/; mend "
-        "the data or the reward, lower optim.lr, or go on from an earlier checkpoint; trainer.max_skipped_steps allows more"
-    )
 
 
 def inner_batches(batch: PackedBatch, loop: LoopSettings, step: int) -> Iterator[PackedBatch]:
