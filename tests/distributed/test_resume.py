@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import yaml
 
 from dovetail.checkpoint.reader import ShardedReader
