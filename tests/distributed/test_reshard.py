@@ -18,6 +18,7 @@ from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.writer import write_sharded
 from dovetail.engine.native import NativeEngine
 from dovetail.layout import Layout
+from dovetail.weights.pretrained import EngineName
 from dovetail.weights.stream import gather_whole
 from tests.distributed.matrix import models
 from tests.distributed.test_resume import cut_back, done, inputs, numbers, recipe_of
@@ -31,9 +32,10 @@ UPDATES = 7
 ROLE = "policy"
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 OUTSIDE = 50  # where a tensor belongs to no layer
-NATIVE, FOREIGN = "native", "transformers"
+NATIVE: EngineName = "native"
+FOREIGN: EngineName = "transformers"
 
-Cut = tuple[str, str]  # whose layers run, and the layout
+Cut = tuple[EngineName, str]  # whose layers run, and the layout
 CUTS: dict[int, tuple[Cut, ...]] = {
     1: ((NATIVE, ""), (FOREIGN, "")),
     2: (
@@ -104,7 +106,7 @@ def write_reference(source: Path, path: Path, head: str) -> dict[str, Tensor]:
     engine.optimizer.resume(UPDATES)
     moments = engine.optimizer.moments()
     for name, param in engine.model.named_parameters():
-        local = param.to_local() if hasattr(param, "to_local") else param  # type: ignore[operator]
+        local = param.to_local() if hasattr(param, "to_local") else param
         for tensor in (local.data, *(moments[kind][name] for kind in KINDS[1:])):
             tensor.copy_(layer_of(name) + torch.rand(tensor.shape, generator=draw) / 2)
     save(engine, path)
