@@ -48,7 +48,7 @@ CUTS: dict[int, tuple[Cut, ...]] = {
     ),
     4: (
         (NATIVE, "tp=4"),
-        (NATIVE, "pp=4,pp_split=1/6/1/1"),
+        (NATIVE, "pp=4,pp_split=1-6-1-1"),
         (NATIVE, "dp=4"),
         (NATIVE, "tp=2,dp=2"),
         (NATIVE, "tp=2,pp=2"),
@@ -68,7 +68,7 @@ def layout_of(text: str) -> Layout:
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
         given[key] = (
-            value if key == "schedule" else int(value) if "/" not in value else tuple(map(int, value.split("/")))
+            value if key == "schedule" else int(value) if "-" not in value else tuple(map(int, value.split("-")))
         )
     return Layout(**given)
 
