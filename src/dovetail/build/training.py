@@ -286,6 +286,7 @@ class Builder:
             saves=recipe.trainer.save_every > 0,
             retention=Retention(recipe.trainer.keep, recipe.trainer.keep_every, recipe.trainer.keep_best),
             background=recipe.trainer.async_save,
+            evaluates=recipe.trainer.eval_every > 0 and recipe.data.eval is not None,
             resume=self.resume,
             loggers=recipe.trainer.loggers,
             peak_flops=peak_flops(self.device),

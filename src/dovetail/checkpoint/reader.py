@@ -36,18 +36,19 @@ class ShardedReader:
                     )
 
     def _open(self, name: str, stored: StoredFile) -> TensorFile:
+        """A file of pieces, or what is wrong with it and which tensors are lost with it."""
         try:
             path = contained(self.path, name)
-        except CheckpointError as error:
+            if path.stat().st_size != stored.size:
+                raise CheckpointError(f"{path} has {path.stat().st_size} bytes, but the manifest says {stored.size}")
+            file = TensorFile(path)
+            if zlib.crc32(file.header) != stored.crc32:
+                raise CheckpointError(
+                    f"{path}: its header does not match its checksum; it was changed after it was written"
+                )
+        except (CheckpointError, OSError) as error:
             lost = [tensor for tensor, t in self.manifest.tensors.items() if any(r.file == name for r in t.regions)]
             raise CheckpointError(f"{error}; lost with it are parts of:\n{listing(lost)}") from error
-        if path.stat().st_size != stored.size:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, but the manifest says {stored.size}")
-        file = TensorFile(path)
-        if zlib.crc32(file.header) != stored.crc32:
-            raise CheckpointError(
-                f"{path}: its header does not match its checksum; it was changed after it was written"
-            )
         return file
 
     @property

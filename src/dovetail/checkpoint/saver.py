@@ -5,18 +5,19 @@
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 
 from dovetail.checkpoint.steps import Retention, prune
 from dovetail.checkpoint.writer import write_sharded
-from dovetail.errors import CheckpointError
 from dovetail.memory import Arena, wait_for
 from dovetail.mesh import Mesh
 from dovetail.weights.agree import agreed
@@ -35,11 +36,13 @@ class Saver:
         self._host = mesh.on_host(TIMEOUT)
         self._arena = Arena(pinned=mesh.device.type != "cpu")
         self._thread: threading.Thread | None = None
-        self._problem: Exception | None = None
+        self._problem: BaseException | None = None
+        self._asked = False
 
     def save(self, step: int, exports: Sequence[Export], sides: SideFiles, state: Mapping[str, Any]) -> None:
         """Save what `exports` hand out, as it is now. Collective; `settle` comes before the next one."""
-        assert self._thread is None, "one save at a time: settle the one before"
+        assert not self._asked, "one save at a time: settle the one before"
+        self._asked = True
         specs = [spec for export in exports for spec in export.specs.values()]
         mine = {name: piece for export in exports for name, piece in export.mine.items()}
         if self.background:
@@ -59,14 +62,19 @@ class Saver:
         """Whether `settle` would return, or raise, at once."""
         return self._thread is None or not self._thread.is_alive()
 
-    def settle(self) -> None:
-        """Wait for the save that is under way, and raise what went wrong with it: the same on every rank."""
+    def settle(self) -> bool:
+        """Wait for the save that is under way, and raise what went wrong with it: the same on every rank.
+
+        Whether there was one.
+        """
+        asked, self._asked = self._asked, False
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
+        return asked
 
     def _snapshot(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
         """The same pieces with their bytes copied to the host."""
@@ -75,15 +83,20 @@ class Saver:
         wait_for(self.mesh.device)
         return {name: replace(piece, read=partial(_given, copies[name])) for name, piece in pieces.items()}
 
-    def _run(self, write: Any) -> None:
-        """Write and clear away; runs in a thread of its own, so nothing may be raised here."""
-        try:
+    def _run(self, write: Callable[[], object]) -> None:
+        """Write and clear away. Whatever goes wrong is for `settle` to raise: in a thread nobody would see it."""
+        with ExitStack() as stack:
+            stack.push(self._keep_problem)
             write()
             with agreed(self._host):
                 if self._host["world"].rank == 0:
                     prune(self.folder, self.retention)
-        except (CheckpointError, OSError, RuntimeError) as error:  # the last: a rank that is gone, or too late
-            self._problem = error
+
+    def _keep_problem(
+        self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
+    ) -> bool:
+        self._problem = error
+        return True
 
 
 def _given(tensor: Tensor) -> Tensor:

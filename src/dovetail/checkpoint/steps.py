@@ -5,6 +5,7 @@ went back to an older step and on from there finds its own way again. Only manif
 """
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Sequence
@@ -62,8 +63,12 @@ def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
             except (CheckpointError, OSError) as error:
                 problems.append(str(error))
                 continue
-            state = manifest.state or {}
-            found.append(SavedStep(path, manifest.step or 0, state.get(ORDER, -1), state.get(SCORE)))
+            order, score = (-1, None) if manifest.state is None else map(manifest.state.get, (ORDER, SCORE))
+            if type(order) is not int or not isinstance(score, (int, float, type(None))):
+                problems.append(f"{path}: its training state has the order {order!r} and the score {score!r}")
+                continue
+            known = score is not None and math.isfinite(score)
+            found.append(SavedStep(path, manifest.step or 0, order, score if known else None))
     return sorted(found, key=lambda saved: saved.order, reverse=True), problems
 
 
@@ -108,12 +113,29 @@ def prune(folder: Path, retention: Retention) -> None:
     kept = retention.keeps(steps)
     for saved in steps:
         if saved.path not in kept:
-            link = folder / saved.path.name.partition(".")[0]
-            if link.is_symlink() and link.readlink().name == saved.path.name:
-                link.unlink()
+            _unlink(saved.path)
             trash = saved.path.with_name(f".trash-{saved.path.name}")
             saved.path.rename(trash)
             shutil.rmtree(trash)
+
+
+def set_aside(folder: Path, order: int, aside: Path) -> None:
+    """Move the steps that were saved after the `order`-th save, or cannot be read, to `aside`, the newest first."""
+    steps, _ = saved_steps(folder)
+    readable = {saved.path: saved.order for saved in steps}
+    found = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and not path.is_symlink()]
+    for path in sorted(found, key=lambda path: readable.get(path, math.inf), reverse=True):
+        if readable.get(path, math.inf) > order:
+            aside.mkdir(parents=True, exist_ok=True)
+            _unlink(path)
+            path.rename(aside / path.name)
+
+
+def _unlink(path: Path) -> None:
+    """Remove the link that names a step's directory, where it names this one."""
+    link = path.with_name(path.name.partition(".")[0])
+    if link.is_symlink() and link.readlink().name == path.name:
+        link.unlink()
 
 
 def clear_debris(folder: Path) -> None:

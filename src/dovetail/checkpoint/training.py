@@ -22,7 +22,8 @@ from dovetail.weights.load import load_into
 from dovetail.weights.pieces import Held, checkpoint_shapes, held
 from dovetail.weights.stream import Export, export_held
 
-PARAM = "param"
+PARAM, MOMENT = "param", "exp_avg"
+MODEL_ROLE = "policy"  # whose weights are the model of the checkpoint
 ANYTHING = ("*",)  # the checkpoint holds other tensors, too
 Moments = Mapping[str, Mapping[str, Tensor]]  # kind -> our name of a parameter -> its moment, shaped like its shard
 
@@ -52,10 +53,16 @@ def load_training(model: StagedModel, mesh: Mesh, role: str, moments: Moments, r
 
 
 def load_weights(model: StagedModel, mesh: Mesh, role: str, reader: ShardedReader) -> None:
-    """Fill the weights alone, as they were trained. Collective."""
-    load_into(
-        _alone(stored(model, mesh)), StateSource(reader, prefix(role, PARAM), reader.names), mesh, ignore=ANYTHING
-    )
+    """Fill the weights alone, as they were trained. Collective.
+
+    A saved weight that is rounded is none that was trained: its moments tell in which dtype that one was held.
+    """
+    exact: list[str] = []
+    for name in reader.names if role == MODEL_ROLE else ():
+        moment = reader.manifest.tensors.get(prefix(role, MOMENT) + name)
+        if moment is None or moment.dtype == reader.dtype(name):
+            exact.append(name)
+    load_into(_alone(stored(model, mesh)), StateSource(reader, prefix(role, PARAM), exact), mesh, ignore=ANYTHING)
 
 
 def prefix(role: str, kind: str) -> str:
@@ -70,7 +77,7 @@ class StateSource:
     """
 
     def __init__(self, reader: ShardedReader, start: str, others: Collection[str] = ()) -> None:
-        self.path: Path = reader.path
+        self.path: Path = reader.path / start  # as errors name it
         self._reader = reader
         self._stored = {name: name for name in others}
         self._stored |= {n.removeprefix(start): n for n in reader.manifest.tensors if n.startswith(start)}

@@ -124,5 +124,9 @@ def _point(link: Path, target: Path) -> None:
     """Make `link` name `target` in one step."""
     fresh = link.with_name(f".tmp-{target.name}-link")
     os.symlink(target.name, fresh)
-    os.replace(fresh, link)
+    try:
+        os.replace(fresh, link)
+    except OSError:
+        fresh.unlink()
+        raise
     sync_directory(link.parent)

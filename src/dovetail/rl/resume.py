@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.steps import open_newest
-from dovetail.errors import ConfigError
+from dovetail.checkpoint.steps import DEBRIS, open_newest
+from dovetail.errors import CheckpointError, ConfigError
 from dovetail.mesh import Mesh
 from dovetail.recipe_yaml import read_mapping
 from dovetail.rl.lock import NAME as LOCK
@@ -37,7 +38,8 @@ def is_run(path: Path) -> bool:
     """Whether `path` is the directory of a run that has begun; refused where it holds anything else."""
     if not path.exists():
         return False
-    names = {entry.name for entry in path.iterdir()} if path.is_dir() else {path.name}
+    entries = path.iterdir() if path.is_dir() else [path]
+    names = {entry.name for entry in entries if not any(map(entry.match, DEBRIS))}
     if CONFIG not in names and names - BEFORE_CONFIG:
         raise ConfigError(
             f"run_dir {path} is not empty; choose another run_dir, or move that one away: it holds no run to go on from "
@@ -66,6 +68,9 @@ def find(path: Path, mesh: Mesh, mode: str, recipe: Mapping[str, Any], steps: in
             )
         return None
     state = RunState.parse(reader.manifest.state, reader.path)
+    ranks = prod(degree for axis, degree in reader.manifest.layout.items() if axis != "ep")
+    if len(state.rng) != ranks:
+        raise CheckpointError(f"{reader.path}: rng is of {len(state.rng)} ranks, but {ranks} have saved it")
     changes = changed(state.recipe, recipe)
     refuse(changes, state.step, steps)
     told = tuple(f"{key}: {before!r} -> {now!r}" for key, (before, now) in changes.items())

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from dovetail.checkpoint.saver import Saver
-from dovetail.checkpoint.steps import Retention, clear_debris, saved_steps
+from dovetail.checkpoint.steps import Retention, clear_debris, set_aside
+from dovetail.checkpoint.training import MODEL_ROLE
 from dovetail.comm import gather_text, stack_over
 from dovetail.engine.base import Engine
 from dovetail.errors import CheckpointError, ConfigError
@@ -33,7 +34,7 @@ from dovetail.weights.agree import agreed
 from dovetail.weights.directory import SideFiles
 from dovetail.weights.staging import refuse_unwritable, replace_file
 
-POLICY, CRITIC = "policy", "critic"
+POLICY, CRITIC = MODEL_ROLE, "critic"
 METRICS, ROLLOUTS, SUPERSEDED = "metrics.jsonl", "rollouts", "superseded"
 ROOM_FOR = 2  # checkpoints that must fit when a run starts: the old one stays until the new one is whole
 MOST_FAILED_SAVES = 3  # in a row; above it a run that cannot be saved stops
@@ -43,7 +44,8 @@ MOST_FAILED_SAVES = 3  # in a row; above it a run that cannot be saved stops
 class RunSettings:
     """Where to write and how much of it to keep. `peak_flops`: of one device, for `mfu`; None where it is not known.
 
-    resume: auto, never or step=N. background: checkpoints are written while training goes on.
+    resume: auto, never or step=N. background: checkpoints are written while training goes on. evaluates: some steps end
+    with an evaluation, and then no other step has a score.
     """
 
     path: Path
@@ -53,6 +55,7 @@ class RunSettings:
     saves: bool
     retention: Retention
     background: bool
+    evaluates: bool
     resume: str
     loggers: tuple[str, ...]
     peak_flops: float | None
@@ -85,6 +88,7 @@ class RunDirectory:
         self._earlier: list[Row] = []
         self._score: float | None = None
         self._order = self._failed_saves = 0
+        self._there = False
 
     def claim(self) -> None:
         """Find out what is there: nothing, or a run to go on from; refuse all else, and what the run would fail on later.
@@ -106,8 +110,8 @@ class RunDirectory:
                     raise ConfigError(f"--resume {mode}: run_dir {self.path} holds no run")
                 if found[0]:
                     self._lock.take()
-        (there,) = json.loads(gather_text(json.dumps(found), self.mesh["world"], self.mesh.device)[0])
-        if there:
+        (self._there,) = json.loads(gather_text(json.dumps(found), self.mesh["world"], self.mesh.device)[0])
+        if self._there:
             self.resumed = find(self.path, self.mesh, mode, self.settings.config, self.settings.steps)
 
     def check_space(self, contents: Contents) -> None:
@@ -141,7 +145,11 @@ class RunDirectory:
             if self.lead:
                 (self.path / ROLLOUTS).mkdir(parents=True, exist_ok=True)
                 self._lock.take()
-                self._clear_away(0 if resumed is None else resumed.state.step)
+                if is_run(self.path) != self._there:
+                    raise ConfigError(
+                        f"another run began in run_dir {self.path} meanwhile; start again to go on from it"
+                    )
+                self._clear_away()
                 replace_file(self.path / CONFIG, self.settings.config_yaml.encode())
                 self._metrics = Metrics(self.path, self.settings.loggers, self.settings.config, self.console.say)
         self._order = int(gather_text(str(self._order), self.mesh["world"], self.mesh.device)[0])
@@ -173,7 +181,7 @@ class RunDirectory:
                 self._metrics.write(row)
                 if samples:
                     _write_samples(self.path / ROLLOUTS / f"step_{row['step']:06}.jsonl", samples)
-        self._score = row.get("eval_reward_mean", row.get("reward_mean", -row["loss"]))
+        self._score = _score(row, evaluates=self.settings.evaluates)
         self.console.step(row)
 
     def checkpoint(self, step: int) -> None:
@@ -235,15 +243,14 @@ class RunDirectory:
     def _settle(self, *, last: bool = False) -> None:
         """Wait for the save that is under way. A failed one is told; training goes on unless it was the last, or too many."""
         try:
-            self._saver.settle()
+            if self._saver.settle():
+                self._failed_saves = 0
         except CheckpointError as error:
             self._failed_saves += 1
             self.event("save_failed", cause=str(error))
             if last or self._failed_saves == MOST_FAILED_SAVES:
                 raise CheckpointError(f"the run cannot be saved; what was saved before is whole\n{error}") from error
             self.say(f"A SAVE FAILED, the run goes on and earlier checkpoints are whole: {error}")
-        else:
-            self._failed_saves = 0
 
     def _state(self, step: int) -> RunState:
         mesh = self.mesh
@@ -275,40 +282,54 @@ class RunDirectory:
         self.event("resumed", step=state.step, path=str(resumed.reader.path), changes=list(resumed.changes))
         self.say(f"resumed after step {state.step} from {resumed.reader.path}")
 
-    def _clear_away(self, step: int) -> None:
-        """Put what an earlier start wrote beyond `step` into superseded/; keep its rows up to there. The lead's work."""
+    def _clear_away(self) -> None:
+        """Put what an earlier start wrote beyond the resumed step into superseded/, so that the run has one past.
+
+        Checkpoints go first: whatever is resumed after a kill in here finds the rows that belong to it. The lead's work.
+        """
+        state = None if self.resumed is None else self.resumed.state
+        step, self._order = (0, 0) if state is None else (state.step, state.order)
         clear_debris(self.path)
         clear_debris(self.path / CHECKPOINTS)
-        steps, _ = saved_steps(self.path / CHECKPOINTS)
-        self._order = max((saved.order for saved in steps), default=0)
-        rows = _rows(self.path / METRICS)
-        self._earlier = [row for row in rows if row["step"] <= step]
+        aside = self.path / SUPERSEDED
+        aside = aside / f"{1 + sum(1 for _ in aside.glob('*')):03}"
+        set_aside(self.path / CHECKPOINTS, self._order, aside / CHECKPOINTS)
+        self._earlier, kept, rest = _rows(self.path / METRICS, step)
         late = [path for path in (self.path / ROLLOUTS).glob("step_*.jsonl") if int(path.stem[5:]) > step]
         late += [path for path in (self.path / HF,) if path.exists()]
-        if len(rows) > step or late:
-            aside = self.path / SUPERSEDED
-            aside = aside / f"{1 + sum(1 for _ in aside.glob('*')):03}"
-            aside.mkdir(parents=True)
-            replace_file(aside / METRICS, "".join(json_line(row) for row in rows if row["step"] > step).encode())
+        if rest or late:
+            aside.mkdir(parents=True, exist_ok=True)
             for path in late:
                 path.rename(aside / path.name)
-        if (self.path / METRICS).exists():
-            replace_file(self.path / METRICS, "".join(map(json_line, self._earlier)).encode())
+        if rest:
+            replace_file(aside / METRICS, "".join(rest).encode())
+            replace_file(self.path / METRICS, "".join(kept).encode())
 
 
 def _exports(role: str, engine: Engine) -> list[Any]:
     return engine.export_training(role, with_model=role == POLICY)
 
 
-def _rows(path: Path) -> list[Row]:
-    """The rows of a metrics file; a last line that a kill cut is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+def _score(row: Row, *, evaluates: bool) -> float | None:
+    """How good the model is after a step, higher is better; None where it was not measured as at other steps."""
+    if not evaluates:
+        return row.get("reward_mean", -row["loss"])
+    return row.get("eval_reward_mean", -row["eval_loss"] if "eval_loss" in row else None)
+
+
+def _rows(path: Path, last: int) -> tuple[list[Row], list[str], list[str]]:
+    """The rows of a metrics file up to step `last`, their lines, and the lines behind, of which a kill may have cut one."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
+    rows: list[Row] = []
+    for line in lines:
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             break
-    return rows
+        if row["step"] > last:
+            break
+        rows.append(row)
+    return rows, lines[: len(rows)], lines[len(rows) :]
 
 
 def _write_samples(path: Path, samples: Seq[Sample]) -> None:

@@ -20,6 +20,7 @@ from dovetail.errors import CheckpointError
 from dovetail.weights.directory import SideFiles
 
 Value = TypeVar("Value")
+GENERATORS = ("python", "numpy", "torch")  # of every rank; and "device" where it has one
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # of a config; not the model
 TEXT_FILES = ("tokenizer", "vocab", "merges", "chat_template", "special_tokens", "added_tokens", "spiece")
 
@@ -69,6 +70,9 @@ class RunState:
             for name, kind in kinds.items()
             if name in found and (not isinstance(found[name], kind) or isinstance(found[name], bool))
         ]
+        for rank, generators in enumerate(found["rng"] if isinstance(found.get("rng"), list) else []):
+            told = generators if isinstance(generators, Mapping) else {}
+            problems += [f"missing: rng[{rank}].{kind}" for kind in GENERATORS if not isinstance(told.get(kind), str)]
         if problems:
             raise CheckpointError(f"{what}: its training state is not whole: {'; '.join(problems)}")
         return cls(**found)

@@ -97,8 +97,12 @@ def write_file(path: Path, content: Path | bytes) -> tuple[int, int]:
 def replace_file(path: Path, content: bytes) -> None:
     """Have the file `path` hold `content`: readers see the old file or the new one, whole."""
     fresh = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
-    write_file(fresh, content)
-    os.replace(fresh, path)
+    try:
+        write_file(fresh, content)
+        os.replace(fresh, path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 
