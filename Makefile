@@ -35,7 +35,7 @@ test: setup lint ## what CI runs: style, types and the test suite
 lint: setup ## style, types and the direction of imports
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/python tools/style_check.py
+	@$(BIN)/python -m tools.style_check
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy
 
