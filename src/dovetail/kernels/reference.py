@@ -48,6 +48,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * y.to(x.dtype)
 
 
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the heads x [T, H, C] by their tokens' angles, cos and sin [T, R / 2]: channel i with i + R / 2; the rest stay."""
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
     """Causal attention inside each packed sequence: q [Tq, H, C], k and v [Tk, G, C] -> [Tq, H, C].
 

@@ -18,6 +18,7 @@ class KernelSet:
     attention: Callable[..., Tensor] = reference.attention
     decode_attention: Callable[..., Tensor] = reference.decode_attention
     rms_norm: Callable[..., Tensor] = reference.rms_norm
+    rope: Callable[..., Tensor] = reference.rope
     swiglu: Callable[..., Tensor] = reference.swiglu
     grouped_mm: Callable[..., Tensor] = reference.grouped_mm
     logits: Callable[..., Tensor] = reference.logits
