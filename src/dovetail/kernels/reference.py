@@ -148,6 +148,22 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return torch.cat([rows @ w for rows, w in zip(x.split(lengths), weight.unbind(), strict=True)])
 
 
+def permute(x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+    """A copy of each token for each of its experts, by expert: x [T, D], experts int [T, K] -> [T K, D], rows int [T K].
+
+    rows[t K + i]: where the copy of token t for its i-th expert is. Within an expert the copies are in the tokens' order.
+    """
+    order = experts.flatten().argsort(stable=True)
+    rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return x[order // experts.shape[1]], rows
+
+
+def unpermute(x: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of a token's copies: x [T K, D], rows int [T K] as `permute` returns, weights [T, K] -> [T, D]."""
+    copies = x[rows].unflatten(0, weights.shape)
+    return (copies * weights.to(x.dtype)[..., None]).sum(1)
+
+
 def logits(x: Tensor, weight: Tensor) -> Tensor:
     """x [n, D] @ weight [V, D].T, as exact as the device's product allows: fresh memory that callers may overwrite."""
     return x @ weight.T
