@@ -231,6 +231,9 @@ class TrainerSection(Section):
         (), description="besides metrics.jsonl"
     )
     activation_checkpointing: Literal["none", "full", "selective"] = Field("none", description="recompute activations")
+    mlp_tile_tokens: NonNegativeInt = Field(
+        0, description="tokens that an MLP computes at a time, keeping its input only; 0: all"
+    )
 
 
 AnyAlgorithm = SFT | GRPO | PPO | RLOO

@@ -44,9 +44,7 @@ def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, 
     return (wide * rstd * gamma.to(torch.float32)).to(x.dtype), rstd
 
 
-def _rotary_mul(
-    x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
-) -> Tensor:
+def _rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None) -> Tensor:
     assert x.dtype in DTYPES and r1.dtype == r2.dtype == x.dtype
     batch, length, heads, width = x.shape  # BSND
     assert width % 2 == 0 and width < 896 and batch < 1000 and heads < 1000, x.shape

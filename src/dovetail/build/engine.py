@@ -23,6 +23,7 @@ from dovetail.layout import Layout
 from dovetail.mesh import Mesh
 from dovetail.nn.decoder import Decoder, Head, Recompute
 from dovetail.nn.model import Cut, StagedModel
+from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.assembly import shards_of
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.pipeline.partition import check_pipeline, partition
@@ -47,6 +48,7 @@ class EngineOptions:
     master_dtype: of the weights that are held and updated; default: float32, or wider.
     tokens_per_batch: most tokens that one replica holds in a micro-batch, padding included; default: all in one.
     recompute: what backward computes again: none, selective (all but attention) or full.
+    mlp_tile_tokens: how many tokens MLPs compute at a time, keeping only their inputs for backward; 0: all.
     fresh_head_seed: lets a value head that the checkpoint lacks be drawn from this seed, equally on all ranks.
     save_dtype: of saved and streamed tensors; default: the source checkpoint's, tensor by tensor.
     engine: whose layers run, for `from_pretrained`: native (ours), transformers (its own), auto (ours where there are).
@@ -57,6 +59,7 @@ class EngineOptions:
     optim: OptimSettings | None = None
     tokens_per_batch: int | None = None
     recompute: Recompute = "none"
+    mlp_tile_tokens: int = 0
     fresh_head_seed: int | None = None
     save_dtype: torch.dtype | None = None
     engine: EngineName = "auto"
@@ -101,6 +104,8 @@ def make_engine(
         found = find_value_head(reader, source.path, fresh=options.fresh_head_seed is not None)
     master = options.master_dtype or wide(dtype)
     model = make_model(source, mesh, master, reader, found.kind, options.recompute)
+    if options.mlp_tile_tokens:
+        tile_mlps(model.text, options.mlp_tile_tokens)
     shard_over_data(model, mesh, dtype)
     model.materialize(mesh.device)
     if options.resume is None:

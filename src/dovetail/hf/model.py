@@ -94,7 +94,6 @@ class ForeignDecoder(StagedModel):
 
     @property
     def text(self) -> nn.Module:
-        """The part of the model that attends over packed tokens."""
         text: nn.Module = self.model if self.vision is None else self.model.get_decoder()
         return text
 
