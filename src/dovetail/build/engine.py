@@ -36,6 +36,7 @@ from dovetail.weights.pretrained import (
     Pretrained,
     StoredHead,
     find_value_head,
+    refuse_adapters,
     saved_sides,
 )
 from dovetail.weights.reader import TensorSource
@@ -99,6 +100,7 @@ def make_engine(
     """A sharded, filled model. Each rank reads its own slices only. Collective."""
     check_layout(source.spec, mesh.layout)
     reader = open_checkpoint(source.path, mesh)
+    refuse_adapters(reader, source.path)
     found = LM_HEAD
     if head == "value":
         found = find_value_head(reader, source.path, fresh=options.fresh_head_seed is not None)
