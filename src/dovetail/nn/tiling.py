@@ -1,7 +1,8 @@
 """MLPs by tiles of tokens: what one keeps for its backward pass is its input, whatever its width (edge case 45).
 
 Backward computes each tile again, so the MLP runs twice, also inside a block that is recomputed as a whole: a
-checkpoint stops once it has all that was saved, and the input is saved before the MLP runs.
+checkpoint stops once it has all that was saved, and the input is saved before the MLP runs. Only where the block keeps
+the MLP's output too (Gemma's norm after it) does recomputing it take a third run.
 """
 
 from typing import Any
