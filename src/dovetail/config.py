@@ -242,6 +242,9 @@ class TrainerSection(Section):
         description="seconds that a rank may stay in a phase, by phase: trainer.timeouts.rollout=7200",
     )
     activation_checkpointing: Literal["none", "full", "selective"] = Field("none", description="recompute activations")
+    mlp_tile_tokens: NonNegativeInt = Field(
+        0, description="tokens that an MLP computes at a time, keeping its input only; 0: all"
+    )
 
 
 AnyAlgorithm = SFT | GRPO | PPO | RLOO

@@ -24,6 +24,7 @@ from dovetail.layout import Layout
 from dovetail.mesh import Mesh
 from dovetail.nn.decoder import Decoder, Head, Recompute
 from dovetail.nn.model import Cut, StagedModel
+from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.assembly import shards_of
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.pipeline.partition import check_pipeline, partition
@@ -36,6 +37,7 @@ from dovetail.weights.pretrained import (
     Pretrained,
     StoredHead,
     find_value_head,
+    refuse_adapters,
     saved_sides,
 )
 from dovetail.weights.reader import TensorSource
@@ -48,6 +50,7 @@ class EngineOptions:
     master_dtype: of the weights that are held and updated; default: float32, or wider.
     tokens_per_batch: most tokens that one replica holds in a micro-batch, padding included; default: all in one.
     recompute: what backward computes again: none, selective (all but attention) or full.
+    mlp_tile_tokens: how many tokens MLPs compute at a time, keeping only their inputs for backward; 0: all.
     fresh_head_seed: lets a value head that the checkpoint lacks be drawn from this seed, equally on all ranks.
     save_dtype: of saved and streamed tensors; default: the source checkpoint's, tensor by tensor.
     watch: whom a training step tells where it is, and where it leaves what it skipped.
@@ -59,6 +62,7 @@ class EngineOptions:
     optim: OptimSettings | None = None
     tokens_per_batch: int | None = None
     recompute: Recompute = "none"
+    mlp_tile_tokens: int = 0
     fresh_head_seed: int | None = None
     save_dtype: torch.dtype | None = None
     watch: StepWatch = field(default_factory=StepWatch)
@@ -99,11 +103,14 @@ def make_engine(
     """A sharded, filled model. Each rank reads its own slices only. Collective."""
     check_layout(source.spec, mesh.layout)
     reader = open_checkpoint(source.path, mesh)
+    refuse_adapters(reader, source.path)
     found = LM_HEAD
     if head == "value":
         found = find_value_head(reader, source.path, fresh=options.fresh_head_seed is not None)
     master = options.master_dtype or wide(dtype)
     model = make_model(source, mesh, master, reader, found.kind, options.recompute)
+    if options.mlp_tile_tokens:
+        tile_mlps(model.text, options.mlp_tile_tokens)
     shard_over_data(model, mesh, dtype)
     model.materialize(mesh.device)
     if options.resume is None:

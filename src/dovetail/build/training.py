@@ -203,6 +203,7 @@ class Builder:
             optim=_optim_settings(recipe, lr, head),
             tokens_per_batch=recipe.trainer.tokens_per_batch,
             recompute=recipe.trainer.activation_checkpointing,
+            mlp_tile_tokens=recipe.trainer.mlp_tile_tokens,
             fresh_head_seed=recipe.trainer.seed,
             save_dtype=None if save_dtype is None else getattr(torch, save_dtype),
             resume=None if resumed is None else (resumed.reader, role, resumed.state.updates[role]),
