@@ -19,6 +19,14 @@ from dovetail.errors import DataError
 Media = Mapping[str, Tensor]
 
 
+class Unread(Mapping[str, Tensor]):
+    """Media that are read when they are first asked for. They were checked against their tokens when they were made."""
+
+    def start(self) -> None:
+        """Begin to read, in the background."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Sequence:
     """One sequence before packing. `mask` and list-valued fields have one entry a token of `ids`: entry j belongs to

@@ -10,10 +10,11 @@ from dovetail.build.sampling import Backend, backend_layout, make_sampler
 from dovetail.build.text import load_tokenizer, stop_ids, text_of
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.cli.output import check_out, write_rows
-from dovetail.data import Limits, load_prompts, needs_text
+from dovetail.data import Limits, load_prompts
 from dovetail.launch import pick_device
 from dovetail.layout import Layout
 from dovetail.rollout.base import Prompt, SamplingParams
+from dovetail.rows import needs_text
 from dovetail.weights.agree import agreed
 from dovetail.weights.pretrained import Pretrained
 

@@ -7,7 +7,7 @@ every rank, text or not: who has nothing to look at looks at a placeholder, and 
 Images and videos go through that call together, as videos: to the families below an image is a video of one frame.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from dovetail.batch import Media, MicroBatch, PackedBatch, cumulative
+from dovetail.batch import Media, MicroBatch, PackedBatch, Unread, cumulative
 from dovetail.comm import gather_in_order
 from dovetail.errors import DataError, ModelError
 from dovetail.mesh import Axis
@@ -100,16 +100,13 @@ class Vision:
 
     def kinds(self, tokens: Tensor) -> Tensor:
         """int64 [n]: which tokens of one sequence stand for a part of an image (1) or of a video (2)."""
-        config = self.config
-        kinds = (tokens == config.image_token_id).long()
-        if self.family.marks:
-            opened = (tokens == config.video_start_token_id).cumsum(0)
-            return kinds * (1 + (opened > (tokens == config.video_end_token_id).cumsum(0)).long())
-        return kinds + 2 * (tokens == config.video_token_id).long()
+        return kinds_of(tokens, self.config)
 
     def check(self, batch: PackedBatch) -> None:
         """Refuse media that do not fit their sequences. Raises DataError, which names the sequence."""
         for number, (tokens, media) in enumerate(_sequences(batch)):
+            if isinstance(media, Unread):
+                continue  # checked already; to look at them here would read the whole batch on every rank
             kinds = self.kinds(tokens)
             runs = torch.stack(torch.unique_consecutive(kinds, return_counts=True), dim=1).tolist()
             for kind in KINDS:
@@ -187,6 +184,7 @@ class Vision:
         sights: list[Sight] = []
         places = [torch.empty(0, dtype=torch.int64)]
         starts = cumulative(batch.lengths).tolist()
+        start(batch.media)
         for number, (tokens, media) in enumerate(_sequences(batch)):
             if media is not None:
                 kinds = self.kinds(tokens)
@@ -226,6 +224,22 @@ def family_of(config: "transformers.PreTrainedConfig") -> Family:
             f"model_type {config.model_type!r} is not among the vision-language families that the transformers engine "
             f"runs: {', '.join(FAMILIES)}; another may mask, merge or place its images in a way of its own"
         ) from None
+
+
+def kinds_of(tokens: Tensor, config: "transformers.PreTrainedConfig") -> Tensor:
+    """int64, as the tokens of one sequence or of rows of them: which stand for a part of an image (1) or of a video (2)."""
+    kinds = (tokens == config.image_token_id).long()
+    if family_of(config).marks:
+        opened = (tokens == config.video_start_token_id).cumsum(-1)
+        return kinds * (1 + (opened > (tokens == config.video_end_token_id).cumsum(-1)).long())
+    return kinds + 2 * (tokens == config.video_token_id).long()
+
+
+def start(media: Iterable[Media | None]) -> None:
+    """Begin to read what is not read yet, all at once."""
+    for each in media:
+        if isinstance(each, Unread):
+            each.start()
 
 
 def _sequences(batch: PackedBatch) -> Iterator[tuple[Tensor, Media | None]]:

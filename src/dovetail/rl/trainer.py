@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from dovetail.batch import LossFn, PackedBatch, Sequence
-from dovetail.data import Prompt, batch_rows
+from dovetail.data import Prompt
 from dovetail.engine.base import Engine, StepReport
 from dovetail.errors import DataError
 from dovetail.rl.experience import (
@@ -27,6 +27,7 @@ from dovetail.rl.judging import Judge
 from dovetail.rl.losses import Aggregation, weight_fields
 from dovetail.rl.rewards import count_errors
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
+from dovetail.rows import batch_rows
 
 MOST_REWARD_ERRORS = 0.05  # of a step's samples; above it the reward itself is taken to be wrong
 SOLVED = 1.0  # a reward that counts as solved in evaluations
