@@ -23,7 +23,7 @@ class Unread(Mapping[str, Tensor]):
     """Media that are read when they are first asked for. They were checked against their tokens when they were made."""
 
     def start(self) -> None:
-        """Begin to read, in the background."""
+        """Begin to read in the background, if there is room."""
         raise NotImplementedError
 
 
@@ -262,6 +262,13 @@ class MicroBatch:
             counted if everyone is self.counted else everyone.to(device),
             self.share,
         )
+
+
+def start_reading(media: Iterable[Media | None]) -> None:
+    """Begin to read what is not read yet, all at once."""
+    for each in media:
+        if isinstance(each, Unread):
+            each.start()
 
 
 def cumulative(lengths: Seq[int]) -> Tensor:

@@ -22,6 +22,7 @@ from dovetail.hf.vision import GRIDS, KINDS
 from dovetail.media import Clip, Picture, Shown, upright
 
 READERS = 4  # threads of a rank
+AHEAD = 32  # rows that are read before anybody asks for them
 KEPT_BYTES = 1 << 30  # of what a rank has read last
 
 
@@ -33,16 +34,16 @@ class FileMedia(Unread):
         self.shown, self.rows, self.where, self._shelf = shown, rows, where, shelf
 
     def start(self) -> None:
-        self._shelf.future(self)
+        self._shelf.start(self)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._shelf.future(self).result()[name]
+        return self._shelf.read(self)[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shelf.future(self).result())
+        return iter(self._shelf.read(self))
 
     def __len__(self) -> int:
-        return len(self._shelf.future(self).result())
+        return len(self._shelf.read(self))
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -59,15 +60,26 @@ class Shelf:
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="media")
         self._lock = threading.Lock()
         self._kept: dict[FileMedia, Future[Media]] = {}  # the last asked for at the end
+        self._ahead: set[FileMedia] = set()  # begun, and not asked for yet
 
-    def future(self, media: FileMedia) -> Future[Media]:
+    def start(self, media: FileMedia) -> None:
+        """Begin to read it, unless many have been begun that nobody has asked for yet."""
+        if media not in self._kept and len(self._ahead) < AHEAD:
+            self._ahead.add(media)
+            self._future(media)
+
+    def read(self, media: FileMedia) -> Media:
+        self._ahead.discard(media)
+        return self._future(media).result()
+
+    def _future(self, media: FileMedia) -> Future[Media]:
         with self._lock:
             found = self._kept.pop(media, None) or self._pool.submit(self._read, media)
             self._kept[media] = found
             held = 0
             for other, future in reversed(list(self._kept.items())):
                 held += _size(future)
-                if held > self._capacity and other is not media:
+                if held > self._capacity and other is not media and future.done():
                     del self._kept[other]
         return found
 

@@ -151,7 +151,20 @@ class Peer:
     def log_probs(self, text: str, images: Sequence[Image.Image]) -> tuple[list[float], list[float]]:
         """Log-prob of each token but the first, and the entropy that it was drawn at."""
         inputs = self.inputs(text, images)
+        logp = self._distributions(inputs)[:-1]
+        return self._picked(logp, inputs["input_ids"][0, 1:]), (-(logp.exp() * logp).sum(-1)).tolist()
+
+    def follow(self, text: str, images: Sequence[Image.Image], ids: Sequence[int]) -> list[float]:
+        """Log-probs of ids after a prompt."""
+        inputs = self.inputs(text, images)
+        for name, more in (("input_ids", torch.tensor(ids)), ("mm_token_type_ids", torch.zeros(len(ids)).long())):
+            inputs[name] = torch.cat([inputs[name], more[None]], dim=1)
+        return self._picked(self._distributions(inputs)[-len(ids) - 1 : -1], torch.tensor(ids))
+
+    def _distributions(self, inputs: dict[str, Tensor]) -> Tensor:
         with torch.no_grad():
-            logp = torch.log_softmax(logits_of(self.model, inputs), -1)[:-1]
-        picked = logp.gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
-        return picked.tolist(), (-(logp.exp() * logp).sum(-1)).tolist()
+            return torch.log_softmax(logits_of(self.model, inputs), -1)
+
+    def _picked(self, logp: Tensor, ids: Tensor) -> list[float]:
+        found: list[float] = logp.gather(1, ids[:, None])[:, 0].tolist()
+        return found

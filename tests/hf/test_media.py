@@ -54,3 +54,38 @@ def test_scores_are_those_of_transformers(seeing: dict[str, Path], family: str, 
         log_probs, entropy = peer.log_probs(text, images)
         for a, b in zip(row["log_probs"] + row["entropy"], log_probs + entropy, strict=True):
             assert abs(a - b) <= MODEL_FP32 * max(1.0, abs(b))
+
+
+def generated(folder: Path, model: Path, *flags: str) -> list[dict[str, Any]]:
+    """Samples of a prompt with an image, one without, and one with two, in one wave or in several."""
+    (folder / "tall.png").write_bytes(encoded(TALL))
+    (folder / "wide.png").write_bytes(encoded(WIDE))
+    rows = [
+        {"prompt": user({"type": "image", "image": "tall.png"}, "What?")},
+        {"prompt": user("no picture")},
+        {"prompt": f"{SEEN} or {SEEN}", "images": ["wide.png", "tall.png"]},
+    ]
+    data, out = write_rows(folder / "prompts.jsonl", rows), folder / "out.jsonl"
+    options = ["--samples", "2", "--max-new-tokens", "6", "--seed", "5", "--temperature", "1.0", *flags]
+    world = 2 if flags else 1
+    ended = on_ranks(world, "generate", "--model", model, "--data", data, "--out", out, *options)
+    assert ended == [(0, "", "")] * world
+    return read_rows(out)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
+def test_generated_log_probs_are_those_of_the_model(seeing: dict[str, Path], family: str, tmp_path: Path) -> None:
+    """On one rank and on two, whose waves are others."""
+    found = generated(tmp_path, seeing[family])
+    again = generated(tmp_path, seeing[family], "--layout", "dp=2")
+    assert [row["token_ids"] for row in again] == [row["token_ids"] for row in found]
+    peer = Peer(family, seeing[family])
+    prompts = [
+        (said(SEEN, "What?"), [TALL]),
+        (said("no picture"), []),
+        (f"{SEEN} or {SEEN}", [WIDE, TALL]),
+    ]
+    for row, (text, images) in zip(found, [prompt for prompt in prompts for _ in range(2)], strict=True):
+        expected = peer.follow(text, images, row["token_ids"])
+        for a, b in zip(row["log_probs"], expected, strict=True):
+            assert abs(a - b) <= MODEL_FP32 * max(1.0, abs(b))

@@ -91,6 +91,17 @@ def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]
     return tuple(sorted(found))
 
 
+def banned_ids(
+    source: Pretrained, tokenizer: Any, processor: Processor | None, stops: Sequence[int]
+) -> tuple[int, ...]:
+    """Ids that no completion may have: those that stand for images and videos, and those that the tokenizer lacks."""
+    vocab_size = source.spec.vocab_size
+    found = set() if tokenizer is None else set(range(len(tokenizer), vocab_size)) - set(stops)
+    if processor is not None:
+        found |= {i for i in processor.stand_ins if i < vocab_size}
+    return tuple(sorted(found))
+
+
 def text_of(ids: Sequence[int], stops: Sequence[int], tokenizer: Any) -> str:
     """A completion's text: without its stop token and other special ones; empty where there is no tokenizer."""
     kept = [i for i in ids if i not in stops]

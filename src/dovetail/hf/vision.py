@@ -7,7 +7,7 @@ every rank, text or not: who has nothing to look at looks at a placeholder, and 
 Images and videos go through that call together, as videos: to the families below an image is a video of one frame.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from dovetail.batch import Media, MicroBatch, PackedBatch, Unread, cumulative
+from dovetail.batch import Media, MicroBatch, PackedBatch, Unread, cumulative, start_reading
 from dovetail.comm import gather_in_order
 from dovetail.errors import DataError, ModelError
 from dovetail.mesh import Axis
@@ -184,7 +184,7 @@ class Vision:
         sights: list[Sight] = []
         places = [torch.empty(0, dtype=torch.int64)]
         starts = cumulative(batch.lengths).tolist()
-        start(batch.media)
+        start_reading(batch.media)
         for number, (tokens, media) in enumerate(_sequences(batch)):
             if media is not None:
                 kinds = self.kinds(tokens)
@@ -233,13 +233,6 @@ def kinds_of(tokens: Tensor, config: "transformers.PreTrainedConfig") -> Tensor:
         opened = (tokens == config.video_start_token_id).cumsum(-1)
         return kinds * (1 + (opened > (tokens == config.video_end_token_id).cumsum(-1)).long())
     return kinds + 2 * (tokens == config.video_token_id).long()
-
-
-def start(media: Iterable[Media | None]) -> None:
-    """Begin to read what is not read yet, all at once."""
-    for each in media:
-        if isinstance(each, Unread):
-            each.start()
 
 
 def _sequences(batch: PackedBatch) -> Iterator[tuple[Tensor, Media | None]]:

@@ -201,6 +201,7 @@ class RLTask:
             max_new_tokens=self.settings.sampling.max_new_tokens,
             temperature=0.0,
             stop_ids=self.settings.sampling.stop_ids,
+            banned_ids=self.settings.sampling.banned_ids,
         )
         samples, _ = self._sample(self.held_out, params, step)
         rewards = [sample.reward for sample in samples]
@@ -210,7 +211,7 @@ class RLTask:
         """Completions with their rewards; those whose reward failed are dropped and counted."""
         sampler = self.models.sampler
         sampler.refill(self.models.policy.weights(sampler.dtype))
-        asked = [SamplerPrompt(row, prompt.ids) for row, prompt in enumerate(prompts)]
+        asked = [SamplerPrompt(row, prompt.ids, prompt.media) for row, prompt in enumerate(prompts)]
         completions = sampler.sample(asked, replace(params, step=step))
         texts = [self.decode(c.ids) for c in completions]
         results = self.judge([prompts[c.row] for c in completions], completions, texts)
