@@ -136,7 +136,7 @@ class Finder:
         bomb = pillow("Image").DecompressionBombWarning  # pillow warns from where we refuse
         with warnings.catch_warnings(action="ignore", category=bomb), _Opened(source, name) as image:
             height, width = image.height, image.width
-            if image.getexif().get(ORIENTATION) in TURNED:
+            if _has_exif(image) and image.getexif().get(ORIENTATION) in TURNED:
                 height, width = width, height
         return Picture(source, name, height, width)
 
@@ -177,10 +177,10 @@ class Finder:
         path = self.folder / value.removeprefix("file://")
         try:
             size = path.stat().st_size if path.is_file() else None
-        except (OSError, ValueError) as error:  # too long, or with a null byte
-            raise DataError(f"{name}: {value[:80]!r} is no path: {error}") from error
+        except OSError as error:  # too long
+            raise DataError(f"{name}: {value[:80]!r} is no path: {error.strerror}") from error
         if size is None:
-            raise DataError(f"{name}: {path} is no file; paths are relative to the folder of the data file")
+            raise DataError(f"{name}: {str(path)!r} is no file; paths are relative to the folder of the data file")
         if size > MAX_BYTES:
             raise DataError(f"{name}: {path} has {size} bytes, more than {MAX_BYTES}; give a smaller file")
         return path
@@ -225,9 +225,15 @@ def upright(picture: Picture) -> Any:
     """A decoded image, turned as its file says, in RGB."""
     with _Opened(picture.source, picture.name) as image:
         try:
-            return pillow("ImageOps").exif_transpose(image).convert("RGB")
+            turned = pillow("ImageOps").exif_transpose(image) if _has_exif(image) else image
+            return turned.convert("RGB")
         except (OSError, ValueError, SyntaxError) as error:  # cut off, or corrupt behind its header
             raise DataError(f"{picture.name} cannot be decoded: {error}; save it again") from error
+
+
+def _has_exif(image: Any) -> bool:
+    """Whether its header has EXIF tags; to ask a PNG for those behind its pixels would decode it."""
+    return "exif" in image.info
 
 
 def _column(values: Mapping[str, Any], key: str) -> list[Any]:

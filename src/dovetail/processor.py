@@ -165,7 +165,7 @@ class Processor:
             if shown.videos:
                 watched = [self._pixels(self._watch(clip)) for clip in shown.videos]
                 found |= {name: torch.cat([each[name] for each in watched]) for name in watched[0]}
-        except DataError as error:
+        except ValueError as error:  # ours, and what transformers' processors raise
             raise DataError(f"{media.where}: {error}") from error
         return found
 
@@ -186,11 +186,12 @@ class Processor:
 
     def _rows(self, picture: Picture) -> int:
         """How many rows of features an image becomes."""
+        processor = self.images
         try:
-            patches = self.images.get_number_of_image_patches(picture.height, picture.width, {})
+            patches = processor.get_number_of_image_patches(picture.height, picture.width, {})
         except ValueError as error:
             raise DataError(f"{picture.name}: the model's processor refuses it: {error}") from error
-        rows: int = patches // self.images.merge_size**2
+        rows: int = patches // processor.merge_size**2
         return rows
 
     def _video_ids(self, clip: Clip) -> list[int]:
@@ -201,6 +202,7 @@ class Processor:
 
     def _watch(self, clip: Clip, **options: Any) -> Mapping[str, Any]:
         """What the model's whole processor makes of a video."""
+        processor = self.videos
         if clip.file is not None:
             options |= {"videos": [str(clip.file)]}
         else:
@@ -211,7 +213,7 @@ class Processor:
                 "video_metadata": [{"total_num_frames": count, "fps": clip.fps, "frames_indices": list(range(count))}],
             }
         try:
-            found: Mapping[str, Any] = self.videos(return_tensors="pt", **options)
+            found: Mapping[str, Any] = processor(return_tensors="pt", **options)
         except (ValueError, ImportError, OSError, RuntimeError) as error:
             told = " ".join(str(error).split())[:300]
             raise DataError(f"{clip.name}: the model's video processor refuses it: {told}") from error

@@ -68,7 +68,7 @@ class _Loading:
             hint = "; fetch its files again"
             if "trust_remote_code" in told:
                 hint = "; --trust-remote-code lets it run"
-            elif isinstance(error, ImportError):
+            elif "torchvision" in told.lower():
                 hint = "; pip install 'dovetail[video]'"
             raise ModelError(f"{self.path}: its {self.what} does not load: {told}{hint}") from error
 
