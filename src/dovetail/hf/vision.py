@@ -103,21 +103,27 @@ class Vision:
         return kinds_of(tokens, self.config)
 
     def check(self, batch: PackedBatch) -> None:
-        """Refuse media that do not fit their sequences. Raises DataError, which names the sequence."""
+        """Refuse media that do not fit their sequences. Raises DataError, which names the sequence.
+
+        Those that are not read yet were measured when they were made, and are compared once they are: to look at them
+        here would read the whole batch on every rank.
+        """
         for number, (tokens, media) in enumerate(_sequences(batch)):
-            if isinstance(media, Unread):
-                continue  # checked already; to look at them here would read the whole batch on every rank
-            kinds = self.kinds(tokens)
-            runs = torch.stack(torch.unique_consecutive(kinds, return_counts=True), dim=1).tolist()
-            for kind in KINDS:
-                found = [length for code, length in runs if code == kind.code]
-                expected = [n for sight in self.sights(media, number, kind) for n in self._runs(sight, kind)]
-                if found != expected:
-                    raise DataError(
-                        f"sequence {number} has {sum(found)} {kind.name} tokens, in runs of {found}, but its {kind.name}s "
-                        f"have {sum(expected)} rows of features, {expected}; give it the tokens and the media that the "
-                        "processor made together, uncut"
-                    )
+            if not isinstance(media, Unread):
+                self._compare(number, tokens, media)
+
+    def _compare(self, number: int, tokens: Tensor, media: Media | None) -> None:
+        kinds = self.kinds(tokens)
+        runs = torch.stack(torch.unique_consecutive(kinds, return_counts=True), dim=1).tolist()
+        for kind in KINDS:
+            found = [length for code, length in runs if code == kind.code]
+            expected = [n for sight in self.sights(media, number, kind) for n in self._runs(sight, kind)]
+            if found != expected:
+                raise DataError(
+                    f"sequence {number} has {sum(found)} {kind.name} tokens, in runs of {found}, but its {kind.name}s "
+                    f"have {sum(expected)} rows of features, {expected}; give it the tokens and the media that the "
+                    "processor made together, uncut"
+                )
 
     def _runs(self, sight: Sight, kind: Kind) -> list[int]:
         """How many tokens of a sight lie together, and then apart from those."""
@@ -187,6 +193,7 @@ class Vision:
         start_reading(batch.media)
         for number, (tokens, media) in enumerate(_sequences(batch)):
             if media is not None:
+                self._compare(number, tokens, media)
                 kinds = self.kinds(tokens)
                 for kind in KINDS:
                     sights += self.sights(media, number, kind)
