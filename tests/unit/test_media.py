@@ -159,7 +159,7 @@ def test_tokens_make_room(image: Path) -> None:
     assert plain.media is None
 
 
-def test_a_row_that_its_image_makes_too_long(image: Path) -> None:
+def test_edge_case_15_a_row_that_its_image_makes_too_long(image: Path) -> None:
     made, _, _ = processor()
     rows = [{"prompt": SEEN, "images": ["a.png"], "answer": 0}, {"prompt": "b", "answer": 0}]
     path = write(image.parent, *rows)

@@ -65,9 +65,10 @@ def _draw(z: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, 
     else:
         ids = inverse_cdf(cut(weights, params.top_k, params.top_p), uniforms)
     total = _in_blocks(weights).sum(-1, dtype=torch.float64).sum(-1)
-    total += (scaled[:, banned] - peak).to(torch.float64).exp().sum(-1)
     picked = (scaled.gather(1, ids[:, None]) - peak)[:, 0].to(torch.float64)
-    return ids, picked - total.log()
+    unbanned = total.log()
+    rest = (scaled[:, banned] - peak).to(torch.float64).logsumexp(-1)  # minus infinity where nothing is banned
+    return ids, picked - torch.logaddexp(unbanned, rest)
 
 
 def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
