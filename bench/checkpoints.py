@@ -103,9 +103,7 @@ class Bench:
         return Saver(self.folder / name, self.engine.mesh, Retention(1), background=background)
 
     def _begin(self, saver: Saver, order: int) -> None:
-        saver.save(
-            order, self.engine.export_training(ROLE, with_model=True), {}, {"order": order}
-        )
+        saver.save(order, self.engine.export_training(ROLE, with_model=True), {}, {"order": order})
 
     def _save(self, name: str, *, background: bool) -> Path:
         saver = self._saver(name, background=background)

@@ -13,6 +13,7 @@ from dovetail.data import Limits, Prompt, load_prompts, load_score, load_sft
 from dovetail.errors import DataError
 from dovetail.media import Finder, Picture, Shown
 from dovetail.processor import AHEAD, FileMedia, Processor, Shelf
+from dovetail.rl.state import rows_fingerprint
 from tests.hf.eyes import IMAGE_ID, SEEN, VIDEO_ID, VOCAB, base64_of, encoded, picture, said, seeing_tokenizer, user
 
 LIMITS = Limits(VOCAB)
@@ -192,6 +193,16 @@ def test_a_video_is_what_its_processor_makes_of_it(image: Path) -> None:
     (image.parent / "film.mp4").write_bytes(b"any")
     _, film = video_prompt(image.parent, "film.mp4")
     assert film.asked[0]["videos"] == [str(image.parent / "film.mp4")]
+
+
+def test_a_resumed_run_knows_its_rows(image: Path) -> None:
+    """The same images have the same fingerprint, and others another."""
+    other = encoded(picture(*SIZE, 9))
+    told = []
+    for source in (base64_of(image.read_bytes()), base64_of(image.read_bytes()), base64_of(other)):
+        rows = write(image.parent, {"prompt": user({"type": "image", "base64": source}), "answer": 0})
+        told.append(rows_fingerprint(load_prompts(rows, TOKENIZER, LIMITS, processor=processor()[0])))
+    assert told[0] == told[1] != told[2]
 
 
 def shelf_of(count: int, capacity: int) -> tuple[Shelf, list[FileMedia], list[str]]:
