@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from tests.hf.families import VISION
-from tests.hf.sights import logits_of
+from tests.hf.sights import GLM, logits_of
 from tests.unit.test_data import make_tokenizer
 
 MARKS = (
@@ -41,6 +41,7 @@ TOKENS = 260 + len(MARKS)
 VOCAB = TOKENS + 2  # wider than the tokenizer, as tables often are
 END = 3  # <|im_end|>
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "kimi_k25")
+MIXTURES = ("qwen3_vl_moe", "glm4v_moe")
 SEEN = "<|vision_start|><|image_pad|><|vision_end|>"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -73,7 +74,7 @@ def seeing_model(family: str) -> PreTrainedModel:
     vars(config.text_config).update({"vocab_size": VOCAB, "eos_token_id": END, "bos_token_id": None})
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     vars(config).update(dict(zip(names, range(IMAGE_ID, TOKENS), strict=False)))
-    if family == "glm4v":
+    if family in GLM:
         vars(config).update({"video_start_token_id": IMAGE_ID + 4, "video_end_token_id": IMAGE_ID + 5})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -90,7 +91,7 @@ def save_seeing(family: str, path: Path) -> Path:
     model.save_pretrained(path)
     seeing_tokenizer().save_pretrained(path)
     sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
-    if family == "glm4v":
+    if family in GLM:
         Glm4vImageProcessorPil(**sizes, size={"shortest_edge": 128, "longest_edge": 1024}).save_pretrained(path)
         return path
     Qwen2VLImageProcessorPil(**sizes, size={"shortest_edge": 64, "longest_edge": 512}).save_pretrained(path)
