@@ -19,7 +19,7 @@ import yaml
 
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.steps import SavedStep, saved_steps
-from dovetail.data import batch_rows
+from dovetail.rows import batch_rows
 from tests.checkpoints import assert_same_tensors, digests
 from tests.commands.program import read_rows, start
 from tests.golden.job import RL_ROWS, SFT_ROWS, play, rl, sft, write_inputs

@@ -11,8 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dovetail.batch import PackedBatch
-from dovetail.data import Limits, batch_rows, load_prompts, load_score, load_sft, read_rows
+from dovetail.data import Limits, load_prompts, load_score, load_sft
 from dovetail.errors import DataError
+from dovetail.rows import batch_rows, read_rows
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

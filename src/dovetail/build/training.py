@@ -12,7 +12,7 @@ import torch
 from dovetail.arch.foreign import AnySpec
 from dovetail.build.engine import EngineOptions, check_layout, make_engine, make_mesh
 from dovetail.build.sampling import backend_layout, make_sampler
-from dovetail.build.text import load_tokenizer, stop_ids, text_of
+from dovetail.build.text import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
 from dovetail.checkpoint.steps import Retention
 from dovetail.config import GRPO, PPO, SFT, CriticSection, LayoutSection, PolicyGradient, Recipe, ReferenceSection
 from dovetail.data import Limits, Tokenizer, load_prompts, load_sft
@@ -85,6 +85,7 @@ class Builder:
             self.source = Pretrained.open(recipe.model.path, recipe.model.engine)
             check_layout(self.source.spec, self.mesh.layout)
             self.tokenizer: Tokenizer = load_tokenizer(self.source, trust_remote_code=recipe.model.trust_remote_code)
+            self.processor = load_processor(self.source, trust_remote_code=recipe.model.trust_remote_code)
 
     def job(self) -> Job:
         """The whole run. Everything that a user may have got wrong is found here, before anything is written."""
@@ -114,8 +115,9 @@ class Builder:
     def _sft(self, loop: LoopSettings) -> tuple[Task, str, Engines]:
         data, limits = self.recipe.data, self._limits(self._budget)
         with agreed(self.mesh):
-            rows = load_sft(data.train, self.tokenizer, limits)
-            held_out = load_sft(data.eval, self.tokenizer, limits) if data.eval else []
+            load = partial(load_sft, tokenizer=self.tokenizer, limits=limits, processor=self.processor)
+            rows = load(data.train)
+            held_out = load(data.eval) if data.eval else []
         told = self._same_rows(rows)
         policy = self._trained(self.source, self.mesh, POLICY, self.recipe.optim.lr)
         return SupervisedTask(policy, SFTLoss(), rows, held_out, loop), told, {POLICY: policy}
@@ -127,8 +129,9 @@ class Builder:
         limits = self._limits(self._budget - rollout.max_new_tokens)  # all models have their meshes now
         sampler_mesh = self._sampler_mesh()  # which may refuse its layout, so before any weight is read
         with agreed(self.mesh):
-            prompts = load_prompts(recipe.data.train, self.tokenizer, limits)
-            held_out = load_prompts(recipe.data.eval, self.tokenizer, limits) if recipe.data.eval else []
+            load = partial(load_prompts, tokenizer=self.tokenizer, limits=limits, processor=self.processor)
+            prompts = load(recipe.data.train)
+            held_out = load(recipe.data.eval) if recipe.data.eval else []
         told = self._same_rows(prompts)
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
         critic = self._critic(*critic_role) if critic_role else None
@@ -149,7 +152,8 @@ class Builder:
         )
         stops = stop_ids(self.source, self.tokenizer)
         decode = partial(text_of, stops=stops, tokenizer=self.tokenizer)
-        settings = _rl_settings(recipe, algorithm, stops)
+        banned = banned_ids(self.source, self.tokenizer, self.processor, stops)
+        settings = _rl_settings(recipe, algorithm, stops, banned)
         engines = {POLICY: policy} if critic is None else {POLICY: policy, CRITIC: critic}
         return RLTask(models, losses, prompts, held_out, judge, decode, settings, loop), told, engines
 
@@ -306,7 +310,9 @@ def _checked(spec: AnySpec, layout: Layout) -> Layout:
     return layout
 
 
-def _rl_settings(recipe: Recipe, algorithm: PolicyGradient, stops: tuple[int, ...]) -> RLSettings:
+def _rl_settings(
+    recipe: Recipe, algorithm: PolicyGradient, stops: tuple[int, ...], banned: tuple[int, ...]
+) -> RLSettings:
     rollout = recipe.rollout
     in_reward = algorithm.kl_in == "reward" and algorithm.kl_coef > 0
     ppo = algorithm if isinstance(algorithm, PPO) else None
@@ -320,6 +326,7 @@ def _rl_settings(recipe: Recipe, algorithm: PolicyGradient, stops: tuple[int, ..
             top_k=rollout.top_k,
             seed=recipe.trainer.seed,
             stop_ids=stops,
+            banned_ids=banned,
         ),
         advantages=AdvantageSettings(
             kind=recipe.algorithm.name,

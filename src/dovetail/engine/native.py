@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dovetail.arch.registry import ulysses_degree
-from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, Share, plan_microbatches
+from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, Share, plan_microbatches, start_reading
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.training import export_training, load_training
 from dovetail.checkpoint.writer import save_sharded
@@ -198,7 +198,9 @@ class NativeEngine:
         dp = self.mesh["dp"]
         plan = plan_microbatches(batch.lengths, dp.size, self._budget(batch), multiple, self.model.spec.width)
         for sequences in plan[dp.rank]:
-            micro = MicroBatch.of(batch.select(sequences), multiple, share)
+            chosen = batch.select(sequences)
+            start_reading(chosen.media)  # while the micro-batches before are computed
+            micro = MicroBatch.of(chosen, multiple, share)
             yield batch.token_index(sequences).to(self.mesh.device), micro.to(self.mesh.device)
 
     def _infer(self, batch: PackedBatch, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:

@@ -171,10 +171,8 @@ class _ParametersWithoutMemory(TorchFunctionMode):
 def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
     """The model of a raw config.json in float32, on the meta device but for its computed buffers. Raises ModelError."""
     register()
-    options = copy.deepcopy(dict(config))
-    name = options.pop("model_type")
+    known = known_config(config)
     try:
-        known: transformers.PreTrainedConfig = transformers.AutoConfig.for_model(name, **options)
         _refuse(known)
         sighted = is_sighted(known)
         if sighted:
@@ -197,6 +195,16 @@ def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
         raise ModelError(f"{type(model).__name__} is not made of `model` and `lm_head` alone")
     model.set_attn_implementation({"text_config": NAME} if sighted else NAME)
     return model.eval()
+
+
+def known_config(config: Mapping[str, Any]) -> "transformers.PreTrainedConfig":
+    """A raw config.json as transformers reads it. Raises ModelError."""
+    options = copy.deepcopy(dict(config))
+    try:
+        known: transformers.PreTrainedConfig = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise ModelError(f"transformers makes no model of this config: {error}") from error
+    return known
 
 
 def is_sighted(config: "transformers.PreTrainedConfig") -> bool:

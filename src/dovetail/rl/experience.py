@@ -47,7 +47,8 @@ def pack_samples(samples: Seq[Sample], temperature: float) -> PackedBatch:
     rows = []
     for sample in samples:
         prompt, response = sample.prompt.ids, sample.completion.ids
-        rows.append(Sequence([*prompt, *response], [False] * len(prompt) + [True] * len(response), fields))
+        mask = [False] * len(prompt) + [True] * len(response)
+        rows.append(Sequence([*prompt, *response], mask, fields, sample.prompt.media))
     return PackedBatch.pack(rows)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from dovetail.batch import LossFn, PackedBatch, Sequence
-from dovetail.data import Prompt, batch_rows
+from dovetail.data import Prompt
 from dovetail.engine.base import Engine, StepReport
 from dovetail.errors import DataError
 from dovetail.rl.experience import (
@@ -28,6 +28,7 @@ from dovetail.rl.judging import Judge
 from dovetail.rl.losses import Aggregation, weight_fields
 from dovetail.rl.rewards import count_errors
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
+from dovetail.rows import batch_rows
 from dovetail.watch.progress import Phase, Progress
 
 MOST_REWARD_ERRORS = 0.05  # of a step's samples; above it the reward itself is taken to be wrong
@@ -214,6 +215,7 @@ class RLTask:
             max_new_tokens=self.settings.sampling.max_new_tokens,
             temperature=0.0,
             stop_ids=self.settings.sampling.stop_ids,
+            banned_ids=self.settings.sampling.banned_ids,
         )
         samples, _ = self._sample(self.held_out, params, step, lambda _, step: self.loop.progress.phase("eval", step))
         rewards = [sample.reward for sample in samples]
@@ -226,7 +228,7 @@ class RLTask:
         sampler, tell = self.models.sampler, tell or self.loop.progress.phase
         tell("push", step + 1)
         sampler.refill(self.models.policy.weights(sampler.dtype))
-        asked = [SamplerPrompt(row, prompt.ids) for row, prompt in enumerate(prompts)]
+        asked = [SamplerPrompt(row, prompt.ids, prompt.media) for row, prompt in enumerate(prompts)]
         tell("rollout", step + 1)
         completions = sampler.sample(asked, replace(params, step=step))
         texts = [self.decode(c.ids) for c in completions]

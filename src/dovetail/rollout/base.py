@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from dovetail.batch import Media
 from dovetail.errors import ConfigError
 
 
@@ -26,6 +27,7 @@ class SamplingParams:
     seed: int = 0
     step: int = 0
     stop_ids: tuple[int, ...] = ()
+    banned_ids: tuple[int, ...] = ()  # never drawn; log-probs are those of the model without the ban
 
     def __post_init__(self) -> None:
         expected = {
@@ -42,10 +44,11 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue, and the row number that its sampling noise depends on."""
+    """Token ids to continue, what they show, and the row number that its sampling noise depends on."""
 
     row: int
     ids: Sequence[int]
+    media: Media | None = None
 
 
 @dataclass(frozen=True)
