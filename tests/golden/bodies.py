@@ -16,7 +16,8 @@ from dovetail.engine.native import NativeEngine
 from dovetail.errors import UserError
 from dovetail.optim.lr import lr_factor
 from dovetail.rl.experience import Sample
-from dovetail.rl.trainer import RLTask, Row, never, train
+from dovetail.rl.trainer import RLTask, never, train
+from dovetail.rl.updates import Row
 from tests.golden.job import builder_of
 from tests.probe import parameters
 

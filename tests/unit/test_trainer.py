@@ -13,7 +13,8 @@ from dovetail.data import Prompt
 from dovetail.engine.base import Engine
 from dovetail.rl import trainer
 from dovetail.rl.experience import AdvantageSettings, Sample, drop_equal_groups, pack_samples, with_advantages
-from dovetail.rl.trainer import LoopSettings, Row, inner_batches, never, train, weighted
+from dovetail.rl.trainer import LoopSettings, inner_batches, never, train, weighted
+from dovetail.rl.updates import Row
 from dovetail.rollout.base import Completion
 from tests.tolerances import OP_FP32, assert_close
 

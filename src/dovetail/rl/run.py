@@ -29,7 +29,8 @@ from dovetail.rl.experience import Sample
 from dovetail.rl.lock import RunLock
 from dovetail.rl.resume import CHECKPOINTS, CONFIG, EVENTS, HF, Resumed, find, is_run
 from dovetail.rl.state import RunState, random_state, restore_random_state
-from dovetail.rl.trainer import Outcome, Row
+from dovetail.rl.trainer import Outcome
+from dovetail.rl.updates import Row
 from dovetail.weights.agree import agreed
 from dovetail.weights.directory import SideFiles
 from dovetail.weights.staging import refuse_unwritable, replace_file

@@ -6,14 +6,13 @@ SFT step:  take rows; update
 
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from dovetail.batch import LossFn, PackedBatch, Sequence
 from dovetail.data import Prompt
-from dovetail.engine.base import Engine, StepReport
+from dovetail.engine.base import Engine
 from dovetail.errors import DataError
 from dovetail.rl.experience import (
     AdvantageSettings,
@@ -27,6 +26,7 @@ from dovetail.rl.guard import Guard
 from dovetail.rl.judging import Judge
 from dovetail.rl.losses import Aggregation, weight_fields
 from dovetail.rl.rewards import count_errors
+from dovetail.rl.updates import EMPTY_UPDATE, Row, Updates, describe, mean
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 from dovetail.rows import batch_rows
 from dovetail.watch.progress import Phase, Progress
@@ -35,7 +35,6 @@ MOST_REWARD_ERRORS = 0.05  # of a step's samples; above it the reward itself is 
 SOLVED = 1.0  # a reward that counts as solved in evaluations
 MEASURED_STEPS = 2  # after which a run with a time budget predicts its length
 
-Row = dict[str, Any]
 Tell = Callable[[Phase, int], None]
 
 
@@ -177,7 +176,7 @@ class RLTask:
         prompts = [self.prompts[i] for i in chosen]
         samples, errors = self._sample(prompts, self.settings.sampling, step)
         self.samples = samples
-        row = {**_describe(samples), "reward_errors": errors}
+        row = {**describe(samples), "reward_errors": errors}
         if self.settings.skip_equal_groups:
             samples = drop_equal_groups(samples)
         if not samples:  # nothing to learn from: every group agrees, or the reward dropped every sample
@@ -258,35 +257,6 @@ class RLTask:
         if models.critic is not None:
             batch = batch.with_fields(old_value=models.critic.values(batch))
         return weighted(with_advantages(batch, samples, settings.advantages), self.loop)
-
-
-class Updates:
-    """The optimizer steps of one training step, averaged for its row."""
-
-    def __init__(self, engine: Engine, loss: LossFn) -> None:
-        self.engine, self.loss = engine, loss
-        self.reports: list[StepReport] = []
-
-    def run(self, batch: PackedBatch) -> None:
-        self.reports.append(self.engine.train_step(batch, self.loss))
-
-    def row(self) -> Row:
-        if not self.reports:
-            return {}
-        columns: dict[str, list[float]] = defaultdict(list)
-        for report in self.reports:
-            for name, value in {"loss": report.loss, "grad_norm": report.grad_norm, **report.metrics}.items():
-                columns[name].append(value)
-        row: Row = {name: mean(values) for name, values in columns.items()}
-        row |= {"lr": self.reports[-1].lr, "flops": sum(report.flops for report in self.reports)}
-        skipped = [report for report in self.reports if report.skipped]
-        return {**row, "skipped": True, "fault": skipped[0].describe_faults()} if skipped else row
-
-
-EMPTY_UPDATE: Mapping[str, Any] = {  # means of nothing are not numbers
-    "loss": math.nan, "grad_norm": 0.0, "lr": 0.0, "tokens": 0,
-    "entropy_mean": math.nan, "kl_mean": math.nan, "clip_fraction": math.nan,
-}  # fmt: skip
 
 
 class Run(Protocol):
@@ -387,16 +357,3 @@ def inner_batches(batch: PackedBatch, loop: LoopSettings, step: int) -> Iterator
 def weighted(batch: PackedBatch, loop: LoopSettings) -> PackedBatch:
     """The batch with its tokens' weights in the loss."""
     return batch.with_fields(**weight_fields(batch, loop.aggregation, loop.aggregation_constant))
-
-
-def mean(values: Seq[float]) -> float:
-    """Not a number where there are none: metrics.jsonl says null, and no target is reached."""
-    return sum(values) / len(values) if values else math.nan
-
-
-def _describe(samples: Seq[Sample]) -> Row:
-    return {
-        "reward_mean": mean([sample.reward for sample in samples]),
-        "response_length_mean": mean([float(len(sample.completion.ids)) for sample in samples]),
-        "stop_fraction": mean([float(sample.completion.finish == "stop") for sample in samples]),
-    }
