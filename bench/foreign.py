@@ -123,11 +123,15 @@ def measure(family: Family, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def ragged(count: int, longest: int, *, images: bool) -> list[Sequence]:
-    """Lengths as in RL: one of the longest, a mean of a quarter of it; with an image each where asked for."""
+    """Lengths as in RL, exponential with a mean of a quarter of the longest; with an image each where asked for."""
     draw = torch.Generator().manual_seed(3)
-    lengths = torch.empty(count - 1).exponential_(4.4 / longest, generator=draw).clamp(16, longest).int().tolist()
+    shares = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    lengths = -(1 - shares).log()
+    for _ in range(20):  # what is cut off at the longest goes to the others
+        lengths = (lengths * (longest / 4 / lengths.mean())).clamp(16, longest)
+    order = torch.randperm(count, generator=draw)
     rows = []
-    for length in [longest, *lengths]:
+    for length in lengths[order].round().int().tolist():
         media = None
         ids = torch.randint(WORDS, (length,), generator=draw).tolist()
         if images:
