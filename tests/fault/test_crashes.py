@@ -15,7 +15,17 @@ import pytest
 from dovetail.checkpoint.steps import saved_steps
 from dovetail.errors import CheckpointError
 from tests.checkpoints import assert_same_tensors, tensors_of, write_tiny
-from tests.fault.crashing import DIED, Apart, die_at, end_all, fill_disk_after, forked, join_group, start_fork
+from tests.fault.crashing import (
+    DIED,
+    Apart,
+    die_at,
+    end_all,
+    fill_disk_after,
+    forked,
+    join_group,
+    leave_group,
+    start_fork,
+)
 from tests.fault.saves import Run, recovered
 from tests.fault.training_checkpoint import tiny_engine
 
@@ -68,6 +78,7 @@ def saving(
     if index is not None:
         die_at(index)
     run.save(*scene.save)
+    leave_group(store, *place)
 
 
 def deaths(
@@ -179,6 +190,7 @@ def announced(folder: Path, store: Path, scene: Scene, background: bool, place: 
     run = Run(folder, place[1], keep=scene.keep, background=background)
     ready.write_text("")
     run.save(*scene.save)
+    leave_group(store, *place)
 
 
 KILLS = [(name, b, w, 17) for name in SCENES for b in (False, True) for w in (2, 4)]
@@ -201,6 +213,7 @@ def exporting(source: Path, out: Path, store: Path, place: tuple[int, int], inde
     if index is not None:
         die_at(index)
     engine.save_pretrained(out)
+    leave_group(store, *place)
 
 
 def export_deaths(base: Path, world: int, victim: int, stride: int) -> int:
@@ -261,6 +274,7 @@ def full(folder: Path, store: Path, place: tuple[int, int], background: bool, ro
         assert 1 in {saved.step for saved in saved_steps(folder)[0]}
     run.save(3, 3)
     assert saved_steps(folder)[0][0].step == 3
+    leave_group(store, *place)
 
 
 def full_disks(base: Path, world: int, rooms: list[int]) -> int:
