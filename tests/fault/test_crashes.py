@@ -109,7 +109,7 @@ def deaths(
 
 def wait_or_end(children: list[int], *, patient: bool) -> None:
     if patient:
-        assert {os.waitpid(child, 0)[1] for child in children} == {0}
+        assert {os.waitpid(child, 0)[1] for child in children} <= {0}
     else:
         end_all(children)
 
@@ -144,7 +144,7 @@ ALL = [(name, background, victim, 1) for name in SCENES for background in (False
     ("name", "background", "victim", "stride"), [*SOME, *(pytest.param(*each, marks=pytest.mark.soak) for each in ALL)]
 )
 def test_either_of_two_ranks_dies_at_every_change_of_the_disk(
-    name: str, background: bool, victim: int, stride: int, tmp_path: Path
+    name: str, background: bool, victim: int, stride: int, apart: Apart, tmp_path: Path
 ) -> None:
     scene = SCENES[name]
     found = apart(deaths, tmp_path, scene, background, 2, victim, range(0, MANY, stride))
@@ -270,7 +270,7 @@ def full(folder: Path, store: Path, place: tuple[int, int], background: bool, ro
     (folder.parent / f"told-{rank}").write_text(told)
     if told:
         assert "No space left on device" in told
-        assert not [*folder.glob(".tmp-*")]
+        assert rank or not [*folder.glob(".tmp-*")], "the first rank clears away"
         assert 1 in {saved.step for saved in saved_steps(folder)[0]}
     run.save(3, 3)
     assert saved_steps(folder)[0][0].step == 3
