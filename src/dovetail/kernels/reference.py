@@ -128,6 +128,18 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Each expert's product of its own tokens: x [T, K], weight [E, K, N], offsets int [E] -> [T, N].
+
+    Tokens lie by expert; expert e's end at `offsets[e]`, where the next one's begin, and the last one's at T. An expert
+    may have none: the gradient of its weight is 0.
+    """
+    ends = offsets.tolist()
+    assert ends[-1] == len(x), f"the last expert's tokens end at {ends[-1]} of {len(x)}"
+    lengths = [end - start for start, end in itertools.pairwise([0, *ends])]
+    return torch.cat([rows @ w for rows, w in zip(x.split(lengths), weight.unbind(), strict=True)])
+
+
 def logits(x: Tensor, weight: Tensor) -> Tensor:
     """x [n, D] @ weight [V, D].T, as exact as the device's product allows: fresh memory that callers may overwrite."""
     return x @ weight.T

@@ -19,6 +19,7 @@ class KernelSet:
     decode_attention: Callable[..., Tensor] = reference.decode_attention
     rms_norm: Callable[..., Tensor] = reference.rms_norm
     swiglu: Callable[..., Tensor] = reference.swiglu
+    grouped_mm: Callable[..., Tensor] = reference.grouped_mm
     logits: Callable[..., Tensor] = reference.logits
     vocab_stats: Callable[..., Tensor] = reference.vocab_stats
     vocab_grad_: Callable[..., Tensor] = reference.vocab_grad_
@@ -35,7 +36,11 @@ def kernels_for(device: torch.device) -> KernelSet:
     """The kernels of a device: the reference, with what the device does better put in its place."""
     if device.type == "cuda":
         return KernelSet(
-            attention=cuda.attention, logits=cuda.logits, add_weight_grad_=cuda.add_weight_grad_, head_chunk=4096
+            attention=cuda.attention,
+            grouped_mm=cuda.grouped_mm,
+            logits=cuda.logits,
+            add_weight_grad_=cuda.add_weight_grad_,
+            head_chunk=4096,
         )
     return KernelSet()
 
