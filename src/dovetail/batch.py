@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import DataError
+from dovetail.routing import Routes
 
 # What a model's processor makes of the images and videos of one sequence: pixel_values, image_grid_thw, ...
 Media = Mapping[str, Tensor]
@@ -210,7 +211,7 @@ class MicroBatch:
     """A padded batch, and what of it is this rank's: the tokens `order` [t] of `batch`.
 
     `counted` are this rank's counted tokens [n]: the rows `index` of its t, the rows `mine` of `all_counted`, which are
-    those of all context-parallel ranks.
+    those of all context-parallel ranks. routes: of this rank's tokens between blocks, t / tp; filled as layers are computed.
     """
 
     batch: PackedBatch
@@ -220,6 +221,7 @@ class MicroBatch:
     mine: Tensor
     all_counted: PackedBatch
     share: Share = WHOLE
+    routes: Routes | None = None
 
     @classmethod
     def of(cls, batch: PackedBatch, multiple: int = 1, share: Share = WHOLE) -> "MicroBatch":
@@ -253,6 +255,7 @@ class MicroBatch:
             self.mine.to(device),
             counted if everyone is self.counted else everyone.to(device),
             self.share,
+            self.routes,
         )
 
 

@@ -27,6 +27,7 @@ from dovetail.optim.assembly import shards_of
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.pipeline.partition import check_pipeline, partition
 from dovetail.placement import as_index
+from dovetail.weights.experts import form_of
 from dovetail.weights.load import load
 from dovetail.weights.pretrained import (
     LM_HEAD,
@@ -101,7 +102,7 @@ def make_engine(
     model = make_model(source, mesh, master, reader, found.kind, options.recompute)
     shard_over_data(model, mesh, dtype)
     model.materialize(mesh.device)
-    load(model, reader, mesh, aliases=found.aliases, fresh=found.fresh, ignore=found.ignore)
+    load(model, reader, mesh, aliases=found.aliases, fresh=found.fresh, ignore=(*found.ignore, *source.spec.ignored))
     if found.fresh:
         fill_fresh(model, mesh, found.fresh, options.fresh_head_seed or 0)
     origin = Origin(
@@ -127,7 +128,9 @@ def make_model(
     `reader` says how its checkpoint names things.
     """
     if isinstance(source.spec, ArchSpec):
-        return make_decoder(source.spec, mesh, dtype, head, recompute)
+        decoder = make_decoder(source.spec, mesh, dtype, head, recompute)
+        decoder.experts = form_of(decoder, reader)
+        return decoder
     kernels = kernels_for(mesh.device)
     try:
         model = ForeignDecoder(source.spec, source.config, mesh, kernels, head, recompute, reader)
@@ -146,7 +149,7 @@ def make_decoder(
     ranges, pp = partition(spec, mesh.layout), mesh["pp"]
     cut = Cut(ranges[pp.rank :: pp.size], first=pp.rank == 0, last=pp.rank == pp.size - 1)
     with torch.device("meta"):
-        return Decoder(spec, mesh, kernels_for(mesh.device), head, recompute, cut).to(dtype)
+        return Decoder(spec, mesh, kernels_for(mesh.device), head, recompute, cut).hold_in(dtype)
 
 
 def check_layout(spec: AnySpec, layout: Layout) -> None:
@@ -155,10 +158,6 @@ def check_layout(spec: AnySpec, layout: Layout) -> None:
         raise LayoutError(
             f"layout {layout}: model_type is {spec.family!r}; known families: {', '.join(FAMILIES)}; others, and those with "
             "engine=transformers, are cut by cp and dp alone; set tp=1, pp=1 and ep=1"
-        )
-    if layout.ep > 1:
-        raise LayoutError(
-            f"layout {layout}: ep={layout.ep} cuts experts, and this {spec.family} model has none; set ep=1"
         )
     if layout.cp_mode != "auto" and layout.cp == 1:
         raise LayoutError(f"layout: cp_mode={layout.cp_mode} says how to cut by cp; leave it out at cp=1")

@@ -21,8 +21,10 @@ from dovetail.nn.context import context_of
 from dovetail.nn.embedding import VocabEmbedding
 from dovetail.nn.heads import LMHead, ValueHead, shared
 from dovetail.nn.linear import Linear
+from dovetail.nn.mla import LatentAttention
 from dovetail.nn.mlp import make_mlp
 from dovetail.nn.model import Cut, StagedModel
+from dovetail.nn.moe import Experts, MoE, Router
 from dovetail.nn.norm import RMSNorm
 from dovetail.tokenstats import TokenStats
 
@@ -38,14 +40,14 @@ class Block(nn.Module):
         self.norm_names = spec.norm_names
         first, second = self.norm_names
         self.add_module(first, RMSNorm(spec.width, spec.norm_eps, kernels))
-        self.self_attn = Attention(spec, layer, mesh, kernels)
+        self.self_attn = (LatentAttention if spec.attention.latent else Attention)(spec, layer, mesh, kernels)
         self.add_module(second, RMSNorm(spec.width, spec.norm_eps, kernels))
-        self.mlp = make_mlp(spec, mesh, kernels)
+        self.mlp = MoE(spec, layer, mesh, kernels) if spec.is_moe(layer) else make_mlp(spec, mesh, kernels)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         first, second = (self.get_submodule(name) for name in self.norm_names)
         x = x + self.self_attn(first(x), context)
-        return x + self.mlp(second(x))
+        return x + (self.mlp(second(x), context.routes) if isinstance(self.mlp, MoE) else self.mlp(second(x)))
 
 
 class Trunk(nn.Module):
@@ -138,11 +140,20 @@ class Decoder(StagedModel):
         result: TokenStats | Loss | Tensor = self.head(self.model.norm(x), micro, loss)
         return result
 
+    def hold_in(self, dtype: torch.dtype) -> "Decoder":
+        """Hold parameters and buffers in `dtype`; biases of routing stay as exact as checkpoints have them."""
+        self.to(dtype)
+        for module in self.modules():
+            if isinstance(module, Router) and module.moe.bias:
+                module.e_score_correction_bias = module.e_score_correction_bias.to(torch.float32)
+        return self
+
     def linears(self, stage: int) -> Iterator[Linear]:
         for layer in self.cut.stages[stage]:
             yield from (module for module in self.model.layers[str(layer)].modules() if isinstance(module, Linear))
 
     def groups(self) -> Iterator[nn.Module]:
+        yield from (module for module in self.model.modules() if isinstance(module, Experts))
         yield from self.model.layers.values()
         if not self.tied and self.cut.first:
             yield self.model.embed_tokens

@@ -14,7 +14,9 @@ from dovetail.mesh import Mesh
 from dovetail.nn.heads import LMHead, ValueHead
 from dovetail.nn.linear import Linear
 
-ExpertForm = Literal["fused", "turned", "apart"]  # how a checkpoint has a layer's experts: see `weights.experts`
+ExpertForm = Literal[
+    "fused", "turned", "apart", "mixtral"
+]  # how a checkpoint has a layer's experts: see `weights.experts`
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,16 @@ from dovetail.mesh import Mesh
 from dovetail.nn.attention import Context
 from dovetail.nn.decoder import Decoder
 from dovetail.nn.rope import rope_tables
-from dovetail.placement import as_index
+from dovetail.placement import as_index, checkpoint_shapes
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.cache import DecodeContext, KVCache, PrefillContext
 from dovetail.rollout.draw import draw
 from dovetail.rollout.found import Found
 from dovetail.rollout.noise import uniforms
 from dovetail.rollout.waves import Wave, plan_waves
+from dovetail.routing import Routes
+from dovetail.weights.experts import form_of, stored
 from dovetail.weights.load import load
-from dovetail.weights.pieces import checkpoint_shapes, held
 from dovetail.weights.reader import TensorSource
 
 MAX_TOKENS = 1 << 16
@@ -87,8 +88,13 @@ class NativeSampler:
 
     def load(self, source: TensorSource) -> None:
         """Take over a checkpoint, each rank its own slices. Collective."""
-        load(self.model, source, self.mesh)
+        self.name_as(source)
+        load(self.model, source, self.mesh, ignore=self.spec.ignored)
         self._filled = True
+
+    def name_as(self, source: TensorSource) -> None:
+        """Expect experts under the names that a checkpoint has for them."""
+        self.model.experts = form_of(self.model, source)
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
@@ -140,14 +146,14 @@ class NativeSampler:
         starts, ends = spans.cu_seqlens[:-1].long()[owners], spans.cu_seqlens[1:].long()[owners]
         source = torch.minimum(starts[:, None] + torch.arange(cache.longest, device=device), ends[:, None] - 1)
         positions = torch.cat([torch.arange(n, device=device) for n in packed])
-        context = PrefillContext(*self._rope(positions), spans, self.kernels, cache, source)
+        context = PrefillContext(*self._rope(positions), spans, self.kernels, cache, source, Routes())
         last = spans.cu_seqlens[1 : len(lengths) + 1].long() - 1
         return cache, self._logits(tokens, context, last)[owners]
 
     def _decode(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Give every row its token; the logits [B, V] of what follows."""
         rows = torch.arange(len(ids), device=ids.device)
-        context = DecodeContext(*self._rope(self._padded(cache.lengths)), self.kernels, cache, rows)
+        context = DecodeContext(*self._rope(self._padded(cache.lengths)), self.kernels, cache, rows, Routes())
         z = self._logits(self._padded(ids), context, rows)
         cache.grow()
         return z
@@ -182,7 +188,7 @@ class NativeSampler:
         """
         pieces: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
-        for param in held(self.model, self.mesh):
+        for param in stored(self.model, self.mesh):
             known = checkpoint_shapes(param.name, param.placement, param.shape)
             shapes |= known
             pieces |= {name: [] for name in known}
@@ -216,7 +222,7 @@ class NativeSampler:
 def _empty_decoder(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Decoder:
     """A decoder of zeros, made in its dtype and on its device at once: padding is never filled, so it stays zero."""
     with torch.device("meta"):
-        model = Decoder(spec, mesh, kernels).to(dtype)
+        model = Decoder(spec, mesh, kernels).hold_in(dtype)
     model.to_empty(device=mesh.device)
     if spec.tie_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dovetail.mesh import Mesh
 from dovetail.nn.model import StagedModel
-from dovetail.placement import REPLICATED, Placement, Region, as_index, checkpoint_names, held_regions, placements_of
+from dovetail.placement import REPLICATED, Placement, Region, as_index, checkpoint_shapes, held_regions, placements_of
 from dovetail.weights.files import TensorSpec
 
 Dtypes = Callable[[str], torch.dtype | None]  # the dtype that a checkpoint tensor is written in; None: the parameter's
@@ -89,16 +89,6 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
         if owner != name:
             found[owner] = (*found.get(owner, ()), name)
     return found
-
-
-def checkpoint_shapes(name: str, placement: Placement, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Name and whole shape of each checkpoint tensor behind a parameter of this local shape."""
-    names = checkpoint_names(name, placement)
-    if not placement.splits:
-        return {names[0]: shape}
-    (split,) = placement.splits
-    sizes = (part.size for part in split.parts)
-    return {n: (*shape[: split.dim], size, *shape[split.dim + 1 :]) for n, size in zip(names, sizes, strict=True)}
 
 
 def export_names(region_name: str, tied: tuple[str, ...], listed: Collection[str] | None) -> tuple[str, ...]:
