@@ -84,6 +84,23 @@ def tiny_configs() -> dict[str, PreTrainedConfig]:
         "llama_llama3": tiny(LlamaConfig, rope_parameters=llama3),
         "llama_yarn": tiny(LlamaConfig, rope_parameters=yarn),
         "llama_partial": tiny(LlamaConfig, partial_rotary_factor=0.5),
+        "mistral": tiny(MistralConfig, sliding_window=None),
+        "mistral_window": tiny(MistralConfig, sliding_window=WINDOW),
+        "qwen2": tiny(Qwen2Config),
+        "qwen2_tied": tiny(Qwen2Config, tie_word_embeddings=True),
+        "qwen2_window": tiny(Qwen2Config, **windowed),
+        "qwen2_yarn": tiny(Qwen2Config, rope_parameters={**yarn, "mscale": 0.7, "mscale_all_dim": 1.3}),
+        "qwen3": tiny(Qwen3Config, head_dim=16),
+        "qwen3_tied": tiny(Qwen3Config, head_dim=16, tie_word_embeddings=True),
+        "qwen3_biases": tiny(Qwen3Config, head_dim=16, attention_bias=True),
+        "qwen3_window": tiny(Qwen3Config, head_dim=16, **{**windowed, "num_hidden_layers": 2, "layer_types": mixed}),
+    }
+
+
+def moe_configs() -> dict[str, PreTrainedConfig]:
+    """The same of mixtures of experts and latent attention: expert counts that 2 and 4 divide, dense layers between."""
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    return {
         "deepseek_v2": tiny(DeepseekV2Config, **latent(), topk_method="group_limited_greedy", n_group=4, topk_group=2),
         "deepseek_v2_greedy": tiny(DeepseekV2Config, **{**latent(), "q_lora_rank": None}, attention_bias=True),
         "deepseek_v3": tiny(DeepseekV3Config, **latent(), n_group=4, topk_group=2),
@@ -95,26 +112,16 @@ def tiny_configs() -> dict[str, PreTrainedConfig]:
             rope_interleave=False,
             rope_parameters={**yarn, "mscale": 0.7, "mscale_all_dim": 1.3},
         ),
-        "mistral": tiny(MistralConfig, sliding_window=None),
-        "mistral_window": tiny(MistralConfig, sliding_window=WINDOW),
         "mixtral": tiny(MixtralConfig, num_local_experts=8, intermediate_size=32),
         "mixtral_window": tiny(MixtralConfig, num_local_experts=4, sliding_window=WINDOW),
-        "qwen2": tiny(Qwen2Config),
-        "qwen2_tied": tiny(Qwen2Config, tie_word_embeddings=True),
-        "qwen2_window": tiny(Qwen2Config, **windowed),
-        "qwen2_yarn": tiny(Qwen2Config, rope_parameters={**yarn, "mscale": 0.7, "mscale_all_dim": 1.3}),
         "qwen2_moe": tiny(
             Qwen2MoeConfig, **EXPERTS, shared_expert_intermediate_size=48, decoder_sparse_step=2, num_hidden_layers=4
         ),
         "qwen2_moe_tied": tiny(
             Qwen2MoeConfig, **EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[0], tie_word_embeddings=True
         ),
-        "qwen3": tiny(Qwen3Config, head_dim=16),
-        "qwen3_tied": tiny(Qwen3Config, head_dim=16, tie_word_embeddings=True),
-        "qwen3_biases": tiny(Qwen3Config, head_dim=16, attention_bias=True),
         "qwen3_moe": tiny(Qwen3MoeConfig, **EXPERTS, head_dim=16, norm_topk_prob=True),
         "qwen3_moe_many": tiny(Qwen3MoeConfig, **{**EXPERTS, "num_experts": 64}, head_dim=16, attention_bias=True),
-        "qwen3_window": tiny(Qwen3Config, head_dim=16, **{**windowed, "num_hidden_layers": 2, "layer_types": mixed}),
     }
 
 

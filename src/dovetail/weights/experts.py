@@ -16,7 +16,7 @@ from torch import nn
 
 from dovetail.mesh import Mesh
 from dovetail.nn.model import ExpertForm, StagedModel
-from dovetail.placement import REPLICATED, Region, Slices, as_index, checkpoint_shapes, overlap, within
+from dovetail.placement import REPLICATED, Region, Slices, as_index, checkpoint_shapes, overlap, placements_of, within
 from dovetail.weights.pieces import Held, held
 from dovetail.weights.reader import TensorSource
 
@@ -36,12 +36,15 @@ def stored(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[He
 
 def form_of(model: StagedModel, source: TensorSource) -> ExpertForm:
     """The form in which a checkpoint has the experts of `model`: it lists them fused, or it has them apart."""
+    placements = placements_of(model)
     for own_name, param in model.named_parameters():
         if any(own_name.endswith(ending) for ending, _ in FUSED):
-            name, (count, rows, columns) = model.stored_name(own_name), param.shape
+            name = model.stored_name(own_name)
+            ((count, rows, columns),) = checkpoint_shapes(name, placements[own_name], tuple(param.shape)).values()
             if name not in source.names:
                 return "mixtral" if any(MIXTRAL[1] in each for each in source.names) else "apart"
-            return "turned" if rows != columns and source.shape(name) == (count, columns, rows) else "fused"
+            if rows != columns:  # of a square one the other product tells
+                return "turned" if source.shape(name) == (count, columns, rows) else "fused"
     return "fused"
 
 

@@ -1,8 +1,9 @@
 """What of the checkpoint a rank holds: a model's placements turned into regions, with the tensors that they lie in."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, takewhile
 
 import torch
 from torch import Tensor, nn
@@ -99,15 +100,31 @@ def export_names(region_name: str, tied: tuple[str, ...], listed: Collection[str
 
 
 def owned_pieces(params: list[Held], dtype_of: Dtypes, listed: Collection[str] | None = None) -> dict[str, Piece]:
-    """Everything that this rank writes, by checkpoint name, in the model's order."""
-    found = {}
+    """Everything that this rank writes, in the model's order, by checkpoint name; a tensor's second piece as NAME#1."""
+    found: dict[str, Piece] = {}
     for param in params:
         for region in param.regions:
             if region.owned:
                 for name in export_names(region.checkpoint_name, param.tied, listed):
                     dtype = dtype_of(name) or param.local.dtype
-                    found[name] = Piece(region, dtype, partial(_read, param.local, region, dtype))
+                    add_piece(found, name, Piece(region, dtype, partial(_read, param.local, region, dtype)))
     return found
+
+
+def add_piece(found: dict[str, Piece], name: str, piece: Piece) -> None:
+    """Add a piece of the tensor `name`, of which a rank may hold several."""
+    found[f"{name}#{len(keys_of(name, found))}" if name in found else name] = piece
+
+
+def keys_of(name: str, found: Mapping[str, Piece]) -> list[str]:
+    """The keys of a tensor's pieces."""
+    keys = (f"{name}#{i}" if i else name for i in count())
+    return list(takewhile(found.__contains__, keys))
+
+
+def tensor_of(key: str) -> str:
+    """The checkpoint's name of the tensor that a piece belongs to."""
+    return key.partition("#")[0]
 
 
 def export_specs(params: list[Held], dtype_of: Dtypes, listed: Collection[str] | None = None) -> list[TensorSpec]:
