@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dovetail.comm import sum_over
+from dovetail.mesh import Axis
+
 
 @dataclass(frozen=True)
 class RoutingTrace:
@@ -32,7 +35,7 @@ class RoutingTrace:
         return replace(self, indices=fn(self.indices), valid=fn(self.valid))
 
     def padded(self, missing: int) -> "RoutingTrace":
-        """Tokens at the end of which nothing is known."""
+        """With tokens at the end of which nothing is known."""
         return self.map(lambda x: F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)))
 
     @classmethod
@@ -43,17 +46,46 @@ class RoutingTrace:
         indices = torch.cat([first.indices, *(other.indices for other in others)])
         return replace(first, indices=indices, valid=torch.cat([first.valid, *(other.valid for other in others)]))
 
+    def agreement(self, other: "RoutingTrace") -> float:
+        """The share of (token, layer) pairs known to both whose experts are the same, in any order; 1 of none."""
+        both = self.valid & other.valid
+        same = (self.indices[both].sort(-1).values == other.indices[both].sort(-1).values).all(-1)
+        return float(same.to(torch.float64).mean()) if same.numel() else 1.0
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What keeps experts evenly loaded while this rank's tokens [t] are trained on. Padding does not count.
+
+    A sequence of n tokens, of which c_e went to expert e, costs `aux_coef` x E / (K n) sum_e c_e p_e, p being its tokens' mean
+    score (DeepSeek-V3, arXiv 2412.19437, section 2.1.2: 1 where all is even); a token costs `z_coef` x (log-sum-exp of its
+    logits)^2 (ST-MoE, arXiv 2202.08906). Sums over a sequence are sums over `axes`, whose ranks share it.
+    weight: of one token's cost in the sum that is divided by the loss's count, so that what is left is a mean over tokens.
+    """
+
+    counted: Tensor  # bool [t]
+    owner: Tensor  # int64 [t]: the sequence of each
+    lengths: Tensor  # [S]
+    axes: tuple[Axis, ...]
+    aux_coef: float = 0.0
+    z_coef: float = 0.0
+    weight: float = 0.0
+
 
 @dataclass
 class Routes:
     """The routing of one rank's tokens [t] of one micro-batch, while its layers are computed.
 
     given: experts to take instead of choosing. chosen: layer -> int32 [t, K]; what a layer chose at first stays, so that
-    whatever computes it again (activation checkpointing) takes the same path, come what may of its logits.
+    whatever computes it again (activation checkpointing) takes the same path, come what may of its logits. loads: how many
+    of a sequence's tokens each expert has, [S, E]. costs: the sums of both balance terms.
     """
 
     given: RoutingTrace | None = None
+    balance: Balance | None = None
     chosen: dict[int, Tensor] = field(default_factory=dict)
+    loads: dict[int, Tensor] = field(default_factory=dict)
+    costs: dict[int, Tensor] = field(default_factory=dict)
 
     def choose(self, layer: int, live: Callable[[], Tensor]) -> Tensor:
         """int64 [t, K]: the experts of every token. `live` ranks them by this layer's own scores."""
@@ -63,3 +95,27 @@ class Routes:
                 indices = torch.where(self.given.valid[:, None], self.given.of(layer), indices)
             self.chosen[layer] = indices
         return self.chosen[layer].long()
+
+    def cost(self, layer: int, logits: Tensor, scores: Tensor) -> Tensor | None:
+        """What balance costs in a layer with these router logits and scores [t, E]; None where it costs nothing."""
+        b = self.balance
+        if b is None:
+            return None
+        if layer not in self.loads:
+            self.loads[layer] = self._load(b, layer, scores.shape[1])
+        if not (b.aux_coef or b.z_coef):
+            return None
+        shares = scores / scores.sum(-1, keepdim=True)
+        per_expert = self.loads[layer] * (scores.shape[1] / (self.chosen[layer].shape[1] * b.lengths))[:, None]
+        aux = (per_expert.to(scores.dtype)[b.owner] * shares).sum(-1)
+        z = logits.logsumexp(-1).square()
+        costs = torch.stack([torch.where(b.counted, each, 0.0).sum() for each in (aux, z)])
+        self.costs[layer] = costs.detach()
+        return b.weight * (b.aux_coef * costs[0] + b.z_coef * costs[1])
+
+    def _load(self, b: Balance, layer: int, experts: int) -> Tensor:
+        at = (b.owner[:, None] * experts + self.chosen[layer])[b.counted].flatten()
+        found = torch.bincount(at, minlength=len(b.lengths) * experts).view(-1, experts)
+        for axis in b.axes:
+            found = sum_over(found, axis)
+        return found

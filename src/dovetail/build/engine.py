@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -13,6 +13,7 @@ from dovetail.arch.registry import FAMILIES, ulysses_degree, validate_layout
 from dovetail.arch.spec import ArchSpec
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.engine.native import NativeEngine
+from dovetail.engine.routing import BalanceSettings
 from dovetail.engine.sharding import shard_over_data
 from dovetail.errors import LayoutError, ModelError
 from dovetail.hf.model import ForeignDecoder
@@ -50,6 +51,7 @@ class EngineOptions:
     recompute: what backward computes again: none, selective (all but attention) or full.
     fresh_head_seed: lets a value head that the checkpoint lacks be drawn from this seed, equally on all ranks.
     save_dtype: of saved and streamed tensors; default: the source checkpoint's, tensor by tensor.
+    balance: what keeps the experts of a mixture evenly loaded; default: nothing.
     engine: whose layers run, for `from_pretrained`: native (ours), transformers (its own), auto (ours where there are).
     """
 
@@ -59,6 +61,7 @@ class EngineOptions:
     recompute: Recompute = "none"
     fresh_head_seed: int | None = None
     save_dtype: torch.dtype | None = None
+    balance: BalanceSettings | None = None
     engine: EngineName = "auto"
 
 
@@ -110,9 +113,8 @@ def make_engine(
         tuple(reader.names),
         saved_sides(source, found.kind, options.save_dtype),
     )
-    return NativeEngine(
-        model, mesh, origin, optim=options.optim, tokens_per_batch=options.tokens_per_batch, dtype=dtype
-    )
+    settings: dict[str, Any] = {"optim": options.optim, "balance": options.balance}
+    return NativeEngine(model, mesh, origin, tokens_per_batch=options.tokens_per_batch, dtype=dtype, **settings)
 
 
 def make_model(

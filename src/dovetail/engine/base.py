@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dovetail.batch import LossFn, PackedBatch
+from dovetail.routing import RoutingTrace
 from dovetail.tokenstats import TokenStats
 
 
@@ -26,6 +27,7 @@ class StepReport:
     flops: float  # of the model, forward and backward; what is recomputed is not counted
     skipped: bool  # the gradient was not finite, so nothing was updated
     metrics: Mapping[str, float]
+    routing: RoutingTrace | None = None  # of every token, where it was asked for
 
 
 class Engine(Protocol):
@@ -33,6 +35,10 @@ class Engine(Protocol):
 
     def score(self, batch: PackedBatch) -> TokenStats:
         """Log-prob and entropy of `batch.targets` [T]; 0 where the mask is False."""
+        ...
+
+    def score_and_trace(self, batch: PackedBatch) -> tuple[TokenStats, RoutingTrace]:
+        """The same, and the experts that every token went to."""
         ...
 
     def values(self, batch: PackedBatch) -> Tensor:

@@ -16,15 +16,28 @@ from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, Share, plan_mi
 from dovetail.checkpoint.writer import save_sharded
 from dovetail.comm import gather_text, sum_over
 from dovetail.engine.base import StepReport
+from dovetail.engine.routing import (
+    BalanceSettings,
+    Placed,
+    balance_metrics,
+    expected_count,
+    gather_trace,
+    move_biases,
+    step_loads,
+    with_balance,
+    with_routes,
+)
 from dovetail.engine.stages import Inference, Training
-from dovetail.errors import DataError
+from dovetail.errors import DataError, ModelError
 from dovetail.kernels.reference import wide
 from dovetail.mesh import Mesh
+from dovetail.nn.decoder import Decoder
 from dovetail.nn.model import StagedModel
 from dovetail.optim.optimizer import Optimizer, OptimSettings
 from dovetail.pipeline.executor import connect, run as execute
 from dovetail.pipeline.partition import stage_costs
 from dovetail.pipeline.schedule import make_plan
+from dovetail.routing import RoutingTrace
 from dovetail.tokenstats import TokenStats
 from dovetail.weights.pieces import reshard
 from dovetail.weights.pretrained import Origin
@@ -47,6 +60,7 @@ class NativeEngine:
         optim: OptimSettings | None = None,
         tokens_per_batch: int | None = None,
         dtype: torch.dtype | None = None,
+        balance: BalanceSettings | None = None,
     ) -> None:
         """`model` is wrapped (`shard_over_data`) and filled already, `origin` is where it came from.
 
@@ -61,7 +75,8 @@ class NativeEngine:
             for linear in model.linears(stage):
                 linear.split = mesh.layout.schedule == "zero_bubble"
         connect(mesh)
-        self._settings = optim or OptimSettings()
+        self._settings, self._balance = optim or OptimSettings(), balance or BalanceSettings()
+        self._moe = model.spec.moe if isinstance(model, Decoder) else None
         self._optimizer: Optimizer | None = None
 
     @property
@@ -73,12 +88,23 @@ class NativeEngine:
 
     def score(self, batch: PackedBatch) -> TokenStats:
         """Log-prob and entropy of `batch.targets` [T]; 0 where the mask is False."""
+        return self._score(batch, list(self.micro_batches(batch)))
+
+    def score_and_trace(self, batch: PackedBatch) -> tuple[TokenStats, RoutingTrace]:
+        """The same, and the experts that every token went to, chosen or given."""
+        if self._moe is None:
+            raise ModelError(f"this {self.model.spec.family} model has no experts that the native engine routes to")
+        pairs = list(self.micro_batches(batch))
+        stats, trace = self._score(batch, pairs), gather_trace(pairs, self._moe, len(batch), self.mesh)
+        return stats, trace.map(lambda x: x.to(batch.tokens.device))
+
+    def _score(self, batch: PackedBatch, pairs: Placed) -> TokenStats:
         out = torch.zeros(2, len(batch), dtype=self._wide, device=self.mesh.device)
 
         def keep(where: Tensor, micro: MicroBatch, stats: TokenStats) -> None:
             out[:, where[micro.order[micro.index]]] = torch.stack(list(stats))
 
-        self._infer(batch, keep)
+        self._infer(pairs, keep)
         return TokenStats(*self._complete(out, batch))
 
     def values(self, batch: PackedBatch) -> Tensor:
@@ -89,16 +115,21 @@ class NativeEngine:
             real = micro.order < len(where)  # the rest is padding
             out[0, where[micro.order[real]]] = values[real]
 
-        self._infer(batch, keep)
+        self._infer(list(self.micro_batches(batch)), keep)
         return self._complete(out, batch)[0]
 
-    def train_step(self, batch: PackedBatch, loss: LossFn) -> StepReport:
-        """Forward, backward and one optimizer step over the whole batch, whatever its micro-batches."""
+    def train_step(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> StepReport:
+        """Forward, backward and one optimizer step over the whole batch, whatever its micro-batches.
+
+        trace: the report has the experts that every token went to.
+        """
         if not batch.num_sequences:
             raise DataError("train_step got a batch without sequences; skip the step instead")
         optimizer = self.optimizer
         sums: Sums = {}
-        micros = [micro for _, micro in self.micro_batches(batch)]
+        pairs = list(self.micro_batches(batch))
+        micros = [micro for _, micro in pairs]
+        self._charge(batch, pairs, loss)
         stages = Training(self.model, self.mesh, micros, self.dtype, loss, partial(add_sums, sums))
         layout, costs = self.mesh.layout, stage_costs(self.model.spec, self.mesh.layout)
         execute(make_plan(layout.schedule, layout.pp, layout.virtual_stages, len(micros), costs), stages, self.mesh)
@@ -113,8 +144,28 @@ class NativeEngine:
             tokens=len(batch),
             flops=3 * sum(self.model.spec.flops(n) for n in batch.lengths),
             skipped=update.skipped,
-            metrics={name: _mean(*sums) for name, sums in totals.items()},
+            metrics={name: _mean(*sums) for name, sums in totals.items()} | self._settle(batch, pairs, update.skipped),
+            routing=gather_trace(pairs, self._moe, len(batch), self.mesh) if trace and self._moe is not None else None,
         )
+
+    def _charge(self, batch: PackedBatch, pairs: Placed, loss: LossFn) -> None:
+        """Have a step of a mixture of experts note its loads, and pay for uneven ones as much as the mean over its tokens."""
+        if self._moe is None:
+            return
+        weight = 0.0
+        if self._balance.aux_coef or self._balance.z_coef:
+            assert isinstance(self.model, Decoder)
+            weight = expected_count(loss, pairs, self.mesh, values=self.model.is_critic) / len(batch)
+        with_balance(pairs, self._balance, weight, self.mesh)
+
+    def _settle(self, batch: PackedBatch, pairs: Placed, skipped: bool) -> dict[str, float]:
+        """After a step of a mixture of experts: its biases moved, and what is to be said of its loads."""
+        if self._moe is None:
+            return {}
+        loads, costs = step_loads(pairs, self._moe, self.mesh)
+        if not skipped:
+            move_biases(self.model, loads, self._moe, self._balance.bias_rate)
+        return balance_metrics(loads, costs, len(batch))
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(HF name, whole tensor in `dtype`, default: its saved one) of every parameter, a bounded bucket at a time."""
@@ -141,11 +192,12 @@ class NativeEngine:
         plan = plan_microbatches(batch.lengths, dp.size, self._budget(batch), multiple, self.model.spec.width)
         for sequences in plan[dp.rank]:
             micro = MicroBatch.of(batch.select(sequences), multiple, share)
-            yield batch.token_index(sequences).to(self.mesh.device), micro.to(self.mesh.device)
+            where, micro = batch.token_index(sequences).to(self.mesh.device), micro.to(self.mesh.device)
+            yield where, micro if self._moe is None else with_routes(micro, self.mesh)
 
-    def _infer(self, batch: PackedBatch, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
-        """Forward passes over the whole batch; `keep` gets each result where the last stage is."""
-        layout, pairs = self.mesh.layout, list(self.micro_batches(batch))
+    def _infer(self, pairs: Placed, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
+        """Forward passes over a whole batch; `keep` gets each result where the last stage is."""
+        layout = self.mesh.layout
         stages: Inference[Any] = Inference(
             self.model,
             self.mesh,

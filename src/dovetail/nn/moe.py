@@ -52,7 +52,7 @@ class Router(nn.Module):
         logits = F.linear(widened(x), widened(self.weight))
         scores = logits.softmax(-1) if self.moe.scores == "softmax" else logits.sigmoid()
         indices = routes.choose(self.layer, partial(self.best, scores.detach()))
-        weights = scores.gather(1, indices)
+        weights = with_cost(scores.gather(1, indices), routes.cost(self.layer, logits, scores))
         if self.moe.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         return indices, weights * self.moe.scale
@@ -151,6 +151,23 @@ class _TakeRows(torch.autograd.Function):
         (order,) = ctx.saved_tensors
         back = grads[0][inverse_of(order)]
         return back if ctx.copies == 1 else back.unflatten(0, (-1, ctx.copies)).sum(1), None, None
+
+
+class _WithCost(torch.autograd.Function):
+    """forward: x. backward: its gradient, and 1 for the cost, which thereby joins whatever loss x leads to."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor, _cost: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0].new_ones(())
+
+
+def with_cost(x: Tensor, cost: Tensor | None) -> Tensor:
+    """`x`, with `cost` added to the loss that it is on its way to, in whichever pipeline stage that is computed."""
+    return x if cost is None else _WithCost.apply(x, cost)
 
 
 def take_rows(x: Tensor, order: Tensor, copies: int = 1) -> Tensor:
