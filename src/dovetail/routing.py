@@ -11,6 +11,11 @@ from dovetail.comm import sum_over
 from dovetail.mesh import Axis
 
 
+def narrow_dtype(experts: int) -> torch.dtype:
+    """The narrowest type that numbers this many experts and that every backend sends."""
+    return torch.uint8 if experts <= 256 else torch.int32
+
+
 @dataclass(frozen=True)
 class RoutingTrace:
     """The experts of T tokens in the layers that route, named by their numbers in the whole model.

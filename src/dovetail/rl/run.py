@@ -19,6 +19,7 @@ from dovetail.log import Console, curve
 from dovetail.mesh import Mesh
 from dovetail.metrics import Metrics, check_loggers, json_line
 from dovetail.rl.experience import Sample
+from dovetail.rl.replay import write_routes
 from dovetail.rl.trainer import Outcome, Row
 from dovetail.weights.agree import agreed
 from dovetail.weights.staging import refuse_unwritable
@@ -84,7 +85,9 @@ class RunDirectory:
             if self._metrics is not None:
                 self._metrics.write(row)
                 if samples:
-                    _write_samples(self.settings.path / "rollouts" / f"step_{row['step']:06}.jsonl", samples)
+                    path = self.settings.path / "rollouts" / f"step_{row['step']:06}.jsonl"
+                    _write_samples(path, samples)
+                    write_routes(path.with_suffix(".routing.safetensors"), [s.completion.routing for s in samples])
         self.console.step(row)
 
     def checkpoint(self, step: int) -> None:

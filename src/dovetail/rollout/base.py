@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import ConfigError
+from dovetail.routing import RoutingTrace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class SamplingParams:
     seed: int = 0
     step: int = 0
     stop_ids: tuple[int, ...] = ()
+    trace: bool = False  # completions bring along which experts their tokens went to
 
     def __post_init__(self) -> None:
         expected = {
@@ -61,6 +63,7 @@ class Completion:
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     finish: Literal["stop", "length"]
+    routing: RoutingTrace | None = None  # of the prompt's tokens and `ids`; the last of these was never routed
 
 
 class Sampler(Protocol):

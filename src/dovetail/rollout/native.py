@@ -25,7 +25,7 @@ from dovetail.placement import as_index, checkpoint_shapes
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.cache import DecodeContext, KVCache, PrefillContext
 from dovetail.rollout.draw import draw
-from dovetail.rollout.found import Found
+from dovetail.rollout.found import Found, FoundRoutes
 from dovetail.rollout.noise import uniforms
 from dovetail.rollout.waves import Wave, plan_waves
 from dovetail.routing import Routes
@@ -104,18 +104,24 @@ class NativeSampler:
         costs = [len(prompt.ids) + params.samples * new for prompt in prompts]
         dealt = plan_microbatches(costs, replicas.size, None, width=self.spec.width)[replicas.rank]
         mine = {i: len(prompts[i].ids) for batch in dealt for i in batch}
-        found = Found(len(prompts) * params.samples, new, self.mesh.device)
+        rows, longest = len(prompts) * params.samples, max((len(prompt.ids) for prompt in prompts), default=0)
+        moe, device = self.spec.moe, self.mesh.device
+        routes = FoundRoutes(rows, longest + new, moe, device) if params.trace and moe is not None else None
+        found = Found(rows, new, device, routes)
         for wave in plan_waves(mine, params.samples, new, self.max_tokens):
             self._run(wave, prompts, params, found)
         return found.completions(prompts, params, self.mesh)
 
     def _run(self, wave: Wave, prompts: Sequence[Prompt], params: SamplingParams, found: Found) -> None:
         """All tokens of a wave's rows. Rows that stopped stay until enough of them did, and are ignored."""
-        cache, z = self._prefill(wave, prompts, params.max_new_tokens)
+        cache, z, context = self._prefill(wave, prompts, params.max_new_tokens)
         device = self.mesh.device
         rows = np.array([prompts[wave.prompts[owner]].row for owner, _ in wave.rows], dtype=np.int64)
         samples = np.array([sample for _, sample in wave.rows], dtype=np.int64)
         slots = torch.tensor([wave.prompts[o] * params.samples + sample for o, sample in wave.rows], device=device)
+        if found.routes is not None:
+            positions = torch.arange(context.source.shape[1], device=device)
+            found.routes.put(slots[:, None], positions, context.routes, context.source, self.mesh["tp"])
         stops = torch.tensor(params.stop_ids, dtype=torch.int64, device=device)
         alive = torch.ones(len(slots), dtype=torch.bool, device=device)
         for position in range(params.max_new_tokens):
@@ -131,10 +137,13 @@ class NativeSampler:
                 cache.keep(kept)
                 rows, samples = rows[kept.cpu().numpy()], samples[kept.cpu().numpy()]
                 slots, alive, ids = slots[kept], alive[kept], ids[kept]
-            z = self._decode(ids, cache)
+            at = cache.lengths
+            z, routes = self._decode(ids, cache)
+            if found.routes is not None:
+                found.routes.put(slots, at, routes, torch.arange(len(ids), device=device), self.mesh["tp"])
 
-    def _prefill(self, wave: Wave, prompts: Sequence[Prompt], new: int) -> tuple[KVCache, Tensor]:
-        """A cache that holds every row's prompt, and the logits [B, V] of what follows."""
+    def _prefill(self, wave: Wave, prompts: Sequence[Prompt], new: int) -> tuple[KVCache, Tensor, PrefillContext]:
+        """A cache that holds every row's prompt, the logits [B, V] of what follows, and how that was computed."""
         device = self.mesh.device
         lengths = [len(prompts[i].ids) for i in wave.prompts]
         owners = torch.tensor([owner for owner, _ in wave.rows], device=device)
@@ -148,15 +157,15 @@ class NativeSampler:
         positions = torch.cat([torch.arange(n, device=device) for n in packed])
         context = PrefillContext(*self._rope(positions), spans, self.kernels, cache, source, Routes())
         last = spans.cu_seqlens[1 : len(lengths) + 1].long() - 1
-        return cache, self._logits(tokens, context, last)[owners]
+        return cache, self._logits(tokens, context, last)[owners], context
 
-    def _decode(self, ids: Tensor, cache: KVCache) -> Tensor:
-        """Give every row its token; the logits [B, V] of what follows."""
+    def _decode(self, ids: Tensor, cache: KVCache) -> tuple[Tensor, Routes]:
+        """Give every row its token; the logits [B, V] of what follows, and the experts that the tokens went to."""
         rows = torch.arange(len(ids), device=ids.device)
         context = DecodeContext(*self._rope(self._padded(cache.lengths)), self.kernels, cache, rows, Routes())
         z = self._logits(self._padded(ids), context, rows)
         cache.grow()
-        return z
+        return z, context.routes
 
     def _logits(self, tokens: Tensor, context: Context, index: Tensor) -> Tensor:
         """The logits [n, V] of the tokens at `index` [n], on every rank of tp. Padding of the vocabulary is gone."""
