@@ -83,13 +83,15 @@ class Routes:
 
     given: experts to take instead of choosing. chosen: layer -> int32 [t, K]; what a layer chose at first stays, so that
     whatever computes it again (activation checkpointing) takes the same path, come what may of its logits. loads: how many
-    of a sequence's tokens each expert has, [S, E]. costs: the sums of both balance terms.
+    of a sequence's tokens here each expert has, [S, E]; shared: of all its tokens, where they are asked for. costs: the sums
+    of both balance terms.
     """
 
     given: RoutingTrace | None = None
     balance: Balance | None = None
     chosen: dict[int, Tensor] = field(default_factory=dict)
     loads: dict[int, Tensor] = field(default_factory=dict)
+    shared: dict[int, Tensor] = field(default_factory=dict)
     costs: dict[int, Tensor] = field(default_factory=dict)
 
     def choose(self, layer: int, live: Callable[[], Tensor]) -> Tensor:
@@ -107,20 +109,26 @@ class Routes:
         if b is None:
             return None
         if layer not in self.loads:
-            self.loads[layer] = self._load(b, layer, scores.shape[1])
+            self._note_loads(b, layer, scores.shape[1])
         if not (b.aux_coef or b.z_coef):
             return None
+        even = scores.shape[1] / (self.chosen[layer].shape[1] * b.lengths.to(scores.dtype))  # times an even load: 1
         shares = scores / scores.sum(-1, keepdim=True)
-        per_expert = self.loads[layer] * (scores.shape[1] / (self.chosen[layer].shape[1] * b.lengths))[:, None]
-        aux = (per_expert.to(scores.dtype)[b.owner] * shares).sum(-1)
+        aux = ((self.shared[layer] * even[:, None])[b.owner] * shares).sum(-1)
         z = logits.logsumexp(-1).square()
         costs = torch.stack([torch.where(b.counted, each, 0.0).sum() for each in (aux, z)])
         self.costs[layer] = costs.detach()
         return b.weight * (b.aux_coef * costs[0] + b.z_coef * costs[1])
 
-    def _load(self, b: Balance, layer: int, experts: int) -> Tensor:
-        at = (b.owner[:, None] * experts + self.chosen[layer])[b.counted].flatten()
-        found = torch.bincount(at, minlength=len(b.lengths) * experts).view(-1, experts)
-        for axis in b.axes:
-            found = sum_over(found, axis)
-        return found
+    def _note_loads(self, b: Balance, layer: int, experts: int) -> None:
+        at = b.owner[:, None] * experts + self.chosen[layer]
+        mine = count_rows(at.flatten(), len(b.lengths) * experts, b.counted[:, None].expand_as(at).flatten())
+        self.loads[layer] = self.shared[layer] = mine.view(-1, experts)
+        for axis in b.axes if b.aux_coef else ():
+            self.shared[layer] = sum_over(self.shared[layer], axis)
+
+
+def count_rows(groups: Tensor, size: int, counted: Tensor | None = None) -> Tensor:
+    """int64 [size]: how many rows, or counted rows, each group has. Unlike bincount it never asks a GPU for anything."""
+    ones = torch.ones_like(groups) if counted is None else counted.to(groups.dtype)
+    return torch.zeros(size, dtype=groups.dtype, device=groups.device).scatter_add_(0, groups, ones)

@@ -47,7 +47,7 @@ FAMILIES: Mapping[str, tuple[type[PreTrainedConfig], Mapping[str, Any]]] = {
     "deepseek_v2": (DeepseekV2Config, LATENT),
     "deepseek_v3": (DeepseekV3Config, {**LATENT, "n_group": 2, "topk_group": 1}),
 }
-STEADY = {
+STEADY: Mapping[str, Any] = {
     "rollout": {"replay": "rollout", "monitor": True},
     "model": {"moe": {"aux_loss_coef": 0.01, "bias_update_rate": 0.001}},
 }

@@ -81,7 +81,7 @@ def step_loads(pairs: Placed, moe: MoeSpec, mesh: Mesh) -> tuple[Tensor, Tensor]
     for _, micro in pairs:
         assert micro.routes is not None
         for at, layer in enumerate(moe.numbers):
-            if layer in micro.routes.loads and mesh["cp"].rank == mesh["tp"].rank == 0:  # sums over both already
+            if layer in micro.routes.loads:
                 loads[at] += micro.routes.loads[layer].sum(0)
             if layer in micro.routes.costs:
                 costs[at] += micro.routes.costs[layer]

@@ -27,7 +27,7 @@ from dovetail.mesh import Mesh
 from dovetail.nn.linear import TokenLinear
 from dovetail.nn.mlp import GatedMLP
 from dovetail.placement import Part, Placement, Split
-from dovetail.routing import Routes
+from dovetail.routing import Routes, count_rows
 
 TINY = 1e-20  # keeps the sum of chosen weights from being 0
 
@@ -131,7 +131,7 @@ class MoE(nn.Module):
     def _routed(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         x, weights = all_gather(x, self.tp), all_gather(weights, self.tp)
         chosen = stack_over(indices, self.tp).flatten()  # [T K]
-        order, counts = chosen.argsort(stable=True), torch.bincount(chosen, minlength=self.moe.num_experts)
+        order, counts = chosen.argsort(stable=True), count_rows(chosen, self.moe.num_experts)
         rows = self.experts(take_rows(x, order, self.moe.top_k), counts)
         found = take_rows(rows, inverse_of(order)).unflatten(0, (-1, self.moe.top_k))
         return reduce_scatter(torch.bmm(weights.to(x.dtype)[:, None], found)[:, 0], self.tp)
