@@ -16,22 +16,11 @@ from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, Share, plan_mi
 from dovetail.checkpoint.writer import save_sharded
 from dovetail.comm import gather_text, sum_over
 from dovetail.engine.base import StepReport
-from dovetail.engine.routing import (
-    BalanceSettings,
-    Placed,
-    balance_metrics,
-    expected_count,
-    gather_trace,
-    move_biases,
-    step_loads,
-    with_balance,
-    with_routes,
-)
+from dovetail.engine.routing import BalanceSettings, Placed, Routing
 from dovetail.engine.stages import Inference, Training
 from dovetail.errors import DataError, ModelError
 from dovetail.kernels.reference import wide
 from dovetail.mesh import Mesh
-from dovetail.nn.decoder import Decoder
 from dovetail.nn.model import StagedModel
 from dovetail.optim.optimizer import Optimizer, OptimSettings
 from dovetail.pipeline.executor import connect, run as execute
@@ -75,8 +64,7 @@ class NativeEngine:
             for linear in model.linears(stage):
                 linear.split = mesh.layout.schedule == "zero_bubble"
         connect(mesh)
-        self._settings, self._balance = optim or OptimSettings(), balance or BalanceSettings()
-        self._moe = model.spec.moe if isinstance(model, Decoder) else None
+        self._settings, self._routing = optim or OptimSettings(), Routing.of(model, mesh, balance)
         self._optimizer: Optimizer | None = None
 
     @property
@@ -92,11 +80,8 @@ class NativeEngine:
 
     def score_and_trace(self, batch: PackedBatch) -> tuple[TokenStats, RoutingTrace]:
         """The same, and the experts that every token went to, chosen or given."""
-        if self._moe is None:
-            raise ModelError(f"this {self.model.spec.family} model has no experts that the native engine routes to")
         pairs = list(self.micro_batches(batch))
-        stats, trace = self._score(batch, pairs), gather_trace(pairs, self._moe, len(batch), self.mesh)
-        return stats, trace.map(lambda x: x.to(batch.tokens.device))
+        return self._score(batch, pairs), self._trace(batch, pairs)
 
     def _score(self, batch: PackedBatch, pairs: Placed) -> TokenStats:
         out = torch.zeros(2, len(batch), dtype=self._wide, device=self.mesh.device)
@@ -129,7 +114,8 @@ class NativeEngine:
         sums: Sums = {}
         pairs = list(self.micro_batches(batch))
         micros = [micro for _, micro in pairs]
-        self._charge(batch, pairs, loss)
+        if self._routing is not None:
+            self._routing.charge(pairs, loss, len(batch))
         stages = Training(self.model, self.mesh, micros, self.dtype, loss, partial(add_sums, sums))
         layout, costs = self.mesh.layout, stage_costs(self.model.spec, self.mesh.layout)
         execute(make_plan(layout.schedule, layout.pp, layout.virtual_stages, len(micros), costs), stages, self.mesh)
@@ -137,6 +123,9 @@ class NativeEngine:
         totals = self._reduce_sums(sums)
         loss_total, count = totals.pop("")
         update = optimizer.step(count)
+        metrics = {name: _mean(*sums) for name, sums in totals.items()}
+        if self._routing is not None:
+            metrics |= self._routing.settle(pairs, len(batch), skipped=update.skipped)
         return StepReport(
             loss=_mean(loss_total, count),
             grad_norm=update.grad_norm,
@@ -144,28 +133,9 @@ class NativeEngine:
             tokens=len(batch),
             flops=3 * sum(self.model.spec.flops(n) for n in batch.lengths),
             skipped=update.skipped,
-            metrics={name: _mean(*sums) for name, sums in totals.items()} | self._settle(batch, pairs, update.skipped),
-            routing=gather_trace(pairs, self._moe, len(batch), self.mesh) if trace and self._moe is not None else None,
+            metrics=metrics,
+            routing=self._trace(batch, pairs) if trace else None,
         )
-
-    def _charge(self, batch: PackedBatch, pairs: Placed, loss: LossFn) -> None:
-        """Have a step of a mixture of experts note its loads, and pay for uneven ones as much as the mean over its tokens."""
-        if self._moe is None:
-            return
-        weight = 0.0
-        if self._balance.aux_coef or self._balance.z_coef:
-            assert isinstance(self.model, Decoder)
-            weight = expected_count(loss, pairs, self.mesh, values=self.model.is_critic) / len(batch)
-        with_balance(pairs, self._balance, weight, self.mesh)
-
-    def _settle(self, batch: PackedBatch, pairs: Placed, skipped: bool) -> dict[str, float]:
-        """After a step of a mixture of experts: its biases moved, and what is to be said of its loads."""
-        if self._moe is None:
-            return {}
-        loads, costs = step_loads(pairs, self._moe, self.mesh)
-        if not skipped:
-            move_biases(self.model, loads, self._moe, self._balance.bias_rate)
-        return balance_metrics(loads, costs, len(batch))
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(HF name, whole tensor in `dtype`, default: its saved one) of every parameter, a bounded bucket at a time."""
@@ -193,7 +163,7 @@ class NativeEngine:
         for sequences in plan[dp.rank]:
             micro = MicroBatch.of(batch.select(sequences), multiple, share)
             where, micro = batch.token_index(sequences).to(self.mesh.device), micro.to(self.mesh.device)
-            yield where, micro if self._moe is None else with_routes(micro, self.mesh)
+            yield where, micro if self._routing is None else self._routing.note(micro)
 
     def _infer(self, pairs: Placed, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
         """Forward passes over a whole batch; `keep` gets each result where the last stage is."""
@@ -209,6 +179,11 @@ class NativeEngine:
             execute(make_plan("forward", layout.pp, layout.virtual_stages, len(pairs)), stages, self.mesh)
         if layout.pp > 1:
             reshard(self.model)  # what a pipeline keeps gathered between its forward and backward passes
+
+    def _trace(self, batch: PackedBatch, pairs: Placed) -> RoutingTrace:
+        if self._routing is None:
+            raise ModelError(f"this {self.model.spec.family} model has no experts that the native engine routes to")
+        return self._routing.trace(pairs, len(batch)).map(lambda x: x.to(batch.tokens.device))
 
     def _budget(self, batch: PackedBatch) -> int | None:
         """The most tokens of a micro-batch: so few that a pipeline's stages have work for each other, where they can."""
