@@ -9,10 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.engine.routing import BalanceSettings
 from dovetail.layout import Layout
-from tests.distributed.matrix import LOSSES, NO_CRITIC, RECIPES, Case, expert_models, name_of, write_models
+from dovetail.rl.losses import SFTLoss, weight_fields
+from tests.distributed.matrix import (
+    LOSSES,
+    NO_CRITIC,
+    RECIPES,
+    Case,
+    expert_models,
+    name_of,
+    random_batch,
+    write_models,
+)
 from tests.distributed.test_matrix import check
+from tests.harness import run
+from tests.probe import PROBE
+from tests.tolerances import GRADCHECK
+
+STEP_SIZE = 1e-5  # of a finite difference, along a gradient
 
 ALL_CASES = tuple(
     case
@@ -60,3 +78,36 @@ def test_equals_one_rank(experts: Path, layout: Layout, cases: tuple[Case, ...])
 @pytest.mark.parametrize(("layout", "cases"), selection(WHOLE, 8))
 def test_all_layouts_equal_one_rank(experts: Path, layout: Layout, cases: tuple[Case, ...]) -> None:
     check(experts, layout, cases)
+
+
+def slopes(path: str, aggregation: str) -> tuple[float, float]:
+    """The change of the balance terms along their own gradient, measured and foretold. Routes are given: they would jump."""
+    batch = random_batch((9, 4, 17, 1), "sft", torch.float64)
+    batch = batch.with_fields(**weight_fields(batch, aggregation))  # type: ignore[arg-type]
+    found = []
+    for coefs in ((0.0, 0.0), (0.7, 0.2)):
+        options = EngineOptions(optim=PROBE, balance=BalanceSettings(aux_coef=coefs[0], z_coef=coefs[1]))
+        engine = from_pretrained(path, dtype=torch.float64, device="cpu", options=options)
+        batch = batch.with_routing(engine.score_and_trace(batch)[1])
+        engine.train_step(batch, SFTLoss())
+        found.append(
+            {s.name: engine.optimizer.adamw.state[s.local]["exp_avg"].clone() for s in engine.optimizer.shards}
+        )
+    slope = {name: found[1][name] - found[0][name] for name in found[0]}
+
+    def cost(step: float) -> float:
+        with torch.no_grad():
+            for shard in engine.optimizer.shards:
+                shard.local.add_(slope[shard.name], alpha=step)
+        metrics = engine.train_step(batch, SFTLoss()).metrics
+        return len(batch.routing.layers) * (0.7 * metrics["balance_loss"] + 0.2 * metrics["router_z_loss"])  # type: ignore[union-attr]
+
+    ahead, behind = cost(STEP_SIZE), cost(-2 * STEP_SIZE)
+    return (ahead - behind) / (2 * STEP_SIZE), sum(float(x.square().sum()) for x in slope.values())
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_balance_terms_are_means_over_tokens_whatever_the_loss_counts(experts: Path, aggregation: str) -> None:
+    for name in ("qwen3_moe", "deepseek_v3"):
+        ((measured, foretold),) = run(1, slopes, str(experts / name / "lm"), aggregation)
+        assert foretold > 0 and measured == pytest.approx(foretold, rel=GRADCHECK * 10)

@@ -120,7 +120,7 @@ def test_every_family_over_eight_ranks(inputs: dict[str, Path], family: str, nam
 
 def scored(inputs: Path, out: Path, *layout: str) -> list[dict[str, Any]]:
     rows = inputs / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"input_ids": [1 + i % 9 for i in range(n)]}) + "\\n" for n in (5, 12, 2, 9)))
+    rows.write_text("".join(json.dumps({"input_ids": [1 + i % 9 for i in range(n)]}) + "\n" for n in (5, 12, 2, 9)))
     words = ["score", "--model", inputs / MODEL, "--data", rows, "--out", out, "--device", "cpu", *layout]
     ended = on_ranks(8, *words) if layout else [here(*words)]
     assert {each.code for each in ended} == {0}, ended

@@ -1,6 +1,7 @@
 """Experts go from an HF directory through any layout and back, byte for byte, in every form that checkpoints have."""
 
 import shutil
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def through_engines(source: Path, out: Path, layout: Layout) -> None:
 
 def through_pieces(source: Path, out: Path, layouts: list[Layout]) -> None:
     """Convert every checkpoint to sharded ones of one layout after the other, and the last one to HF."""
-    mesh = make_mesh(layouts[0], torch.device("cpu"))
+    mesh = make_mesh(None, torch.device("cpu"))
     for path in sorted(source.iterdir()):
         last = path
         for step, layout in enumerate(layouts):
@@ -81,3 +82,22 @@ def test_every_form_comes_back_from_pieces(tmp_path: Path) -> None:
     run(4, through_pieces, tmp_path / "in", tmp_path / "out", [*LAYOUTS, Layout(tp=4)])
     for source in sorted((tmp_path / "in").iterdir()):
         assert_same_tensors(tensors_of(tmp_path / "out" / source.name), tensors_of(source))
+
+
+EIGHT = (
+    *LAYOUTS,
+    Layout(),
+    Layout(tp=2, ep=1, dp=3),
+    Layout(dp=4, ep=2),
+    Layout(tp=2, pp=2, dp=2, ep=2),
+    Layout(dp=8, ep=8),
+)
+
+
+@pytest.mark.soak
+def test_pieces_of_all_ordered_pairs_of_layouts(tmp_path: Path) -> None:
+    """One process cuts for all ranks."""
+    save_tiny(moe_configs()["qwen2_moe"], tmp_path / "in" / "qwen2_moe", torch.bfloat16)
+    for at, (first, second) in enumerate(permutations(EIGHT, 2)):
+        run(1, through_pieces, tmp_path / "in", tmp_path / str(at), [first, second])
+        assert_same_tensors(tensors_of(tmp_path / str(at) / "qwen2_moe"), tensors_of(tmp_path / "in" / "qwen2_moe"))
