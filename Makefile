@@ -7,7 +7,8 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
-COMPAT ?= 5.16.1 5.23.0
+COMPAT ?= 5.16.1 5.17.0 5.23.0
+PARITY := tests/parity tests/hf/test_parity.py tests/hf/test_vision.py
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test lint format bench soak test-gpu compat
 
@@ -35,7 +36,7 @@ test: setup lint ## what CI runs: style, types and the test suite
 lint: setup ## style, types and the direction of imports
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/python tools/style_check.py
+	@$(BIN)/python -m tools.style_check
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy
 
@@ -52,9 +53,9 @@ soak: setup ## long fault and learning tests
 test-gpu: setup ## the same numbers on a GPU
 	@$(BIN)/python -m pytest -m gpu tests/gpu
 
-compat: $(COMPAT:%=compat-%) ## parity under other transformers versions
+compat: $(COMPAT:%=compat-%) ## parity of both engines under other transformers versions
 
 compat-%:
 	@test -x .venv-compat-$*/bin/python || $(PYTHON) -m venv .venv-compat-$*
 	@.venv-compat-$*/bin/python tools/install.py --torch $(TORCH) '.[test]' 'transformers==$*'
-	@.venv-compat-$*/bin/python -m pytest tests/parity
+	@.venv-compat-$*/bin/python -m pytest -m "not gpu and not soak" $(PARITY)

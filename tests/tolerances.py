@@ -23,6 +23,7 @@ SAME_POLICY_FP32 = 1e-5  # float32: ratios and KL of a policy to itself, scored 
 GOLDEN_FP32 = 1e-3  # float32: committed curves against any processor's, |a - b| / (|b| + 0.01)
 GOLDEN_BUG = 0.1  # by how much at least a planted defect of the algorithm moves such a curve
 GRADCHECK = 1e-6  # finite differences in float64
+RESHARDED_FP32 = 1e-6  # float32: losses and norms after a change of layout against none, relative
 BUBBLE = 0.1  # the time of a pipeline's step beyond the simulated one, as a share of it
 
 SMALL_SHARE = 0.01  # a tensor's error is measured against at least this share of the largest tensor

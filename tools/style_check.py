@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from tools.monkey_patches import find_patches
+
 ENVIRONMENT = ("os.environ", "os.getenv", "os.putenv")
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 80, 8
 PROCESS_GROUP_FILES = ("launch.py", "mesh.py", "comm.py", "pipeline/executor.py", "hf/ulysses.py")
@@ -104,21 +106,7 @@ def _state(tree: ast.Module) -> Found:
             yield node.lineno, "global: pass the value"
         if isinstance(node, ast.Module | ast.ClassDef):
             yield from (found for statement in node.body for found in _mutable_value(statement))
-    imported = {
-        (alias.asname or alias.name).split(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Assign | ast.AugAssign):
-            continue
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            root: ast.AST = target
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            if isinstance(target, ast.Attribute) and isinstance(root, ast.Name) and root.id in imported:
-                yield node.lineno, f"assigns to an attribute of {root.id}, which is imported (monkey patch)"
+    yield from find_patches(tree)
 
 
 def _mutable_value(statement: ast.stmt) -> Found:
@@ -149,8 +137,6 @@ def _calls(tree: ast.Module) -> Found:
             yield node.lineno, "print: use log"
         if name == "getattr" and len(node.args) == 3:
             yield node.lineno, "getattr with a default: model the absence"
-        if name == "setattr" and isinstance(node.args[0], ast.Name) and node.args[0].id in ("torch", "transformers"):
-            yield node.lineno, "setattr on a module (monkey patch)"
         if isinstance(node.func, ast.Attribute) and node.func.attr in DOWNCASTS and not node.args:
             yield node.lineno, f".{node.func.attr}(): use .to(torch.promote_types(x.dtype, torch.float32))"
 

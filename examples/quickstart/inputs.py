@@ -3,6 +3,7 @@
 python -m examples.quickstart.inputs largest     largest_train.jsonl, largest_eval.jsonl
 python -m examples.quickstart.inputs addition    scratch/ (a model), addition_{sft,sft_eval,train,eval}.jsonl
 python -m examples.quickstart.inputs gsm8k       gsm8k_train.jsonl, gsm8k_eval.jsonl
+python -m examples.quickstart.inputs squares     squares/ (pictures), squares_train.jsonl, squares_eval.jsonl
 """
 
 import shutil
@@ -10,10 +11,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from examples.quickstart import prepare, scratch, tasks
+from examples.quickstart import pictures, prepare, scratch, tasks
 
 INPUTS = Path("runs/inputs")
 NUM_LARGEST = 4096  # questions; a run of 60 steps reads 960 of them
+NUM_PICTURES = 4096
 WRONG_SUMS = 0.0  # share of wrong demonstrations: too few steps leave RL enough to learn
 
 
@@ -42,9 +44,21 @@ def gsm8k(out: Path) -> None:
     tasks.write_rows(out / "gsm8k_eval.jsonl", tasks.gsm8k(published / "test.jsonl"))
 
 
+def squares(out: Path, seed: int = 0) -> None:
+    """The data of image_grpo.yaml."""
+    train, held_out = pictures.squares(out / "squares", seed, NUM_PICTURES, tasks.NUM_EVAL)
+    tasks.write_rows(out / "squares_train.jsonl", train)
+    tasks.write_rows(out / "squares_eval.jsonl", held_out)
+
+
 def main(arguments: list[str]) -> int:
     """Write one task's inputs."""
-    known: dict[str, Callable[[Path], None]] = {"largest": largest, "addition": addition, "gsm8k": gsm8k}
+    known: dict[str, Callable[[Path], None]] = {
+        "largest": largest,
+        "addition": addition,
+        "gsm8k": gsm8k,
+        "squares": squares,
+    }
     if not arguments or arguments[0] not in known:
         print(__doc__, file=sys.stderr)
         return 2

@@ -20,6 +20,14 @@ from dovetail.routing import Routes, RoutingTrace
 Media = Mapping[str, Tensor]
 
 
+class Unread(Mapping[str, Tensor]):
+    """Media that are read when they are first asked for. They were checked against their tokens when they were made."""
+
+    def start(self) -> None:
+        """Begin to read in the background, if there is room."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Sequence:
     """One sequence before packing. `mask` and list-valued fields have one entry a token of `ids`: entry j belongs to
@@ -269,6 +277,13 @@ class MicroBatch:
             self.share,
             self.routes,
         )
+
+
+def start_reading(media: Iterable[Media | None]) -> None:
+    """Begin to read what is not read yet, all at once."""
+    for each in media:
+        if isinstance(each, Unread):
+            each.start()
 
 
 def cumulative(lengths: Seq[int]) -> Tensor:

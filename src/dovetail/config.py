@@ -15,6 +15,7 @@ from dovetail.errors import ConfigError
 from dovetail.layout import Layout
 from dovetail.recipe_errors import explain
 from dovetail.recipe_yaml import merge, parse_overrides, read_mapping
+from dovetail.watch.progress import Phase
 
 Dtype = Literal["float32", "bfloat16"]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -238,6 +239,9 @@ class TrainerSection(Section):
     )
     save_every: NonNegativeInt = Field(50, description="steps between checkpoints; 0: none")
     keep: PositiveInt = Field(2, description="latest checkpoints to keep")
+    keep_every: NonNegativeInt = Field(0, description="keep every checkpoint whose step this divides; 0: none for that")
+    keep_best: NonNegativeInt = Field(0, description="best checkpoints to keep, by evaluation, else reward, else loss")
+    async_save: bool = Field(True, description="write checkpoints while training goes on; needs host memory for one")
     eval_every: NonNegativeInt = Field(0, description="steps between evaluations; 0: none")
     stop_at_reward: float | None = Field(None, description="stop when a step's mean reward reaches this")
     time_budget_seconds: PositiveFloat | None = Field(
@@ -246,7 +250,20 @@ class TrainerSection(Section):
     loggers: Annotated[tuple[Literal["wandb", "tensorboard"], ...], Field(strict=False)] = Field(
         (), description="besides metrics.jsonl"
     )
+    max_skipped_steps: PositiveInt = Field(
+        3, description="steps in a row whose update was skipped because a number was not finite; then the run stops"
+    )
+    check_replicas_every: NonNegativeInt = Field(
+        100, description="steps between comparisons of what several ranks hold copies of; 0: none"
+    )
+    timeouts: Mapping[Phase, PositiveFloat] = Field(
+        default_factory=dict,
+        description="seconds that a rank may stay in a phase, by phase: trainer.timeouts.rollout=7200",
+    )
     activation_checkpointing: Literal["none", "full", "selective"] = Field("none", description="recompute activations")
+    mlp_tile_tokens: NonNegativeInt = Field(
+        0, description="tokens that an MLP computes at a time, keeping its input only; 0: all"
+    )
 
 
 AnyAlgorithm = SFT | GRPO | PPO | RLOO
@@ -265,7 +282,7 @@ class Recipe(Section):
     reward: RewardSection = RewardSection(name="exact_match")
     optim: OptimSection = OptimSection()
     trainer: TrainerSection = TrainerSection()
-    run_dir: str = Field(description="where the run writes; must be empty or new")
+    run_dir: str = Field(description="where the run writes: new, or the directory of this run, which then goes on")
 
     @model_validator(mode="before")
     @classmethod

@@ -1,26 +1,26 @@
-"""Rows of a data file -> token sequences to score, to continue or to train on, and which rows a step takes.
+"""Rows of a data file -> token sequences to score, to continue or to train on, with what they show.
 
-JSONL first, parquet where pyarrow is installed. A string is tokenized as it is, with one BOS if the tokenizer adds
-one; messages go through the chat template, which writes its own special tokens. Every mistake names file and line.
+A string is tokenized as it is, with one BOS if the tokenizer adds one; messages go through the chat template, which
+writes its own special tokens. Images and videos take the places that the text gives them (`media`). Every mistake names
+file and line.
 """
 
-import importlib
 import json
-import random
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from jinja2 import TemplateError
 
-from dovetail.batch import Sequence
+from dovetail.batch import Media, Sequence
 from dovetail.errors import DataError
+from dovetail.media import KINDS, Finder, Shown
+from dovetail.processor import Processor
+from dovetail.rows import Row, read_rows
 
 Example = TypeVar("Example")
 Message = Mapping[str, Any]
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or as bytes, which json lets pass
 
 
 class Tokenizer(Protocol):
@@ -48,30 +48,14 @@ class Limits:
     remedy: str = "raise trainer.tokens_per_batch, or set data.overlong=drop"
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of a file and where it stands: the line from 1 in JSONL, the row from 1 in parquet."""
-
-    values: Mapping[str, Any]
-    path: Path
-    line: int
-
-    def error(self, message: str) -> DataError:
-        return DataError(f"{self.path}:{self.line}: {message}")
-
-    def require(self, *names: str) -> None:
-        missing = [name for name in names if name not in self.values]
-        if missing:
-            has = ", ".join(map(repr, self.values)) or "nothing"
-            raise self.error(f"the row lacks {', '.join(map(repr, missing))} (it has {has}); add the key to the row")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt to continue. `columns` are the row's other keys, which the reward gets."""
+    """A prompt to continue. `columns` are the row's other keys, which the reward gets; messages say where they show
+    something, not what."""
 
     id: Any
     ids: tuple[int, ...]
+    media: Media | None = None
     prompt: str | list[dict[str, Any]] = ""
     answer: Any = None
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -79,141 +63,99 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Scored:
-    """A token sequence to score, and its row's id."""
+    """A token sequence to score, with what it shows, and its row's id."""
 
     id: Any
     ids: tuple[int, ...]
+    media: Media | None = None
 
 
 def load_prompts(
-    path: Path | str, tokenizer: Tokenizer | None, limits: Limits, *, answers: bool = True
+    path: Path | str,
+    tokenizer: Tokenizer | None,
+    limits: Limits,
+    *,
+    answers: bool = True,
+    processor: Processor | None = None,
 ) -> list[Prompt]:
     """RL rows {"prompt": str | messages, "answer": any, "id"?, ...}; with `answers` False, rows to generate from,
-    which need no answer and may give {"input_ids"} instead of a prompt (and then no tokenizer)."""
+    which need no answer and may give {"input_ids"} instead of a prompt (and then no tokenizer). Here and below,
+    `processor` is that of a model that sees."""
 
     def example(index: int, row: Row) -> Prompt:
         if answers:
             row.require("prompt", "answer")
-        own = {"id", "prompt", "answer", "input_ids"}
+        own = {"id", "prompt", "answer", "input_ids", "images", "videos"}
         columns = {key: value for key, value in row.values.items() if key not in own}
+        prompt: Any = ""
         if "prompt" not in row.values and not answers:
-            ids, prompt = _given_ids(row), ""
+            ids, media = _given_ids(row, processor)
         else:
             row.require("prompt")
-            ids, prompt = _encode_prompt(row, tokenizer), row.values["prompt"]
+            prompt, shown = _shown(row, "prompt", processor)
+            ids, _, media = _expanded(row, _encode_prompt(row, tokenizer, prompt), None, shown, processor)
         if not ids:
             raise row.error("the prompt has no tokens; write at least one character")
-        answer = row.values.get("answer")
-        return Prompt(id=row.values.get("id", index), ids=tuple(ids), prompt=prompt, answer=answer, columns=columns)
+        number, answer = row.values.get("id", index), row.values.get("answer")
+        return Prompt(id=number, ids=tuple(ids), media=media, prompt=prompt, answer=answer, columns=columns)
 
-    return _load(path, example, limits)
+    return _load(path, example, limits, processor)
 
 
-def load_sft(path: Path | str, tokenizer: Tokenizer, limits: Limits) -> list[Sequence]:
+def load_sft(
+    path: Path | str, tokenizer: Tokenizer, limits: Limits, *, processor: Processor | None = None
+) -> list[Sequence]:
     """SFT rows: {"prompt", "completion"} trains the completion and one EOS; {"messages"} trains the assistant turns."""
 
     def example(_: int, row: Row) -> Sequence:
         if "messages" in row.values:
-            return _conversation(row, tokenizer)
-        row.require("prompt", "completion")
-        prompt, completion = _encode_prompt(row, tokenizer), _encode_completion(row, tokenizer)
-        if tokenizer.eos_token_id is None:
-            raise row.error("the tokenizer has no EOS token to end the completion with; set its eos_token")
-        completion = [*completion, tokenizer.eos_token_id]
-        return Sequence([*prompt, *completion], mask=[False] * len(prompt) + [True] * len(completion))
+            messages, shown = _shown(row, "messages", processor)
+            ids, mask = _conversation(row, tokenizer, messages)
+        else:
+            row.require("prompt", "completion")
+            text, shown = _shown(row, "prompt", processor)
+            prompt, completion = _encode_prompt(row, tokenizer, text), _encode_completion(row, tokenizer)
+            if tokenizer.eos_token_id is None:
+                raise row.error("the tokenizer has no EOS token to end the completion with; set its eos_token")
+            ids = [*prompt, *completion, tokenizer.eos_token_id]
+            mask = [False] * len(prompt) + [True] * (len(completion) + 1)
+        longer, kept, media = _expanded(row, ids, mask, shown, processor)
+        return Sequence(longer, mask=kept, media=media)
 
-    return _load(path, example, limits)
+    return _load(path, example, limits, processor)
 
 
-def load_score(path: Path | str, tokenizer: Tokenizer | None, limits: Limits) -> list[Scored]:
+def load_score(
+    path: Path | str, tokenizer: Tokenizer | None, limits: Limits, *, processor: Processor | None = None
+) -> list[Scored]:
     """Rows {"input_ids"} (no tokenizer needed) or {"prompt", "completion"}, scored as they stand, without an EOS."""
 
     def example(index: int, row: Row) -> Scored:
         if "input_ids" in row.values:
-            ids = _given_ids(row)
+            ids, media = _given_ids(row, processor)
         else:
             row.require("prompt", "completion")
-            ids = [*_encode_prompt(row, tokenizer), *_encode_completion(row, tokenizer)]
+            text, shown = _shown(row, "prompt", processor)
+            short = [*_encode_prompt(row, tokenizer, text), *_encode_completion(row, tokenizer)]
+            ids, _, media = _expanded(row, short, None, shown, processor)
         if not ids:
             raise row.error("the sequence has no tokens; a sequence needs at least one")
-        return Scored(row.values.get("id", index), tuple(ids))
+        return Scored(row.values.get("id", index), tuple(ids), media)
 
-    return _load(path, example, limits)
-
-
-def needs_text(path: Path | str) -> bool:
-    """Whether any row of the file gives text, so that a tokenizer is needed."""
-    return any("input_ids" not in row.values for row in read_rows(path))
+    return _load(path, example, limits, processor)
 
 
-def batch_rows(num_rows: int, rows_per_step: int, seed: int | None, step: int) -> list[int]:
-    """The rows of step `step` (from 0): a stretch of an endless stream of shuffled epochs.
-
-    Every epoch holds every row once, without a seed in the file's order; a step may reach into the next epoch. A pure
-    function of its arguments, so that a resumed run needs no state of its own for the data.
-    """
-    stream = range(step * rows_per_step, (step + 1) * rows_per_step)
-    orders = {epoch: _epoch_order(num_rows, seed, epoch) for epoch in {at // num_rows for at in stream}}
-    return [orders[at // num_rows][at % num_rows] for at in stream]
-
-
-def read_rows(path: Path | str) -> Iterator[Row]:
-    """The rows of a .parquet file, or of any other as JSON lines; blank lines are passed over."""
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{path}: no such data file; give the path of a .jsonl or .parquet file")
-    if path.suffix == ".parquet":
-        yield from _read_parquet(path)
-        return
-    with path.open("rb") as lines:
-        for line, text in enumerate(lines, start=1):
-            if not text.strip():
-                continue
-            try:
-                values = json.loads(text)
-            except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or nested beyond reading
-                raise DataError(f"{path}:{line}: not JSON ({error}); each line must be one JSON object") from error
-            if not isinstance(values, dict):
-                raise DataError(f"{path}:{line}: a {type(values).__name__}, not a JSON object such as {{...}}")
-            if SURROGATE.search(text) and not _is_text(values):
-                raise DataError(
-                    f"{path}:{line}: half of a surrogate pair, which no text can hold; write the character itself"
-                )
-            yield Row(values, path, line)
-
-
-def _is_text(values: dict[str, Any]) -> bool:
-    """Whether all strings in `values` can be written as UTF-8."""
-    try:
-        json.dumps(values, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _read_parquet(path: Path) -> Iterator[Row]:
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise DataError(f"{path}: parquet needs pyarrow: pip install 'dovetail[parquet]', or give JSONL") from error
-    row = 0
-    try:
-        for group in parquet.ParquetFile(path).iter_batches():
-            for values in group.to_pylist():
-                row += 1
-                yield Row(values, path, row)
-    except (ValueError, OSError) as error:  # pyarrow's own are kinds of these
-        raise DataError(f"{path}: not readable as parquet ({error}); write it again, or give JSONL") from error
-
-
-def _load(path: Path | str, make: Callable[[int, Row], Example], limits: Limits) -> list[Example]:
+def _load(
+    path: Path | str, make: Callable[[int, Row], Example], limits: Limits, processor: Processor | None
+) -> list[Example]:
     """Every row's example, its `ids` checked; rows over the limit are refused or dropped."""
+    stand_ins = frozenset[int]() if processor is None else processor.stand_ins
     examples: list[Example] = []
     seen = 0
     for seen, row in enumerate(read_rows(path), start=1):
         example = make(seen - 1, row)
         ids: Seq[int] = vars(example)["ids"]
-        outside = next((i for i in ids if not 0 <= i < limits.vocab_size), None)
+        outside = next((i for i in ids if not 0 <= i < limits.vocab_size and i not in stand_ins), None)
         if outside is not None:
             raise row.error(
                 f"token id {outside} lies outside the model's vocabulary of {limits.vocab_size} "
@@ -233,23 +175,61 @@ def _load(path: Path | str, make: Callable[[int, Row], Example], limits: Limits)
     return examples
 
 
-def _given_ids(row: Row) -> list[int]:
+def _shown(row: Row, key: str, processor: Processor | None) -> tuple[Any, Shown]:
+    """The text or the messages under `key`, and what they show; messages for a template, which only has the places."""
+    given = row.values[key]
+    is_chat = key == "messages" or not isinstance(given, str)
+    if is_chat:
+        given = _messages(row, key)
+    if processor is None:
+        _refuse_media(row, given if is_chat else [])
+        return given, Shown()
+    with row.told():
+        finder = Finder(row.values, row.path.parent)
+        return (finder.messages(given), finder.all()) if is_chat else (given, finder.rest())
+
+
+def _refuse_media(row: Row, messages: Seq[Message]) -> None:
+    """For a model that reads text only."""
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    for kind in KINDS:
+        if row.values.get(f"{kind}s") or any(isinstance(part, dict) and part.get("type") == kind for part in parts):
+            raise row.error(
+                f"the row has {kind}s, but this model reads text only; drop them, or give a model that sees"
+            )
+
+
+def _expanded(
+    row: Row, ids: list[int], mask: list[bool] | None, shown: Shown, processor: Processor | None
+) -> tuple[list[int], list[bool] | None, Media | None]:
+    """Ids and mask with room for what the row shows."""
+    if processor is None:
+        return ids, mask, None
+    with row.told():
+        return processor.expand(ids, mask, shown, f"{row.path}:{row.line}")
+
+
+def _given_ids(row: Row, processor: Processor | None) -> tuple[list[int], Media | None]:
+    """The row's ids, which hold the places of its images already."""
     row.require("input_ids")
     ids = row.values["input_ids"]
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise row.error(f"input_ids must be a list of integers, not {json.dumps(ids, default=str):.80}")
-    return ids
+    if processor is None:
+        _refuse_media(row, [])
+        return ids, None
+    with row.told():
+        return ids, processor.fit(ids, Finder(row.values, row.path.parent).rest(), f"{row.path}:{row.line}")
 
 
-def _encode_prompt(row: Row, tokenizer: Tokenizer | None) -> list[int]:
-    prompt = row.values["prompt"]
+def _encode_prompt(row: Row, tokenizer: Tokenizer | None, prompt: str | list[Message]) -> list[int]:
+    """`prompt` is the row's, as `_shown` gives it."""
     if tokenizer is None:
         raise row.error("text needs a tokenizer, and the model has none; give input_ids")
     if isinstance(prompt, str):
         return _encode_text(prompt, tokenizer)
-    messages = _messages(row, "prompt")
-    continued = messages[-1]["role"] == "assistant"
-    return _render(row, tokenizer, messages, continue_final_message=continued, add_generation_prompt=not continued)
+    continued = prompt[-1]["role"] == "assistant"
+    return _render(row, tokenizer, prompt, continue_final_message=continued, add_generation_prompt=not continued)
 
 
 def _encode_completion(row: Row, tokenizer: Tokenizer | None) -> list[int]:
@@ -291,14 +271,13 @@ def _messages(row: Row, key: str) -> list[Message]:
     return messages
 
 
-def _conversation(row: Row, tokenizer: Tokenizer) -> Sequence:
-    """The whole conversation's ids, trained where an assistant speaks.
+def _conversation(row: Row, tokenizer: Tokenizer, messages: list[Message]) -> tuple[list[int], list[bool]]:
+    """The whole conversation's ids, and its mask: trained where an assistant speaks.
 
     A turn begins where the template's rendering of what came before it, with the generation prompt, ends; and it ends
     where its own rendering does, or before that at its EOS (what the template writes after an EOS no model produces).
     Both must be beginnings of the whole: a template that writes a turn otherwise once more follows is refused.
     """
-    messages = _messages(row, "messages")
     ids = _render(row, tokenizer, messages)
     mask = [False] * len(ids)
     for turn, message in enumerate(messages):
@@ -317,11 +296,4 @@ def _conversation(row: Row, tokenizer: Tokenizer) -> Sequence:
         mask[len(before) : end] = [True] * (end - len(before))
     if not any(mask):
         raise row.error("messages without an assistant turn train nothing; add one")
-    return Sequence(ids, mask=mask)
-
-
-def _epoch_order(num_rows: int, seed: int | None, epoch: int) -> list[int]:
-    order = list(range(num_rows))
-    if seed is not None:
-        random.Random(f"{seed}/{epoch}").shuffle(order)
-    return order
+    return ids, mask

@@ -29,6 +29,14 @@ class DataError(UserError):
     """Rows that cannot be trained on or scored."""
 
 
+class NumericsError(UserError):
+    """Training whose numbers are no longer finite."""
+
+
+class MachineError(RuntimeError):
+    """Something that neither the user nor this program did: a defect of the machine. Exit 1, without a traceback."""
+
+
 class SecondaryFailure(RuntimeError):
     """This rank failed after another one did; that one reports the cause, so this one is silent."""
 

@@ -8,6 +8,7 @@ the first to take the ticket in the group's store raises its own error; the othe
 import importlib.util
 import os
 import signal
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from types import FrameType, TracebackType
@@ -108,12 +109,17 @@ def ensure_process_group(device: torch.device | str = "cpu") -> None:
 
 
 class StopSignal:
-    """Within the `with` block the first SIGTERM or SIGINT sets `requested`; the next one acts as usual."""
+    """Within the `with` block the first SIGTERM or SIGINT sets `requested`; the next one acts as usual.
+
+    A rank may get one wish twice, straight and by its launcher: what comes within `SAME_WISH_SECONDS` is the same one.
+    """
 
     EXIT_CODE = 143
+    SAME_WISH_SECONDS = 1.0
 
     def __init__(self) -> None:
         self.requested = False
+        self._asked = 0.0
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -124,8 +130,11 @@ class StopSignal:
             signal.signal(number, action)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
-        self.requested = True
-        signal.signal(number, self._before[signal.Signals(number)])
+        if not self.requested:
+            self.requested, self._asked = True, time.monotonic()
+        elif "RANK" not in os.environ or time.monotonic() - self._asked > self.SAME_WISH_SECONDS:
+            signal.signal(number, self._before[signal.Signals(number)])
+            signal.raise_signal(number)
 
 
 def _meet() -> tuple[Store, int, int]:

@@ -50,7 +50,7 @@ class Console:
     def step(self, row: Mapping[str, Any]) -> None:
         """One step's line."""
         shown = [f"{label} {row[key]:{form}}" for key, label, form in SHOWN if row.get(key) is not None]
-        skipped = ["UPDATE SKIPPED: the gradient was not finite"] if row.get("skipped") else []
+        skipped = [f"UPDATE SKIPPED: not finite: {row.get('fault', 'the gradient')}"] if row.get("skipped") else []
         self.say(f"step {row['step']}/{self._steps}  " + "  ".join(skipped + shown))
         if self._progress is not None:
             self._progress.update(self._bar, completed=row["step"])

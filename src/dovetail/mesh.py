@@ -7,7 +7,8 @@ table. `world` is every rank. Meshes of different layouts may live in one job.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -87,6 +88,12 @@ class Mesh:
     def sizes(self) -> dict[str, int]:
         """The size of every axis, by name."""
         return {name: axis.size for name, axis in self.axes.items()}
+
+    def on_host(self, timeout: timedelta) -> "Mesh":
+        """The same mesh for talk between hosts: its world has a gloo group of its own, with that timeout. Collective."""
+        world = self["world"]
+        group = None if world.size == 1 else dist.new_group(backend="gloo", timeout=timeout)
+        return replace(self, device=torch.device("cpu"), axes={**self.axes, "world": replace(world, group=group)})
 
     @property
     def token_multiple(self) -> int:

@@ -79,7 +79,9 @@ def test_a_run_directory_holds_what_was_promised(model: Path, rl_rows: Path, tmp
         assert link.resolve().name.startswith(f"{name}.")
         assert link.resolve().parent == (run / "checkpoints").resolve()
         ShardedReader(link).verify()
-    assert len(list((run / "checkpoints").iterdir())) == 4, "no rests of older or unfinished ones"
+    assert len(list((run / "checkpoints").iterdir())) == 5, (
+        "two directories, their links and `latest`: no rests of older or unfinished ones"
+    )
     (first, *_) = read_rows(run / "rollouts" / "step_000001.jsonl")
     assert first.keys() >= {"id", "prompt", "completion", "answer", "reward", "token_ids", "log_probs", "finish"}
 
@@ -225,7 +227,7 @@ def _bad_weights(folder: Path) -> list[str]:
         (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt is 1; grpo compares a prompt's samples"),
         (
             ["--resume", "step=3"],
-            "--resume step=3: the checkpoints of this release hold weights without training state",
+            "--resume step=3: run_dir",
         ),
         (["steps"], "has no value; expected key.path=value"),
     ],
@@ -312,7 +314,7 @@ def test_stop_at_reward_and_evaluation(model: Path, rl_rows: Path, tmp_path: Pat
     assert_same_tensors(tensors_of(tmp_path / "run/hf"), tensors_of(model))
 
 
-def test_resume_without_training_state(model: Path, sft_rows: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_finished_is_left_alone(model: Path, sft_rows: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "r.yaml", model, sft_rows)
     (tmp_path / "run").mkdir()
     assert here("train", recipe, "--resume", "auto").code == 0, "an empty run_dir is a fresh start"

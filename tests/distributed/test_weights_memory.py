@@ -26,7 +26,7 @@ BUCKET = 16 * MIB
 M_MMAP_THRESHOLD = -3  # glibc's mallopt
 
 
-def _write_large(path: Path, *, tied: bool = False) -> int:
+def write_large(path: Path, *, tied: bool = False) -> int:
     """The tiny checkpoint's config with large sizes, and a sparse file of zeros that fits it; its size in bytes."""
     write_tiny(path, "llama", tied=tied)
     config = json.loads((path / "config.json").read_text())
@@ -47,7 +47,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {r.checkpoint_name: r.checkpoint_shape for p in held(model, Mesh.solo()) for r in p.regions}
 
 
-def _resident(key: str) -> int:
+def resident(key: str) -> int:
     """Bytes of this process's memory: VmRSS now, VmHWM at its highest."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
@@ -62,16 +62,16 @@ def _load_and_stream(source: Path, layout: Layout) -> dict[str, int]:
     shard_over_data(model, mesh, torch.float32)
     reader = CheckpointReader(source)
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     model.to_empty(device="cpu")
     load(model, reader, mesh)
-    figures = {"load": _resident("VmHWM") - before, "read": reader.bytes_read}
+    figures = {"load": resident("VmHWM") - before, "read": reader.bytes_read}
     figures["own"] = sum(param.local.numel() * 4 for param in held(model, mesh))
     Path("/proc/self/clear_refs").write_text("5")
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     for _ in stream(model, mesh, bucket_bytes=BUCKET, dtype_of=lambda _: torch.bfloat16):
         pass
-    return {**figures, "stream": _resident("VmHWM") - before}
+    return {**figures, "stream": resident("VmHWM") - before}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def _load_and_stream(source: Path, layout: Layout) -> dict[str, int]:
 )
 def test_a_rank_pays_for_its_own_pieces(tmp_path: Path, layout: Layout, tied: bool) -> None:
     """Slices of every tensor, or a stage's tensors; of a tied table both ends of a pipeline have all."""
-    size = _write_large(tmp_path / "source", tied=tied)
+    size = write_large(tmp_path / "source", tied=tied)
     assert size >= 1000 * MIB
     width, vocab = LARGE["hidden_size"], LARGE["vocab_size"]
     table, tensor = 4 * width * vocab, 4 * width * max(vocab, LARGE["intermediate_size"])

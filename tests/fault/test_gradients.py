@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import assert_same_tensors, tensors_of
-from tests.commands.program import here, make_model, on_ranks, read_rows, write_recipe, write_rows
+from tests.commands.program import here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_skipped_updates_leave_the_weights_as_they_are(layout: str, exploding: P
     if layout == "tp=1":
         ended = here("train", recipe)
         assert (ended.code, ended.err) == (0, "")
-        assert "UPDATE SKIPPED: the gradient was not finite" in ended.out
+        assert "UPDATE SKIPPED: not finite: rank 0: loss" in ended.out
     else:
         assert {ended.code for ended in on_ranks(2, "train", recipe, "--layout", layout)} == {0}
     metrics = read_rows(tmp_path / "run/metrics.jsonl")
@@ -48,6 +48,19 @@ def test_numbers_that_are_not_finite_are_null_in_every_file(exploding: Path, tmp
         text = path.read_text()
         assert "null" in text
         assert "NaN" not in text
+
+
+def test_a_run_stops_after_as_many_skipped_updates_in_a_row_as_the_recipe_allows(
+    exploding: Path, tmp_path: Path
+) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
+    recipe = write_recipe(tmp_path / "r.yaml", exploding, rows, trainer={"steps": 9, "max_skipped_steps": 2})
+    message = refusal(here("train", recipe))
+    assert message.startswith("step 2: the updates of 2 steps in a row were skipped")
+    assert "rank 0: loss" in message
+    assert len(read_rows(tmp_path / "run/metrics.jsonl")) == 2
+    kept = sorted(path.name for path in (tmp_path / "run/faults").iterdir())
+    assert kept == ["step_000001.rank_0", "step_000002.rank_0"]
 
 
 def test_good_updates_say_nothing_of_skipping(model: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What one rank does in the tests of a real run's parts: small jobs, looked at between their steps."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from dovetail.engine.native import NativeEngine
 from dovetail.errors import UserError
 from dovetail.optim.lr import lr_factor
 from dovetail.rl.experience import Sample
-from dovetail.rl.trainer import RLTask, Row, train
+from dovetail.rl.trainer import RLTask, never, train
+from dovetail.rl.updates import Row
 from tests.golden.job import builder_of
 from tests.probe import parameters
 
@@ -42,13 +43,13 @@ class Watched:
     """A task that also says after every step which engines' weights have moved."""
 
     def __init__(self, task: RLTask, engines: Mapping[str, NativeEngine]) -> None:
-        self.task, self.engines = task, engines
+        self.task, self.engines, self.trained = task, engines, list(engines.values())
         self.moved: dict[str, list[bool]] = {name: [] for name in engines}
         self.samples: list[Sample] = []
 
-    def step(self, step: int) -> Row:
+    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         before = {name: _flat(engine) for name, engine in self.engines.items()}
-        row, self.samples = self.task.step(step), self.task.samples
+        row, self.samples = self.task.step(step, stopping), self.task.samples
         for name, engine in self.engines.items():
             self.moved[name].append(not torch.equal(before[name], _flat(engine)))
         return row

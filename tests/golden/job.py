@@ -16,7 +16,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dovetail.build.training import Builder
 from dovetail.config import make_recipe
-from dovetail.rl.trainer import Row, train
+from dovetail.rl.trainer import train
+from dovetail.rl.updates import Row
 from examples.quickstart.scratch import character_tokenizer
 from tests.golden.bugs import planted
 

@@ -8,23 +8,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     Gemma2Config,
     Gemma3Config,
+    Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     PhiConfig,
     PreTrainedConfig,
     Qwen3_5Config,
 )
 
+from dovetail.arch.foreign import foreign_spec
 from dovetail.batch import PackedBatch, Sequence
 from dovetail.build.engine import EngineOptions, from_pretrained
-from dovetail.errors import DataError, ModelError
-from dovetail.hf.model import make_model
+from dovetail.errors import CheckpointError, DataError, ModelError
+from dovetail.hf.head import logit_scale
+from dovetail.hf.model import ForeignDecoder, make_model
+from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
+from dovetail.mesh import Mesh
 from dovetail.tokenstats import TokenStats
 from tests.harness import run
 from tests.hf.families import IMAGE, TEXT, WORDS, _make
@@ -33,7 +40,7 @@ from tests.hf.test_parity import check, figures
 from tests.parity.configs import VOCAB, tiny_model
 from tests.parity.reference import objective, write_outputs
 from tests.probe import PROBE, gradients
-from tests.tolerances import MODEL_FP32, max_abs, worst_error
+from tests.tolerances import MODEL_FP32, OP_FP32, max_abs, worst_error
 
 
 @pytest.fixture(scope="module")
@@ -238,16 +245,49 @@ def test_edge_case_44_a_latent_attention_whose_values_are_narrower(models: dict[
     ("config", "words"),
     [
         (_make(PhiConfig), "a head with a bias"),
-        (_make(CohereConfig, logit_scale=0.0625), "logit_scale=0.0625 changes the logits"),
         (
-            _make(Gemma2Config, head_dim=8, final_logit_softcapping=30.0),
-            "final_logit_softcapping=30.0 changes the logits",
+            _make(Gemma2Config, head_dim=8, attn_logit_softcapping=None),
+            "final_logit_softcapping=30.0 changes the logits by more than a constant factor",
         ),
+        (_make(Gemma3TextConfig, head_dim=8, final_logit_softcapping=1000.0), "final_logit_softcapping=1000.0 changes"),
     ],
 )
 def test_edge_case_46_heads_that_are_not_fused_are_refused(config: partial[PreTrainedConfig], words: str) -> None:
+    options = config().to_dict()
     with pytest.raises(ModelError, match=words):
-        make_model(config().to_dict())
+        ForeignDecoder(foreign_spec(options), options, Mesh.solo(), KernelSet())
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        (_make(CohereConfig, logit_scale=0.3), 0.3),
+        (_make(GraniteConfig, logits_scaling=7.0, embedding_multiplier=3.0, attention_multiplier=0.2), 1 / 7),
+    ],
+)
+def test_edge_case_46_a_factor_of_the_logits_is_honored(
+    config: partial[PreTrainedConfig], scale: float, tmp_path: Path
+) -> None:
+    model = tiny_model(config())
+    assert abs(logit_scale(model, model.config.hidden_size) - scale) <= OP_FP32
+    model.save_pretrained(tmp_path / "model")
+    write_outputs(model, tmp_path)
+    for found in run(2, figures, str(tmp_path), Layout(cp=2)):
+        check(found)
+
+
+def test_edge_case_46_adapters_are_refused(tmp_path: Path) -> None:
+    """By the file that peft writes, in a directory that transformers would load with its adapter; and by their tensors."""
+    tiny_model(TEXT["llama"]()).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    adapted = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    save_file({**weights, adapted: torch.zeros(2, 64)}, tmp_path / "model.safetensors")
+    for engine in ("native", "transformers"):
+        with pytest.raises(CheckpointError, match=rf"holds an adapter \({adapted}\).*merge_and_unload"):
+            from_pretrained(tmp_path, device="cpu", options=EngineOptions(engine=engine))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"holds an adapter \(adapter_config.json\).*merge_and_unload"):
+        from_pretrained(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize("config", [Gemma3Config, Qwen3_5Config])

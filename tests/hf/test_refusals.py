@@ -24,10 +24,6 @@ from tests.hf.families import TEXT, _make
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (
-            _make(Gemma2Config, head_dim=8, final_logit_softcapping=30.0),
-            "final_logit_softcapping=30.0 changes the logits",
-        ),
         (_make(Qwen3NextConfig), "linear_attention carry state over sequence boundaries"),
         (
             _make(LlamaConfig, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),

@@ -1,5 +1,6 @@
 """Sampling by a model's own `generate`: the same tokens as the embedded sampler draws, whatever the number of ranks."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from dovetail.errors import CheckpointError, ModelError
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
+from dovetail.rollout.transformers import TransformersSampler
 from dovetail.weights.pretrained import Pretrained
 from tests.harness import run
 from tests.hf.families import TEXT
+from tests.hf.sights import stored_name, tiny_sighted
 from tests.parity.configs import tiny_model
 from tests.tolerances import MODEL_FP32
 
@@ -73,3 +76,31 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     assert "other: not a tensor of LlamaForCausalLM" in str(told.value)
     with pytest.raises(CheckpointError, match="holds no weights"):
         sampler.sample(PROMPTS, PARAMS)
+
+
+@pytest.mark.parametrize("form", ["fused", "turned", "apart", "old"])
+def test_weights_come_under_any_names_of_a_checkpoint(form: str) -> None:
+    """Experts fused, turned or apart, and the older names of vision-language models; nothing may be missing."""
+    model = tiny_sighted("qwen2_5_vl" if form == "old" else "qwen3_vl_moe")
+    listed = dict(as_listed(model.state_dict(), form))
+    sampler = TransformersSampler(model.config.to_dict(), Mesh.solo(), torch.float32)
+    sampler.refill(listed.items())
+    for name, tensor in sampler.model.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+    gone = next(name for name in listed if form in ("old", "fused") or "experts" in name)
+    with pytest.raises(CheckpointError, match="missing"):
+        sampler.refill((name, tensor) for name, tensor in listed.items() if name != gone)
+
+
+def as_listed(tensors: dict[str, torch.Tensor], form: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors.items():
+        stem, _, last = name.rpartition(".")
+        if form == "turned" and stem.endswith("experts"):
+            yield name, tensor.transpose(1, 2)
+        elif form == "apart" and stem.endswith("experts"):
+            for expert, matrix in enumerate(tensor):
+                parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+                for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                    yield f"{stem}.{expert}.{part}.weight", rows
+        else:
+            yield (stored_name("qwen2_5_vl", name) if form == "old" else name), tensor

@@ -5,6 +5,7 @@ Each test runs `python -m dovetail score` with a planted `dovetail.cli.score` th
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -20,7 +21,7 @@ import dovetail.cli
 from dovetail.errors import DataError
 command = types.ModuleType("dovetail.cli.score")
 sys.modules["dovetail.cli.score"] = command
-def run(args):
+def run(args, progress):
     import torch.distributed as dist
     rank = dist.get_rank()
 {body}
@@ -31,7 +32,7 @@ sys.argv = [__file__, *sys.argv[1:]]
 RANKS = """
 from dovetail.cli import main as program
 plain = program.run_ranks
-program.run_ranks = lambda command, ranks: plain([command[0], __file__, *command[3:]], ranks)
+program.run_ranks = lambda command, ranks, watch: plain([command[0], __file__, *command[3:]], ranks, watch)
 program.main()
 """
 
@@ -128,7 +129,11 @@ def test_killed_rank_is_named_and_ends_the_others(start: Start) -> None:
     time.sleep(600)
     """
     started = time.monotonic()
-    assert ended(start(body, "--layout", "tp=2"))[::2] == (1, "dovetail: rank 1 was killed by SIGKILL")
+    code, _, err = ended(start(body, "--layout", "tp=2"))
+    assert code == 1
+    assert err.startswith(f"dovetail: rank 1 ({socket.gethostname()}, pid ")
+    assert ") ended in phase load: killed by SIGKILL: " in err
+    assert len(err.splitlines()) == 1, "the others failed because of it, so they say nothing"
     assert time.monotonic() - started < 100
 
 

@@ -186,6 +186,27 @@ def test_draws_follow_the_distribution(top_k: int, top_p: float, kept: int, free
     assert_close(log_probs, p.log()[ids], MODEL_FP32, "log-probs before the cuts")
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("gap", [1.0, 500.0])
+def test_banned_ids_are_never_drawn(temperature: float, gap: float) -> None:
+    """Though they are the likeliest, by much; log-probs are those of the model without the ban."""
+    z = torch.randn(12, generator=torch.Generator().manual_seed(11))
+    z[[2, 7]] = z.max() + gap
+    n = 4000
+    noise = torch.from_numpy(uniforms(1, 2, np.arange(n), np.zeros(n, np.int64), 3))
+    params = SamplingParams(temperature=temperature, banned_ids=(2, 7))
+    ids, log_probs = draw(z.expand(n, -1), noise, params)
+    allowed = z.clone()
+    allowed[[2, 7]] = -torch.inf
+    counts = torch.bincount(ids, minlength=12)
+    if temperature:
+        assert chi_square(counts.numpy(), (allowed.double() / temperature).softmax(-1).numpy()) < CHI_SQUARE_LIMIT[11]
+    else:
+        assert ids.unique().tolist() == [int(allowed.argmax())]
+    p = (z.double() / (temperature or 1.0)).log_softmax(-1)
+    assert_close(log_probs, p[ids], MODEL_FP32, "log-probs before the ban")
+
+
 def test_each_token_is_drawn_by_its_own_number() -> None:
     """With equal logits the id is the number times the vocabulary's size."""
     config = tiny_configs()["llama"]

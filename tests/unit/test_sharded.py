@@ -125,15 +125,15 @@ def _leave(body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda body: body.update(version=2), "this dovetail reads 1; update dovetail"),
+        (lambda body: body.update(version=3), "this dovetail reads 1 to 2; update dovetail"),
         (lambda body: body.update(format="other"), "expected 'dovetail-sharded'"),
-        (lambda body: body.pop("tensors"), "not a manifest of version 1"),
-        (lambda body: body.update(tensors=[]), "not a manifest of version 1"),
-        (lambda body: body["tensors"][NORM].update(dtype="F4"), "not a manifest of version 1"),
+        (lambda body: body.pop("tensors"), "not a manifest of version 2"),
+        (lambda body: body.update(tensors=[]), "not a manifest of version 2"),
+        (lambda body: body["tensors"][NORM].update(dtype="F4"), "not a manifest of version 2"),
         (lambda body: body["tensors"][NORM].update(dtype="F32"), "does not hold model.norm.weight as"),
         (lambda body: body["tensors"][NORM]["regions"][0].update(file="nowhere"), "not among its pieces"),
         (lambda body: body["tensors"][NORM]["regions"][0].update(slice=[[20, 32]]), "outside of it"),
-        (lambda body: body["tensors"][NORM]["regions"][0].update(slice=[[0, -1]]), "not a manifest of version 1"),
+        (lambda body: body["tensors"][NORM]["regions"][0].update(slice=[[0, -1]]), "not a manifest of version 2"),
         (_move_region, "two regions of model.norm.weight overlap"),
         (_drop_region, "hold 12 of its 24 elements"),
         (_leave, "not inside the directory"),
@@ -220,3 +220,15 @@ def test_every_crash_leaves_the_old_checkpoint_or_the_new(source: Path, tmp_path
         if not died:
             break
     assert count > 10
+
+
+def test_the_first_version_is_still_read(cut: Path, source: Path) -> None:
+    def age(body: dict[str, Any]) -> None:
+        body["version"] = 1
+        del body["state"]
+
+    _forge(cut, age)
+    reader = ShardedReader(cut)
+    reader.verify()
+    assert reader.manifest.state is None
+    assert_same_tensors({name: reader.read(name) for name in reader.names}, tensors_of(source))

@@ -18,7 +18,6 @@ SRC = "src/dovetail/nn/attention.py"
         (SRC, "CACHE = {}\n", "a mutable value of a module or class"),
         (SRC, "CACHE: dict[str, int] = dict()\n", "a mutable value of a module or class"),
         (SRC, "class A:\n    names = []\n", "a mutable value of a module or class"),
-        (SRC, "import torch\ntorch.nn.Linear.forward = None\n", "attribute of torch, which is imported"),
         (SRC, "print(1)\n", "print: use log"),
         (SRC, "try:\n    x = 1\nexcept Exception:\n    pass\n", "a blind except"),
         (SRC, "try:\n    x = 1\nexcept:\n    pass\n", "a blind except"),

@@ -1,7 +1,7 @@
 """The loop around the steps, with tasks that only pretend to work; and the batches that a step makes of its samples."""
 
 from collections import Counter
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +10,11 @@ import torch
 
 from dovetail.batch import PackedBatch
 from dovetail.data import Prompt
+from dovetail.engine.base import Engine
 from dovetail.rl import trainer
 from dovetail.rl.experience import AdvantageSettings, Sample, drop_equal_groups, pack_samples, with_advantages
-from dovetail.rl.trainer import LoopSettings, Row, inner_batches, train, weighted
+from dovetail.rl.trainer import LoopSettings, inner_batches, never, train, weighted
+from dovetail.rl.updates import Row
 from dovetail.rollout.base import Completion
 from tests.tolerances import OP_FP32, assert_close
 
@@ -35,9 +37,10 @@ class PretendedTask:
     def __init__(self, clock: Clock, seconds: float = 1.0, *, held_out: bool = True) -> None:
         self.clock, self.seconds, self.held_out = clock, seconds, held_out
         self.samples: list[Sample] = []
+        self.trained: list[Engine] = []
         self.evaluated: list[int] = []
 
-    def step(self, step: int) -> Row:
+    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row:
         self.clock.now += self.seconds
         return {"tokens": 10, "loss": 0.0, "reward_mean": (step + 1) / 10}
 
@@ -55,6 +58,9 @@ class PretendedRun:
         self.checkpoints: list[int] = []
         self.started: list[Row] = []
         self.stop_after = stop_after
+
+    def earlier(self) -> None:
+        """Nothing: these runs begin anew."""
 
     def start(self, evaluation: Row) -> None:
         self.started.append(evaluation)

@@ -1,6 +1,6 @@
 """From a directory's name to an engine. `build` is the only room that knows every constructor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import sqrt
 from pathlib import Path
@@ -11,7 +11,8 @@ import torch
 from dovetail.arch.foreign import AnySpec, ForeignSpec
 from dovetail.arch.registry import FAMILIES, ulysses_degree, validate_layout
 from dovetail.arch.spec import ArchSpec
-from dovetail.checkpoint.reader import open_checkpoint
+from dovetail.checkpoint.reader import ShardedReader, open_checkpoint
+from dovetail.engine.faults import StepWatch
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.routing import BalanceSettings
 from dovetail.engine.sharding import shard_over_data
@@ -24,6 +25,7 @@ from dovetail.layout import Layout
 from dovetail.mesh import Mesh
 from dovetail.nn.decoder import Decoder, Head, Recompute
 from dovetail.nn.model import Cut, StagedModel
+from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.assembly import shards_of
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.pipeline.partition import check_pipeline, partition
@@ -37,6 +39,7 @@ from dovetail.weights.pretrained import (
     Pretrained,
     StoredHead,
     find_value_head,
+    refuse_adapters,
     saved_sides,
 )
 from dovetail.weights.reader import TensorSource
@@ -49,20 +52,26 @@ class EngineOptions:
     master_dtype: of the weights that are held and updated; default: float32, or wider.
     tokens_per_batch: most tokens that one replica holds in a micro-batch, padding included; default: all in one.
     recompute: what backward computes again: none, selective (all but attention) or full.
+    mlp_tile_tokens: how many tokens MLPs compute at a time, keeping only their inputs for backward; 0: all.
     fresh_head_seed: lets a value head that the checkpoint lacks be drawn from this seed, equally on all ranks.
     save_dtype: of saved and streamed tensors; default: the source checkpoint's, tensor by tensor.
     balance: what keeps the experts of a mixture evenly loaded; default: nothing.
+    watch: whom a training step tells where it is, and where it leaves what it skipped.
     engine: whose layers run, for `from_pretrained`: native (ours), transformers (its own), auto (ours where there are).
+    resume: a training checkpoint, the role in it and its optimizer steps, to go on from instead of the source's weights.
     """
 
     master_dtype: torch.dtype | None = None
     optim: OptimSettings | None = None
     tokens_per_batch: int | None = None
     recompute: Recompute = "none"
+    mlp_tile_tokens: int = 0
     fresh_head_seed: int | None = None
     save_dtype: torch.dtype | None = None
     balance: BalanceSettings | None = None
+    watch: StepWatch = field(default_factory=StepWatch)
     engine: EngineName = "auto"
+    resume: tuple[ShardedReader, str, int] | None = None
 
 
 DEFAULTS = EngineOptions()
@@ -98,23 +107,33 @@ def make_engine(
     """A sharded, filled model. Each rank reads its own slices only. Collective."""
     check_layout(source.spec, mesh.layout)
     reader = open_checkpoint(source.path, mesh)
+    refuse_adapters(reader, source.path)
     found = LM_HEAD
     if head == "value":
         found = find_value_head(reader, source.path, fresh=options.fresh_head_seed is not None)
     master = options.master_dtype or wide(dtype)
     model = make_model(source, mesh, master, reader, found.kind, options.recompute)
+    if options.mlp_tile_tokens:
+        tile_mlps(model.text, options.mlp_tile_tokens)
     shard_over_data(model, mesh, dtype)
     model.materialize(mesh.device)
-    load(model, reader, mesh, aliases=found.aliases, fresh=found.fresh, ignore=(*found.ignore, *source.spec.ignored))
-    if found.fresh:
-        fill_fresh(model, mesh, found.fresh, options.fresh_head_seed or 0)
+    if options.resume is None:
+        load(
+            model, reader, mesh, aliases=found.aliases, fresh=found.fresh, ignore=(*found.ignore, *source.spec.ignored)
+        )
+        if found.fresh:
+            fill_fresh(model, mesh, found.fresh, options.fresh_head_seed or 0)
     origin = Origin(
         partial(_saved_dtype, reader, found, options.save_dtype),
         tuple(reader.names),
         saved_sides(source, found.kind, options.save_dtype),
     )
-    settings: dict[str, Any] = {"optim": options.optim, "balance": options.balance}
-    return NativeEngine(model, mesh, origin, tokens_per_batch=options.tokens_per_batch, dtype=dtype, **settings)
+    settings: dict[str, Any] = {"optim": options.optim, "balance": options.balance, "watch": options.watch}
+    engine = NativeEngine(model, mesh, origin, tokens_per_batch=options.tokens_per_batch, dtype=dtype, **settings)
+    if options.resume is not None:
+        checkpoint, role, updates = options.resume
+        engine.load_training(role, checkpoint, updates)
+    return engine
 
 
 def make_model(

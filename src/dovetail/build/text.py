@@ -1,13 +1,19 @@
-"""Tokenizers, and which ids end a text."""
+"""Tokenizers and processors, and which ids end a text or never belong to one."""
 
 import importlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dovetail.arch.foreign import ForeignSpec
 from dovetail.data import Tokenizer
 from dovetail.errors import ModelError
+from dovetail.hf.model import known_config
+from dovetail.hf.vision import FAMILIES
+from dovetail.media import pillow
+from dovetail.processor import Processor
 from dovetail.weights.files import parse_json
 from dovetail.weights.pretrained import Pretrained
 
@@ -19,17 +25,39 @@ def load_tokenizer(source: Pretrained, *, trust_remote_code: bool = False) -> An
     if not source.has_tokenizer:
         raise ModelError(f"{source.path} has no tokenizer (tokenizer.json); give rows of input_ids, or copy it there")
     auto = importlib.import_module("transformers").AutoTokenizer
-    with _Loading(source.path):
+    with _Loading(source.path, "tokenizer"):
         found = auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
         found.encode("a", add_special_tokens=True)  # some settings are only read here
         return found
 
 
-class _Loading:
-    """Turns whatever a tokenizer's files provoke into a `ModelError`: its Rust half raises bare `Exception`s."""
+def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Processor | None:
+    """How the model sees; None for one that reads text only. Its files are read when the first image or video comes."""
+    if not isinstance(source.spec, ForeignSpec) or FAMILIES.get(source.spec.family) is None:
+        return None
+    config = known_config(source.config)
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def load(kind: str) -> Any:
+        pillow("Image")
+        transformers = importlib.import_module("transformers")
+        with _Loading(source.path, "processor of images and videos"):
+            auto = getattr(transformers, kind)
+            return auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
+
+    return Processor(
+        config.image_token_id,
+        config.video_token_id,
+        partial(load, "AutoImageProcessor"),
+        partial(load, "AutoProcessor"),
+    )
+
+
+class _Loading:
+    """Turns whatever a tokenizer's or a processor's files provoke into a `ModelError`: a tokenizer's Rust half raises
+    bare `Exception`s."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        self.path, self.what = path, what
 
     def __enter__(self) -> None:
         pass
@@ -37,8 +65,12 @@ class _Loading:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, Exception):
             told = " ".join(str(error).split())
-            hint = "; --trust-remote-code lets it run" if "trust_remote_code" in told else "; fetch its files again"
-            raise ModelError(f"{self.path}: its tokenizer does not load: {told}{hint}") from error
+            hint = "; fetch its files again"
+            if "trust_remote_code" in told:
+                hint = "; --trust-remote-code lets it run"
+            elif "torchvision" in told.lower():
+                hint = "; pip install 'dovetail[video]'"
+            raise ModelError(f"{self.path}: its {self.what} does not load: {told}{hint}") from error
 
 
 def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -56,6 +88,17 @@ def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]
         found |= set(ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.add(tokenizer.eos_token_id)
+    return tuple(sorted(found))
+
+
+def banned_ids(
+    source: Pretrained, tokenizer: Any, processor: Processor | None, stops: Sequence[int]
+) -> tuple[int, ...]:
+    """Ids that no completion may have: those that stand for images and videos, and those that the tokenizer lacks."""
+    vocab_size = source.spec.vocab_size
+    found = set() if tokenizer is None else set(range(len(tokenizer), vocab_size)) - set(stops)
+    if processor is not None:
+        found |= {i for i in processor.stand_ins if i < vocab_size}
     return tuple(sorted(found))
 
 

@@ -13,9 +13,11 @@ from dovetail.arch.foreign import AnySpec
 from dovetail.arch.spec import ArchSpec
 from dovetail.build.engine import EngineOptions, check_layout, make_engine, make_mesh
 from dovetail.build.sampling import backend_layout, make_sampler
-from dovetail.build.text import load_tokenizer, stop_ids, text_of
+from dovetail.build.text import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
+from dovetail.checkpoint.steps import Retention
 from dovetail.config import GRPO, PPO, SFT, CriticSection, LayoutSection, PolicyGradient, Recipe, ReferenceSection
 from dovetail.data import Limits, Tokenizer, load_prompts, load_sft
+from dovetail.engine.faults import StepWatch
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.routing import BalanceSettings
 from dovetail.errors import ConfigError, LayoutError
@@ -27,12 +29,17 @@ from dovetail.optim.optimizer import OptimSettings
 from dovetail.rl.experience import AdvantageSettings
 from dovetail.rl.judging import Judge
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss
+from dovetail.rl.resume import Resumed, refuse_other
 from dovetail.rl.rewards import RewardRunner
-from dovetail.rl.run import RunDirectory, RunSettings
+from dovetail.rl.run import CRITIC, POLICY, Contents, RunDirectory, RunSettings
+from dovetail.rl.state import config_fingerprint, rows_fingerprint
 from dovetail.rl.trainer import LoopSettings, RLModels, RLSettings, RLTask, SupervisedTask, Task
 from dovetail.rollout.base import SamplingParams
+from dovetail.watch.progress import Progress
 from dovetail.weights.agree import agreed
 from dovetail.weights.pretrained import Pretrained
+
+Engines = dict[str, NativeEngine]  # by the role in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -42,12 +49,12 @@ class Job:
     task: Task
     run: RunDirectory
     loop: LoopSettings
-    policy: NativeEngine
+    contents: Contents
     judge: Judge | None
 
     def start(self) -> None:
         """Write the run's first files. Collective."""
-        self.run.open(self.policy)
+        self.run.open(self.contents)
 
     def close(self) -> None:
         """End the display, the loggers and the reward processes, however the run went."""
@@ -60,11 +67,19 @@ class Builder:
     """Makes the parts of one run; what several of them need is made once. Collective."""
 
     def __init__(
-        self, recipe: Recipe, device: torch.device, recipe_folder: Path, stop_requested: Callable[[], bool]
+        self,
+        recipe: Recipe,
+        device: torch.device,
+        recipe_folder: Path,
+        stop_requested: Callable[[], bool],
+        resume: str = "auto",
+        progress: Progress | None = None,
     ) -> None:
-        """`recipe_folder` is where a reward of the user's own is imported from."""
+        """`recipe_folder` is where a reward of the user's own is imported from. resume: auto, never or step=N."""
+        self.progress = progress or Progress()
         self.recipe, self.device, self.recipe_folder = recipe, device, recipe_folder
-        self.stop_requested = stop_requested
+        self.stop_requested, self.resume = stop_requested, resume
+        self.resumed: Resumed | None = None
         self.meshes: dict[Layout, Mesh] = {}
         self.mesh = self._mesh(recipe.layout)
         self.dtype = getattr(torch, recipe.model.dtype)
@@ -73,43 +88,55 @@ class Builder:
             check_layout(self.source.spec, self.mesh.layout)
             _check_experts(recipe, self.source.spec)
             self.tokenizer: Tokenizer = load_tokenizer(self.source, trust_remote_code=recipe.model.trust_remote_code)
+            self.processor = load_processor(self.source, trust_remote_code=recipe.model.trust_remote_code)
 
     def job(self) -> Job:
         """The whole run. Everything that a user may have got wrong is found here, before anything is written."""
         recipe, loop = self.recipe, self._loop()
-        run = RunDirectory(self._run_settings(), self.mesh)
-        run.claim()
-        if isinstance(recipe.algorithm, SFT):
-            task, policy = self._sft(loop)
-            return Job(task, run, loop, policy, None)
-        return self._rl_job(recipe.algorithm, loop, run)
+        run, judge = RunDirectory(self._run_settings(), self.mesh), None
+        with ExitStack() as on_failure:
+            on_failure.callback(run.close)
+            run.claim()
+            self.resumed = run.resumed
+            if self.resumed is not None:
+                state = self.resumed.state
+                refuse_other("the model's config or its tokenizer", state.model, self._model, "model.path")
+                loop = loop.after(state.step, state.cursor)
+            if isinstance(recipe.algorithm, SFT):
+                task, rows, engines = self._sft(loop)
+            else:
+                judge = Judge(self._reward_runner(), self.mesh)
+                on_failure.callback(judge.close)
+                task, rows, engines = self._rl(recipe.algorithm, loop, judge)
+            contents = Contents(
+                engines=engines, sides=engines[POLICY].origin.sides, model=self._model, data=rows, cursor=loop.cursor
+            )
+            run.check_space(contents)
+            on_failure.pop_all()
+        return Job(task, run, loop, contents, judge)
 
-    def _sft(self, loop: LoopSettings) -> tuple[Task, NativeEngine]:
+    def _sft(self, loop: LoopSettings) -> tuple[Task, str, Engines]:
         data, limits = self.recipe.data, self._limits(self._budget)
         with agreed(self.mesh):
-            rows = load_sft(data.train, self.tokenizer, limits)
-            held_out = load_sft(data.eval, self.tokenizer, limits) if data.eval else []
-        policy = self._trained(self.source, self.mesh, "lm", self.recipe.optim.lr)
-        return SupervisedTask(policy, SFTLoss(), rows, held_out, loop), policy
+            load = partial(load_sft, tokenizer=self.tokenizer, limits=limits, processor=self.processor)
+            rows = load(data.train)
+            held_out = load(data.eval) if data.eval else []
+        told = self._same_rows(rows)
+        policy = self._trained(self.source, self.mesh, POLICY, self.recipe.optim.lr)
+        return SupervisedTask(policy, SFTLoss(), rows, held_out, loop), told, {POLICY: policy}
 
-    def _rl_job(self, algorithm: PolicyGradient, loop: LoopSettings, run: RunDirectory) -> Job:
-        judge = Judge(self._reward_runner(), self.mesh)
-        with ExitStack() as on_failure:
-            on_failure.callback(judge.close)
-            task, policy = self._rl(algorithm, loop, judge)
-            on_failure.pop_all()
-        return Job(task, run, loop, policy, judge)
-
-    def _rl(self, algorithm: PolicyGradient, loop: LoopSettings, judge: Judge) -> tuple[Task, NativeEngine]:
+    def _rl(self, algorithm: PolicyGradient, loop: LoopSettings, judge: Judge) -> tuple[Task, str, Engines]:
         recipe, rollout = self.recipe, self.recipe.rollout
         critic_role = self._role(recipe.critic, "critic") if isinstance(algorithm, PPO) else None
         reference_role = self._role(recipe.reference, "reference") if self._wants_reference(algorithm) else None
         limits = self._limits(self._budget - rollout.max_new_tokens)  # all models have their meshes now
         sampler_mesh = self._sampler_mesh()  # which may refuse its layout, so before any weight is read
         with agreed(self.mesh):
-            prompts = load_prompts(recipe.data.train, self.tokenizer, limits)
-            held_out = load_prompts(recipe.data.eval, self.tokenizer, limits) if recipe.data.eval else []
-        policy = self._trained(self.source, self.mesh, "lm", recipe.optim.lr)
+            load = partial(load_prompts, tokenizer=self.tokenizer, limits=limits, processor=self.processor)
+            prompts = load(recipe.data.train)
+            held_out = load(recipe.data.eval) if recipe.data.eval else []
+        told = self._same_rows(prompts)
+        policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
         critic = self._critic(*critic_role) if critic_role else None
         reference = self._reference(*reference_role) if reference_role else None
         sampler = make_sampler(self.source, sampler_mesh, self.dtype, rollout.backend)
@@ -128,8 +155,21 @@ class Builder:
         )
         stops = stop_ids(self.source, self.tokenizer)
         decode = partial(text_of, stops=stops, tokenizer=self.tokenizer)
-        settings = _rl_settings(recipe, algorithm, stops)
-        return RLTask(models, losses, prompts, held_out, judge, decode, settings, loop), policy
+        banned = banned_ids(self.source, self.tokenizer, self.processor, stops)
+        settings = _rl_settings(recipe, algorithm, stops, banned)
+        engines = {POLICY: policy} if critic is None else {POLICY: policy, CRITIC: critic}
+        return RLTask(models, losses, prompts, held_out, judge, decode, settings, loop), told, engines
+
+    @property
+    def _model(self) -> str:
+        return config_fingerprint(self.source.config, self.source.sides)
+
+    def _same_rows(self, rows: Sequence[object]) -> str:
+        """The fingerprint of the rows to train on; a resumed run must find those that it began with."""
+        told = rows_fingerprint(rows)
+        if self.resumed is not None:
+            refuse_other("the rows of data.train", self.resumed.state.data, told, "data.train")
+        return told
 
     def _role(self, section: CriticSection | ReferenceSection, name: str) -> tuple[Pretrained, Mesh]:
         """Where another model's weights lie, and its mesh: its own layout's, or the policy's."""
@@ -138,7 +178,7 @@ class Builder:
         return source, self._mesh(section.layout or self.recipe.layout, f"{name}.layout", check)
 
     def _critic(self, source: Pretrained, mesh: Mesh) -> NativeEngine:
-        return self._trained(source, mesh, "value", self.recipe.critic.lr or self.recipe.optim.lr)
+        return self._trained(source, mesh, CRITIC, self.recipe.critic.lr or self.recipe.optim.lr)
 
     def _reference(self, source: Pretrained, mesh: Mesh) -> NativeEngine:
         options = EngineOptions(master_dtype=self.dtype, tokens_per_batch=self.recipe.trainer.tokens_per_batch)
@@ -159,13 +199,18 @@ class Builder:
                 )
         return source
 
-    def _trained(self, source: Pretrained, mesh: Mesh, head: Literal["lm", "value"], lr: float) -> NativeEngine:
-        recipe = self.recipe
+    def _trained(self, source: Pretrained, mesh: Mesh, role: str, lr: float) -> NativeEngine:
+        """An engine that learns: from its source's weights, or from where the resumed run left it."""
+        recipe, resumed = self.recipe, self.resumed
+        head: Literal["lm", "value"] = "lm" if role == POLICY else "value"
+        if resumed is not None and role not in resumed.state.updates:
+            raise ConfigError(f"{resumed.reader.path} holds no {role}; start a new run from its weights (model.path)")
         save_dtype = recipe.model.save_dtype
         options = EngineOptions(
             optim=_optim_settings(recipe, lr, head),
             tokens_per_batch=recipe.trainer.tokens_per_batch,
             recompute=recipe.trainer.activation_checkpointing,
+            mlp_tile_tokens=recipe.trainer.mlp_tile_tokens,
             fresh_head_seed=recipe.trainer.seed,
             save_dtype=None if save_dtype is None else getattr(torch, save_dtype),
             balance=BalanceSettings(
@@ -173,6 +218,8 @@ class Builder:
                 z_coef=recipe.model.moe.z_loss_coef,
                 bias_rate=recipe.model.moe.bias_update_rate,
             ),
+            resume=None if resumed is None else (resumed.reader, role, resumed.state.updates[role]),
+            watch=StepWatch(self.progress, Path(recipe.run_dir) / "faults"),
         )
         return make_engine(source, mesh, self.dtype, head, options)
 
@@ -237,6 +284,9 @@ class Builder:
             save_every=trainer.save_every,
             stop_at_reward=trainer.stop_at_reward,
             time_budget_seconds=trainer.time_budget_seconds,
+            max_skipped_steps=trainer.max_skipped_steps,
+            check_replicas_every=trainer.check_replicas_every,
+            progress=self.progress,
         )
 
     def _run_settings(self) -> RunSettings:
@@ -246,7 +296,11 @@ class Builder:
             config=recipe.model_dump(mode="json", by_alias=True),
             config_yaml=recipe.to_yaml(),
             steps=recipe.trainer.steps,
-            keep=recipe.trainer.keep,
+            saves=recipe.trainer.save_every > 0,
+            retention=Retention(recipe.trainer.keep, recipe.trainer.keep_every, recipe.trainer.keep_best),
+            background=recipe.trainer.async_save,
+            evaluates=recipe.trainer.eval_every > 0 and recipe.data.eval is not None,
+            resume=self.resume,
             loggers=recipe.trainer.loggers,
             peak_flops=peak_flops(self.device),
             peak_memory_gib=partial(peak_memory_gib, self.device),
@@ -275,7 +329,9 @@ def _checked(spec: AnySpec, layout: Layout) -> Layout:
     return layout
 
 
-def _rl_settings(recipe: Recipe, algorithm: PolicyGradient, stops: tuple[int, ...]) -> RLSettings:
+def _rl_settings(
+    recipe: Recipe, algorithm: PolicyGradient, stops: tuple[int, ...], banned: tuple[int, ...]
+) -> RLSettings:
     rollout = recipe.rollout
     in_reward = algorithm.kl_in == "reward" and algorithm.kl_coef > 0
     ppo = algorithm if isinstance(algorithm, PPO) else None
@@ -290,6 +346,7 @@ def _rl_settings(recipe: Recipe, algorithm: PolicyGradient, stops: tuple[int, ..
             seed=recipe.trainer.seed,
             stop_ids=stops,
             trace=rollout.replay == "rollout" or (rollout.monitor and rollout.backend == "native"),
+            banned_ids=banned,
         ),
         advantages=AdvantageSettings(
             kind=recipe.algorithm.name,

@@ -17,7 +17,9 @@ from dovetail.placement import Slices, overlap
 from dovetail.weights.files import CODES, DTYPES, parse_json
 
 FORMAT = "dovetail-sharded"
-VERSION = 1
+VERSION = 2
+READABLE = (1, VERSION)  # the first version had no training state
+TRAINING = "training/"  # how the names of tensors begin that belong to the training state and not to the model
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,17 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`sides` complete the tensors to a Hugging Face directory: config, tokenizer and so on."""
+    """`sides` complete the model's tensors to a Hugging Face directory: config, tokenizer and so on.
+
+    `state`: what training goes on from beside tensors, as its owner wrote it; None: there is nothing but a model.
+    """
 
     layout: Mapping[str, int]
     step: int | None
     tensors: Mapping[str, StoredTensor]
     pieces: Mapping[str, StoredFile]
     sides: Mapping[str, StoredFile]
+    state: Mapping[str, Any] | None = None
 
     def dump(self) -> bytes:
         """The manifest as JSON text."""
@@ -62,6 +68,7 @@ class Manifest:
             "version": VERSION,
             "layout": dict(self.layout),
             "step": self.step,
+            "state": self.state,
             "tensors": {
                 name: {
                     "dtype": CODES[tensor.dtype],
@@ -83,9 +90,10 @@ class Manifest:
         body = parse_json(data, what)
         if body.get("format") != FORMAT:
             raise CheckpointError(f"{what}: format {body.get('format')!r}, expected {FORMAT!r}")
-        if body.get("version") != VERSION:
+        if body.get("version") not in READABLE:
             raise CheckpointError(
-                f"{what}: format version {body.get('version')!r}, this dovetail reads {VERSION}; update dovetail"
+                f"{what}: format version {body.get('version')!r}, this dovetail reads {READABLE[0]} to {VERSION}; update "
+                "dovetail"
             )
         crc = body.pop("crc32", None)
         if crc != _checksum(body):
@@ -99,9 +107,10 @@ class Manifest:
                 tensors={name: _tensor(value) for name, value in body["tensors"].items()},
                 pieces={n: StoredFile(_whole(f["size"]), _whole(f["header_crc32"])) for n, f in body["pieces"].items()},
                 sides={n: StoredFile(_whole(f["size"]), _whole(f["crc32"])) for n, f in body["files"].items()},
+                state=None if body["version"] == 1 or body["state"] is None else dict(body["state"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CheckpointError(f"{what} is not a manifest of version {VERSION}: {error!r}") from error
+            raise CheckpointError(f"{what} is not a manifest of version {body['version']}: {error!r}") from error
         for name, tensor in manifest.tensors.items():
             _check_tiling(name, tensor, manifest.pieces, what)
         return manifest

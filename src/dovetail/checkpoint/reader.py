@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dovetail.checkpoint.manifest import Manifest, StoredFile, StoredRegion
+from dovetail.checkpoint.manifest import TRAINING, Manifest, StoredFile, StoredRegion
 from dovetail.errors import CheckpointError, listing
 from dovetail.mesh import Mesh
 from dovetail.placement import Slices, as_index, overlap, within
@@ -24,6 +24,7 @@ class ShardedReader:
         self.path = Path(path)
         what = str(self.path / MANIFEST)
         self.manifest = Manifest.parse(contained(self.path, MANIFEST).read_bytes(), what)
+        self._names = {name: None for name in self.manifest.tensors if not name.startswith(TRAINING)}.keys()
         self._files = {name: self._open(name, stored) for name, stored in self.manifest.pieces.items()}
         for name, tensor in self.manifest.tensors.items():
             for region in tensor.regions:
@@ -35,19 +36,25 @@ class ShardedReader:
                     )
 
     def _open(self, name: str, stored: StoredFile) -> TensorFile:
-        path = contained(self.path, name)
-        if path.stat().st_size != stored.size:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, but the manifest says {stored.size}")
-        file = TensorFile(path)
-        if zlib.crc32(file.header) != stored.crc32:
-            raise CheckpointError(
-                f"{path}: its header does not match its checksum; it was changed after it was written"
-            )
+        """A file of pieces, or what is wrong with it and which tensors are lost with it."""
+        try:
+            path = contained(self.path, name)
+            if path.stat().st_size != stored.size:
+                raise CheckpointError(f"{path} has {path.stat().st_size} bytes, but the manifest says {stored.size}")
+            file = TensorFile(path)
+            if zlib.crc32(file.header) != stored.crc32:
+                raise CheckpointError(
+                    f"{path}: its header does not match its checksum; it was changed after it was written"
+                )
+        except (CheckpointError, OSError) as error:
+            lost = [tensor for tensor, t in self.manifest.tensors.items() if any(r.file == name for r in t.regions)]
+            raise CheckpointError(f"{error}; lost with it are parts of:\n{listing(lost)}") from error
         return file
 
     @property
     def names(self) -> Collection[str]:
-        return self.manifest.tensors.keys()
+        """The model's tensors. Those of the training state can be read, too, but make no model."""
+        return self._names
 
     @property
     def bytes_read(self) -> int:

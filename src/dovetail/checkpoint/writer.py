@@ -1,7 +1,7 @@
 """Writes sharded checkpoints: each rank its own pieces with checksums, then one manifest, then a rename.
 
 A step's directory gets a name that no other attempt has, so nothing is ever overwritten: readers see the old checkpoint
-or the new one. The plain name `step_000050` is a link to the newest attempt.
+or the new one. The plain name `step_000050` is a link to the newest attempt, and `latest` names it.
 """
 
 import json
@@ -9,7 +9,9 @@ import os
 import uuid
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -21,8 +23,10 @@ from dovetail.weights.agree import agreed
 from dovetail.weights.directory import MANIFEST, SideFiles
 from dovetail.weights.files import TensorFileWriter, TensorSpec
 from dovetail.weights.pieces import Dtypes, Piece, own_dtype, tensor_of
-from dovetail.weights.staging import Stage, staged, sync_directory, write_file, write_sides
+from dovetail.weights.staging import Stage, replace_file, staged, sync_directory, write_file, write_sides
 from dovetail.weights.stream import export
+
+LATEST = "latest"  # names the newest step's directory, for people and scripts; readers go by the manifests
 
 
 def save_sharded(
@@ -54,6 +58,7 @@ def write_sharded(
     *,
     sides: SideFiles,
     step: int | None = None,
+    state: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the pieces of `shares` (rank of `layout` -> its pieces); all processes' shares make the tensors."""
     target, link = path, None
@@ -69,11 +74,12 @@ def write_sharded(
             if stage.lead:
                 stored = {name: StoredFile(*facts) for name, facts in write_sides(sides, stage.path).items()}
                 manifest = _manifest(specs, [each for text in found for each in json.loads(text)], layout, step, stored)
-                write_file(stage.path / MANIFEST, manifest.dump())
+                write_file(stage.path / MANIFEST, replace(manifest, state=state).dump())
     if link is not None:
         with agreed(mesh):
             if stage.lead:
                 _point(link, target)
+                replace_file(path / LATEST, f"{target.name}\n".encode())
     return target
 
 
@@ -118,5 +124,9 @@ def _point(link: Path, target: Path) -> None:
     """Make `link` name `target` in one step."""
     fresh = link.with_name(f".tmp-{target.name}-link")
     os.symlink(target.name, fresh)
-    os.replace(fresh, link)
+    try:
+        os.replace(fresh, link)
+    except OSError:
+        fresh.unlink()
+        raise
     sync_directory(link.parent)

@@ -3,11 +3,14 @@
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
+from dovetail.cli.supervisor import Watch
 from dovetail.config import Recipe, load_recipe
 from dovetail.errors import ConfigError
 from dovetail.layout import DEGREES, Layout
+from dovetail.watch.progress import LIMITS
 
 EPILOG = "The commands, recipes and files that you can rely on: docs/contract.md"
 
@@ -65,6 +68,15 @@ def layout_of(args: argparse.Namespace) -> Layout:
     return recipe_of(args).layout.to_layout() if args.command == "train" else Layout.parse(args.layout or "")
 
 
+def watch_of(args: argparse.Namespace) -> Watch:
+    """How the ranks of a command are watched."""
+    if args.command != "train":
+        return Watch()
+    recipe = recipe_of(args)
+    limits = {**LIMITS, **recipe.trainer.timeouts}
+    return Watch(limits=limits, run_dir=Path(recipe.run_dir), restarts=args.restarts)
+
+
 def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """`--key.path value` and `--key.path=value` as overrides `key.path=value`, apart from everything else."""
     overrides, rest, left = [], [], list(argv)
@@ -94,7 +106,10 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE.yaml")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="change a key of the recipe")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, train nothing")
-    parser.add_argument("--resume", metavar="auto|never|step=N", default="never", type=_resume, help="default: never")
+    parser.add_argument("--resume", metavar="auto|never|step=N", default="auto", type=_resume, help="default: auto")
+    parser.add_argument(
+        "--restarts", metavar="N", default=0, type=_not_negative(int), help="start all ranks again after one has failed"
+    )
     _common(parser, dtype=None, engine=None)
 
 

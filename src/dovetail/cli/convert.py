@@ -12,13 +12,15 @@ from dovetail.launch import pick_device
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
 from dovetail.nn.model import StagedModel
+from dovetail.watch.progress import Progress
 from dovetail.weights.agree import agreed
 from dovetail.weights.pretrained import Pretrained, locate, stored_head
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, progress: Progress) -> None:
     """Cut or rejoin; every rank copies its own rectangles."""
     mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
+    progress.phase("run")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     if args.to == "hf":
         with agreed(mesh):

@@ -44,8 +44,11 @@ def _version(package: str) -> str:
 
 def _devices() -> str:
     """The accelerators that torch sees, or the processor's threads."""
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return ", ".join(names) or f"cpu only, {torch.get_num_threads()} threads"
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None:
+        return f"cpu only, {torch.get_num_threads()} threads"
+    module = torch.get_device_module(found)
+    return ", ".join(module.get_device_name(i) for i in range(module.device_count()))
 
 
 def _product_error(device: torch.device, dtype: torch.dtype) -> float:

@@ -7,18 +7,20 @@ import torch
 from dovetail.arch.foreign import ForeignSpec
 from dovetail.build.engine import make_mesh
 from dovetail.build.sampling import Backend, backend_layout, make_sampler
-from dovetail.build.text import load_tokenizer, stop_ids, text_of
+from dovetail.build.text import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.cli.output import check_out, write_rows
-from dovetail.data import Limits, load_prompts, needs_text
+from dovetail.data import Limits, load_prompts
 from dovetail.launch import pick_device
 from dovetail.layout import Layout
 from dovetail.rollout.base import Prompt, SamplingParams
+from dovetail.rows import needs_text
+from dovetail.watch.progress import Progress
 from dovetail.weights.agree import agreed
 from dovetail.weights.pretrained import Pretrained
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, progress: Progress) -> None:
     """Sample every row; noise depends on seed, row, sample and position alone."""
     mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
     with agreed(mesh):
@@ -27,10 +29,13 @@ def run(args: argparse.Namespace) -> None:
         tokenizer = None
         if needs_text(args.data) or source.has_tokenizer:
             tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)
-        rows = load_prompts(args.data, tokenizer, Limits(source.spec.vocab_size), answers=False)
+        processor = load_processor(source, trust_remote_code=args.trust_remote_code)
+        limits = Limits(source.spec.vocab_size)
+        rows = load_prompts(args.data, tokenizer, limits, answers=False, processor=processor)
         backend: Backend = "transformers" if isinstance(source.spec, ForeignSpec) else "native"
         layout = backend_layout(source, mesh.layout, backend)
     sampler_mesh = mesh if layout == mesh.layout else make_mesh(layout, mesh.device)
+    stops = stop_ids(source, tokenizer)
     params = SamplingParams(
         samples=args.samples,
         max_new_tokens=args.max_new_tokens,
@@ -38,16 +43,18 @@ def run(args: argparse.Namespace) -> None:
         top_p=args.top_p,
         top_k=args.top_k,
         seed=args.seed,
-        stop_ids=stop_ids(source, tokenizer),
+        stop_ids=stops,
+        banned_ids=banned_ids(source, tokenizer, processor, stops),
     )
     sampler = make_sampler(source, sampler_mesh, getattr(torch, args.dtype), backend)
     sampler.load(open_checkpoint(source.path, mesh))
-    completions = sampler.sample([Prompt(i, row.ids) for i, row in enumerate(rows)], params)
+    progress.phase("run")
+    completions = sampler.sample([Prompt(i, row.ids, row.media) for i, row in enumerate(rows)], params)
     found = (
         {
             "id": rows[c.row].id,
             "sample": c.sample,
-            "completion": text_of(c.ids, params.stop_ids, tokenizer),
+            "completion": text_of(c.ids, stops, tokenizer),
             "token_ids": list(c.ids),
             "log_probs": list(c.log_probs),
             "finish": c.finish,

@@ -2,10 +2,11 @@
 
 import argparse
 import sys
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
-from dovetail.checkpoint.manifest import Manifest
+from dovetail.checkpoint.manifest import TRAINING, Manifest, StoredTensor
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.errors import CheckpointError
 from dovetail.weights.directory import MANIFEST
@@ -24,14 +25,30 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _summary(path: Path, manifest: Manifest) -> str:
-    values = sum(prod(tensor.shape) for tensor in manifest.tensors.values())
-    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in manifest.tensors.values()})
+    model = {name: tensor for name, tensor in manifest.tensors.items() if not name.startswith(TRAINING)}
+    training = {name: tensor for name, tensor in manifest.tensors.items() if name not in model}
     lines = {
         "checkpoint": str(path),
         "step": "none" if manifest.step is None else str(manifest.step),
         "layout": ",".join(f"{name}={degree}" for name, degree in manifest.layout.items()),
-        "tensors": f"{len(manifest.tensors)} ({values:,} values, {', '.join(dtypes)})",
+        "tensors": _told(model),
+        "training": "none" if manifest.state is None else _told(training),
         "pieces": f"{len(manifest.pieces)} files, {sum(file.size for file in manifest.pieces.values()):,} bytes",
         "files": ", ".join(manifest.sides) or "none",
     }
-    return "".join(f"{name:<11} {value}\n" for name, value in lines.items())
+    roles = sorted({name.removeprefix(TRAINING).rpartition("/")[0] for name in training})
+    told = "".join(f"{name:<11} {value}\n" for name, value in lines.items())
+    for role in roles:
+        own = {n: tensor for n, tensor in training.items() if n.startswith(f"{TRAINING}{role}/")}
+        told += f"  {role:<20} {_told(own)}\n"
+    for name, value in (manifest.state or {}).items():
+        if isinstance(value, str | int | float):
+            told += f"  {name:<20} {value}\n"
+    return told
+
+
+def _told(tensors: Mapping[str, StoredTensor]) -> str:
+    values = sum(prod(tensor.shape) for tensor in tensors.values())
+    size = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    return f"{len(tensors)} ({values:,} values, {', '.join(dtypes)}, {size:,} bytes)"

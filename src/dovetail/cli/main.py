@@ -4,62 +4,78 @@ Imports no torch, so help and mistakes answer at once. A command lives in `dovet
 returns an exit code or None, and finds the default process group initialized where the command runs on ranks.
 """
 
+import argparse
+import contextlib
 import importlib
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
-from dovetail.cli.arguments import COMMANDS, layout_of, parse
+from dovetail.cli.arguments import COMMANDS, layout_of, parse, watch_of
 from dovetail.cli.ranks import (
     DEFECT,
     INTERRUPTED,
     STOPPED,
     USER_ERROR,
-    end_with_parent,
+    Membership,
+    end_at_second_signal,
     is_first_rank,
     ranks_given,
-    run_ranks,
 )
-from dovetail.errors import SecondaryFailure, UserError
+from dovetail.cli.supervisor import run_ranks
+from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError
+from dovetail.watch.progress import Progress
 
 
 def main() -> NoReturn:
     """The program `dovetail`. Ends by `os._exit`: gloo's threads may abort a process that exits in the normal way."""
-    end_with_parent()
-    signal.signal(signal.SIGTERM, _stop)
-    code = run_command(sys.argv[1:])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+    end_at_second_signal()
+    code = run_command(sys.argv[1:], Membership.take())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def run_command(argv: Sequence[str]) -> int:
-    """Run one command line; returns its exit code. What fails before the ranks have met, rank 0 reports for all."""
-    with _Outcome(speaks=is_first_rank()) as outcome:
+def run_command(argv: Sequence[str], me: Membership | None = None) -> int:
+    """Run one command line; returns its exit code. What fails before the ranks have met, rank 0 reports for all.
+
+    `me`: what this process is as a rank. Without it, it is one that nobody watches, such as a test.
+    """
+    rank = me or Membership()
+    with _Outcome(rank.say if is_first_rank() else _silence) as outcome:
         args = parse(argv)
         if not COMMANDS[args.command].runs_on_ranks:
-            outcome.code = _run(args.command, args)
+            outcome.code = importlib.import_module(f"dovetail.cli.{args.command}").run(args) or 0
         else:
-            layout, given = layout_of(args), ranks_given()
+            layout, given, watch = layout_of(args), ranks_given(), watch_of(args)
             ranks = layout.resolve(given or layout.num_ranks).num_ranks
-            if given is None and ranks > 1:
-                outcome.code = run_ranks([*_interpreter(), "-m", "dovetail", *argv], ranks)
+            if given is None and (ranks > 1 or watch.restarts):
+                outcome.code = run_ranks([*_interpreter(), "-m", "dovetail", *argv], ranks, watch)
             else:
-                launch = importlib.import_module("dovetail.launch")
-                device = launch.pick_device(args.device)
-                with _Outcome(speaks=True) as outcome, launch.ProcessGroup(device):
-                    outcome.code = _run(args.command, args)
+                if watch.restarts and not rank.supervised:
+                    raise ConfigError(
+                        f"--restarts {watch.restarts}: another launcher started these ranks, so it has to restart them "
+                        "(torchrun --max-restarts N); drop the flag"
+                    )
+                with rank.watched(watch.limits) if me else contextlib.nullcontext():
+                    outcome.code = _run_as_rank(args, rank)
     return outcome.code
 
 
 def _stop(number: int, _: FrameType | None) -> NoReturn:
-    """Unwind, so that nothing half-written stays; a second signal ends the process at once."""
-    signal.signal(number, signal.SIG_DFL)
-    sys.exit(STOPPED)
+    """Unwind, so that nothing half-written stays. Who waits for a second signal is `end_at_second_signal`."""
+    signal.signal(number, _noted)
+    sys.exit(INTERRUPTED if number == signal.SIGINT else STOPPED)
+
+
+def _noted(number: int, _: FrameType | None) -> None:
+    """Unwinding goes on."""
 
 
 def _interpreter() -> list[str]:
@@ -67,16 +83,27 @@ def _interpreter() -> list[str]:
     return [sys.executable] if os.getcwd() in map(os.path.abspath, sys.path) else [sys.executable, "-P"]
 
 
-def _run(command: str, args: object) -> int:
-    code: int | None = importlib.import_module(f"dovetail.cli.{command}").run(args)
-    return code or 0
+def _run_as_rank(args: argparse.Namespace, rank: Membership) -> int:
+    launch = importlib.import_module("dovetail.launch")
+    device = launch.pick_device(args.device)
+    with _Outcome(rank.say) as outcome, launch.ProcessGroup(device):
+        rank.progress.phase("load")
+        run: Callable[[argparse.Namespace, Progress], int | None]
+        run = importlib.import_module(f"dovetail.cli.{args.command}").run
+        outcome.code = run(args, rank.progress) or 0
+        rank.progress.phase("exit")
+    return outcome.code
+
+
+def _silence(_: str) -> None:
+    """What a rank says that does not speak for the others."""
 
 
 class _Outcome:
-    """Turns whatever leaves the `with` block into an exit code and at most one report on standard error."""
+    """Turns whatever leaves the `with` block into an exit code and at most one report, which goes to `say`."""
 
-    def __init__(self, *, speaks: bool) -> None:
-        self.speaks = speaks
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
         self.code = 0
 
     def __enter__(self) -> Self:
@@ -89,7 +116,10 @@ class _Outcome:
             self.code = error.code if isinstance(error.code, int) else 0
         elif isinstance(error, UserError):
             self.code = USER_ERROR
-            self._say(f"dovetail: {error}\n")
+            self.say(f"dovetail: {error}\n")
+        elif isinstance(error, MachineError):
+            self.code = DEFECT
+            self.say(f"dovetail: {error}\n")
         elif isinstance(error, KeyboardInterrupt):
             self.code = INTERRUPTED
         elif isinstance(error, SecondaryFailure):
@@ -97,9 +127,5 @@ class _Outcome:
         elif error is not None:
             self.code = DEFECT
             rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-            self._say(f"dovetail: {rank}this is a defect of ours\n{''.join(traceback.format_exception(error))}")
+            self.say(f"dovetail: {rank}this is a defect of ours\n{''.join(traceback.format_exception(error))}")
         return error is not None
-
-    def _say(self, text: str) -> None:
-        if self.speaks:
-            sys.stderr.write(text)

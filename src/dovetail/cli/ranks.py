@@ -1,26 +1,84 @@
-"""Starts the ranks of a command on this machine and outlives none of them: all end when one fails. Imports no torch.
+"""What a process knows of being a rank of this machine: who it is, whom it tells where it is, and when it ends.
 
-Every rank is the same command with `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` set, in a
-session of its own, so a Ctrl-C reaches this process only and is passed on in order. A rank also holds the end of a
-pipe: when this process goes in any way, the pipe closes and the rank ends itself.
+A rank that `supervisor.run_ranks` started holds the end of a pipe: when that process goes in any way, the pipe closes and
+the rank ends itself. It also has a folder in which it tells its supervisor where it is, and why it failed. A rank that
+another launcher started, and a command of one rank, watch themselves. Imports no torch.
 """
 
+import contextlib
+import faulthandler
 import os
+import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from types import FrameType
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, NamedTuple
 
 from dovetail.errors import ConfigError
+from dovetail.watch.progress import Phase, Progress
+from dovetail.watch.stacks import answer_with_stacks
 
-PIPE = "DOVETAIL_PARENT_PIPE"
-GRACE_SECONDS = 3.0  # after the first failure, for the others to notice
-POLL_SECONDS = 0.02
+PIPE, FOLDER = "DOVETAIL_PARENT_PIPE", "DOVETAIL_WATCH"
 DEFECT, USER_ERROR, INTERRUPTED, STOPPED = 1, 2, 130, 143  # exit codes
+SAME_WISH_SECONDS = 1.0  # a rank may get one signal twice, straight and by its launcher
+UNWINDING_SECONDS = 1.5  # after the second signal, for what is half-written to be removed
+LOOK_SECONDS = 0.5
+
+
+class RankFiles(NamedTuple):
+    """Where a rank tells its supervisor how it is."""
+
+    state: Path
+    stacks: Path
+    report: Path  # what it has to say of its failure
+
+    @classmethod
+    def of(cls, folder: Path, rank: int) -> "RankFiles":
+        return cls(*(folder / f"rank_{rank}.{kind}" for kind in cls._fields))
+
+
+class Membership:
+    """This process as a rank, or as the only one: where it tells its progress and what went wrong."""
+
+    def __init__(self, folder: str | None = None, pipe: str | None = None) -> None:
+        self.files = RankFiles.of(Path(folder), int(os.environ["RANK"])) if folder is not None else None
+        self.progress = Progress(self.files.state if self.files else None)
+        self._stacks: IO[str] | None = answer_with_stacks(self.files.stacks) if self.files else None
+        if pipe is not None:
+            threading.Thread(target=_wait_for_end, args=(int(pipe), folder), daemon=True).start()
+
+    @classmethod
+    def take(cls) -> "Membership":
+        """What the environment says of this process, which its children shall not inherit."""
+        return cls(os.environ.pop(FOLDER, None), os.environ.pop(PIPE, None))
+
+    @property
+    def supervised(self) -> bool:
+        return self.files is not None
+
+    def say(self, text: str) -> None:
+        """A failure, for the user: through the supervisor, who knows which rank failed first, or straight."""
+        if self.files is not None:
+            self.files.report.write_text(text, encoding="utf-8")
+        else:
+            sys.stderr.write(text)
+
+    @contextmanager
+    def watched(self, limits: Mapping[Phase, float]) -> Iterator[None]:
+        """Beat for the supervisor; without one, end this process when its main thread stays too long in a phase."""
+        done = threading.Event()
+        with contextlib.ExitStack() as ending:
+            if self.supervised:
+                ending.enter_context(self.progress.beating())
+            else:
+                threading.Thread(target=_watch_oneself, args=(self.progress, limits, done), daemon=True).start()
+                ending.callback(done.set)
+            yield
 
 
 def ranks_given() -> int | None:
@@ -38,102 +96,45 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def end_with_parent() -> None:
-    """In a rank that `run_ranks` started: end this process as soon as the parent is gone."""
-    pipe = os.environ.pop(PIPE, None)
-    if pipe is not None:
-        threading.Thread(target=_wait_for_end, args=(int(pipe),), daemon=True).start()
+def end_at_second_signal() -> None:
+    """Have a second SIGTERM or SIGINT end this process soon, even where its main thread never returns to Python.
 
-
-def run_ranks(command: Sequence[str], ranks: int) -> int:
-    """Run `command` as that many local ranks; returns the exit code of the whole."""
+    The interpreter notes signals in a pipe as they come, in whatever thread; handlers run in the main thread alone.
+    """
     reader, writer = os.pipe()
-    local = _Ranks()
-    before = {number: signal.signal(number, local.forward) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        shared = {**os.environ, **_environment(ranks), PIPE: str(reader)}
-        for rank in range(ranks):
-            mine = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            local.add(subprocess.Popen(command, env=mine, pass_fds=(reader,), start_new_session=True))
-        return local.wait()
-    finally:
-        local.kill()
-        os.close(writer)
-        os.close(reader)
-        for number, action in before.items():
-            signal.signal(number, action)
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_count_signals, args=(reader,), daemon=True).start()
 
 
-class _Ranks:
-    """The running ranks and the first signal that was passed on to them."""
-
-    def __init__(self) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.signal: int | None = None
-
-    def add(self, process: subprocess.Popen[bytes]) -> None:
-        self.processes.append(process)
-        if self.signal is not None:
-            process.send_signal(self.signal)
-
-    def forward(self, number: int, _: FrameType | None) -> None:
-        """Pass a signal on; the second one ends everything."""
-        if self.signal is not None:
-            self.kill()
-        self.signal = self.signal or number
-        for process in self.processes:
-            process.send_signal(number)
-
-    def wait(self) -> int:
-        """Wait for all ranks. After a failure the others have a moment to end, then they are killed."""
-        deadline = None
-        while any(process.poll() is None for process in self.processes):
-            if deadline is None and any(process.poll() not in (None, 0, STOPPED) for process in self.processes):
-                deadline = time.monotonic() + GRACE_SECONDS
-            if deadline is not None and time.monotonic() > deadline:
-                break
-            time.sleep(POLL_SECONDS)
-        codes = [process.poll() for process in self.processes]
-        self.kill()
-        return self._summary(codes)
-
-    def kill(self) -> None:
-        """End every rank that still runs, with the processes that it started."""
-        for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in self.processes:
-            process.wait()
-
-    def _summary(self, codes: list[int | None]) -> int:
-        """One exit code for all. `None` is a rank that was killed because another one failed."""
-        if not any(codes) and None not in codes:
-            return 0
-        if self.signal is not None and DEFECT not in codes and USER_ERROR not in codes:
-            return INTERRUPTED if self.signal == signal.SIGINT and STOPPED not in codes else STOPPED
-        if set(codes) <= {0, STOPPED}:
-            return STOPPED
-        if USER_ERROR in codes:
-            return USER_ERROR
-        for rank, code in enumerate(codes):
-            if code is not None and code < 0:
-                sys.stderr.write(f"dovetail: rank {rank} was killed by {signal.Signals(-code).name}\n")
-        return DEFECT
+def _count_signals(reader: int) -> None:
+    first = None
+    while True:
+        numbers = [number for number in os.read(reader, 1) if number in (signal.SIGTERM, signal.SIGINT)]
+        if first is not None and numbers and ("RANK" not in os.environ or time.monotonic() - first > SAME_WISH_SECONDS):
+            break
+        first = time.monotonic() if numbers and first is None else first
+    time.sleep(UNWINDING_SECONDS)
+    os._exit(STOPPED)
 
 
-def _environment(ranks: int) -> Mapping[str, str]:
-    """What all ranks share: where they meet, and an even share of this machine's cores."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    counts = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    # Or every rank would tell at length that a failed one closed its connection.
-    quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}
-    return {**quiet, **meeting, **counts, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+def _watch_oneself(progress: Progress, limits: Mapping[Phase, float], done: threading.Event) -> None:
+    while not done.wait(LOOK_SECONDS):
+        state = progress.state
+        seconds = time.monotonic() - state.since
+        if seconds > limits[state.phase]:
+            rank = f"rank {os.environ['RANK']} ({socket.gethostname()})" if "RANK" in os.environ else "this process"
+            sys.stderr.write(
+                f"dovetail: {rank} made no progress for {seconds:.0f} s in {state.where()} (limit "
+                f"{limits[state.phase]:g} s); where it is:\n"
+            )
+            sys.stderr.flush()
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            os._exit(DEFECT)
 
 
-def _wait_for_end(pipe: int) -> None:
+def _wait_for_end(pipe: int, folder: str | None) -> None:
     os.read(pipe, 1)  # returns when the parent's end closes; nothing is ever written
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(DEFECT)

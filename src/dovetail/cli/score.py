@@ -8,17 +8,19 @@ import torch
 
 from dovetail.batch import PackedBatch, Sequence
 from dovetail.build.engine import EngineOptions, make_engine, make_mesh
-from dovetail.build.text import load_tokenizer
+from dovetail.build.text import load_processor, load_tokenizer
 from dovetail.cli.output import check_out, write_rows
-from dovetail.data import Limits, Scored, load_score, needs_text
+from dovetail.data import Limits, Scored, load_score
 from dovetail.engine.native import NativeEngine
 from dovetail.launch import pick_device
 from dovetail.layout import Layout
+from dovetail.rows import needs_text
+from dovetail.watch.progress import Progress
 from dovetail.weights.agree import agreed
 from dovetail.weights.pretrained import Pretrained
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, progress: Progress) -> None:
     """Score every row, on every layout alike."""
     mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
     dtype = getattr(torch, args.dtype)
@@ -33,11 +35,13 @@ def run(args: argparse.Namespace) -> None:
             args.data,
             tokenizer,
             Limits(source.spec.vocab_size, max_tokens=budget, remedy="or raise --tokens-per-batch"),
+            processor=load_processor(source, trust_remote_code=args.trust_remote_code),
         )
     options = EngineOptions(master_dtype=dtype, tokens_per_batch=args.tokens_per_batch)
     engine = make_engine(source, mesh, dtype, args.head, options)
+    progress.phase("run")
     fields = {} if args.temperature == 1.0 else {"temperature": args.temperature}
-    batch = PackedBatch.pack([Sequence(row.ids, fields=fields) for row in rows])
+    batch = PackedBatch.pack([Sequence(row.ids, fields=fields, media=row.media) for row in rows])
     write_rows(args.out, _values(engine, batch, rows) if args.head == "value" else _stats(engine, batch, rows), mesh)
 
 

@@ -6,30 +6,30 @@ from pathlib import Path
 
 from dovetail.build.training import Builder
 from dovetail.cli.arguments import recipe_of
-from dovetail.errors import ConfigError
 from dovetail.launch import StopSignal, pick_device
 from dovetail.rl.trainer import train
+from dovetail.watch.progress import Progress
 
 
-def run(args: argparse.Namespace) -> int:
-    """Train by the recipe. 143 after a stop that was asked for by SIGTERM or SIGINT."""
-    if args.resume.startswith("step"):
-        raise ConfigError(
-            f"--resume {args.resume}: the checkpoints of this release hold weights without training state; start a new "
-            "run from one with model.path=RUN_DIR/checkpoints/step_NNNNNN"
-        )
-    recipe = recipe_of(args)
-    with StopSignal() as stop:
-        builder = Builder(recipe, pick_device(args.device), Path(args.recipe).parent, lambda: stop.requested)
-        job = builder.job()
-        try:
-            if args.dry_run:
-                if builder.mesh["world"].rank == 0:
-                    sys.stdout.write(recipe.to_yaml())
-                return 0
+def run(args: argparse.Namespace, progress: Progress) -> int:
+    """Train by the recipe. 143 after a stop that was asked for by SIGTERM or SIGINT.
+
+    Until training starts there is nothing to finish or to save, so a signal ends the rank as it does in any command.
+    """
+    recipe, folder = recipe_of(args), Path(args.recipe).parent
+    stop = StopSignal()
+    builder = Builder(recipe, pick_device(args.device), folder, lambda: stop.requested, args.resume, progress)
+    job = builder.job()
+    try:
+        if args.dry_run:
+            if builder.mesh["world"].rank == 0:
+                sys.stdout.write(recipe.to_yaml())
+            return 0
+        with stop:
             job.start()
             outcome = train(job.task, job.run, job.loop)
+            progress.phase("save")
             job.run.finish(outcome)
-        finally:
-            job.close()
+    finally:
+        job.close()
     return StopSignal.EXIT_CODE if outcome.stopped else 0

@@ -3,8 +3,8 @@
 Every call is collective and takes the same global batch on every rank.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -12,22 +12,32 @@ import torch
 from torch import Tensor
 
 from dovetail.batch import LossFn, PackedBatch
+from dovetail.checkpoint.reader import ShardedReader
 from dovetail.routing import RoutingTrace
 from dovetail.tokenstats import TokenStats
+from dovetail.weights.stream import Export
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step, the same on every rank. `loss`, and each metric, is its global sum over its global count."""
+    """One optimizer step, the same on every rank. `loss`, and each metric, is its global sum over its global count.
+
+    `faults`: what was not finite, by rank, where the step was skipped.
+    """
 
     loss: float
     grad_norm: float
     lr: float
     tokens: int  # tokens that the model computed, padding not counted
     flops: float  # of the model, forward and backward; what is recomputed is not counted
-    skipped: bool  # the gradient was not finite, so nothing was updated
+    skipped: bool  # something was not finite, so nothing was updated
     metrics: Mapping[str, float]
     routing: RoutingTrace | None = None  # of every token, where it was asked for
+    faults: Mapping[int, Sequence[str]] = field(default_factory=dict)
+
+    def describe_faults(self) -> str:
+        """What was not finite, and where, for a message."""
+        return "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in self.faults.items())
 
 
 class Engine(Protocol):
@@ -49,6 +59,10 @@ class Engine(Protocol):
         """Forward, backward and one optimizer step over the whole batch."""
         ...
 
+    def check_replicas(self) -> None:
+        """Raise MachineError on every rank where ranks hold different bits of what they hold copies of."""
+        ...
+
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(HF name, whole tensor) of every parameter, one bounded bucket resident at a time.
 
@@ -60,6 +74,30 @@ class Engine(Protocol):
         """Write an HF directory, by all ranks, complete or not at all."""
         ...
 
-    def save_sharded(self, path: Path | str, step: int | None = None) -> Path:
+    def save_sharded(self, path: Path | str) -> Path:
         """Write each rank's pieces and their manifest, complete or not at all: where they lie."""
+        ...
+
+    def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
+        """Everything that training goes on from, for a checkpoint in which this engine plays `role`.
+
+        `with_model`: and the weights as `save_pretrained` would write them.
+        """
+        ...
+
+    def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
+        """Go on from what another engine exported under `role` after that many optimizer steps, whatever its layout."""
+        ...
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps that this engine has done."""
+        ...
+
+    def offload(self) -> None:
+        """Move weights and optimizer state to the host and free the device's memory; nothing else may be called."""
+        ...
+
+    def onload(self) -> None:
+        """Take them back, bit for bit."""
         ...

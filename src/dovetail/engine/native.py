@@ -12,26 +12,31 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dovetail.arch.registry import ulysses_degree
-from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, Share, plan_microbatches
+from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, Share, plan_microbatches, start_reading
+from dovetail.checkpoint.reader import ShardedReader
+from dovetail.checkpoint.training import export_training, load_training
 from dovetail.checkpoint.writer import save_sharded
 from dovetail.comm import gather_text, sum_over
 from dovetail.engine.base import StepReport
+from dovetail.engine.faults import StepWatch, inputs_of, spoiled
 from dovetail.engine.routing import BalanceSettings, Placed, Routing
 from dovetail.engine.stages import Inference, Training
 from dovetail.errors import DataError, ModelError
 from dovetail.kernels.reference import wide
+from dovetail.memory import Parked
 from dovetail.mesh import Mesh
 from dovetail.nn.model import StagedModel
 from dovetail.optim.optimizer import Optimizer, OptimSettings
+from dovetail.optim.replicas import check_replicas
 from dovetail.pipeline.executor import connect, run as execute
 from dovetail.pipeline.partition import stage_costs
 from dovetail.pipeline.schedule import make_plan
 from dovetail.routing import RoutingTrace
 from dovetail.tokenstats import TokenStats
-from dovetail.weights.pieces import reshard
+from dovetail.weights.pieces import local_tensor, reshard
 from dovetail.weights.pretrained import Origin
 from dovetail.weights.save import save
-from dovetail.weights.stream import stream
+from dovetail.weights.stream import Export, export, stream
 
 Sums = dict[str, tuple[Tensor, Tensor]]
 MICROS_A_STAGE = 2  # micro-batches a step for each pipeline rank, where the sequences are enough: bubbles below a third
@@ -50,6 +55,7 @@ class NativeEngine:
         tokens_per_batch: int | None = None,
         dtype: torch.dtype | None = None,
         balance: BalanceSettings | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
         """`model` is wrapped (`shard_over_data`) and filled already, `origin` is where it came from.
 
@@ -60,12 +66,14 @@ class NativeEngine:
         self.model, self.mesh, self.origin = model, mesh, origin
         self.tokens_per_batch = tokens_per_batch
         self.dtype = dtype or next(model.parameters()).dtype
+        self.watch = watch or StepWatch()
         for stage in range(len(model.cut.stages)):
             for linear in model.linears(stage):
                 linear.split = mesh.layout.schedule == "zero_bubble"
         connect(mesh)
         self._settings, self._routing = optim or OptimSettings(), Routing.of(model, mesh, balance)
         self._optimizer: Optimizer | None = None
+        self._parked: Parked | None = None
 
     @property
     def optimizer(self) -> Optimizer:
@@ -110,7 +118,8 @@ class NativeEngine:
         """
         if not batch.num_sequences:
             raise DataError("train_step got a batch without sequences; skip the step instead")
-        optimizer = self.optimizer
+        optimizer, progress = self.optimizer, self.watch.progress
+        progress.phase("update")
         sums: Sums = {}
         pairs = list(self.micro_batches(batch))
         micros = [micro for _, micro in pairs]
@@ -122,7 +131,13 @@ class NativeEngine:
         stages.finish()
         totals = self._reduce_sums(sums)
         loss_total, count = totals.pop("")
-        update = optimizer.step(count)
+        progress.phase("optimizer")
+        losses = [sums[""][0]] if sums else []
+        update = optimizer.step(count, [*losses, *inputs_of(micros).values()])
+        faults: dict[int, list[str]] = {}
+        if update.skipped:
+            mine = [*spoiled(micros, losses), *update.faults]
+            faults = self.watch.keep(mine, micros, self.mesh)
         metrics = {name: _mean(*sums) for name, sums in totals.items()}
         if self._routing is not None:
             metrics |= self._routing.settle(pairs, len(batch), skipped=update.skipped)
@@ -134,8 +149,13 @@ class NativeEngine:
             flops=3 * sum(self.model.spec.flops(n) for n in batch.lengths),
             skipped=update.skipped,
             metrics=metrics,
+            faults=faults,
             routing=self._trace(batch, pairs) if trace else None,
         )
+
+    def check_replicas(self) -> None:
+        """Raise MachineError on every rank where ranks hold different bits of what they hold copies of."""
+        check_replicas(self.model, self.mesh, self._optimizer)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(HF name, whole tensor in `dtype`, default: its saved one) of every parameter, a bounded bucket at a time."""
@@ -147,11 +167,49 @@ class NativeEngine:
         origin = self.origin
         save(self.model, path, self.mesh, sides=origin.sides, dtype_of=origin.dtype_of, listed=origin.listed)
 
-    def save_sharded(self, path: Path | str, step: int | None = None) -> Path:
-        """Write each rank's pieces; with `step`, into `path`/step_NNNNNN, else as `path`. Where they lie."""
+    def save_sharded(self, path: Path | str) -> Path:
+        """Write each rank's pieces and their manifest into `path`, complete or not at all."""
         origin = self.origin
         options: dict[str, Any] = {"sides": origin.sides, "dtype_of": origin.dtype_of, "listed": origin.listed}
-        return save_sharded(self.model, path, self.mesh, step=step, **options)
+        return save_sharded(self.model, path, self.mesh, **options)
+
+    def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
+        """The weights as they are trained and AdamW's moments; `with_model`: the weights as they are saved, too."""
+        saved = None
+        if with_model:
+            saved = export(self.model, self.mesh, dtype_of=self.origin.dtype_of, listed=self.origin.listed)
+        state = export_training(self.model, self.mesh, role, self.optimizer.moments(), saved)
+        return state if saved is None else [saved, *state]
+
+    def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
+        """Go on from a training checkpoint of any layout, after that many optimizer steps."""
+        self.optimizer.resume(updates)
+        load_training(self.model, self.mesh, role, self.optimizer.moments(), reader)
+
+    @property
+    def updates(self) -> int:
+        return 0 if self._optimizer is None else self._optimizer.steps
+
+    def offload(self) -> None:
+        """Move weights, gradients and optimizer state to the host and free the device's memory until `onload`."""
+        assert self._parked is None, "offload() twice without onload()"
+        self._parked = Parked(self._resident())
+
+    def onload(self) -> None:
+        """Take back what `offload` moved away, bit for bit."""
+        assert self._parked is not None, "onload() without offload()"
+        self._parked.restore()
+        self._parked = None
+
+    def _resident(self) -> list[Tensor]:
+        """Everything that this engine keeps on the device between calls."""
+        reshard(self.model)
+        found = [local_tensor(param) for param in self.model.parameters()]
+        found += [local_tensor(param.grad) for param in self.model.parameters() if param.grad is not None]
+        found += list(self.model.buffers())
+        if self._optimizer is not None:
+            found += [tensor for tensors in self._optimizer.moments().values() for tensor in tensors.values()]
+        return found
 
     def micro_batches(self, batch: PackedBatch) -> Iterator[tuple[Tensor, MicroBatch]]:
         """This replica's micro-batches, and where in the batch their tokens lie. All replicas have equally many."""
@@ -161,7 +219,9 @@ class NativeEngine:
         dp = self.mesh["dp"]
         plan = plan_microbatches(batch.lengths, dp.size, self._budget(batch), multiple, self.model.spec.width)
         for sequences in plan[dp.rank]:
-            micro = MicroBatch.of(batch.select(sequences), multiple, share)
+            chosen = batch.select(sequences)
+            start_reading(chosen.media)  # while the micro-batches before are computed
+            micro = MicroBatch.of(chosen, multiple, share)
             where, micro = batch.token_index(sequences).to(self.mesh.device), micro.to(self.mesh.device)
             yield where, micro if self._routing is None else self._routing.note(micro)
 

@@ -21,6 +21,7 @@ from dovetail.arch.foreign import ForeignSpec
 from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch
 from dovetail.errors import ModelError
 from dovetail.hf.attention import NAME, register
+from dovetail.hf.head import logit_scale
 from dovetail.hf.vision import Vision, family_of
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
@@ -36,7 +37,6 @@ from dovetail.weights.reader import TensorSource
 # Modules of vision-language models, and how the checkpoints that are older than these modules list them.
 OLD_STEMS = (("model.language_model.", "model."), ("model.visual.", "visual."))
 LINEAR_ATTENTION = ("linear_attention", "mamba", "recurrent")
-HEAD_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 SCORE_OPTIONS = ("attn_logit_softcapping",)
 PACKING_ROPES = ("dynamic", "longrope")  # their tables follow the longest sequence that happens to be in the batch
 
@@ -60,6 +60,7 @@ class ForeignDecoder(StagedModel):
         whole = make_model(config)
         tied = head == "lm" and bool(whole.config.tie_word_embeddings)
         super().__init__(spec, mesh, Cut.whole(spec), tied=tied)
+        self.logit_scale = logit_scale(whole, spec.width) if head == "lm" else 1.0
         self.kernels = kernels
         self.model: transformers.PreTrainedModel = whole.get_submodule("model")
         self.vision = Vision(self.model, mesh["cp"]) if is_sighted(whole.config) else None
@@ -89,12 +90,14 @@ class ForeignDecoder(StagedModel):
         found = self.text(**self._inputs(micro), use_cache=False, context=context)
         if loss is not None:
             loss = shared(loss, micro, self.mesh["cp"])
-        result: TokenStats | Loss | Tensor = self.head(found.last_hidden_state[0], micro, loss)
+        hidden = found.last_hidden_state[0]
+        if self.logit_scale != 1.0:
+            hidden = hidden * self.logit_scale
+        result: TokenStats | Loss | Tensor = self.head(hidden, micro, loss)
         return result
 
     @property
     def text(self) -> nn.Module:
-        """The part of the model that attends over packed tokens."""
         text: nn.Module = self.model if self.vision is None else self.model.get_decoder()
         return text
 
@@ -168,10 +171,8 @@ class _ParametersWithoutMemory(TorchFunctionMode):
 def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
     """The model of a raw config.json in float32, on the meta device but for its computed buffers. Raises ModelError."""
     register()
-    options = copy.deepcopy(dict(config))
-    name = options.pop("model_type")
+    known = known_config(config)
     try:
-        known: transformers.PreTrainedConfig = transformers.AutoConfig.for_model(name, **options)
         _refuse(known)
         sighted = is_sighted(known)
         if sighted:
@@ -194,6 +195,16 @@ def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
         raise ModelError(f"{type(model).__name__} is not made of `model` and `lm_head` alone")
     model.set_attn_implementation({"text_config": NAME} if sighted else NAME)
     return model.eval()
+
+
+def known_config(config: Mapping[str, Any]) -> "transformers.PreTrainedConfig":
+    """A raw config.json as transformers reads it. Raises ModelError."""
+    options = copy.deepcopy(dict(config))
+    try:
+        known: transformers.PreTrainedConfig = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise ModelError(f"transformers makes no model of this config: {error}") from error
+    return known
 
 
 def is_sighted(config: "transformers.PreTrainedConfig") -> bool:
@@ -224,11 +235,6 @@ def _refuse(config: "transformers.PreTrainedConfig") -> None:
         raise ModelError(
             "config.json: quantization_config; convert the checkpoint to float32 or bfloat16 weights first"
         )
-    for name in HEAD_OPTIONS:
-        if values.get(name) not in (None, 1.0, 1):
-            raise ModelError(
-                f"config.json: {name}={values[name]} changes the logits, which the fused head does not compute"
-            )
     for name in SCORE_OPTIONS:
         if values.get(name) is not None:
             raise ModelError(

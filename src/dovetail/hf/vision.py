@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from dovetail.batch import Media, MicroBatch, PackedBatch, cumulative
+from dovetail.batch import Media, MicroBatch, PackedBatch, Unread, cumulative, start_reading
 from dovetail.comm import gather_in_order
 from dovetail.errors import DataError, ModelError
 from dovetail.mesh import Axis
@@ -100,27 +100,30 @@ class Vision:
 
     def kinds(self, tokens: Tensor) -> Tensor:
         """int64 [n]: which tokens of one sequence stand for a part of an image (1) or of a video (2)."""
-        config = self.config
-        kinds = (tokens == config.image_token_id).long()
-        if self.family.marks:
-            opened = (tokens == config.video_start_token_id).cumsum(0)
-            return kinds * (1 + (opened > (tokens == config.video_end_token_id).cumsum(0)).long())
-        return kinds + 2 * (tokens == config.video_token_id).long()
+        return kinds_of(tokens, self.config)
 
     def check(self, batch: PackedBatch) -> None:
-        """Refuse media that do not fit their sequences. Raises DataError, which names the sequence."""
+        """Refuse media that do not fit their sequences. Raises DataError, which names the sequence.
+
+        Those that are not read yet were measured when they were made, and are compared once they are: to look at them
+        here would read the whole batch on every rank.
+        """
         for number, (tokens, media) in enumerate(_sequences(batch)):
-            kinds = self.kinds(tokens)
-            runs = torch.stack(torch.unique_consecutive(kinds, return_counts=True), dim=1).tolist()
-            for kind in KINDS:
-                found = [length for code, length in runs if code == kind.code]
-                expected = [n for sight in self.sights(media, number, kind) for n in self._runs(sight, kind)]
-                if found != expected:
-                    raise DataError(
-                        f"sequence {number} has {sum(found)} {kind.name} tokens, in runs of {found}, but its {kind.name}s "
-                        f"have {sum(expected)} rows of features, {expected}; give it the tokens and the media that the "
-                        "processor made together, uncut"
-                    )
+            if not isinstance(media, Unread):
+                self._compare(number, tokens, media)
+
+    def _compare(self, number: int, tokens: Tensor, media: Media | None) -> None:
+        kinds = self.kinds(tokens)
+        runs = torch.stack(torch.unique_consecutive(kinds, return_counts=True), dim=1).tolist()
+        for kind in KINDS:
+            found = [length for code, length in runs if code == kind.code]
+            expected = [n for sight in self.sights(media, number, kind) for n in self._runs(sight, kind)]
+            if found != expected:
+                raise DataError(
+                    f"sequence {number} has {sum(found)} {kind.name} tokens, in runs of {found}, but its {kind.name}s "
+                    f"have {sum(expected)} rows of features, {expected}; give it the tokens and the media that the "
+                    "processor made together, uncut"
+                )
 
     def _runs(self, sight: Sight, kind: Kind) -> list[int]:
         """How many tokens of a sight lie together, and then apart from those."""
@@ -187,8 +190,10 @@ class Vision:
         sights: list[Sight] = []
         places = [torch.empty(0, dtype=torch.int64)]
         starts = cumulative(batch.lengths).tolist()
+        start_reading(batch.media)
         for number, (tokens, media) in enumerate(_sequences(batch)):
             if media is not None:
+                self._compare(number, tokens, media)
                 kinds = self.kinds(tokens)
                 for kind in KINDS:
                     sights += self.sights(media, number, kind)
@@ -226,6 +231,15 @@ def family_of(config: "transformers.PreTrainedConfig") -> Family:
             f"model_type {config.model_type!r} is not among the vision-language families that the transformers engine "
             f"runs: {', '.join(FAMILIES)}; another may mask, merge or place its images in a way of its own"
         ) from None
+
+
+def kinds_of(tokens: Tensor, config: "transformers.PreTrainedConfig") -> Tensor:
+    """int64, as the tokens of one sequence or of rows of them: which stand for a part of an image (1) or of a video (2)."""
+    kinds = (tokens == config.image_token_id).long()
+    if family_of(config).marks:
+        opened = (tokens == config.video_start_token_id).cumsum(-1)
+        return kinds * (1 + (opened > (tokens == config.video_end_token_id).cumsum(-1)).long())
+    return kinds + 2 * (tokens == config.video_token_id).long()
 
 
 def _sequences(batch: PackedBatch) -> Iterator[tuple[Tensor, Media | None]]:

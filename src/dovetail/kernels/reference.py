@@ -48,6 +48,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * y.to(x.dtype)
 
 
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the heads x [T, H, C] by their tokens' angles, cos and sin [T, R / 2]: channel i with i + R / 2; the rest stay."""
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
     """Causal attention inside each packed sequence: q [Tq, H, C], k and v [Tk, G, C] -> [Tq, H, C].
 
@@ -138,6 +146,22 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     assert ends[-1] == len(x), f"the last expert's tokens end at {ends[-1]} of {len(x)}"
     lengths = [end - start for start, end in itertools.pairwise([0, *ends])]
     return torch.cat([rows @ w for rows, w in zip(x.split(lengths), weight.unbind(), strict=True)])
+
+
+def permute(x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+    """A copy of each token for each of its experts, by expert: x [T, D], experts int [T, K] -> [T K, D], rows int [T K].
+
+    rows[t K + i]: where the copy of token t for its i-th expert is. Within an expert the copies are in the tokens' order.
+    """
+    order = experts.flatten().argsort(stable=True)
+    rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return x[order // experts.shape[1]], rows
+
+
+def unpermute(x: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of a token's copies: x [T K, D], rows int [T K] as `permute` returns, weights [T, K] -> [T, D]."""
+    copies = x[rows].unflatten(0, weights.shape)
+    return (copies * weights.to(x.dtype)[..., None]).sum(1)
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,14 +1,17 @@
 """Which implementation computes each op: chosen once from the device, then passed down as a value."""
 
+import importlib
 import resource
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dovetail.kernels import cuda, reference
+from dovetail.kernels.npu import NpuKernels
 
 
 @dataclass(frozen=True)
@@ -18,8 +21,11 @@ class KernelSet:
     attention: Callable[..., Tensor] = reference.attention
     decode_attention: Callable[..., Tensor] = reference.decode_attention
     rms_norm: Callable[..., Tensor] = reference.rms_norm
+    rope: Callable[..., Tensor] = reference.rope
     swiglu: Callable[..., Tensor] = reference.swiglu
     grouped_mm: Callable[..., Tensor] = reference.grouped_mm
+    permute: Callable[..., tuple[Tensor, Tensor]] = reference.permute
+    unpermute: Callable[..., Tensor] = reference.unpermute
     logits: Callable[..., Tensor] = reference.logits
     vocab_stats: Callable[..., Tensor] = reference.vocab_stats
     vocab_grad_: Callable[..., Tensor] = reference.vocab_grad_
@@ -42,7 +48,24 @@ def kernels_for(device: torch.device) -> KernelSet:
             add_weight_grad_=cuda.add_weight_grad_,
             head_chunk=4096,
         )
+    if device.type == "npu":
+        return npu_kernels(importlib.import_module("torch_npu"), device)
     return KernelSet()
+
+
+def npu_kernels(ops: Any, device: torch.device) -> KernelSet:
+    """The kernels of an Ascend NPU, out of the operations of the module torch_npu."""
+    npu = NpuKernels(ops, device)
+    return KernelSet(
+        attention=npu.attention,
+        rms_norm=npu.rms_norm,
+        rope=npu.rope,
+        swiglu=npu.swiglu,
+        grouped_mm=npu.grouped_mm,
+        permute=npu.permute,
+        unpermute=npu.unpermute,
+        head_chunk=4096,
+    )
 
 
 # Dense bf16 operations per second by datasheet, by the start of the device's name.
@@ -64,8 +87,8 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory that this process has held so far: on the GPU, or resident on the host."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+    """The most memory that this process has held so far: on the accelerator, or resident on the host."""
+    if device.type != "cpu":
+        return torch.get_device_module(device).max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

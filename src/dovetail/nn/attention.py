@@ -9,7 +9,6 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
 from dovetail.nn.linear import ColumnLinear, RowLinear
 from dovetail.nn.norm import RMSNorm
-from dovetail.nn.rope import apply_rope
 from dovetail.routing import Routes
 
 
@@ -37,6 +36,7 @@ class Attention(nn.Module):
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
         a = spec.attention
+        self.kernels = kernels
         self.layer, self.window, self.head_dim = layer, a.windows[layer], a.head_dim
         parts = {"q_proj": (a.num_heads, a.head_dim)}
         parts |= dict.fromkeys(("k_proj", "v_proj"), (a.num_kv_heads, a.head_dim))
@@ -49,5 +49,5 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv_proj(x))  # [T, H or G, C]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, context.cos, context.sin), apply_rope(k, context.cos, context.sin)
+        q, k = self.kernels.rope(q, context.cos, context.sin), self.kernels.rope(k, context.cos, context.sin)
         return self.o_proj(context.attend(self.layer, q, k, v, self.window).flatten(1))

@@ -60,8 +60,9 @@ class SharedAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q [t, H, C], k and v [t, G, C] -> [t, H, C]."""
         q, k, v = self._all_tokens(q, k, v)
-        kv = _in_token_order(gather_in_order(torch.cat((k, v), dim=1), self.axes.gather), self.axes.gather.size)
-        k, v = kv.chunk(2, dim=1)
+        if (lines := self.axes.gather.size) > 1:
+            kv = _in_token_order(gather_in_order(torch.cat((k, v), dim=1), self.axes.gather), lines)
+            k, v = kv.chunk(2, dim=1)
         out = [
             self.kernels.attention(q[chunk.queries], k[chunk.keys], v[chunk.keys], chunk.q_spans, chunk.k_spans, window)
             for chunk in self.chunks
@@ -138,7 +139,5 @@ def cut_chunks(lengths: Sequence[int], share: Share, device: torch.device) -> tu
 
 def _in_token_order(x: Tensor, lines: int) -> Tensor:
     """[line 0's two chunks, line 1's, ...] -> the tokens as they lie in the batch."""
-    if lines == 1:
-        return x
     chunks = x.chunk(2 * lines)
     return torch.cat((*chunks[0::2], *reversed(chunks[1::2])))

@@ -26,6 +26,7 @@ from dovetail.nn.mlp import make_mlp
 from dovetail.nn.model import Cut, StagedModel
 from dovetail.nn.moe import Experts, MoE, Router
 from dovetail.nn.norm import RMSNorm
+from dovetail.nn.tiling import Tiled
 from dovetail.tokenstats import TokenStats
 
 Recompute = Literal["none", "full", "selective"]
@@ -148,9 +149,15 @@ class Decoder(StagedModel):
                 module.e_score_correction_bias = module.e_score_correction_bias.to(torch.float32)
         return self
 
+    @property
+    def text(self) -> Trunk:
+        return self.model
+
     def linears(self, stage: int) -> Iterator[Linear]:
         for layer in self.cut.stages[stage]:
-            yield from (module for module in self.model.layers[str(layer)].modules() if isinstance(module, Linear))
+            parts = list(self.model.layers[str(layer)].modules())
+            at_once = {part for tiled in parts if isinstance(tiled, Tiled) for part in tiled.modules()}
+            yield from (part for part in parts if isinstance(part, Linear) and part not in at_once)
 
     def groups(self) -> Iterator[nn.Module]:
         yield from (module for module in self.model.modules() if isinstance(module, Experts))

@@ -18,7 +18,6 @@ from dovetail.mesh import Mesh
 from dovetail.nn.attention import Context
 from dovetail.nn.linear import ColumnLinear, RowLinear, TokenLinear
 from dovetail.nn.norm import RMSNorm
-from dovetail.nn.rope import apply_rope
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
 
@@ -30,6 +29,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         a, latent = spec.attention, spec.attention.latent
         assert latent is not None
+        self.kernels = kernels
         self.layer, self.window, self.head_dim, self.latent, self.tp = (
             layer,
             a.windows[layer],
@@ -74,4 +74,4 @@ class LatentAttention(nn.Module):
         """Rotated heads [T, H, R]. Where channels turn with their neighbors, these are brought into halves and stay there."""
         if self.latent.interleaved:
             x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
-        return apply_rope(x, context.cos, context.sin)
+        return self.kernels.rope(x, context.cos, context.sin)

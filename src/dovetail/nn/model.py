@@ -52,6 +52,11 @@ class StagedModel(nn.Module):
         assert isinstance(found, (LMHead, ValueHead))
         return found
 
+    @property
+    def text(self) -> nn.Module:
+        """The part that attends over packed tokens."""
+        raise NotImplementedError
+
     def check(self, batch: PackedBatch) -> None:
         """Refuse a batch that this model cannot read. All ranks have the same, so all refuse alike."""
         if batch.media:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the tables of a forward pass, and their application to packed heads.
+"""Rotary position embedding: the tables of a forward pass. `KernelSet.rope` turns heads by them.
 
 Tables are [T, R / 2], R being the rotated channels of a head. Channel i turns with channel i + R / 2 (the halves of
 Hugging Face checkpoints, not neighboring pairs); channels from R on pass through. The order of operations is that of
@@ -35,14 +35,6 @@ def rope_tables(
         frequencies = inverse_frequencies(spec, wide(dtype))
     angles = positions.to(wide(dtype))[:, None] * frequencies.to(positions.device)
     return (angles.cos() * spec.attention_factor).to(dtype), (angles.sin() * spec.attention_factor).to(dtype)
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the heads x [T, H, C] by their tokens' angles; cos and sin as `rope_tables` returns them."""
-    half = cos.shape[-1]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> Tensor:

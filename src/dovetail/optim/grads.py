@@ -4,8 +4,9 @@ After FSDP2 has summed over dp x cp, a placement says what is still partial: par
 tokens or heads (`partial_over`), and KV rows that several ranks hold copies of. The norm counts each element once.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,16 +35,26 @@ def reduce_partial(shards: Iterable[Shard], mesh: Mesh) -> None:
         all_reduce_(copied[copies], mesh.copies[copies])
 
 
-def global_norm(shards: Iterable[Shard], mesh: Mesh) -> Tensor:
-    """The 2-norm of the whole gradient, each element counted once, in the wide dtype; equal on every rank."""
+def global_norm(shards: Iterable[Shard], mesh: Mesh, suspects: Sequence[Tensor] = ()) -> Tensor:
+    """The 2-norm of the whole gradient, each element counted once, in the wide dtype; equal on every rank.
+
+    Not a number where any number of `suspects` is not finite on any rank: one collective tells both.
+    """
     squares = []
     for shard in shards:
         grad = shard.local.grad
         assert grad is not None
         owned = [grad[as_index(r.local_slice)] for r in shard.regions if r.owned]
         squares += [torch.linalg.vector_norm(part, dtype=wide(part.dtype)).square() for part in owned]
+    squares += [spoiled.to(squares[0]) for spoiled in _spoiled(suspects)] if squares else _spoiled(suspects)
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=mesh.device)
     return sum_over(total.to(torch.float64), mesh["world"]).sqrt()
+
+
+def _spoiled(suspects: Iterable[Tensor]) -> list[Tensor]:
+    """For every tensor 0, or not a number where it holds one that is not finite; nothing waits for the device."""
+    real = [x.detach() for x in suspects if x.is_floating_point() and x.numel()]
+    return list(torch._foreach_mul(torch._foreach_norm(real, math.inf), 0.0)) if real else []
 
 
 def scale_(shards: Iterable[Shard], factor: float) -> None:

@@ -1,14 +1,18 @@
 """One optimizer step from summed gradients: divide by the count, clip by the true norm, update, or skip."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dovetail.mesh import Mesh
 from dovetail.optim.assembly import adamw, shards_of
 from dovetail.optim.grads import global_norm, reduce_partial, scale_
 from dovetail.optim.lr import Schedule, lr_factor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +33,15 @@ class OptimSettings:
 
 @dataclass(frozen=True)
 class Update:
-    """What one step did. A skipped step changed nothing and does not count for the schedule."""
+    """What one step did. A skipped step changed nothing and does not count for the schedule.
+
+    `faults`: which parameters and gradients of this rank are not finite, where it was skipped.
+    """
 
     grad_norm: float
     lr: float
     skipped: bool
+    faults: tuple[str, ...] = ()
 
 
 class Optimizer:
@@ -46,15 +54,16 @@ class Optimizer:
         s = settings
         self.adamw = adamw(self.shards, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay)
 
-    def step(self, count: float) -> Update:
+    def step(self, count: float, suspects: Sequence[Tensor] = ()) -> Update:
         """Update from gradients that are sums over `count` tokens (or sequences) of all ranks; then drop them.
 
-        Collective. A gradient that is not finite anywhere skips the update on every rank.
+        Collective. A number that is not finite, in a gradient, a parameter or one of `suspects` (whatever the gradients
+        came from) of any rank, skips the update on every rank.
         """
         s = self.settings
         divisor = max(count, 1.0)
         reduce_partial(self.shards, self.mesh)
-        norm = float(global_norm(self.shards, self.mesh)) / divisor
+        norm = float(global_norm(self.shards, self.mesh, [*suspects, *self._watched()])) / divisor
         lr = s.lr * lr_factor(
             s.schedule,
             self.steps,
@@ -71,8 +80,42 @@ class Optimizer:
                 group["lr"] = lr
             self.adamw.step()
             self.steps += 1
+        faults = tuple(self._faults()) if skipped else ()
         self.zero_grad()
-        return Update(norm, lr, skipped)
+        return Update(norm, lr, skipped, faults)
+
+    def _watched(self) -> Iterator[Tensor]:
+        """What the norm does not see: the parameters, and gradients that another rank counts."""
+        for shard in self.shards:
+            yield shard.local
+            if shard.local.grad is not None and not all(region.owned for region in shard.regions):
+                yield shard.local.grad
+
+    def _faults(self) -> Iterator[str]:
+        for kind in ("parameter", "gradient"):
+            pairs = [(s.name, s.local if kind == "parameter" else s.local.grad) for s in self.shards]
+            names = [name for name, x in pairs if x is not None and not bool(x.isfinite().all())]
+            if names:
+                yield f"{kind} {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """AdamW's moments, kind -> name of the parameter -> tensor as its shard lies; zeros before the first step."""
+        found: dict[str, dict[str, Tensor]] = {kind: {} for kind in MOMENTS}
+        for shard in self.shards:
+            state = self.adamw.state[shard.local]
+            if not state:
+                state["step"] = torch.tensor(float(self.steps), device=shard.local.device)
+                state.update({kind: torch.zeros_like(shard.local) for kind in MOMENTS})
+            for kind in MOMENTS:
+                found[kind][shard.name] = state[kind]
+        return found
+
+    def resume(self, steps: int) -> None:
+        """Go on as after `steps` updates; the moments are filled by whoever loads them."""
+        self.moments()
+        self.steps = steps
+        for state in self.adamw.state.values():
+            state["step"].fill_(steps)
 
     def zero_grad(self) -> None:
         """Free every gradient."""

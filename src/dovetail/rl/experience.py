@@ -53,7 +53,7 @@ def pack_samples(samples: Seq[Sample], temperature: float) -> PackedBatch:
             "rollout_logprob": [0.0] * len(prompt) + list(sample.completion.log_probs),
         }
         mask, routing = [False] * len(prompt) + [True] * len(response), sample.completion.routing
-        rows.append(Sequence([*prompt, *response], mask, fields, routing=routing))
+        rows.append(Sequence([*prompt, *response], mask, fields, sample.prompt.media, routing))
     return PackedBatch.pack(rows)
 
 

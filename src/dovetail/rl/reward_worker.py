@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from dovetail.rl.reward_functions import BUILT_IN
+from dovetail.watch.system import die_with_parent
 
 Scorer = Callable[[Mapping[str, Any]], Any]
 POSITIONAL = frozenset({"completion", "answer", "_answer", "finish", "_finish"})  # what a built-in always gets
@@ -45,7 +46,8 @@ class Caught:
 
 
 def main() -> NoReturn:
-    """Serve until standard input ends."""
+    """Serve until standard input ends, or the parent does."""
+    die_with_parent()
     requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", buffering=1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # foreign code that reads or prints must not touch the conversation

@@ -1,9 +1,14 @@
-"""The directory of a run: what is written where, by whom, and what the terminal shows.
+"""The directory of a run: what is written where, by whom, what a resumed run finds there, and what the terminal shows.
 
-run_dir/config.yaml, metrics.jsonl, rollouts/step_000001.jsonl, checkpoints/step_000050, hf/. The first rank writes the
-small files; checkpoints and the final model are written by all.
+run_dir/config.yaml, metrics.jsonl, events.jsonl, rollouts/step_000001.jsonl, checkpoints/step_000050, hf/, and superseded/
+with what a resumed run does again. The first rank writes the small files; checkpoints and the final model are written by
+all.
 """
 
+import json
+import shutil
+import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,66 +16,158 @@ from typing import Any
 
 import torch
 
-from dovetail.checkpoint.retention import keep_latest
-from dovetail.comm import stack_over
+from dovetail.checkpoint.saver import Saver
+from dovetail.checkpoint.steps import Retention, clear_debris, set_aside
+from dovetail.checkpoint.training import MODEL_ROLE
+from dovetail.comm import gather_text, stack_over
 from dovetail.engine.base import Engine
-from dovetail.errors import ConfigError
+from dovetail.errors import CheckpointError, ConfigError
 from dovetail.log import Console, curve
 from dovetail.mesh import Mesh
 from dovetail.metrics import Metrics, check_loggers, json_line
 from dovetail.rl.experience import Sample
+from dovetail.rl.lock import RunLock
 from dovetail.rl.replay import write_routes
-from dovetail.rl.trainer import Outcome, Row
+from dovetail.rl.resume import CHECKPOINTS, CONFIG, EVENTS, HF, Resumed, find, is_run
+from dovetail.rl.state import RunState, random_state, restore_random_state
+from dovetail.rl.trainer import Outcome
+from dovetail.rl.updates import Row
 from dovetail.weights.agree import agreed
-from dovetail.weights.staging import refuse_unwritable
+from dovetail.weights.directory import SideFiles
+from dovetail.weights.staging import refuse_unwritable, replace_file
+
+POLICY, CRITIC = MODEL_ROLE, "critic"
+METRICS, ROLLOUTS, SUPERSEDED = "metrics.jsonl", "rollouts", "superseded"
+ROOM_FOR = 2  # checkpoints that must fit when a run starts: the old one stays until the new one is whole
+MOST_FAILED_SAVES = 3  # in a row; above it a run that cannot be saved stops
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Where to write and how much of it to keep. `peak_flops`: of one device, for `mfu`; None where it is not known."""
+    """Where to write and how much of it to keep. `peak_flops`: of one device, for `mfu`; None where it is not known.
+
+    resume: auto, never or step=N. background: checkpoints are written while training goes on. evaluates: some steps end
+    with an evaluation, and then no other step has a score.
+    """
 
     path: Path
     config: Mapping[str, Any]
     config_yaml: str
     steps: int
-    keep: int
+    saves: bool
+    retention: Retention
+    background: bool
+    evaluates: bool
+    resume: str
     loggers: tuple[str, ...]
     peak_flops: float | None
     peak_memory_gib: Callable[[], float]
     stop_requested: Callable[[], bool]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a run saves: its engines by role, files beside the model, fingerprints, and the cursor after a step."""
+
+    engines: Mapping[str, Engine]
+    sides: SideFiles
+    model: str
+    data: str
+    cursor: Callable[[int], int]
+
+
 class RunDirectory:
     """Implements `trainer.Run`: metrics, samples, checkpoints and the final model of one run."""
 
     def __init__(self, settings: RunSettings, mesh: Mesh) -> None:
-        self.settings, self.mesh = settings, mesh
+        self.settings, self.mesh, self.path = settings, mesh, settings.path
         self.lead = mesh["world"].rank == 0
         self.console = Console(speaks=self.lead, steps=settings.steps)
+        self.resumed: Resumed | None = None
+        self._lock = RunLock(self.path)
         self._metrics: Metrics | None = None
-        self._policy: Engine | None = None
+        self._before: Row = {}
+        self._earlier: list[Row] = []
+        self._score: float | None = None
+        self._order = self._failed_saves = 0
+        self._there = False
 
     def claim(self) -> None:
-        """Refuse a directory that holds anything, and what the run would fail on later. Collective; writes nothing."""
+        """Find out what is there: nothing, or a run to go on from; refuse all else, and what the run would fail on later.
+
+        Collective; writes nothing but the lock of a run that is there.
+        """
+        found, mode = [False], self.settings.resume
         with agreed(self.mesh):
             check_loggers(self.settings.loggers)
-            path = self.settings.path
             if self.lead:
-                refuse_unwritable(path, "run_dir")
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise ConfigError(f"run_dir {path} is not empty; choose another run_dir, or move that one away")
+                refuse_unwritable(self.path, "run_dir")
+                found = [is_run(self.path)]
+                if found[0] and mode == "never":
+                    raise ConfigError(
+                        f"run_dir {self.path} is not empty; choose another run_dir, or move that one away: it holds a run, "
+                        "from which --resume auto would go on"
+                    )
+                if mode.startswith("step=") and not found[0]:
+                    raise ConfigError(f"--resume {mode}: run_dir {self.path} holds no run")
+                if found[0]:
+                    self._lock.take()
+        (self._there,) = json.loads(gather_text(json.dumps(found), self.mesh["world"], self.mesh.device)[0])
+        if self._there:
+            self.resumed = find(self.path, self.mesh, mode, self.settings.config, self.settings.steps)
 
-    def open(self, policy: Engine) -> None:
-        """Make the directory and its first files. Collective."""
-        self._policy = policy
-        path = self.settings.path
+    def check_space(self, contents: Contents) -> None:
+        """Refuse to start where two checkpoints would not fit on the disk. Collective."""
+        if not self.settings.saves:
+            return
+        specs = [
+            spec
+            for role, engine in contents.engines.items()
+            for e in _exports(role, engine)
+            for spec in e.specs.values()
+        ]
+        needed = ROOM_FOR * sum(spec.num_bytes for spec in specs)
         with agreed(self.mesh):
             if self.lead:
-                (path / "rollouts").mkdir(parents=True)
-                (path / "config.yaml").write_text(self.settings.config_yaml, encoding="utf-8")
-                self._metrics = Metrics(path, self.settings.loggers, self.settings.config, self.console.say)
+                folder = next(f for f in (self.path.absolute(), *self.path.absolute().parents) if f.exists())
+                free = shutil.disk_usage(folder).free
+                if free < needed:
+                    raise ConfigError(
+                        f"run_dir {self.path}: {free / 1e9:.1f} GB are free, but {ROOM_FOR} checkpoints take {needed / 1e9:.1f} "
+                        "GB; free some, choose another run_dir, or set trainer.save_every=0"
+                    )
+
+    def open(self, contents: Contents) -> None:
+        """Make the directory and its first files, or go on with those of an earlier start. Collective."""
+        self.contents, resumed = contents, self.resumed
+        self.run_id = gather_text(uuid.uuid4().hex, self.mesh["world"], self.mesh.device)[0]
+        if resumed is not None:
+            self.run_id, self._before = resumed.state.run_id, dict(resumed.state.before)
+        with agreed(self.mesh):
+            if self.lead:
+                (self.path / ROLLOUTS).mkdir(parents=True, exist_ok=True)
+                self._lock.take()
+                if is_run(self.path) != self._there:
+                    raise ConfigError(
+                        f"another run began in run_dir {self.path} meanwhile; start again to go on from it"
+                    )
+                self._clear_away()
+                replace_file(self.path / CONFIG, self.settings.config_yaml.encode())
+                self._metrics = Metrics(self.path, self.settings.loggers, self.settings.config, self.console.say)
+        self._order = int(gather_text(str(self._order), self.mesh["world"], self.mesh.device)[0])
+        self._earlier = json.loads(gather_text(json.dumps(self._earlier), self.mesh["world"], self.mesh.device)[0])
+        self._saver = Saver(
+            self.path / CHECKPOINTS, self.mesh, self.settings.retention, background=self.settings.background
+        )
+        if resumed is not None:
+            self._tell(resumed)
+
+    def earlier(self) -> tuple[int, list[Row], Row] | None:
+        """Steps before this start, their rows, and the evaluation before training, of a run that goes on."""
+        return None if self.resumed is None else (self.resumed.state.step, list(self._earlier), self._before)
 
     def start(self, evaluation: Row) -> None:
+        self._before = evaluation
         if evaluation:
             self.say("before training: " + _numbers(evaluation))
         self.console.start()
@@ -85,23 +182,29 @@ class RunDirectory:
             if self._metrics is not None:
                 self._metrics.write(row)
                 if samples:
-                    path = self.settings.path / "rollouts" / f"step_{row['step']:06}.jsonl"
+                    path = self.path / ROLLOUTS / f"step_{row['step']:06}.jsonl"
                     _write_samples(path, samples)
                     write_routes(path.with_suffix(".routing.safetensors"), [s.completion.routing for s in samples])
+        self._score = _score(row, evaluates=self.settings.evaluates)
         self.console.step(row)
 
     def checkpoint(self, step: int) -> None:
-        """The policy's pieces as checkpoints/step_NNNNNN; older ones beyond `keep` go. Collective."""
-        assert self._policy is not None, "open() comes first"
-        folder = self.settings.path / "checkpoints"
-        self._policy.save_sharded(folder, step=step)
-        with agreed(self.mesh):
-            if self.lead:
-                keep_latest(folder, self.settings.keep)
+        """All that training goes on from, as checkpoints/step_NNNNNN; older ones go as `retention` says. Collective."""
+        self._settle()
+        self._order += 1
+        contents, state = self.contents, self._state(step)
+        exports = [e for role, engine in contents.engines.items() for e in _exports(role, engine)]
+        self._saver.save(step, exports, contents.sides, state.dump())
+        if not self.settings.background:
+            self._settle()
 
     def stopping(self) -> bool:
-        asked = torch.tensor(self.settings.stop_requested(), dtype=torch.int64, device=self.mesh.device)
-        return bool(stack_over(asked, self.mesh["world"]).any())
+        """Whether somebody asked the run to stop. A save that went wrong meanwhile is told here, on every rank."""
+        facts = [self.settings.stop_requested(), self._saver.done]
+        told = stack_over(torch.tensor(facts, dtype=torch.int64, device=self.mesh.device), self.mesh["world"])
+        if told[:, 1].all():
+            self._settle()
+        return bool(told[:, 0].any())
 
     def shared(self, seconds: float) -> float:
         own = torch.tensor(seconds, dtype=torch.float64, device=self.mesh.device)
@@ -110,29 +213,127 @@ class RunDirectory:
     def say(self, text: str) -> None:
         self.console.say(text)
 
+    def event(self, kind: str, **facts: Any) -> None:
+        """One line in events.jsonl: what befell the run beside its steps."""
+        if self.lead:
+            with (self.path / EVENTS).open("a", encoding="utf-8") as out:
+                out.write(json_line({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "kind": kind, **facts}))
+
     def finish(self, outcome: Outcome) -> None:
         """Write hf/ unless the run was stopped, and sum up. Collective."""
-        assert self._policy is not None, "open() comes first"
-        path = self.settings.path
+        self._settle(last=True)
         if not outcome.stopped:
-            self._policy.save_pretrained(path / "hf")
+            self.contents.engines[POLICY].save_pretrained(self.path / HF)
         self.close()
         key = "reward_mean" if outcome.rows and "reward_mean" in outcome.rows[-1] else "loss"
-        self.say(f"\n{key} over {len(outcome.rows)} steps\n{curve([float(row[key]) for row in outcome.rows])}\n")
+        values = [float(row[key]) for row in outcome.rows if row.get(key) is not None]
+        self.say(f"\n{key} over {len(outcome.rows)} steps\n{curve(values)}\n")
         for name in outcome.before:
             if name in outcome.after:
                 self.say(f"{name:<18} {outcome.before[name]:.3f} -> {outcome.after[name]:.3f}")
         seconds = sum(row["step_seconds"] for row in outcome.rows)
         tokens = sum(row["tokens"] for row in outcome.rows)
         self.say(f"{'tokens/s':<18} {tokens / max(seconds, 1e-9):,.0f} ({seconds:.0f} s)")
-        self.say(f"{'model':<18} " + ("not written: stopped" if outcome.stopped else str(path / "hf")))
+        self.say(f"{'model':<18} " + ("not written: stopped" if outcome.stopped else str(self.path / HF)))
 
     def close(self) -> None:
-        """End the display and the loggers; may be called twice."""
+        """End the display and the loggers, and leave the directory to others; may be called twice."""
         self.console.stop()
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
+        self._lock.release()
+
+    def _settle(self, *, last: bool = False) -> None:
+        """Wait for the save that is under way. A failed one is told; training goes on unless it was the last, or too many."""
+        try:
+            if self._saver.settle():
+                self._failed_saves = 0
+        except CheckpointError as error:
+            self._failed_saves += 1
+            self.event("save_failed", cause=str(error))
+            if last or self._failed_saves == MOST_FAILED_SAVES:
+                raise CheckpointError(f"the run cannot be saved; what was saved before is whole\n{error}") from error
+            self.say(f"A SAVE FAILED, the run goes on and earlier checkpoints are whole: {error}")
+
+    def _state(self, step: int) -> RunState:
+        mesh = self.mesh
+        rng = gather_text(json.dumps(random_state(mesh.device)), mesh["world"], mesh.device)
+        return RunState(
+            run_id=self.run_id,
+            order=self._order,
+            step=step,
+            score=self._score,
+            recipe=self.settings.config,
+            model=self.contents.model,
+            data=self.contents.data,
+            cursor=self.contents.cursor(step),
+            updates={role: engine.updates for role, engine in self.contents.engines.items()},
+            before=self._before,
+            rng=[json.loads(text) for text in rng],
+        )
+
+    def _tell(self, resumed: Resumed) -> None:
+        """Say and note what the run goes on from; set the random generators where the ranks are as many as then."""
+        state, world = resumed.state, self.mesh["world"]
+        if len(state.rng) == world.size:
+            restore_random_state(state.rng[world.rank], self.mesh.device)
+        for problem in resumed.passed_over:
+            self.event("checkpoint_passed_over", cause=problem)
+            self.say(f"passed over: {problem}")
+        for change in resumed.changes:
+            self.say(f"changed since then: {change}")
+        self.event("resumed", step=state.step, path=str(resumed.reader.path), changes=list(resumed.changes))
+        self.say(f"resumed after step {state.step} from {resumed.reader.path}")
+
+    def _clear_away(self) -> None:
+        """Put what an earlier start wrote beyond the resumed step into superseded/, so that the run has one past.
+
+        Checkpoints go first: whatever is resumed after a kill in here finds the rows that belong to it. The lead's work.
+        """
+        state = None if self.resumed is None else self.resumed.state
+        step, self._order = (0, 0) if state is None else (state.step, state.order)
+        clear_debris(self.path)
+        clear_debris(self.path / CHECKPOINTS)
+        aside = self.path / SUPERSEDED
+        aside = aside / f"{1 + sum(1 for _ in aside.glob('*')):03}"
+        set_aside(self.path / CHECKPOINTS, self._order, aside / CHECKPOINTS)
+        self._earlier, kept, rest = _rows(self.path / METRICS, step)
+        late = [p for p in (self.path / ROLLOUTS).glob("step_*") if int(p.name[5:].partition(".")[0]) > step]
+        late += [path for path in (self.path / HF,) if path.exists()]
+        if rest or late:
+            aside.mkdir(parents=True, exist_ok=True)
+            for path in late:
+                path.rename(aside / path.name)
+        if rest:
+            replace_file(aside / METRICS, "".join(rest).encode())
+            replace_file(self.path / METRICS, "".join(kept).encode())
+
+
+def _exports(role: str, engine: Engine) -> list[Any]:
+    return engine.export_training(role, with_model=role == POLICY)
+
+
+def _score(row: Row, *, evaluates: bool) -> float | None:
+    """How good the model is after a step, higher is better; None where it was not measured as at other steps."""
+    if not evaluates:
+        return row.get("reward_mean", -row["loss"])
+    return row.get("eval_reward_mean", -row["eval_loss"] if "eval_loss" in row else None)
+
+
+def _rows(path: Path, last: int) -> tuple[list[Row], list[str], list[str]]:
+    """The rows of a metrics file up to step `last`, their lines, and the lines behind, of which a kill may have cut one."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
+    rows: list[Row] = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if row["step"] > last:
+            break
+        rows.append(row)
+    return rows, lines[: len(rows)], lines[len(rows) :]
 
 
 def _write_samples(path: Path, samples: Seq[Sample]) -> None:

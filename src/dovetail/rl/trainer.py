@@ -6,14 +6,13 @@ SFT step:  take rows; update
 
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from dovetail.batch import LossFn, PackedBatch, Sequence
-from dovetail.data import Prompt, batch_rows
-from dovetail.engine.base import Engine, StepReport
+from dovetail.data import Prompt
+from dovetail.engine.base import Engine
 from dovetail.errors import DataError
 from dovetail.rl.experience import (
     AdvantageSettings,
@@ -23,22 +22,31 @@ from dovetail.rl.experience import (
     pack_samples,
     with_advantages,
 )
+from dovetail.rl.guard import Guard
 from dovetail.rl.judging import Judge
 from dovetail.rl.losses import Aggregation, weight_fields
 from dovetail.rl.replay import Replay, monitor, routed, score_old
 from dovetail.rl.rewards import count_errors
+from dovetail.rl.updates import EMPTY_UPDATE, Row, Updates, describe, mean
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
+from dovetail.rows import batch_rows
+from dovetail.watch.progress import Phase, Progress
 
 MOST_REWARD_ERRORS = 0.05  # of a step's samples; above it the reward itself is taken to be wrong
 SOLVED = 1.0  # a reward that counts as solved in evaluations
 MEASURED_STEPS = 2  # after which a run with a time budget predicts its length
 
-Row = dict[str, Any]
+Tell = Callable[[Phase, int], None]
+
+
+def never() -> bool:
+    """Nobody asks to stop."""
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
-    """How long, how much at a time, and when to stop."""
+    """How long, how much at a time, when to stop, and whom to tell where the loop is."""
 
     steps: int
     seed: int
@@ -52,10 +60,22 @@ class LoopSettings:
     stop_at_reward: float | None = None
     time_budget_seconds: float | None = None
     shuffle: bool = True
+    first_row: int = 0  # of the stream at step 0; not 0 where an earlier start took another number of rows a step
+    max_skipped_steps: int = 3
+    check_replicas_every: int = 0
+    progress: Progress = field(default_factory=Progress)
 
     def rows(self, num_rows: int, step: int) -> list[int]:
         """Which data rows a step takes."""
-        return batch_rows(num_rows, self.rows_per_step, self.seed if self.shuffle else None, step)
+        return batch_rows(num_rows, self.rows_per_step, self.seed if self.shuffle else None, self.cursor(step))
+
+    def cursor(self, step: int) -> int:
+        """How many rows of the endless stream have been taken before `step` (from 0)."""
+        return self.first_row + step * self.rows_per_step
+
+    def after(self, step: int, cursor: int) -> "LoopSettings":
+        """The same for a run that took `cursor` rows in its first `step` steps."""
+        return replace(self, first_row=cursor - step * self.rows_per_step)
 
 
 class Task(Protocol):
@@ -63,8 +83,16 @@ class Task(Protocol):
 
     samples: list[Sample]
 
-    def step(self, step: int) -> Row:
-        """Run step `step` (from 0): the row for metrics.jsonl, without the clock's keys."""
+    @property
+    def trained(self) -> Seq[Engine]:
+        """The models that are trained."""
+        ...
+
+    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
+        """Run step `step` (from 0): the row for metrics.jsonl, without the clock's keys.
+
+        `stopping` is asked where a step can be left with nothing changed; None: it was left.
+        """
         ...
 
     def evaluate(self, step: int) -> Row:
@@ -104,8 +132,10 @@ class SupervisedTask:
         self.policy, self.loss, self.loop = policy, loss, loop
         self.rows, self.held_out = rows, held_out
         self.samples: list[Sample] = []
+        self.trained = [policy]
 
-    def step(self, step: int) -> Row:
+    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
+        self.loop.progress.phase("update", step + 1)
         chosen = self.loop.rows(len(self.rows), step)
         batch = weighted(PackedBatch.pack([self.rows[i] for i in chosen]), self.loop)
         updates = Updates(self.policy, self.loss)
@@ -116,6 +146,7 @@ class SupervisedTask:
     def evaluate(self, step: int) -> Row:
         if not self.held_out:
             return {}
+        self.loop.progress.phase("eval", step)
         batch = PackedBatch.pack(self.held_out)
         stats = self.policy.score(batch)
         return {"eval_loss": -float(stats.logprob.sum()) / max(int(batch.mask.sum()), 1)}
@@ -141,19 +172,25 @@ class RLTask:
         self.prompts, self.held_out = prompts, held_out
         self.judge, self.decode = judge, decode
         self.samples: list[Sample] = []  # of the last step, for the run's files
+        self.trained = [engine for engine in (models.policy, models.critic) if engine is not None]
 
-    def step(self, step: int) -> Row:
+    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         chosen = self.loop.rows(len(self.prompts), step)
         prompts = [self.prompts[i] for i in chosen]
         samples, errors = self._sample(prompts, self.settings.sampling, step)
         self.samples = samples
-        row = {**_describe(samples), "reward_errors": errors}
+        row = {**describe(samples), "reward_errors": errors}
         if self.settings.skip_equal_groups:
             samples = drop_equal_groups(samples)
         if not samples:  # nothing to learn from: every group agrees, or the reward dropped every sample
             return {**row, **EMPTY_UPDATE}
+        if stopping():
+            return None
+        self.loop.progress.phase("score")
         found = self._monitor(samples)
         batch = self._prepare(samples)
+        if stopping():
+            return None
         policy = Updates(self.models.policy, self.policy_loss)
         critic = None
         if self.models.critic is not None and self.value_loss is not None:
@@ -181,18 +218,24 @@ class RLTask:
             max_new_tokens=self.settings.sampling.max_new_tokens,
             temperature=0.0,
             stop_ids=self.settings.sampling.stop_ids,
+            banned_ids=self.settings.sampling.banned_ids,
         )
-        samples, _ = self._sample(self.held_out, params, step)
+        samples, _ = self._sample(self.held_out, params, step, lambda _, step: self.loop.progress.phase("eval", step))
         rewards = [sample.reward for sample in samples]
         return {"eval_reward_mean": mean(rewards), "eval_solved": mean([float(r >= SOLVED) for r in rewards])}
 
-    def _sample(self, prompts: Seq[Prompt], params: SamplingParams, step: int) -> tuple[list[Sample], int]:
+    def _sample(
+        self, prompts: Seq[Prompt], params: SamplingParams, step: int, tell: Tell | None = None
+    ) -> tuple[list[Sample], int]:
         """Completions with their rewards; those whose reward failed are dropped and counted."""
-        sampler = self.models.sampler
+        sampler, tell = self.models.sampler, tell or self.loop.progress.phase
+        tell("push", step + 1)
         sampler.refill(self.models.policy.weights(sampler.dtype))
-        asked = [SamplerPrompt(row, prompt.ids) for row, prompt in enumerate(prompts)]
+        asked = [SamplerPrompt(row, prompt.ids, prompt.media) for row, prompt in enumerate(prompts)]
+        tell("rollout", step + 1)
         completions = sampler.sample(asked, replace(params, step=step))
         texts = [self.decode(c.ids) for c in completions]
+        tell("reward", step + 1)
         results = self.judge([prompts[c.row] for c in completions], completions, texts)
         errors, cause = count_errors(results)
         if errors > MOST_REWARD_ERRORS * len(results):
@@ -229,36 +272,12 @@ class RLTask:
         return weighted(with_advantages(batch, samples, settings.advantages), self.loop)
 
 
-class Updates:
-    """The optimizer steps of one training step, averaged for its row."""
-
-    def __init__(self, engine: Engine, loss: LossFn) -> None:
-        self.engine, self.loss = engine, loss
-        self.reports: list[StepReport] = []
-
-    def run(self, batch: PackedBatch) -> None:
-        self.reports.append(self.engine.train_step(batch, self.loss))
-
-    def row(self) -> Row:
-        if not self.reports:
-            return {}
-        columns: dict[str, list[float]] = defaultdict(list)
-        for report in self.reports:
-            for name, value in {"loss": report.loss, "grad_norm": report.grad_norm, **report.metrics}.items():
-                columns[name].append(value)
-        row: Row = {name: mean(values) for name, values in columns.items()}
-        row |= {"lr": self.reports[-1].lr, "flops": sum(report.flops for report in self.reports)}
-        return {**row, "skipped": True} if any(report.skipped for report in self.reports) else row
-
-
-EMPTY_UPDATE: Mapping[str, Any] = {  # means of nothing are not numbers
-    "loss": math.nan, "grad_norm": 0.0, "lr": 0.0, "tokens": 0,
-    "entropy_mean": math.nan, "kl_mean": math.nan, "clip_fraction": math.nan,
-}  # fmt: skip
-
-
 class Run(Protocol):
     """Where a run writes and what it shows; `rl.run.RunDirectory` in earnest. All calls are collective."""
+
+    def earlier(self) -> tuple[int, list[Row], Row] | None:
+        """Of a run that goes on from a checkpoint: steps done, their rows, and the evaluation before training."""
+        ...
 
     def start(self, evaluation: Row) -> None:
         """The run begins; `evaluation` is of the model before training, empty without held-out rows."""
@@ -293,32 +312,41 @@ class Outcome:
 
 def train(task: Task, run: Run, loop: LoopSettings) -> Outcome:
     """Run the steps until the last one, the reward target, or a request to stop, whichever is first."""
-    before = task.evaluate(0)
+    step, rows, before = run.earlier() or (0, [], task.evaluate(0))
     run.start(before)
-    rows: list[Row] = []
+    first = saved = step
     last, started = loop.steps, time.monotonic()
-    stop, reached = run.stopping(), False
-    while len(rows) < last and not (stop or reached):
+    stop, reached, guard = run.stopping(), False, Guard(loop.max_skipped_steps, loop.check_replicas_every)
+    while step < last and not (stop or reached):
         begun = time.monotonic()
-        row = task.step(len(rows))
+        done = task.step(step, run.stopping)
+        if done is None:
+            stop = True
+            break
+        step += 1
         seconds = time.monotonic() - begun
-        row = {"step": len(rows) + 1, **row, "step_seconds": seconds, "tokens_per_second": row["tokens"] / seconds}
+        row = {"step": step, **done, "step_seconds": seconds, "tokens_per_second": done["tokens"] / seconds}
         rows.append(row)
-        if loop.eval_every and len(rows) % loop.eval_every == 0:
-            row |= task.evaluate(len(rows))
+        if loop.eval_every and step % loop.eval_every == 0:
+            row |= task.evaluate(step)
         run.record(row, task.samples)
+        guard.look(row, task.trained)
         stop = run.stopping()
         reached = loop.stop_at_reward is not None and row.get("reward_mean", -math.inf) >= loop.stop_at_reward
-        if loop.save_every and len(rows) % loop.save_every == 0:
-            run.checkpoint(len(rows))
-        if len(rows) == MEASURED_STEPS and loop.time_budget_seconds is not None:
-            last = _shortened(last, run.shared(time.monotonic() - started), loop.time_budget_seconds, run)
-    if loop.save_every and len(rows) % loop.save_every:
-        run.checkpoint(len(rows))
+        if loop.save_every and step % loop.save_every == 0:
+            loop.progress.phase("save", step)
+            run.checkpoint(step)
+            saved = step
+        if step - first == MEASURED_STEPS and loop.time_budget_seconds is not None:
+            clock = run.shared(time.monotonic() - started)
+            last = first + _shortened(last - first, clock, loop.time_budget_seconds, run)
+    if loop.save_every and step > saved:
+        loop.progress.phase("save", step)
+        run.checkpoint(step)
     if stop:
         return Outcome(before, {}, rows, stop)
-    evaluated = {name: rows[-1][name] for name in before if name in rows[-1]}
-    return Outcome(before, evaluated or task.evaluate(len(rows)), rows, stop)
+    evaluated = {name: rows[-1][name] for name in before if name in rows[-1]} if rows else {}
+    return Outcome(before, evaluated or task.evaluate(step), rows, stop)
 
 
 def _shortened(steps: int, seconds: float, budget: float, run: Run) -> int:
@@ -342,16 +370,3 @@ def inner_batches(batch: PackedBatch, loop: LoopSettings, step: int) -> Iterator
 def weighted(batch: PackedBatch, loop: LoopSettings) -> PackedBatch:
     """The batch with its tokens' weights in the loss."""
     return batch.with_fields(**weight_fields(batch, loop.aggregation, loop.aggregation_constant))
-
-
-def mean(values: Seq[float]) -> float:
-    """Not a number where there are none: metrics.jsonl says null, and no target is reached."""
-    return sum(values) / len(values) if values else math.nan
-
-
-def _describe(samples: Seq[Sample]) -> Row:
-    return {
-        "reward_mean": mean([sample.reward for sample in samples]),
-        "response_length_mean": mean([float(len(sample.completion.ids)) for sample in samples]),
-        "stop_fraction": mean([float(sample.completion.finish == "stop") for sample in samples]),
-    }

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from dovetail.batch import Media
 from dovetail.errors import ConfigError
 from dovetail.routing import RoutingTrace
 
@@ -27,6 +28,7 @@ class SamplingParams:
     seed: int = 0
     step: int = 0
     stop_ids: tuple[int, ...] = ()
+    banned_ids: tuple[int, ...] = ()  # never drawn; log-probs are those of the model without the ban
     trace: bool = False  # completions bring along which experts their tokens went to
 
     def __post_init__(self) -> None:
@@ -44,10 +46,11 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue, and the row number that its sampling noise depends on."""
+    """Token ids to continue, what they show, and the row number that its sampling noise depends on."""
 
     row: int
     ids: Sequence[int]
+    media: Media | None = None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ BELOW_ONE = 1 - 2.0**-53
 def draw(z: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """One id a row of the logits z [n, V] by its uniform number [n], and its log-prob: both [n], the latter float64.
 
-    The log-prob is that at the temperature, before the cuts; temperature 0 takes the likeliest id, the first among
+    The log-prob is that at the temperature, before cuts and bans; temperature 0 takes the likeliest id, the first among
     equals, and its log-prob at temperature 1.
     """
     drawn = [_draw(z[rows], uniforms[rows], params) for rows in _row_blocks(*z.shape)]
@@ -56,15 +56,19 @@ def cut(weights: Tensor, top_k: int, top_p: float) -> Tensor:
 
 def _draw(z: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     scaled = z / params.temperature if params.temperature not in (0, 1) else z
-    peak = scaled.amax(-1, keepdim=True)
-    weights = (scaled - peak).exp_()
+    banned = torch.tensor(params.banned_ids, dtype=torch.int64, device=z.device)
+    free = scaled.index_fill(-1, banned, -torch.inf) if params.banned_ids else scaled
+    peak = free.amax(-1, keepdim=True)
+    weights = (free - peak).exp_()
     if params.temperature == 0:
-        ids = z.argmax(-1)
+        ids = free.argmax(-1)
     else:
         ids = inverse_cdf(cut(weights, params.top_k, params.top_p), uniforms)
     total = _in_blocks(weights).sum(-1, dtype=torch.float64).sum(-1)
     picked = (scaled.gather(1, ids[:, None]) - peak)[:, 0].to(torch.float64)
-    return ids, picked - total.log()
+    unbanned = total.log()
+    rest = (scaled[:, banned] - peak).to(torch.float64).logsumexp(-1)  # minus infinity where nothing is banned
+    return ids, picked - torch.logaddexp(unbanned, rest)
 
 
 def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:

@@ -1,11 +1,11 @@
 """Sampling by a transformers model's own `generate`, for families that our decoder does not describe.
 
-Every rank holds the whole model and continues its share of the prompts. Which token is taken is ours: a logits processor
-draws it from counter-based noise, as the embedded sampler does, and leaves it as the only possible one.
+Every rank holds the whole model and continues its share of the prompts, with their images and videos. Which token is taken
+is ours: a logits processor draws it from counter-based noise, as the embedded sampler does, and leaves it as the only
+possible one.
 """
 
-import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from dovetail.batch import plan_microbatches
+from dovetail.batch import plan_microbatches, start_reading
 from dovetail.errors import CheckpointError, DataError, listing
+from dovetail.hf.model import OLD_STEMS, is_sighted, known_config
+from dovetail.hf.vision import kinds_of
 from dovetail.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.draw import draw
@@ -22,6 +24,7 @@ from dovetail.rollout.found import Found
 from dovetail.rollout.noise import uniforms
 from dovetail.rollout.waves import Wave, plan_waves
 from dovetail.weights.agree import agreed
+from dovetail.weights.experts import FUSED
 from dovetail.weights.reader import TensorSource
 
 MAX_TOKENS = 1 << 15
@@ -36,9 +39,10 @@ class TransformersSampler:
         """config: of the checkpoint. max_tokens: rows times the longest of them that a rank runs at a time."""
         assert mesh["tp"].size == mesh["pp"].size == 1, "build.sampling makes all ranks replicas"
         self.mesh, self.dtype, self.max_tokens = mesh, dtype, max_tokens
-        options = copy.deepcopy(dict(config))
-        known = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
-        model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(known, dtype=dtype)
+        known = known_config(config)
+        sighted = is_sighted(known)
+        kind = transformers.AutoModelForImageTextToText if sighted else transformers.AutoModelForCausalLM
+        model: transformers.PreTrainedModel = kind.from_config(known, dtype=dtype)
         self.model = model.to(mesh.device).eval().requires_grad_(False)
         self.vocab_size: int = known.get_text_config().vocab_size
         self._filled = False
@@ -47,17 +51,25 @@ class TransformersSampler:
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take over (HF name, whole tensor) pairs, one at a time. What is missing, extra or mis-shaped raises together."""
         self._filled = False
-        own = self._tensors()
-        wrong, missing = [], {id(tensor): name for name, tensor in own.items()}
+        own = self._places()
+        left: dict[int, tuple[str, int]] = {}
+        for name, (whole, _) in own.items():
+            left.setdefault(id(whole), (name, whole.numel()))
+        wrong = []
         for name, tensor in weights:  # to its end, whatever is wrong: other ranks may be waiting for this one
             if name not in own:
                 wrong.append(f"{name}: not a tensor of {type(self.model).__name__}")
-            elif own[name].shape != tensor.shape:
-                wrong.append(f"{name}: shape {list(tensor.shape)}, expected {list(own[name].shape)}")
+                continue
+            whole, place = own[name]
+            if place.shape != tensor.shape and name.endswith(tuple(ending for ending, _ in FUSED)):
+                place = place.transpose(1, 2)  # experts that a checkpoint has turned
+            if place.shape != tensor.shape:
+                wrong.append(f"{name}: shape {list(tensor.shape)}, expected {list(own[name][1].shape)}")
             else:
-                own[name].copy_(tensor)
-            missing.pop(id(own.get(name)), None)
-        wrong += [f"{name}: missing" for name in sorted(missing.values())]
+                place.copy_(tensor)
+            first, missing = left[id(whole)]
+            left[id(whole)] = (first, missing - place.numel())
+        wrong += sorted(f"{name}: missing" for name, missing in left.values() if missing > 0)
         if wrong:
             raise CheckpointError(f"the weights given to the sampler are not those of its model:\n{listing(wrong)}")
         self._filled = True
@@ -90,12 +102,14 @@ class TransformersSampler:
         for row, prompt in enumerate(rows):
             ids[row, longest - len(prompt.ids) :] = torch.tensor(prompt.ids)
             mask[row, longest - len(prompt.ids) :] = 1
+        media = self._media(rows, ids)
         samples = np.array([sample for _, sample in wave.rows], dtype=np.int64)
         slots = torch.tensor([wave.prompts[o] * params.samples + s for o, s in wave.rows], device=device)
         numbers = np.array([prompt.row for prompt in rows], dtype=np.int64)
         self.model.generate(
             ids.to(device),
             attention_mask=mask.to(device),
+            **media,
             generation_config=transformers.GenerationConfig(
                 max_new_tokens=params.max_new_tokens,
                 do_sample=False,
@@ -105,10 +119,30 @@ class TransformersSampler:
             logits_processor=transformers.LogitsProcessorList([_Draw(params, numbers, samples, longest, slots, found)]),
         )
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """Every tensor that a checkpoint may list, by name; a tied one under both of its names."""
-        tensors: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
-        return tensors
+    def _media(self, rows: Sequence[Prompt], ids: Tensor) -> dict[str, Tensor]:
+        """What the model sees in rows of ids [n, longest]: every row's images and videos, in order."""
+        seen = [prompt.media for prompt in rows if prompt.media is not None]
+        if not seen:
+            return {}
+        start_reading(seen)
+        names = {name: None for media in seen for name in media}
+        found = {name: torch.cat([media[name] for media in seen if name in media]) for name in names}
+        found = {name: x.to(self.dtype) if name.startswith("pixel") else x for name, x in found.items()}
+        if hasattr(self.model.model, "get_rope_index"):
+            found["mm_token_type_ids"] = kinds_of(ids, self.model.config)
+        return {name: x.to(self.mesh.device) for name, x in found.items()}
+
+    def _places(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """By every name that a checkpoint may list: a tensor of the model and the part of it that the name means."""
+        found = {}
+        for name, whole in self.model.state_dict(keep_vars=True).items():
+            for alias, place in ((name, whole), *_experts(name, whole)):
+                for listed in (
+                    alias,
+                    *(old + alias.removeprefix(new) for new, old in OLD_STEMS if alias.startswith(new)),
+                ):
+                    found[listed] = (whole, place)
+        return found
 
     def _check(self, prompts: Sequence[Prompt]) -> None:
         """Refuse what cannot be sampled. All ranks have the same prompts, so all refuse alike."""
@@ -122,6 +156,16 @@ class TransformersSampler:
                 raise DataError(
                     f"prompt of row {prompt.row} has the id {bad}; this model has ids 0 to {self.vocab_size - 1}"
                 )
+
+
+def _experts(name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The matrices of fused experts, where a checkpoint has them apart (`weights.experts`)."""
+    for ending, parts in FUSED:
+        if name.endswith(ending):
+            stem = name.rpartition(".")[0]
+            for expert, matrix in enumerate(whole):
+                for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                    yield f"{stem}.{expert}.{part}.weight", rows
 
 
 class _Draw:

@@ -27,8 +27,12 @@ MIXTRAL = (".mlp.", ".block_sparse_moe.", {"gate_proj": "w1", "up_proj": "w3", "
 
 def stored(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[Held]:
     """`held`, in the form that the checkpoint has."""
+    return as_stored(model, held(model, mesh, as_wrapped=as_wrapped))
+
+
+def as_stored(model: nn.Module, params: list[Held]) -> list[Held]:
+    """Tensors that lie as the parameters of `model` do, in the form that its checkpoint has."""
     form: ExpertForm = model.experts if isinstance(model, StagedModel) else "fused"
-    params = held(model, mesh, as_wrapped=as_wrapped)
     if form == "mixtral":
         params = [_renamed(param) for param in params]
     return params if form == "fused" else [view for param in params for view in _views(param, form)]

@@ -5,6 +5,7 @@ Reads fetch exactly the bytes of a slice with positioned reads; nothing is mappe
 was asked for and no more. A file is written header first, from shapes and dtypes alone, then tensor by tensor.
 """
 
+import ctypes
 import json
 import os
 import stat
@@ -153,8 +154,15 @@ class TensorFile:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    """The bytes of a contiguous CPU tensor, without a copy; the caller keeps the tensor alive.
+
+    Not by way of numpy, which would forbid the storage to be resized for the rest of its life: `memory.Parked` does.
+    """
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", "only plain memory has an address to read from"
+    num_bytes = tensor.numel() * tensor.element_size()
+    if not num_bytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _runs(shape: Sequence[int], slices: Slices, itemsize: int) -> Iterator[tuple[int, int]]:
@@ -236,7 +244,8 @@ class TensorFileWriter:
         """Append the next tensor, already in its final dtype."""
         spec = self._waiting.pop()
         assert (spec.name, spec.dtype, spec.shape) == (name, tensor.dtype, tuple(tensor.shape)), f"{name} is not {spec}"
-        view = memory_of(tensor.detach().cpu().contiguous())
+        data = tensor.detach().cpu().contiguous()
+        view = memory_of(data)
         self.crc32[name] = zlib.crc32(view)
         self._write(view)
 

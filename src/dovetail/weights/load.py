@@ -42,7 +42,19 @@ def load(
     `aliases` maps our name of a tensor to the source's. Those named in `fresh` are not looked for: the caller fills
     them. `ignore` are patterns (`lm_head.*`) of source tensors that may be left over.
     """
-    params = stored(model, mesh)
+    load_into(stored(model, mesh), source, mesh, aliases=aliases, fresh=fresh, ignore=ignore)
+
+
+def load_into(
+    params: list[Held],
+    source: TensorSource,
+    mesh: Mesh,
+    *,
+    aliases: Mapping[str, str] = NO_ALIASES,
+    fresh: Collection[str] = (),
+    ignore: Collection[str] = (),
+) -> None:
+    """The same for tensors that lie as a model's parameters do: its optimizer's moments. Collective."""
     present = compare(params, source, mesh, aliases=aliases, fresh=fresh, ignore=ignore)
     with agreed(mesh):
         _check_ties(present, source)

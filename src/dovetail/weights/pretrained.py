@@ -22,6 +22,8 @@ from dovetail.weights.pieces import Dtypes
 from dovetail.weights.reader import TensorSource
 
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+ADAPTED = ("lora_", ".base_layer.", ".modules_to_save.")  # in names of tensors that peft writes
 EngineName = Literal["auto", "native", "transformers"]
 FETCHED = ("*.safetensors", "*.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
@@ -47,6 +49,8 @@ class Pretrained:
         Its spec is the one that `engine` runs; auto: ours where we know the family, else transformers'.
         """
         path = locate(name)
+        if (path / ADAPTER).is_file():
+            raise _unmerged(path, ADAPTER)
         file = path / CONFIG
         if not file.is_file():
             raise CheckpointError(f"{path} has no {CONFIG}; give a directory that transformers can load")
@@ -104,6 +108,20 @@ def locate(name: str | Path) -> Path:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(FETCHED)))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{name} could not be fetched from the hub: {error}") from error
+
+
+def refuse_adapters(source: TensorSource, path: Path) -> None:
+    """Weights beside which an adapter's lie would be read without it."""
+    found = next((name for name in source.names if any(part in name for part in ADAPTED)), None)
+    if found is not None:
+        raise _unmerged(path, found)
+
+
+def _unmerged(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} holds an adapter ({found}), which is not applied here; merge it into its model first: "
+        "peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(NEW)"
+    )
 
 
 def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> StoredHead:

@@ -94,6 +94,18 @@ def write_file(path: Path, content: Path | bytes) -> tuple[int, int]:
     return size, crc
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Have the file `path` hold `content`: readers see the old file or the new one, whole."""
+    fresh = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        write_file(fresh, content)
+        os.replace(fresh, path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
 def sync_directory(path: Path) -> None:
     """Put a directory's entries on the disk."""
     fd = os.open(path, os.O_RDONLY)

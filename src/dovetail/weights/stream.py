@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.comm import gather_text, stack_over
+from dovetail.memory import aligned, view_at
 from dovetail.mesh import Mesh
 from dovetail.placement import Slices, as_index
 from dovetail.weights.experts import stored
 from dovetail.weights.files import CODES, DTYPES, TensorSpec
-from dovetail.weights.pieces import Dtypes, Piece, export_specs, keys_of, own_dtype, owned_pieces, tensor_of
+from dovetail.weights.pieces import Dtypes, Held, Piece, export_specs, keys_of, own_dtype, owned_pieces, tensor_of
 
 Starts = tuple[dict[tuple[str, Slices], int], int]  # of one rank: where each piece begins in its bytes; how many in all
 
 BUCKET_BYTES = 1 << 28
-ALIGNMENT = 16  # bytes; a region begins where any dtype may
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,21 @@ def export(
     `dtype_of` names the dtype of each tensor (None: the parameter's own). `listed` are the source checkpoint's names in
     its order: tensors follow that order, and a tied weight leaves under those of its names that are listed.
     """
-    params = stored(model, mesh)
-    mine = owned_pieces(params, dtype_of, listed)
+    return export_held(stored(model, mesh), mesh, dtype_of=dtype_of, listed=listed)
+
+
+def export_held(
+    params: list[Held],
+    mesh: Mesh,
+    *,
+    dtype_of: Dtypes = own_dtype,
+    listed: Collection[str] | None = None,
+    prefix: str = "",
+) -> Export:
+    """The same of tensors that lie as a model's parameters do, named `prefix` + the parameter's name. Collective."""
+    mine = {prefix + name: piece for name, piece in owned_pieces(params, dtype_of, listed).items()}
     told = [
-        [(spec.name, CODES[spec.dtype], spec.shape) for spec in export_specs(params, dtype_of, listed)],
+        [(prefix + spec.name, CODES[spec.dtype], spec.shape) for spec in export_specs(params, dtype_of, listed)],
         [(tensor_of(key), piece.region.checkpoint_slice) for key, piece in mine.items()],
     ]
     everyone = [json.loads(text) for text in gather_text(json.dumps(told), mesh["world"], mesh.device)]
@@ -117,7 +128,7 @@ def _buckets(found: Export, order: Sequence[str], world: int, bucket_bytes: int)
     for name in order:
         grown = list(lengths)
         for rank, slices in found.owners[name]:
-            grown[rank] += _padded(_num_bytes(slices, found.specs[name]))
+            grown[rank] += aligned(_num_bytes(slices, found.specs[name]))
         if bucket and world * max(grown) > bucket_bytes:
             yield bucket
             grown = [after - before for after, before in zip(grown, lengths, strict=True)]
@@ -135,7 +146,7 @@ def _starts(found: Export, bucket: list[str], world: int) -> list[Starts]:
     for name in bucket:
         for rank, slices in found.owners[name]:
             starts[rank][name, slices] = ends[rank]
-            ends[rank] += _padded(_num_bytes(slices, found.specs[name]))
+            ends[rank] += aligned(_num_bytes(slices, found.specs[name]))
     return list(zip(starts, ends, strict=True))
 
 
@@ -143,11 +154,6 @@ def _num_bytes(slices: Slices, spec: TensorSpec) -> int:
     return TensorSpec("", spec.dtype, tuple(stop - start for start, stop in slices)).num_bytes
 
 
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
 def _view(flat: Tensor, start: int, slices: Slices, spec: TensorSpec) -> Tensor:
     """The rectangle stored at `start` of a row of bytes."""
-    data = flat[start : start + _num_bytes(slices, spec)]
-    return data.view(spec.dtype).view([stop - begin for begin, stop in slices])
+    return view_at(flat, start, spec.dtype, [stop - begin for begin, stop in slices])

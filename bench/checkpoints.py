@@ -1,0 +1,163 @@
+"""Training state against the machine: saving against a raw write, loading against a raw read, offload against a copy.
+
+python -m bench.checkpoints [--depth 30] [--rounds 5] [--folder DIR]
+
+The peer does nothing but move the same bytes: written with a checksum and fsync, read without one, or copied. Files are
+dropped from the page cache before they are read. The stall of a background save is told as a share of a training step.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.cpu_train import NegativeLogLikelihood
+from bench.harness import RESULTS, Case, compare, surroundings
+from bench.models import one_rank, sequences, smollm2_pair
+from dovetail.batch import PackedBatch
+from dovetail.checkpoint.reader import ShardedReader
+from dovetail.checkpoint.saver import Saver
+from dovetail.checkpoint.steps import Retention, open_verified
+from dovetail.engine.native import NativeEngine
+from dovetail.weights.files import memory_of
+
+ROLE, CHUNK = "policy", 1 << 26
+STEPS_A_SAVE = 10
+
+
+def main() -> None:
+    """Print one line a comparison and write one JSON."""
+    parser = argparse.ArgumentParser(prog="python -m bench.checkpoints", description=__doc__)
+    parser.add_argument("--depth", type=int, default=30, help="layers; SmolLM2-135M has 30")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a training step")
+    parser.add_argument("--folder", type=Path, default=None, help="where to write; default: the system's")
+    given = parser.parse_args()
+    with one_rank(), tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        engine = smollm2_pair(torch.float32, master=torch.float32, depth=given.depth).engine
+        assert isinstance(engine, NativeEngine)
+        bench = Bench(engine, Path(folder), given.tokens)
+        results = [compare(case, given.rounds) for case in bench.cases()]
+        stall = bench.stall(given.rounds)
+    for result in results:
+        gb = result.tokens / 1e9
+        print(f"{result.name:36} {gb / result.ours_seconds:6.2f} GB/s, {1 / result.ratio:5.2f} x the raw time")
+    print(f"{'background save, one in ten steps':36} {stall['share']:.2%} of the steps' time")
+    found = {"bench": "checkpoints", **surroundings(), "results": [asdict(r) for r in results], "stall": stall}
+    kind = engine.mesh.device.type
+    (RESULTS / f"checkpoints_{kind}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+class Bench:
+    """One engine that has trained a step, its checkpoint on the disk, and as many raw bytes beside it."""
+
+    def __init__(self, engine: NativeEngine, folder: Path, tokens: int) -> None:
+        self.engine, self.folder = engine, folder
+        self.batch = PackedBatch.pack(sequences([256] * (tokens // 256)))
+        engine.train_step(self.batch, NegativeLogLikelihood())
+        self.whole = self._save("kept", background=False)
+        self.files = sorted(self.whole.glob("*.safetensors"))
+        self.num_bytes = sum(path.stat().st_size for path in self.files)
+        self.raw = torch.empty(self.num_bytes, dtype=torch.uint8).random_()
+        self.room = torch.empty_like(self.raw)
+
+    def cases(self) -> list[Case]:
+        n = self.num_bytes
+        return [
+            Case(
+                "save, with its checksums", n, lambda: self._removed(self._save("new", background=False)), self._write
+            ),
+            Case("load, checked", n, self._load, self._read),
+            Case("offload and onload", n, self._step_aside, self._copy_twice),
+        ]
+
+    def stall(self, rounds: int) -> dict[str, float]:
+        """How long ten steps take with one background save among them, and without."""
+        plain, saving = [], []
+        for i in range(rounds):
+            plain.append(_seconds(self._steps))
+            saver, start = self._saver(f"background{i}", background=True), time.perf_counter()
+            self._begin(saver, i)
+            self._steps()
+            saving.append(time.perf_counter() - start)
+            saver.settle()
+            shutil.rmtree(saver.folder)
+        share = statistics.median(with_save / without - 1 for with_save, without in zip(saving, plain, strict=True))
+        return {"share": share, "plain_seconds": statistics.median(plain), "saving_seconds": statistics.median(saving)}
+
+    def _steps(self) -> None:
+        for _ in range(STEPS_A_SAVE):
+            self.engine.train_step(self.batch, NegativeLogLikelihood())
+
+    def _saver(self, name: str, *, background: bool) -> Saver:
+        return Saver(self.folder / name, self.engine.mesh, Retention(1), background=background)
+
+    def _begin(self, saver: Saver, order: int) -> None:
+        saver.save(order, self.engine.export_training(ROLE, with_model=True), {}, {"order": order})
+
+    def _save(self, name: str, *, background: bool) -> Path:
+        saver = self._saver(name, background=background)
+        self._begin(saver, 0)
+        saver.settle()
+        return (saver.folder / "step_000000").resolve()
+
+    def _removed(self, path: Path) -> None:
+        shutil.rmtree(path.parent)
+
+    def _write(self) -> None:
+        """The same bytes, their checksum, and fsync."""
+        path, view = self.folder / "raw", memory_of(self.raw)
+        with open(path, "wb", buffering=0) as out:
+            for start in range(0, self.num_bytes, CHUNK):
+                zlib.crc32(view[start : start + CHUNK])
+                out.write(view[start : start + CHUNK])
+            os.fsync(out.fileno())
+        path.unlink()
+
+    def _load(self) -> None:
+        self._forget()
+        reader: ShardedReader = open_verified(self.whole, self.engine.mesh)
+        self.engine.load_training(ROLE, reader, 1)
+
+    def _read(self) -> None:
+        self._forget()
+        view, at = memory_of(self.room), 0
+        for path in self.files:
+            with open(path, "rb", buffering=0) as file:
+                while got := file.readinto(view[at : at + CHUNK]):
+                    at += got
+
+    def _forget(self) -> None:
+        """Drop the files from the page cache."""
+        for path in self.files:
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _step_aside(self) -> None:
+        self.engine.offload()
+        self.engine.onload()
+
+    def _copy_twice(self) -> None:
+        away: Tensor = self.room.to(self.engine.mesh.device)
+        away.copy_(self.raw)
+        self.raw.copy_(away)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

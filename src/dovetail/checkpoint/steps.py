@@ -1,0 +1,148 @@
+"""The saved steps of a run: which are there, which one to go on from, and which stay.
+
+A step's directory is there complete or not at all; its manifest says in which order the run saved it, so a run that
+went back to an older step and on from there finds its own way again. Only manifests are trusted, not names or links.
+"""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dovetail.checkpoint.manifest import Manifest
+from dovetail.checkpoint.reader import ShardedReader
+from dovetail.comm import gather_text
+from dovetail.errors import CheckpointError, listing
+from dovetail.mesh import Mesh
+from dovetail.weights.agree import agreed
+from dovetail.weights.directory import MANIFEST, contained
+
+NAME = re.compile(r"step_(\d{6,})\.\w+")
+ORDER, SCORE = "order", "score"  # keys of a manifest's state: the how-manieth save of the run, and how good it is
+DEBRIS = (".tmp-*", ".trash-*")  # what a save or a removal leaves that did not come to its end
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """A complete step. `order` is -1 where there is no training state; `score`: higher is better, None is not known."""
+
+    path: Path
+    step: int
+    order: int
+    score: float | None
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which steps stay: the `last` ones, every one that `every` divides, and the `best` ones. 0: none for that."""
+
+    last: int
+    every: int = 0
+    best: int = 0
+
+    def keeps(self, steps: Sequence[SavedStep]) -> set[Path]:
+        """The directories that stay."""
+        newest_first = sorted(steps, key=lambda saved: saved.order, reverse=True)
+        scored = [saved for saved in newest_first if saved.score is not None]
+        scored.sort(key=lambda saved: saved.score or 0.0, reverse=True)  # stable: of equals the newest
+        chosen = [*newest_first[: max(1, self.last)], *scored[: self.best]]
+        chosen += [saved for saved in newest_first if self.every and saved.step % self.every == 0]
+        return {saved.path for saved in chosen}
+
+
+def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
+    """The steps in `folder` that have a sound manifest, the newest first, and what is wrong with the others."""
+    found, problems = [], []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            try:
+                manifest = Manifest.parse(contained(path, MANIFEST).read_bytes(), str(path / MANIFEST))
+            except (CheckpointError, OSError) as error:
+                problems.append(str(error))
+                continue
+            order, score = (-1, None) if manifest.state is None else map(manifest.state.get, (ORDER, SCORE))
+            if type(order) is not int or not isinstance(score, (int, float, type(None))):
+                problems.append(f"{path}: its training state has the order {order!r} and the score {score!r}")
+                continue
+            known = score is not None and math.isfinite(score)
+            found.append(SavedStep(path, manifest.step or 0, order, score if known else None))
+    return sorted(found, key=lambda saved: saved.order, reverse=True), problems
+
+
+def open_newest(folder: Path, mesh: Mesh, step: int | None = None) -> tuple[ShardedReader | None, list[str]]:
+    """The newest step that is whole, checksums and all, and what is wrong with those passed over. Collective.
+
+    None: there is no step at all. With `step`, exactly that one. Raises where there are steps and none is whole.
+    """
+    named: list[str] = []
+    problems: list[str] = []
+    with agreed(mesh):
+        if mesh["world"].rank == 0:
+            steps, problems = saved_steps(folder)
+            named = [saved.path.name for saved in steps if step in (None, saved.step) and saved.order >= 0]
+            problems += [f"{saved.path} holds weights without training state" for saved in steps if saved.order < 0]
+    named, problems = json.loads(gather_text(json.dumps([named, problems]), mesh["world"], mesh.device)[0])
+    for name in named:
+        try:
+            return open_verified(folder / name, mesh), problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    if step is not None:
+        raise CheckpointError(f"{folder} has no whole training state of step {step}\n{listing(problems)}".rstrip())
+    if problems:
+        raise CheckpointError(f"no checkpoint in {folder} can be read; move it away to start anew\n{listing(problems)}")
+    return None, []
+
+
+def open_verified(path: Path, mesh: Mesh) -> ShardedReader:
+    """A sharded checkpoint whose every checksum holds; the ranks divide them between them. Collective."""
+    reader: ShardedReader | None = None
+    with agreed(mesh):
+        reader = ShardedReader(path)
+        reader.verify(mesh["world"].rank, mesh["world"].size)
+    assert reader is not None
+    return reader
+
+
+def prune(folder: Path, retention: Retention) -> None:
+    """Remove the steps that `retention` does not keep. Each is first renamed, so none is ever half there."""
+    steps, _ = saved_steps(folder)
+    kept = retention.keeps(steps)
+    for saved in steps:
+        if saved.path not in kept:
+            _unlink(saved.path)
+            trash = saved.path.with_name(f".trash-{saved.path.name}")
+            saved.path.rename(trash)
+            shutil.rmtree(trash)
+
+
+def set_aside(folder: Path, order: int, aside: Path) -> None:
+    """Move the steps that were saved after the `order`-th save, or cannot be read, to `aside`, the newest first."""
+    steps, _ = saved_steps(folder)
+    readable = {saved.path: saved.order for saved in steps}
+    found = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and not path.is_symlink()]
+    for path in sorted(found, key=lambda path: readable.get(path, math.inf), reverse=True):
+        if readable.get(path, math.inf) > order:
+            aside.mkdir(parents=True, exist_ok=True)
+            _unlink(path)
+            path.rename(aside / path.name)
+
+
+def _unlink(path: Path) -> None:
+    """Remove the link that names a step's directory, where it names this one."""
+    link = path.with_name(path.name.partition(".")[0])
+    if link.is_symlink() and link.readlink().name == path.name:
+        link.unlink()
+
+
+def clear_debris(folder: Path) -> None:
+    """Remove what interrupted saves left behind. Only for the one run that writes to `folder`."""
+    for pattern in DEBRIS:
+        for path in folder.glob(pattern):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()

@@ -1,0 +1,77 @@
+"""What a training step leaves behind when a number was not finite: which rank saw what, and what it computed on."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dovetail.batch import MicroBatch
+from dovetail.comm import gather_text
+from dovetail.mesh import Mesh
+from dovetail.watch.progress import Progress
+from dovetail.weights.files import TensorFileWriter, TensorSpec, dump_json
+from dovetail.weights.staging import write_file
+
+GRADIENT = "gradient"  # of faults, the one that follows from any other
+
+
+@dataclass(frozen=True)
+class StepWatch:
+    """Whom a training step tells where it is, and the directory for what it had to skip; None: nothing is kept."""
+
+    progress: Progress = field(default_factory=Progress)
+    folder: Path | None = None
+
+    def keep(self, mine: Sequence[str], micros: Sequence[MicroBatch], mesh: Mesh) -> dict[int, list[str]]:
+        """Everybody's faults, by rank; the ranks where they began write what they computed on. Collective.
+
+        Gradients are summed before they are looked at, so a rank that sees them alone may not be where they went wrong.
+        """
+        everyone = [json.loads(text) for text in gather_text(json.dumps(list(mine)), mesh["world"], mesh.device)]
+        causes = [[fault for fault in found if not fault.startswith(GRADIENT)] for found in everyone]
+        faults = {rank: found for rank, found in enumerate(causes if any(causes) else everyone) if found}
+        if self.folder is not None and mesh["world"].rank in faults:
+            self._write(self.folder, faults, micros, mesh)
+        return faults
+
+    def _write(self, folder: Path, faults: dict[int, list[str]], micros: Sequence[MicroBatch], mesh: Mesh) -> None:
+        step, rank = self.progress.state.step or 0, mesh["world"].rank
+        name = f"step_{step:06}.rank_{rank}"
+        number = len([*folder.glob(name), *folder.glob(f"{name}.*")])  # a step may have several updates
+        place = folder / (f"{name}.{number + 1}" if number else name)
+        place.mkdir(parents=True)
+        tensors = {f"{i}.{key}": x for i, micro in enumerate(micros) for key, x in _tensors(micro).items()}
+        specs = [TensorSpec(key, x.dtype, tuple(x.shape)) for key, x in tensors.items()]
+        writer = TensorFileWriter(place / "micro_batches.safetensors", specs)
+        for key, x in tensors.items():
+            writer.write(key, x)
+        writer.close()
+        told = {"step": step, "rank": rank, "layout": str(mesh.layout), "coords": mesh.coords}
+        lengths = [list(micro.batch.lengths) for micro in micros]
+        faults_by_rank = {str(other): found for other, found in faults.items()}
+        write_file(place / "fault.json", dump_json({**told, "faults": faults_by_rank, "lengths": lengths}))
+
+
+def inputs_of(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """What the losses read of the batch, on this rank's counted tokens, by micro-batch and name."""
+    return {
+        f"{name} of micro-batch {i}": x
+        for i, micro in enumerate(micros)
+        for name, x in micro.counted.fields.items()
+        if x.is_floating_point()
+    }
+
+
+def spoiled(micros: Sequence[MicroBatch], losses: Sequence[Tensor]) -> list[str]:
+    """The names of what is not finite among the inputs and the sum of the losses."""
+    named = [*inputs_of(micros).items(), *(("loss", x) for x in losses)]
+    return [name for name, x in named if not bool(torch.isfinite(x).all())]
+
+
+def _tensors(micro: MicroBatch) -> dict[str, Tensor]:
+    batch = micro.batch
+    names = ("tokens", "positions", "cu_seqlens", "targets", "mask")
+    return {**{name: getattr(batch, name) for name in names}, **batch.fields, "order": micro.order}

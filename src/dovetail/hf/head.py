@@ -1,0 +1,79 @@
+"""What a model does between its last hidden states and its logits: tried out, since options have too many names.
+
+A product with the head's weight is ours to fuse, and so is a constant factor of it (Cohere's and Granite's). Anything else,
+such as a soft cap, is refused.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from dovetail.errors import ModelError
+
+TOKENS, WORDS = 5, 7
+LOUD = 30.0  # about the largest logit that is tried: caps bend there
+SAME = 1e-6  # relative: some compute logits in float32
+
+
+class _Output(SimpleNamespace):
+    """A base model's output: hidden states, and nothing else that one may ask for."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state, None)[index]
+
+    def get(self, name: str, default: object = None) -> Any:
+        return self.last_hidden_state if name == "last_hidden_state" else default
+
+
+class _Base(nn.Module):
+    """Stands for the base model: whatever it is given, the same hidden states come out."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *_: object, **__: object) -> _Output:
+        return _Output(last_hidden_state=self.hidden)
+
+
+def logit_scale(model: "transformers.PreTrainedModel", width: int) -> float:
+    """The constant by which the model multiplies the product of hidden states and its head. Raises ModelError.
+
+    `model` is made of `model` and `lm_head` alone, which stand aside meanwhile.
+    """
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, TOKENS, width, generator=draw, dtype=torch.float64)
+    head = nn.Linear(width, WORDS, bias=False, dtype=torch.float64, device="cpu")
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(WORDS, width, generator=draw) * LOUD / width**0.5)
+        product = head(hidden)
+        parts = {"model": model.get_submodule("model"), "lm_head": model.get_submodule("lm_head")}
+        model.add_module("model", _Base(hidden))
+        model.add_module("lm_head", head)
+        try:
+            logits = model(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), use_cache=False).logits
+        except (AttributeError, TypeError, KeyError, RuntimeError, ValueError) as error:
+            raise ModelError(
+                f"{type(model).__name__} computes its logits from more than hidden states: {error}"
+            ) from error
+        finally:
+            for name, part in parts.items():
+                model.add_module(name, part)
+    logits = logits.to(product.dtype)
+    scale = float((logits * product).sum() / product.square().sum()) if logits.shape == product.shape else 0.0
+    if not scale or float((logits / scale - product).abs().max()) > SAME * LOUD:
+        options = vars(model.config.get_text_config()).items()
+        named = [
+            f"{name}={value}" for name, value in options if value is not None and "logit" in name and "attn" not in name
+        ]
+        raise ModelError(
+            f"{type(model).__name__}: {', '.join(named) or 'its own code'} changes the logits by more than a constant factor, "
+            "which the fused head does not compute"
+        )
+    return 1.0 if abs(scale - 1.0) <= SAME else scale

@@ -1,0 +1,98 @@
+"""Contiguous memory that hands out aligned views, and state that steps aside to the host: few allocations, large copies.
+
+Transfer buckets, snapshots for background saves and offloaded parameters all are many tensors in one stretch of bytes.
+"""
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64  # bytes; any dtype may begin there, and so may a vector load
+CHUNK_BYTES = 1 << 28  # of an arena; a power of two, since the allocator of pinned memory rounds up to one
+
+
+def aligned(num_bytes: int) -> int:
+    """The bytes that a tensor of `num_bytes` takes up in a buffer."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def view_at(data: Tensor, start: int, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
+    """The tensor that lies at byte `start` of `data` [bytes], without a copy."""
+    shape = tuple(shape)
+    return data[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+class Arena:
+    """Memory in large chunks that hands out views until `reset`, which makes all of it free again, still allocated."""
+
+    def __init__(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> None:
+        self.device, self.pinned = device, pinned
+        self._chunks: list[Tensor] = []
+        self._chunk = self._used = 0
+
+    def take(self, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
+        """Uninitialized memory of that shape, contiguous and aligned."""
+        shape = tuple(shape)
+        needed = aligned(prod(shape) * dtype.itemsize)
+        while self._chunk < len(self._chunks) and self._used + needed > len(self._chunks[self._chunk]):
+            self._chunk, self._used = self._chunk + 1, 0
+        if self._chunk == len(self._chunks):
+            size = max(needed, CHUNK_BYTES) if self.pinned else max(needed, ALIGNMENT)
+            self._chunks.append(torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pinned))
+        view = view_at(self._chunks[self._chunk], self._used, dtype, shape)
+        self._used += needed
+        return view
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy of `tensor`, perhaps still under way: wait for its device before reading it."""
+        return self.take(tensor.dtype, tensor.shape).copy_(tensor, non_blocking=True)
+
+    def reset(self) -> None:
+        """Take all views back; whoever still holds one will see it change."""
+        self._chunk = self._used = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(chunk) for chunk in self._chunks)
+
+
+class Parked:
+    """Tensors whose contents wait on the host while their own memory is free. The tensors stay the objects they are.
+
+    Storages, not tensors, are emptied, so every view of them (FSDP2's, the optimizer's) is whole again after `restore`.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        storages = {storage.data_ptr(): storage for storage in (x.untyped_storage() for x in tensors) if len(storage)}
+        self._storages = list(storages.values())
+        device = self._storages[0].device if self._storages else torch.device("cpu")
+        self._device = device
+        arena = Arena(pinned=device.type != "cpu")
+        self._copies = [arena.copy(_bytes_of(storage)) for storage in self._storages]
+        wait_for(device)
+        for storage in self._storages:
+            storage.resize_(0)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(copy) for copy in self._copies)
+
+    def restore(self) -> None:
+        """Give the tensors their memory and contents back."""
+        for storage, copy in zip(self._storages, self._copies, strict=True):
+            storage.resize_(len(copy))
+            _bytes_of(storage).copy_(copy, non_blocking=True)
+        wait_for(self._device)
+        self._storages, self._copies = [], []
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until what was asked of the device is done."""
+    if device.type != "cpu":
+        torch.get_device_module(device).current_stream().synchronize()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

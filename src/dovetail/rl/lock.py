@@ -1,0 +1,64 @@
+"""A run directory belongs to one process at a time; the operating system frees it however that process ends."""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from dovetail.errors import ConfigError
+
+NAME = ".lock"
+
+
+class RunLock:
+    """Held from `take` until `release`, or until this process is gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NAME
+        self._fd = -1
+
+    def take(self) -> None:
+        """Make the directory this process's own; refused, naming the owner, where another one has it."""
+        while self._fd < 0:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                owner = os.read(fd, 4096).decode(errors="replace")
+                os.close(fd)
+                raise ConfigError(
+                    f"run_dir {self.path.parent} is in use by {_told(owner)}; end that run first"
+                ) from error
+            if _is_at(fd, self.path):
+                owner = json.dumps(
+                    {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%F %T %z")}
+                )
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, owner.encode(), 0)
+                self._fd = fd
+            else:  # its owner removed it between our two calls: what we hold is nobody's lock
+                os.close(fd)
+
+    def release(self) -> None:
+        """Leave the directory to others; may be called twice."""
+        if self._fd >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _told(owner: str) -> str:
+    try:
+        found = json.loads(owner)
+        return f"process {found['pid']} on {found['host']}, since {found['started']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"

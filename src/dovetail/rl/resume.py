@@ -1,0 +1,117 @@
+"""Whether a run directory is new, to be gone on from, or to be refused; and which changes of a recipe a run survives."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from dovetail.checkpoint.reader import ShardedReader
+from dovetail.checkpoint.steps import DEBRIS, open_newest
+from dovetail.errors import CheckpointError, ConfigError
+from dovetail.mesh import Mesh
+from dovetail.recipe_yaml import read_mapping
+from dovetail.rl.lock import NAME as LOCK
+from dovetail.rl.state import RunState
+from dovetail.weights.agree import agreed
+
+CONFIG, HF, CHECKPOINTS, EVENTS = "config.yaml", "hf", "checkpoints", "events.jsonl"
+BEFORE_CONFIG = frozenset({LOCK, EVENTS, "rollouts"})  # what a run that ended while it began may have left
+FIXED: Mapping[str, str] = {  # keys that make another run of it, and why
+    "algorithm.name": "the algorithms keep different state",
+    "trainer.seed": "data order and sampling follow it from the first step on",
+    "data.shuffle": "rows would be taken twice, or not at all",
+}
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from, and what there is to tell about it."""
+
+    reader: ShardedReader
+    state: RunState
+    changes: tuple[str, ...]
+    passed_over: tuple[str, ...]
+
+
+def is_run(path: Path) -> bool:
+    """Whether `path` is the directory of a run that has begun; refused where it holds anything else."""
+    if not path.exists():
+        return False
+    entries = path.iterdir() if path.is_dir() else [path]
+    names = {entry.name for entry in entries if not any(map(entry.match, DEBRIS))}
+    if CONFIG not in names and names - BEFORE_CONFIG:
+        raise ConfigError(
+            f"run_dir {path} is not empty; choose another run_dir, or move that one away: it holds no run to go on from "
+            f"({CONFIG} is missing)"
+        )
+    return CONFIG in names
+
+
+def find(path: Path, mesh: Mesh, mode: str, recipe: Mapping[str, Any], steps: int) -> Resumed | None:
+    """What the run in `path` goes on from; None: it had saved nothing yet and begins again. Collective."""
+    exact = int(mode.partition("=")[2]) if mode.startswith("step=") else None
+    with agreed(mesh):
+        same = not changed(read_mapping(path / CONFIG), recipe)
+        finished = (path / HF).exists() and exact is None
+        if finished and same:
+            raise ConfigError(
+                f"run_dir {path} is not empty; choose another run_dir, or raise trainer.steps to train on: it holds this "
+                f"run, which is finished ({path / HF})"
+            )
+    reader, passed_over = open_newest(path / CHECKPOINTS, mesh, exact)
+    if reader is None:
+        if finished or not same:
+            raise ConfigError(
+                f"run_dir {path} is not empty; choose another run_dir, or move that one away: it holds a run of another "
+                "recipe that saved no checkpoint"
+            )
+        return None
+    state = RunState.parse(reader.manifest.state, reader.path)
+    ranks = prod(degree for axis, degree in reader.manifest.layout.items() if axis != "ep")
+    if len(state.rng) != ranks:
+        raise CheckpointError(f"{reader.path}: rng is of {len(state.rng)} ranks, but {ranks} have saved it")
+    changes = changed(state.recipe, recipe)
+    refuse(changes, state.step, steps)
+    told = tuple(f"{key}: {before!r} -> {now!r}" for key, (before, now) in changes.items())
+    return Resumed(reader, state, told, tuple(passed_over))
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> its two values, of every key that differs; where the run writes is no part of it."""
+    old, new = _flat(before), _flat(now)
+    keys = [key for key in {**old, **new} if key != "run_dir"]
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+
+
+def refuse(changes: Mapping[str, tuple[Any, Any]], step: int, steps: int) -> None:
+    """Raise for the changes that cannot be right."""
+    problems = [
+        f"{key} was {changes[key][0]!r}, is {changes[key][1]!r}: {why}" for key, why in FIXED.items() if key in changes
+    ]
+    if steps < step:
+        problems.append(f"trainer.steps is {steps}, but the run has done {step} steps already")
+    if problems:
+        raise ConfigError(
+            "the run cannot go on with these changes; take them back, or start a new run (another run_dir) with "
+            f"model.path=RUN_DIR/{CHECKPOINTS}/step_NNNNNN:\n" + "\n".join(f"  - {problem}" for problem in problems)
+        )
+
+
+def refuse_other(what: str, before: str, now: str, keys: str) -> None:
+    """Raise where a fingerprint differs: the same names, but not the same content."""
+    if before != now:
+        raise ConfigError(
+            f"the run cannot go on: {what} changed since it was saved; restore what {keys} named then, or start a new "
+            f"run (another run_dir) with model.path=RUN_DIR/{CHECKPOINTS}/step_NNNNNN"
+        )
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found

@@ -1,0 +1,140 @@
+"""The state of a run beside its tensors: written whole into a checkpoint's manifest, and read whole or refused.
+
+Data order and sampling noise are functions of the seed and the step, so they need no state but a cursor. The random
+generators are kept all the same: a reward, or a model's own code, may draw from them.
+"""
+
+import base64
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence as Seq
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from dovetail.errors import CheckpointError
+from dovetail.weights.directory import SideFiles
+
+Value = TypeVar("Value")
+GENERATORS = ("python", "numpy", "torch")  # of every rank; and "device" where it has one
+VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # of a config; not the model
+TEXT_FILES = ("tokenizer", "vocab", "merges", "chat_template", "special_tokens", "added_tokens", "spiece")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Where a run stands after `step` steps. Every field is needed; none is guessed where it is missing.
+
+    order: the how-manieth save of the run this is. score: how good the model is, higher is better.
+    model, data: fingerprints of config and tokenizer, and of the rows as they are fed.
+    cursor: data rows taken so far. updates: optimizer steps by role. before: the evaluation before training.
+    rng: one entry a rank.
+    """
+
+    run_id: str
+    order: int
+    step: int
+    score: float | None
+    recipe: Mapping[str, Any]
+    model: str
+    data: str
+    cursor: int
+    updates: Mapping[str, int]
+    before: Mapping[str, float]
+    rng: Seq[Mapping[str, str]]
+
+    def dump(self) -> dict[str, Any]:
+        """The state as plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, found: Mapping[str, Any] | None, what: Path) -> "RunState":
+        """The state that a manifest holds; anything missing, extra or of a wrong kind is refused by name."""
+        if found is None:
+            raise CheckpointError(
+                f"{what} holds weights without training state; start a new run with model.path={what}"
+            )
+        expected = {field.name: field.type for field in fields(cls)}
+        problems = [f"missing: {name}" for name in expected if name not in found]
+        problems += [f"unknown: {name}" for name in found if name not in expected]
+        kinds: dict[str, tuple[type, ...]] = {
+            "run_id": (str,), "order": (int,), "step": (int,), "score": (float, int, type(None)), "recipe": (Mapping,),
+            "model": (str,), "data": (str,), "cursor": (int,), "updates": (Mapping,), "before": (Mapping,), "rng": (list,),
+        }  # fmt: skip
+        problems += [
+            f"{name} is {found[name]!r:.40}, not a {kind[0].__name__}"
+            for name, kind in kinds.items()
+            if name in found and (not isinstance(found[name], kind) or isinstance(found[name], bool))
+        ]
+        for rank, generators in enumerate(found["rng"] if isinstance(found.get("rng"), list) else []):
+            told = generators if isinstance(generators, Mapping) else {}
+            problems += [f"missing: rng[{rank}].{kind}" for kind in GENERATORS if not isinstance(told.get(kind), str)]
+        if problems:
+            raise CheckpointError(f"{what}: its training state is not whole: {'; '.join(problems)}")
+        return cls(**found)
+
+
+def config_fingerprint(config: Mapping[str, Any], sides: SideFiles) -> str:
+    """One value for a model's architecture and its tokenizer; the weights do not count."""
+    digest = hashlib.sha256(_stable({key: value for key, value in config.items() if key not in VOLATILE}))
+    for name in sorted(sides):
+        if name.startswith(TEXT_FILES):
+            content = sides[name]
+            digest.update(name.encode() + (content if isinstance(content, bytes) else content.read_bytes()))
+    return digest.hexdigest()
+
+
+def rows_fingerprint(rows: Iterable[object]) -> str:
+    """One value for the rows of a data file as they are fed, in their order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(_stable(asdict(row) if hasattr(row, "__dataclass_fields__") else row))  # type: ignore[call-overload]  # it is one
+    return digest.hexdigest()
+
+
+def random_state(device: torch.device) -> dict[str, str]:
+    """The state of every random generator of this process, as text."""
+    version, words, gauss = random.getstate()
+    numpy = np.random.get_state(legacy=False)
+    assert isinstance(numpy, dict)
+    found = {
+        "python": json.dumps([version, list(words), gauss]),
+        "numpy": json.dumps({**numpy, "state": {**numpy["state"], "key": _packed(numpy["state"]["key"].tobytes())}}),
+        "torch": _packed(torch.get_rng_state().numpy().tobytes()),
+    }
+    if device.type != "cpu":
+        state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+        found["device"] = _packed(state.numpy().tobytes())
+    return found
+
+
+def restore_random_state(found: Mapping[str, str], device: torch.device) -> None:
+    """Have every random generator go on from what `random_state` said."""
+    version, words, gauss = json.loads(found["python"])
+    random.setstate((version, tuple(words), gauss))
+    numpy = json.loads(found["numpy"])
+    numpy["state"]["key"] = np.frombuffer(_unpacked(numpy["state"]["key"]), dtype=np.uint32)
+    np.random.set_state(numpy)
+    torch.set_rng_state(_bytes(found["torch"]))
+    if device.type != "cpu" and "device" in found:
+        torch.get_device_module(device).set_rng_state(_bytes(found["device"]), device)
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(_unpacked(text)), dtype=torch.uint8)
+
+
+def _packed(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _unpacked(text: str) -> bytes:
+    return base64.b64decode(text)
+
+
+def _stable(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, default=repr).encode()

@@ -1,0 +1,224 @@
+"""Numbers that stop being finite, and copies that stop being equal: found in the same step, on every rank, by name."""
+
+import contextlib
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dovetail.batch import Loss, PackedBatch
+from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.comm import gather_text
+from dovetail.engine.faults import StepWatch
+from dovetail.engine.native import NativeEngine
+from dovetail.errors import MachineError
+from dovetail.layout import Layout
+from dovetail.mesh import Mesh
+from dovetail.optim import optimizer
+from dovetail.optim.assembly import Shard
+from dovetail.optim.grads import reduce_partial
+from dovetail.optim.optimizer import OptimSettings
+from dovetail.optim.replicas import _difference, _pieces, hash_bits
+from dovetail.tokenstats import TokenStats
+from dovetail.watch.progress import Progress
+from dovetail.weights.pieces import local_tensor
+from tests.distributed.bodies import tokenwise
+from tests.harness import run
+from tests.parity.configs import save_tiny, tiny_configs
+from tests.parity.reference import make_batch
+
+FIELDS = ("advantage", "old_logprob")
+KINDS = ("loss", "logits", "gradient", "parameter", "unused parameter", *FIELDS)
+LAYOUTS = ("tp=2", "dp=2", "pp=2")
+WIDE = ("tp=2,dp=2", "pp=2,tp=2", "cp=2,dp=2", "tp=4")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("llama", "llama_tied", "apertus"):
+        save_tiny(tiny_configs()[name], folder / name)
+    return folder
+
+
+def engine_of(path: Path, layout: str, watch: StepWatch | None = None) -> NativeEngine:
+    options = EngineOptions(optim=OptimSettings(lr=1e-3), watch=watch or StepWatch())
+    return from_pretrained(path, layout=Layout.parse(layout), device="cpu", options=options)
+
+
+def snapshot(engine: NativeEngine) -> list[Tensor]:
+    """Everything that a skipped step may not touch."""
+    optimizer = engine.optimizer
+    states = [optimizer.adamw.state[shard.local] for shard in optimizer.shards]
+    moments = [state[kind].clone() for state in states for kind in sorted(state)]
+    return [torch.tensor(optimizer.steps), *(s.local.detach().clone() for s in optimizer.shards), *moments]
+
+
+def same(before: list[Tensor], after: list[Tensor]) -> bool:
+    """Bit for bit: what is not a number equals itself, too."""
+    return len(before) == len(after) and all(map(torch.equal, map(hash_bits, before), map(hash_bits, after)))
+
+
+def with_loss(bad: float) -> Callable[[TokenStats, PackedBatch], Loss]:
+    def loss(stats: TokenStats, batch: PackedBatch) -> Loss:
+        """A sum that is not finite though every gradient is."""
+        return Loss(-stats.logprob.sum() + bad, batch.mask.sum())
+
+    return loss
+
+
+def with_logits(bad: float) -> Callable[[TokenStats, PackedBatch], Loss]:
+    def loss(stats: TokenStats, batch: PackedBatch) -> Loss:
+        return Loss((stats.logprob * bad).sum(), batch.mask.sum())
+
+    return loss
+
+
+def blind(stats: TokenStats, batch: PackedBatch) -> Loss:
+    """A loss that looks finite whatever its inputs are: it never reads them."""
+    return Loss(-stats.logprob.sum(), batch.mask.sum())
+
+
+@contextlib.contextmanager
+def planted(kind: str, bad: float, engine: NativeEngine) -> Iterator[None]:
+    """A parameter, or a gradient before it is summed over copies, with one number that is not finite."""
+    shard = next(s for s in engine.optimizer.shards if s.local.dim() == 2 and s.local.numel())
+    with contextlib.ExitStack() as undo:
+        if kind in ("parameter", "unused parameter"):
+            seen = make_batch().tokens
+            row = 0 if kind == "parameter" else next(i for i in range(shard.local.shape[0]) if i not in seen)
+            weights = shard.local.detach()
+            undo.callback(weights.copy_, weights.clone())
+            weights[row, 0] = bad
+        if kind == "gradient":
+            plain = reduce_partial
+
+            def spoil(shards: list[Shard], mesh: Mesh) -> None:
+                local_tensor(cast(Tensor, shard.source.grad))[0, 0] = bad
+                plain(shards, mesh)
+
+            undo.enter_context(mock.patch.object(optimizer, "reduce_partial", spoil))
+        yield
+
+
+def guarded(path: Path, layout: str, folder: Path) -> list[tuple[str, bool, bool, dict[int, Any], int | None]]:
+    """Every kind of trouble on the last rank, one step each: (kind, skipped, all bits as before, who told what, step)."""
+    progress = Progress()
+    engine = engine_of(path, layout, StepWatch(progress, folder))
+    world = engine.mesh["world"]
+    batch = make_batch()
+    batch = batch.with_fields(**{name: torch.zeros(len(batch)) for name in FIELDS})
+    engine.train_step(batch, blind)
+    found: list[tuple[str, bool, bool, dict[int, Any], int | None]] = []
+    for number, (kind, bad) in enumerate(product(KINDS, (math.nan, math.inf)), 1):
+        progress.phase("update", number)
+        hit = world.rank == world.size - 1
+        given = batch
+        loss: Callable[[TokenStats, PackedBatch], Loss] = blind
+        if hit and kind in FIELDS:
+            given = batch.with_fields(**{kind: torch.where(batch.mask, bad, 0.0)})
+        if hit and kind in ("loss", "logits"):
+            loss = {"loss": with_loss, "logits": with_logits}[kind](bad)
+        with planted(kind if hit else "", bad, engine):
+            before = snapshot(engine)
+            report = engine.train_step(given, loss)
+            found.append((kind, report.skipped, same(before, snapshot(engine)), dict(report.faults), number))
+    report = engine.train_step(batch, blind)
+    found.append(("clean", report.skipped, True, dict(report.faults), None))
+    return found
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.soak) for name in WIDE)])
+def test_what_is_not_finite_on_one_rank_changes_no_bit_on_any(layout: str, folder: Path, tmp_path: Path) -> None:
+    ranks = Layout.parse(layout).num_ranks
+    told = run(ranks, guarded, folder / "llama", layout, tmp_path / "faults")
+    last = ranks - 1
+    words = {"logits": "loss", "unused parameter": "parameter", **{name: f"{name} of micro-batch 0" for name in FIELDS}}
+    for each in zip(*told, strict=True):
+        kind, _, _, faults, number = each[0]
+        assert all(rank == (*each[0][:2], True, *each[0][3:]) for rank in each), f"{kind}: ranks differ, {each}"
+        if kind == "clean":
+            assert (each[0][1], faults) == (False, {})
+            continue
+        assert each[0][1], f"{kind} was not noticed"
+        assert any(fault.startswith(words.get(kind, kind)) for fault in faults[last]), (kind, faults)
+        place = tmp_path / "faults" / f"step_{number:06}.rank_{last}"
+        kept = load_file(place / "micro_batches.safetensors")
+        assert {"0.tokens", "0.mask", "0.advantage"} <= kept.keys()
+        assert kind not in FIELDS or not kept[f"0.{kind}"].isfinite().all(), "what was wrong is what is kept"
+        assert json.loads((place / "fault.json").read_text())["faults"] == {str(r): f for r, f in faults.items()}
+
+
+def flipped(path: Path, layout: str, flips: int) -> tuple[int, int, list[str]]:
+    """Clean checks that pass, then one bit at a time in a copy that some rank holds: (flips, found, wrong messages)."""
+    engine = engine_of(path, layout)
+    batch, world = make_batch(), engine.mesh["world"]
+    for _ in range(2):
+        engine.check_replicas()
+        engine.train_step(batch, tokenwise)
+    engine.check_replicas()
+    pieces = {piece.name: piece.tensor for piece in _pieces(engine.model, engine.optimizer, engine.mesh)}
+    everyone = [set(json.loads(text)) for text in gather_text(json.dumps(list(pieces)), world)]
+    draw, found, wrong = random.Random(layout), 0, []
+    copied = sorted({name for names in everyone for name in names if sum(name in other for other in everyone) > 1})
+    for _ in range(flips):
+        name = draw.choice(copied)
+        rank = draw.choice([r for r, names in enumerate(everyone) if name in names])
+        at, bit = draw.random(), draw.randrange(32)
+        if world.rank == rank:
+            flip(pieces[name], at, bit)
+        try:
+            engine.check_replicas()
+            wrong.append(f"{name} on rank {rank}: not found")
+        except MachineError as error:
+            found += name in str(error) and f"rank {rank}" in str(error)
+        if world.rank == rank:
+            flip(pieces[name], at, bit)
+    engine.check_replicas()
+    return len(copied), found, wrong
+
+
+def flip(x: Tensor, at: float, bit: int) -> None:
+    index = tuple(torch.unravel_index(torch.tensor(int(at * x.numel())), x.shape))
+    x[index] = (x[index].view(torch.int32) ^ torch.tensor(1 << bit).to(torch.int32)).view(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "flips"),
+    [
+        ("llama", "tp=4", 6),
+        ("llama_tied", "pp=2", 6),
+        *(
+            pytest.param(name, layout, 25, marks=pytest.mark.soak)
+            for name, layout in (
+                ("llama", "tp=2,dp=2"),
+                ("llama", "tp=4"),
+                ("llama_tied", "pp=2,tp=2"),
+                ("llama_tied", "pp=2,dp=2"),
+                ("llama_tied", "tp=4"),
+                ("apertus", "tp=2,cp=2"),
+                ("apertus", "tp=4"),
+                ("apertus", "dp=4"),
+            )
+        ),
+    ],
+)
+def test_one_flipped_bit_in_a_copy_is_found_and_named(name: str, layout: str, flips: int, folder: Path) -> None:
+    """Of a norm, a copied KV head, a tied table at both ends, their moments, a buffer. Nothing is said of equal ones."""
+    for copied, found, wrong in run(Layout.parse(layout).num_ranks, flipped, folder / name, layout, flips):
+        assert copied > 0
+        assert (found, wrong) == (flips, [])
+
+
+def test_copies_outvoted_by_others_are_named() -> None:
+    assert _difference({0: 5, 1: 7, 2: 5}) == "rank 1 differs from rank 0, 2"
+    assert _difference({0: 5, 3: 7}) == "rank 0 and rank 3 differ, and no majority tells which is right"

@@ -1,0 +1,51 @@
+"""MLPs by tiles in whole engines: numbers of tiles may differ over replicas, and tp and FSDP keep step (edge case 45)."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.layout import Layout
+from tests.harness import run
+from tests.hf.families import TEXT
+from tests.parity.configs import tiny_model
+from tests.parity.reference import make_batch, objective
+from tests.probe import PROBE, gradients
+from tests.tolerances import GRAD_RATIO_FP32, MODEL_FP32, worst_error, worst_ratio
+
+TILE = 6
+Engine = Literal["native", "transformers"]
+
+
+def figures(folder: Path, layout: Layout, engine: Engine, recompute: Literal["none", "full"]) -> tuple[float, float]:
+    """How far gradients with tiles are from those without: error, and stray factor."""
+    found = []
+    for tile in (0, TILE):
+        options = EngineOptions(
+            optim=PROBE, tokens_per_batch=80, engine=engine, recompute=recompute, mlp_tile_tokens=tile
+        )
+        made = from_pretrained(folder, layout=layout, device="cpu", options=options)
+        made.train_step(make_batch(), objective)
+        found.append(gradients(made)[0])
+    return worst_error(found[1], found[0])[0], worst_ratio(found[1], found[0])[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "engine", "recompute"),
+    [
+        ("llama", Layout(tp=2), "native", "none"),
+        ("apertus", Layout(dp=2), "native", "full"),
+        ("llama", Layout(pp=2, schedule="zero_bubble"), "native", "none"),
+        ("gemma3", Layout(cp=2), "transformers", "full"),
+        pytest.param("llama", Layout(tp=2, cp=2), "native", "full", marks=pytest.mark.soak),
+        pytest.param("apertus", Layout(cp=2, dp=2), "transformers", "none", marks=pytest.mark.soak),
+    ],
+)
+def test_edge_case_45(
+    name: str, layout: Layout, engine: Engine, recompute: Literal["none", "full"], tmp_path: Path
+) -> None:
+    tiny_model(TEXT[name]()).save_pretrained(tmp_path)
+    for error, stray in run(layout.num_ranks, figures, tmp_path, layout, engine, recompute):
+        assert error <= MODEL_FP32
+        assert stray <= GRAD_RATIO_FP32

@@ -1,0 +1,78 @@
+"""What tests that kill and stop programs need to know of processes, by /proc."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from dovetail.watch.progress import Phase, State, read_state
+from dovetail.watch.system import children_of, kernel_state
+
+SECONDS = 120.0  # for a program to come to some point, on a busy machine
+
+
+def is_alive(pid: int) -> bool:
+    return kernel_state(pid) not in ("", "Z", "X")
+
+
+def all_gone(pids: set[int], seconds: float) -> bool:
+    """Whether all of them end within that time."""
+    return waited(lambda: not any(map(is_alive, pids)), seconds)
+
+
+def waited(holds: Callable[[], object], seconds: float = SECONDS) -> bool:
+    """Whether something comes to hold within that time."""
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(holds())
+
+
+def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
+    """The process of each rank that has started, by rank."""
+    found = {}
+    for pid in children_of([process.pid]):
+        with contextlib.suppress(OSError):
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            rank = next((int(item[5:]) for item in environment if item.startswith(b"RANK=")), None)
+            if rank is not None and b"-c" not in command:  # reward workers inherit the environment
+                found[rank] = pid
+    return found
+
+
+def state_of(rank: int, temporary: Path) -> State | None:
+    """What a rank of the program whose TMPDIR is `temporary` last told."""
+    for folder in temporary.glob("dovetail-watch-*"):
+        return read_state(folder / f"rank_{rank}.state")
+    return None
+
+
+def stopped_in(process: subprocess.Popen[str], rank: int, phase: Phase, step: int, temporary: Path) -> int | None:
+    """Stop a rank with SIGSTOP in that phase, not before that step: its pid; None where the program ended before."""
+    deadline = time.monotonic() + SECONDS
+    while process.poll() is None:
+        assert time.monotonic() < deadline, f"rank {rank} never came to {phase}: {state_of(rank, temporary)}"
+        pid = ranks_of(process).get(rank) if phase in ("init", "load") or _is_at(rank, phase, step, temporary) else None
+        if pid is None or not _is_at(rank, phase, step, temporary):
+            continue
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            waited(partial(_rests, pid), 5.0)
+            if _is_at(rank, phase, step, temporary):
+                return pid
+            os.kill(pid, signal.SIGCONT)
+    return None
+
+
+def _rests(pid: int) -> bool:
+    return kernel_state(pid) != "R"
+
+
+def _is_at(rank: int, phase: Phase, step: int, temporary: Path) -> bool:
+    state = state_of(rank, temporary)
+    return state is not None and state.phase == phase and (state.step or 0) >= step

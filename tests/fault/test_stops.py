@@ -1,0 +1,122 @@
+"""SIGTERM and SIGINT at any moment, to the command, to one rank, to all: 143, whole files, and no process left."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from dovetail.checkpoint.reader import ShardedReader
+from dovetail.watch.progress import Phase
+from dovetail.watch.system import children_of
+from tests.commands.program import read_rows, start, write_recipe, write_rows
+from tests.fault.processes import all_gone, ranks_of, state_of, waited
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ranks are found by /proc")
+
+GRADER = """
+import time
+
+def slow(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.02)
+    return float(len(solution_str) % 3)
+"""
+IN_SHORT: tuple[tuple[str, Phase, int], ...] = (
+    ("command", "load", 15), ("rank", "load", 15), ("rank", "update", 15), ("all", "rollout", 15),
+)  # fmt: skip
+PHASES: tuple[Phase, ...] = (
+    "init",
+    "load",
+    "push",
+    "rollout",
+    "reward",
+    "score",
+    "update",
+    "optimizer",
+    "save",
+    "eval",
+)
+DRAW = random.Random(0)
+AT_LENGTH = [
+    (DRAW.choice(["command", "rank", "all"]), DRAW.choice(PHASES), DRAW.choice([signal.SIGTERM, signal.SIGTERM, 2]))
+    for _ in range(96)
+]
+
+
+def training(model: Path, folder: Path, layout: str, grader: str = GRADER) -> subprocess.Popen[str]:
+    """A run that would go on for days."""
+    (folder / "grader.py").write_text(grader)
+    (folder / "tmp").mkdir()
+    rows = write_rows(folder / "rows.jsonl", [{"prompt": "ab", "answer": "c"}] * 2)
+    recipe = write_recipe(
+        folder / "r.yaml",
+        model,
+        rows,
+        algorithm={"name": "grpo", "minibatches": 2},
+        data={"eval": str(rows)},
+        reward={"import": "grader:slow", "timeout_seconds": 600},
+        trainer={"steps": 100000, "save_every": 3, "eval_every": 2},
+    )
+    return start("train", recipe, "--layout", layout, env={"TMPDIR": str(folder / "tmp")})
+
+
+def receivers(process: subprocess.Popen[str], target: str, rank: int) -> list[int]:
+    """Who gets the signal. A group of processes gets it together, as from a batch system or a terminal."""
+    ranks = ranks_of(process)
+    return {"command": [process.pid], "rank": [ranks[rank]], "all": [process.pid, *ranks.values()]}[target]
+
+
+@pytest.mark.parametrize(
+    ("target", "phase", "number"), [*IN_SHORT, *(pytest.param(*case, marks=pytest.mark.soak) for case in AT_LENGTH)]
+)
+def test_a_stop_at_any_moment_is_clean(target: str, phase: Phase, number: int, model: Path, tmp_path: Path) -> None:
+    draw = random.Random(f"{target}{phase}{tmp_path.name}")
+    process, rank = training(model, tmp_path, "dp=2"), draw.randrange(2)
+    assert waited(lambda: process.poll() is not None or _in(phase, rank, tmp_path / "tmp"))
+    time.sleep(draw.random() * 0.1)
+    assert waited(lambda: len(ranks_of(process)) == 2)
+    below = children_of([process.pid])
+    for pid in receivers(process, target, rank):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    _, err = process.communicate(timeout=120)
+    in_training = (tmp_path / "run/config.yaml").exists()
+    expected = {143} if in_training or number == signal.SIGTERM else {143, 130}  # before training as in any command
+    assert process.returncode in expected, err
+    assert err == ""
+    assert all_gone(below, 20.0)
+    assert list((tmp_path / "tmp").iterdir()) == []
+    metrics = tmp_path / "run/metrics.jsonl"
+    steps = len(read_rows(metrics)) if metrics.exists() else 0
+    if steps:
+        ShardedReader(tmp_path / f"run/checkpoints/step_{steps:06}").verify()
+    assert not [path.name for path in (tmp_path / "run/checkpoints").glob(".*")], "nothing half-written"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["tp=1", "dp=2"])
+def test_a_second_signal_does_not_wait_for_a_main_thread_that_is_stuck(
+    layout: str, model: Path, tmp_path: Path
+) -> None:
+    stuck = GRADER.replace("time.sleep(0.02)", f"open({str(tmp_path / 'called')!r}, 'w'); time.sleep(500)")
+    process = training(model, tmp_path, layout, stuck)
+    assert waited(lambda: (tmp_path / "called").exists())
+    below = children_of([process.pid])
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    assert process.poll() is None, "it waits for the step to end"
+    asked = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert time.monotonic() - asked < 2.5
+    assert (process.returncode, err) == (143, "")
+    assert all_gone(below, 20.0)
+
+
+def _in(phase: Phase, rank: int, temporary: Path) -> bool:
+    state = state_of(rank, temporary)
+    return state is not None and state.phase == phase

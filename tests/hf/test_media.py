@@ -1,0 +1,99 @@
+"""Rows with images through the commands: the numbers of plain transformers, for every family and layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.commands.program import on_ranks, read_rows, write_rows
+from tests.hf.eyes import FAMILIES, MIXTURES, SEEN, Peer, base64_of, encoded, picture, said, save_seeing, user
+from tests.tolerances import MODEL_FP32
+
+TALL, WIDE, SMALL = picture(37, 14, 1), picture(9, 33, 2), picture(8, 8, 3)
+LAYOUT = "cp=2,dp=2"
+
+
+def soaked(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.soak) for name in names]
+
+
+@pytest.fixture(scope="session")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every family."""
+    return {name: save_seeing(name, tmp_path_factory.mktemp(name)) for name in (*FAMILIES, *MIXTURES)}
+
+
+def trust(family: str) -> list[str]:
+    """Kimi's directory has an image processor in a file of code."""
+    return ["--trust-remote-code"] if family == "kimi_k25" else []
+
+
+def score_rows(folder: Path) -> list[tuple[dict[str, Any], str, list[Image.Image]]]:
+    """Every form of row, the text that it stands for, and its images."""
+    (folder / "tall.png").write_bytes(encoded(TALL))
+    (folder / "wide.bmp").write_bytes(encoded(WIDE, "BMP"))
+    parts = [
+        user({"type": "image", "image": "tall.png"}, "What?"),
+        user("A ", {"type": "image", "base64": base64_of(encoded(SMALL))}, " or ", {"type": "image"}),
+    ]
+    uri = f"data:image/png;base64,{base64_of(encoded(SMALL))}"
+    return [
+        ({"prompt": parts[0], "completion": "a cat"}, said(SEEN, "What?") + "a cat", [TALL]),
+        ({"prompt": "two", "completion": " words"}, "two words", []),
+        (
+            {"prompt": parts[1], "images": [str(folder / "wide.bmp")], "completion": "!"},
+            said("A ", SEEN, " or ", SEEN) + "!",
+            [SMALL, WIDE],
+        ),
+        ({"prompt": f"see {SEEN}", "images": [uri], "completion": "it"}, f"see {SEEN}it", [SMALL]),
+    ]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *soaked(*MIXTURES)])
+def test_scores_are_those_of_transformers(seeing: dict[str, Path], family: str, tmp_path: Path) -> None:
+    peer = Peer(family, seeing[family])
+    wanted = score_rows(tmp_path)
+    ids = peer.inputs(f"{SEEN}ids", [TALL])["input_ids"][0].tolist()
+    wanted.append(({"input_ids": ids, "images": ["tall.png"]}, f"{SEEN}ids", [TALL]))
+    data, out = write_rows(tmp_path / "rows.jsonl", [row for row, _, _ in wanted]), tmp_path / "out.jsonl"
+    flags = ["--layout", LAYOUT, "--tokens-per-batch", "64", *trust(family)]
+    assert on_ranks(4, "score", "--model", seeing[family], "--data", data, "--out", out, *flags) == [(0, "", "")] * 4
+    for row, (_, text, images) in zip(read_rows(out), wanted, strict=True):
+        log_probs, entropy = peer.log_probs(text, images)
+        for a, b in zip(row["log_probs"] + row["entropy"], log_probs + entropy, strict=True):
+            assert abs(a - b) <= MODEL_FP32 * max(1.0, abs(b))
+
+
+def generated(folder: Path, model: Path, world: int, *flags: str) -> list[dict[str, Any]]:
+    """Samples of a prompt with an image, one without, and one with two, in one wave or in several."""
+    (folder / "tall.png").write_bytes(encoded(TALL))
+    (folder / "wide.png").write_bytes(encoded(WIDE))
+    rows = [
+        {"prompt": user({"type": "image", "image": "tall.png"}, "What?")},
+        {"prompt": user("no picture")},
+        {"prompt": f"{SEEN} or {SEEN}", "images": ["wide.png", "tall.png"]},
+    ]
+    data, out = write_rows(folder / "prompts.jsonl", rows), folder / "out.jsonl"
+    options = ["--samples", "2", "--max-new-tokens", "6", "--seed", "5", "--temperature", "1.0", *flags]
+    ended = on_ranks(world, "generate", "--model", model, "--data", data, "--out", out, *options)
+    assert ended == [(0, "", "")] * world
+    return read_rows(out)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "kimi_k25", *soaked("qwen2_vl", "qwen3_vl", "glm4v", *MIXTURES)])
+def test_generated_log_probs_are_those_of_the_model(seeing: dict[str, Path], family: str, tmp_path: Path) -> None:
+    """On one rank and on two, whose waves are others."""
+    found = generated(tmp_path, seeing[family], 1, *trust(family))
+    again = generated(tmp_path, seeing[family], 2, "--layout", "dp=2", *trust(family))
+    assert [row["token_ids"] for row in again] == [row["token_ids"] for row in found]
+    peer = Peer(family, seeing[family])
+    prompts = [
+        (said(SEEN, "What?"), [TALL]),
+        (said("no picture"), []),
+        (f"{SEEN} or {SEEN}", [WIDE, TALL]),
+    ]
+    for row, (text, images) in zip(found, [prompt for prompt in prompts for _ in range(2)], strict=True):
+        expected = peer.follow(text, images, row["token_ids"])
+        for a, b in zip(row["log_probs"], expected, strict=True):
+            assert abs(a - b) <= MODEL_FP32 * max(1.0, abs(b))

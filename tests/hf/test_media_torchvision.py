@@ -1,0 +1,162 @@
+"""What needs torchvision, and so a build of it for this torch: videos, Kimi's images, and transformers' whole processors.
+
+Ids, pixels and grids of rows are those of `AutoProcessor`, asked for the whole text at once; scores are transformers'.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from dovetail.build.text import load_processor, load_tokenizer
+from dovetail.data import Limits, load_prompts
+from dovetail.hf.vision import kinds_of
+from dovetail.weights.pretrained import Pretrained
+from tests.commands.program import on_ranks, read_rows, write_rows
+from tests.hf.eyes import SEEN, Peer, encoded, picture, save_seeing, user
+from tests.hf.sights import GLM, logits_of
+from tests.tolerances import MODEL_FP32
+
+SIZES: dict[str, Any] = {"patch_size": 4, "merge_size": 2}
+FRAMES = 4
+RATE = 2.0
+# Each family's processor, video processor and bounds of a video's pixels.
+KINDS = {
+    "qwen2_vl": ("Qwen2VLProcessor", "Qwen2VLVideoProcessor", (64, 512)),
+    "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", (64, 512)),
+    "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor", (64, 2048)),
+    "glm4v": ("Glm4vProcessor", "Glm4vVideoProcessor", (128, 2048)),
+}
+
+
+def torchvision_works() -> bool:
+    try:
+        __import__("torchvision")
+    except (ImportError, RuntimeError):  # absent, or built for another torch
+        return False
+    return True
+
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(not torchvision_works(), reason="needs a torchvision for this torch"),
+]
+
+
+def save_watching(family: str, path: Path) -> Path:
+    """The directory of a model with its whole processor."""
+    save_seeing(family, path)
+    if family in GLM:  # whose processor has names of its own for the tokens
+        for file in (*path.glob("*.json"), *path.glob("*.jinja")):
+            text = file.read_text().replace("'<|video_pad|>'", "'<|begin_of_video|><|video|><|end_of_video|>'")
+            file.write_text(text.replace("<|image_pad|>", "<|image|>").replace("<|video_pad|>", "<|video|>"))
+    processor, videos, (shortest, longest) = KINDS[family]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|begin_of_image|>", "<|end_of_image|>"]})
+    size = {"shortest_edge": shortest, "longest_edge": longest}
+    whole = vars_of(processor)(
+        image_processor=transformers.AutoImageProcessor.from_pretrained(path),
+        tokenizer=tokenizer,
+        video_processor=vars_of(videos)(**SIZES, temporal_patch_size=2, size=size),
+        chat_template=tokenizer.chat_template,
+    )
+    (path / "preprocessor_config.json").unlink()
+    whole.save_pretrained(path)
+    return path
+
+
+def vars_of(name: str) -> Any:
+    return getattr(transformers, name)
+
+
+def watching_rows(folder: Path) -> list[dict[str, Any]]:
+    for number in range(FRAMES):
+        (folder / f"{number}.png").write_bytes(encoded(picture(24, 16, number)))
+    frames = [f"{number}.png" for number in range(FRAMES)]
+    film, still = {"type": "video", "video": frames, "fps": RATE}, {"type": "image", "path": "2.png"}
+    return [
+        {"prompt": user(film, "what?"), "answer": 0},
+        {"prompt": user("a", still, "b", {"type": "video"}, still), "videos": [frames[:2]], "answer": 0},
+    ]
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_rows_are_what_the_whole_processor_makes_of_them(family: str, tmp_path: Path) -> None:
+    source = Pretrained.open(save_watching(family, tmp_path / "model"))
+    whole = transformers.AutoProcessor.from_pretrained(source.path)
+    rows = watching_rows(tmp_path)
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    found = load_prompts(data, load_tokenizer(source), Limits(1000), processor=load_processor(source))
+    still = [picture(24, 16, 2)] * 2
+    for prompt, images, count in zip(found, (None, still), (FRAMES, 2), strict=True):
+        text = whole.apply_chat_template(prompt.prompt, add_generation_prompt=True)
+        frames = [picture(24, 16, number) for number in range(count)]
+        metadata = {"total_num_frames": count, "fps": RATE, "frames_indices": list(range(count))}
+        expected = whole(
+            text=[text],
+            images=images,
+            videos=[frames],
+            do_sample_frames=False,
+            video_metadata=[metadata],
+            return_tensors="pt",
+        )
+        assert list(prompt.ids) == expected["input_ids"][0].tolist()
+        assert prompt.media is not None
+        for name, tensor in prompt.media.items():
+            assert torch.equal(tensor, torch.as_tensor(expected[name])), name
+        kinds = kinds_of(torch.tensor([prompt.ids]), whole_config(source.path))
+        assert torch.equal(kinds, expected["mm_token_type_ids"])
+
+
+def whole_config(path: Path) -> Any:
+    return transformers.AutoConfig.from_pretrained(path)
+
+
+def read_by_transformers(whole: Any, model: Path, text: str) -> list[float]:
+    """Log-probs of a text with one video, of all its frames."""
+    metadata = {"total_num_frames": FRAMES, "fps": RATE, "frames_indices": list(range(FRAMES))}
+    frames = [picture(24, 16, number) for number in range(FRAMES)]
+    options = {"do_sample_frames": False, "video_metadata": [metadata], "return_tensors": "pt"}
+    return log_probs_of(
+        transformers.AutoModelForImageTextToText.from_pretrained(model), whole(text=[text], videos=[frames], **options)
+    )
+
+
+def log_probs_of(model: Any, inputs: dict[str, Tensor]) -> list[float]:
+    found = {name: torch.as_tensor(x) for name, x in inputs.items()}
+    with torch.no_grad():
+        logp = torch.log_softmax(logits_of(model, found), -1)[:-1]
+    picked: list[float] = logp.gather(1, found["input_ids"][0, 1:, None])[:, 0].tolist()
+    return picked
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
+def test_scores_of_videos_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    model = save_watching(family, tmp_path / "model")
+    whole = transformers.AutoProcessor.from_pretrained(model)
+    row = watching_rows(tmp_path)[0]
+    data = write_rows(tmp_path / "rows.jsonl", [{**row, "completion": "x"}, {"prompt": "a", "completion": "b"}])
+    out = tmp_path / "out.jsonl"
+    flags = ["--layout", "cp=2", "--tokens-per-batch", "256"]
+    assert on_ranks(2, "score", "--model", model, "--data", data, "--out", out, *flags) == [(0, "", "")] * 2
+    bare = user({"type": "video"}, "what?")
+    expected = read_by_transformers(whole, model, whole.apply_chat_template(bare, add_generation_prompt=True) + "x")
+    for a, b in zip(read_rows(out)[0]["log_probs"], expected, strict=True):
+        assert abs(a - b) <= MODEL_FP32 * max(1.0, abs(b))
+
+
+def test_kimi_by_its_own_image_processor(tmp_path: Path) -> None:
+    model = save_seeing("kimi_k25", tmp_path / "model")
+    size = {"max_height": 32, "max_width": 32}
+    vars_of("Kimi_K25ImageProcessor")(**SIZES, size=size).save_pretrained(model)
+    (tmp_path / "a.png").write_bytes(encoded(picture(30, 18)))
+    row = {"prompt": f"a{SEEN}b", "images": ["a.png"], "completion": "c"}
+    data, out = write_rows(tmp_path / "rows.jsonl", [row, row]), tmp_path / "out.jsonl"
+    assert on_ranks(2, "score", "--model", model, "--data", data, "--out", out, "--layout", "cp=2") == [(0, "", "")] * 2
+    log_probs, _ = Peer("kimi_k25", model).log_probs(f"a{SEEN}bc", [picture(30, 18)])
+    for found in read_rows(out):
+        for a, b in zip(found["log_probs"], log_probs, strict=True):
+            assert abs(a - b) <= MODEL_FP32 * max(1.0, abs(b))
