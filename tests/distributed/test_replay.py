@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ LAYOUTS = (
     Layout(pp=2, virtual_stages=2, schedule="interleaved"),
     Layout(tp=2, cp=2, ep=2),
 )
-every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+PAIRS = [*product(MODELS, LAYOUTS)]
+QUICK = (("qwen2_moe", LAYOUTS[2]), ("deepseek_v3", LAYOUTS[3]), ("deepseek_v3", LAYOUTS[4]))
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +111,11 @@ def replayed(path: str, layout: Layout, options: dict[str, Any]) -> tuple[dict[s
     return measure(engine, batch.with_routing(random_trace(engine, len(batch))), "grpo")
 
 
-@every_layout
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [pytest.param(*pair, marks=[pytest.mark.soak] * (pair not in QUICK)) for pair in PAIRS],
+    ids=[f"{name}-{name_of(layout)}" for name, layout in PAIRS],
+)
 def test_a_trace_means_the_same_under_every_layout(folder: Path, name: str, layout: Layout) -> None:
     path = str(folder / name / "lm")
     ((alone, _),) = run(1, replayed, path, Layout(), {})
