@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import dovetail as dt
+from dovetail.launch import BACKENDS
 
 LR = 1e-5
 TOKENS_PER_BATCH = 4096
@@ -37,7 +38,8 @@ class Padded:
 def one_rank() -> Iterator[None]:
     """A process group of one rank, which the engine needs."""
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        backend = BACKENDS["cuda" if torch.cuda.is_available() else "cpu"]
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
             yield
         finally:
