@@ -19,7 +19,7 @@ from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
 from dovetail.kernels.registry import kernels_for
 from dovetail.mesh import Mesh
-from dovetail.nn.moe import MoE, inverse_of, take_rows
+from dovetail.nn.moe import MoE
 from dovetail.routing import Routes, count_rows
 
 SHAPE = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
@@ -56,12 +56,11 @@ def parts(spec: ArchSpec, tokens: int, device: torch.device) -> dict[str, Callab
         torch.nn.init.normal_(parameter, std=0.02)
     x = torch.randn(tokens, spec.width, device=device, dtype=torch.bfloat16)
     assert spec.moe is not None
-    top_k = spec.moe.top_k
     with torch.no_grad():
         indices, weights = moe.gate(x, Routes())
-    chosen = indices.flatten()
-    order, counts = chosen.argsort(stable=True), count_rows(chosen, spec.moe.num_experts)
-    moved, ends = take_rows(x, order, top_k), counts.cumsum(0)
+    moved, places = kernels.permute(x, indices)
+    counts = count_rows(indices.flatten(), spec.moe.num_experts)
+    ends = counts.cumsum(0)
     gate_up, down = moe.experts.gate_up_proj.transpose(1, 2), moe.experts.down_proj.transpose(1, 2)
     wide = kernels.grouped_mm(moved, gate_up, ends).detach()
     half = kernels.swiglu(*wide.chunk(2, dim=-1)).detach()
@@ -75,10 +74,6 @@ def parts(spec: ArchSpec, tokens: int, device: torch.device) -> dict[str, Callab
         leaf = x.detach().requires_grad_()
         moe(leaf, Routes()).sum().backward()
 
-    def combine() -> Tensor:
-        found = take_rows(back, inverse_of(order)).unflatten(0, (-1, top_k))
-        return torch.bmm(weights.to(x.dtype)[:, None], found)[:, 0]
-
     def grouped() -> object:
         with torch.no_grad():
             return kernels.grouped_mm(moved, gate_up, ends), kernels.grouped_mm(half, down, ends)
@@ -91,11 +86,10 @@ def parts(spec: ArchSpec, tokens: int, device: torch.device) -> dict[str, Callab
         "forward": forward,
         "forward and backward": both,
         "router": routed,
-        "sort and count": lambda: (chosen.argsort(stable=True), count_rows(chosen, SHAPE["num_experts"])),
-        "rows to experts": lambda: take_rows(x, order, top_k),
+        "rows to experts": lambda: kernels.permute(x, indices),
         "grouped products": grouped,
         "swiglu": lambda: kernels.swiglu(*wide.chunk(2, dim=-1)),
-        "rows back, weighted": combine,
+        "rows back, weighted": lambda: kernels.unpermute(back, places, weights),
     }
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
+from dovetail.kernels.reference import inverse_of, take_rows
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Axis, Mesh
-from dovetail.nn.moe import MoE, Router, inverse_of, take_rows
+from dovetail.nn.moe import MoE, Router
 from dovetail.rl.replay import read_routes, write_routes
 from dovetail.routing import Balance, Routes, RoutingTrace
 from tests.parity.configs import moe_configs

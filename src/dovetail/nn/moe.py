@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec, MoeSpec
 from dovetail.comm import all_gather, all_to_all, exchange, reduce_scatter, stack_over
-from dovetail.kernels.reference import widened
+from dovetail.kernels.reference import take_rows, widened
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
 from dovetail.nn.linear import TokenLinear
@@ -95,10 +95,9 @@ class Experts(nn.Module):
             return self._products(rows, counts.cumsum(0))
         coming = exchange(counts, ep).view(ep.size, -1)  # from each rank, for each expert here
         to, by = counts.view(ep.size, -1).sum(1).tolist(), coming.sum(1).tolist()
-        experts = torch.arange(coming.shape[1], device=rows.device).repeat(ep.size)
-        order = experts.repeat_interleave(coming.flatten()).argsort(stable=True)
-        mine = take_rows(all_to_all(rows, to, by, ep), order)
-        mine = take_rows(self._products(mine, coming.sum(0).cumsum(0)), inverse_of(order))
+        experts = torch.arange(coming.shape[1], device=rows.device).repeat(ep.size).repeat_interleave(coming.flatten())
+        mine, places = self.kernels.permute(all_to_all(rows, to, by, ep), experts[:, None])
+        mine = take_rows(self._products(mine, coming.sum(0).cumsum(0)), places)
         return all_to_all(mine, by, to, ep)
 
     def _products(self, rows: Tensor, ends: Tensor) -> Tensor:
@@ -114,7 +113,8 @@ class MoE(nn.Module):
         super().__init__()
         moe = spec.moe
         assert moe is not None
-        self.moe, self.tp, self.shared_name = moe, mesh["tp"], moe.shared_name if moe.shared_width else ""
+        self.moe, self.tp, self.kernels = moe, mesh["tp"], kernels
+        self.shared_name = moe.shared_name if moe.shared_width else ""
         self.gate = Router(spec, moe, layer)
         self.experts = Experts(spec, moe, mesh, kernels)
         if self.shared_name:
@@ -130,27 +130,10 @@ class MoE(nn.Module):
 
     def _routed(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         x, weights = all_gather(x, self.tp), all_gather(weights, self.tp)
-        chosen = stack_over(indices, self.tp).flatten()  # [T K]
-        order, counts = chosen.argsort(stable=True), count_rows(chosen, self.moe.num_experts)
-        rows = self.experts(take_rows(x, order, self.moe.top_k), counts)
-        found = take_rows(rows, inverse_of(order)).unflatten(0, (-1, self.moe.top_k))
-        return reduce_scatter(torch.bmm(weights.to(x.dtype)[:, None], found)[:, 0], self.tp)
-
-
-class _TakeRows(torch.autograd.Function):
-    """forward: row order[i] // copies of x. backward: the inverse permutation, and the sum of a row's copies."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.copies = copies
-        return x[order // copies]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        back = grads[0][inverse_of(order)]
-        return back if ctx.copies == 1 else back.unflatten(0, (-1, ctx.copies)).sum(1), None, None
+        chosen = stack_over(indices, self.tp).flatten(0, 1)  # [T, K]
+        rows, places = self.kernels.permute(x, chosen)
+        rows = self.experts(rows, count_rows(chosen.flatten(), self.moe.num_experts))
+        return reduce_scatter(self.kernels.unpermute(rows, places, weights), self.tp)
 
 
 class _WithCost(torch.autograd.Function):
@@ -168,14 +151,3 @@ class _WithCost(torch.autograd.Function):
 def with_cost(x: Tensor, cost: Tensor | None) -> Tensor:
     """`x`, with `cost` added to the loss that it is on its way to, in whichever pipeline stage that is computed."""
     return x if cost is None else _WithCost.apply(x, cost)
-
-
-def take_rows(x: Tensor, order: Tensor, copies: int = 1) -> Tensor:
-    """[n, D] -> [n copies, D], permuted: `order` is a permutation of the rows, each of them there `copies` times."""
-    found: Tensor = _TakeRows.apply(x, order, copies)
-    return found
-
-
-def inverse_of(order: Tensor) -> Tensor:
-    """The permutation that undoes `order`."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
