@@ -21,6 +21,7 @@ from transformers import (
 
 from dovetail.rl.replay import read_routes
 from examples.quickstart.scratch import character_tokenizer
+from tests.checkpoints import assert_same_tensors, tensors_of
 from tests.commands.program import here, on_ranks, refused_on
 from tests.distributed.test_training_layouts import assert_same_rl, assert_same_sft, played_on
 from tests.golden.job import MODEL, rl, sft, write_inputs
@@ -134,6 +135,32 @@ def test_score_over_eight_ranks(inputs: dict[str, Path], family: str, tmp_path: 
     for a, b in zip(scored(inputs[family], tmp_path / "cut.jsonl", "--layout", f"{WHOLE},ep=2"), alone, strict=True):
         for key in ("log_probs", "entropy"):
             assert a[key] == pytest.approx(b[key], abs=MODEL_FP32)
+
+
+def test_generate_and_convert_over_two_ranks(inputs: dict[str, Path], tmp_path: Path) -> None:
+    model, prompts = inputs["deepseek_v3"] / MODEL, tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("3+4=", "1+", "9")))
+    words = [
+        "generate",
+        "--model",
+        model,
+        "--data",
+        prompts,
+        "--device",
+        "cpu",
+        "--samples",
+        "3",
+        "--max-new-tokens",
+        "5",
+    ]
+    assert here(*words, "--out", tmp_path / "one").code == 0
+    assert {each.code for each in on_ranks(2, *words, "--out", tmp_path / "two", "--layout", "dp=2,ep=2")} == {0}
+    one, two = ([json.loads(x) for x in (tmp_path / n).read_text().splitlines()] for n in ("one", "two"))
+    assert len(one) == 9 and [row["token_ids"] for row in one] == [row["token_ids"] for row in two]
+    cut = ["convert", model, tmp_path / "cut", "--to", "sharded", "--device", "cpu", "--layout", "dp=2,ep=2"]
+    assert {each.code for each in on_ranks(2, *cut)} == {0}
+    assert here("convert", tmp_path / "cut", tmp_path / "whole", "--to", "hf", "--device", "cpu").code == 0
+    assert_same_tensors(tensors_of(tmp_path / "whole"), tensors_of(model))
 
 
 @pytest.mark.parametrize(
