@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import DataError
+from dovetail.routing import Routes, RoutingTrace
 
 # What a model's processor makes of the images and videos of one sequence: pixel_values, image_grid_thw, ...
 Media = Mapping[str, Tensor]
@@ -31,12 +32,13 @@ class Unread(Mapping[str, Tensor]):
 class Sequence:
     """One sequence before packing. `mask` and list-valued fields have one entry a token of `ids`: entry j belongs to
     predicting ids[j], so entry 0 is never used. A number as a field stands for every token. `media` are the images and
-    videos whose places in `ids` its placeholder tokens hold."""
+    videos whose places in `ids` its placeholder tokens hold. `routing` has an entry for each token of `ids`."""
 
     ids: Seq[int]
     mask: Seq[bool] | None = None
     fields: Mapping[str, float | Seq[float]] = field(default_factory=dict)
     media: Media | None = None
+    routing: RoutingTrace | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class PackedBatch:
     tokens, positions, targets: int64 [T]; mask: bool [T], False where nothing is predicted or nothing counts;
     cu_seqlens: int32 [S + 1]; lengths: the same on the host; fields: float32 (or wider) [T] by name. The field
     `temperature`, where present, divides the logits. media: by sequence, on the host wherever the tokens are; empty
-    where no sequence has any.
+    where no sequence has any. routing: the experts that tokens are to go to.
     """
 
     tokens: Tensor
@@ -57,6 +59,7 @@ class PackedBatch:
     lengths: tuple[int, ...]
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     media: tuple[Media | None, ...] = ()
+    routing: RoutingTrace | None = None
 
     @classmethod
     def pack(
@@ -90,6 +93,7 @@ class PackedBatch:
             lengths=lengths,
             fields={name: torch.tensor(column, dtype=dtype) for name, column in columns.items()},
             media=_some([row.media for row in rows]),
+            routing=_routing(rows),
         )
 
     def __len__(self) -> int:
@@ -109,17 +113,23 @@ class PackedBatch:
         """The same tokens with fields added or replaced."""
         return replace(self, fields={**self.fields, **fields})
 
+    def with_routing(self, routing: RoutingTrace | None) -> "PackedBatch":
+        """The same tokens, to be routed as a trace says; None: as each model sees fit."""
+        return replace(self, routing=routing)
+
     def with_mask(self, mask: Tensor) -> "PackedBatch":
         return replace(self, mask=mask)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        return self._map(lambda x: x.to(device), self.cu_seqlens.to(device), self.lengths, self.media)
+        return self._map(lambda x: x.to(device), self.cu_seqlens.to(device), self.lengths, self.media, self.routing)
 
     def select(self, sequences: Seq[int]) -> "PackedBatch":
         """Only these sequences, in this order."""
         index, lengths = self.token_index(sequences), tuple(self.lengths[s] for s in sequences)
         media = _some([self.media[s] for s in sequences]) if self.media else ()
-        return self._map(lambda x: x[index], cumulative(lengths).to(self.cu_seqlens.device), lengths, media)
+        return self._map(
+            lambda x: x[index], cumulative(lengths).to(self.cu_seqlens.device), lengths, media, self.routing
+        )
 
     def token_index(self, sequences: Seq[int]) -> Tensor:
         """int64: where the tokens of these sequences lie in this batch."""
@@ -131,7 +141,7 @@ class PackedBatch:
         """Only the tokens at the sorted positions `index` [n]. Sequences keep their number and may become empty.
 
         `cu_seqlens` counts what is left; `lengths`, which the device would have to tell, stay those of all tokens. What
-        is left is for heads and losses, so media stay behind.
+        is left is for heads and losses, so media and routing stay behind.
         """
         counts = torch.bincount(self.sequence_ids[index], minlength=self.num_sequences)
         cu_seqlens = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
@@ -155,6 +165,7 @@ class PackedBatch:
             lengths=lengths,
             fields=fields,
             media=(*self.media, None) if self.media else (),
+            routing=None if self.routing is None else self.routing.padded(missing),
         )
 
     def _map(
@@ -163,6 +174,7 @@ class PackedBatch:
         cu_seqlens: Tensor,
         lengths: tuple[int, ...],
         media: tuple[Media | None, ...] = (),
+        routing: RoutingTrace | None = None,
     ) -> "PackedBatch":
         return PackedBatch(
             tokens=fn(self.tokens),
@@ -173,6 +185,7 @@ class PackedBatch:
             lengths=lengths,
             fields={name: fn(x) for name, x in self.fields.items()},
             media=media,
+            routing=None if routing is None else routing.map(fn),
         )
 
 
@@ -218,7 +231,7 @@ class MicroBatch:
     """A padded batch, and what of it is this rank's: the tokens `order` [t] of `batch`.
 
     `counted` are this rank's counted tokens [n]: the rows `index` of its t, the rows `mine` of `all_counted`, which are
-    those of all context-parallel ranks.
+    those of all context-parallel ranks. routes: of this rank's tokens between blocks, t / tp; filled as layers are computed.
     """
 
     batch: PackedBatch
@@ -228,6 +241,7 @@ class MicroBatch:
     mine: Tensor
     all_counted: PackedBatch
     share: Share = WHOLE
+    routes: Routes | None = None
 
     @classmethod
     def of(cls, batch: PackedBatch, multiple: int = 1, share: Share = WHOLE) -> "MicroBatch":
@@ -261,6 +275,7 @@ class MicroBatch:
             self.mine.to(device),
             counted if everyone is self.counted else everyone.to(device),
             self.share,
+            self.routes,
         )
 
 
@@ -346,6 +361,21 @@ def is_separable(loss: LossFn) -> bool:
 def _some(media: list[Media | None]) -> tuple[Media | None, ...]:
     """By sequence, or nothing where no sequence has any."""
     return tuple(media) if any(each is not None for each in media) else ()
+
+
+def _routing(rows: Seq[Sequence]) -> RoutingTrace | None:
+    """The traces of all sequences, or none of any: what some lack is not made up."""
+    found = [row.routing for row in rows if row.routing is not None]
+    if not found:
+        return None
+    for index, row in enumerate(rows):
+        if row.routing is None:
+            raise DataError(f"sequence {index} has no routing, which others of the batch have")
+        if len(row.routing) != len(row.ids):
+            raise DataError(f"sequence {index} has {len(row.ids)} tokens but routing for {len(row.routing)}")
+        if row.routing.layers != found[0].layers:
+            raise DataError(f"sequence {index} is routed in layers {row.routing.layers}, others in {found[0].layers}")
+    return RoutingTrace.cat(found)
 
 
 def _ids(row: Seq[int] | Tensor) -> list[int]:

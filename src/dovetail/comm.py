@@ -8,11 +8,12 @@
     gather_in_order     all_to_all, sum  as all_gather; gradients are summed in rank order, in the wide dtype
     tokens_to_heads     heads_to_tokens  some tokens of all heads in, all tokens of some heads out
     heads_to_tokens     tokens_to_heads
+    all_to_all          all_to_all       rows for each rank in, rows from each rank out, however many
     all_reduce          identity         partial in, whole out; consumers compute the same thing
 
 Those of heads work on dims 0 and 1, the others on dim 0, and each is the identity on an axis of size 1, so callers never
-test sizes. The functions without a gradient (`sum_over`, `stack_over`, `gather_text`, `all_reduce_`) are for statistics,
-for agreeing on errors, and for gradients themselves.
+test sizes. The functions without a gradient (`sum_over`, `stack_over`, `exchange`, `gather_text`, `all_reduce_`) are for
+statistics, for agreeing on errors and counts, and for gradients themselves.
 """
 
 import json
@@ -41,6 +42,12 @@ def _exchange(x: Tensor, axis: Axis) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=axis.group)
+    return out
+
+
+def _uneven(x: Tensor, to: list[int], by: list[int], axis: Axis) -> Tensor:
+    out = x.new_empty((sum(by), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), by, to, group=axis.group)
     return out
 
 
@@ -105,6 +112,19 @@ class _GatherInOrder(torch.autograd.Function):
         for part in parts[1:]:
             total += part
         return total.to(parts.dtype), None
+
+
+class _AllToAll(torch.autograd.Function):
+    """forward: all_to_all of uneven blocks of dim 0. backward: the same with what goes and comes exchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, to: list[int], by: list[int], axis: Axis) -> Tensor:
+        ctx.to, ctx.by, ctx.axis = to, by, axis
+        return _uneven(x, to, by, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _uneven(grads[0], ctx.by, ctx.to, ctx.axis), None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -183,6 +203,11 @@ def heads_to_tokens(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _HeadsToTokens.apply(x, axis)
 
 
+def all_to_all(x: Tensor, to: list[int], by: list[int], axis: Axis) -> Tensor:
+    """Rows in rank order, `to[r]` of them for rank r -> rows in rank order, `by[r]` of them from rank r."""
+    return x if axis.size == 1 else _AllToAll.apply(x, to, by, axis)
+
+
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """The elementwise sum over the axis for consumers that compute the same on every rank: gradients are not summed."""
     return x if axis.size == 1 else _AllReduce.apply(x, axis)
@@ -200,6 +225,11 @@ def sum_over(x: Tensor, axis: Axis) -> Tensor:
 def stack_over(x: Tensor, axis: Axis) -> Tensor:
     """Every rank's `x`, in rank order: [...] -> [size, ...], without a gradient."""
     return x[None] if axis.size == 1 else _gather(x.detach()[None], axis)
+
+
+def exchange(x: Tensor, axis: Axis) -> Tensor:
+    """The i-th of `size` equal blocks of dim 0 goes to rank i; what comes lies in rank order. Without a gradient."""
+    return x if axis.size == 1 else _exchange(x, axis)
 
 
 def gather_text(text: str, axis: Axis, device: torch.device | str = "cpu") -> list[str]:

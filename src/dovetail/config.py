@@ -29,6 +29,16 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class MoeSection(Section):
+    """What keeps the experts of a mixture evenly loaded in training."""
+
+    aux_loss_coef: NonNegativeFloat = Field(0.0, description="weight of the balance loss of every sequence and layer")
+    z_loss_coef: NonNegativeFloat = Field(0.0, description="weight of the squared log-sum-exp of router logits")
+    bias_update_rate: NonNegativeFloat = Field(
+        0.0, description="step of the biases of routing, where the family has them, towards even loads"
+    )
+
+
 class ModelSection(Section):
     """The policy."""
 
@@ -41,6 +51,7 @@ class ModelSection(Section):
         None, description="type of saved and streamed tensors; null: that of the source checkpoint"
     )
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
+    moe: MoeSection = Field(MoeSection(), description="balance of experts")
 
 
 class LayoutSection(Section):
@@ -166,6 +177,14 @@ class RolloutSection(Section):
     temperature: PositiveFloat = Field(1.0, description="divides the logits, in sampling and in training")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="sample from the smallest set with this mass")
     top_k: NonNegativeInt = Field(0, description="sample from the k likeliest tokens; 0: all")
+    replay: Literal["none", "trainer", "rollout"] = Field(
+        "none",
+        description="experts that the update's tokens go to: chosen anew; those of the pass that scored old log-probs; "
+        "those of the sampler, in that pass too",
+    )
+    monitor: bool = Field(
+        False, description="tell how far the policy's log-probs and routes are from the sampler's; costs a pass"
+    )
 
 
 class RewardSection(Section):
@@ -291,6 +310,11 @@ class Recipe(Section):
         rows = self.trainer.prompts_per_step * (1 if isinstance(self.algorithm, SFT) else samples)
         if self.algorithm.minibatches > rows:
             raise ValueError(f"algorithm.minibatches is {self.algorithm.minibatches}, but a step has only {rows} rows")
+        if self.rollout.replay == "rollout" and self.rollout.backend != "native":
+            raise ValueError(
+                f"rollout.replay is rollout, but rollout.backend={self.rollout.backend} does not tell its routes; "
+                "set rollout.backend=native, or rollout.replay=trainer"
+            )
         return self
 
     def to_yaml(self) -> str:
@@ -334,6 +358,8 @@ def _section_keys(prefix: str, section: type[Section]) -> dict[str, str]:
         found[key] = field.description or ""
         if name == "layout":
             found.update(_section_keys(key, LayoutSection))
+        if name == "moe":
+            found.update(_section_keys(key, MoeSection))
     return found
 
 

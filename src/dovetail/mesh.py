@@ -1,7 +1,8 @@
 """Who talks to whom: the named axes of one model over the ranks of a job. Built once, passed down, never global.
 
 Ranks are numbered with pp outermost, then dp, cp and tp, so tp ranks are neighbors. `fsdp` is dp x cp merged: the
-ranks over which FSDP2 shards parameters. `ends` joins the first and the last pipeline rank, which both hold a tied
+ranks over which FSDP2 shards parameters. Of these `ep` neighbors hold different experts, and `expert_fsdp` are the ranks
+that hold the same ones, over which FSDP2 shards those. `ends` joins the first and the last pipeline rank, which both hold a tied
 table. `world` is every rank. Meshes of different layouts may live in one job.
 """
 
@@ -71,7 +72,7 @@ class Mesh:
     device: torch.device
     axes: Mapping[str, Axis]
     copies: Mapping[int, Axis]
-    fsdp: DeviceMesh | None = None
+    fsdp: Mapping[str, DeviceMesh] = field(default_factory=dict)  # of the axes fsdp and expert_fsdp
     context: Mapping[int, ContextAxes] = field(default_factory=lambda: {1: ContextAxes()})
     links: Links = Links()
 
@@ -108,7 +109,8 @@ class Mesh:
     def imagined(cls, layout: Layout, rank: int, device: torch.device | str = "meta") -> "Mesh":
         """The mesh of one rank of a layout whose dp is known, as far as shapes need it: without any group."""
         sizes = {name: int(getattr(layout, name)) for name in ORDER}
-        sizes |= {"fsdp": sizes["dp"] * sizes["cp"], "world": layout.num_ranks}
+        data = sizes["dp"] * sizes["cp"]
+        sizes |= {"fsdp": data, "ep": layout.ep, "expert_fsdp": data // layout.ep, "world": layout.num_ranks}
         coords = coords_of(rank, sizes)
         at_end = layout.pp > 1 and coords["pp"] in (0, layout.pp - 1)
         sizes["ends"], coords["ends"] = 2 if at_end else 1, int(at_end and coords["pp"] > 0)
@@ -125,7 +127,13 @@ class Mesh:
         axes = {"world": Axis("world", world, me, dist.group.WORLD)}
         for name in ORDER:
             axes[name] = _axis(name, _lines(grid, (name,)), me)
-        axes["fsdp"] = _axis("fsdp", _lines(grid, ("dp", "cp")), me, always=True)
+        data = _lines(grid, ("dp", "cp"))
+        axes["fsdp"] = _axis("fsdp", data, me, always=True)
+        axes["ep"] = _axis("ep", _neighbors(data, layout.ep), me)
+        axes["expert_fsdp"] = axes["fsdp"]
+        if layout.ep > 1:
+            shared = [line[i :: layout.ep] for line in data for i in range(layout.ep)]
+            axes["expert_fsdp"] = _axis("expert_fsdp", shared, me, always=True)
         pp_lines = _lines(grid, ("pp",))
         axes["ends"] = _axis("ends", [[line[0], line[-1]] for line in pp_lines if len(line) > 1], me)
         tp_lines = _lines(grid, ("tp",))
@@ -138,18 +146,22 @@ class Mesh:
             )
             for u in _divisors(layout.cp)
         }
-        assert axes["fsdp"].group is not None
-        fsdp = DeviceMesh.from_group(axes["fsdp"].group, device.type, mesh_dim_names=("fsdp",))
+        fsdp = {}
+        for name in ("fsdp", "expert_fsdp"):
+            group = axes[name].group
+            assert group is not None
+            fsdp[name] = DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
         links = _links(pp_lines, me, ring=layout.virtual_stages > 1)
         return cls(layout, device, axes, copies, fsdp, context, links)
 
 
 def coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The place of any rank on the axes of `ORDER`, and on `fsdp` and `world`: the inverse of the rank order."""
+    """The place of any rank on the axes of `ORDER`, and on those made of them: the inverse of the rank order."""
     found, rest = {"world": rank}, rank
     for name in reversed(ORDER):
         rest, found[name] = divmod(rest, sizes[name])
     found["fsdp"] = found["dp"] * sizes["cp"] + found["cp"]
+    found["expert_fsdp"], found["ep"] = divmod(found["fsdp"], sizes["ep"])
     return found
 
 

@@ -6,9 +6,11 @@ parameter (q, k, v in one GEMM) is several `Part`s along the split dim, so it ha
 `regions` turns a placement into slices for any rank; `held_regions` composes them with the rows that FSDP2 leaves it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from torch import nn
 
@@ -19,7 +21,7 @@ class Part:
 
     `size` is its length in the checkpoint. `copies` > 1: the axis has more ranks than the tensor has pieces, so each
     piece is held by that many neighboring ranks. `padding`: rows past the end that exist only locally, to make the
-    length divide; they are zero, never loaded, never exported.
+    length divide; they are zero, never loaded, never exported. Parts of one name lie one after the other in its tensor.
     """
 
     name: str
@@ -43,14 +45,16 @@ class Split:
 
 @dataclass(frozen=True)
 class Placement:
-    """How one local parameter maps to checkpoint tensors.
+    """How one local parameter maps to checkpoint tensors: a product of splits, of which at most one has several parts.
 
-    `partial_over`: axes whose ranks each see only their own tokens or heads, or one use of a tied table, so the gradient
-    must be summed over them.
+    `sharded_over`: the axis of the ranks that hold the same parameter, over which FSDP2 shards its rows. `partial_over`:
+    axes whose ranks each see only their own tokens or heads, or one use of a tied table, so the gradient must be summed
+    over them.
     """
 
     splits: tuple[Split, ...] = ()
     partial_over: tuple[str, ...] = ()
+    sharded_over: str = "fsdp"
 
 
 REPLICATED = Placement()
@@ -92,12 +96,51 @@ def placements_of(model: nn.Module) -> dict[str, Placement]:
 
 def checkpoint_names(name: str, placement: Placement) -> tuple[str, ...]:
     """The checkpoint's names of a parameter: `...self_attn.qkv_proj.weight` with parts q, k, v has three."""
-    parts = placement.splits[0].parts if placement.splits else ()
+    parts = dict.fromkeys(part.name for split in placement.splits for part in split.parts if part.name)
     if len(parts) < 2:
         return (name,)
     stem, _, leaf = name.rpartition(".")
     parent, _, _ = stem.rpartition(".")
-    return tuple(f"{parent}.{part.name}.{leaf}" if parent else f"{part.name}.{leaf}" for part in parts)
+    return tuple(f"{parent}.{part}.{leaf}" if parent else f"{part}.{leaf}" for part in parts)
+
+
+def checkpoint_shapes(name: str, placement: Placement, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Name and whole shape of each checkpoint tensor behind a parameter of this local shape."""
+    names = checkpoint_names(name, placement)
+    found = dict.fromkeys(names, shape)
+    for split in placement.splits:
+        sizes: dict[str, int] = {}
+        for part in split.parts:
+            sizes[part.name] = sizes.get(part.name, 0) + part.size
+        whole = list(sizes.values()) * (len(names) if len(sizes) == 1 else 1)
+        for each, size in zip(names, whole, strict=True):
+            found[each] = (*found[each][: split.dim], size, *found[each][split.dim + 1 :])
+    return found
+
+
+class _Stretch(NamedTuple):
+    """What one part contributes along the split dim: where it lies in its tensor and in the local parameter."""
+
+    name: str
+    checkpoint: tuple[int, int]
+    local: tuple[int, int]
+    owned: bool
+    copies: int
+
+
+def _stretches(split: Split, rank: int, size: int) -> Iterator[_Stretch]:
+    """The parts of a split as a rank of its axis holds them; those made of padding alone are not there."""
+    at: dict[str, int] = {}
+    offset = 0
+    for part in split.parts:
+        length, base = part.local_length(size), at.get(part.name, 0)
+        start = rank // part.copies * length
+        stop = min(start + length, part.size)
+        if stop > start:
+            local = (offset, offset + stop - start)
+            yield _Stretch(part.name, (base + start, base + stop), local, rank % part.copies == 0, part.copies)
+        at[part.name] = base + part.size
+        offset += length
 
 
 def regions(
@@ -107,27 +150,20 @@ def regions(
 
     Pieces wholly made of padding have no region. Of ranks that hold the same piece only the first owns it.
     """
-    names = checkpoint_names(name, placement)
+    shapes = checkpoint_shapes(name, placement, local_shape)
+    parts = dict.fromkeys(part.name for split in placement.splits for part in split.parts if part.name)
+    named = dict(zip(parts, shapes, strict=True)) if len(shapes) > 1 else {}
     copied_over = {"tp", *placement.partial_over} - {split.axis for split in placement.splits}
     first = all(coords[axis] == 0 for axis in copied_over)
-    if not placement.splits:
-        whole = tuple((0, length) for length in local_shape)
-        return (Region(names[0], local_shape, whole, whole, first),)
-    (split,) = placement.splits  # a second split arrives with the experts
-    rank, found, offset = coords[split.axis], [], 0
-    for part_name, part in zip(names, split.parts, strict=True):
-        length = part.local_length(sizes[split.axis])
-        start = rank // part.copies * length
-        stop = min(start + length, part.size)
-        if stop > start:
-            checkpoint = [(0, n) for n in local_shape]
-            local = list(checkpoint)
-            checkpoint[split.dim] = (start, stop)
-            local[split.dim] = (offset, offset + stop - start)
-            shape = (*local_shape[: split.dim], part.size, *local_shape[split.dim + 1 :])
-            owned = first and rank % part.copies == 0
-            found.append(Region(part_name, shape, tuple(checkpoint), tuple(local), owned, part.copies))
-        offset += length
+    found = []
+    for stretches in product(*(_stretches(s, coords[s.axis], sizes[s.axis]) for s in placement.splits)):
+        checkpoint, local = [(0, n) for n in local_shape], [(0, n) for n in local_shape]
+        for split, stretch in zip(placement.splits, stretches, strict=True):
+            checkpoint[split.dim], local[split.dim] = stretch.checkpoint, stretch.local
+        tensor = next((named[stretch.name] for stretch in stretches if stretch.name in named), name)
+        owned = first and all(stretch.owned for stretch in stretches)
+        copies = prod(stretch.copies for stretch in stretches)
+        found.append(Region(tensor, shapes[tensor], tuple(checkpoint), tuple(local), owned, copies))
     return tuple(found)
 
 
@@ -166,9 +202,10 @@ def held_regions(
 ) -> tuple[Region, ...]:
     """The regions that a rank really holds: FSDP2's rows where it shards, else all, owned by one replica."""
     found = regions(name, placement, local_shape, coords, sizes)
+    axis = placement.sharded_over
     if sharded:
-        return narrow_rows(found, *fsdp_rows(local_shape[0], coords["fsdp"], sizes["fsdp"]))
-    return found if coords["fsdp"] == 0 else tuple(replace(region, owned=False) for region in found)
+        return narrow_rows(found, *fsdp_rows(local_shape[0], coords[axis], sizes[axis]))
+    return found if coords[axis] == 0 else tuple(replace(region, owned=False) for region in found)
 
 
 def overlap(first: Slices, second: Slices) -> Slices | None:

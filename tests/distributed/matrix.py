@@ -14,11 +14,24 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
+from dovetail.arch.spec import ArchSpec
 from dovetail.batch import PackedBatch
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.engine.native import NativeEngine
+from dovetail.engine.routing import BalanceSettings
 from dovetail.layout import Layout
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
@@ -28,6 +41,8 @@ from tests.tolerances import tensor_error, worst_error, worst_ratio
 
 DEPTH = 9  # no pp divides it
 STEP = OptimSettings(lr=1e-3, betas=(0.0, 0.95), eps=1e-4, weight_decay=0.1, clip_norm=0.05)
+NO_CRITIC = "deepseek_v2"
+BALANCE = BalanceSettings(aux_coef=0.3, z_coef=0.1, bias_rate=0.01)  # of experts, where there are any
 
 RECIPES = {
     "ragged": (7, 1, 19, 2, 1, 33, 5, 11, 1),
@@ -102,6 +117,35 @@ def models() -> dict[str, PreTrainedConfig]:
     }
 
 
+def expert_models() -> dict[str, PreTrainedConfig]:
+    """Nine layers each, all families with experts: dense layers between, tied tables, groups, biases of routing, windows."""
+    latent = {
+        "num_key_value_heads": 8,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 8,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+        "n_group": 4,
+        "topk_group": 2,
+    }
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    dense = {"mlp_only_layers": [3], "decoder_sparse_step": 2, "shared_expert_intermediate_size": 16}
+    return {
+        "qwen3_moe": _tiny(Qwen3MoeConfig, **experts, head_dim=8, num_key_value_heads=4, norm_topk_prob=True),
+        "qwen2_moe": _tiny(Qwen2MoeConfig, **experts, **dense, tie_word_embeddings=True),
+        "mixtral": _tiny(MixtralConfig, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
+        "deepseek_v2": _tiny(
+            DeepseekV2Config, **latent, q_lora_rank=10, first_k_dense_replace=0, topk_method="group_limited_greedy"
+        ),
+        "deepseek_v3": _tiny(
+            DeepseekV3Config, **latent, q_lora_rank=None, first_k_dense_replace=2, attention_bias=True
+        ),
+    }
+
+
 def layouts(ranks: int, *, virtual: bool = True) -> list[Layout]:
     """All factorizations of a number of ranks over tp x pp x cp x dp, each pp also with two stages a rank and split."""
     found = []
@@ -125,10 +169,11 @@ def name_of(layout: Layout) -> str:
 
 
 def write_models(folder: Path, names: Iterable[str]) -> None:
-    """Random checkpoints; a critic's lies beside its policy's."""
+    """Random checkpoints; a critic's lies beside its policy's, where transformers has one of the family."""
+    known = {**models(), **expert_models()}
     for name in names:
-        for values in (False, True):
-            tiny_model(models()[name], values=values).save_pretrained(folder / name / ("value" if values else "lm"))
+        for values in (False, True) if name != NO_CRITIC else (False,):
+            tiny_model(known[name], values=values).save_pretrained(folder / name / ("value" if values else "lm"))
 
 
 def write_alone(folder: str, cases: Iterable[Case]) -> None:
@@ -158,6 +203,8 @@ def measure(engine: NativeEngine, batch: PackedBatch, loss_name: str) -> tuple[d
     grads, stray = gradients(engine)
     trained, drift = parameters(engine)
     numbers = {"loss": report.loss, **report.metrics}
+    if isinstance(engine.model.spec, ArchSpec) and engine.model.spec.moe is not None:  # what no gradient moves
+        trained |= {name: x for name, x in engine.weights(torch.float64) if name.endswith("e_score_correction_bias")}
     found = {"outputs": outputs, "numbers": numbers, "norm": report.grad_norm, "grads": grads, "trained": trained}
     return found, max(stray, drift)
 
@@ -208,7 +255,7 @@ def _engine(folder: str, case: Case, layout: Layout, batch: PackedBatch, dtype: 
         share = len(batch) // ((layout.dp or 1) * case.accumulation)
         budget = -(-max(share, *batch.lengths) // multiple) * multiple
     head: Any = "value" if case.loss == "value" else "lm"
-    options = EngineOptions(optim=STEP, tokens_per_batch=budget)
+    options = EngineOptions(optim=STEP, tokens_per_batch=budget, balance=BALANCE)
     path = Path(folder) / case.model / head
     return from_pretrained(path, layout=layout, dtype=dtype, head=head, device="cpu", options=options)
 

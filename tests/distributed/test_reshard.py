@@ -18,9 +18,10 @@ from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.writer import write_sharded
 from dovetail.engine.native import NativeEngine
 from dovetail.layout import Layout
+from dovetail.weights.pieces import kept_buffers
 from dovetail.weights.pretrained import EngineName
 from dovetail.weights.stream import gather_whole
-from tests.distributed.matrix import models
+from tests.distributed.matrix import expert_models, models
 from tests.distributed.test_resume import cut_back, done, inputs, numbers, recipe_of
 from tests.harness import run
 from tests.parity.configs import tiny_model
@@ -60,6 +61,23 @@ FEW: dict[int, tuple[Cut, ...]] = {
     1: CUTS[1][:1],
     2: (CUTS[2][0], CUTS[2][2], CUTS[2][5]),
     4: CUTS[4][:1],
+}
+EXPERTS: dict[int, tuple[Cut, ...]] = {
+    1: CUTS[1],
+    2: (
+        (NATIVE, "dp=2,ep=2"),
+        (NATIVE, "cp=2,ep=2"),
+        (NATIVE, "tp=2"),
+        (NATIVE, "pp=2,virtual_stages=2,schedule=interleaved"),
+        (FOREIGN, "dp=2"),
+    ),
+    4: (
+        (NATIVE, "tp=2,dp=2,ep=2"),
+        (NATIVE, "dp=4,ep=4"),
+        (NATIVE, "dp=4,ep=2"),
+        (NATIVE, "pp=2,dp=2,ep=2"),
+        (NATIVE, "tp=2,cp=2"),
+    ),
 }
 
 
@@ -109,6 +127,8 @@ def write_reference(source: Path, path: Path, head: str) -> dict[str, Tensor]:
         local = param.to_local() if hasattr(param, "to_local") else param
         for tensor in (local.data, *(moments[kind][name] for kind in KINDS[1:])):
             tensor.copy_(layer_of(name) + torch.rand(tensor.shape, generator=draw) / 2)
+    for name, buffer in kept_buffers(engine.model).items():
+        buffer.copy_(layer_of(name) + torch.rand(buffer.shape, generator=draw) / 2)
     save(engine, path)
     return {name: tensor.clone() for name, tensor in whole(engine)}
 
@@ -148,16 +168,19 @@ def check(found: list[Any], reference: dict[str, Tensor]) -> None:
         pytest.param("llama", "lm", CUTS, marks=pytest.mark.soak),
         pytest.param("qwen2_tied", "lm", CUTS, marks=pytest.mark.soak),
         pytest.param("qwen3_window", "value", CUTS, marks=pytest.mark.soak),
+        pytest.param("qwen2_moe", "lm", EXPERTS, marks=pytest.mark.soak),
+        pytest.param("deepseek_v3", "lm", EXPERTS, marks=pytest.mark.soak),
     ],
 )
 def test_every_layout_goes_on_from_every_other(
     name: str, head: str, cuts: dict[int, tuple[Cut, ...]], tmp_path: Path
 ) -> None:
     source = tmp_path / "source"
-    tiny_model(models()[name]).save_pretrained(source)
+    tiny_model({**models(), **expert_models()}[name]).save_pretrained(source)
     (tmp_path / "saved").mkdir()
     (reference,) = run(1, write_reference, source, tmp_path / "reference", head)
-    assert len(reference) == len(KINDS) * sum(1 for key in reference if key.startswith("param "))
+    weights, *moments = ({key.partition(" ")[2] for key in reference if key.startswith(f"{kind} ")} for kind in KINDS)
+    assert all(weights - names == {x for x in weights if x.endswith("correction_bias")} for names in moments)
     for world, some in cuts.items():
         check(
             run(world, through, source, some, head, [tmp_path / "reference"], tmp_path / "saved", timeout=600)[0],

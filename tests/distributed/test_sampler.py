@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from dovetail.arch.registry import spec_from_config
 from dovetail.batch import MicroBatch, PackedBatch, Sequence
+from dovetail.build.engine import from_pretrained
 from dovetail.errors import CheckpointError
 from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
@@ -18,8 +20,8 @@ from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.draw import draw
 from dovetail.rollout.native import NativeSampler
 from tests.harness import distributed, run
-from tests.parity.configs import VOCAB, tiny_configs, tiny_model
-from tests.tolerances import MODEL_FP32, SUM_ORDER, assert_close
+from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs, tiny_model
+from tests.tolerances import MODEL_FP32, OP_FP64, SUM_ORDER, assert_close
 
 MODELS = ("llama_biases", "qwen2_window", "qwen3_tied", "llama_one_kv_head")
 PARAMS = SamplingParams(samples=3, max_new_tokens=7, temperature=1.4, stop_ids=tuple(range(0, VOCAB, 11)), seed=9)
@@ -30,7 +32,7 @@ def mesh_of(layout: str) -> Mesh:
 
 
 def sampler_of(name: str, mesh: Mesh, **options: int) -> NativeSampler:
-    config = tiny_configs()[name]
+    config = {**tiny_configs(), **moe_configs()}[name]
     sampler = NativeSampler(spec_from_config(config.to_dict()), mesh, KernelSet(), torch.float64, **options)
     sampler.refill(tiny_model(config).state_dict().items())
     return sampler
@@ -162,3 +164,56 @@ def test_a_misshapen_table_is_refused_by_ranks_that_hold_only_padding_of_it() ->
     weights["lm_head.weight"] = torch.zeros(6, 64)
     with pytest.raises(CheckpointError, match=r"lm_head.weight: shape \[6, 64\], expected \[5, 64\]"):
         sampler.refill(weights.items())
+
+
+EXPERTS = ("deepseek_v2_greedy", "deepseek_v3", "mixtral_window", "qwen2_moe")
+TRACED = replace(PARAMS, trace=True)
+
+
+def sample_experts(layout: str, lengths: tuple[int, ...]) -> dict[str, list[Completion]]:
+    mesh, prompts = mesh_of(layout), prompts_of(lengths)
+    return {name: sampler_of(name, mesh, max_tokens=60).sample(prompts, TRACED) for name in EXPERTS}
+
+
+def assert_same_routes(actual: list[Completion], expected: list[Completion]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert a.routing is not None and b.routing is not None
+        assert a.routing.layers == b.routing.layers
+        assert torch.equal(a.routing.valid, b.routing.valid)
+        assert torch.equal(a.routing.indices, b.routing.indices)
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2,dp=2"])
+def test_experts_and_latent_attention_draw_the_same_and_tell_the_same_routes(layout: str) -> None:
+    """Keys and values are cached as heads see them: expanded from their latents, padded to one head dim."""
+    lengths = (9, 3, 14, 1, 6)
+    expected = sample_experts("tp=1", lengths)
+    for found in run(Layout.parse(layout).num_ranks, sample_experts, layout, lengths):
+        for name in EXPERTS:
+            assert_same(found[name], expected[name])
+            assert_same_routes(found[name], expected[name])
+
+
+def score_routes(folder: str, found: dict[str, list[Completion]], prompts: list[Prompt]) -> None:
+    """What was drawn is what the engine scores, along the routes that it takes itself."""
+    ids = {prompt.row: list(prompt.ids) for prompt in prompts}
+    for name, completions in found.items():
+        engine = from_pretrained(f"{folder}/{name}", dtype=torch.float64, device="cpu")
+        rows = [Sequence([*ids[c.row], *c.ids], routing=c.routing) for c in completions]
+        batch = PackedBatch.pack(rows, dtype=torch.float64)
+        batch = batch.with_fields(temperature=torch.full((len(batch),), PARAMS.temperature, dtype=torch.float64))
+        assert batch.routing is not None
+        for asked in (batch.with_routing(None), batch):
+            stats, trace = engine.score_and_trace(asked)
+            drawn = [batch.token_index([i])[len(ids[c.row]) - 1 : -1] for i, c in enumerate(completions)]
+            expected = torch.tensor([x for c in completions for x in c.log_probs], dtype=torch.float64)
+            assert_close(stats.logprob[torch.cat(drawn)], expected, OP_FP64)
+            assert trace.agreement(batch.routing) == 1.0
+        assert int(batch.routing.valid.sum()) == len(batch) - len(rows)
+
+
+def test_routes_of_a_sampler_are_those_of_a_score(tmp_path: Path) -> None:
+    for name in EXPERTS:
+        save_tiny(moe_configs()[name], tmp_path / name)
+    lengths = (9, 3, 1)
+    run(1, score_routes, str(tmp_path), sample_experts("tp=1", lengths), prompts_of(lengths))

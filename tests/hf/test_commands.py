@@ -72,7 +72,7 @@ def test_an_unknown_family_is_chosen_automatically(gemma: Path, tmp_path: Path) 
     data, out = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
     assert here("score", "--model", gemma, "--data", data, "--out", out).code == 0
     told = refusal(here("score", "--model", gemma, "--data", data, "--out", out, "--engine", "native"))
-    assert "model_type is 'gemma3_text'; known families: apertus, llama" in told
+    assert "model_type is 'gemma3_text'; known families: apertus, deepseek_v2" in told
     told = refused_on(2, "score", "--model", gemma, "--data", data, "--out", tmp_path / "o", "--layout", "tp=2")
     assert "others, and those with engine=transformers, are cut by cp and dp alone" in told
 

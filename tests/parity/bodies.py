@@ -67,7 +67,7 @@ def _compare_one(folder: Path, layout: Layout) -> Figures:
         figures.mutants[what] = max(worst_error(found, grads)[0], stray)
     engine.optimizer.shards = right
     for shard in right:
-        if shard.name.endswith("layers.1.mlp.down_proj.weight"):
+        if shard.name.endswith(("layers.1.mlp.down_proj.weight", "layers.1.mlp.experts.down_proj")):
             with torch.no_grad():
                 shard.local.mul_(1.01)
     figures.mutants["a weight is 1 % off"] = _output_error(engine, outputs)

@@ -6,6 +6,7 @@ none of these.
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,17 +14,43 @@ from transformers import (
     ApertusConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
+    DeepseekV2Config,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB = 131
 MAX_POSITIONS = 64  # of the dynamic variant: sequences on both sides of it show whether tables follow each one's length
 WINDOW = 5  # of the windowed variants: shorter than the sequences that tests use
+
+EXPERTS: Mapping[str, Any] = MappingProxyType({"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24})
+
+
+def latent() -> dict[str, Any]:
+    """What the tiny DeepSeek models share: one dense layer, shared experts, odd ranks, heads of 12 + 8 and values of 16."""
+    return {
+        "num_key_value_heads": None,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 2,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "routed_scaling_factor": 1.7,
+    }
 
 
 def tiny_configs() -> dict[str, PreTrainedConfig]:
@@ -70,6 +97,34 @@ def tiny_configs() -> dict[str, PreTrainedConfig]:
     }
 
 
+def moe_configs() -> dict[str, PreTrainedConfig]:
+    """The same of mixtures of experts and latent attention: expert counts that 2 and 4 divide, dense layers between."""
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    return {
+        "deepseek_v2": tiny(DeepseekV2Config, **latent(), topk_method="group_limited_greedy", n_group=4, topk_group=2),
+        "deepseek_v2_greedy": tiny(DeepseekV2Config, **{**latent(), "q_lora_rank": None}, attention_bias=True),
+        "deepseek_v3": tiny(DeepseekV3Config, **latent(), n_group=4, topk_group=2),
+        "deepseek_v3_halves": tiny(
+            DeepseekV3Config,
+            **{**latent(), "q_lora_rank": None, "num_hidden_layers": 2},
+            n_group=1,
+            topk_group=1,
+            rope_interleave=False,
+            rope_parameters={**yarn, "mscale": 0.7, "mscale_all_dim": 1.3},
+        ),
+        "mixtral": tiny(MixtralConfig, num_local_experts=8, intermediate_size=32),
+        "mixtral_window": tiny(MixtralConfig, num_local_experts=4, sliding_window=WINDOW),
+        "qwen2_moe": tiny(
+            Qwen2MoeConfig, **EXPERTS, shared_expert_intermediate_size=48, decoder_sparse_step=2, num_hidden_layers=4
+        ),
+        "qwen2_moe_tied": tiny(
+            Qwen2MoeConfig, **EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[0], tie_word_embeddings=True
+        ),
+        "qwen3_moe": tiny(Qwen3MoeConfig, **EXPERTS, head_dim=16, norm_topk_prob=True),
+        "qwen3_moe_many": tiny(Qwen3MoeConfig, **{**EXPERTS, "num_experts": 64}, head_dim=16, attention_bias=True),
+    }
+
+
 def tiny_model(config: PreTrainedConfig, *, seed: int = 0, values: bool = False) -> PreTrainedModel:
     """A random float32 model in evaluation mode, no parameter at its initial zeros or ones.
 
@@ -84,6 +139,9 @@ def tiny_model(config: PreTrainedConfig, *, seed: int = 0, values: bool = False)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):  # the one buffer that checkpoints have
+                    buffer.add_(0.1 * torch.randn_like(buffer))
     return model.eval()
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from dovetail.batch import Loss, PackedBatch
 from dovetail.tokenstats import TokenStats
-from tests.parity.configs import MAX_POSITIONS, VOCAB, tiny_configs, tiny_model
+from tests.parity.configs import MAX_POSITIONS, VOCAB, moe_configs, tiny_configs, tiny_model
 
 LENGTHS = (9, 1, 1, MAX_POSITIONS + 6, 3, 12, 1)
 HOLES = (4, 5, 20)  # packed positions that are attended to and predicted, but not counted
@@ -23,7 +23,7 @@ GRAD = "grad."
 
 def write_reference(name: str, folder: Path, *, values: bool = False, dtype: torch.dtype = torch.float32) -> Path:
     """Write a tiny model and, beside it, what transformers makes of it in `dtype`: `model/`, `expected.safetensors`."""
-    model = tiny_model(tiny_configs()[name], values=values)
+    model = tiny_model({**tiny_configs(), **moe_configs()}[name], values=values)
     model.save_pretrained(folder / "model")
     model.to(dtype)
     return write_outputs(model, folder, dtype)

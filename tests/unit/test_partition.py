@@ -35,16 +35,16 @@ def sizes(spec: ArchSpec, layout: Layout) -> list[int]:
 
 def costliest(spec: ArchSpec, sizes: list[int]) -> int:
     return max(
-        spec.layer_params * size + (spec.width * spec.vocab_size if s == len(sizes) - 1 else 0)
+        spec.layer_params[0] * size + (spec.width * spec.vocab_size if s == len(sizes) - 1 else 0)
         for s, size in enumerate(sizes)
     )
 
 
 def test_weights_of_a_layer_and_of_the_head_make_those_of_the_model() -> None:
     spec = model(3, vocabulary=160)
-    assert (spec.layer_params, spec.head_params, spec.linear_params) == (2560, 2560, 4 * 2560)
+    assert (spec.layer_params, spec.head_params, spec.linear_params) == ((2560,) * 3, 2560, 4 * 2560)
     grouped = replace(spec.attention, num_kv_heads=2)
-    assert replace(spec, attention=grouped).layer_params == 2560 - 2 * 16 * 2 * 4
+    assert replace(spec, attention=grouped).layer_params == (2560 - 2 * 16 * 2 * 4,) * 3
 
 
 @given(depth=st.integers(1, 90), pp=st.integers(1, 9), virtual=st.integers(1, 4), vocabulary=st.integers(1, 4000))

@@ -23,15 +23,24 @@ from dovetail.placement import (
 def _random_case(rng: random.Random) -> tuple[Placement, tuple[int, ...], Layout]:
     """A placement, the local shape that belongs to it, and a layout."""
     tp, dp, cp = rng.choice([1, 2, 3, 4, 6]), rng.choice([1, 2, 3, 5]), rng.choice([1, 2])
-    layout = Layout(tp=tp, dp=dp, cp=cp)
+    ep = rng.choice([d for d in range(1, dp * cp + 1) if dp * cp % d == 0])
+    layout = Layout(tp=tp, dp=dp, cp=cp, ep=ep)
     other = [rng.randint(1, 5) for _ in range(rng.randint(0, 2))]
-    kind = rng.choice(["replicated", "column", "row", "vocab"])
+    kind = rng.choice(["replicated", "column", "row", "vocab", "experts"])
     if kind == "replicated":
         return Placement(), (rng.randint(1, 7), *other), layout
     if kind == "vocab":
         size = rng.randint(1, 20)
         rows = -(-size // tp)
         return Placement((Split(0, "tp", (Part("", size, padding=rows * tp - size),)),)), (rows, *other), layout
+    if kind == "experts":  # cut by ep and tp, gate above up in one tensor, or in one for each, or the way down
+        local, width = rng.randint(1, 5), rng.randint(1, 3)
+        names, dim = rng.choice([(("", ""), 1), (("gate", "up"), 1), (("",), 2)])
+        experts = Split(0, "ep", (Part("", local * ep),))
+        placement = Placement((experts, Split(dim, "tp", tuple(Part(n, width * tp) for n in names))), (), "expert_fsdp")
+        shape = [local, 3, 4]
+        shape[dim] = width * len(names)
+        return placement, tuple(shape), layout
     if kind == "row":
         local = rng.randint(1, 4)
         return Placement((Split(1, "tp", (Part("", local * tp),)),)), (rng.randint(1, 7), local, *other), layout
@@ -46,7 +55,7 @@ def _random_case(rng: random.Random) -> tuple[Placement, tuple[int, ...], Layout
 @pytest.mark.parametrize("sharded", [False, True])
 def test_regions_cut_and_join(sharded: bool) -> None:
     rng = random.Random(0)
-    for _ in range(300):
+    for _ in range(400):
         placement, local_shape, layout = _random_case(rng)
         names = checkpoint_names("a.fused.weight", placement)
         shapes: dict[str, tuple[int, ...]] = {}
@@ -55,7 +64,8 @@ def test_regions_cut_and_join(sharded: bool) -> None:
         for rank in range(layout.num_ranks):
             mesh = Mesh.imagined(layout, rank)
             found = held_regions("a.fused.weight", placement, local_shape, mesh.coords, mesh.sizes, sharded=sharded)
-            rows = fsdp_rows(local_shape[0], mesh["fsdp"].rank, mesh["fsdp"].size) if sharded else (0, local_shape[0])
+            axis = mesh[placement.sharded_over]
+            rows = fsdp_rows(local_shape[0], axis.rank, axis.size) if sharded else (0, local_shape[0])
             filled = torch.zeros(rows[1] - rows[0], *local_shape[1:], dtype=torch.int64)
             for region in found:
                 name = region.checkpoint_name

@@ -1,4 +1,4 @@
-"""What the dense families share: reading config.json with a family's defaults, and refusing what is not computed.
+"""What the families share: reading config.json with a family's defaults, and refusing what is not computed.
 
 The keys, their precedence and what follows from them are those of transformers 5: what it computes from a config is
 what we compute, and an option that we do not compute is refused by name.
@@ -6,10 +6,10 @@ what we compute, and an option that we do not compute is refused by name.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dovetail.arch.spec import ROPE_KINDS, ArchSpec, AttentionSpec, RopeSpec
+from dovetail.arch.spec import ROPE_KINDS, ArchSpec, AttentionSpec, MoeSpec, RopeSpec
 from dovetail.errors import ModelError
 
 SILU = ("silu", "swish")  # two names of one function
@@ -107,6 +107,22 @@ def dense_spec(
         mlp_bias=mlp_bias,
         tie_embeddings=c.flag("tie_word_embeddings"),
     )
+
+
+def sparse_layers(c: Fields) -> tuple[bool, ...]:
+    """Which layers have experts by Qwen's keys: every `decoder_sparse_step`-th one that `mlp_only_layers` does not name."""
+    step, dense = c.integer("decoder_sparse_step"), c.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise c.refusal("mlp_only_layers", "a list of layer numbers")
+    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(c.integer("num_hidden_layers")))
+
+
+def with_experts(spec: ArchSpec, c: Fields, moe: MoeSpec) -> ArchSpec:
+    """`spec` with experts in some of its layers. Raises ModelError where a token cannot choose as many as it should."""
+    choice = moe.num_experts // moe.groups * moe.kept_groups
+    if moe.top_k > choice:
+        raise c.refusal("num_experts_per_tok", f"at most {choice}, the experts that a token may choose from")
+    return replace(spec, moe=moe if any(moe.layers) else None)
 
 
 def layer_windows(c: Fields, window: int | None, first: int = 0, per_layer: bool = True) -> tuple[int | None, ...]:

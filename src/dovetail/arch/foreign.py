@@ -27,12 +27,13 @@ class ForeignSpec:
     ffn_width: int
     attention: ForeignHeads
     tie_embeddings: bool
+    ignored: tuple[str, ...] = ()
 
     @property
-    def layer_params(self) -> int:
-        """About the weights of a layer's products: four square projections and a gated feed-forward block."""
+    def layer_params(self) -> tuple[int, ...]:
+        """About the weights of each layer's products: four square projections and a gated feed-forward block."""
         shared = self.attention.num_kv_heads / self.attention.num_heads
-        return int(self.width * self.width * (2 + 2 * shared)) + 3 * self.width * self.ffn_width
+        return (int(self.width * self.width * (2 + 2 * shared)) + 3 * self.width * self.ffn_width,) * self.depth
 
     @property
     def head_params(self) -> int:
@@ -40,7 +41,7 @@ class ForeignSpec:
 
     def flops(self, length: int) -> float:
         """About the operations of one forward pass over a sequence, as `ArchSpec.flops` counts them."""
-        products = 2.0 * (self.depth * self.layer_params + self.head_params) * length
+        products = 2.0 * (sum(self.layer_params) + self.head_params) * length
         return products + 2.0 * length * length * self.width * self.depth
 
 

@@ -5,11 +5,15 @@ from types import MappingProxyType
 from typing import Any
 
 from dovetail.arch.apertus import apertus_spec
+from dovetail.arch.deepseek import deepseek_v2_spec, deepseek_v3_spec
 from dovetail.arch.foreign import AnySpec
 from dovetail.arch.llama import llama_spec
 from dovetail.arch.mistral import mistral_spec
+from dovetail.arch.mixtral import mixtral_spec
 from dovetail.arch.qwen2 import qwen2_spec
+from dovetail.arch.qwen2_moe import qwen2_moe_spec
 from dovetail.arch.qwen3 import qwen3_spec
+from dovetail.arch.qwen3_moe import qwen3_moe_spec
 from dovetail.arch.spec import ArchSpec
 from dovetail.errors import LayoutError, ModelError
 from dovetail.layout import Layout
@@ -17,10 +21,15 @@ from dovetail.layout import Layout
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ArchSpec]] = MappingProxyType(
     {
         "apertus": apertus_spec,
+        "deepseek_v2": deepseek_v2_spec,
+        "deepseek_v3": deepseek_v3_spec,
         "llama": llama_spec,
         "mistral": mistral_spec,
+        "mixtral": mixtral_spec,
         "qwen2": qwen2_spec,
+        "qwen2_moe": qwen2_moe_spec,
         "qwen3": qwen3_spec,
+        "qwen3_moe": qwen3_moe_spec,
     }
 )
 
@@ -34,7 +43,8 @@ def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
 
 
 def validate_layout(spec: ArchSpec, layout: Layout) -> None:
-    """Refuse a tp that cannot divide this model. The vocabulary is padded, so it need not divide."""
+    """Refuse a tp or an ep that cannot divide this model. The vocabulary is padded, so it need not divide."""
+    _validate_ep(spec, layout)
     if reasons := _misfits(spec, layout.tp):
         fitting = [str(tp) for tp in range(1, spec.attention.num_heads + 1) if not _misfits(spec, tp)]
         raise LayoutError(
@@ -79,6 +89,25 @@ def _misfits(spec: ArchSpec, tp: int) -> list[str]:
         reasons.append(f"{heads} attention heads are not a multiple of {tp}")
     if kv_heads % tp and tp % kv_heads:
         reasons.append(f"{kv_heads} key-value heads are neither a multiple nor a divisor of {tp}")
-    if spec.ffn_width % tp:
-        reasons.append(f"intermediate_size {spec.ffn_width} is not a multiple of {tp}")
+    widths = {"intermediate_size": spec.ffn_width}
+    if spec.moe is not None:
+        widths = widths if not all(spec.moe.layers) else {}
+        widths |= {"the width of an expert": spec.moe.ffn_width, "the width of shared experts": spec.moe.shared_width}
+    reasons += [f"{name} {width} is not a multiple of {tp}" for name, width in widths.items() if width % tp]
     return reasons
+
+
+def _validate_ep(spec: ArchSpec, layout: Layout) -> None:
+    if layout.ep == 1:
+        return
+    if spec.moe is None:
+        raise LayoutError(
+            f"layout {layout}: ep={layout.ep} cuts experts, and this {spec.family} model has none; set ep=1"
+        )
+    count = spec.moe.num_experts
+    if count % layout.ep:
+        fitting = ", ".join(str(ep) for ep in range(1, count + 1) if count % ep == 0)
+        raise LayoutError(
+            f"layout {layout}: ep={layout.ep} does not divide the {count} experts of this {spec.family} model; use one of "
+            f"ep={fitting}"
+        )

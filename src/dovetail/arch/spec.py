@@ -1,4 +1,4 @@
-"""What a model is, as a frozen value: everything that the decoder needs to know about a dense family. No torch here."""
+"""What a model is, as a frozen value: everything that the decoder needs to know about a family. No torch here."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -24,6 +24,46 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values come from a low-rank latent of the token,
+    beside a rotary key that all heads share. `head_dim` of the attention is nope_dim + rope_dim."""
+
+    q_rank: int | None  # None: queries come straight from the hidden state
+    kv_rank: int
+    nope_dim: int  # channels of a query or key head without positions
+    rope_dim: int
+    v_dim: int
+    stretch: float = 1.0  # of the scores, beside head_dim^-1/2: yarn's mscale squared
+    interleaved: bool = True  # rotary channels turn with their neighbors, not with the other half
+    bias: bool = False  # on the products that go down to a latent
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeSpec:
+    """Mixtures of experts: which layers have one, and how a token's experts are chosen and weighted."""
+
+    layers: tuple[bool, ...]
+    num_experts: int
+    top_k: int
+    ffn_width: int  # of one expert
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = False  # the chosen weights sum to 1
+    scale: float = 1.0
+    bias: bool = False  # a checkpoint's bias per expert counts for the choice, not for the weights
+    groups: int = 1  # experts lie in this many groups, of which a token's come from the best `kept_groups`
+    kept_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"  # a group is worth its best expert, or its two best together
+    shared_width: int = 0  # of what every token goes through beside its experts
+    shared_name: str = "shared_experts"
+    shared_gate: bool = False
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The layers that route, by their numbers in the whole model."""
+        return tuple(layer for layer, routes in enumerate(self.layers) if routes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention. `windows[l]`: layer l sees only that many latest tokens; None: all of them."""
 
@@ -34,11 +74,22 @@ class AttentionSpec:
     o_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...]
+    latent: LatentSpec | None = None
+
+    def params(self, width: int) -> int:
+        """Weights of one layer's products."""
+        heads, latent = self.num_heads, self.latent
+        if latent is None:
+            return width * self.head_dim * (2 * heads + 2 * self.num_kv_heads)
+        q = heads * self.head_dim * (latent.q_rank or width) + width * (latent.q_rank or 0)
+        kv = width * (latent.kv_rank + latent.rope_dim) + heads * (latent.nope_dim + latent.v_dim) * latent.kv_rank
+        return q + kv + width * heads * latent.v_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArchSpec:
-    """A dense decoder: pre-norm blocks of attention and an MLP (SiLU-gated, or plain with xIELU), RMSNorm, rotary positions."""
+    """A decoder: pre-norm blocks of attention and a feed-forward part (SiLU-gated, plain with xIELU, or experts), RMSNorm,
+    rotary positions."""
 
     family: str
     vocab_size: int
@@ -52,13 +103,21 @@ class ArchSpec:
     activation: Literal["swiglu", "xielu"] = "swiglu"
     norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")  # before attention, before the MLP
     tie_embeddings: bool = False
+    moe: MoeSpec | None = None
+    ignored: tuple[str, ...] = ()  # patterns of checkpoint tensors that belong to nothing that is computed here
+
+    def is_moe(self, layer: int) -> bool:
+        return self.moe is not None and self.moe.layers[layer]
 
     @property
-    def layer_params(self) -> int:
-        """Weights of one layer's products."""
-        a = self.attention
-        ffn = (3 if self.activation == "swiglu" else 2) * self.ffn_width
-        return self.width * (a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads) + ffn)
+    def layer_params(self) -> tuple[int, ...]:
+        """Weights of each layer's products that one token goes through: of experts, the chosen ones."""
+        attention = self.attention.params(self.width)
+        dense = self.width * (3 if self.activation == "swiglu" else 2) * self.ffn_width
+        moe, routed = self.moe, 0
+        if moe is not None:
+            routed = self.width * (3 * (moe.top_k * moe.ffn_width + moe.shared_width) + moe.num_experts)
+        return tuple(attention + (routed if self.is_moe(layer) else dense) for layer in range(self.depth))
 
     @property
     def head_params(self) -> int:
@@ -68,10 +127,11 @@ class ArchSpec:
     @property
     def linear_params(self) -> int:
         """Weights of the products that every token goes through, head included, table not."""
-        return self.depth * self.layer_params + self.head_params
+        return sum(self.layer_params) + self.head_params
 
     def flops(self, length: int) -> float:
         """Floating-point operations of one forward pass over a sequence: 2 a weight and token, and causal attention."""
         a = self.attention
         seen = sum(min(length, window or length) for window in a.windows)  # keys of the last query, over the layers
-        return 2.0 * self.linear_params * length + 2.0 * length * seen * a.num_heads * a.head_dim
+        channels = a.head_dim + (a.latent.v_dim if a.latent else a.head_dim)  # scores, and the mean of values
+        return 2.0 * self.linear_params * length + 1.0 * length * seen * a.num_heads * channels

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import sqrt
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -14,6 +14,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.checkpoint.reader import ShardedReader, open_checkpoint
 from dovetail.engine.faults import StepWatch
 from dovetail.engine.native import NativeEngine
+from dovetail.engine.routing import BalanceSettings
 from dovetail.engine.sharding import shard_over_data
 from dovetail.errors import LayoutError, ModelError
 from dovetail.hf.model import ForeignDecoder
@@ -29,6 +30,7 @@ from dovetail.optim.assembly import shards_of
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.pipeline.partition import check_pipeline, partition
 from dovetail.placement import as_index
+from dovetail.weights.experts import form_of
 from dovetail.weights.load import load
 from dovetail.weights.pretrained import (
     LM_HEAD,
@@ -53,6 +55,7 @@ class EngineOptions:
     mlp_tile_tokens: how many tokens MLPs compute at a time, keeping only their inputs for backward; 0: all.
     fresh_head_seed: lets a value head that the checkpoint lacks be drawn from this seed, equally on all ranks.
     save_dtype: of saved and streamed tensors; default: the source checkpoint's, tensor by tensor.
+    balance: what keeps the experts of a mixture evenly loaded; default: nothing.
     watch: whom a training step tells where it is, and where it leaves what it skipped.
     engine: whose layers run, for `from_pretrained`: native (ours), transformers (its own), auto (ours where there are).
     resume: a training checkpoint, the role in it and its optimizer steps, to go on from instead of the source's weights.
@@ -65,6 +68,7 @@ class EngineOptions:
     mlp_tile_tokens: int = 0
     fresh_head_seed: int | None = None
     save_dtype: torch.dtype | None = None
+    balance: BalanceSettings | None = None
     watch: StepWatch = field(default_factory=StepWatch)
     engine: EngineName = "auto"
     resume: tuple[ShardedReader, str, int] | None = None
@@ -114,7 +118,9 @@ def make_engine(
     shard_over_data(model, mesh, dtype)
     model.materialize(mesh.device)
     if options.resume is None:
-        load(model, reader, mesh, aliases=found.aliases, fresh=found.fresh, ignore=found.ignore)
+        load(
+            model, reader, mesh, aliases=found.aliases, fresh=found.fresh, ignore=(*found.ignore, *source.spec.ignored)
+        )
         if found.fresh:
             fill_fresh(model, mesh, found.fresh, options.fresh_head_seed or 0)
     origin = Origin(
@@ -122,15 +128,8 @@ def make_engine(
         tuple(reader.names),
         saved_sides(source, found.kind, options.save_dtype),
     )
-    engine = NativeEngine(
-        model,
-        mesh,
-        origin,
-        optim=options.optim,
-        tokens_per_batch=options.tokens_per_batch,
-        dtype=dtype,
-        watch=options.watch,
-    )
+    settings: dict[str, Any] = {"optim": options.optim, "balance": options.balance, "watch": options.watch}
+    engine = NativeEngine(model, mesh, origin, tokens_per_batch=options.tokens_per_batch, dtype=dtype, **settings)
     if options.resume is not None:
         checkpoint, role, updates = options.resume
         engine.load_training(role, checkpoint, updates)
@@ -150,7 +149,9 @@ def make_model(
     `reader` says how its checkpoint names things.
     """
     if isinstance(source.spec, ArchSpec):
-        return make_decoder(source.spec, mesh, dtype, head, recompute)
+        decoder = make_decoder(source.spec, mesh, dtype, head, recompute)
+        decoder.experts = form_of(decoder, reader)
+        return decoder
     kernels = kernels_for(mesh.device)
     try:
         model = ForeignDecoder(source.spec, source.config, mesh, kernels, head, recompute, reader)
@@ -169,7 +170,7 @@ def make_decoder(
     ranges, pp = partition(spec, mesh.layout), mesh["pp"]
     cut = Cut(ranges[pp.rank :: pp.size], first=pp.rank == 0, last=pp.rank == pp.size - 1)
     with torch.device("meta"):
-        return Decoder(spec, mesh, kernels_for(mesh.device), head, recompute, cut).to(dtype)
+        return Decoder(spec, mesh, kernels_for(mesh.device), head, recompute, cut).hold_in(dtype)
 
 
 def check_layout(spec: AnySpec, layout: Layout) -> None:
@@ -178,10 +179,6 @@ def check_layout(spec: AnySpec, layout: Layout) -> None:
         raise LayoutError(
             f"layout {layout}: model_type is {spec.family!r}; known families: {', '.join(FAMILIES)}; others, and those with "
             "engine=transformers, are cut by cp and dp alone; set tp=1, pp=1 and ep=1"
-        )
-    if layout.ep > 1:
-        raise LayoutError(
-            f"layout {layout}: ep={layout.ep} cuts experts, and this {spec.family} model has none; set ep=1"
         )
     if layout.cp_mode != "auto" and layout.cp == 1:
         raise LayoutError(f"layout: cp_mode={layout.cp_mode} says how to cut by cp; leave it out at cp=1")

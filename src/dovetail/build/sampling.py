@@ -7,6 +7,7 @@ import torch
 from dovetail.arch.registry import FAMILIES, spec_from_config, validate_layout
 from dovetail.arch.spec import ArchSpec
 from dovetail.build.engine import check_layout
+from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.errors import LayoutError, ModelError
 from dovetail.kernels.registry import kernels_for
 from dovetail.layout import Layout
@@ -52,4 +53,7 @@ def make_sampler(
     """An empty sampler under a mesh of `backend_layout`: `load` or `refill` comes before `sample`."""
     if backend == "transformers":
         return TransformersSampler(source.config, mesh, dtype)
-    return NativeSampler(spec_from_config(source.config), mesh, kernels_for(mesh.device), dtype)
+    sampler = NativeSampler(spec_from_config(source.config), mesh, kernels_for(mesh.device), dtype)
+    if sampler.spec.moe is not None:
+        sampler.name_as(open_checkpoint(source.path, mesh))
+    return sampler

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from dovetail.arch.foreign import AnySpec
+from dovetail.arch.spec import ArchSpec
 from dovetail.build.engine import EngineOptions, check_layout, make_engine, make_mesh
 from dovetail.build.sampling import backend_layout, make_sampler
 from dovetail.build.text import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
@@ -18,6 +19,7 @@ from dovetail.config import GRPO, PPO, SFT, CriticSection, LayoutSection, Policy
 from dovetail.data import Limits, Tokenizer, load_prompts, load_sft
 from dovetail.engine.faults import StepWatch
 from dovetail.engine.native import NativeEngine
+from dovetail.engine.routing import BalanceSettings
 from dovetail.errors import ConfigError, LayoutError
 from dovetail.kernels.registry import peak_flops, peak_memory_gib
 from dovetail.launch import num_ranks
@@ -84,6 +86,7 @@ class Builder:
         with agreed(self.mesh):
             self.source = Pretrained.open(recipe.model.path, recipe.model.engine)
             check_layout(self.source.spec, self.mesh.layout)
+            _check_experts(recipe, self.source.spec)
             self.tokenizer: Tokenizer = load_tokenizer(self.source, trust_remote_code=recipe.model.trust_remote_code)
             self.processor = load_processor(self.source, trust_remote_code=recipe.model.trust_remote_code)
 
@@ -210,6 +213,11 @@ class Builder:
             mlp_tile_tokens=recipe.trainer.mlp_tile_tokens,
             fresh_head_seed=recipe.trainer.seed,
             save_dtype=None if save_dtype is None else getattr(torch, save_dtype),
+            balance=BalanceSettings(
+                aux_coef=recipe.model.moe.aux_loss_coef,
+                z_coef=recipe.model.moe.z_loss_coef,
+                bias_rate=recipe.model.moe.bias_update_rate,
+            ),
             resume=None if resumed is None else (resumed.reader, role, resumed.state.updates[role]),
             watch=StepWatch(self.progress, Path(recipe.run_dir) / "faults"),
         )
@@ -305,6 +313,17 @@ def longest_row(tokens_per_batch: int, multiples: Sequence[int]) -> int:
     return min(tokens_per_batch // multiple * multiple for multiple in multiples)
 
 
+def _check_experts(recipe: Recipe, spec: AnySpec) -> None:
+    """Refuse keys for experts where our engine routes to none."""
+    asked = {f"model.moe.{name}": value for name, value in recipe.model.moe} | {"rollout.replay": recipe.rollout.replay}
+    wanted = [key for key, value in asked.items() if value not in (0.0, "none")]
+    if wanted and not (isinstance(spec, ArchSpec) and spec.moe):
+        raise ConfigError(
+            f"{', '.join(wanted)}: {recipe.model.path} is a {spec.family} model without experts that the native engine routes "
+            "to; leave these keys out"
+        )
+
+
 def _checked(spec: AnySpec, layout: Layout) -> Layout:
     check_layout(spec, layout)
     return layout
@@ -326,6 +345,7 @@ def _rl_settings(
             top_k=rollout.top_k,
             seed=recipe.trainer.seed,
             stop_ids=stops,
+            trace=rollout.replay == "rollout" or (rollout.monitor and rollout.backend == "native"),
             banned_ids=banned,
         ),
         advantages=AdvantageSettings(
@@ -340,6 +360,8 @@ def _rl_settings(
         skip_equal_groups=grpo is not None and grpo.skip_equal_groups,
         old_logprobs=in_reward or algorithm.epochs * algorithm.minibatches > 1,
         critic_warmup=ppo.critic_warmup if ppo else 0,
+        replay=rollout.replay,
+        monitor=rollout.monitor,
     )
 
 

@@ -18,7 +18,7 @@ from dovetail.weights.directory import SideFiles, side_files
 from dovetail.weights.experts import stored
 from dovetail.weights.files import TensorSpec, dump_json, parse_json
 from dovetail.weights.load import FLOATS, NO_ALIASES, compare, tolerated
-from dovetail.weights.pieces import Held, Piece
+from dovetail.weights.pieces import Held, Piece, add_piece
 from dovetail.weights.pretrained import CONFIG, saved_config
 from dovetail.weights.reader import TensorSource
 from dovetail.weights.save import SHARD_BYTES, write_hf
@@ -82,12 +82,12 @@ def _share(
     params: list[Held], present: Mapping[str, list[str]], reader: TensorSource, dtype: torch.dtype | None
 ) -> dict[str, Piece]:
     """The owned pieces of one rank, under the source's names."""
-    found = {}
+    found: dict[str, Piece] = {}
     for param in params:
         for region in param.regions:
             if region.owned:
                 for name in present[region.checkpoint_name]:
-                    found[name] = _piece(name, region, reader, dtype)
+                    add_piece(found, name, _piece(name, region, reader, dtype))
     return found
 
 

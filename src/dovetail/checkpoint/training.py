@@ -16,10 +16,10 @@ from dovetail.checkpoint.manifest import TRAINING
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.mesh import Mesh
 from dovetail.nn.model import StagedModel
-from dovetail.placement import Slices
+from dovetail.placement import Slices, checkpoint_shapes
 from dovetail.weights.experts import as_stored, stored
 from dovetail.weights.load import load_into
-from dovetail.weights.pieces import Held, checkpoint_shapes, held
+from dovetail.weights.pieces import Held, held
 from dovetail.weights.stream import Export, export_held
 
 PARAM, MOMENT = "param", "exp_avg"

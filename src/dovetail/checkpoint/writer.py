@@ -22,7 +22,7 @@ from dovetail.mesh import Mesh
 from dovetail.weights.agree import agreed
 from dovetail.weights.directory import MANIFEST, SideFiles
 from dovetail.weights.files import TensorFileWriter, TensorSpec
-from dovetail.weights.pieces import Dtypes, Piece, own_dtype
+from dovetail.weights.pieces import Dtypes, Piece, own_dtype, tensor_of
 from dovetail.weights.staging import Stage, replace_file, staged, sync_directory, write_file, write_sides
 from dovetail.weights.stream import export
 
@@ -108,9 +108,9 @@ def _manifest(
     regions: dict[str, list[StoredRegion]] = {spec.name: [] for spec in specs}
     written = sorted(written, key=lambda facts: facts["rank"])  # type: ignore[arg-type,return-value]  # a whole number
     for facts in written:
-        for name, (slices, crc) in facts["regions"].items():  # type: ignore[attr-defined]  # a dict, from `_write_share`
+        for key, (slices, crc) in facts["regions"].items():  # type: ignore[attr-defined]  # a dict, from `_write_share`
             where = tuple((start, stop) for start, stop in slices)
-            regions[name].append(StoredRegion(str(facts["file"]), name, where, crc))
+            regions[tensor_of(key)].append(StoredRegion(str(facts["file"]), key, where, crc))
     return Manifest(
         layout={name: getattr(layout, name) for name in DEGREES},
         step=step,

@@ -38,5 +38,5 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     def model_on(imagined: Mesh) -> StagedModel:
         return make_model(source, imagined, torch.float32, reader, kind)
 
-    parts: dict[str, Any] = {"aliases": head.aliases, "ignore": head.ignore, "dtype": dtype}
+    parts: dict[str, Any] = {"aliases": head.aliases, "ignore": (*head.ignore, *source.spec.ignored), "dtype": dtype}
     convert_to_sharded(source.path, args.destination, mesh.layout, model_on, mesh, **parts)

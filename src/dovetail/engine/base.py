@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dovetail.batch import LossFn, PackedBatch
 from dovetail.checkpoint.reader import ShardedReader
+from dovetail.routing import RoutingTrace
 from dovetail.tokenstats import TokenStats
 from dovetail.weights.stream import Export
 
@@ -31,6 +32,7 @@ class StepReport:
     flops: float  # of the model, forward and backward; what is recomputed is not counted
     skipped: bool  # something was not finite, so nothing was updated
     metrics: Mapping[str, float]
+    routing: RoutingTrace | None = None  # of every token, where it was asked for
     faults: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
     def describe_faults(self) -> str:
@@ -43,6 +45,10 @@ class Engine(Protocol):
 
     def score(self, batch: PackedBatch) -> TokenStats:
         """Log-prob and entropy of `batch.targets` [T]; 0 where the mask is False."""
+        ...
+
+    def score_and_trace(self, batch: PackedBatch) -> tuple[TokenStats, RoutingTrace]:
+        """The same, and the experts that every token went to."""
         ...
 
     def values(self, batch: PackedBatch) -> Tensor:

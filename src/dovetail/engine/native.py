@@ -19,8 +19,9 @@ from dovetail.checkpoint.writer import save_sharded
 from dovetail.comm import gather_text, sum_over
 from dovetail.engine.base import StepReport
 from dovetail.engine.faults import StepWatch, inputs_of, spoiled
+from dovetail.engine.routing import BalanceSettings, Placed, Routing
 from dovetail.engine.stages import Inference, Training
-from dovetail.errors import DataError
+from dovetail.errors import DataError, ModelError
 from dovetail.kernels.reference import wide
 from dovetail.memory import Parked
 from dovetail.mesh import Mesh
@@ -30,6 +31,7 @@ from dovetail.optim.replicas import check_replicas
 from dovetail.pipeline.executor import connect, run as execute
 from dovetail.pipeline.partition import stage_costs
 from dovetail.pipeline.schedule import make_plan
+from dovetail.routing import RoutingTrace
 from dovetail.tokenstats import TokenStats
 from dovetail.weights.pieces import local_tensor, reshard
 from dovetail.weights.pretrained import Origin
@@ -52,6 +54,7 @@ class NativeEngine:
         optim: OptimSettings | None = None,
         tokens_per_batch: int | None = None,
         dtype: torch.dtype | None = None,
+        balance: BalanceSettings | None = None,
         watch: StepWatch | None = None,
     ) -> None:
         """`model` is wrapped (`shard_over_data`) and filled already, `origin` is where it came from.
@@ -68,7 +71,7 @@ class NativeEngine:
             for linear in model.linears(stage):
                 linear.split = mesh.layout.schedule == "zero_bubble"
         connect(mesh)
-        self._settings = optim or OptimSettings()
+        self._settings, self._routing = optim or OptimSettings(), Routing.of(model, mesh, balance)
         self._optimizer: Optimizer | None = None
         self._parked: Parked | None = None
 
@@ -81,12 +84,20 @@ class NativeEngine:
 
     def score(self, batch: PackedBatch) -> TokenStats:
         """Log-prob and entropy of `batch.targets` [T]; 0 where the mask is False."""
+        return self._score(batch, list(self.micro_batches(batch)))
+
+    def score_and_trace(self, batch: PackedBatch) -> tuple[TokenStats, RoutingTrace]:
+        """The same, and the experts that every token went to, chosen or given."""
+        pairs = list(self.micro_batches(batch))
+        return self._score(batch, pairs), self._trace(batch, pairs)
+
+    def _score(self, batch: PackedBatch, pairs: Placed) -> TokenStats:
         out = torch.zeros(2, len(batch), dtype=self._wide, device=self.mesh.device)
 
         def keep(where: Tensor, micro: MicroBatch, stats: TokenStats) -> None:
             out[:, where[micro.order[micro.index]]] = torch.stack(list(stats))
 
-        self._infer(batch, keep)
+        self._infer(pairs, keep)
         return TokenStats(*self._complete(out, batch))
 
     def values(self, batch: PackedBatch) -> Tensor:
@@ -97,17 +108,23 @@ class NativeEngine:
             real = micro.order < len(where)  # the rest is padding
             out[0, where[micro.order[real]]] = values[real]
 
-        self._infer(batch, keep)
+        self._infer(list(self.micro_batches(batch)), keep)
         return self._complete(out, batch)[0]
 
-    def train_step(self, batch: PackedBatch, loss: LossFn) -> StepReport:
-        """Forward, backward and one optimizer step over the whole batch, whatever its micro-batches."""
+    def train_step(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> StepReport:
+        """Forward, backward and one optimizer step over the whole batch, whatever its micro-batches.
+
+        trace: the report has the experts that every token went to.
+        """
         if not batch.num_sequences:
             raise DataError("train_step got a batch without sequences; skip the step instead")
         optimizer, progress = self.optimizer, self.watch.progress
         progress.phase("update")
         sums: Sums = {}
-        micros = [micro for _, micro in self.micro_batches(batch)]
+        pairs = list(self.micro_batches(batch))
+        micros = [micro for _, micro in pairs]
+        if self._routing is not None:
+            self._routing.charge(pairs, loss, len(batch))
         stages = Training(self.model, self.mesh, micros, self.dtype, loss, partial(add_sums, sums))
         layout, costs = self.mesh.layout, stage_costs(self.model.spec, self.mesh.layout)
         execute(make_plan(layout.schedule, layout.pp, layout.virtual_stages, len(micros), costs), stages, self.mesh)
@@ -121,6 +138,9 @@ class NativeEngine:
         if update.skipped:
             mine = [*spoiled(micros, losses), *update.faults]
             faults = self.watch.keep(mine, micros, self.mesh)
+        metrics = {name: _mean(*sums) for name, sums in totals.items()}
+        if self._routing is not None:
+            metrics |= self._routing.settle(pairs, len(batch), skipped=update.skipped)
         return StepReport(
             loss=_mean(loss_total, count),
             grad_norm=update.grad_norm,
@@ -128,8 +148,9 @@ class NativeEngine:
             tokens=len(batch),
             flops=3 * sum(self.model.spec.flops(n) for n in batch.lengths),
             skipped=update.skipped,
-            metrics={name: _mean(*sums) for name, sums in totals.items()},
+            metrics=metrics,
             faults=faults,
+            routing=self._trace(batch, pairs) if trace else None,
         )
 
     def check_replicas(self) -> None:
@@ -201,11 +222,12 @@ class NativeEngine:
             chosen = batch.select(sequences)
             start_reading(chosen.media)  # while the micro-batches before are computed
             micro = MicroBatch.of(chosen, multiple, share)
-            yield batch.token_index(sequences).to(self.mesh.device), micro.to(self.mesh.device)
+            where, micro = batch.token_index(sequences).to(self.mesh.device), micro.to(self.mesh.device)
+            yield where, micro if self._routing is None else self._routing.note(micro)
 
-    def _infer(self, batch: PackedBatch, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
-        """Forward passes over the whole batch; `keep` gets each result where the last stage is."""
-        layout, pairs = self.mesh.layout, list(self.micro_batches(batch))
+    def _infer(self, pairs: Placed, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
+        """Forward passes over a whole batch; `keep` gets each result where the last stage is."""
+        layout = self.mesh.layout
         stages: Inference[Any] = Inference(
             self.model,
             self.mesh,
@@ -217,6 +239,11 @@ class NativeEngine:
             execute(make_plan("forward", layout.pp, layout.virtual_stages, len(pairs)), stages, self.mesh)
         if layout.pp > 1:
             reshard(self.model)  # what a pipeline keeps gathered between its forward and backward passes
+
+    def _trace(self, batch: PackedBatch, pairs: Placed) -> RoutingTrace:
+        if self._routing is None:
+            raise ModelError(f"this {self.model.spec.family} model has no experts that the native engine routes to")
+        return self._routing.trace(pairs, len(batch)).map(lambda x: x.to(batch.tokens.device))
 
     def _budget(self, batch: PackedBatch) -> int | None:
         """The most tokens of a micro-batch: so few that a pipeline's stages have work for each other, where they can."""

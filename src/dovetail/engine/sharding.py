@@ -1,4 +1,4 @@
-"""FSDP2 around a model: each block a group, the head and the table apart where they are not tied, sums not means."""
+"""FSDP2 around a model: each block a group, its experts and untied ends apart, sums not means."""
 
 from typing import Any
 
@@ -8,14 +8,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from dovetail.kernels.reference import wide
 from dovetail.mesh import Mesh
 from dovetail.nn.model import StagedModel
+from dovetail.placement import placements_of
 
 
 def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
     """Shard the parameters' rows over dp x cp, in place. They compute in `dtype`, gradients are reduced in the wide one.
 
     One process is a group of one rank, not a second path. Gradients are summed: the engine divides once, by the count.
-    Blocks are gathered again in backward, but for pipeline stages, which run many times a step, and for one rank that
-    computes in a dtype of its own: there a gather is a cast of the whole model, done once a step.
+    Experts are groups of their own, over the ranks that hold the same ones. Blocks are gathered again in backward, but for
+    pipeline stages, which run many times a step, and for one rank that computes in a dtype of its own: there a gather is
+    a cast of the whole model, done once a step.
     """
     first = next(model.parameters())
     keep = mesh["pp"].size > 1 or (mesh["fsdp"].size == 1 and dtype != first.dtype)
@@ -24,13 +26,12 @@ def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
         reduce_dtype=wide(first.dtype),
         cast_forward_inputs=False,
     )
-    options: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": policy, "reshard_after_forward": not keep}
-    for module in model.groups():
-        fully_shard(module, **options)
-    fully_shard(model, **options)
-    if mesh["fsdp"].size == 1:  # the sum of one is itself, and FSDP would divide by 1.0 into a copy of every gradient
-        return
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
+    options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": not keep}
+    for module in (*model.groups(), model):
+        axes = {placement.sharded_over for placement in placements_of(module).values()}
+        axis = "expert_fsdp" if axes == {"expert_fsdp"} else "fsdp"
+        fully_shard(module, mesh=mesh.fsdp[axis], **options)
+        if mesh[axis].size > 1:  # the sum of one is itself, and FSDP would divide by 1.0 into a copy of every gradient
+            assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -148,20 +149,49 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return torch.cat([rows @ w for rows, w in zip(x.split(lengths), weight.unbind(), strict=True)])
 
 
+class _TakeRows(torch.autograd.Function):
+    """forward: row order[i] // copies of x. backward: the inverse permutation, and the sum of a row's copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.copies = copies
+        return x[order // copies]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        back = grads[0][inverse_of(order)]
+        return back if ctx.copies == 1 else back.unflatten(0, (-1, ctx.copies)).sum(1), None, None
+
+
+def take_rows(x: Tensor, order: Tensor, copies: int = 1) -> Tensor:
+    """[n, D] -> [n copies, D], permuted: `order` is a permutation of the rows, each of them there `copies` times.
+
+    No gradient is added atomically, so equal inputs give equal bits.
+    """
+    found: Tensor = _TakeRows.apply(x, order, copies)
+    return found
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
 def permute(x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
     """A copy of each token for each of its experts, by expert: x [T, D], experts int [T, K] -> [T K, D], rows int [T K].
 
     rows[t K + i]: where the copy of token t for its i-th expert is. Within an expert the copies are in the tokens' order.
     """
     order = experts.flatten().argsort(stable=True)
-    rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return x[order // experts.shape[1]], rows
+    return take_rows(x, order, experts.shape[1]), inverse_of(order)
 
 
 def unpermute(x: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum of a token's copies: x [T K, D], rows int [T K] as `permute` returns, weights [T, K] -> [T, D]."""
-    copies = x[rows].unflatten(0, weights.shape)
-    return (copies * weights.to(x.dtype)[..., None]).sum(1)
+    copies = take_rows(x, rows).unflatten(0, weights.shape)
+    return torch.bmm(weights.to(x.dtype)[:, None], copies)[:, 0]
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:

@@ -9,16 +9,21 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
 from dovetail.nn.linear import ColumnLinear, RowLinear
 from dovetail.nn.norm import RMSNorm
+from dovetail.routing import Routes
 
 
 class Context(Protocol):
-    """What one forward pass knows about its tokens, the same for every layer: rotary tables and what attends to what."""
+    """What one forward pass knows about its tokens, the same for every layer: rotary tables, what attends to
+    what, and which experts tokens go to."""
 
     @property
     def cos(self) -> Tensor: ...  # [T, rotary_dim / 2]
 
     @property
     def sin(self) -> Tensor: ...
+
+    @property
+    def routes(self) -> Routes: ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q [T, H, C], k and v [T, G, C] -> [T, H, C], of this rank's heads."""

@@ -25,6 +25,7 @@ from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import ContextAxes, Mesh
 from dovetail.nn.rope import rope_tables
+from dovetail.routing import Routes
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class BatchContext:
     cos: Tensor
     sin: Tensor
     attention: BatchAttention
+    routes: Routes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         return self.attention.attend(q, k, v, window)
@@ -99,7 +101,7 @@ def context_of(micro: MicroBatch, rope: RopeSpec, dtype: torch.dtype, mesh: Mesh
     """The context of this rank's tokens of a micro-batch."""
     batch, some = micro.batch, None if micro.share.size == 1 else micro.order
     cos, sin = rope_tables(rope, batch.positions, batch.lengths, dtype, some)
-    return BatchContext(cos, sin, attention_of(micro, mesh, kernels))
+    return BatchContext(cos, sin, attention_of(micro, mesh, kernels), micro.routes or Routes())
 
 
 def attention_of(micro: MicroBatch, mesh: Mesh, kernels: KernelSet) -> BatchAttention:

@@ -21,8 +21,10 @@ from dovetail.nn.context import context_of
 from dovetail.nn.embedding import VocabEmbedding
 from dovetail.nn.heads import LMHead, ValueHead, shared
 from dovetail.nn.linear import Linear
+from dovetail.nn.mla import LatentAttention
 from dovetail.nn.mlp import make_mlp
 from dovetail.nn.model import Cut, StagedModel
+from dovetail.nn.moe import Experts, MoE, Router
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.tiling import Tiled
 from dovetail.tokenstats import TokenStats
@@ -39,14 +41,14 @@ class Block(nn.Module):
         self.norm_names = spec.norm_names
         first, second = self.norm_names
         self.add_module(first, RMSNorm(spec.width, spec.norm_eps, kernels))
-        self.self_attn = Attention(spec, layer, mesh, kernels)
+        self.self_attn = (LatentAttention if spec.attention.latent else Attention)(spec, layer, mesh, kernels)
         self.add_module(second, RMSNorm(spec.width, spec.norm_eps, kernels))
-        self.mlp = make_mlp(spec, mesh, kernels)
+        self.mlp = MoE(spec, layer, mesh, kernels) if spec.is_moe(layer) else make_mlp(spec, mesh, kernels)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         first, second = (self.get_submodule(name) for name in self.norm_names)
         x = x + self.self_attn(first(x), context)
-        return x + self.mlp(second(x))
+        return x + (self.mlp(second(x), context.routes) if isinstance(self.mlp, MoE) else self.mlp(second(x)))
 
 
 class Trunk(nn.Module):
@@ -109,7 +111,7 @@ class Decoder(StagedModel):
     ) -> None:
         tied = head == "lm" and spec.tie_embeddings
         super().__init__(spec, mesh, cut or Cut.whole(spec), tied=tied)
-        self.rope, self.kernels = spec.rope, kernels
+        self.rope, self.kernels, self.is_critic = spec.rope, kernels, head != "lm"
         self.model = Trunk(spec, mesh, kernels, recompute, self.cut, tied=tied)
         if head == "lm" and (self.cut.last or (tied and self.cut.first)):
             self.lm_head = LMHead(spec.vocab_size, spec.width, mesh, kernels, tied=tied)
@@ -139,6 +141,14 @@ class Decoder(StagedModel):
         result: TokenStats | Loss | Tensor = self.head(self.model.norm(x), micro, loss)
         return result
 
+    def hold_in(self, dtype: torch.dtype) -> "Decoder":
+        """Hold parameters and buffers in `dtype`; biases of routing stay as exact as checkpoints have them."""
+        self.to(dtype)
+        for module in self.modules():
+            if isinstance(module, Router) and module.moe.bias:
+                module.e_score_correction_bias = module.e_score_correction_bias.to(torch.float32)
+        return self
+
     @property
     def text(self) -> Trunk:
         return self.model
@@ -150,6 +160,7 @@ class Decoder(StagedModel):
             yield from (part for part in parts if isinstance(part, Linear) and part not in at_once)
 
     def groups(self) -> Iterator[nn.Module]:
+        yield from (module for module in self.model.modules() if isinstance(module, Experts))
         yield from self.model.layers.values()
         if not self.tied and self.cut.first:
             yield self.model.embed_tokens

@@ -5,7 +5,10 @@ ColumnLinear   forward  y = all_gather(x) w.T       [t, D] -> [T, out / tp]
 RowLinear      forward  y = reduce_scatter(x w.T)   [T, in / tp] -> [t, D]
                backward dx = all_gather(dy) w
 
-Both backwards also give dw = dy.T x, at once or, where a pipeline schedule wants it, later: see `Linear`.
+TokenLinear    forward  y = x w.T                   [t, in] -> [t, out], of this rank's tokens alone
+               backward dx = dy w
+
+All backwards also give dw = dy.T x, at once or, where a pipeline schedule wants it, later: see `Linear`.
 """
 
 from collections import deque
@@ -21,7 +24,7 @@ from dovetail.placement import Part, Placement, Split
 
 
 class Linear(nn.Module):
-    """A product whose weight gradient may wait: what both parallel layers are.
+    """A product whose weight gradient may wait: what all these layers are.
 
     With `split`, a backward pass while `waits` leaves the weight's gradient out, and `add_weight_gradient` adds it for
     the micro-batch that has waited longest. `weight` must be the same tensor until then (FSDP2: gathered). No collectives.
@@ -114,3 +117,16 @@ class RowLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = reduce_scatter(self.product(x, None), self.axis)
         return y if self.bias is None else y + self.bias
+
+
+class TokenLinear(Linear):
+    """[t, in] -> [t, out], whole on every rank, which sees its own tokens only: gradients are partial. No collectives."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.placements = dict.fromkeys(("weight", "bias"), Placement(partial_over=("tp",)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.bias)

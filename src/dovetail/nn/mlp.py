@@ -14,12 +14,13 @@ from dovetail.placement import Placement
 class GatedMLP(nn.Module):
     """[t, D] -> [t, D]. Gate and up are one product."""
 
-    def __init__(self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet) -> None:
+    def __init__(self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet, width: int | None = None) -> None:
+        """width: F; default: the family's."""
         super().__init__()
-        self.kernels = kernels
-        parts = dict.fromkeys(("gate_proj", "up_proj"), (spec.ffn_width, 1))
+        self.kernels, width = kernels, width or spec.ffn_width
+        parts = dict.fromkeys(("gate_proj", "up_proj"), (width, 1))
         self.gate_up_proj = ColumnLinear(spec.width, parts, mesh, bias=spec.mlp_bias)
-        self.down_proj = RowLinear(spec.ffn_width, spec.width, mesh, bias=spec.mlp_bias)
+        self.down_proj = RowLinear(width, spec.width, mesh, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x)

@@ -8,13 +8,17 @@ import torch
 from torch import nn
 
 from dovetail.arch.foreign import AnySpec
+from dovetail.arch.spec import ArchSpec
 from dovetail.batch import PackedBatch
 from dovetail.errors import DataError
 from dovetail.mesh import Mesh
 from dovetail.nn.heads import LMHead, ValueHead
 from dovetail.nn.linear import Linear
+from dovetail.routing import RoutingTrace
 
-ExpertForm = Literal["fused", "turned", "apart"]  # how a checkpoint has a layer's experts: see `weights.experts`
+ExpertForm = Literal[
+    "fused", "turned", "apart", "mixtral"
+]  # how a checkpoint has a layer's experts: see `weights.experts`
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,26 @@ class StagedModel(nn.Module):
         """Refuse a batch that this model cannot read. All ranks have the same, so all refuse alike."""
         if batch.media:
             raise DataError(f"the batch has images or videos, but {self.spec.family} reads text only")
+        if batch.routing is not None:
+            self._check_routing(batch.routing)
+
+    def _check_routing(self, trace: RoutingTrace) -> None:
+        moe = self.spec.moe if isinstance(self.spec, ArchSpec) else None
+        if moe is None:
+            raise DataError(
+                f"the batch brings routing, but {self.spec.family} models as this one have no experts of ours"
+            )
+        if trace.layers != moe.numbers or trace.indices.shape[1:] != (len(moe.numbers), moe.top_k):
+            raise DataError(
+                f"the batch brings routing for layers {list(trace.layers)} with {trace.indices.shape[-1]} experts a token; this "
+                f"model routes in layers {list(moe.numbers)} to {moe.top_k}; record it with the same model"
+            )
+        known = trace.indices[trace.valid]
+        if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < moe.num_experts:
+            raise DataError(
+                f"the batch brings routing to experts {int(known.min())} to {int(known.max())}, but this model has "
+                f"{moe.num_experts}; was it stored in a type that is too narrow?"
+            )
 
     def stored_name(self, name: str) -> str:
         """The checkpoint's name of a parameter or buffer."""

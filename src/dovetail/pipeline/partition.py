@@ -1,5 +1,8 @@
 """Which pipeline rank holds which layers: a cut of the model into stages of equal cost, before any weight is read."""
 
+from functools import lru_cache
+from itertools import accumulate
+
 from dovetail.arch.foreign import AnySpec
 from dovetail.errors import LayoutError
 from dovetail.layout import Layout
@@ -16,7 +19,8 @@ def partition(spec: AnySpec, layout: Layout) -> tuple[range, ...]:
     """
     check_pipeline(spec, layout)
     split = layout.pp_split
-    sizes = _balanced(spec, layout.pp * layout.virtual_stages) if isinstance(split, str) else split
+    stages = layout.pp * layout.virtual_stages
+    sizes = _balanced(spec, stages) if isinstance(split, str) else split
     ends = [sum(sizes[: stage + 1]) for stage in range(len(sizes))]
     return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
@@ -26,7 +30,7 @@ def stage_costs(spec: AnySpec, layout: Layout) -> Costs:
 
     The loss and all three products of the head run in the last stage's forward.
     """
-    layers = tuple(len(stage) * float(spec.layer_params) for stage in partition(spec, layout))
+    layers = tuple(float(sum(spec.layer_params[layer] for layer in stage)) for stage in partition(spec, layout))
     return Costs(forward=(*layers[:-1], layers[-1] + 3.0 * spec.head_params), input=layers, weight=layers)
 
 
@@ -86,26 +90,41 @@ def _nearest(depth: int, layout: Layout) -> str:
     return f"pp={min(layout.pp, depth)}, virtual_stages=1 and schedule=1f1b"
 
 
+@lru_cache(maxsize=64)
 def _balanced(spec: AnySpec, stages: int) -> tuple[int, ...]:
-    """How many layers each stage has.
+    """How many layers each stage has: the costliest stage is as cheap as can be.
 
-    All layers cost the same, so the cut is a question of the last stage's number alone; the others share the rest
-    evenly. Of equal cuts: the one of least variance, then the one with the fewest layers beside the head. The larger
-    of the others are the later ones, where fewer micro-batches live.
+    Of equal cuts: the one of least variance, then the one with the fewest layers beside the head; then the later stages,
+    where fewer micro-batches live, have more. Dynamic programs over (stage, layers so far): first the bound, then the cut.
     """
-    if stages == 1:
-        return (spec.depth,)
+    totals, depth = [0, *accumulate(spec.layer_params)], spec.depth
+    totals[-1] += spec.head_params
 
-    def sizes(last: int) -> tuple[int, ...]:
-        fewest, larger = divmod(spec.depth - last, stages - 1)
-        return (fewest,) * (stages - 1 - larger) + (fewest + 1,) * larger + (last,)
+    def ends(stage: int) -> range:  # of a stage, with a layer left for each of the later ones
+        return range(stage, depth - stages + stage + 1)
 
-    def costliness(sizes: tuple[int, ...]) -> tuple[int, int]:
-        costs = [size * spec.layer_params for size in sizes]
-        costs[-1] += spec.head_params
-        return max(costs), sum(cost * cost for cost in costs)
-
-    return min((sizes(last) for last in range(1, spec.depth - stages + 2)), key=costliness)
+    worst = {0: 0}
+    for stage in range(1, stages + 1):
+        worst = {
+            end: min(max(cost, totals[end] - totals[start]) for start, cost in worst.items() if start < end)
+            for end in ends(stage)
+        }
+    bound = worst[depth]
+    cuts: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for stage in range(1, stages + 1):
+        found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for end in ends(stage) if stage < stages else (depth,):
+            options = [
+                (squares + (totals[end] - totals[start]) ** 2, (*sizes, end - start))
+                for start, (squares, sizes) in cuts.items()
+                if start < end and totals[end] - totals[start] <= bound
+            ]
+            if options:
+                found[end] = min(
+                    options, key=lambda option: (option[0], option[1][-1] if stage == stages else 0, option[1])
+                )
+        cuts = found
+    return cuts[depth][1]
 
 
 def _layers(count: int) -> str:

@@ -39,16 +39,21 @@ class AdvantageSettings:
 
 
 def pack_samples(samples: Seq[Sample], temperature: float) -> PackedBatch:
-    """Prompt and completion of every sample, in order; the mask covers the completion's tokens.
+    """Prompt and completion of every sample, in order; the mask covers the completion's tokens. Where the sampler told
+    the experts of its tokens, the batch brings them along, and the log-probs that it drew from as `rollout_logprob`.
 
     At a temperature other than 1 (or 0, where log-probs are those at 1) the batch carries it for every token.
     """
-    fields: Mapping[str, float] = {} if temperature in (0.0, 1.0) else {"temperature": temperature}
+    shared: Mapping[str, float] = {} if temperature in (0.0, 1.0) else {"temperature": temperature}
     rows = []
     for sample in samples:
         prompt, response = sample.prompt.ids, sample.completion.ids
-        mask = [False] * len(prompt) + [True] * len(response)
-        rows.append(Sequence([*prompt, *response], mask, fields, sample.prompt.media))
+        fields: dict[str, float | Seq[float]] = {
+            **shared,
+            "rollout_logprob": [0.0] * len(prompt) + list(sample.completion.log_probs),
+        }
+        mask, routing = [False] * len(prompt) + [True] * len(response), sample.completion.routing
+        rows.append(Sequence([*prompt, *response], mask, fields, sample.prompt.media, routing))
     return PackedBatch.pack(rows)
 
 

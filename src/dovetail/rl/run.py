@@ -27,6 +27,7 @@ from dovetail.mesh import Mesh
 from dovetail.metrics import Metrics, check_loggers, json_line
 from dovetail.rl.experience import Sample
 from dovetail.rl.lock import RunLock
+from dovetail.rl.replay import write_routes
 from dovetail.rl.resume import CHECKPOINTS, CONFIG, EVENTS, HF, Resumed, find, is_run
 from dovetail.rl.state import RunState, random_state, restore_random_state
 from dovetail.rl.trainer import Outcome
@@ -181,7 +182,9 @@ class RunDirectory:
             if self._metrics is not None:
                 self._metrics.write(row)
                 if samples:
-                    _write_samples(self.path / ROLLOUTS / f"step_{row['step']:06}.jsonl", samples)
+                    path = self.path / ROLLOUTS / f"step_{row['step']:06}.jsonl"
+                    _write_samples(path, samples)
+                    write_routes(path.with_suffix(".routing.safetensors"), [s.completion.routing for s in samples])
         self._score = _score(row, evaluates=self.settings.evaluates)
         self.console.step(row)
 
@@ -296,7 +299,7 @@ class RunDirectory:
         aside = aside / f"{1 + sum(1 for _ in aside.glob('*')):03}"
         set_aside(self.path / CHECKPOINTS, self._order, aside / CHECKPOINTS)
         self._earlier, kept, rest = _rows(self.path / METRICS, step)
-        late = [path for path in (self.path / ROLLOUTS).glob("step_*.jsonl") if int(path.stem[5:]) > step]
+        late = [p for p in (self.path / ROLLOUTS).glob("step_*") if int(p.name[5:].partition(".")[0]) > step]
         late += [path for path in (self.path / HF,) if path.exists()]
         if rest or late:
             aside.mkdir(parents=True, exist_ok=True)

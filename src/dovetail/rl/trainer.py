@@ -25,6 +25,7 @@ from dovetail.rl.experience import (
 from dovetail.rl.guard import Guard
 from dovetail.rl.judging import Judge
 from dovetail.rl.losses import Aggregation, weight_fields
+from dovetail.rl.replay import Replay, monitor, routed, score_old
 from dovetail.rl.rewards import count_errors
 from dovetail.rl.updates import EMPTY_UPDATE, Row, Updates, describe, mean
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
@@ -108,6 +109,8 @@ class RLSettings:
     skip_equal_groups: bool = False
     old_logprobs: bool = True  # False: one update a step, so the old log-probs are the update's own
     critic_warmup: int = 0
+    replay: Replay = "none"
+    monitor: bool = False  # tell how far the policy is from what was sampled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +187,7 @@ class RLTask:
         if stopping():
             return None
         self.loop.progress.phase("score")
+        found = self._monitor(samples)
         batch = self._prepare(samples)
         if stopping():
             return None
@@ -195,11 +199,11 @@ class RLTask:
             if step >= self.settings.critic_warmup:
                 policy.run(part)
             if critic is not None:
-                critic.run(part)
+                critic.run(part.with_routing(None))
         update = policy.row()
         if "approx_kl" in update:  # without a reference, the KL to the policy that sampled
             update.setdefault("kl_mean", update["approx_kl"])
-        row |= {**EMPTY_UPDATE, **update, "tokens": len(batch)}
+        row |= {**EMPTY_UPDATE, **update, **found, "tokens": len(batch)}
         if critic is not None:
             flops = row.get("flops", 0.0) + sum(report.flops for report in critic.reports)
             row |= {f"critic_{name}": value for name, value in critic.row().items() if name != "flops"}
@@ -246,16 +250,25 @@ class RLTask:
         ]
         return samples, errors
 
+    def _monitor(self, samples: Seq[Sample]) -> Row:
+        """How far the policy is from what it is said to have sampled, where that is asked for."""
+        if not self.settings.monitor:
+            return {}
+        batch = pack_samples(samples, self.settings.sampling.temperature)
+        return monitor(self.models.policy, batch, self.settings.replay)
+
     def _prepare(self, samples: Seq[Sample]) -> PackedBatch:
         """Everything that the losses read, on every counted token."""
         settings, models = self.settings, self.models
         batch = pack_samples(samples, settings.sampling.temperature)
-        if settings.old_logprobs:
-            batch = batch.with_fields(old_logprob=models.policy.score(batch).logprob)
+        if settings.old_logprobs or settings.replay == "trainer":
+            batch = score_old(models.policy, batch, settings.replay)
+        else:
+            batch = routed(batch, settings.replay)
         if models.reference is not None:
-            batch = batch.with_fields(reference_logprob=models.reference.score(batch).logprob)
+            batch = batch.with_fields(reference_logprob=models.reference.score(batch.with_routing(None)).logprob)
         if models.critic is not None:
-            batch = batch.with_fields(old_value=models.critic.values(batch))
+            batch = batch.with_fields(old_value=models.critic.values(batch.with_routing(None)))
         return weighted(with_advantages(batch, samples, settings.advantages), self.loop)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dovetail.batch import Media
 from dovetail.errors import ConfigError
+from dovetail.routing import RoutingTrace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class SamplingParams:
     step: int = 0
     stop_ids: tuple[int, ...] = ()
     banned_ids: tuple[int, ...] = ()  # never drawn; log-probs are those of the model without the ban
+    trace: bool = False  # completions bring along which experts their tokens went to
 
     def __post_init__(self) -> None:
         expected = {
@@ -64,6 +66,7 @@ class Completion:
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     finish: Literal["stop", "length"]
+    routing: RoutingTrace | None = None  # of the prompt's tokens and `ids`; the last of these was never routed
 
 
 class Sampler(Protocol):

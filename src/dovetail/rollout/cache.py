@@ -10,6 +10,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
+from dovetail.routing import Routes
 
 
 class KVCache:
@@ -53,6 +54,7 @@ class PrefillContext:
     kernels: KernelSet
     cache: KVCache
     source: Tensor
+    routes: Routes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         for held, new in ((self.cache.keys[layer], k), (self.cache.values[layer], v)):
@@ -72,6 +74,7 @@ class DecodeContext:
     kernels: KernelSet
     cache: KVCache
     rows: Tensor  # 0 .. B - 1
+    routes: Routes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         n, lengths, longest = len(self.rows), self.cache.lengths, self.cache.longest + 1

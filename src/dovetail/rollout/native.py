@@ -21,15 +21,16 @@ from dovetail.mesh import Mesh
 from dovetail.nn.attention import Context
 from dovetail.nn.decoder import Decoder
 from dovetail.nn.rope import rope_tables
-from dovetail.placement import as_index
+from dovetail.placement import as_index, checkpoint_shapes
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.cache import DecodeContext, KVCache, PrefillContext
 from dovetail.rollout.draw import draw
-from dovetail.rollout.found import Found
+from dovetail.rollout.found import Found, FoundRoutes
 from dovetail.rollout.noise import uniforms
 from dovetail.rollout.waves import Wave, plan_waves
+from dovetail.routing import Routes
+from dovetail.weights.experts import form_of, stored
 from dovetail.weights.load import load
-from dovetail.weights.pieces import checkpoint_shapes, held
 from dovetail.weights.reader import TensorSource
 
 MAX_TOKENS = 1 << 16
@@ -87,8 +88,13 @@ class NativeSampler:
 
     def load(self, source: TensorSource) -> None:
         """Take over a checkpoint, each rank its own slices. Collective."""
-        load(self.model, source, self.mesh)
+        self.name_as(source)
+        load(self.model, source, self.mesh, ignore=self.spec.ignored)
         self._filled = True
+
+    def name_as(self, source: TensorSource) -> None:
+        """Expect experts under the names that a checkpoint has for them."""
+        self.model.experts = form_of(self.model, source)
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
@@ -98,18 +104,24 @@ class NativeSampler:
         costs = [len(prompt.ids) + params.samples * new for prompt in prompts]
         dealt = plan_microbatches(costs, replicas.size, None, width=self.spec.width)[replicas.rank]
         mine = {i: len(prompts[i].ids) for batch in dealt for i in batch}
-        found = Found(len(prompts) * params.samples, new, self.mesh.device)
+        rows, longest = len(prompts) * params.samples, max((len(prompt.ids) for prompt in prompts), default=0)
+        moe, device = self.spec.moe, self.mesh.device
+        routes = FoundRoutes(rows, longest + new, moe, device) if params.trace and moe is not None else None
+        found = Found(rows, new, device, routes)
         for wave in plan_waves(mine, params.samples, new, self.max_tokens):
             self._run(wave, prompts, params, found)
         return found.completions(prompts, params, self.mesh)
 
     def _run(self, wave: Wave, prompts: Sequence[Prompt], params: SamplingParams, found: Found) -> None:
         """All tokens of a wave's rows. Rows that stopped stay until enough of them did, and are ignored."""
-        cache, z = self._prefill(wave, prompts, params.max_new_tokens)
+        cache, z, context = self._prefill(wave, prompts, params.max_new_tokens)
         device = self.mesh.device
         rows = np.array([prompts[wave.prompts[owner]].row for owner, _ in wave.rows], dtype=np.int64)
         samples = np.array([sample for _, sample in wave.rows], dtype=np.int64)
         slots = torch.tensor([wave.prompts[o] * params.samples + sample for o, sample in wave.rows], device=device)
+        if found.routes is not None:
+            positions = torch.arange(context.source.shape[1], device=device)
+            found.routes.put(slots[:, None], positions, context.routes, context.source, self.mesh["tp"])
         stops = torch.tensor(params.stop_ids, dtype=torch.int64, device=device)
         alive = torch.ones(len(slots), dtype=torch.bool, device=device)
         for position in range(params.max_new_tokens):
@@ -125,10 +137,13 @@ class NativeSampler:
                 cache.keep(kept)
                 rows, samples = rows[kept.cpu().numpy()], samples[kept.cpu().numpy()]
                 slots, alive, ids = slots[kept], alive[kept], ids[kept]
-            z = self._decode(ids, cache)
+            at = cache.lengths
+            z, routes = self._decode(ids, cache)
+            if found.routes is not None:
+                found.routes.put(slots, at, routes, torch.arange(len(ids), device=device), self.mesh["tp"])
 
-    def _prefill(self, wave: Wave, prompts: Sequence[Prompt], new: int) -> tuple[KVCache, Tensor]:
-        """A cache that holds every row's prompt, and the logits [B, V] of what follows."""
+    def _prefill(self, wave: Wave, prompts: Sequence[Prompt], new: int) -> tuple[KVCache, Tensor, PrefillContext]:
+        """A cache that holds every row's prompt, the logits [B, V] of what follows, and how that was computed."""
         device = self.mesh.device
         lengths = [len(prompts[i].ids) for i in wave.prompts]
         owners = torch.tensor([owner for owner, _ in wave.rows], device=device)
@@ -140,17 +155,17 @@ class NativeSampler:
         starts, ends = spans.cu_seqlens[:-1].long()[owners], spans.cu_seqlens[1:].long()[owners]
         source = torch.minimum(starts[:, None] + torch.arange(cache.longest, device=device), ends[:, None] - 1)
         positions = torch.cat([torch.arange(n, device=device) for n in packed])
-        context = PrefillContext(*self._rope(positions), spans, self.kernels, cache, source)
+        context = PrefillContext(*self._rope(positions), spans, self.kernels, cache, source, Routes())
         last = spans.cu_seqlens[1 : len(lengths) + 1].long() - 1
-        return cache, self._logits(tokens, context, last)[owners]
+        return cache, self._logits(tokens, context, last)[owners], context
 
-    def _decode(self, ids: Tensor, cache: KVCache) -> Tensor:
-        """Give every row its token; the logits [B, V] of what follows."""
+    def _decode(self, ids: Tensor, cache: KVCache) -> tuple[Tensor, Routes]:
+        """Give every row its token; the logits [B, V] of what follows, and the experts that the tokens went to."""
         rows = torch.arange(len(ids), device=ids.device)
-        context = DecodeContext(*self._rope(self._padded(cache.lengths)), self.kernels, cache, rows)
+        context = DecodeContext(*self._rope(self._padded(cache.lengths)), self.kernels, cache, rows, Routes())
         z = self._logits(self._padded(ids), context, rows)
         cache.grow()
-        return z
+        return z, context.routes
 
     def _logits(self, tokens: Tensor, context: Context, index: Tensor) -> Tensor:
         """The logits [n, V] of the tokens at `index` [n], on every rank of tp. Padding of the vocabulary is gone."""
@@ -182,7 +197,7 @@ class NativeSampler:
         """
         pieces: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
-        for param in held(self.model, self.mesh):
+        for param in stored(self.model, self.mesh):
             known = checkpoint_shapes(param.name, param.placement, param.shape)
             shapes |= known
             pieces |= {name: [] for name in known}
@@ -216,7 +231,7 @@ class NativeSampler:
 def _empty_decoder(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Decoder:
     """A decoder of zeros, made in its dtype and on its device at once: padding is never filled, so it stays zero."""
     with torch.device("meta"):
-        model = Decoder(spec, mesh, kernels).to(dtype)
+        model = Decoder(spec, mesh, kernels).hold_in(dtype)
     model.to_empty(device=mesh.device)
     if spec.tie_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight

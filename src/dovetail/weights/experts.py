@@ -1,8 +1,9 @@
-"""Experts as a checkpoint has them, where transformers' module has one tensor [E, out, in] for all of a layer.
+"""Experts as a checkpoint has them, where a module has one tensor [E, out, in] for all of a layer, gate above up.
 
     fused    as in the module
     turned   one tensor, [E, in, out]
-    apart    a matrix for each expert, gate and up in two: `experts.7.gate_proj.weight`
+    apart    a matrix for each expert, gate and up in two: `mlp.experts.7.gate_proj.weight`
+    mixtral  the same under other names: `block_sparse_moe.experts.7.w1.weight`
 
 Each is a view of the parameter's memory, so loading writes through it and saving reads through it; nothing is copied.
 """
@@ -15,12 +16,13 @@ from torch import nn
 
 from dovetail.mesh import Mesh
 from dovetail.nn.model import ExpertForm, StagedModel
-from dovetail.placement import Region, Slices
+from dovetail.placement import REPLICATED, Region, Slices, as_index, checkpoint_shapes, overlap, placements_of, within
 from dovetail.weights.pieces import Held, held
 from dovetail.weights.reader import TensorSource
 
 T = TypeVar("T")
 FUSED = (("experts.gate_up_proj", ("gate_proj", "up_proj")), ("experts.down_proj", ("down_proj",)))
+MIXTRAL = (".mlp.", ".block_sparse_moe.", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
 
 
 def stored(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[Held]:
@@ -31,30 +33,43 @@ def stored(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[He
 def as_stored(model: nn.Module, params: list[Held]) -> list[Held]:
     """Tensors that lie as the parameters of `model` do, in the form that its checkpoint has."""
     form: ExpertForm = model.experts if isinstance(model, StagedModel) else "fused"
+    if form == "mixtral":
+        params = [_renamed(param) for param in params]
     return params if form == "fused" else [view for param in params for view in _views(param, form)]
 
 
 def form_of(model: StagedModel, source: TensorSource) -> ExpertForm:
     """The form in which a checkpoint has the experts of `model`: it lists them fused, or it has them apart."""
+    placements = placements_of(model)
     for own_name, param in model.named_parameters():
         if any(own_name.endswith(ending) for ending, _ in FUSED):
-            name, (count, rows, columns) = model.stored_name(own_name), param.shape
+            name = model.stored_name(own_name)
+            ((count, rows, columns),) = checkpoint_shapes(name, placements[own_name], tuple(param.shape)).values()
             if name not in source.names:
-                return "apart"
-            return "turned" if rows != columns and source.shape(name) == (count, columns, rows) else "fused"
+                return "mixtral" if any(MIXTRAL[1] in each for each in source.names) else "apart"
+            if rows != columns:  # of a square one the other product tells
+                return "turned" if source.shape(name) == (count, columns, rows) else "fused"
     return "fused"
 
 
 def _views(param: Held, form: ExpertForm) -> Iterator[Held]:
     for ending, parts in FUSED:
         if param.name.endswith(ending):
-            yield from [_turned(param)] if form == "turned" else _apart(param, parts)
+            names = tuple(MIXTRAL[2][part] for part in parts) if form == "mixtral" else parts
+            yield from [_turned(param)] if form == "turned" else _apart(param, names)
             return
     yield param
 
 
+def _renamed(param: Held) -> Held:
+    """Under Mixtral's name for the block."""
+    regions = (replace(r, checkpoint_name=r.checkpoint_name.replace(*MIXTRAL[:2])) for r in param.regions)
+    return replace(param, name=param.name.replace(*MIXTRAL[:2]), regions=tuple(regions))
+
+
 def _turned(param: Held) -> Held:
     """The same with its last two dims exchanged."""
+    splits = tuple(replace(split, dim=(0, 2, 1)[split.dim]) for split in param.placement.splits)
     regions = tuple(
         replace(
             region,
@@ -64,25 +79,36 @@ def _turned(param: Held) -> Held:
         )
         for region in param.regions
     )
-    return replace(param, shape=_swap(param.shape), local=param.local.transpose(1, 2), regions=regions)
+    placement = replace(param.placement, splits=splits)
+    return replace(
+        param, placement=placement, shape=_swap(param.shape), local=param.local.transpose(1, 2), regions=regions
+    )
 
 
 def _apart(param: Held, parts: tuple[str, ...]) -> Iterator[Held]:
-    """Every expert's matrices, those that this rank holds with a region."""
-    count, rows, columns = param.shape
-    size = rows // len(parts)
-    stem = param.name.rpartition(".")[0]
-    whole: Slices = ((0, size), (0, columns))
+    """Every expert's matrices, those that this rank holds some of with a region."""
+    ((count, rows, columns),) = checkpoint_shapes(param.name, param.placement, param.shape).values()
+    size, stem = rows // len(parts), param.name.rpartition(".")[0]
     for expert in range(count):
         for at, part in enumerate(parts):
-            name, local = f"{stem}.{expert}.{part}.weight", param.local.new_empty(0)
-            regions: tuple[Region, ...] = ()
+            name, matrix = (
+                f"{stem}.{expert}.{part}.weight",
+                ((expert, expert + 1), (at * size, (at + 1) * size), (0, columns)),
+            )
+            local, regions = param.local.new_empty(0), tuple[Region, ...]()
             for region in param.regions:
-                (first, stop), (start, _) = region.checkpoint_slice[0], region.local_slice[0]
-                if first <= expert < stop:
-                    local = param.local[start + expert - first, at * size : (at + 1) * size]
-                    regions = (Region(name, (size, columns), whole, whole, region.owned),)
-            yield Held(name, param.placement, (size, columns), local, regions, (), None)
+                shared = overlap(region.checkpoint_slice, matrix)
+                if shared is not None:
+                    local = param.local[as_index(_moved(shared, region))][0]
+                    here = tuple((0, length) for length in local.shape)
+                    regions = (Region(name, (size, columns), within(shared, matrix)[1:], here, region.owned),)
+            yield Held(name, REPLICATED, (size, columns), local, regions, (), None)
+
+
+def _moved(shared: Slices, region: Region) -> Slices:
+    """Where a part of a region's slice of the checkpoint lies in the local parameter."""
+    inside = within(shared, region.checkpoint_slice)
+    return tuple((a + base, b + base) for (a, b), (base, _) in zip(inside, region.local_slice, strict=True))
 
 
 def _swap(triple: tuple[T, ...]) -> tuple[T, ...]:

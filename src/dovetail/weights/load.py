@@ -16,10 +16,10 @@ from torch import nn
 from dovetail.comm import gather_text
 from dovetail.errors import CheckpointError, listing
 from dovetail.mesh import Mesh
-from dovetail.placement import as_index
+from dovetail.placement import as_index, checkpoint_shapes
 from dovetail.weights.agree import agreed
 from dovetail.weights.experts import stored
-from dovetail.weights.pieces import Held, checkpoint_shapes
+from dovetail.weights.pieces import Held
 from dovetail.weights.reader import TensorSource
 
 TOLERATED = ("*rotary_emb.inv_freq",)  # buffers that old checkpoints list; computed here

@@ -1,8 +1,9 @@
 """What of the checkpoint a rank holds: a model's placements turned into regions, with the tensors that they lie in."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, takewhile
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dovetail.mesh import Mesh
 from dovetail.nn.model import StagedModel
-from dovetail.placement import REPLICATED, Placement, Region, as_index, checkpoint_names, held_regions, placements_of
+from dovetail.placement import REPLICATED, Placement, Region, as_index, checkpoint_shapes, held_regions, placements_of
 from dovetail.weights.files import TensorSpec
 
 Dtypes = Callable[[str], torch.dtype | None]  # the dtype that a checkpoint tensor is written in; None: the parameter's
@@ -91,16 +92,6 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def checkpoint_shapes(name: str, placement: Placement, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Name and whole shape of each checkpoint tensor behind a parameter of this local shape."""
-    names = checkpoint_names(name, placement)
-    if not placement.splits:
-        return {names[0]: shape}
-    (split,) = placement.splits
-    sizes = (part.size for part in split.parts)
-    return {n: (*shape[: split.dim], size, *shape[split.dim + 1 :]) for n, size in zip(names, sizes, strict=True)}
-
-
 def export_names(region_name: str, tied: tuple[str, ...], listed: Collection[str] | None) -> tuple[str, ...]:
     """Under which names a tensor leaves: its own, or all of a tied tensor's names that the source checkpoint lists."""
     if not tied or listed is None:
@@ -109,15 +100,31 @@ def export_names(region_name: str, tied: tuple[str, ...], listed: Collection[str
 
 
 def owned_pieces(params: list[Held], dtype_of: Dtypes, listed: Collection[str] | None = None) -> dict[str, Piece]:
-    """Everything that this rank writes, by checkpoint name, in the model's order."""
-    found = {}
+    """Everything that this rank writes, in the model's order, by checkpoint name; a tensor's second piece as NAME#1."""
+    found: dict[str, Piece] = {}
     for param in params:
         for region in param.regions:
             if region.owned:
                 for name in export_names(region.checkpoint_name, param.tied, listed):
                     dtype = dtype_of(name) or param.local.dtype
-                    found[name] = Piece(region, dtype, partial(_read, param.local, region, dtype))
+                    add_piece(found, name, Piece(region, dtype, partial(_read, param.local, region, dtype)))
     return found
+
+
+def add_piece(found: dict[str, Piece], name: str, piece: Piece) -> None:
+    """Add a piece of the tensor `name`, of which a rank may hold several."""
+    found[f"{name}#{len(keys_of(name, found))}" if name in found else name] = piece
+
+
+def keys_of(name: str, found: Mapping[str, Piece]) -> list[str]:
+    """The keys of a tensor's pieces."""
+    keys = (f"{name}#{i}" if i else name for i in count())
+    return list(takewhile(found.__contains__, keys))
+
+
+def tensor_of(key: str) -> str:
+    """The checkpoint's name of the tensor that a piece belongs to."""
+    return key.partition("#")[0]
 
 
 def export_specs(params: list[Held], dtype_of: Dtypes, listed: Collection[str] | None = None) -> list[TensorSpec]:

@@ -17,7 +17,9 @@ from dovetail.mesh import Mesh
 from dovetail.placement import Slices, as_index
 from dovetail.weights.experts import stored
 from dovetail.weights.files import CODES, DTYPES, TensorSpec
-from dovetail.weights.pieces import Dtypes, Held, Piece, export_specs, own_dtype, owned_pieces
+from dovetail.weights.pieces import Dtypes, Held, Piece, export_specs, keys_of, own_dtype, owned_pieces, tensor_of
+
+Starts = tuple[dict[tuple[str, Slices], int], int]  # of one rank: where each piece begins in its bytes; how many in all
 
 BUCKET_BYTES = 1 << 28
 
@@ -54,7 +56,7 @@ def export_held(
     mine = {prefix + name: piece for name, piece in owned_pieces(params, dtype_of, listed).items()}
     told = [
         [(prefix + spec.name, CODES[spec.dtype], spec.shape) for spec in export_specs(params, dtype_of, listed)],
-        [(name, piece.region.checkpoint_slice) for name, piece in mine.items()],
+        [(tensor_of(key), piece.region.checkpoint_slice) for key, piece in mine.items()],
     ]
     everyone = [json.loads(text) for text in gather_text(json.dumps(told), mesh["world"], mesh.device)]
     specs = {name: TensorSpec(name, DTYPES[code], tuple(shape)) for found, _ in everyone for name, code, shape in found}
@@ -103,18 +105,19 @@ def _whole_tensors(found: Export, mesh: Mesh, bucket: list[str]) -> Iterator[tup
         spec = found.specs[name]
         whole = torch.empty(spec.shape, dtype=spec.dtype, device=mesh.device)
         for rank, slices in found.owners[name]:
-            whole[as_index(slices)].copy_(_view(rows[rank], starts[rank][0][name], slices, spec))
+            whole[as_index(slices)].copy_(_view(rows[rank], starts[rank][0][name, slices], slices, spec))
         yield name, whole
         del whole
 
 
-def _own_bytes(found: Export, mesh: Mesh, bucket: list[str], starts: list[tuple[dict[str, int], int]]) -> Tensor:
+def _own_bytes(found: Export, mesh: Mesh, bucket: list[str], starts: list[Starts]) -> Tensor:
     """This rank's regions of a bucket, as long as the longest rank's."""
     flat = torch.empty(max(end for _, end in starts), dtype=torch.uint8, device=mesh.device)
     for name in bucket:
-        if name in found.mine:
-            piece, start = found.mine[name], starts[mesh["world"].rank][0][name]
-            _view(flat, start, piece.region.checkpoint_slice, found.specs[name]).copy_(piece.read())
+        for key in keys_of(name, found.mine):
+            piece, slices = found.mine[key], found.mine[key].region.checkpoint_slice
+            start = starts[mesh["world"].rank][0][name, slices]
+            _view(flat, start, slices, found.specs[name]).copy_(piece.read())
     return flat
 
 
@@ -136,13 +139,13 @@ def _buckets(found: Export, order: Sequence[str], world: int, bucket_bytes: int)
         yield bucket
 
 
-def _starts(found: Export, bucket: list[str], world: int) -> list[tuple[dict[str, int], int]]:
+def _starts(found: Export, bucket: list[str], world: int) -> list[Starts]:
     """For each rank: where each tensor's region begins in its bytes, and how many bytes it has in all."""
-    starts: list[dict[str, int]] = [{} for _ in range(world)]
+    starts: list[dict[tuple[str, Slices], int]] = [{} for _ in range(world)]
     ends = [0] * world
     for name in bucket:
         for rank, slices in found.owners[name]:
-            starts[rank][name] = ends[rank]
+            starts[rank][name, slices] = ends[rank]
             ends[rank] += aligned(_num_bytes(slices, found.specs[name]))
     return list(zip(starts, ends, strict=True))
 

@@ -1,0 +1,164 @@
+"""DeepSeek-V2 and V3: latent attention, first layers dense, shared experts, group-limited routing by softmax or sigmoid.
+
+V3's form is also the backbone of Moonlight and Kimi-K2.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from dovetail.arch.common import Fields, dense_spec, family_fields, layer_windows, rope_spec, with_experts
+from dovetail.arch.spec import ArchSpec, LatentSpec, MoeSpec
+
+SHARED: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_key_value_heads": None,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "moe_layer_freq": 1,
+    }
+)
+V2: Mapping[str, Any] = MappingProxyType(
+    {
+        **SHARED,
+        "vocab_size": 102400,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "moe_intermediate_size": 1407,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "mlp_bias": False,
+        "first_k_dense_replace": 0,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": None,
+        "routed_scaling_factor": 1.0,
+        "n_group": None,
+        "topk_group": None,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+    }
+)
+V3: Mapping[str, Any] = MappingProxyType(
+    {
+        **SHARED,
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "max_position_embeddings": 4096,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "rope_interleave": True,
+    }
+)
+
+
+def deepseek_v2_spec(config: Mapping[str, Any]) -> ArchSpec:
+    """The spec of a raw config.json with model_type deepseek_v2."""
+    c = family_fields("deepseek_v2", config, V2)
+    if c.get("norm_topk_prob"):
+        raise c.refusal("norm_topk_prob", "false, which is all that transformers computes for this family")
+    _only(c, "scoring_func", "softmax")
+    if c.get("topk_method") not in ("greedy", "group_limited_greedy"):
+        raise c.refusal("topk_method", "greedy and group_limited_greedy")
+    grouped = c.get("topk_method") == "group_limited_greedy"
+    moe = _moe(c, grouped=grouped)
+    return with_experts(_latent(c, mlp_bias=c.flag("mlp_bias")), c, moe)
+
+
+def deepseek_v3_spec(config: Mapping[str, Any]) -> ArchSpec:
+    """The spec of a raw config.json with model_type deepseek_v3."""
+    if "num_local_experts" in config:  # transformers' own name of it
+        config = {**config, "n_routed_experts": config["num_local_experts"]}
+    c = family_fields("deepseek_v3", config, V3)
+    _only(c, "scoring_func", "sigmoid")
+    _only(c, "topk_method", "noaux_tc")
+    moe = replace(_moe(c, grouped=True), scores="sigmoid", bias=True, group_score="top2")
+    if moe.num_experts < 2 * moe.groups:
+        raise c.refusal("n_group", "groups of two experts or more: a group is worth its best two")
+    spec = with_experts(
+        _latent(c, interleaved=c.flag("rope_interleave")), c, replace(moe, normalize=c.flag("norm_topk_prob"))
+    )
+    return replace(spec, ignored=(f"model.layers.{spec.depth}.*",))  # of multi-token prediction
+
+
+def _moe(c: Fields, *, grouped: bool) -> MoeSpec:
+    _only(c, "moe_layer_freq", 1)
+    depth, first = c.integer("num_hidden_layers"), c.integer("first_k_dense_replace", least=0)
+    experts, width = c.integer("n_routed_experts"), c.integer("moe_intermediate_size")
+    groups = c.integer("n_group") if grouped else 1
+    if experts % groups:
+        raise c.refusal("n_group", f"a divisor of n_routed_experts={experts}")
+    kept = c.integer("topk_group") if grouped else 1
+    if kept > groups:
+        raise c.refusal("topk_group", f"at most n_group={groups}")
+    return MoeSpec(
+        layers=tuple(layer >= first for layer in range(depth)),
+        num_experts=experts,
+        top_k=c.integer("num_experts_per_tok"),
+        ffn_width=width,
+        scale=c.number("routed_scaling_factor"),
+        groups=groups,
+        kept_groups=kept,
+        shared_width=width * c.integer("n_shared_experts"),
+    )
+
+
+def _latent(c: Fields, *, interleaved: bool = True, mlp_bias: bool = False) -> ArchSpec:
+    """The dense part, with latent attention in place of grouped-query attention."""
+    heads, bias = c.integer("num_attention_heads"), c.flag("attention_bias")
+    if c.get("num_key_value_heads") not in (None, heads):
+        raise c.refusal("num_key_value_heads", f"num_attention_heads={heads}: every head has its own key and value")
+    latent = LatentSpec(
+        q_rank=None if c.get("q_lora_rank") is None else c.integer("q_lora_rank"),
+        kv_rank=c.integer("kv_lora_rank"),
+        nope_dim=c.integer("qk_nope_head_dim"),
+        rope_dim=c.integer("qk_rope_head_dim"),
+        v_dim=c.integer("v_head_dim"),
+        stretch=_stretch(c),
+        interleaved=interleaved,
+        bias=bias,
+    )
+    head_dim = latent.nope_dim + latent.rope_dim
+    if latent.v_dim > head_dim:
+        raise c.refusal("v_head_dim", f"at most qk_nope_head_dim + qk_rope_head_dim = {head_dim}")
+    c = replace(c, given={**c.given, "head_dim": head_dim, "num_key_value_heads": heads})
+    spec = dense_spec(c, windows=layer_windows(c, None, per_layer=False), o_bias=bias, mlp_bias=mlp_bias)
+    attention = replace(spec.attention, latent=latent)
+    return replace(spec, attention=attention, rope=rope_spec(c, latent.rope_dim))
+
+
+def _stretch(c: Fields) -> float:
+    """Yarn's mscale, squared: what a longer context sharpens the scores by, where `mscale_all_dim` says so."""
+    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    weight, factor = rope.get("mscale_all_dim"), rope.get("factor")
+    if rope.get("rope_type", rope.get("type", "default")) == "default" or not weight or not factor or factor <= 1:
+        return 1.0
+    return float(0.1 * weight * math.log(factor) + 1.0) ** 2
+
+
+def _only(c: Fields, key: str, value: object) -> None:
+    if c.get(key) != value:
+        raise c.refusal(key, f"{value} only")

@@ -1,0 +1,59 @@
+"""Qwen2-MoE: Qwen2's attention; softmax routing beside a shared expert with a sigmoid gate."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from dovetail.arch.common import FULL, SLIDING, dense_spec, family_fields, layer_windows, sparse_layers, with_experts
+from dovetail.arch.spec import ArchSpec, MoeSpec
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "qkv_bias": True,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+        "norm_topk_prob": False,
+    }
+)
+
+
+def qwen2_moe_spec(config: Mapping[str, Any]) -> ArchSpec:
+    """The spec of a raw config.json with model_type qwen2_moe."""
+    c = family_fields("qwen2_moe", config, DEFAULTS)
+    windowed = c.flag("use_sliding_window")
+    if (
+        windowed and c.get("layer_types") is None
+    ):  # where older configs say no more: every other one of the first layers
+        last, depth = c.integer("max_window_layers", least=0), c.integer("num_hidden_layers")
+        types = [SLIDING if layer % 2 == 0 and layer < last else FULL for layer in range(depth)]
+        c = family_fields("qwen2_moe", {**config, "layer_types": types}, DEFAULTS)
+    depth = c.integer("num_hidden_layers")
+    windows = layer_windows(c, c.integer("sliding_window") if windowed else None, first=0 if not windowed else depth)
+    moe = MoeSpec(
+        layers=sparse_layers(c),
+        num_experts=c.integer("num_experts"),
+        top_k=c.integer("num_experts_per_tok"),
+        ffn_width=c.integer("moe_intermediate_size"),
+        normalize=c.flag("norm_topk_prob"),
+        shared_width=c.integer("shared_expert_intermediate_size"),
+        shared_name="shared_expert",
+        shared_gate=True,
+    )
+    return with_experts(dense_spec(c, windows=windows, qkv_bias=c.flag("qkv_bias")), c, moe)

@@ -1,0 +1,50 @@
+"""Qwen3-MoE: Qwen3's attention; softmax routing, without shared experts, in every layer but those named dense."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from dovetail.arch.common import dense_spec, family_fields, layer_windows, sparse_layers, with_experts
+from dovetail.arch.spec import ArchSpec, MoeSpec
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "num_experts": 128,
+        "norm_topk_prob": False,
+    }
+)
+
+
+def qwen3_moe_spec(config: Mapping[str, Any]) -> ArchSpec:
+    """The spec of a raw config.json with model_type qwen3_moe."""
+    if "num_local_experts" in config:  # transformers' own name of it, which it reads before the one that it writes
+        config = {**config, "num_experts": config["num_local_experts"]}
+    c = family_fields("qwen3_moe", config, DEFAULTS)
+    bias, windowed = c.flag("attention_bias"), c.flag("use_sliding_window") and c.get("sliding_window") is not None
+    windows = layer_windows(c, c.integer("sliding_window") if windowed else None, per_layer=False)
+    moe = MoeSpec(
+        layers=sparse_layers(c),
+        num_experts=c.integer("num_experts"),
+        top_k=c.integer("num_experts_per_tok"),
+        ffn_width=c.integer("moe_intermediate_size"),
+        normalize=c.flag("norm_topk_prob"),
+    )
+    return with_experts(dense_spec(c, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True), c, moe)

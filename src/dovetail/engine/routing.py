@@ -1,0 +1,132 @@
+"""What an engine does about experts: traces in and out, the cost of uneven loads, and biases that even them out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from dovetail.arch.spec import ArchSpec, MoeSpec
+from dovetail.batch import LossFn, MicroBatch
+from dovetail.comm import sum_over
+from dovetail.mesh import Mesh
+from dovetail.nn.decoder import Decoder
+from dovetail.nn.model import StagedModel
+from dovetail.nn.moe import Router
+from dovetail.routing import Balance, Routes, RoutingTrace
+from dovetail.tokenstats import TokenStats
+
+Placed = Sequence[tuple[Tensor, MicroBatch]]  # this replica's micro-batches, and where in the batch their tokens lie
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceSettings:
+    """How training evens out what experts get. The coefficients are those of `routing.Balance`; bias_rate: by how much a step
+    moves the bias of an expert with too few or too many tokens (arXiv 2408.15664), where the family has such biases."""
+
+    aux_coef: float = 0.0
+    z_coef: float = 0.0
+    bias_rate: float = 0.0
+
+
+class Routing:
+    """The experts of one engine's model, whichever of its layers are here."""
+
+    def __init__(self, model: Decoder, moe: MoeSpec, mesh: Mesh, settings: BalanceSettings) -> None:
+        self.model, self.moe, self.mesh, self.settings = model, moe, mesh, settings
+
+    @classmethod
+    def of(cls, model: StagedModel, mesh: Mesh, settings: BalanceSettings | None) -> "Routing | None":
+        """None for a model without experts of ours."""
+        if not isinstance(model, Decoder) or not isinstance(model.spec, ArchSpec) or model.spec.moe is None:
+            return None
+        return cls(model, model.spec.moe, mesh, settings or BalanceSettings())
+
+    def note(self, micro: MicroBatch) -> MicroBatch:
+        """`micro` ready to note routes, taking those that its batch brings along."""
+        trace, rows = micro.batch.routing, self._mine(micro)
+        return replace(micro, routes=Routes(None if trace is None else trace.map(lambda x: x[rows])))
+
+    def charge(self, pairs: Placed, loss: LossFn, tokens: int) -> None:
+        """Have the micro-batches of a step of so many tokens note their loads, and pay for uneven ones. Collective."""
+        settings, weight = self.settings, 0.0
+        if settings.aux_coef or settings.z_coef:
+            weight = self._expected_count(pairs, loss) / tokens
+        for where, micro in pairs:
+            rows, batch = self._mine(micro), micro.batch
+            assert micro.routes is not None
+            micro.routes.balance = Balance(
+                counted=rows < len(where),
+                owner=batch.sequence_ids[rows],
+                lengths=torch.tensor(batch.lengths, device=rows.device),
+                axes=(self.mesh["tp"], self.mesh["cp"]),
+                aux_coef=settings.aux_coef,
+                z_coef=settings.z_coef,
+                weight=weight,
+            )
+
+    def settle(self, pairs: Placed, tokens: int, *, skipped: bool) -> dict[str, float]:
+        """After a step: move biases, unless it was skipped, and tell how even the loads were. Collective.
+
+        Means over layers: the most and the least loaded expert's share of an even load, and the costs of a token.
+        """
+        loads, costs = self._totals(pairs)
+        if not skipped and self.moe.bias and self.settings.bias_rate:
+            self._move_biases(loads)
+        shares = loads / loads.mean(1, keepdim=True)
+        found = {"expert_load_max": fmean(shares.amax(1).tolist()), "expert_load_min": fmean(shares.amin(1).tolist())}
+        if self.settings.aux_coef or self.settings.z_coef:
+            found |= dict(zip(("balance_loss", "router_z_loss"), (costs.mean(0) / tokens).tolist(), strict=True))
+        return found
+
+    def trace(self, pairs: Placed, tokens: int) -> RoutingTrace:
+        """The routes of all tokens of a batch, on every rank. Collective."""
+        moe, device = self.moe, self.mesh.device
+        indices = torch.zeros(tokens, len(moe.numbers), moe.top_k, dtype=torch.int32, device=device)
+        for where, micro in pairs:
+            rows = self._mine(micro)
+            real = rows < len(where)
+            assert micro.routes is not None
+            for layer, chosen in micro.routes.chosen.items():
+                indices[where[rows[real]], moe.numbers.index(layer)] = chosen[real]
+        return RoutingTrace(moe.numbers, self._summed(indices), torch.ones(tokens, dtype=torch.bool, device=device))
+
+    def _totals(self, pairs: Placed) -> tuple[Tensor, Tensor]:
+        """How many tokens each expert of each routing layer had, [M, E], and the sums of both costs, [M, 2]."""
+        both = torch.zeros(
+            len(self.moe.numbers), self.moe.num_experts + 2, dtype=torch.float64, device=self.mesh.device
+        )
+        for _, micro in pairs:
+            assert micro.routes is not None
+            for layer, load in micro.routes.loads.items():
+                both[self.moe.numbers.index(layer), :-2] += load.sum(0)
+            for layer, cost in micro.routes.costs.items():
+                both[self.moe.numbers.index(layer), -2:] += cost
+        both = self._summed(both)
+        return both[:, :-2], both[:, -2:]
+
+    def _move_biases(self, loads: Tensor) -> None:
+        """Raise the bias of experts with less than the mean load, lower that of the others."""
+        for module in self.model.modules():
+            if isinstance(module, Router):
+                load = loads[self.moe.numbers.index(module.layer)]
+                step = self.settings.bias_rate * torch.sign(load.mean() - load)
+                module.e_score_correction_bias += step.to(module.e_score_correction_bias.dtype)
+
+    def _expected_count(self, pairs: Placed, loss: LossFn) -> float:
+        """What `loss` will count over all micro-batches: its count is a matter of its tokens, not of what they cost."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for _, micro in pairs:
+            blank = torch.zeros(len(micro.all_counted), device=self.mesh.device)
+            stats = blank if self.model.is_critic else TokenStats(blank, blank)
+            total += torch.as_tensor(loss(stats, micro.all_counted).count)
+        return float(sum_over(total, self.mesh["dp"]))
+
+    def _mine(self, micro: MicroBatch) -> Tensor:
+        """int64 [t]: which of the micro-batch's tokens are this rank's between blocks."""
+        return micro.order.chunk(self.mesh["tp"].size)[self.mesh["tp"].rank]
+
+    def _summed(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, each of which has tokens, or layers, of its own."""
+        return sum_over(sum_over(sum_over(x, self.mesh["tp"]), self.mesh["fsdp"]), self.mesh["pp"])

@@ -1,0 +1,77 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values from a low-rank latent, cut by heads.
+
+    latents   a token's own, of this rank's tokens [t, rank]; the ranks of tp exchange them, not hidden states
+    heads     q = q_b(norm(q_a(x))) or q_proj(x); k_nope and v = kv_b(norm(kv_a(x))); one rotary key for all heads
+
+Values have fewer channels than keys. They are padded to as many with zeros, so that every kernel, cache and exchange of
+heads sees one head dim; what comes out is cut again.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dovetail.arch.spec import ArchSpec
+from dovetail.comm import all_gather
+from dovetail.kernels.registry import KernelSet
+from dovetail.mesh import Mesh
+from dovetail.nn.attention import Context
+from dovetail.nn.linear import ColumnLinear, RowLinear, TokenLinear
+from dovetail.nn.norm import RMSNorm
+
+LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
+
+
+class LatentAttention(nn.Module):
+    """[t, D] -> [t, D]."""
+
+    def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
+        super().__init__()
+        a, latent = spec.attention, spec.attention.latent
+        assert latent is not None
+        self.kernels = kernels
+        self.layer, self.window, self.head_dim, self.latent, self.tp = (
+            layer,
+            a.windows[layer],
+            a.head_dim,
+            latent,
+            mesh["tp"],
+        )
+        queries = (a.num_heads, a.head_dim)
+        if latent.q_rank is None:
+            self.q_proj = ColumnLinear(spec.width, {"q_proj": queries}, mesh)
+        else:
+            self.q_a_proj = TokenLinear(spec.width, latent.q_rank, bias=latent.bias)
+            self.q_a_layernorm = RMSNorm(latent.q_rank, LATENT_EPS, kernels)
+            self.q_b_proj = ColumnLinear(latent.q_rank, {"q_b_proj": queries}, mesh)
+        self.kv_a_proj_with_mqa = TokenLinear(spec.width, latent.kv_rank + latent.rope_dim, bias=latent.bias)
+        self.kv_a_layernorm = RMSNorm(latent.kv_rank, LATENT_EPS, kernels)
+        kv_heads = (a.num_heads, latent.nope_dim + latent.v_dim)
+        self.kv_b_proj = ColumnLinear(latent.kv_rank, {"kv_b_proj": kv_heads}, mesh)
+        self.o_proj = RowLinear(a.num_heads * latent.v_dim, spec.width, mesh, bias=a.o_bias)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        q_nope, q_rope = self._queries(x).split((self.latent.nope_dim, self.latent.rope_dim), dim=-1)
+        kv, k_rope = self.kv_a_proj_with_mqa(x).split((self.latent.kv_rank, self.latent.rope_dim), dim=-1)
+        (expanded,) = self.kv_b_proj(self.kv_a_layernorm(kv))
+        k_nope, v = expanded.unflatten(-1, (-1, self.latent.nope_dim + self.latent.v_dim)).split(
+            (self.latent.nope_dim, self.latent.v_dim), dim=-1
+        )  # [T, H, C]
+        k_rope = self._turned(all_gather(k_rope, self.tp)[:, None], context).expand(-1, k_nope.shape[1], -1)
+        q = torch.cat((q_nope, self._turned(q_rope, context)), dim=-1) * self.latent.stretch
+        v = F.pad(v, (0, self.head_dim - self.latent.v_dim))
+        mixed = context.attend(self.layer, q, torch.cat((k_nope, k_rope), dim=-1), v, self.window)
+        return self.o_proj(mixed[..., : self.latent.v_dim].flatten(1))
+
+    def _queries(self, x: Tensor) -> Tensor:
+        if self.latent.q_rank is None:
+            (q,) = self.q_proj(x)
+        else:
+            (q,) = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        return q.unflatten(-1, (-1, self.head_dim))
+
+    def _turned(self, x: Tensor, context: Context) -> Tensor:
+        """Rotated heads [T, H, R]. Where channels turn with their neighbors, these are brought into halves and stay there."""
+        if self.latent.interleaved:
+            x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+        return self.kernels.rope(x, context.cos, context.sin)

@@ -1,0 +1,153 @@
+"""Mixtures of experts: a router, the experts cut over ep and tp, and what every token goes through beside them.
+
+A token chooses K of E experts. Rows travel by expert and return by token:
+
+    [t, D]   all_gather over tp               [T, D]
+             a row for each of K experts      [T K, D], sorted by expert (stable)
+             all_to_all over ep               rows of this rank's experts, from every rank; sorted again
+             down(silu(gate) * up), grouped   the same rows; features are cut over tp, so these are partial sums
+             all_to_all back, weighted sum    [T, D]
+             reduce_scatter over tp           [t, D]
+
+Every way back is the inverse permutation: no gradient is added atomically, so equal inputs give equal bits.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dovetail.arch.spec import ArchSpec, MoeSpec
+from dovetail.comm import all_gather, all_to_all, exchange, reduce_scatter, stack_over
+from dovetail.kernels.reference import take_rows, widened
+from dovetail.kernels.registry import KernelSet
+from dovetail.mesh import Mesh
+from dovetail.nn.linear import TokenLinear
+from dovetail.nn.mlp import GatedMLP
+from dovetail.placement import Part, Placement, Split
+from dovetail.routing import Routes, count_rows
+
+TINY = 1e-20  # keeps the sum of chosen weights from being 0
+
+
+class Router(nn.Module):
+    """[t, D] -> each token's experts [t, K] and their weights [t, K], in the wide dtype. Sees only this rank's tokens.
+
+    Given experts replace the choice; their weights are gathered from the live scores, so the router learns either way.
+    """
+
+    e_score_correction_bias: Tensor
+
+    def __init__(self, spec: ArchSpec, moe: MoeSpec, layer: int) -> None:
+        super().__init__()
+        self.moe, self.layer = moe, layer
+        self.weight = nn.Parameter(torch.empty(moe.num_experts, spec.width))
+        if moe.bias:
+            self.register_buffer("e_score_correction_bias", torch.zeros(moe.num_experts))
+        self.placements = {"weight": Placement(partial_over=("tp",))}
+
+    def forward(self, x: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
+        logits = F.linear(widened(x), widened(self.weight))
+        scores = logits.softmax(-1) if self.moe.scores == "softmax" else logits.sigmoid()
+        indices = routes.choose(self.layer, partial(self.best, scores.detach()))
+        weights = with_cost(scores.gather(1, indices), routes.cost(self.layer, logits, scores))
+        if self.moe.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        return indices, weights * self.moe.scale
+
+    def best(self, scores: Tensor) -> Tensor:
+        """[t, E] -> [t, K]: the experts with the best scores, of the best groups."""
+        moe = self.moe
+        if moe.bias:
+            scores = scores + self.e_score_correction_bias
+        if moe.groups > 1:
+            grouped = scores.unflatten(1, (moe.groups, -1))
+            worth = grouped.topk(1 if moe.group_score == "max" else 2).values.sum(-1)
+            kept = torch.zeros_like(worth, dtype=torch.bool).scatter(1, worth.topk(moe.kept_groups).indices, True)
+            scores = grouped.masked_fill(~kept[:, :, None], float("-inf")).flatten(1)
+        return scores.topk(moe.top_k).indices
+
+
+class Experts(nn.Module):
+    """Rows [n, D] by expert -> the same rows through their experts: partial sums over tp.
+
+    One parameter a product, for all of this rank's experts. forward and backward: two all_to_all over ep.
+    """
+
+    def __init__(self, spec: ArchSpec, moe: MoeSpec, mesh: Mesh, kernels: KernelSet) -> None:
+        super().__init__()
+        self.ep, self.kernels = mesh["ep"], kernels
+        count, width = moe.num_experts // self.ep.size, moe.ffn_width // mesh["tp"].size
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * width, spec.width))
+        self.down_proj = nn.Parameter(torch.empty(count, spec.width, width))
+        by_expert, half = Split(0, "ep", (Part("", moe.num_experts),)), Part("", moe.ffn_width)
+        self.placements = {
+            "gate_up_proj": Placement((by_expert, Split(1, "tp", (half, half))), sharded_over="expert_fsdp"),
+            "down_proj": Placement((by_expert, Split(2, "tp", (half,))), sharded_over="expert_fsdp"),
+        }
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """counts [E]: how many rows each of all experts has, on any rank."""
+        ep = self.ep
+        if ep.size == 1:
+            return self._products(rows, counts.cumsum(0))
+        coming = exchange(counts, ep).view(ep.size, -1)  # from each rank, for each expert here
+        to, by = counts.view(ep.size, -1).sum(1).tolist(), coming.sum(1).tolist()
+        experts = torch.arange(coming.shape[1], device=rows.device).repeat(ep.size).repeat_interleave(coming.flatten())
+        mine, places = self.kernels.permute(all_to_all(rows, to, by, ep), experts[:, None])
+        mine = take_rows(self._products(mine, coming.sum(0).cumsum(0)), places)
+        return all_to_all(mine, by, to, ep)
+
+    def _products(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Rows of this rank's experts, each expert's ending at `ends`, through gate and up, and down."""
+        gate, up = self.kernels.grouped_mm(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
+        return self.kernels.grouped_mm(self.kernels.swiglu(gate, up), self.down_proj.transpose(1, 2), ends)
+
+
+class MoE(nn.Module):
+    """[t, D] -> [t, D]: routed experts, and shared ones where the family has them, behind a gate where it says so."""
+
+    def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
+        super().__init__()
+        moe = spec.moe
+        assert moe is not None
+        self.moe, self.tp, self.kernels = moe, mesh["tp"], kernels
+        self.shared_name = moe.shared_name if moe.shared_width else ""
+        self.gate = Router(spec, moe, layer)
+        self.experts = Experts(spec, moe, mesh, kernels)
+        if self.shared_name:
+            self.add_module(self.shared_name, GatedMLP(spec, mesh, kernels, width=moe.shared_width))
+        self.shared_expert_gate = TokenLinear(spec.width, 1) if moe.shared_gate else None
+
+    def forward(self, x: Tensor, routes: Routes) -> Tensor:
+        y = self._routed(x, *self.gate(x, routes))
+        if not self.shared_name:
+            return y
+        shared = self.get_submodule(self.shared_name)(x)
+        return y + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared)
+
+    def _routed(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        x, weights = all_gather(x, self.tp), all_gather(weights, self.tp)
+        chosen = stack_over(indices, self.tp).flatten(0, 1)  # [T, K]
+        rows, places = self.kernels.permute(x, chosen)
+        rows = self.experts(rows, count_rows(chosen.flatten(), self.moe.num_experts))
+        return reduce_scatter(self.kernels.unpermute(rows, places, weights), self.tp)
+
+
+class _WithCost(torch.autograd.Function):
+    """forward: x. backward: its gradient, and 1 for the cost, which thereby joins whatever loss x leads to."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor, _cost: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0].new_ones(())
+
+
+def with_cost(x: Tensor, cost: Tensor | None) -> Tensor:
+    """`x`, with `cost` added to the loss that it is on its way to, in whichever pipeline stage that is computed."""
+    return x if cost is None else _WithCost.apply(x, cost)

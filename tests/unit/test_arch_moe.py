@@ -1,0 +1,123 @@
+"""Configs of mixtures of experts against transformers' own: defaults, which layers route, costs; and refusals by name."""
+
+import json
+from typing import Any
+
+import pytest
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+
+from dovetail.arch.registry import spec_from_config, validate_layout
+from dovetail.arch.spec import ArchSpec
+from dovetail.errors import LayoutError, ModelError
+from dovetail.layout import Layout
+from dovetail.pipeline.partition import partition
+from tests.parity.configs import moe_configs
+
+CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen3_moe": (Qwen3MoeConfig, {}),
+    "qwen2_moe": (Qwen2MoeConfig, {}),
+    "mixtral": (MixtralConfig, {}),
+    "deepseek_v2": (DeepseekV2Config, {"num_experts_per_tok": 6}),  # transformers has no default
+    "deepseek_v3": (DeepseekV3Config, {}),
+}
+every_family = pytest.mark.parametrize("family", sorted(CONFIGS))
+
+
+def raw(config: PreTrainedConfig, only_differences: bool = False) -> dict[str, Any]:
+    return dict(json.loads(config.to_json_string(use_diff=only_differences)))
+
+
+def read(family: str, **options: Any) -> ArchSpec:
+    return spec_from_config({"model_type": family, **CONFIGS[family][1], **options})
+
+
+@every_family
+def test_defaults_are_those_of_transformers(family: str) -> None:
+    kind, needed = CONFIGS[family]
+    config = kind(**needed)
+    spec, c = read(family), config.to_dict()
+    assert spec == spec_from_config(raw(config)) == spec_from_config(raw(config, only_differences=True))
+    assert (spec.width, spec.depth, spec.vocab_size) == (c["hidden_size"], c["num_hidden_layers"], c["vocab_size"])
+    assert (spec.norm_eps, spec.tie_embeddings) == (c["rms_norm_eps"], c["tie_word_embeddings"])
+    assert spec.rope.theta == config.rope_parameters["rope_theta"]
+    moe = spec.moe
+    assert moe is not None
+    assert moe.num_experts == next(c[k] for k in ("num_local_experts", "num_experts", "n_routed_experts") if k in c)
+    assert (moe.top_k, moe.ffn_width) == (
+        c["num_experts_per_tok"],
+        c.get("moe_intermediate_size", c["intermediate_size"]),
+    )
+    assert (spec.attention.latent is not None) == family.startswith("deepseek")
+
+
+def test_which_layers_route() -> None:
+    assert read("deepseek_v3").is_moe(3) and not read("deepseek_v3").is_moe(2)
+    spec = read("qwen2_moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert spec.moe is not None and spec.moe.numbers == (1, 5)
+    assert read("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0, 1]).moe is None
+
+
+def test_costs_count_the_chosen_experts() -> None:
+    spec = spec_from_config(moe_configs()["deepseek_v3"].to_dict())
+    attention = 24 * 64 + 8 * 20 * 24 + 64 * 28 + 8 * 28 * 20 + 64 * 8 * 16
+    dense, routed = 3 * 64 * 96, 3 * 64 * (3 * 16 + 2 * 16) + 64 * 16
+    assert spec.layer_params == (attention + dense, attention + routed, attention + routed)
+    pairs = 10 * 10 * 3 / 2 * 8  # (query, key) of a sequence of ten, over layers and heads
+    assert spec.flops(10) == 2 * 10 * (sum(spec.layer_params) + 64 * 131) + 2 * pairs * (20 + 16)
+
+
+def test_the_cut_into_stages_knows_that_layers_differ() -> None:
+    dense = {"mlp_only_layers": [0, 1], "intermediate_size": 49152, "vocab_size": 1}
+    spec = read("qwen3_moe", num_hidden_layers=9, **dense)
+    assert spec.layer_params[0] > 5 * spec.layer_params[-1]
+    assert [len(stage) for stage in partition(spec, Layout(pp=2))] == [2, 7]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 129}, "num_experts_per_tok is 129; supported: at most 128"),
+        ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
+        ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok is None"),
+        ("deepseek_v3", {"n_group": 3}, "n_group is 3; supported: a divisor of n_routed_experts=256"),
+        ("deepseek_v3", {"topk_group": 9}, "topk_group is 9; supported: at most n_group=8"),
+        ("deepseek_v3", {"n_group": 256}, "groups of two experts or more"),
+        ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 33}, "at most 32"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported: sigmoid only"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads is 8; supported: num_attention_heads=128"),
+        ("deepseek_v3", {"v_head_dim": 200}, "v_head_dim is 200; supported: at most"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(family: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(family, **options)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(dp=3, ep=3), "ep=3 does not divide the 8 experts of this qwen3_moe model; use one of ep=1, 2, 4, 8"),
+        (Layout(tp=16), "attention heads are not a multiple of 16"),
+    ],
+)
+def test_layouts_that_cannot_cut_experts(layout: Layout, message: str) -> None:
+    spec = spec_from_config(moe_configs()["qwen3_moe"].to_dict())
+    with pytest.raises(LayoutError, match=message):
+        validate_layout(spec, layout)
+
+
+def test_a_dense_model_has_no_experts_to_cut() -> None:
+    with pytest.raises(LayoutError, match="ep=2 cuts experts, and this llama model has none"):
+        validate_layout(spec_from_config({"model_type": "llama"}), Layout(dp=2, ep=2))
