@@ -118,16 +118,16 @@ def _load_state(source: Path, layout: Layout) -> dict[str, int]:
     for tensors in engine.optimizer.moments().values():
         for tensor in tensors.values():
             tensor.fill_(1.0)  # zeros that nobody has written take no memory yet
-    before = _resident("VmRSS") - own
+    before = resident("VmRSS") - own
     Path("/proc/self/clear_refs").write_text("5")
     reader = ShardedReader(path)
     engine.load_training(ROLE, reader, 3)
-    return {"load": _resident("VmHWM") - before, "own": own, "read": reader.bytes_read}
+    return {"load": resident("VmHWM") - before, "own": own, "read": reader.bytes_read}
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), pytest.param(Layout(pp=2), marks=pytest.mark.soak)])
 def test_training_state_costs_a_rank_its_own_pieces_too(tmp_path: Path, layout: Layout) -> None:
-    _write_large(tmp_path / "source")
+    write_large(tmp_path / "source")
     tensor = 4 * LARGE["hidden_size"] * max(LARGE["vocab_size"], LARGE["intermediate_size"])
     for figures in run(2, _load_state, tmp_path / "source", layout):
         assert 0.9 * figures["own"] < figures["read"] <= 1.1 * figures["own"]
