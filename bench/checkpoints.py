@@ -1,6 +1,6 @@
 """Training state against the machine: saving against a raw write, loading against a raw read, offload against a copy.
 
-python -m bench.checkpoints [--depth 30] [--rounds 5] [--folder DIR]
+python -m bench.checkpoints [--device cpu|cuda] [--depth 30] [--rounds 5] [--folder DIR]
 
 The peer does nothing but move the same bytes: written with a checksum and fsync, read without one, or copied. Files are
 dropped from the page cache before they are read. The stall of a background save is told as a share of a training step.
@@ -39,12 +39,14 @@ def main() -> None:
     """Print one line a comparison and write one JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.checkpoints", description=__doc__)
     parser.add_argument("--depth", type=int, default=30, help="layers; SmolLM2-135M has 30")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=2048, help="of a training step")
     parser.add_argument("--folder", type=Path, default=None, help="where to write; default: the system's")
     given = parser.parse_args()
     with one_rank(), tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        engine = smollm2_pair(torch.float32, master=torch.float32, depth=given.depth).engine
+        dtype = torch.float32 if given.device == "cpu" else torch.bfloat16
+        engine = smollm2_pair(dtype, master=torch.float32, depth=given.depth, device=given.device).engine
         assert isinstance(engine, NativeEngine)
         bench = Bench(engine, Path(folder), given.tokens)
         results = [compare(case, given.rounds) for case in bench.cases()]

@@ -46,10 +46,11 @@ def one_rank() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def smollm2_pair(dtype: torch.dtype, master: torch.dtype, depth: int = 30) -> Pair:
+def smollm2_pair(dtype: torch.dtype, master: torch.dtype, depth: int = 30, device: str = "cpu") -> Pair:
     """SmolLM2-135M's shapes with random weights: speed does not ask what the weights say.
 
-    `master` is the type in which our weights are held: `dtype` for scoring, float32 for training.
+    `master` is the type in which our weights are held: `dtype` for scoring, float32 for training. `device` is our engine's;
+    transformers' model stays on the CPU.
     """
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -69,7 +70,7 @@ def smollm2_pair(dtype: torch.dtype, master: torch.dtype, depth: int = 30) -> Pa
     options = dt.EngineOptions(master_dtype=master, optim=dt.OptimSettings(lr=LR), tokens_per_batch=TOKENS_PER_BATCH)
     with tempfile.TemporaryDirectory() as folder:
         hf.save_pretrained(folder)
-        engine = dt.from_pretrained(folder, dtype=dtype, device="cpu", options=options)
+        engine = dt.from_pretrained(folder, dtype=dtype, device=device, options=options)
     return Pair(hf.to(master), engine, dtype)
 
 
