@@ -19,7 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from bench.cpu_train import NegativeLogLikelihood
 from bench.harness import RESULTS, Case, compare, surroundings
@@ -29,6 +28,7 @@ from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.saver import Saver
 from dovetail.checkpoint.steps import Retention, open_verified
 from dovetail.engine.native import NativeEngine
+from dovetail.memory import wait_for
 from dovetail.weights.files import memory_of
 
 ROLE, CHUNK = "policy", 1 << 26
@@ -72,6 +72,9 @@ class Bench:
         self.num_bytes = sum(path.stat().st_size for path in self.files)
         self.raw = torch.empty(self.num_bytes, dtype=torch.uint8).random_()
         self.room = torch.empty_like(self.raw)
+        self.resident = sum(t.untyped_storage().nbytes() for t in engine._resident())
+        self.away = torch.empty(self.resident, dtype=torch.uint8, device=engine.mesh.device)
+        self.host = torch.empty(self.resident, dtype=torch.uint8, pin_memory=self.away.is_cuda)
 
     def cases(self) -> list[Case]:
         n = self.num_bytes
@@ -80,20 +83,21 @@ class Bench:
                 "save, with its checksums", n, lambda: self._removed(self._save("new", background=False)), self._write
             ),
             Case("load, checked", n, self._load, self._read),
-            Case("offload and onload", n, self._step_aside, self._copy_twice),
+            Case("offload and onload", 2 * self.resident, self._step_aside, self._copy_twice),
         ]
 
     def stall(self, rounds: int) -> dict[str, float]:
         """How long ten steps take with one background save among them, and without."""
         plain, saving = [], []
-        for i in range(rounds):
+        saver = self._saver("background", background=True)
+        for i in range(rounds + 1):  # the first takes the memory for the snapshots
             plain.append(_seconds(self._steps))
-            saver, start = self._saver(f"background{i}", background=True), time.perf_counter()
+            start = time.perf_counter()
             self._begin(saver, i)
             self._steps()
             saving.append(time.perf_counter() - start)
             saver.settle()
-            shutil.rmtree(saver.folder)
+        del plain[0], saving[0]
         share = statistics.median(with_save / without - 1 for with_save, without in zip(saving, plain, strict=True))
         return {"share": share, "plain_seconds": statistics.median(plain), "saving_seconds": statistics.median(saving)}
 
@@ -150,9 +154,9 @@ class Bench:
         self.engine.onload()
 
     def _copy_twice(self) -> None:
-        away: Tensor = self.room.to(self.engine.mesh.device)
-        away.copy_(self.raw)
-        self.raw.copy_(away)
+        self.host.copy_(self.away, non_blocking=True)
+        self.away.copy_(self.host, non_blocking=True)
+        wait_for(self.away.device)
 
 
 def _seconds(run: Callable[[], object]) -> float:

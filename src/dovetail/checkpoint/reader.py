@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from dovetail.weights.agree import agreed
 from dovetail.weights.directory import MANIFEST, contained
 from dovetail.weights.files import CHUNK, TensorFile
 from dovetail.weights.reader import CheckpointReader, TensorSource
+
+READERS = 8  # threads that verify checksums; more than cores, since they wait for the disk
 
 
 class ShardedReader:
@@ -84,7 +87,8 @@ class ShardedReader:
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Check the checksums of every `shares`-th region and side file from `share` on; raise naming all that fail."""
         regions = [(name, region) for name, tensor in self.manifest.tensors.items() for region in tensor.regions]
-        problems = [self._damage(name, region) for name, region in regions[share::shares]]
+        with ThreadPoolExecutor(READERS) as readers:  # reading and summing both leave the interpreter's lock
+            problems = list(readers.map(lambda found: self._damage(*found), regions[share::shares]))
         problems += [self._side_damage(name) for name in list(self.manifest.sides)[share::shares]]
         if any(problems):
             found = listing([problem for problem in problems if problem])
