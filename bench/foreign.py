@@ -31,7 +31,7 @@ from dovetail.build.engine import EngineOptions
 from dovetail.optim.optimizer import OptimSettings
 
 WORDS, IMAGE, VISION_START, VISION_END = 1000, 2000, 2001, 2002
-GRID = (1, 32, 32)  # of an image in patches: 448 x 448 pixels, 256 features
+GRID = (1, 16, 16)  # of an image in patches: 224 x 224 pixels, 64 features
 FEATURES = GRID[1] * GRID[2] // 4
 MICRO = 8192  # tokens of a micro-batch, padding included
 LR = 1e-6

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import struct
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,15 @@ import pytest
 import torch
 from torch import nn
 
+from dovetail.build.engine import from_pretrained
+from dovetail.checkpoint.manifest import Manifest, StoredFile, StoredRegion, StoredTensor
+from dovetail.checkpoint.reader import ShardedReader
+from dovetail.comm import gather_text
+from dovetail.engine.native import NativeEngine
 from dovetail.engine.sharding import shard_over_data
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
+from dovetail.weights.directory import MANIFEST
 from dovetail.weights.load import load
 from dovetail.weights.pieces import held
 from dovetail.weights.reader import CheckpointReader
@@ -23,6 +30,7 @@ from tests.harness import run
 MIB = 2**20
 LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4, "vocab_size": 8190, "head_dim": 512}
 BUCKET = 16 * MIB
+ROLE = "policy"
 M_MMAP_THRESHOLD = -3  # glibc's mallopt
 
 
@@ -72,6 +80,59 @@ def _load_and_stream(source: Path, layout: Layout) -> dict[str, int]:
     for _ in stream(model, mesh, bucket_bytes=BUCKET, dtype_of=lambda _: torch.bfloat16):
         pass
     return {**figures, "stream": resident("VmHWM") - before}
+
+
+def _sparse_state(engine: NativeEngine, path: Path) -> None:
+    """A training checkpoint of zeros that takes no room: weights and moments of all ranks in one file. By one rank."""
+    exports = engine.export_training(ROLE)
+    specs = [spec for export in exports for spec in export.specs.values()]
+    header: dict[str, object] = {}
+    tensors: dict[str, StoredTensor] = {}
+    end = 0
+    for spec in specs:
+        header[spec.name] = {"dtype": "F32", "shape": spec.shape, "data_offsets": [end, end + spec.num_bytes]}
+        end += spec.num_bytes
+        region = StoredRegion("pieces", spec.name, tuple((0, n) for n in spec.shape), 0)
+        tensors[spec.name] = StoredTensor(spec.dtype, spec.shape, (region,))
+    text = json.dumps(header).encode()
+    data = struct.pack("<Q", len(text)) + text
+    path.mkdir()
+    with open(path / "pieces", "wb") as file:
+        file.write(data)
+        file.truncate(len(data) + end)
+    pieces = {"pieces": StoredFile(len(data) + end, zlib.crc32(data))}
+    (path / MANIFEST).write_bytes(Manifest({"tp": 1}, 1, tensors, pieces, {}, {}).dump())
+
+
+def _load_state(source: Path, layout: Layout) -> dict[str, int]:
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
+    engine = from_pretrained(source, layout=layout, device="cpu")
+    own = sum(tensor.numel() * 4 for tensors in engine.optimizer.moments().values() for tensor in tensors.values())
+    own += sum(param.local.numel() * 4 for param in held(engine.model, engine.mesh))
+    path = source.parent / "state"
+    if engine.mesh["world"].rank == 0:
+        _sparse_state(engine, path)
+    else:
+        engine.export_training(ROLE)
+    gather_text("", engine.mesh["world"])
+    for tensors in engine.optimizer.moments().values():
+        for tensor in tensors.values():
+            tensor.fill_(1.0)  # zeros that nobody has written take no memory yet
+    before = resident("VmRSS") - own
+    Path("/proc/self/clear_refs").write_text("5")
+    reader = ShardedReader(path)
+    engine.load_training(ROLE, reader, 3)
+    return {"load": resident("VmHWM") - before, "own": own, "read": reader.bytes_read}
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), pytest.param(Layout(pp=2), marks=pytest.mark.soak)])
+def test_training_state_costs_a_rank_its_own_pieces_too(tmp_path: Path, layout: Layout) -> None:
+    write_large(tmp_path / "source")
+    tensor = 4 * LARGE["hidden_size"] * max(LARGE["vocab_size"], LARGE["intermediate_size"])
+    for figures in run(2, _load_state, tmp_path / "source", layout):
+        assert 0.9 * figures["own"] < figures["read"] <= 1.1 * figures["own"]
+        assert figures["own"] > 1400 * MIB
+        assert figures["load"] <= 1.2 * (figures["own"] + tensor), figures
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import errno
 import io
 import os
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
@@ -137,6 +138,13 @@ def join_group(store: Path, rank: int, world: int) -> None:
     """Meet the other children in a gloo group."""
     file = dist.FileStore(str(store), world)  # type: ignore[attr-defined]  # torch exports it without saying so
     dist.init_process_group("gloo", store=file, rank=rank, world_size=world, timeout=WAIT)
+
+
+def leave_group(store: Path, rank: int, world: int) -> None:
+    """Stay until all are done: who leaves first breaks the talk of the others."""
+    store.with_suffix(f".{rank}").write_text("")
+    while not all(store.with_suffix(f".{other}").exists() for other in range(world)):
+        time.sleep(0.002)
 
 
 def end_all(children: list[int]) -> None:

@@ -116,6 +116,62 @@ def test_ranks_and_rewards_import_nothing_from_the_working_directory(
     assert not sentinel.exists()
 
 
+TRAPS = (
+    ".metadata", "pytorch_model.bin", "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "state.pkl",
+    "__0_0.distcp", "common.pt", "custom_code.py", "conftest.py", "sitecustomize.py", "torch.py", "json.py", "x.pth",
+    "chat_template.jinja", "trainer_state.json", "model.safetensors.index.json", "events.out.tfevents.1", "latest",
+)  # fmt: skip
+SSTI = "{{ ''.__class__.__mro__[1].__subclasses__() }}{% for x in ().__class__.__base__.__subclasses__() %}{{ x }}{% endfor %}"
+PLACES = ("model", "step", "run")
+
+
+def lay(trap: str, folder: Path, sentinel: Path) -> None:
+    """Code under a name that some loader runs, reads or unpickles; where a sound file has the name, it stays as it was."""
+    path = folder / trap
+    if path.is_symlink() or (path.exists() and trap != "chat_template.jinja"):
+        return
+    if trap.endswith(".py"):
+        path.write_text(TRAP.format(sentinel=str(sentinel)) + TOKENIZER)
+    elif trap.endswith(".jinja"):
+        path.write_text(SSTI)
+    elif trap == "x.pth":
+        path.write_text(f"import pathlib; pathlib.Path({str(sentinel)!r}).write_text('executed')")
+    else:
+        path.write_bytes(pickle.dumps(Bomb(sentinel)))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """A run that saved a step, and the model and rows that it began with."""
+    base = tmp_path_factory.mktemp("saved")
+    shutil.copytree(model, base / "model")
+    rows = write_rows(base / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
+    trainer = {"save_every": 1, "steps": 1, "prompts_per_step": 1}
+    assert here("train", write_recipe(base / "r.yaml", base / "model", rows, trainer=trainer)).code == 0
+    shutil.rmtree(base / "run/hf")
+    return base
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "trap", [pytest.param(trap, marks=[pytest.mark.soak] if number % 5 else []) for number, trap in enumerate(TRAPS)]
+)
+def test_sixty_hostile_directories(trap: str, place: str, saved: Path, sentinel: Path, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(saved, tmp_path / "job", symlinks=True))
+    recipe = base / "r.yaml"
+    recipe.write_text(recipe.read_text().replace(str(saved), str(base)))
+    (step,) = (base / "run/checkpoints").glob("step_000001.*")
+    lay(trap, {"model": base / "model", "step": step, "run": base / "run/checkpoints"}[place], sentinel)
+    for argv in (
+        ["train", recipe, "--dry-run"],
+        ["inspect", step, "--verify"],
+        ["score", "--model", base / "model", "--data", base / "rows.jsonl", "--out", tmp_path / "o"],
+    ):
+        ended = here(*argv)
+        assert ended.code in (0, 2), ended
+        assert not sentinel.exists(), argv[0]
+
+
 def test_recipes_execute_no_yaml_tags(sentinel: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"model: !!python/object/apply:os.system ['touch {sentinel}']\n")

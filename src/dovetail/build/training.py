@@ -32,7 +32,7 @@ from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss
 from dovetail.rl.resume import Resumed, refuse_other
 from dovetail.rl.rewards import RewardRunner
 from dovetail.rl.run import CRITIC, POLICY, Contents, RunDirectory, RunSettings
-from dovetail.rl.state import config_fingerprint, rows_fingerprint
+from dovetail.rl.state import model_fingerprint, rows_fingerprint
 from dovetail.rl.trainer import LoopSettings, RLModels, RLSettings, RLTask, SupervisedTask, Task
 from dovetail.rollout.base import SamplingParams
 from dovetail.watch.progress import Progress
@@ -100,7 +100,7 @@ class Builder:
             self.resumed = run.resumed
             if self.resumed is not None:
                 state = self.resumed.state
-                refuse_other("the model's config or its tokenizer", state.model, self._model, "model.path")
+                refuse_other("the model's config, tokenizer or weights", state.model, self._model, "model.path")
                 loop = loop.after(state.step, state.cursor)
             if isinstance(recipe.algorithm, SFT):
                 task, rows, engines = self._sft(loop)
@@ -162,7 +162,7 @@ class Builder:
 
     @property
     def _model(self) -> str:
-        return config_fingerprint(self.source.config, self.source.sides)
+        return model_fingerprint(self.source.config, self.source.sides, self.source.path)
 
     def _same_rows(self, rows: Sequence[object]) -> str:
         """The fingerprint of the rows to train on; a resumed run must find those that it began with."""

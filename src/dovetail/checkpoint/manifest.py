@@ -135,8 +135,10 @@ def _tensor(value: Any) -> StoredTensor:
 
 
 def _check_tiling(name: str, tensor: StoredTensor, pieces: Mapping[str, StoredFile], what: str) -> None:
-    """The regions of a tensor must cover it, each element once."""
+    """The regions of a tensor must cover it, each element once, at most one of them in a file."""
     covered = 0
+    if len({region.file for region in tensor.regions}) < len(tensor.regions):
+        raise CheckpointError(f"{what}: {name} has more than one region in a file")
     for region in tensor.regions:
         if region.file not in pieces:
             raise CheckpointError(f"{what}: {name} lies in {region.file!r}, which is not among its pieces")

@@ -127,8 +127,8 @@ def set_aside(folder: Path, order: int, aside: Path) -> None:
     for path in sorted(found, key=lambda path: readable.get(path, math.inf), reverse=True):
         if readable.get(path, math.inf) > order:
             aside.mkdir(parents=True, exist_ok=True)
-            _unlink(path)
             path.rename(aside / path.name)
+            _unlink(path)
 
 
 def _unlink(path: Path) -> None:
@@ -139,7 +139,10 @@ def _unlink(path: Path) -> None:
 
 
 def clear_debris(folder: Path) -> None:
-    """Remove what interrupted saves left behind. Only for the one run that writes to `folder`."""
+    """Remove what interrupted saves and removals left behind. Only for the one run that writes to `folder`."""
+    for link in folder.glob("step_*"):
+        if link.is_symlink() and not link.exists():
+            link.unlink()
     for pattern in DEBRIS:
         for path in folder.glob(pattern):
             if path.is_dir() and not path.is_symlink():

@@ -1,7 +1,7 @@
 """Whether a run directory is new, to be gone on from, or to be refused; and which changes of a recipe a run survives."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.steps import DEBRIS, open_newest
 from dovetail.errors import CheckpointError, ConfigError
+from dovetail.layout import DEGREES
 from dovetail.mesh import Mesh
 from dovetail.recipe_yaml import read_mapping
 from dovetail.rl.lock import NAME as LOCK
@@ -21,7 +22,9 @@ FIXED: Mapping[str, str] = {  # keys that make another run of it, and why
     "algorithm.name": "the algorithms keep different state",
     "trainer.seed": "data order and sampling follow it from the first step on",
     "data.shuffle": "rows would be taken twice, or not at all",
+    "critic.path": "the critic goes on from the weights that it has learned, so another's would be ignored",
 }
+COUNTED = ("algorithm.epochs", "algorithm.minibatches")  # optimizer steps of a step, by which schedules count
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def is_run(path: Path) -> bool:
     return CONFIG in names
 
 
-def find(path: Path, mesh: Mesh, mode: str, recipe: Mapping[str, Any], steps: int) -> Resumed | None:
+def find(path: Path, mesh: Mesh, mode: str, recipe: Mapping[str, Any]) -> Resumed | None:
     """What the run in `path` goes on from; None: it had saved nothing yet and begins again. Collective."""
     exact = int(mode.partition("=")[2]) if mode.startswith("step=") else None
     with agreed(mesh):
@@ -72,8 +75,18 @@ def find(path: Path, mesh: Mesh, mode: str, recipe: Mapping[str, Any], steps: in
     if len(state.rng) != ranks:
         raise CheckpointError(f"{reader.path}: rng is of {len(state.rng)} ranks, but {ranks} have saved it")
     changes = changed(state.recipe, recipe)
-    refuse(changes, state.step, steps)
-    told = tuple(f"{key}: {before!r} -> {now!r}" for key, (before, now) in changes.items())
+    refuse(changes, recipe, state.step)
+    if finished and state.step >= recipe["trainer"]["steps"]:
+        raise ConfigError(
+            f"run_dir {path} is not empty; choose another run_dir, or raise trainer.steps to train on: all {state.step} "
+            f"steps of its run are done ({path / HF})"
+        )
+    if "data.eval" in changes:
+        state = replace(state, before={})  # of other rows: nothing to compare with
+    was, now = _ranks(reader.manifest.layout), _ranks(vars(mesh.layout))
+    if was != now:
+        changes["ranks"] = was, now
+    told = tuple(f"{key}: {before!r} -> {after!r}" for key, (before, after) in changes.items())
     return Resumed(reader, state, told, tuple(passed_over))
 
 
@@ -84,11 +97,24 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tupl
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
-def refuse(changes: Mapping[str, tuple[Any, Any]], step: int, steps: int) -> None:
-    """Raise for the changes that cannot be right."""
+def _ranks(degrees: Mapping[str, Any]) -> str:
+    """How a model is cut, for people: the degrees that are not 1."""
+    return ",".join(f"{name}={degrees[name]}" for name in DEGREES if degrees.get(name, 1) != 1) or "one"
+
+
+def refuse(changes: Mapping[str, tuple[Any, Any]], recipe: Mapping[str, Any], step: int) -> None:
+    """Raise for the changes that cannot be right for a run that has done `step` steps."""
     problems = [
         f"{key} was {changes[key][0]!r}, is {changes[key][1]!r}: {why}" for key, why in FIXED.items() if key in changes
     ]
+    optim, steps = recipe["optim"], recipe["trainer"]["steps"]
+    if optim["schedule"] != "constant" or optim["warmup_steps"]:
+        problems += [
+            f"{key} was {changes[key][0]!r}, is {changes[key][1]!r}: the learning rate's schedule counts optimizer steps, and "
+            "would jump"
+            for key in COUNTED
+            if key in changes
+        ]
     if steps < step:
         problems.append(f"trainer.steps is {steps}, but the run has done {step} steps already")
     if problems:

@@ -114,7 +114,7 @@ class RunDirectory:
                     self._lock.take()
         (self._there,) = json.loads(gather_text(json.dumps(found), self.mesh["world"], self.mesh.device)[0])
         if self._there:
-            self.resumed = find(self.path, self.mesh, mode, self.settings.config, self.settings.steps)
+            self.resumed = find(self.path, self.mesh, mode, self.settings.config)
 
     def check_space(self, contents: Contents) -> None:
         """Refuse to start where two checkpoints would not fit on the disk. Collective."""

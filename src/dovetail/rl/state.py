@@ -21,6 +21,7 @@ from dovetail.weights.directory import SideFiles
 
 Value = TypeVar("Value")
 GENERATORS = ("python", "numpy", "torch")  # of every rank; and "device" where it has one
+SAMPLED, BLOCK = 256, 1 << 12  # places of a file of weights that its fingerprint looks at, and bytes of each
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # of a config; not the model
 TEXT_FILES = ("tokenizer", "vocab", "merges", "chat_template", "special_tokens", "added_tokens", "spiece")
 
@@ -78,13 +79,20 @@ class RunState:
         return cls(**found)
 
 
-def config_fingerprint(config: Mapping[str, Any], sides: SideFiles) -> str:
-    """One value for a model's architecture and its tokenizer; the weights do not count."""
+def model_fingerprint(config: Mapping[str, Any], sides: SideFiles, directory: Path) -> str:
+    """One value for a model's architecture, its tokenizer, and a sample of its weights."""
     digest = hashlib.sha256(_stable({key: value for key, value in config.items() if key not in VOLATILE}))
     for name in sorted(sides):
         if name.startswith(TEXT_FILES):
             content = sides[name]
             digest.update(name.encode() + (content if isinstance(content, bytes) else content.read_bytes()))
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with open(path, "rb") as file:
+            for block in range(SAMPLED):
+                file.seek(block * max(size - BLOCK, 0) // SAMPLED)
+                digest.update(file.read(BLOCK))
     return digest.hexdigest()
 
 

@@ -5,6 +5,7 @@ one place where links may lead out of the directory: from `snapshots/REVISION` i
 """
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
@@ -23,7 +24,7 @@ SideFiles = Mapping[str, Path | bytes]  # file name inside the directory -> wher
 def contained(directory: Path, name: str) -> Path:
     """The file `name` of `directory`, refused where it leads outside, by its text or by a link."""
     parts = PurePosixPath(name)
-    if not name or "\0" in name or "\\" in name or parts.is_absolute() or ".." in parts.parts:
+    if not name or re.search("[\0\ud800-\udfff]", name) or "\\" in name or parts.is_absolute() or ".." in parts.parts:
         raise CheckpointError(
             f"{directory} names the file {name!r}, which is not inside the directory; correct its index"
         )
@@ -34,8 +35,14 @@ def contained(directory: Path, name: str) -> Path:
         allowed.append(root.parent.parent / "blobs")
     if not any(target.is_relative_to(base) for base in allowed):
         raise CheckpointError(f"{directory / name} is a link to {target}, outside the directory; copy the file into it")
-    if not target.is_file():
-        kind = "is not a regular file" if target.exists() else "does not exist"
+    try:
+        is_file, exists = target.is_file(), target.exists()
+    except OSError as error:  # a name that is too long
+        raise CheckpointError(
+            f"{directory} names the file {name[:80]!r}: {error.strerror}; correct its index"
+        ) from error
+    if not is_file:
+        kind = "is not a regular file" if exists else "does not exist"
         raise CheckpointError(f"{directory / name} {kind}; fetch the checkpoint again")
     return target
 

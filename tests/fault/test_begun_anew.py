@@ -1,0 +1,132 @@
+"""A process that dies while a run directory is put in order for a resumed run: the next start finds one past, and all of it."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from dovetail.checkpoint.steps import DEBRIS, Retention, saved_steps
+from dovetail.mesh import Mesh
+from dovetail.rl.run import Contents, RunDirectory, RunSettings
+from tests.fault.crashing import DIED, Apart, die_at, forked
+from tests.fault.saves import Run
+
+RECIPE = {"trainer": {"steps": 9}, "optim": {"schedule": "constant", "warmup_steps": 0}}
+STEPS = 3
+MANY = 400
+
+
+def opened(path: Path, resume: str = "auto", index: int | None = None) -> RunDirectory:
+    """Claim and open a run's directory, and perhaps die at a change of the disk."""
+    settings = RunSettings(
+        path=path, config=RECIPE, config_yaml=json.dumps(RECIPE), steps=9, saves=True, retention=Retention(9),
+        background=False, evaluates=False, resume=resume, loggers=(), peak_flops=None, peak_memory_gib=lambda: 0.0,
+        stop_requested=lambda: False,
+    )  # fmt: skip
+    run = RunDirectory(settings, Mesh.solo())
+    if index is not None:
+        die_at(index)
+    run.claim()
+    run.open(Contents(engines={}, sides={}, model="m", data="d", cursor=lambda step: step))
+    run.close()
+    return run
+
+
+def prepare(path: Path, damaged: bool) -> None:
+    """A run of three steps with everything that it can leave; with `damaged`, its newest step is not whole."""
+    (path / "rollouts").mkdir(parents=True)
+    saves = Run(path / "checkpoints")
+    for step in range(1, STEPS + 1):
+        saves.save(step, step)
+        (path / f"rollouts/step_{step:06}.jsonl").write_text(f"{step}\n")
+    (path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": s}) + "\n" for s in range(1, STEPS + 1)) + '{"step": 4'
+    )
+    (path / "config.yaml").write_text(json.dumps({**RECIPE, "trainer": {"steps": STEPS}}))
+    (path / "hf").mkdir()
+    (path / "hf/config.json").write_text("{}")
+    (path / "checkpoints/.tmp-step_000004.x").mkdir()
+    if damaged:
+        piece = next(saved_steps(path / "checkpoints")[0][0].path.glob("pieces-*"))
+        piece.write_bytes(piece.read_bytes()[:-1])
+
+
+def check(path: Path, told: Path) -> None:
+    """The next start works, and what it finds belongs together."""
+    run = opened(path)
+    assert run.resumed is not None
+    step = run.resumed.state.step
+    assert [json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()] == list(
+        range(1, step + 1)
+    )
+    assert [row["step"] for row in run.earlier()[1]] == list(range(1, step + 1))  # type: ignore[index]
+    assert sorted(p.name for p in (path / "rollouts").iterdir()) == [f"step_{s:06}.jsonl" for s in range(1, step + 1)]
+    assert [saved.step for saved in saved_steps(path / "checkpoints")[0]] == list(range(step, 0, -1))
+    assert {p.name for p in (path / "checkpoints").glob("step_??????")} == {f"step_{s:06}" for s in range(1, step + 1)}
+    assert not [p for pattern in DEBRIS for folder in (path, path / "checkpoints") for p in folder.glob(pattern)]
+    aside = path / "superseded"
+    kept = "".join(file.read_text() for file in (path / "metrics.jsonl", *aside.rglob("metrics.jsonl")))
+    assert all(f'{{"step": {s}}}\n' in kept for s in range(1, STEPS + 1)), "no row is lost"
+    samples = {p.name for folder in (path / "rollouts", aside) for p in folder.rglob("step_*.jsonl")}
+    assert len(samples) == STEPS, "no sample is lost"
+    steps = {p.name[:11] for folder in (path / "checkpoints", aside) for p in folder.rglob("step_??????.*")}
+    assert {name for name in steps if not name.endswith("jsonl")} >= {f"step_{s:06}" for s in range(1, STEPS + 1)}
+    assert len([*path.rglob("hf/config.json")]) == 1, "nor is a final model"
+    told.write_text(str(step))
+
+
+def deaths(base: Path, damaged: bool, resume: str) -> list[int]:
+    """Which step the start after each death went on from."""
+    assert forked(partial(prepare, base / "good", damaged)) == 0
+    found = []
+    for index in range(MANY):
+        path = base / "run"
+        shutil.copytree(base / "good", path, symlinks=True)
+        code = forked(partial(opened, path, resume, index))
+        assert code in (0, DIED)
+        assert forked(partial(check, path, base / "told")) == 0, index
+        found.append(int((base / "told").read_text()))
+        shutil.rmtree(path)
+        if code == 0:
+            return found
+    raise AssertionError("it never lived")
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[Apart]:
+    apart = Apart()
+    yield apart
+    apart.pool.shutdown()
+
+
+@pytest.mark.parametrize(("damaged", "resume"), [(False, "step=1"), (True, "auto")])
+def test_every_death_while_a_directory_is_put_in_order(
+    damaged: bool, resume: str, apart: Apart, tmp_path: Path
+) -> None:
+    found = apart(deaths, tmp_path, damaged, resume)
+    assert found == sorted(found, reverse=True), "it goes back, and never forth again"
+    assert found[-1] == (2 if damaged else 1)
+    assert len(found) > 15
+
+
+def begin(path: Path, index: int) -> None:
+    opened(path, index=index)
+
+
+def first_deaths(base: Path) -> int:
+    """A run that dies while it begins can begin again."""
+    for index in range(MANY):
+        path = base / f"run-{index}"
+        code = forked(partial(begin, path, index))
+        assert forked(partial(opened, path)) == 0, index
+        assert (path / "config.yaml").is_file()
+        if code == 0:
+            return index
+    raise AssertionError("it never lived")
+
+
+def test_every_death_of_a_run_that_begins(apart: Apart, tmp_path: Path) -> None:
+    assert apart(first_deaths, tmp_path) > 5

@@ -1,0 +1,125 @@
+"""Arenas hand out aligned views that never overlap; what steps aside comes back bit for bit, and takes no room meanwhile."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.engine.native import NativeEngine
+from dovetail.layout import Layout
+from dovetail.memory import ALIGNMENT, Arena, Parked, aligned, view_at
+from dovetail.optim.optimizer import OptimSettings
+from tests.checkpoints import write_tiny
+from tests.distributed.bodies import ragged, tokenwise
+from tests.harness import run
+from tests.parity.configs import VOCAB
+
+DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+REQUESTS = st.lists(st.tuples(DTYPES, SHAPES), max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rounds=st.lists(REQUESTS, min_size=1, max_size=4))
+def test_views_are_aligned_and_disjoint(rounds: list[list[tuple[torch.dtype, tuple[int, ...]]]]) -> None:
+    arena = Arena()
+    for requests in rounds:
+        arena.reset()
+        views = []
+        for number, (dtype, shape) in enumerate(requests):
+            view = arena.take(dtype, shape)
+            assert (view.dtype, tuple(view.shape)) == (dtype, shape)
+            assert view.is_contiguous()
+            assert view.numel() == 0 or view.storage_offset() * dtype.itemsize % ALIGNMENT == 0
+            view.fill_(number % 2)
+            views.append(view)
+        spans = sorted((v.data_ptr(), v.data_ptr() + v.numel() * v.dtype.itemsize) for v in views if v.numel())
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
+        for number, view in enumerate(views):
+            assert (view == number % 2).all()
+
+
+@given(size=st.integers(0, 1 << 40))
+def test_aligned_sizes(size: int) -> None:
+    assert aligned(size) % ALIGNMENT == 0 and 0 <= aligned(size) - size < ALIGNMENT
+
+
+def test_the_same_requests_take_the_same_memory_again() -> None:
+    arena = Arena()
+    first = [arena.take(torch.float32, (n,)).data_ptr() for n in (3, 100, 17)]
+    size = arena.num_bytes
+    for _ in range(3):
+        arena.reset()
+        assert [arena.take(torch.float32, (n,)).data_ptr() for n in (3, 100, 17)] == first
+    assert arena.num_bytes == size
+
+
+def test_a_view_is_no_copy() -> None:
+    data = torch.zeros(256, dtype=torch.uint8)
+    view_at(data, 64, torch.float32, (2, 3)).fill_(1.0)
+    assert int((data != 0).sum()) == 12
+
+
+def test_shared_storages_are_parked_once() -> None:
+    whole = torch.arange(10.0)
+    half, empty = whole[:5], torch.empty(0)
+    parked = Parked([whole, half, whole, empty])
+    assert parked.num_bytes == 40
+    assert whole.untyped_storage().size() == 0
+    parked.restore()
+    assert torch.equal(whole, torch.arange(10.0)) and half.data_ptr() == whole.data_ptr()
+    assert torch.equal(half, torch.arange(5.0))
+
+
+def resident(engine: NativeEngine) -> list[Tensor]:
+    found = [param.to_local() if hasattr(param, "to_local") else param for param in engine.model.parameters()]
+    return [*found, *(t for tensors in engine.optimizer.moments().values() for t in tensors.values())]
+
+
+def aside(source: Path, layout: Layout, steps_aside: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of four steps, with the engine stepping aside between them; and what it holds in the end."""
+    options = EngineOptions(optim=OptimSettings(lr=1e-2, weight_decay=0.1), tokens_per_batch=64)
+    engine = from_pretrained(source, layout=layout, device="cpu", options=options)
+    losses = []
+    for step in range(4):
+        losses.append(engine.train_step(ragged(step), tokenwise).loss)
+        if steps_aside:
+            before = [tensor.detach().clone() for tensor in resident(engine)]
+            engine.offload()
+            held = {tensor.untyped_storage().size() for tensor in resident(engine) if tensor.numel()}
+            assert held == {0}, "its memory is free"
+            engine.onload()
+            assert all(torch.equal(a, b) for a, b in zip(before, resident(engine), strict=True))
+        losses.append(float(engine.score(ragged(step)).logprob.sum()))
+    return losses, {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+MORE = [pytest.param(each, marks=pytest.mark.soak) for each in (Layout(dp=2), Layout(pp=2), Layout(cp=2))]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), *MORE], ids=str)
+def test_an_engine_steps_aside_and_comes_back_bit_for_bit(layout: Layout, tmp_path: Path) -> None:
+    write_tiny(tmp_path / "source", "llama", vocab_size=VOCAB, tied=True)
+    plain = run(layout.num_ranks, aside, tmp_path / "source", layout, False)
+    moved = run(layout.num_ranks, aside, tmp_path / "source", layout, True)
+    for (losses, weights), (others, found) in zip(plain, moved, strict=True):
+        assert losses == others
+        assert weights.keys() == found.keys() and all(torch.equal(weights[name], found[name]) for name in weights)
+
+
+def test_an_engine_that_is_away_cannot_leave_twice(tmp_path: Path) -> None:
+    run(1, _twice, write_tiny(tmp_path / "source", "llama"))
+
+
+def _twice(source: Path) -> None:
+    engine = from_pretrained(source, device="cpu")
+    with pytest.raises(AssertionError, match="without offload"):
+        engine.onload()
+    engine.offload()
+    with pytest.raises(AssertionError, match="twice"):
+        engine.offload()
+    engine.onload()

@@ -1,0 +1,248 @@
+"""Which changes of a recipe a run survives, which it refuses, and that no part of its state may be missing."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.checkpoint.manifest import TRAINING
+from dovetail.checkpoint.reader import ShardedReader
+from dovetail.checkpoint.steps import saved_steps
+from dovetail.config import make_recipe
+from dovetail.errors import ConfigError
+from dovetail.rl.resume import changed, refuse
+from dovetail.rl.state import RunState
+from dovetail.weights.directory import MANIFEST
+from tests.commands.program import here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows
+from tests.golden.job import _merged as merged
+from tests.unit.test_sharded import _forge as forge
+
+BASE: dict[str, Any] = {
+    "model": {"path": "m"},
+    "algorithm": {"name": "ppo"},
+    "data": {"train": "d.jsonl"},
+    "optim": {"schedule": "cosine", "warmup_steps": 2},
+    "trainer": {"steps": 10},
+    "run_dir": "run",
+}
+ALLOWED: list[dict[str, Any]] = [
+    {"optim": {"lr": 1e-3}},
+    {"optim": {"weight_decay": 0.1}},
+    {"optim": {"clip_norm": None}},
+    {"optim": {"betas": [0.9, 0.95]}},
+    {"optim": {"schedule": "linear"}},
+    {"optim": {"warmup_steps": 5}},
+    {"critic": {"lr": 1e-4}},
+    {"algorithm": {"clip_high": 0.3}},
+    {"algorithm": {"kl_coef": 0.1}},
+    {"algorithm": {"critic_warmup": 3}},
+    {"rollout": {"temperature": 0.7}},
+    {"rollout": {"samples_per_prompt": 4}},
+    {"rollout": {"max_new_tokens": 8}},
+    {"reward": {"name": "format", "options": {"pattern": "x"}}},
+    {"trainer": {"steps": 20}},
+    {"trainer": {"steps": 5}},
+    {"trainer": {"prompts_per_step": 3}},
+    {"trainer": {"save_every": 1}},
+    {"trainer": {"keep": 7}},
+    {"trainer": {"eval_every": 2}},
+    {"trainer": {"stop_at_reward": 0.5}},
+    {"trainer": {"tokens_per_batch": 99}},
+    {"trainer": {"activation_checkpointing": "full"}},
+    {"layout": {"tp": 2}},
+    {"layout": {"pp": 2, "virtual_stages": 2, "schedule": "interleaved"}},
+    {"rollout": {"layout": {"tp": 2}}},
+    {"model": {"dtype": "bfloat16"}},
+    {"model": {"save_dtype": "bfloat16"}},
+    {"model": {"path": "moved"}},
+    {"data": {"train": "moved.jsonl"}},
+    {"data": {"eval": "e.jsonl"}},
+    {"reference": {"path": "other"}},
+]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"algorithm": {"name": "grpo"}}, "algorithm.name was 'ppo', is 'grpo'"),
+    ({"algorithm": {"name": "sft"}}, "the algorithms keep different state"),
+    ({"trainer": {"seed": 1}}, "trainer.seed was 0, is 1: data order"),
+    ({"data": {"shuffle": False}}, "rows would be taken twice, or not at all"),
+    ({"trainer": {"steps": 4}}, "trainer.steps is 4, but the run has done 5 steps already"),
+    ({"critic": {"path": "other"}}, "the critic goes on from the weights that it has learned"),
+    ({"algorithm": {"minibatches": 2}}, "the learning rate's schedule counts optimizer steps, and would jump"),
+    ({"algorithm": {"epochs": 3}}, "algorithm.epochs was 1, is 3"),
+]
+
+
+def full(**sections: Any) -> dict[str, Any]:
+    return make_recipe(merged(BASE, sections)).model_dump(mode="json", by_alias=True)
+
+
+@pytest.mark.parametrize("change", ALLOWED, ids=json.dumps)
+def test_changes_that_a_run_survives_are_told(change: dict[str, Any]) -> None:
+    now = full(**change)
+    found = changed(full(), now)
+    refuse(found, now, step=5)
+    for section, keys in change.items():
+        for key, value in keys.items():
+            told = {name: pair for name, pair in found.items() if name.startswith(f"{section}.{key}")}
+            assert told, f"{section}.{key} changed unseen"
+            assert all(before != after for before, after in told.values())
+            assert isinstance(value, dict) or any(after == value for _, after in told.values())
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED, ids=lambda value: json.dumps(value)[:60])
+def test_changes_that_cannot_be_right_are_refused(change: dict[str, Any], words: str) -> None:
+    now = full(**change)
+    with pytest.raises(ConfigError) as caught:
+        refuse(changed(full(), now), now, step=5)
+    assert words in str(caught.value)
+    assert "take them back, or start a new run (another run_dir) with model.path=" in str(caught.value)
+
+
+def test_under_a_constant_rate_the_updates_of_a_step_are_free() -> None:
+    constant = {"optim": {"schedule": "constant", "warmup_steps": 0}}
+    now = full(**constant, algorithm={"minibatches": 2, "epochs": 2})
+    refuse(changed(full(**constant), now), now, step=5)
+
+
+def test_where_a_run_writes_is_no_change() -> None:
+    assert not changed(full(), full(run_dir="elsewhere"))
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe of ppo and its run after two steps; tests copy it, since recipes name it by ."""
+    folder = tmp_path_factory.mktemp("begun")
+    make_model(folder / "model", dtype=torch.bfloat16)
+    rows = write_rows(folder / "rows.jsonl", [{"prompt": text, "answer": "c"} for text in ("ab", "cd", "ef")])
+    trainer = {"steps": 2, "save_every": 1}
+    recipe = write_recipe(folder / "r.yaml", folder / "model", rows, algorithm={"name": "ppo"}, trainer=trainer)
+    assert here("train", recipe).code == 0
+    shutil.rmtree(folder / "run/hf")
+    return folder
+
+
+@pytest.fixture
+def folder(begun: Path, tmp_path: Path) -> Path:
+    copy = Path(shutil.copytree(begun, tmp_path / "job", symlinks=True))
+    (copy / "r.yaml").write_text((begun / "r.yaml").read_text().replace(str(begun), str(copy)))
+    return copy
+
+
+def test_allowed_changes_by_command(folder: Path) -> None:
+    ended = on_ranks(2, "train", folder / "r.yaml", "optim.lr=0.5", "trainer.steps=3", "--layout", "tp=2")
+    assert [each.code for each in ended] == [0, 0], ended
+    assert "changed since then: optim.lr: 0.001 -> 0.5" in ended[0].out
+    assert "changed since then: ranks: 'one' -> 'tp=2'" in ended[0].out
+    (event,) = (row for row in read_rows(folder / "run/events.jsonl") if row["kind"] == "resumed")
+    assert event["step"] == 2 and "trainer.steps: 2 -> 3" in event["changes"]
+    assert [row["lr"] for row in read_rows(folder / "run/metrics.jsonl")] == [1e-3, 1e-3, 0.5]
+
+
+def other_rows(folder: Path) -> None:
+    write_rows(folder / "rows.jsonl", [{"prompt": text, "answer": "c"} for text in ("ab", "cd", "ef", "gh")])
+
+
+def other_order(folder: Path) -> None:
+    write_rows(folder / "rows.jsonl", [{"prompt": text, "answer": "c"} for text in ("cd", "ab", "ef")])
+
+
+def other_config(folder: Path) -> None:
+    path = folder / "model/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 1e-3}))
+
+
+def other_template(folder: Path) -> None:
+    (folder / "model/chat_template.jinja").write_text("{{ messages }}")
+
+
+def other_weights(folder: Path) -> None:
+    shutil.rmtree(folder / "model")
+    make_model(folder / "model", dtype=torch.bfloat16, initializer_range=0.3)
+    path = folder / "model/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "initializer_range": 0.02}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (other_rows, "the rows of data.train changed since it was saved; restore what data.train named then"),
+        (other_order, "the rows of data.train changed since it was saved"),
+        (other_config, "the model's config, tokenizer or weights changed since it was saved; restore what model.path"),
+        (other_template, "the model's config, tokenizer or weights changed"),
+        (other_weights, "the model's config, tokenizer or weights changed"),
+    ],
+)
+def test_other_contents_under_the_same_names_are_refused(
+    change: Callable[[Path], None], words: str, folder: Path
+) -> None:
+    change(folder)
+    before = sorted((folder / "run").rglob("*"))
+    assert words in refusal(here("train", folder / "r.yaml"))
+    assert sorted((folder / "run").rglob("*")) == before
+
+
+def test_a_finished_run_is_not_begun_again(folder: Path) -> None:
+    assert here("train", folder / "r.yaml").code == 0, "killed before its final model was written"
+    for given in ([], ["trainer.keep=5"], ["optim.lr=0.5"]):
+        told = refusal(here("train", folder / "r.yaml", *given))
+        assert "or raise trainer.steps to train on" in told, told
+    assert here("train", folder / "r.yaml", "trainer.steps=3").code == 0
+    assert [row["step"] for row in read_rows(folder / "run/metrics.jsonl")] == [1, 2, 3]
+
+
+def newest(folder: Path) -> Path:
+    return saved_steps(folder / "run/checkpoints")[0][0].path
+
+
+def only_newest(folder: Path) -> Path:
+    for saved in saved_steps(folder / "run/checkpoints")[0][1:]:
+        shutil.rmtree(saved.path)
+    return newest(folder)
+
+
+def test_every_field_of_the_state_is_missed_by_name(folder: Path) -> None:
+    """Its checksum is made right again, so that nothing but the field is wrong."""
+    step = only_newest(folder)
+    whole = (step / MANIFEST).read_bytes()
+    state = ShardedReader(step).manifest.state
+    assert state is not None and set(state) == set(RunState.__dataclass_fields__)
+    paths: list[tuple[Any, ...]] = [(name,) for name in state] + [("updates", role) for role in state["updates"]]
+    paths += [("rng", 0, kind) for kind in state["rng"][0]] + [("rng", 0)]
+    for path in paths:
+
+        def drop(body: dict[str, Any], path: tuple[Any, ...] = path) -> None:
+            inner = body["state"]
+            for key in path[:-1]:
+                inner = inner[key]
+            del inner[path[-1]]
+
+        forge(step, drop)
+        told = refusal(here("train", folder / "r.yaml"))
+        assert str(path[-1] or path[0]) in told, (path, told)
+        (step / MANIFEST).write_bytes(whole)
+
+
+def test_every_kind_of_training_tensor_is_missed_by_name(folder: Path) -> None:
+    """A weight as it is trained, each moment, of both roles; and the model's own: a tensor in one layer, and a norm."""
+    step = only_newest(folder)
+    whole = (step / MANIFEST).read_bytes()
+    tensors = ShardedReader(step).manifest.tensors
+    kinds = {name.split("/")[1:3].__str__() for name in tensors if name.startswith(TRAINING)}
+    assert len(kinds) == 6, "param, exp_avg and exp_avg_sq of policy and critic"
+    chosen = [
+        name
+        for name in tensors
+        if name.startswith(TRAINING)
+        and name.endswith(("/model.norm.weight", "layers.1.mlp.up_proj.weight", "score.bias"))
+    ]
+    assert len(chosen) == 15
+    for name in chosen:
+        forge(step, lambda body, name=name: body["tensors"].pop(name))  # type: ignore[misc]
+        told = refusal(here("train", folder / "r.yaml"))
+        start, _, rest = name.removeprefix(TRAINING).split("/", 2)[0], None, name.split("/", 3)[3]
+        assert f"missing: {rest}" in told and f"/{start}/" in told, (name, told)
+        (step / MANIFEST).write_bytes(whole)
+    assert here("train", folder / "r.yaml").code == 0

@@ -1,0 +1,140 @@
+"""Saving beside training: what is on the disk is what was there at the call; what goes wrong is told, and survived."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.checkpoint.reader import ShardedReader
+from dovetail.checkpoint.saver import Saver
+from dovetail.checkpoint.steps import Retention, SavedStep, open_newest, saved_steps
+from dovetail.errors import CheckpointError
+from dovetail.mesh import Mesh
+from dovetail.weights.files import TensorFileWriter
+from tests.commands.program import Ended, here, make_model, read_rows, refusal, write_recipe, write_rows
+from tests.fault.saves import NAMES, SIDES, export_of, made_of, order_of
+from tests.fault.training_checkpoint import state_of
+
+
+@pytest.mark.parametrize("rounds", [20, pytest.param(200, marks=pytest.mark.soak)])
+def test_what_is_saved_is_what_was_there_at_the_call(rounds: int, tmp_path: Path) -> None:
+    saver = Saver(tmp_path, Mesh.solo(), Retention(1), background=True)
+    tensors = made_of(0, 1)
+    for order in range(1, rounds + 1):
+        for tensor in tensors.values():
+            tensor.fill_(order)
+        saver.save(order, [export_of(tensors, 0, 1)], SIDES, state_of(order, order))
+        for tensor in tensors.values():  # while it is written
+            tensor.fill_(-1)
+        saver.settle()
+        reader, _ = open_newest(tmp_path, Mesh.solo())
+        assert reader is not None and order_of(reader) == order
+
+
+def test_without_the_background_nothing_is_copied(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, Mesh.solo(), Retention(1), background=False)
+    saver.save(1, [export_of(made_of(1, 1), 0, 1)], SIDES, state_of(1, 1))
+    assert saver.done and saver._arena.num_bytes == 0
+    assert saver.settle()
+    assert not saver.settle(), "it is told once"
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("error", [ZeroDivisionError("planted"), OSError(errno.ENOSPC, "full"), KeyError("planted")])
+def test_no_failure_of_a_save_is_silent(background: bool, error: Exception, tmp_path: Path) -> None:
+    class Failing(dict[str, Any]):
+        def items(self) -> Any:
+            raise error
+
+    saver = Saver(tmp_path, Mesh.solo(), Retention(1), background=background)
+    saver.save(1, [export_of(made_of(1, 1), 0, 1)], Failing(), state_of(1, 1))
+    with pytest.raises((type(error), CheckpointError)):
+        saver.settle()
+    saver.save(2, [export_of(made_of(2, 1), 0, 1)], SIDES, state_of(2, 2))
+    saver.settle()
+    (left,) = saved_steps(tmp_path)[0]
+    assert left.step == 2
+    assert not [*tmp_path.glob(".tmp-*")]
+
+
+def test_snapshots_use_the_same_memory_again(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, Mesh.solo(), Retention(1), background=True)
+    sizes = set()
+    for order in range(1, 4):
+        saver.save(order, [export_of(made_of(order, 1), 0, 1)], SIDES, state_of(order, order))
+        saver.settle()
+        sizes.add(saver._arena.num_bytes)
+    assert sizes == {len(NAMES) * 192}
+
+
+def runs(folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch, fails: set[int]) -> Ended:
+    """A run of the command whose n-th saves in `fails` find no space."""
+    model = make_model(folder / "model")
+    rows = write_rows(folder / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
+    recipe = write_recipe(
+        folder / "r.yaml", model, rows, trainer={"steps": steps, "save_every": 2, "keep": 9, "prompts_per_step": 1}
+    )
+    original, counted = TensorFileWriter.close, [0]
+
+    def close(self: TensorFileWriter) -> None:
+        if self.path.name.startswith("pieces-"):
+            counted[0] += 1
+            if counted[0] in fails:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(self)
+
+    monkeypatch.setattr(TensorFileWriter, "close", close)
+    return here("train", recipe)
+
+
+def test_a_run_survives_saves_that_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ended = runs(tmp_path, 12, monkeypatch, {2, 3, 5})
+    assert ended.code == 0, ended
+    assert ended.out.count("A SAVE FAILED, the run goes on and earlier checkpoints are whole") == 3
+    run = tmp_path / "run"
+    assert [saved.step for saved in saved_steps(run / "checkpoints")[0]] == [12, 8, 2]
+    events = read_rows(run / "events.jsonl")
+    assert [event["kind"] for event in events] == ["save_failed"] * 3
+    assert "No space left on device" in events[0]["cause"]
+    assert (run / "hf").is_dir()
+
+
+def test_a_run_that_cannot_be_saved_stops(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The third failure in a row ends it; what was saved before is whole."""
+    told = refusal(runs(tmp_path, 100, monkeypatch, set(range(2, 100))))
+    assert "the run cannot be saved; what was saved before is whole" in told and "No space left" in told
+    assert len(read_rows(tmp_path / "run/metrics.jsonl")) <= 10
+    (saved,) = saved_steps(tmp_path / "run/checkpoints")[0]
+    ShardedReader(saved.path).verify()
+
+
+def test_scores_are_of_one_kind(tmp_path: Path) -> None:
+    """With evaluations only the evaluated steps have a score; a step that fits the evaluation best is kept."""
+    model = make_model(tmp_path / "model")
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
+    trainer = {"steps": 6, "save_every": 1, "keep": 1, "keep_best": 1, "eval_every": 2, "prompts_per_step": 1}
+    recipe = write_recipe(
+        tmp_path / "r.yaml", model, rows, trainer=trainer, data={"eval": str(rows)}, optim={"lr": 1.0}
+    )
+    assert here("train", recipe).code == 0
+    evaluated = {
+        row["step"]: row["eval_loss"] for row in read_rows(tmp_path / "run/metrics.jsonl") if "eval_loss" in row
+    }
+    best = min(evaluated, key=lambda step: evaluated[step])
+    steps = {saved.step: saved.score for saved in saved_steps(tmp_path / "run/checkpoints")[0]}
+    assert set(steps) == {best, 6}
+    assert steps[best] == -evaluated[best]
+
+
+def test_which_steps_stay() -> None:
+    def step(order: int, step: int, score: float | None) -> SavedStep:
+        return SavedStep(Path(f"{order}"), step, order, score)
+
+    steps = [step(1, 10, 0.5), step(2, 20, 0.9), step(3, 30, None), step(4, 20, 0.9), step(5, 30, 0.1)]
+    kept = {
+        retention: sorted(int(path.name) for path in retention.keeps(steps))
+        for retention in (Retention(1), Retention(2), Retention(1, best=1), Retention(1, every=20), Retention(1, 10, 2))
+    }
+    assert list(kept.values()) == [[5], [4, 5], [4, 5], [2, 4, 5], [1, 2, 3, 4, 5]]
