@@ -64,6 +64,14 @@ def test_which_layers_route() -> None:
     assert read("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0, 1]).moe is None
 
 
+def test_windows_of_qwen2_moe_are_those_of_transformers() -> None:
+    for options in ({"use_sliding_window": True, "max_window_layers": 3}, {"use_sliding_window": False}):
+        config = Qwen2MoeConfig(num_hidden_layers=6, sliding_window=7, **options)
+        expected = tuple(7 if kind == "sliding_attention" else None for kind in config.layer_types)
+        spec = read("qwen2_moe", num_hidden_layers=6, sliding_window=7, **options)
+        assert spec.attention.windows == spec_from_config(raw(config)).attention.windows == expected
+
+
 def test_costs_count_the_chosen_experts() -> None:
     spec = spec_from_config(moe_configs()["deepseek_v3"].to_dict())
     attention = 24 * 64 + 8 * 20 * 24 + 64 * 28 + 8 * 28 * 20 + 64 * 8 * 16

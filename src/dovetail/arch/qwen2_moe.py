@@ -38,14 +38,11 @@ def qwen2_moe_spec(config: Mapping[str, Any]) -> ArchSpec:
     """The spec of a raw config.json with model_type qwen2_moe."""
     c = family_fields("qwen2_moe", config, DEFAULTS)
     windowed = c.flag("use_sliding_window")
-    if (
-        windowed and c.get("layer_types") is None
-    ):  # where older configs say no more: every other one of the first layers
+    if windowed and c.get("layer_types") is None:  # older configs mean every other one of the first layers
         last, depth = c.integer("max_window_layers", least=0), c.integer("num_hidden_layers")
         types = [SLIDING if layer % 2 == 0 and layer < last else FULL for layer in range(depth)]
         c = family_fields("qwen2_moe", {**config, "layer_types": types}, DEFAULTS)
-    depth = c.integer("num_hidden_layers")
-    windows = layer_windows(c, c.integer("sliding_window") if windowed else None, first=0 if not windowed else depth)
+    windows = layer_windows(c, c.integer("sliding_window") if windowed else None)
     moe = MoeSpec(
         layers=sparse_layers(c),
         num_experts=c.integer("num_experts"),

@@ -39,10 +39,10 @@ class AdvantageSettings:
 
 
 def pack_samples(samples: Seq[Sample], temperature: float) -> PackedBatch:
-    """Prompt and completion of every sample, in order; the mask covers the completion's tokens. Where the sampler told
-    the experts of its tokens, the batch brings them along, and the log-probs that it drew from as `rollout_logprob`.
+    """Prompt and completion of every sample, in order; the mask covers the completion's tokens.
 
-    At a temperature other than 1 (or 0, where log-probs are those at 1) the batch carries it for every token.
+    The field `rollout_logprob` is what the sampler drew from; where it told the experts of its tokens, the batch brings
+    them along. At a temperature other than 1 (or 0, where log-probs are those at 1) the batch carries it for every token.
     """
     shared: Mapping[str, float] = {} if temperature in (0.0, 1.0) else {"temperature": temperature}
     rows = []
