@@ -20,3 +20,11 @@ def test_row_kernels_equal_the_reference() -> None:
     for case, errors in found.items():
         for what, error in errors.items():
             assert error <= (OP_BF16 if "bfloat16" in what else OP_FP32), (case, what)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_row_kernels_compile_for_hopper() -> None:
+    """Without a GPU: the interpreter takes Python that the compiler refuses."""
+    command = [sys.executable, "-m", "tests.unit.head_compiled"]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert set(found) == {"_row_stats", "_row_grad"} and all(found.values())

@@ -6,8 +6,6 @@ row's own memory: the products read it from there, and a chunk needs no memory b
 triton.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -60,7 +58,13 @@ def _inverse(z: Tensor, temperature: Tensor | None) -> Tensor:
 
 @triton.jit
 def _row_stats(
-    z: Any, targets: Any, inverse: Any, stats: Any, columns: tl.constexpr, stride: Any, BLOCK: tl.constexpr
+    z: tl.tensor,
+    targets: tl.tensor,
+    inverse: tl.tensor,
+    stats: tl.tensor,
+    columns: tl.constexpr,
+    stride: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     """m, s, u and t of one row; s and u are rescaled whenever a block raises the maximum."""
     row = tl.program_id(0).to(tl.int64)
@@ -91,7 +95,14 @@ def _row_stats(
 
 @triton.jit
 def _row_grad(
-    z: Any, out: Any, targets: Any, rows: Any, columns: tl.constexpr, stride: Any, out_stride: Any, BLOCK: tl.constexpr
+    z: tl.tensor,
+    out: tl.tensor,
+    targets: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.constexpr,
+    stride: tl.tensor,
+    out_stride: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     """(g [j = y] - p (g + h (z - mean))) / temperature of one row. `out` may be the front of z's own memory.
 
