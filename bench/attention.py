@@ -10,6 +10,7 @@ import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -58,12 +59,12 @@ def row(lengths: tuple[int, ...], heads: tuple[int, ...], rounds: int) -> Row:
     peer = None
     if importlib.util.find_spec("flash_attn") is not None:
         flash = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
-        cu, longest = spans.cu_seqlens, spans.longest
+        where = {f"cu_seqlens_{x}": spans.cu_seqlens for x in "qk"} | {f"max_seqlen_{x}": spans.longest for x in "qk"}
         with torch.no_grad():
-            found = _only(flash(q, k, v, cu, cu, max_seqlen_q=longest, max_seqlen_k=longest, causal=True))
+            found = _only(flash(q, k, v, **where, causal=True))
             apart = float((found - attention(q, k, v, spans, spans)).abs().max())
         assert apart < 0.05, f"ours and the peer's differ by {apart}; the comparison would mean nothing"
-        peer = timed(lambda: _only(flash(q, k, v, cu, cu, max_seqlen_q=longest, max_seqlen_k=longest, causal=True)))
+        peer = timed(lambda: _only(flash(q, k, v, **where, causal=True)))
     one = compare(Case("attention", tokens, ours, peer or ours), rounds)
     flops = 3.5 * sum(4 * queries * dim * n * n / 2 for n in lengths) / 1e12
     return Row(
@@ -90,7 +91,8 @@ def main() -> None:
     found = [row(lengths, tuple(given.heads), given.rounds) for lengths in PACKS]
     for one in found:
         print(one)
-    result = {"bench": "attention", **surroundings(), "results": [asdict(one) for one in found]}
+    peers = {name: metadata.version(name) for name in ("flash-attn-4",) if importlib.util.find_spec("flash_attn")}
+    result = {"bench": "attention", **surroundings(), "peers": peers, "results": [asdict(one) for one in found]}
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

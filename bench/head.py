@@ -20,6 +20,7 @@ from torch import Tensor
 from bench.harness import RESULTS, Case, compare, surroundings
 from dovetail.batch import Loss, PackedBatch
 from dovetail.fused_head import VocabShard, fused_loss, fused_token_stats
+from dovetail.kernels import reference
 from dovetail.kernels.registry import kernels_for
 from dovetail.mesh import Axis
 from dovetail.tokenstats import TokenStats
@@ -27,6 +28,7 @@ from dovetail.tokenstats import TokenStats
 GIB = 2**30
 ENTROPY = 0.01  # weight of the entropy in the loss
 CHECKED = 256  # rows compared with float64
+DEVIATIONS = (1.2, 3.0)  # of logits: a model at its start, and one as peaked as trained ones are
 
 
 @dataclass(frozen=True)
@@ -53,21 +55,26 @@ class Work:
     weight: Tensor
     batch: PackedBatch
     chunk: int
+    plain: bool = False  # whether the passes over the logits are torch's operations
 
     @classmethod
-    def random(cls, tokens: int, width: int, vocab: int, chunk: int, device: torch.device) -> "Work":
-        """Logits of deviation 3, as peaked as a trained model's are."""
+    def random(cls, tokens: int, sizes: tuple[int, int], chunk: int, device: torch.device, deviation: float) -> "Work":
+        """`sizes`: width and vocabulary; `deviation`: of the logits."""
+        width, vocab = sizes
         torch.manual_seed(0)
         half = torch.bfloat16
         x = torch.randn(tokens, width, device=device).to(half).requires_grad_()
-        weight = torch.randn(vocab, width, device=device).mul_(3 * width**-0.5).to(half).requires_grad_()
+        weight = torch.randn(vocab, width, device=device).mul_(deviation * width**-0.5).to(half).requires_grad_()
         batch = PackedBatch.pack([torch.randint(vocab, (tokens + 1,))]).to(device)
         batch = batch.with_fields(advantage=torch.randn(tokens + 1, device=device))
         return cls(x, weight, batch.compact(torch.arange(tokens, device=device)), chunk)
 
     @property
     def shard(self) -> VocabShard:
-        return VocabShard(self.weight, 0, Axis("tp"), replace(kernels_for(self.x.device), head_chunk=self.chunk))
+        kernels = replace(kernels_for(self.x.device), head_chunk=self.chunk)
+        if self.plain:
+            kernels = replace(kernels, vocab_stats=reference.vocab_stats, vocab_grad_=reference.vocab_grad_)
+        return VocabShard(self.weight, 0, Axis("tp"), kernels)
 
     def gradients(self, total: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(total, (self.x, self.weight))
@@ -124,16 +131,20 @@ def compiled_statistics() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(statistics, dynamic=False)
 
 
+def with_entropy(work: Work) -> Iterator[tuple[str, Callable[[], tuple[Tensor, Tensor]]]]:
+    """Peers that give what ours gives: log-probs and entropies."""
+    given = (work.x, work.weight, work.batch.targets)
+    statistics = compiled_statistics()
+    yield "torch.compile, logits kept", lambda: statistics(*given)
+    verl = _installed("verl.utils.kernel.linear_cross_entropy")
+    if verl is not None:
+        yield "verl, Triton kernel", lambda: verl.linear_cross_entropy(*given, 1.0, "none")
+
+
 def peers(work: Work, *, backward: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """Every peer that is installed, as a run of one pass."""
     x, weight, targets = work.x, work.weight, work.batch.targets
-    with_entropy: list[tuple[str, Callable[[], tuple[Tensor, Tensor]]]] = []
-    statistics = compiled_statistics()
-    with_entropy.append(("torch.compile, logits kept", lambda: statistics(x, weight, targets)))
-    verl = _installed("verl.utils.kernel.linear_cross_entropy")
-    if verl is not None:
-        with_entropy.append(("verl, Triton kernel", lambda: verl.linear_cross_entropy(x, weight, targets, 1.0, "none")))
-    for name, run in with_entropy:
+    for name, run in with_entropy(work):
         yield name, (lambda run=run: work.gradients(work.policy(*run()))) if backward else _without_gradient(run)
     if not backward:
         return
@@ -171,6 +182,7 @@ def rows(work: Work, rounds: int, *, backward: bool, only: list[str]) -> Iterato
     ]
     if backward:
         found.append(("ours, four products", lambda: train(work, WholePolicy())))
+        found.append(("ours, passes by torch", lambda: train(replace(work, plain=True), Policy())))
     found += peers(work, backward=backward)
     ours: Callable[[], object] = (lambda: train(work, Policy())) if backward else (lambda: score(work))
     extra = _extra_gib(work, ours, backward=backward)
@@ -213,9 +225,8 @@ def _extra_gib(work: Work, run: Callable[[], object], *, backward: bool) -> floa
     return round((torch.cuda.max_memory_allocated() - before - gradients) / GIB, 2)
 
 
-def errors(work: Work) -> dict[str, float]:
+def errors(work: Work, found: TokenStats) -> dict[str, float]:
     """The largest error of log-prob and entropy against float64, over rows from the whole batch, in nats."""
-    found = score(work)
     some = torch.linspace(0, len(work.x) - 1, CHECKED, device=work.x.device).long()
     with torch.no_grad():
         every = (work.x[some].to(torch.float64) @ work.weight.to(torch.float64).T).log_softmax(-1)
@@ -225,6 +236,13 @@ def errors(work: Work) -> dict[str, float]:
         "logprob": float((found.logprob[some] - logprob).abs().max()),
         "entropy": float((found.entropy[some] - entropy).abs().max()),
     }
+
+
+def accuracies(work: Work) -> dict[str, dict[str, float]]:
+    """Of ours and of the peers that know entropies."""
+    with torch.no_grad():
+        others = {name: TokenStats(*run()) for name, run in with_entropy(work)}
+        return {name: errors(work, found) for name, found in {"ours": score(work), **others}.items()}
 
 
 def main() -> None:
@@ -240,11 +258,14 @@ def main() -> None:
     given = parser.parse_args()
     device = torch.device("cuda")
     found: list[Row] = []
-    accuracy: dict[str, dict[str, float]] = {}
+    accuracy: dict[str, dict[str, dict[str, float]]] = {}
+    sizes = (given.width, given.vocab)
+    for deviation in DEVIATIONS:
+        accuracy[f"logits of deviation {deviation}"] = accuracies(Work.random(2048, sizes, 2048, device, deviation))
+    print(accuracy)
     for tokens in given.tokens:
         for chunk in given.chunks or [kernels_for(device).head_chunk]:
-            work = Work.random(tokens, given.width, given.vocab, chunk, device)
-            accuracy[f"{tokens} tokens, chunks of {chunk}"] = errors(work)
+            work = Work.random(tokens, sizes, chunk, device, DEVIATIONS[0])
             for backward in (True, False):
                 for row in rows(work, given.rounds, backward=backward, only=given.peers):
                     found.append(row)
@@ -261,7 +282,7 @@ def main() -> None:
         "results": [asdict(row) for row in found],
     }
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(accuracy, given.out)
+    print(given.out)
 
 
 def line(row: Row) -> str:

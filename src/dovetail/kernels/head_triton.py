@@ -6,6 +6,8 @@ row's own memory: the products read it from there, and a chunk needs no memory b
 triton.
 """
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -13,8 +15,9 @@ from torch import Tensor
 
 from dovetail.kernels import reference
 
-COLUMNS = 4096  # logits of a row that one step reads
+COLUMNS = 8192  # logits of a row that one step reads
 WARPS = 8
+ROUNDED: Mapping[str, bool] = {"enable_fp_fusion": False}  # z / temperature is rounded before it meets its own maximum
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min / 2)  # as in the reference: e^-inf (-inf) is 0
 
 
@@ -25,7 +28,7 @@ def vocab_stats(z: Tensor, local_targets: Tensor, temperature: Tensor | None = N
         return reference.vocab_stats(z, local_targets, temperature)
     stats = torch.empty((n, 4), dtype=z.dtype, device=z.device)
     inverse = _inverse(z, temperature)
-    _row_stats[(n,)](z, local_targets, inverse, stats, columns, z.stride(0), COLUMNS, num_warps=WARPS)
+    _row_stats[(n,)](z, local_targets, inverse, stats, columns, z.stride(0), COLUMNS, num_warps=WARPS, **ROUNDED)
     return stats
 
 
@@ -47,7 +50,9 @@ def vocab_grad_(
     out = z.view(dtype or z.dtype)[:, :columns]
     nothing = torch.zeros_like(lse)
     rows = torch.stack((lse, nothing if h is None else mean, g, nothing if h is None else h, _inverse(z, temperature)))
-    _row_grad[(n,)](z, out, local_targets, rows, columns, z.stride(0), out.stride(0), COLUMNS, num_warps=WARPS)
+    _row_grad[(n,)](
+        z, out, local_targets, rows, columns, z.stride(0), out.stride(0), COLUMNS, num_warps=WARPS, **ROUNDED
+    )
     return out
 
 

@@ -50,7 +50,7 @@ def kernels_for(device: torch.device) -> KernelSet:
             vocab_stats=vocab_stats,
             vocab_grad_=vocab_grad_,
             add_weight_grad_=cuda.add_weight_grad_,
-            head_chunk=4096,
+            head_chunk=8192,
         )
     if device.type == "npu":
         return npu_kernels(importlib.import_module("torch_npu"), device)
