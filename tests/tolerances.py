@@ -13,6 +13,7 @@ SUM_ORDER = 1e-12  # float64: the same sums in another order (sharded against on
 OP_FP64 = 1e-10  # float64: one operation against an independent formula
 OP_FP32 = 1.3e-6  # float32: one operation, relative (torch's default)
 OP_BF16 = 2**-7  # bfloat16: one operation, its operands and its result rounded
+HEAD_LOGPROB = 3e-5  # bfloat16 inputs, logits of deviation 1.2 kept in float32: log-probs and entropies against float64
 HALF_SHARE = 1.2  # bfloat16: our error against float32, as a multiple of transformers' own
 P99 = 0.99  # the quantile that HALF_SHARE also holds at
 MODEL_FP32 = 1e-5  # float32: a whole model against another implementation

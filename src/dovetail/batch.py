@@ -143,8 +143,7 @@ class PackedBatch:
         `cu_seqlens` counts what is left; `lengths`, which the device would have to tell, stay those of all tokens. What
         is left is for heads and losses, so media and routing stay behind.
         """
-        counts = torch.bincount(self.sequence_ids[index], minlength=self.num_sequences)
-        cu_seqlens = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+        cu_seqlens = torch.searchsorted(index, self.cu_seqlens.to(index.dtype), out_int32=True)
         return self._map(lambda x: x[index], cu_seqlens, self.lengths)
 
     def pad_to_multiple(self, multiple: int) -> "PackedBatch":

@@ -84,14 +84,16 @@ def add_losses(losses: list[Loss]) -> Loss:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Where the chunks leave their gradients: rows of dx [n, D], and a sum dw [columns, D] in the wide dtype."""
+    """Where the chunks leave their gradients: rows of dx [n, D], and a sum dw [columns, D] in the wide dtype.
+
+    Nothing is in them before the first chunk."""
 
     dx: Tensor
     dw: Tensor
 
     @classmethod
     def like(cls, x: Tensor, weight: Tensor) -> "_Gradients":
-        return cls(torch.empty_like(x), torch.zeros_like(weight, dtype=wide(weight.dtype)))
+        return cls(torch.empty_like(x), torch.empty_like(weight, dtype=wide(weight.dtype)))
 
 
 def _separable(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradients: _Gradients | None) -> Loss:
@@ -147,10 +149,10 @@ def _backward_chunk(
     gh: tuple[Tensor, Tensor | None],
     gradients: _Gradients,
 ) -> None:
-    """Turn the logits z of some rows into their gradient in place, and leave dx and dw."""
+    """Turn the logits z of some rows into their gradient, and leave dx and dw."""
     local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows)
-    dz = shard.kernels.vocab_grad_(z, local_targets, normalizer.lse, normalizer.mean, *gh, temperature).to(x.dtype)
-    shard.kernels.add_weight_grad_(gradients.dw, dz, x[rows])
+    dz = shard.kernels.vocab_grad_(z, local_targets, *normalizer, *gh, temperature, dtype=x.dtype)
+    shard.kernels.add_weight_grad_(gradients.dw, dz, x[rows], first=rows.start == 0)
     torch.mm(dz, shard.weight, out=gradients.dx[rows])
 
 

@@ -53,9 +53,10 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
     return reference.logits(x, weight)
 
 
-def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor) -> None:
-    """As `reference.add_weight_grad_`, accumulating half-precision products in fp32."""
-    if total.dtype == x.dtype:
-        total.addmm_(dz.to(x.dtype).T, x)
+def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None:
+    """As `reference.add_weight_grad_`: the product itself adds, half-precision ones in fp32."""
+    wider: dict[str, Any] = {} if total.dtype == x.dtype else {"out_dtype": total.dtype}
+    if first:
+        torch.mm(dz.T, x, **wider, out=total)
     else:
-        total += torch.mm(dz.to(x.dtype).T, x, out_dtype=torch.float32)
+        torch.addmm(total, dz.T, x, **wider, out=total)

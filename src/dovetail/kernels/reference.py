@@ -236,15 +236,18 @@ def vocab_grad_(
     g: Tensor,
     h: Tensor | None,
     temperature: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Overwrite logits [n, V] with their gradient (g [j = y] - p (g + h (z - mean))) / temperature, p = e^(z - lse).
+    """Turn logits [n, V] into their gradient (g [j = y] - p (g + h (z - mean))) / temperature, p = e^(z - lse).
 
     z stands for the logits over the temperature; all vectors are [n]. `g` and `h` are the gradients of logprob and
-    entropy; h = None where nothing asks for the entropy's. Computed in `wide`, whatever z's dtype.
+    entropy; h = None where nothing asks for the entropy's. Computed in `wide`, returned in `dtype`; without one, in z
+    itself. z's memory is spent in either case, and the result may lie in it.
     """
     _n, columns = z.shape
     if columns == 0:
-        return z
+        return z.to(dtype or z.dtype)
     mine = (local_targets >= 0) & (local_targets < columns)
     index, at_target = torch.where(mine, local_targets, 0)[:, None], torch.where(mine, g, 0.0)[:, None]
     for rows in _row_blocks(z):
@@ -257,7 +260,7 @@ def vocab_grad_(
             grad = (block - lse[rows, None]).exp_().mul_(factor)
         grad.scatter_add_(-1, index[rows], at_target[rows])
         z[rows] = grad if temperature is None else grad.div_(temperature[rows, None])
-    return z
+    return z.to(dtype or z.dtype)
 
 
 def _wide_rows(z: Tensor, rows: slice, temperature: Tensor | None) -> Tensor:
@@ -266,13 +269,15 @@ def _wide_rows(z: Tensor, rows: slice, temperature: Tensor | None) -> Tensor:
     return block if temperature is None else block / temperature[rows, None]
 
 
-def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor) -> None:
-    """total [V, D] += dz [n, V].T @ x [n, D], where total may be wider than x."""
+def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None:
+    """total [V, D] += dz [n, V].T @ x [n, D], where total may be wider than dz and x. The first one finds nothing there."""
+    if first:
+        total.zero_()
     if total.dtype == x.dtype:
-        total.addmm_(dz.to(x.dtype).T, x)
+        total.addmm_(dz.T, x)
         return
     for rows in _row_blocks(total):
-        total[rows] += dz[:, rows].to(x.dtype).T @ x
+        total[rows] += dz[:, rows].T @ x
 
 
 def _row_blocks(x: Tensor) -> Iterator[slice]:

@@ -1,6 +1,7 @@
 """Which implementation computes each op: chosen once from the device, then passed down as a value."""
 
 import importlib
+import importlib.util
 import resource
 import sys
 from collections.abc import Callable, Mapping
@@ -41,16 +42,27 @@ class KernelSet:
 def kernels_for(device: torch.device) -> KernelSet:
     """The kernels of a device: the reference, with what the device does better put in its place."""
     if device.type == "cuda":
+        vocab_stats, vocab_grad_ = _row_kernels()
         return KernelSet(
             attention=cuda.attention,
             grouped_mm=cuda.grouped_mm,
             logits=cuda.logits,
+            vocab_stats=vocab_stats,
+            vocab_grad_=vocab_grad_,
             add_weight_grad_=cuda.add_weight_grad_,
-            head_chunk=4096,
+            head_chunk=8192,
         )
     if device.type == "npu":
         return npu_kernels(importlib.import_module("torch_npu"), device)
     return KernelSet()
+
+
+def _row_kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """`vocab_stats` and `vocab_grad_` by triton, which CUDA builds of torch bring along; without it, the reference."""
+    if importlib.util.find_spec("triton") is None:
+        return reference.vocab_stats, reference.vocab_grad_
+    ours = importlib.import_module("dovetail.kernels.head_triton")
+    return ours.vocab_stats, ours.vocab_grad_
 
 
 def npu_kernels(ops: Any, device: torch.device) -> KernelSet:

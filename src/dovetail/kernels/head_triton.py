@@ -1,0 +1,131 @@
+"""The head's two passes over float32 logits as Triton kernels: statistics of a row, and its gradient over the row itself.
+
+Each program owns one row, so nothing is shared, summed in any order, or larger than 2^31. A logit is read twice and its
+gradient written once. The gradient of half-precision hidden states is written in their dtype into the first half of the
+row's own memory: the products read it from there, and a chunk needs no memory beside its logits. Importing this needs
+triton.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dovetail.kernels import reference
+
+COLUMNS = 8192  # logits of a row that one step reads
+WARPS = 8
+ROUNDED: Mapping[str, bool] = {"enable_fp_fusion": False}  # z / temperature is rounded before it meets its own maximum
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min / 2)  # as in the reference: e^-inf (-inf) is 0
+
+
+def vocab_stats(z: Tensor, local_targets: Tensor, temperature: Tensor | None = None) -> Tensor:
+    """As `reference.vocab_stats`, reading float32 logits once; other dtypes take the reference."""
+    n, columns = z.shape
+    if z.dtype != torch.float32 or z.stride(1) != 1 or z.numel() == 0:
+        return reference.vocab_stats(z, local_targets, temperature)
+    stats = torch.empty((n, 4), dtype=z.dtype, device=z.device)
+    inverse = _inverse(z, temperature)
+    _row_stats[(n,)](z, local_targets, inverse, stats, columns, z.stride(0), COLUMNS, num_warps=WARPS, **ROUNDED)
+    return stats
+
+
+def vocab_grad_(
+    z: Tensor,
+    local_targets: Tensor,
+    lse: Tensor,
+    mean: Tensor,
+    g: Tensor,
+    h: Tensor | None,
+    temperature: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As `reference.vocab_grad_`, in one pass over float32 logits; a result in half precision lies in z's memory."""
+    n, columns = z.shape
+    if z.dtype != torch.float32 or not z.is_contiguous() or z.numel() == 0:
+        return reference.vocab_grad_(z, local_targets, lse, mean, g, h, temperature, dtype=dtype)
+    out = z.view(dtype or z.dtype)[:, :columns]
+    nothing = torch.zeros_like(lse)
+    rows = torch.stack((lse, nothing if h is None else mean, g, nothing if h is None else h, _inverse(z, temperature)))
+    _row_grad[(n,)](
+        z, out, local_targets, rows, columns, z.stride(0), out.stride(0), COLUMNS, num_warps=WARPS, **ROUNDED
+    )
+    return out
+
+
+def _inverse(z: Tensor, temperature: Tensor | None) -> Tensor:
+    """What multiplies a row's logits, [n]."""
+    return torch.ones_like(z[:, 0]) if temperature is None else temperature.to(z.dtype).reciprocal()
+
+
+@triton.jit
+def _row_stats(
+    z: tl.tensor,
+    targets: tl.tensor,
+    inverse: tl.tensor,
+    stats: tl.tensor,
+    columns: tl.constexpr,
+    stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """m, s, u and t of one row; s and u are rescaled whenever a block raises the maximum."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(inverse + row)
+    m = float("-inf")
+    s = 0.0
+    u = 0.0
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        block = tl.load(z + row * stride + at, mask=at < columns, other=float("-inf")) * scale
+        peak = tl.maximum(m, tl.max(block, 0))
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        shifted = block - base
+        weights = tl.exp(shifted)
+        behind = tl.where(m == float("-inf"), 0.0, m - base)
+        shrink = tl.where(m == float("-inf"), 0.0, tl.exp(behind))
+        u = shrink * (u + s * behind) + tl.sum(weights * tl.maximum(shifted, LOWEST), 0)
+        s = shrink * s + tl.sum(weights, 0)
+        m = peak
+    target = tl.load(targets + row)
+    mine = (target >= 0) & (target < columns)
+    t = tl.load(z + row * stride + tl.where(mine, target, 0)) * scale
+    tl.store(stats + row * 4, m)
+    tl.store(stats + row * 4 + 1, s)
+    tl.store(stats + row * 4 + 2, u)
+    tl.store(stats + row * 4 + 3, tl.where(mine, t, 0.0))
+
+
+@triton.jit
+def _row_grad(
+    z: tl.tensor,
+    out: tl.tensor,
+    targets: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.constexpr,
+    stride: tl.tensor,
+    out_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """(g [j = y] - p (g + h (z - mean))) / temperature of one row. `out` may be the front of z's own memory.
+
+    rows [5, n]: lse, mean, g, h and 1 / temperature. What a step writes lies in front of what it reads, except in the
+    first one; the barrier lets every thread read before any writes.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.num_programs(0)
+    lse = tl.load(rows + row)
+    mean = tl.load(rows + n + row)
+    g = tl.load(rows + 2 * n + row)
+    h = tl.load(rows + 3 * n + row)
+    scale = tl.load(rows + 4 * n + row)
+    target = tl.load(targets + row)
+    for start in range(0, columns, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        block = tl.load(z + row * stride + at, mask=at < columns, other=float("-inf")) * scale
+        tl.debug_barrier()
+        factor = g + h * tl.maximum(block - mean, LOWEST)
+        grad = tl.where(at == target, g, 0.0) - tl.exp(block - lse) * factor
+        tl.store(out + row * out_stride + at, (grad * scale).to(out.dtype.element_ty), mask=at < columns)

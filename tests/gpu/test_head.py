@@ -1,0 +1,162 @@
+"""The head on a CUDA device against float64: row kernels, log-probs, gradients, memory, and no waiting for the host."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from dovetail.batch import Loss, PackedBatch
+from dovetail.fused_head import VocabShard, fused_loss, fused_token_stats
+from dovetail.kernels import reference
+from dovetail.kernels.registry import kernels_for
+from dovetail.mesh import Axis
+from dovetail.tokenstats import TokenStats, combine
+from tests.tolerances import HEAD_LOGPROB, OP_BF16, OP_FP32, assert_close, max_abs
+from tests.unit.head_memory import Policy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+QWEN_7B = (3584, 152064)  # width and vocabulary
+ODD = (40, 1003)  # a vocabulary whose rows start at no multiple of 16 bytes
+
+
+class ByToken:
+    """A policy gradient with an entropy bonus, a token at a time."""
+
+    separable = True
+
+    def __call__(self, stats: TokenStats, batch: PackedBatch) -> Loss:
+        total = -(stats.logprob.exp() * batch.fields["advantage"] + 0.01 * stats.entropy).sum()
+        return Loss(total, batch.mask.sum())
+
+
+class BySequence(ByToken):
+    """The same, for a head that does not know that it could do it at once."""
+
+    separable = False
+
+
+def made(
+    tokens: int, sizes: tuple[int, int], chunk: int, temperature: float | None
+) -> tuple[Tensor, VocabShard, PackedBatch]:
+    """Hidden states of the counted tokens, the head, and those tokens: every third is masked and gone."""
+    width, vocab = sizes
+    draw = torch.Generator("cuda").manual_seed(0)
+    batch = PackedBatch.pack([torch.randint(vocab, (n,)) for n in (tokens // 3, tokens - tokens // 3)]).to("cuda")
+    fields = {"advantage": torch.randn(tokens, device="cuda", generator=draw)}
+    if temperature is not None:
+        fields["temperature"] = torch.linspace(temperature, 1.5, tokens, device="cuda")
+    batch = batch.with_fields(**fields).compact((torch.arange(tokens, device="cuda") % 3 > 0).nonzero()[:, 0])
+    x = torch.randn(len(batch), width, device="cuda", generator=draw).to(torch.bfloat16).requires_grad_()
+    weight = torch.randn(vocab, width, device="cuda", generator=draw).mul_(1.2 * width**-0.5)  # logits of deviation 1.2
+    kernels = replace(kernels_for(x.device), head_chunk=chunk)
+    return x, VocabShard(weight.to(torch.bfloat16).requires_grad_(), 0, Axis("tp"), kernels), batch
+
+
+def exact(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
+    """By autograd, in float64."""
+    z = x.to(torch.float64) @ shard.weight.to(torch.float64).T
+    if "temperature" in batch.fields:
+        z = z / batch.fields["temperature"].to(torch.float64)[:, None]
+    every = z.log_softmax(-1)
+    return TokenStats(every.gather(-1, batch.targets[:, None])[:, 0], -(every.exp() * every).sum(-1))
+
+
+def test_the_row_kernels_are_chosen_and_equal_the_reference() -> None:
+    pytest.importorskip("triton")
+    from tests.unit.head_rows import measure
+
+    assert kernels_for(torch.device("cuda")).describe()["vocab_grad_"] == "head_triton"
+    for case, errors in measure("cuda").items():
+        for what, error in errors.items():
+            assert error <= (OP_BF16 if "bfloat16" in what else OP_FP32), (case, what, error)
+
+
+@pytest.mark.parametrize("loss", [ByToken(), BySequence()], ids=["three products", "four products"])
+@pytest.mark.parametrize("temperature", [None, 0.4], ids=["plain", "temperature"])
+@pytest.mark.parametrize(("sizes", "tokens", "chunk"), [(ODD, 200, 64), (QWEN_7B, 384, 100)], ids=["odd", "7B"])
+def test_head_against_float64(
+    sizes: tuple[int, int], tokens: int, chunk: int, temperature: float | None, loss: ByToken
+) -> None:
+    x, shard, batch = made(tokens, sizes, chunk, temperature)
+    expected = exact(x, shard, batch)
+    want = torch.autograd.grad(loss(expected, batch).total, (x, shard.weight))
+    torch.empty(1 << 28, device="cuda").fill_(float("nan"))  # what memory holds that nobody wrote
+    scored, limit = fused_token_stats(x, shard, batch), HEAD_LOGPROB / (temperature or 1.0)
+    assert max_abs(scored.logprob - expected.logprob) <= limit
+    assert max_abs(scored.entropy - expected.entropy) <= limit
+    found = fused_loss(x, shard, batch, loss)
+    assert_close(found.total, loss(expected, batch).total, OP_FP32 * 10)
+    for got, true, what in zip(torch.autograd.grad(found.total, (x, shard.weight)), want, "xw", strict=True):
+        assert_close(got, true, OP_BF16, what)
+
+
+def test_old_log_probs_and_an_update_see_the_same_bits() -> None:
+    seen = []
+
+    class Keep(ByToken):
+        def __call__(self, stats: TokenStats, batch: PackedBatch) -> Loss:
+            seen.append(stats.logprob.detach().clone())
+            return super().__call__(stats, batch)
+
+    x, shard, batch = made(300, ODD, 64, None)
+    old = fused_token_stats(x, shard, batch).logprob
+    totals = [fused_loss(x, shard, batch, Keep()).total for _ in range(2)]
+    first, second = (torch.autograd.grad(total, (x, shard.weight)) for total in totals)
+    assert torch.equal(torch.cat(seen), old.repeat(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_two_shards_combine_to_the_whole() -> None:
+    kernels, draw = kernels_for(torch.device("cuda")), torch.Generator("cuda").manual_seed(0)
+    z, cut = 5 * torch.randn(50, 9001, device="cuda", generator=draw), 4099
+    targets = torch.randint(9001, (50,), device="cuda", generator=draw)
+    parts = [kernels.vocab_stats(z[:, :cut], targets), kernels.vocab_stats(z[:, cut:], targets - cut)]
+    stats, normalizer = combine(torch.stack(parts))
+    whole, alone = combine(reference.vocab_stats(z.to(torch.float64), targets)[None])
+    for a, b in zip((*stats, *normalizer), (*whole, *alone), strict=True):
+        assert_close(a, b, OP_FP32)
+
+
+def test_more_than_two_to_the_31_logits() -> None:
+    kernels, (_width, vocab) = kernels_for(torch.device("cuda")), QWEN_7B
+    rows, last = 14_400, slice(14_390, 14_400)
+    z = torch.empty(rows, vocab, device="cuda").normal_()
+    assert z.numel() > 1 << 31
+    targets = torch.arange(rows, device="cuda")
+    tail = z[last].to(torch.float64)
+    _stats, (lse, mean) = combine(kernels.vocab_stats(z, targets, None)[None])
+    _, exactly = combine(reference.vocab_stats(tail, targets[last])[None])
+    assert_close(lse[last], exactly.lse, OP_FP32)
+    g, h = torch.ones_like(lse), torch.full_like(lse, 0.1)
+    want = reference.vocab_grad_(tail, targets[last], lse[last], mean[last], g[last].to(tail.dtype), h[last])
+    assert_close(kernels.vocab_grad_(z, targets, lse, mean, g, h, dtype=torch.bfloat16)[last], want, OP_BF16)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Raises where the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("loss", [Policy(), BySequence()], ids=["three products", "four products"])
+def test_nothing_waits_for_the_host_and_memory_is_one_chunk(loss: ByToken) -> None:
+    x, shard, batch = made(3072, QWEN_7B, 512, 0.5)
+    for _warm in range(2):
+        fused_loss(x, shard, batch, loss).total.backward()
+    x.grad = shard.weight.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with no_waiting():
+        fused_loss(x, shard, batch, loss).total.backward()
+    extra = torch.cuda.max_memory_allocated() - before - x.nbytes - 2 * shard.weight.nbytes
+    chunk = max(512 * QWEN_7B[1] * 4, shard.weight.nbytes)  # the gradient in the weight's own dtype comes last
+    assert extra <= chunk + (16 << 20), f"{extra / 2**20:.0f} MiB beyond the gradients, a chunk has {chunk / 2**20:.0f}"

@@ -1,0 +1,33 @@
+"""The head's row kernels compiled for a GPU that need not be there, as a process: `python -m tests.unit.head_compiled`.
+
+The interpreter takes Python that the compiler refuses. Writes the bytes of machine code of each as one line of JSON.
+"""
+
+import json
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dovetail.kernels import head_triton
+
+HOPPER = GPUTarget("cuda", 90, 32)
+POINTERS = {"z": "*fp32", "targets": "*i64", "inverse": "*fp32", "stats": "*fp32", "out": "*bf16", "rows": "*fp32"}
+SIZES = {"columns": 152064, "BLOCK": head_triton.COLUMNS}
+
+
+def compiled() -> dict[str, int]:
+    """Kernel -> bytes of machine code."""
+    found = {}
+    for kernel in (head_triton._row_stats, head_triton._row_grad):
+        signature = {n: "constexpr" if n in SIZES else POINTERS.get(n, "i32") for n in kernel.arg_names}
+        constants = {(i,): SIZES[name] for i, name in enumerate(kernel.arg_names) if name in SIZES}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        code = triton.compile(source, target=HOPPER, options={"num_warps": head_triton.WARPS}).asm
+        found[kernel.__name__] = len(code["cubin"])
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(compiled()) + "\n")

@@ -1,0 +1,30 @@
+"""The head's row kernels by triton's interpreter, where triton is installed; tests/gpu/test_head.py runs them on a GPU."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.tolerances import OP_BF16, OP_FP32
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_row_kernels_equal_the_reference() -> None:
+    """In a process of its own: interpreted kernels and compiled ones cannot live in one."""
+    command, env = [sys.executable, "-m", "tests.unit.head_rows"], {**os.environ, "TRITON_INTERPRET": "1"}
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout)
+    assert len(found) == 15
+    for case, errors in found.items():
+        for what, error in errors.items():
+            assert error <= (OP_BF16 if "bfloat16" in what else OP_FP32), (case, what)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_row_kernels_compile_for_hopper() -> None:
+    """Without a GPU: the interpreter takes Python that the compiler refuses."""
+    command = [sys.executable, "-m", "tests.unit.head_compiled"]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert set(found) == {"_row_stats", "_row_grad"} and all(found.values())
