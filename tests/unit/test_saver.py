@@ -2,6 +2,8 @@
 
 import errno
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.saver import Saver
 from dovetail.checkpoint.steps import Retention, SavedStep, open_newest, saved_steps
-from dovetail.errors import CheckpointError
+from dovetail.errors import CheckpointError, DataError
 from dovetail.mesh import Mesh
+from dovetail.rl.trainer import SupervisedTask
+from dovetail.rl.updates import Row
 from dovetail.weights.files import TensorFileWriter
 from tests.commands.program import Ended, here, make_model, read_rows, refusal, write_recipe, write_rows
 from tests.fault.saves import NAMES, SIDES, export_of, made_of, order_of
@@ -108,6 +112,35 @@ def test_a_run_that_cannot_be_saved_stops(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert len(read_rows(tmp_path / "run/metrics.jsonl")) <= 10
     (saved,) = saved_steps(tmp_path / "run/checkpoints")[0]
     ShardedReader(saved.path).verify()
+
+
+def test_the_model_is_written_even_where_the_last_save_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = refusal(runs(tmp_path, 4, monkeypatch, {2}))
+    assert "the run cannot be saved; what was saved before is whole" in told
+    assert (tmp_path / "run/hf/model.safetensors").is_file()
+
+
+def test_a_run_that_fails_keeps_the_checkpoint_that_is_under_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(self: SupervisedTask, step: int, stopping: Callable[[], bool]) -> Row | None:
+        if step == 2:
+            raise DataError("no more")
+        return original(self, step, stopping)
+
+    def slow(self: TensorFileWriter) -> None:
+        time.sleep(0.5)
+        close(self)
+
+    original, close = SupervisedTask.step, TensorFileWriter.close
+    monkeypatch.setattr(SupervisedTask, "step", fail)
+    monkeypatch.setattr(TensorFileWriter, "close", slow)
+    model = make_model(tmp_path / "model")
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
+    trainer = {"steps": 4, "save_every": 2, "prompts_per_step": 1}
+    told = refusal(here("train", write_recipe(tmp_path / "r.yaml", model, rows, trainer=trainer)))
+    assert "no more" in told
+    assert [saved.step for saved in saved_steps(tmp_path / "run/checkpoints")[0]] == [2]
 
 
 def test_scores_are_of_one_kind(tmp_path: Path) -> None:

@@ -62,6 +62,11 @@ class Saver:
         """Whether `settle` would return, or raise, at once."""
         return self._thread is None or not self._thread.is_alive()
 
+    def wait(self) -> None:
+        """Let the save that is under way come to its end, whatever that is: for a run that ends by an error of its own."""
+        if self._thread is not None:
+            self._thread.join(TIMEOUT.total_seconds())
+
     def settle(self) -> bool:
         """Wait for the save that is under way, and raise what went wrong with it: the same on every rank.
 

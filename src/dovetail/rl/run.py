@@ -10,6 +10,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence as Seq
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,7 @@ class RunDirectory:
         self._score: float | None = None
         self._order = self._failed_saves = 0
         self._there = False
+        self._at_close = ExitStack()
 
     def claim(self) -> None:
         """Find out what is there: nothing, or a run to go on from; refuse all else, and what the run would fail on later.
@@ -159,6 +161,7 @@ class RunDirectory:
         self._saver = Saver(
             self.path / CHECKPOINTS, self.mesh, self.settings.retention, background=self.settings.background
         )
+        self._at_close.callback(self._saver.wait)
         if resumed is not None:
             self._tell(resumed)
 
@@ -221,9 +224,11 @@ class RunDirectory:
 
     def finish(self, outcome: Outcome) -> None:
         """Write hf/ unless the run was stopped, and sum up. Collective."""
-        self._settle(last=True)
-        if not outcome.stopped:
-            self.contents.engines[POLICY].save_pretrained(self.path / HF)
+        try:
+            if not outcome.stopped:
+                self.contents.engines[POLICY].save_pretrained(self.path / HF)
+        finally:  # neither is lost for the other's failure
+            self._settle(last=True)
         self.close()
         key = "reward_mean" if outcome.rows and "reward_mean" in outcome.rows[-1] else "loss"
         values = [float(row[key]) for row in outcome.rows if row.get(key) is not None]
@@ -237,7 +242,11 @@ class RunDirectory:
         self.say(f"{'model':<18} " + ("not written: stopped" if outcome.stopped else str(self.path / HF)))
 
     def close(self) -> None:
-        """End the display and the loggers, and leave the directory to others; may be called twice."""
+        """End the display and the loggers, and leave the directory to others; may be called twice.
+
+        A save that is under way comes to its end first: a run that fails loses no checkpoint that it has asked for.
+        """
+        self._at_close.close()
         self.console.stop()
         if self._metrics is not None:
             self._metrics.close()
