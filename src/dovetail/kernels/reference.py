@@ -271,13 +271,12 @@ def _wide_rows(z: Tensor, rows: slice, temperature: Tensor | None) -> Tensor:
 
 def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None:
     """total [V, D] += dz [n, V].T @ x [n, D], where total may be wider than dz and x. The first one finds nothing there."""
-    if first:
-        total.zero_()
     if total.dtype == x.dtype:
-        total.addmm_(dz.T, x)
+        torch.mm(dz.T, x, out=total) if first else total.addmm_(dz.T, x)
         return
     for rows in _row_blocks(total):
-        total[rows] += dz[:, rows].T @ x
+        part = dz[:, rows].T @ x
+        total[rows].copy_(part) if first else total[rows].add_(part)
 
 
 def _row_blocks(x: Tensor) -> Iterator[slice]:
