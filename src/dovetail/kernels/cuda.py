@@ -19,11 +19,14 @@ _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
-    """As `reference.attention`, by torch's packed flash attention in half precision; what that cannot do takes the reference."""
+    """As `reference.attention`, by torch's packed flash attention in half precision; what that cannot do takes the reference.
+
+    Deterministic where torch is told to be.
+    """
     head_dim = q.shape[-1]
     if q.dtype not in FLASH_DTYPES or head_dim % FLASH_MULTIPLE or head_dim > FLASH_LONGEST:
         return reference.attention(q, k, v, q_spans, k_spans, window)
-    left = -1 if window is None else window - 1
+    left = -1 if window is None or window >= k_spans.longest else window - 1
     out = varlen_attn(
         q,
         k,
