@@ -1,6 +1,7 @@
 """Packed attention and cached attention against the definition: a softmax over a full mask, one sequence at a time."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,19 @@ def test_equals_the_definition(name: str, heads: tuple[int, int], window: int | 
     grads = [torch.autograd.grad((out * weights).sum(), (q, k, v)) for out in (found, expected)]
     mine, wanted = (dict(zip("qkv", three, strict=True)) for three in grads)
     assert_all_close(mine, wanted, OP_FP64)
+
+
+@pytest.mark.parametrize("attention", [reference.attention, cuda.attention], ids=["reference", "cuda"])
+def test_values_may_have_fewer_channels(attention: Callable[..., Tensor]) -> None:
+    q, k, v = qkv(7, 13, 4, 4)
+    at, narrow = (spans(2, 1, 4), spans(3, 6, 4)), v[..., :3]
+    found = attention(q, k, narrow, *at)
+    expected = defined(q, k, v, *at, None)[..., :3]
+    assert_close(found, expected, OP_FP64)
+    up = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    grads = (torch.autograd.grad(out, (q, k, v), up) for out in (found, expected))
+    for mine, wanted in zip(*grads, strict=True):
+        assert_close(mine, wanted, OP_FP64)
 
 
 @pytest.mark.parametrize(("wrong", "window"), [((6, 9), None), ((8, 7), 4)])

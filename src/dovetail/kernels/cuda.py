@@ -26,11 +26,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
     head_dim = q.shape[-1]
     if q.dtype not in FLASH_DTYPES or head_dim % FLASH_MULTIPLE or head_dim > FLASH_LONGEST:
         return reference.attention(q, k, v, q_spans, k_spans, window)
+    narrow = v.shape[-1]
     left = -1 if window is None or window >= k_spans.longest else window - 1
     out = varlen_attn(
         q,
         k,
-        v,
+        v if narrow == head_dim else reference.as_wide_as(k, v),
         q_spans.cu_seqlens,
         k_spans.cu_seqlens,
         q_spans.longest,
@@ -39,7 +40,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
         **_GQA,
     )
     assert isinstance(out, Tensor)
-    return out
+    return out[..., :narrow]
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
