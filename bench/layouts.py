@@ -1,9 +1,10 @@
-"""Step time of one model under several layouts, in one job: torchrun --nproc-per-node 8 -m bench.layouts dp=8 tp=2,dp=4
+"""Training speed of one shape under several layouts, in one job: torchrun --nproc-per-node 8 -m bench.layouts dp=8 tp=2,dp=4
 
 A layout is written as degrees, and further keys where it needs them: pp=4,dp=2,virtual_stages=2,schedule=interleaved.
-Weights and tokens are random. Each layout trains the same global batch; a row is the median of its steps. Under a
-pipeline a row also has the bubble: waiting as a share of all ranks' time, measured, and as the simulator predicts it
-from the measured times of every stage.
+Weights and tokens are random. Each layout trains the same global batch; a row is the median of its steps, beside what
+peers did on the 7B shape, scaled by the rate of one product measured in this run. Further: the rate on RL's ragged
+lengths (--ragged), a pipeline's bubble, measured and simulated (--bubbles), a trace of one step and its largest losses
+(--profile). MFU counts what `engines.flops_of` says: of experts the active ones, and nothing that is computed again.
 """
 
 import argparse
@@ -12,178 +13,184 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import dovetail as dt
-from bench.harness import RESULTS, surroundings
-from dovetail.arch.registry import spec_from_config
+from bench.engines import (
+    DTYPES,
+    GOALS,
+    MOE_BAR,
+    PEERS,
+    SHAPES,
+    Session,
+    add_options,
+    attention_flops_of,
+    dense_batch,
+    flops_of,
+    layout_of,
+    name_of,
+    ragged_batch,
+    random_engine,
+    spec_of,
+    timed,
+)
+from bench.trace import TraceSummary, events_of, ideal_of, summarize
 from dovetail.arch.spec import ArchSpec
-from dovetail.build.engine import check_layout, make_decoder, make_mesh
 from dovetail.comm import gather_text, stack_over
 from dovetail.engine.native import NativeEngine, add_sums
-from dovetail.engine.sharding import shard_over_data
 from dovetail.engine.stages import Training
 from dovetail.kernels.registry import peak_flops, peak_memory_gib
-from dovetail.launch import pick_device
-from dovetail.optim.assembly import shards_of
 from dovetail.pipeline.executor import run as execute
 from dovetail.pipeline.schedule import Action, Costs, make_plan, simulate
 from dovetail.rl.losses import SFTLoss
-from dovetail.weights.pretrained import Origin
 
-QWEN: Mapping[str, Any] = {
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}
-SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "7b": {
-        **QWEN,
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131072,
-    },
-    "tiny": {
-        **QWEN,
-        "vocab_size": 1000,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-    },
-}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ATTENTION_RATE = 600e12  # FLOP/s, forward and backward, of the best packed kernel measured on an H200
 
 
 @dataclass(frozen=True)
 class Row:
-    """One layout's figures."""
+    """One layout's figures on one batch."""
 
+    shape: str
     layout: str
-    length: int
+    batch: str
+    recompute: str
     micro_batches: int
+    first_seconds: float
     seconds: float
+    all_seconds: list[float]
     tokens_per_second_per_rank: float
     mfu: float | None
     peak_memory_gib: float
+    peers: dict[str, float]  # tokens/s a GPU, recorded there and scaled by this run's product
+    goal: float | None
+    ratio_to_dense: float | None = None
     bubble: float | None = None
     predicted_bubble: float | None = None
-
-
-def layout_of(text: str) -> dt.Layout:
-    """Degrees and other keys of a layout: `Layout.parse` knows the degrees alone."""
-    degrees, others = [], dict[str, Any]()
-    for item in text.split(","):
-        key, _, value = item.partition("=")
-        if key in ("virtual_stages", "schedule", "cp_mode"):
-            others[key] = int(value) if value.isdigit() else value
-        else:
-            degrees.append(item)
-    return replace(dt.Layout.parse(",".join(degrees)), **others)
+    trace: dict[str, Any] | None = None
 
 
 def main() -> int:
-    """Print one table and write one JSON."""
+    """Print one table and write one JSON, and the traces."""
     parser = argparse.ArgumentParser(prog="python -m bench.layouts", description=__doc__)
     parser.add_argument("layouts", nargs="+", metavar="LAYOUT")
     parser.add_argument("--shape", choices=list(SHAPES), default="7b")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--depth", type=int, help="layers, where not all are wanted")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence")
     parser.add_argument("--sequences", type=int, default=32, help="of the global batch")
     parser.add_argument("--tokens-per-batch", type=int, help="of a replica's micro-batch; default: one sequence")
-    parser.add_argument("--recompute", choices=["none", "selective", "full"], default="selective")
+    parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
     parser.add_argument("--steps", type=int, default=3, help="measured, after one that is not")
-    parser.add_argument("--name", default="layouts", help="of the JSON file")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--ragged", action="store_true", help="also as many tokens in lengths as RL has them")
+    parser.add_argument("--bubbles", action="store_true", help="also the waiting of a pipeline's ranks")
+    parser.add_argument("--profile", action="store_true", help="also a trace of one step")
+    add_options(parser, "layouts")
     given = parser.parse_args()
-    device = pick_device(given.device)
-    dt.ensure_process_group(device)
-    rows = []
+    session = Session.start(given)
+    if session.gemm:
+        session.say(f"bf16 product of 8192 x 3584 x 152064: {session.gemm / 1e12:.0f} TFLOP/s, 722 where peers ran")
     for text in given.layouts:
-        rows.append(measure(layout_of(text), device, given))
-        if dist.get_rank() == 0:
-            print(shown(rows[-1:]), flush=True)
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    if rank == 0:
-        print(shown(rows))
-        given.out.mkdir(parents=True, exist_ok=True)
-        found = {
-            **surroundings(),
-            "options": {k: str(v) for k, v in vars(given).items()},
-            "rows": list(map(vars, rows)),
-        }
-        (given.out / f"{given.name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        measure(layout_of(text), session)
+    session.say(shown([Row(**row) for row in session.rows]))
+    session.finish()
     return 0
 
 
-def measure(layout: dt.Layout, device: torch.device, given: argparse.Namespace) -> Row:
+def measure(layout: dt.Layout, session: Session) -> None:
     """Train a few steps under one layout; everything it held is free afterwards."""
-    spec = spec_from_config(SHAPES[given.shape])
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    engine = random_engine(spec, layout, device, given)
-    draw = torch.Generator().manual_seed(0)
-    batch = dt.PackedBatch.pack(
-        [torch.randint(spec.vocab_size, (given.length,), generator=draw) for _ in range(given.sequences)]
+    session.begin()
+    given, device = session.given, session.device
+    changes = {"num_hidden_layers": given.depth} if given.depth else {}
+    spec = spec_of(given.shape, **changes)
+    engine = random_engine(
+        spec,
+        layout,
+        device,
+        dtype=DTYPES[given.dtype],
+        tokens_per_batch=given.tokens_per_batch or given.length,
+        recompute=given.recompute,
     )
-    reports: list[dt.StepReport] = []
-    seconds = [
-        timed(device, lambda: reports.append(engine.train_step(batch, SFTLoss()))) for _ in range(1 + given.steps)
-    ]
-    median = statistics.median(seconds[1:])
+    batch = dense_batch(spec, given.length, given.sequences)
+    row = _steps(engine, f"{given.sequences} x {given.length}", batch, session)
+    if given.bubbles and layout.pp > 1:
+        row["bubble"], row["predicted_bubble"] = bubbles(engine, batch, given.steps)
+    _keep(session, row)
+    if given.profile:
+        summary = traced(engine, spec, batch, session, row)
+        session.say(summary.table())
+        session.rows.pop()
+        row["trace"] = summary.as_dict()
+        _keep(session, row)
+    if given.ragged:
+        ragged = _steps(
+            engine, "ragged", ragged_batch(spec, given.length, given.length * given.sequences), session, warm=True
+        )
+        ragged["ratio_to_dense"] = ragged["tokens_per_second_per_rank"] / row["tokens_per_second_per_rank"]
+        _keep(session, ragged)
+
+
+def _keep(session: Session, row: dict[str, Any]) -> None:
+    session.keep(row)
+    session.say(shown([Row(**row)]))
+
+
+def _steps(
+    engine: NativeEngine, name: str, batch: dt.PackedBatch, session: Session, *, warm: bool = False
+) -> dict[str, Any]:
+    """The fields of a row, from some steps on one batch. warm: what compiles has compiled."""
+    given, device, layout = session.given, session.device, engine.mesh.layout
+    spec: Any = engine.model.spec
+    seconds = [timed(device, lambda: engine.train_step(batch, SFTLoss())) for _ in range(1 + given.steps)]
+    middle = statistics.median(seconds[1:])
     ranks, peak = layout.num_ranks, peak_flops(device)
     memory = stack_over(torch.tensor(peak_memory_gib(device), device=device), engine.mesh["world"])
+    is_7b = given.shape == "7b" and given.length == 8192 and not given.depth and not warm
+    own = str(layout)
+    peers = {p.name: session.scaled(p.rate) for p in PEERS if is_7b and p.layout == own}
     row = Row(
+        shape=given.shape,
         layout=name_of(layout),
-        length=given.length,
+        batch=name,
+        recompute=given.recompute,
         micro_batches=sum(1 for _ in engine.micro_batches(batch)),
-        seconds=median,
-        tokens_per_second_per_rank=len(batch) / median / ranks,
-        mfu=reports[-1].flops / median / ranks / peak if peak else None,
+        first_seconds=seconds[0],
+        seconds=middle,
+        all_seconds=seconds[1:],
+        tokens_per_second_per_rank=len(batch) / middle / ranks,
+        mfu=flops_of(spec, batch) / middle / ranks / peak if peak else None,
         peak_memory_gib=float(memory.max()),
+        peers={key: rate for key, rate in peers.items() if rate},
+        goal=GOALS.get(own) if is_7b else MOE_BAR if given.shape == "30b-a3b" else None,
     )
-    if layout.pp == 1:
-        return row
-    measured, predicted = bubbles(engine, batch, given.steps)
-    return replace(row, bubble=measured, predicted_bubble=predicted)
+    return dict(vars(row))
 
 
-def random_engine(spec: ArchSpec, layout: dt.Layout, device: torch.device, given: argparse.Namespace) -> NativeEngine:
-    """An engine whose weights were drawn where they lie."""
-    mesh, dtype = make_mesh(layout, device), DTYPES[given.dtype]
-    check_layout(spec, mesh.layout)
-    model = make_decoder(spec, mesh, torch.float32, "lm", given.recompute)
-    shard_over_data(model, mesh, dtype)
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for shard in shards_of(model, mesh):
-            shard.local.fill_(1.0) if shard.name.endswith("norm.weight") else shard.local.normal_(std=0.02)
-    return NativeEngine(
-        model,
-        mesh,
-        Origin(lambda _: None, (), {}),
-        optim=dt.OptimSettings(lr=1e-6),
-        tokens_per_batch=given.tokens_per_batch or given.length,
-        dtype=dtype,
-    )
+def traced(
+    engine: NativeEngine, spec: ArchSpec, batch: dt.PackedBatch, session: Session, row: Mapping[str, Any]
+) -> TraceSummary:
+    """One step of the first rank under the profiler: its trace on the disk, and where its time went."""
+    ranks = engine.mesh.layout.num_ranks
+    attention = attention_flops_of(spec, batch) / ranks
+    rates = {"attention": (attention * 7 / 6, ATTENTION_RATE)}  # its backward pass computes the scores again
+    if session.gemm:
+        rates["gemm"] = (flops_of(spec, batch) / ranks - attention, session.gemm)
+    if dist.get_rank() or session.device.type != "cuda":
+        timed(session.device, lambda: engine.train_step(batch, SFTLoss()))
+        return summarize([])
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        timed(session.device, lambda: engine.train_step(batch, SFTLoss()))
+    session.given.out.mkdir(parents=True, exist_ok=True)
+    path = session.given.out / f"{session.given.name}_{row['layout'].replace('=', '').replace(',', '_')}.trace.json"
+    profiler.export_chrome_trace(str(path))
+    return summarize(events_of(json.loads(path.read_text(encoding="utf-8"))), ideal_of(rates))
 
 
 @dataclass
@@ -252,23 +259,6 @@ def _costs(seconds: Mapping[str, float], layout: dt.Layout) -> Costs:
     )
 
 
-def timed(device: torch.device, run: Any) -> float:
-    """Seconds from when all ranks start until this device is done, the longest of all ranks."""
-    _wait(device)
-    dist.barrier()
-    start = time.perf_counter()
-    run()
-    _wait(device)
-    told = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return float(told)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def _now(device: torch.device) -> Any:
     if device.type != "cuda":
         return time.perf_counter()
@@ -282,21 +272,19 @@ def _elapsed(pair: tuple[Any, Any]) -> float:
     return after - before if isinstance(before, float) else before.elapsed_time(after) / 1000
 
 
-def name_of(layout: dt.Layout) -> str:
-    """As `layout_of` reads it."""
-    extras = {"virtual_stages": 1, "schedule": "1f1b", "cp_mode": "auto"}
-    return ",".join([str(layout), *(f"{k}={getattr(layout, k)}" for k, v in extras.items() if getattr(layout, k) != v)])
-
-
 def shown(rows: list[Row]) -> str:
     """What a person reads."""
-    head = f"{'layout':52}{'length':>8}{'micro':>6}{'s/step':>9}{'tok/s/rank':>12}{'MFU':>7}{'GiB':>7}{'bubble':>8}{'simul.':>8}"
-    lines = [
-        f"{r.layout:52}{r.length:8}{r.micro_batches:6}{r.seconds:9.3f}{r.tokens_per_second_per_rank:12.0f}"
-        f"{_percent(r.mfu):>7}{r.peak_memory_gib:7.1f}{_percent(r.bubble):>8}{_percent(r.predicted_bubble):>8}"
-        for r in rows
-    ]
-    return "\n".join([head, *lines])
+    head = f"{'layout':46}{'batch':>12}{'micro':>6}{'s/step':>9}{'tok/s/rank':>11}{'MFU':>7}{'GiB':>7}{'goal':>7}  peers, others"
+    lines = [head]
+    for r in rows:
+        notes = [f"{r.tokens_per_second_per_rank / rate:.2f} x {name}" for name, rate in r.peers.items()]
+        notes += [f"{r.ratio_to_dense:.2f} x dense"] if r.ratio_to_dense else []
+        notes += [f"bubble {_percent(r.bubble)}, simulated {_percent(r.predicted_bubble)}"] if r.bubble else []
+        lines.append(
+            f"{r.layout:46}{r.batch:>12}{r.micro_batches:6}{r.seconds:9.3f}{r.tokens_per_second_per_rank:11.0f}"
+            f"{_percent(r.mfu):>7}{r.peak_memory_gib:7.1f}{r.goal or 0:7.0f}  {'; '.join(notes)}"
+        )
+    return "\n".join(lines)
 
 
 def _percent(x: float | None) -> str:

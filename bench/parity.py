@@ -28,8 +28,8 @@ from transformers import (
 )
 
 import dovetail as dt
+from bench.engines import layout_of, name_of
 from bench.harness import RESULTS, surroundings
-from bench.layouts import layout_of, name_of
 from dovetail.comm import gather_text, stack_over
 from dovetail.launch import pick_device
 from dovetail.mesh import Axis

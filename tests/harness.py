@@ -33,6 +33,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dovetail.launch import BACKENDS, pick_device
+
 T = TypeVar("T")
 TIMEOUT = 120.0  # seconds for one body, on every rank
 START_TIMEOUT = 180.0  # seconds for a worker to import torch on a busy machine
@@ -42,13 +44,16 @@ class RankFailed(AssertionError):
     """A rank raised, died or did not finish; the message holds its traceback."""
 
 
-def run(world: int, fn: Callable[..., T], *args: Any, timeout: float = TIMEOUT, **kwargs: Any) -> list[T]:
+def run(
+    world: int, fn: Callable[..., T], *args: Any, timeout: float = TIMEOUT, device: str = "cpu", **kwargs: Any
+) -> list[T]:
     """`fn(*args, **kwargs)` on ranks 0 .. world - 1 of a default process group; the results in rank order.
 
     `fn` must be importable by name, arguments and results must pickle; tensors come back detached, on the CPU.
+    device: "cuda" gives each rank a GPU of its own, and the group NCCL.
     """
     job = (inspect.getmodule(fn).__name__, fn.__qualname__, args, kwargs)  # type: ignore[union-attr]  # never None
-    return _POOL.call(world, job, timeout)
+    return _POOL.call(world, job, timeout, device)
 
 
 def distributed(world: int, *, timeout: float = TIMEOUT) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -88,14 +93,14 @@ class _Pool:
         self.folder: tempfile.TemporaryDirectory[str] | None = None
         self.calls = 0
 
-    def call(self, world: int, job: tuple[Any, ...], timeout: float) -> list[Any]:
+    def call(self, world: int, job: tuple[Any, ...], timeout: float, device: str = "cpu") -> list[Any]:
         """Run `job` on ranks 0 .. world - 1. Workers of a call that does not succeed are killed."""
         folder = self._start(world)
         self.calls += 1
         store = folder / f"store-{self.calls}"
         try:
             for rank in range(world):
-                message = (sys.path, rank, world, str(store), timeout, job)
+                message = (sys.path, rank, world, str(store), timeout, device, job)
                 self.workers[rank].pipe.send_bytes(pickle.dumps(message))
             return self._collect(world, timeout)
         except BaseException:
@@ -203,14 +208,16 @@ def _serve(pipe: Connection, stacks: str) -> None:
     os._exit(0)  # gloo's threads may abort a process that exits in the normal way
 
 
-def _answer(path: list[str], rank: int, world: int, store: str, timeout: float, job: tuple[Any, ...]) -> bytes:
+def _answer(
+    path: list[str], rank: int, world: int, store: str, timeout: float, device: str, job: tuple[Any, ...]
+) -> bytes:
     """What one rank reports of one job: (`ok`, result), (`failed`, traceback) or (`skipped`, reason), pickled."""
     try:
         sys.path[:] = path
         module, name, args, kwargs = job
         fn = functools.reduce(getattr, name.split("."), importlib.import_module(module))
         fn = vars(fn).get("distributed_body", fn)
-        with _process_group(rank, world, store, timeout):
+        with _process_group(rank, world, store, timeout, device):
             result = fn(*args, **kwargs)
             return _pickled(("ok", result))
     except pytest.skip.Exception as skipped:
@@ -220,13 +227,17 @@ def _answer(path: list[str], rank: int, world: int, store: str, timeout: float, 
 
 
 @contextlib.contextmanager
-def _process_group(rank: int, world: int, store: str, timeout: float) -> Iterator[None]:
+def _process_group(rank: int, world: int, store: str, timeout: float, device: str) -> Iterator[None]:
     """A default process group for one body. On failure it is left as it is: this process is about to be killed."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     file = dist.FileStore(store, world)  # type: ignore[attr-defined]  # torch exports it without saying so
     limit = timedelta(seconds=timeout + 30)  # the parent's limit comes first
-    dist.init_process_group("gloo", store=file, rank=rank, world_size=world, timeout=limit)
+    bound = None
+    if device != "cpu":
+        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+        bound = pick_device(device)
+    dist.init_process_group(BACKENDS[device], store=file, rank=rank, world_size=world, timeout=limit, device_id=bound)
     yield
     dist.barrier()  # nobody leaves while others still talk to it
     dist.destroy_process_group()

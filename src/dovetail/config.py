@@ -260,7 +260,11 @@ class TrainerSection(Section):
         default_factory=dict,
         description="seconds that a rank may stay in a phase, by phase: trainer.timeouts.rollout=7200",
     )
-    activation_checkpointing: Literal["none", "full", "selective"] = Field("none", description="recompute activations")
+    activation_checkpointing: Literal["none", "light", "selective", "full"] = Field(
+        "none",
+        description="what backward recomputes: light all but products and attention, selective all but attention",
+    )
+    offload_activations: bool = Field(False, description="what is kept for recomputing waits in host memory")
     mlp_tile_tokens: NonNegativeInt = Field(
         0, description="tokens that an MLP computes at a time, keeping its input only; 0: all"
     )

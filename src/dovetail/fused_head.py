@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dovetail.batch import Loss, LossFn, PackedBatch, Sum, is_separable
 from dovetail.comm import stack_over
+from dovetail.gradients import Adder, spend_on
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Axis
@@ -34,6 +35,7 @@ class VocabShard:
     first: int
     axis: Axis
     kernels: KernelSet
+    owner: Adder | None = None  # who adds the weight's gradient, its first rows', where autograd is not to get it
 
     def logits(self, x: Tensor) -> Tensor:
         """[n, D] -> [n, columns], before any temperature."""
@@ -66,8 +68,8 @@ def fused_loss(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -
         result = run(x, shard, batch, loss, gradients)
     if gradients is None:
         return result
-    dw = gradients.dw.to(shard.weight.dtype)
-    return result._replace(total=_GradientsInHand.apply(result.total, x, shard.weight, gradients.dx, dw))
+    dw = gradients.dw if shard.owner else gradients.dw.to(shard.weight.dtype)
+    return result._replace(total=_GradientsInHand.apply(result.total, x, shard.weight, gradients.dx, dw, shard.owner))
 
 
 def add_losses(losses: list[Loss]) -> Loss:
@@ -160,15 +162,22 @@ class _GradientsInHand(torch.autograd.Function):
     """forward: the total, whose gradients are known already. backward: dx and dw times the upstream gradient."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, _x: Tensor, _weight: Tensor, dx: Tensor, dw: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, total: Tensor, _x: Tensor, _weight: Tensor, dx: Tensor, dw: Tensor, owner: Adder | None
+    ) -> Tensor:
         ctx.save_for_backward(dx, dw)
+        ctx.owner = owner
         return total.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
-        (upstream,) = grads
-        return None, dx.mul_(upstream.to(dx.dtype)), dw.mul_(upstream.to(dw.dtype)), None, None
+        (upstream,), owner = grads, ctx.owner
+        dx.mul_(upstream.to(dx.dtype))
+        if owner is None or not ctx.needs_input_grad[2]:
+            return None, dx, dw.mul_(upstream.to(dw.dtype)), None, None, None
+        spend_on(owner.get_parameter("weight"), dw, upstream.to(dw.dtype))
+        return None, dx, None, None, None, None
 
 
 def _detached(loss: Loss) -> Loss:

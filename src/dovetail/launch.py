@@ -23,10 +23,14 @@ from dovetail.errors import ConfigError, LayoutError, SecondaryFailure
 BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 TIMEOUT = timedelta(minutes=30)
 TICKET = "dovetail/failures"
+# One queue for each stream of a GPU, of which FSDP2 and NCCL's groups have more than the default 8. In a queue that two
+# share, computation waits for a transfer whose other end may wait for that computation. CUDA reads it at its first use.
+QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def pick_device(name: str = "auto") -> torch.device:
     """This rank's device: `auto`, `cpu`, `cuda` or `npu`. An accelerator is chosen by LOCAL_RANK and made current."""
+    os.environ.setdefault(*QUEUES)
     present = {"cuda": torch.cuda.is_available(), "npu": importlib.util.find_spec("torch_npu") is not None}
     if name == "auto":
         name = next((kind for kind, there in present.items() if there), "cpu")

@@ -11,15 +11,17 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from dovetail.layout import Layout
 
 ORDER = ("pp", "dp", "cp", "tp")
+ROAD_BLOCKS = 4  # of a GPU that a transfer between pipeline ranks may occupy while it waits for its other end
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Mesh:
             group = axes[name].group
             assert group is not None
             fsdp[name] = DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
-        links = _links(pp_lines, me, ring=layout.virtual_stages > 1)
+        links = _links(pp_lines, me, device, ring=layout.virtual_stages > 1)
         return cls(layout, device, axes, copies, fsdp, context, links)
 
 
@@ -192,15 +194,25 @@ def _axis(name: str, lines: list[list[int]], me: int, *, always: bool = False) -
     return mine
 
 
-def _links(lines: list[list[int]], me: int, *, ring: bool) -> Links:
+def _links(lines: list[list[int]], me: int, device: torch.device, *, ring: bool) -> Links:
     """This rank's roads along its line. Every rank makes every road, in the same order."""
     mine: dict[str, Link] = {}
     for line in lines:
         hops = list(pairwise(line)) + ([(line[-1], line[0])] if ring else [])
         for first, second in hops if len(line) > 1 else ():
-            down, up = dist.new_group([first, second]), dist.new_group([first, second])
+            down, up = (dist.new_group([first, second], pg_options=_road_options(device)) for _ in range(2))
             if me == first:
                 mine |= {"to_next": Link(second, down), "from_next": Link(second, up)}
             if me == second:
                 mine |= {"from_previous": Link(first, down), "to_previous": Link(first, up)}
     return Links(**mine)
+
+
+def _road_options(device: torch.device) -> Any:
+    """NCCL's of one road; they are not shared, torch writes the group's name into them. Other backends have none."""
+    if device.type != "cuda":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = ROAD_BLOCKS
+    options._timeout = default_pg_timeout  # what `new_group` takes; torch warns where they differ
+    return options

@@ -20,7 +20,7 @@ from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.engine.native import NativeEngine
 from dovetail.errors import CheckpointError, ConfigError, DataError, LayoutError, ModelError
 from dovetail.layout import Layout
-from dovetail.nn.decoder import Recompute
+from dovetail.nn.recompute import Recompute
 from dovetail.pipeline.partition import SCHEDULES
 from tests.checkpoints import assert_same_tensors
 from tests.distributed.matrix import LOSSES, STEP, Figures, figures_of, measure, random_batch

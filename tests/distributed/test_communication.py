@@ -22,7 +22,8 @@ from dovetail.engine.sharding import shard_over_data
 from dovetail.layout import Layout
 from dovetail.mesh import Axis, Mesh
 from dovetail.nn import context
-from dovetail.nn.decoder import Head, Recompute
+from dovetail.nn.decoder import Head
+from dovetail.nn.recompute import Recompute
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
 from dovetail.weights.pretrained import Origin
 from tests.harness import run

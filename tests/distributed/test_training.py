@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dovetail.batch import Loss, PackedBatch
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.layout import Layout
-from dovetail.nn.decoder import Recompute
+from dovetail.nn.recompute import Recompute
 from dovetail.optim.lr import lr_factor
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.tokenstats import TokenStats

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from dovetail.batch import PackedBatch
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.layout import Layout
-from dovetail.nn.decoder import Recompute
+from dovetail.nn.recompute import Recompute
 from tests.harness import run
 from tests.hf.families import TEXT
 from tests.parity.configs import tiny_model

@@ -17,7 +17,7 @@ from dovetail.errors import ModelError
 from dovetail.hf.model import ForeignDecoder
 from dovetail.hf.vision import deal
 from dovetail.layout import Layout
-from dovetail.nn.decoder import Recompute
+from dovetail.nn.recompute import Recompute
 from tests.checkpoints import assert_same_tensors, tensors_of
 from tests.commands.program import here
 from tests.harness import run

@@ -1,15 +1,21 @@
 """Packed attention and cached attention against the definition: a softmax over a full mask, one sequence at a time."""
 
 import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from dovetail.batch import cumulative
-from dovetail.kernels import cuda, reference
+from dovetail.errors import ConfigError
+from dovetail.kernels import cuda, cudnn, fa4, reference
 from dovetail.kernels.reference import QUERY_BLOCK, Spans
-from tests.tolerances import GRADCHECK, OP_FP64, assert_all_close, assert_close, tensor_error
+from dovetail.kernels.registry import kernels_for
+from tests.tolerances import GRADCHECK, OP_BF16, OP_FP64, assert_all_close, assert_close, tensor_error
+from tests.unit.fa4_stand_in import installed
 
 C = 4
 
@@ -40,7 +46,7 @@ def defined(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, win
             seen &= torch.arange(m)[None, :] > at - window
         heads = []
         for h in range(q.shape[1]):
-            scores = queries[:, h] @ keys[:, h // share].T / C**0.5
+            scores = queries[:, h] @ keys[:, h // share].T / q.shape[2] ** 0.5
             heads.append(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ values[:, h // share])
         out.append(torch.stack(heads, dim=1))
     return torch.cat(out)
@@ -70,6 +76,19 @@ def test_equals_the_definition(name: str, heads: tuple[int, int], window: int | 
     grads = [torch.autograd.grad((out * weights).sum(), (q, k, v)) for out in (found, expected)]
     mine, wanted = (dict(zip("qkv", three, strict=True)) for three in grads)
     assert_all_close(mine, wanted, OP_FP64)
+
+
+@pytest.mark.parametrize("attention", [reference.attention, cuda.attention], ids=["reference", "cuda"])
+def test_values_may_have_fewer_channels(attention: Callable[..., Tensor]) -> None:
+    q, k, v = qkv(7, 13, 4, 4)
+    at, narrow = (spans(2, 1, 4), spans(3, 6, 4)), v[..., :3]
+    found = attention(q, k, narrow, *at)
+    expected = defined(q, k, v, *at, None)[..., :3]
+    assert_close(found, expected, OP_FP64)
+    up = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    grads = (torch.autograd.grad(out, (q, k, v), up) for out in (found, expected))
+    for mine, wanted in zip(*grads, strict=True):
+        assert_close(mine, wanted, OP_FP64)
 
 
 @pytest.mark.parametrize(("wrong", "window"), [((6, 9), None), ((8, 7), 4)])
@@ -109,3 +128,125 @@ def test_head_dims_beyond_flash_attention_take_the_reference(head_dim: int) -> N
     q, k, v = torch.randn(3, 5, 2, head_dim, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     where = spans(2, 3)
     assert torch.equal(cuda.attention(q, k, v, where, where), reference.attention(q, k, v, where, where))
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize(("heads", "dims"), [((4, 2), (64, 64)), ((2, 2), (192, 128)), ((3, 1), (128, 128))], ids=str)
+@pytest.mark.parametrize("name", ["ragged", "fewer queries than keys", "a sequence without queries"])
+def test_fa4_is_asked_for_the_same(
+    name: str, heads: tuple[int, int], dims: tuple[int, int], window: int | None
+) -> None:
+    """The stand-in has the package's parameters and computes in float64; its results are rounded once."""
+    (n, m), draw = LENGTHS[name], torch.Generator().manual_seed(0)
+    shapes = ((sum(n), heads[0], dims[0]), (sum(m), heads[1], dims[0]), (sum(m), heads[1], dims[1]))
+    q, k, v = (torch.randn(shape, generator=draw).to(torch.bfloat16).requires_grad_() for shape in shapes)
+    with installed() as package:
+        found = fa4.attention(q, k, v, spans(*n), spans(*m), window)
+        up = torch.randn(found.shape, generator=draw).to(torch.bfloat16)
+        ours = torch.autograd.grad(found, (q, k, v), up)
+        assert package.calls == {"forward": 1, "backward": 1} and not package.deterministic
+    exact = [x.detach().to(torch.float64).requires_grad_() for x in (q, k, v)]
+    expected = defined(exact[0], exact[1], exact[2], spans(*n), spans(*m), window)
+    assert_close(found, expected, OP_BF16)
+    for mine, wanted in zip(ours, torch.autograd.grad(expected, exact, up.to(torch.float64)), strict=True):
+        assert_close(mine, wanted, OP_BF16)
+
+
+def test_fa4_is_deterministic_where_torch_is_told_to_be() -> None:
+    q, k, v = torch.randn(3, 5, 2, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    with installed() as package:
+        torch.use_deterministic_algorithms(True)
+        try:
+            fa4.attention(q.requires_grad_(), k, v, spans(2, 3), spans(2, 3)).sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert package.deterministic
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "dims"),
+    [
+        (torch.float32, (2, 2), (64, 64)),
+        (torch.bfloat16, (2, 2), (12, 12)),
+        (torch.bfloat16, (2, 1), (192, 128)),  # its backward pass wants equal dims where heads are shared
+    ],
+)
+def test_what_fa4_does_not_take_goes_on(
+    dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(cuda, "attention", lambda *given: asked.append(given))
+    q, k, v = (
+        torch.zeros(5, h, c, dtype=dtype) for h, c in zip((heads[0], heads[1], heads[1]), (dims[0], *dims), strict=True)
+    )
+    with installed() as package:
+        fa4.attention(q, k, v, spans(2, 3), spans(2, 3), 4)
+        assert not package.calls
+    assert len(asked) == 1 and asked[0][0] is q and asked[0][-1] == 4
+
+
+def test_the_operations_of_fa4_have_shapes_without_being_run() -> None:
+    """What a compiler and a checkpoint rely on: schema, fake results and the autograd formula fit each other."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(5, h, 64, generator=draw).to(torch.bfloat16).requires_grad_() for h in (4, 2, 2))
+    ends = cumulative((2, 3))
+    with installed():
+        torch.library.opcheck(fa4.packed_attention, (q, k, v, [ends, ends], [3, 3], None, False))
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "window", "dense"),
+    [
+        ((2048,), (2048,), None, True),
+        ((1024, 1024), (1024, 1024), None, True),
+        ((1024,), (1024,), 1024, True),  # a window that sees everything
+        ((1024,), (1024,), 1023, False),
+        ((1024, 1023), (1024, 1023), None, False),
+        ((1024,), (2048,), None, False),  # causal from the bottom right, which it cannot do
+        ((1023,), (1023,), None, False),  # a shape that hardly comes again
+        ((cudnn.LONG + 1,), (cudnn.LONG + 1,), None, True),
+        ((), (), None, False),
+    ],
+)
+def test_cudnn_takes_what_is_dense(
+    n: tuple[int, ...], m: tuple[int, ...], window: int | None, dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a stand-in: what the operation of cuDNN is asked for, and that the rest goes to torch."""
+    asked = []
+
+    def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        asked.append(q.shape)
+        return torch.stack([q.mean(-1) + k.sum() + v.sum()] * v.shape[-1], dim=-1)
+
+    monkeypatch.setattr(cudnn, "causal", causal)
+    monkeypatch.setattr(cudnn, "can_use_cudnn_attention", lambda _: True)
+    monkeypatch.setattr(cuda, "attention", lambda q, *_: q + 1)
+    q, k, v = torch.randn(sum(n), 2, 1, generator=torch.Generator().manual_seed(0)), *torch.zeros(2, sum(m), 1, 1)
+    found = cudnn.attention(q, k, v, spans(*n), spans(*m), window)
+    assert asked == ([(len(n), 2, n[0], 1)] if dense else [])
+    assert torch.equal(found, q if dense else q + 1), "tokens come back in their order"
+
+
+def test_who_computes_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert kernels_for(gpu).describe()["attention"] == "cudnn"
+    assert kernels_for(gpu, "torch").describe()["attention"] == "cuda"
+    with pytest.raises(ConfigError, match="pip install"):
+        kernels_for(gpu, "fa4")
+    with installed():
+        assert kernels_for(gpu).describe()["attention"] == "fa4"
+        assert kernels_for(gpu, "cudnn").describe()["attention"] == "cudnn"
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+        assert kernels_for(gpu).describe()["attention"] == "cuda"
+    assert kernels_for(torch.device("cpu")).attention is reference.attention
+
+
+def test_a_package_that_does_not_load_is_told_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "flash_attn" / "cute"
+    folder.mkdir(parents=True)
+    (folder / "interface.py").write_text("import a_package_that_it_needs\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with pytest.warns(UserWarning, match="lacks a_package_that_it_needs"):
+        assert not fa4.usable(torch.device("cuda"))

@@ -16,15 +16,16 @@ from dovetail.engine.faults import StepWatch
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.routing import BalanceSettings
 from dovetail.engine.sharding import shard_over_data
-from dovetail.errors import LayoutError, ModelError
+from dovetail.errors import ConfigError, LayoutError, ModelError
 from dovetail.hf.model import ForeignDecoder
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import kernels_for
 from dovetail.launch import ensure_process_group, num_ranks, pick_device
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
-from dovetail.nn.decoder import Decoder, Head, Recompute
+from dovetail.nn.decoder import Decoder, Head, Trunk
 from dovetail.nn.model import Cut, StagedModel
+from dovetail.nn.recompute import HostMemory, Recompute
 from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.assembly import shards_of
 from dovetail.optim.optimizer import OptimSettings
@@ -51,7 +52,9 @@ class EngineOptions:
 
     master_dtype: of the weights that are held and updated; default: float32, or wider.
     tokens_per_batch: most tokens that one replica holds in a micro-batch, padding included; default: all in one.
-    recompute: what backward computes again: none, selective (all but attention) or full.
+    recompute: what backward computes again: none, light (all but products and attention), selective (all but attention)
+        or full.
+    offload_activations: what is kept for that waits on the host, and comes back a block ahead.
     mlp_tile_tokens: how many tokens MLPs compute at a time, keeping only their inputs for backward; 0: all.
     fresh_head_seed: lets a value head that the checkpoint lacks be drawn from this seed, equally on all ranks.
     save_dtype: of saved and streamed tensors; default: the source checkpoint's, tensor by tensor.
@@ -65,6 +68,7 @@ class EngineOptions:
     optim: OptimSettings | None = None
     tokens_per_batch: int | None = None
     recompute: Recompute = "none"
+    offload_activations: bool = False
     mlp_tile_tokens: int = 0
     fresh_head_seed: int | None = None
     save_dtype: torch.dtype | None = None
@@ -113,8 +117,7 @@ def make_engine(
         found = find_value_head(reader, source.path, fresh=options.fresh_head_seed is not None)
     master = options.master_dtype or wide(dtype)
     model = make_model(source, mesh, master, reader, found.kind, options.recompute)
-    if options.mlp_tile_tokens:
-        tile_mlps(model.text, options.mlp_tile_tokens)
+    _spare_memory(model, mesh, options)
     shard_over_data(model, mesh, dtype)
     model.materialize(mesh.device)
     if options.resume is None:
@@ -134,6 +137,24 @@ def make_engine(
         checkpoint, role, updates = options.resume
         engine.load_training(role, checkpoint, updates)
     return engine
+
+
+def _spare_memory(model: StagedModel, mesh: Mesh, options: EngineOptions) -> None:
+    """Have blocks keep less on the device between forward and backward, as far as the options ask for it."""
+    if options.mlp_tile_tokens:
+        if options.recompute == "light":
+            raise ConfigError(
+                "mlp_tile_tokens forgets what activation_checkpointing=light keeps; set that to selective or full"
+            )
+        tile_mlps(model.text, options.mlp_tile_tokens)
+    if options.offload_activations:
+        if options.recompute == "none":
+            raise ConfigError(
+                "offload_activations moves what recomputation starts from; set activation_checkpointing=selective (or full)"
+            )
+        if not isinstance(model.text, Trunk):
+            raise ConfigError("offload_activations works with model.engine=native only; leave it out or set false")
+        model.text.host = HostMemory(mesh.device)
 
 
 def make_model(

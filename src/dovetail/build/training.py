@@ -210,6 +210,7 @@ class Builder:
             optim=_optim_settings(recipe, lr, head),
             tokens_per_batch=recipe.trainer.tokens_per_batch,
             recompute=recipe.trainer.activation_checkpointing,
+            offload_activations=recipe.trainer.offload_activations,
             mlp_tile_tokens=recipe.trainer.mlp_tile_tokens,
             fresh_head_seed=recipe.trainer.seed,
             save_dtype=None if save_dtype is None else getattr(torch, save_dtype),

@@ -20,6 +20,7 @@ from dovetail.comm import gather_text, sum_over
 from dovetail.engine.base import StepReport
 from dovetail.engine.faults import StepWatch, inputs_of, spoiled
 from dovetail.engine.routing import BalanceSettings, Placed, Routing
+from dovetail.engine.sharding import sum_where_they_lie
 from dovetail.engine.stages import Inference, Training
 from dovetail.errors import DataError, ModelError
 from dovetail.kernels.reference import wide
@@ -67,9 +68,6 @@ class NativeEngine:
         self.tokens_per_batch = tokens_per_batch
         self.dtype = dtype or next(model.parameters()).dtype
         self.watch = watch or StepWatch()
-        for stage in range(len(model.cut.stages)):
-            for linear in model.linears(stage):
-                linear.split = mesh.layout.schedule == "zero_bubble"
         connect(mesh)
         self._settings, self._routing = optim or OptimSettings(), Routing.of(model, mesh, balance)
         self._optimizer: Optimizer | None = None
@@ -79,6 +77,7 @@ class NativeEngine:
     def optimizer(self) -> Optimizer:
         """Made when first needed, so that an engine that only scores holds no moments."""
         if self._optimizer is None:
+            sum_where_they_lie(self.model)
             self._optimizer = Optimizer(self.model, self.mesh, self._settings)
         return self._optimizer
 

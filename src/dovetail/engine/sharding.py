@@ -4,9 +4,12 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from dovetail.gradients import Adder
 from dovetail.kernels.reference import wide
 from dovetail.mesh import Mesh
+from dovetail.nn.linear import Linear
 from dovetail.nn.model import StagedModel
 from dovetail.placement import placements_of
 
@@ -35,3 +38,23 @@ def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def sum_where_they_lie(model: StagedModel) -> None:
+    """Have our layers' gradients summed in `.grad` of what FSDP gathers, in the dtype in which it reduces them.
+
+    It then takes them as they are: without, it would copy every one into such a sum. Foreign layers leave theirs to it.
+    Gathers every group once.
+    """
+    adders = [module for module in model.modules() if isinstance(module, Adder)]
+    if not any(isinstance(adder, Linear) for adder in adders):
+        return
+    for adder in adders:
+        adder.adds = model.kernels.add_weight_grad_
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            for parameter in module.parameters():
+                if not isinstance(parameter, DTensor):
+                    parameter.grad_dtype = wide(parameter.dtype)
+            module.reshard()

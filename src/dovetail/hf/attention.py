@@ -6,7 +6,6 @@ hands through to every attention layer. Nothing is inferred from positions, and 
 
 from typing import Any
 
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
@@ -33,13 +32,10 @@ def attention(
                 f"{type(module).__name__} calls attention with {name}, which packed attention does not compute"
             )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [t, heads, C]
-    width, narrow = q.shape[-1], v.shape[-1]
+    width = q.shape[-1]
     if scaling is not None and scaling != width**-0.5:
         q = q * (scaling * width**0.5)
-    if narrow < width:
-        v = F.pad(v, (0, width - narrow))
-    out = context.attend(q, k, v, options.get("sliding_window"))
-    return out[..., :narrow][None], None
+    return context.attend(q, k, v, options.get("sliding_window"))[None], None
 
 
 def no_mask(*_: object, **__: object) -> None:

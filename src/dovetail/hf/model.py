@@ -7,7 +7,6 @@ decoder do not wait for them.
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from dovetail.arch.foreign import ForeignSpec
 from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch
@@ -26,10 +24,11 @@ from dovetail.hf.vision import Vision, family_of
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
 from dovetail.nn.context import attention_of
-from dovetail.nn.decoder import Head, Recompute, keep_attention
+from dovetail.nn.decoder import Head
 from dovetail.nn.heads import LMHead, ValueHead, shared
 from dovetail.nn.linear import Linear
 from dovetail.nn.model import Cut, StagedModel
+from dovetail.nn.recompute import Recompute, options
 from dovetail.tokenstats import TokenStats
 from dovetail.weights.experts import form_of
 from dovetail.weights.reader import TensorSource
@@ -254,10 +253,7 @@ def _refuse(config: "transformers.PreTrainedConfig") -> None:
 
 def _recompute(model: "transformers.PreTrainedModel", recompute: Recompute) -> None:
     """Checkpointing as transformers does it, in training mode; dropout stays off."""
-    options: dict[str, Any] = {"use_reentrant": False}
-    if recompute == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_attention)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options(recompute))
     model.train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):

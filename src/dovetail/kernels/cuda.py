@@ -19,15 +19,19 @@ _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
-    """As `reference.attention`, by torch's packed flash attention in half precision; what that cannot do takes the reference."""
+    """As `reference.attention`, by torch's packed flash attention in half precision; what that cannot do takes the reference.
+
+    Deterministic where torch is told to be.
+    """
     head_dim = q.shape[-1]
     if q.dtype not in FLASH_DTYPES or head_dim % FLASH_MULTIPLE or head_dim > FLASH_LONGEST:
         return reference.attention(q, k, v, q_spans, k_spans, window)
-    left = -1 if window is None else window - 1
+    narrow = v.shape[-1]
+    left = -1 if window is None or window >= k_spans.longest else window - 1
     out = varlen_attn(
         q,
         k,
-        v,
+        v if narrow == head_dim else reference.as_wide_as(k, v),
         q_spans.cu_seqlens,
         k_spans.cu_seqlens,
         q_spans.longest,
@@ -36,7 +40,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
         **_GQA,
     )
     assert isinstance(out, Tensor)
-    return out
+    return out[..., :narrow]
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

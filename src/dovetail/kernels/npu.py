@@ -67,6 +67,8 @@ class NpuKernels:
         _, heads, head_dim = q.shape
         if q.dtype not in DTYPES or head_dim > LONGEST_HEAD or heads > MOST_HEADS or not q.numel():
             return reference.attention(q, k, v, q_spans, k_spans, window)
+        if (narrow := v.shape[-1]) < head_dim:
+            return self.attention(q, k, reference.as_wide_as(k, v), q_spans, k_spans, window)[..., :narrow]
         out = []
         at_q = at_k = 0
         for first in range(0, len(q_spans.lengths), MOST_SEQUENCES):

@@ -58,11 +58,13 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
-    """Causal attention inside each packed sequence: q [Tq, H, C], k and v [Tk, G, C] -> [Tq, H, C].
+    """Causal attention inside each packed sequence: q [Tq, H, C], k [Tk, G, C], v [Tk, G, Cv <= C] -> [Tq, H, Cv].
 
     Where a sequence has fewer queries than keys, they are its last ones (bottom-right causal). With a window, a query
     sees that many latest keys, itself included. Scores are scaled by C^-1/2.
     """
+    if (narrow := v.shape[-1]) < q.shape[-1]:
+        return attention(q, k, as_wide_as(k, v), q_spans, k_spans, window)[..., :narrow]
     out = []
     for count, n, m, at_q, at_k in _runs(q_spans.lengths, k_spans.lengths):
         rows = q[at_q : at_q + count * n].unflatten(0, (count, n)).transpose(1, 2)  # [B, H, n, C]
@@ -74,6 +76,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
             mixed = _masked_attention(rows, keys, values, window)
         out.append(mixed.transpose(1, 2).flatten(0, 1))
     return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def as_wide_as(k: Tensor, v: Tensor) -> Tensor:
+    """Values with as many channels as keys have, the new ones zeros: so are those of what attention makes of them."""
+    return F.pad(v, (0, k.shape[-1] - v.shape[-1]))
 
 
 def _runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int, int, int]]:
@@ -271,13 +278,12 @@ def _wide_rows(z: Tensor, rows: slice, temperature: Tensor | None) -> Tensor:
 
 def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None:
     """total [V, D] += dz [n, V].T @ x [n, D], where total may be wider than dz and x. The first one finds nothing there."""
-    if first:
-        total.zero_()
     if total.dtype == x.dtype:
-        total.addmm_(dz.T, x)
+        torch.mm(dz.T, x, out=total) if first else total.addmm_(dz.T, x)
         return
     for rows in _row_blocks(total):
-        total[rows] += dz[:, rows].T @ x
+        part = dz[:, rows].T @ x
+        total[rows].copy_(part) if first else total[rows].add_(part)
 
 
 def _row_blocks(x: Tensor) -> Iterator[slice]:

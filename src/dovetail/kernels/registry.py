@@ -6,13 +6,16 @@ import resource
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from dovetail.kernels import cuda, reference
+from dovetail.errors import ConfigError
+from dovetail.kernels import cuda, cudnn, fa4, reference
 from dovetail.kernels.npu import NpuKernels
+
+AttentionName = Literal["auto", "fa4", "cudnn", "torch"]
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,15 @@ class KernelSet:
         return {name: op.__module__.rpartition(".")[2] for name, op in ops.items() if callable(op)}
 
 
-def kernels_for(device: torch.device) -> KernelSet:
-    """The kernels of a device: the reference, with what the device does better put in its place."""
+def kernels_for(device: torch.device, attention: AttentionName = "auto") -> KernelSet:
+    """The kernels of a device: the reference, with what the device does better put in its place.
+
+    attention: of a CUDA device; auto takes the fastest that is installed.
+    """
     if device.type == "cuda":
         vocab_stats, vocab_grad_ = _row_kernels()
         return KernelSet(
-            attention=cuda.attention,
+            attention=_attention(device, attention),
             grouped_mm=cuda.grouped_mm,
             logits=cuda.logits,
             vocab_stats=vocab_stats,
@@ -55,6 +61,21 @@ def kernels_for(device: torch.device) -> KernelSet:
     if device.type == "npu":
         return npu_kernels(importlib.import_module("torch_npu"), device)
     return KernelSet()
+
+
+def _attention(device: torch.device, name: AttentionName) -> Callable[..., Tensor]:
+    """Packed attention of a CUDA device. What one cannot compute, or not well, it hands to the next: fa4 and cudnn to
+    torch, torch to the reference.
+    """
+    if name in ("auto", "fa4") and fa4.usable(device):
+        return fa4.attention
+    if name == "fa4":
+        raise ConfigError(
+            "attention=fa4 needs flash-attn-4 and a Hopper or Blackwell GPU: pip install 'dovetail[fa4]', or choose auto"
+        )
+    if name == "torch" or (name == "auto" and torch.cuda.get_device_capability(device)[0] < cudnn.ARCHITECTURE):
+        return cuda.attention
+    return cudnn.attention
 
 
 def _row_kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:

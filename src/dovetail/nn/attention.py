@@ -26,7 +26,7 @@ class Context(Protocol):
     def routes(self) -> Routes: ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """q [T, H, C], k and v [T, G, C] -> [T, H, C], of this rank's heads."""
+        """q [T, H, C], k [T, G, C], v [T, G, Cv <= C] -> [T, H, Cv], of this rank's heads."""
         ...
 
 

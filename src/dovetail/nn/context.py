@@ -21,7 +21,7 @@ from torch import Tensor
 from dovetail.arch.spec import RopeSpec
 from dovetail.batch import MicroBatch, Share, cumulative
 from dovetail.comm import gather_in_order, heads_to_tokens, tokens_to_heads
-from dovetail.kernels.reference import Spans
+from dovetail.kernels.reference import Spans, as_wide_as
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import ContextAxes, Mesh
 from dovetail.nn.rope import rope_tables
@@ -36,7 +36,7 @@ class PackedAttention:
     kernels: KernelSet
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """q [T, H, C], k and v [T, G, C] -> [T, H, C]."""
+        """q [T, H, C], k [T, G, C], v [T, G, Cv] -> [T, H, Cv]."""
         return self.kernels.attention(q, k, v, self.spans, self.spans, window)
 
 
@@ -58,7 +58,8 @@ class SharedAttention:
     kernels: KernelSet
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """q [t, H, C], k and v [t, G, C] -> [t, H, C]."""
+        """q [t, H, C], k [t, G, C], v [t, G, Cv] -> [t, H, Cv]. Keys and values travel as one."""
+        narrow, v = v.shape[-1], as_wide_as(k, v)
         q, k, v = self._all_tokens(q, k, v)
         if (lines := self.axes.gather.size) > 1:
             kv = _in_token_order(gather_in_order(torch.cat((k, v), dim=1), self.axes.gather), lines)
@@ -67,7 +68,7 @@ class SharedAttention:
             self.kernels.attention(q[chunk.queries], k[chunk.keys], v[chunk.keys], chunk.q_spans, chunk.k_spans, window)
             for chunk in self.chunks
         ]
-        return heads_to_tokens(out[0] if len(out) == 1 else torch.cat(out), self.axes.ulysses)
+        return heads_to_tokens(out[0] if len(out) == 1 else torch.cat(out), self.axes.ulysses)[..., :narrow]
 
     def _all_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Some heads of all tokens of the Ulysses group, in one exchange. Too few KV heads are repeated."""

@@ -4,13 +4,11 @@ Packed tokens T come in; between blocks activations are [t, D], t = T / (cp tp).
 fewer layers.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dovetail.arch.spec import ArchSpec
 from dovetail.batch import Loss, LossFn, MicroBatch
@@ -26,10 +24,10 @@ from dovetail.nn.mlp import make_mlp
 from dovetail.nn.model import Cut, StagedModel
 from dovetail.nn.moe import Experts, MoE, Router
 from dovetail.nn.norm import RMSNorm
+from dovetail.nn.recompute import HostMemory, Recompute, runner
 from dovetail.nn.tiling import Tiled
 from dovetail.tokenstats import TokenStats
 
-Recompute = Literal["none", "full", "selective"]
 Head = Literal["lm", "value", "value_without_bias"]
 
 
@@ -54,8 +52,7 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """Embedding, blocks and final norm, as far as the cut holds them: tokens [T] -> hidden states [t, D].
 
-    `recompute` trades memory for time in the backward pass: full keeps only each block's input, selective also keeps
-    the attention's output, so attention never runs twice.
+    `recompute` trades memory for time in the backward pass; with `host`, what is kept for it waits there.
     """
 
     embed_tokens: VocabEmbedding
@@ -66,6 +63,7 @@ class Trunk(nn.Module):
     ) -> None:
         super().__init__()
         self.recompute = recompute
+        self.host: HostMemory | None = None
         if cut.first or (tied and cut.last):
             self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.width, mesh, tied=tied)
         held = [layer for stage in cut.stages for layer in stage]
@@ -79,18 +77,10 @@ class Trunk(nn.Module):
 
     def blocks(self, layers: Iterable[int], x: Tensor, context: Context) -> Tensor:
         """Some neighboring layers: [t, D] -> [t, D]."""
-        run = self._runner()
+        run = runner(self.recompute, self.host)
         for layer in layers:
             x = run(self.layers[str(layer)], x, context)
         return x
-
-    def _runner(self) -> Callable[..., Tensor]:
-        if self.recompute == "none" or not torch.is_grad_enabled():
-            return lambda layer, x, context: layer(x, context)
-        if self.recompute == "full":
-            return partial(checkpoint, use_reentrant=False)
-        contexts = partial(create_selective_checkpoint_contexts, keep_attention)
-        return partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
 
 class Decoder(StagedModel):
@@ -166,10 +156,3 @@ class Decoder(StagedModel):
             yield self.model.embed_tokens
         if not self.tied and self.cut.last:
             yield self.head
-
-
-def keep_attention(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    """Save what attention kernels return; recompute everything else."""
-    name = str(op)
-    kept = "attention" in name or "varlen_attn" in name
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.comm import reduce_scatter
+from dovetail.gradients import Adder
 from dovetail.mesh import Mesh
 from dovetail.placement import Part, Placement, Split
 
@@ -19,7 +20,7 @@ def vocab_placement(vocab_size: int, tp: int, *, tied: bool) -> tuple[int, Place
     return rows, Placement((Split(0, "tp", (part,)),), partial_over=("ends",) if tied else ())
 
 
-class VocabEmbedding(nn.Module):
+class VocabEmbedding(Adder):
     """[T] -> [t, D]. Each rank looks up the ids whose rows it holds.
 
     forward reduce_scatter, backward all_gather.
@@ -34,9 +35,9 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return F.embedding(tokens, self.weight)
+            return F.embedding(tokens, self.summed("weight"))
         rows = self.weight.shape[0]
         local = tokens - self.axis.rank * rows
         mine = (local >= 0) & (local < rows)
-        found = F.embedding(torch.where(mine, local, 0), self.weight) * mine[:, None]
+        found = F.embedding(torch.where(mine, local, 0), self.summed("weight")) * mine[:, None]
         return reduce_scatter(found, self.axis)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, Sum, is_separable
 from dovetail.comm import all_gather, all_reduce, gather_replicated
 from dovetail.fused_head import VocabShard, fused_loss, fused_token_stats
+from dovetail.gradients import Adder
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Axis, Mesh
@@ -18,7 +19,7 @@ from dovetail.placement import Placement
 from dovetail.tokenstats import TokenStats
 
 
-class LMHead(nn.Module):
+class LMHead(Adder):
     """Hidden states [t, D] -> statistics or loss of the counted tokens, or logits.
 
     Gathers tokens (backward: reduce_scatter), splits the vocabulary; masked tokens are gone before the product.
@@ -47,7 +48,7 @@ class LMHead(nn.Module):
     @property
     def shard(self) -> VocabShard:
         weight = self.weight if self.columns == self.weight.shape[0] else self.weight[: self.columns]
-        return VocabShard(weight, self.first, self.axis, self.kernels)
+        return VocabShard(weight, self.first, self.axis, self.kernels, self if self.adds else None)
 
 
 class ValueHead(nn.Module):

@@ -19,57 +19,68 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.comm import all_gather, reduce_scatter
+from dovetail.gradients import Adder, add_product
+from dovetail.kernels.reference import wide
 from dovetail.mesh import Mesh
 from dovetail.placement import Part, Placement, Split
 
 
-class Linear(nn.Module):
-    """A product whose weight gradient may wait: what all these layers are.
+class Linear(Adder):
+    """A product whose weight gradient is added where it lies, at once or later: what all these layers are.
 
-    With `split`, a backward pass while `waits` leaves the weight's gradient out, and `add_weight_gradient` adds it for
-    the micro-batch that has waited longest. `weight` must be the same tensor until then (FSDP2: gathered). No collectives.
+    With `adds`, a backward pass adds the weight's gradient to `weight.grad`; while the layer `waits` it leaves it out, and
+    `add_weight_gradient` adds that of the micro-batch that has waited longest. `weight` must be the same tensor until
+    then (FSDP2: gathered). No collectives.
     """
 
     weight: nn.Parameter
 
     def __init__(self) -> None:
         super().__init__()
-        self.split = self.waits = False
+        self.waits = False
         self.waiting: deque[tuple[Tensor, Tensor]] = deque()  # dy [T, out] and x [T, in]
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x w.T + bias."""
-        if not self.split:
+        if self.adds is None or not torch.is_grad_enabled():
             return F.linear(x, self.weight, bias)
-        y: Tensor = _SplitProduct.apply(x, self.weight, self)
-        return y if bias is None else y + bias
+        y: Tensor = _Product.apply(x, self.weight, bias, self)
+        return y
 
     def add_weight_gradient(self) -> None:
         """The gradient that has waited longest, summed into `weight.grad`."""
-        dy, x = self.waiting.popleft()
-        with torch.no_grad():
-            if self.weight.grad is None:
-                self.weight.grad = dy.T @ x
-            else:
-                self.weight.grad.addmm_(dy.T, x)
+        if self.weight.requires_grad:
+            with torch.no_grad():
+                self._add(*self.waiting.popleft())
+
+    def _add(self, dy: Tensor, x: Tensor) -> None:
+        assert self.adds is not None
+        add_product(self.weight, dy, x, self.adds)
 
 
-class _SplitProduct(torch.autograd.Function):
-    """forward: y = x w.T. backward: dx = dy w; dw = dy.T x, or none while the layer waits. No collectives."""
+class _Product(torch.autograd.Function):
+    """forward: y = x w.T + b. backward: dx = dy w, db; dw is added by the layer, now or later. No collectives.
+
+    Only x is saved: the layer has the weight, and the one whose gradient counts, whoever recomputed or stored what is
+    saved.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Linear) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear) -> Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.layer = layer
-        return F.linear(x, weight)
+        return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        (dy,), (x, weight) = grads, ctx.saved_tensors
-        if ctx.layer.waits:
-            ctx.layer.waiting.append((dy, x))
-            return dy @ weight, None, None
-        return dy @ weight, dy.T @ x, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        (dy,), (x,), layer = grads, ctx.saved_tensors, ctx.layer
+        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        if for_weight and layer.waits:
+            layer.waiting.append((dy, x))
+        elif for_weight:
+            layer._add(dy, x)
+        dx = dy @ layer.weight if for_x else None
+        return dx, None, dy.sum(0, dtype=wide(dy.dtype)) if for_bias else None, None
 
 
 class ColumnLinear(Linear):

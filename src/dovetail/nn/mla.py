@@ -3,12 +3,10 @@
     latents   a token's own, of this rank's tokens [t, rank]; the ranks of tp exchange them, not hidden states
     heads     q = q_b(norm(q_a(x))) or q_proj(x); k_nope and v = kv_b(norm(kv_a(x))); one rotary key for all heads
 
-Values have fewer channels than keys. They are padded to as many with zeros, so that every kernel, cache and exchange of
-heads sees one head dim; what comes out is cut again.
+Values have fewer channels than keys; a kernel, cache or exchange of heads that wants one head dim pads them itself.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec
@@ -59,9 +57,8 @@ class LatentAttention(nn.Module):
         )  # [T, H, C]
         k_rope = self._turned(all_gather(k_rope, self.tp)[:, None], context).expand(-1, k_nope.shape[1], -1)
         q = torch.cat((q_nope, self._turned(q_rope, context)), dim=-1) * self.latent.stretch
-        v = F.pad(v, (0, self.head_dim - self.latent.v_dim))
         mixed = context.attend(self.layer, q, torch.cat((k_nope, k_rope), dim=-1), v, self.window)
-        return self.o_proj(mixed[..., : self.latent.v_dim].flatten(1))
+        return self.o_proj(mixed.flatten(1))
 
     def _queries(self, x: Tensor) -> Tensor:
         if self.latent.q_rank is None:

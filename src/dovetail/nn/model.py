@@ -11,6 +11,7 @@ from dovetail.arch.foreign import AnySpec
 from dovetail.arch.spec import ArchSpec
 from dovetail.batch import PackedBatch
 from dovetail.errors import DataError
+from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
 from dovetail.nn.heads import LMHead, ValueHead
 from dovetail.nn.linear import Linear
@@ -40,6 +41,8 @@ class StagedModel(nn.Module):
 
     `forward(micro, loss, stage, x)` is what `nn.decoder.Decoder.forward` says.
     """
+
+    kernels: KernelSet
 
     def __init__(self, spec: AnySpec, mesh: Mesh, cut: Cut, *, tied: bool) -> None:
         super().__init__()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec, MoeSpec
 from dovetail.comm import all_gather, all_to_all, exchange, reduce_scatter, stack_over
+from dovetail.gradients import Adder
 from dovetail.kernels.reference import take_rows, widened
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
@@ -70,7 +71,7 @@ class Router(nn.Module):
         return scores.topk(moe.top_k).indices
 
 
-class Experts(nn.Module):
+class Experts(Adder):
     """Rows [n, D] by expert -> the same rows through their experts: partial sums over tp.
 
     One parameter a product, for all of this rank's experts. forward and backward: two all_to_all over ep.
@@ -102,8 +103,8 @@ class Experts(nn.Module):
 
     def _products(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Rows of this rank's experts, each expert's ending at `ends`, through gate and up, and down."""
-        gate, up = self.kernels.grouped_mm(rows, self.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
-        return self.kernels.grouped_mm(self.kernels.swiglu(gate, up), self.down_proj.transpose(1, 2), ends)
+        gate, up = self.kernels.grouped_mm(rows, self.summed("gate_up_proj").transpose(1, 2), ends).chunk(2, dim=-1)
+        return self.kernels.grouped_mm(self.kernels.swiglu(gate, up), self.summed("down_proj").transpose(1, 2), ends)
 
 
 class MoE(nn.Module):

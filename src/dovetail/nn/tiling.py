@@ -33,8 +33,13 @@ class Tiled(nn.Module):
         kept = _Kept()
         if not x.requires_grad:  # so that autograd keeps what `_Keep` saves
             x = x.detach().requires_grad_()
-        y: Tensor = _Tiles.apply(_Keep.apply(x, kept), self, kept, *self.parameters())
+        y: Tensor = _Tiles.apply(_Keep.apply(x, kept), self, kept, *self.summed_here())
         return y
+
+    def summed_here(self) -> list[nn.Parameter]:
+        """The parameters whose gradients the products inside do not add themselves."""
+        adding = {id(part.weight) for part in self.modules() if isinstance(part, Linear) and part.adds is not None}
+        return [weight for weight in self.parameters() if id(weight) not in adding]
 
     def tile(self, x: Tensor) -> Tensor:
         """Some tokens' share."""
@@ -63,7 +68,8 @@ class _Keep(torch.autograd.Function):
 
 
 class _Tiles(torch.autograd.Function):
-    """forward: the MLP of every tile. backward: dx of every tile; dw summed over the tiles in the wide dtype.
+    """forward: the MLP of every tile. backward: dx of every tile; dw summed over the tiles in the wide dtype, but for
+    weights whose products add it themselves.
 
     The collectives of the MLP, both directions, once a tile.
     """
@@ -80,7 +86,7 @@ class _Tiles(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,), (x,), mlp = grads, ctx.kept.node.saved_tensors, ctx.mlp
         _, _, _, *wanted = ctx.needs_input_grad
-        weights = [p for p, one in zip(mlp.parameters(), wanted, strict=True) if one]
+        weights = [p for p, one in zip(mlp.summed_here(), wanted, strict=True) if one]
         dx, dw = torch.empty_like(x), [torch.zeros_like(weight, dtype=wide(weight.dtype)) for weight in weights]
         for start in range(0, max(x.shape[-2], 1), mlp.tokens):
             rows = (..., slice(start, start + mlp.tokens), slice(None))
@@ -91,7 +97,7 @@ class _Tiles(torch.autograd.Function):
             for total, part in zip(dw, parts, strict=True):
                 total += part
         found = iter(dw)
-        given = (next(found).to(p.dtype) if one else None for p, one in zip(mlp.parameters(), wanted, strict=True))
+        given = (next(found).to(p.dtype) if one else None for p, one in zip(mlp.summed_here(), wanted, strict=True))
         return dx, None, None, *given
 
 

@@ -2,13 +2,17 @@
 
 No message carries a tag or a shape. Every rank has the plan of all, so a receiver posts its receives on each road in the
 order in which its neighbor sends there, whatever the order in which it needs them; what comes early waits in a mailbox.
-Nothing can be taken for something else, on any backend, even where the previous and the next rank are the same. Sends
-never block, and receives are posted one need ahead, so transfers overlap computation. But none before this rank has
-sent what it depends on: NCCL's receives are kernels that run until the message is there, and a host that waits for them
-(to load a kernel, to free memory) would never send it.
+Nothing can be taken for something else, on any backend, even where the previous and the next rank are the same.
+
+NCCL's sends and receives are kernels that run until both ends are there, and a host may have to wait for its whole
+device at any time (to load or time a kernel, to free memory), and so for all that it posted. No plan may deadlock even
+where every host does that in every action, so all ranks put all actions of the plan in one order, and a rank posts a
+receive right before its first action that comes after the sender's. Then whatever waits, waits for something earlier:
+a receive for the sender's action, and a send for the action before the receive, which in that order lies before its own.
+The order is that of a simulation, so receives are under way when their messages are sent.
 """
 
-from collections import deque
+from bisect import bisect
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -17,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.mesh import Link, Mesh
-from dovetail.pipeline.schedule import Action, Plan
+from dovetail.pipeline.schedule import Action, Plan, simulate
 
 
 class Work(Protocol):
@@ -79,29 +83,15 @@ def produced(action: Action, stages: int) -> Message | None:
     return None if nothing else Message(gradient, action.stage + (-1 if gradient else 1), action.micro)
 
 
-def sent(plan: Plan, rank: int, *, gradient: bool) -> list[Message]:
-    """What a rank sends on one of its two roads, in its order."""
-    stages = num_stages(plan)
-    messages = (produced(action, stages) for action in plan[rank])
-    return [message for message in messages if message and message.gradient == gradient]
-
-
-def origins(plan: Plan, rank: int) -> dict[Message, int]:
-    """For every message of a plan, the index of the last of this rank's actions that it depends on, or -1."""
-    stages, found = num_stages(plan), dict[Message, int]()
-    position, reach = [0] * len(plan), [-1] * len(plan)  # of every rank: its next action, and what it depends on so far
-    while any(position[r] < len(actions) for r, actions in enumerate(plan)):
-        before = sum(position)
-        for r, actions in enumerate(plan):
-            for i in range(position[r], len(actions)):
-                need, result = needed(actions[i], stages), produced(actions[i], stages)
-                if need and need not in found:
-                    break
-                reach[r] = max(reach[r], found[need] if need else -1, i if r == rank else -1)
-                if result:
-                    found[result] = reach[r]
-                position[r] = i + 1
-        assert sum(position) > before, "a plan in which every rank waits"
+def receives(plan: Plan, rank: int) -> list[list[Message]]:
+    """What a rank has to have on the way before each of its actions and not yet before the one before, road by road."""
+    order = [[(start, r) for start in starts] for r, starts in enumerate(simulate(plan).start)]
+    found: list[list[Message]] = [[] for _ in plan[rank]]
+    for gradient, sender in ((False, (rank - 1) % len(plan)), (True, (rank + 1) % len(plan))):
+        for at, action in zip(order[sender], plan[sender], strict=True):
+            message = produced(action, num_stages(plan))
+            if message and message.gradient == gradient:
+                found[bisect(order[rank], at)].append(message)
     return found
 
 
@@ -126,15 +116,11 @@ def connect(mesh: Mesh) -> None:
 def run(plan: Plan, work: Work, mesh: Mesh) -> None:
     """One rank's part of `plan`. Collective over mesh["pp"]; where `work` raises, the other ranks wait in vain."""
     actions, stages = plan[mesh["pp"].rank], num_stages(plan)
-    needs = [needed(action, stages) for action in actions]
     last = max((i for i, action in enumerate(actions) if action.kind in ("backward", "input")), default=None)
-    mail, origin = Mail(plan, work, mesh), origins(plan, mesh["pp"].rank)
+    mail = Mail(plan, work, mesh)
     for i, action in enumerate(actions):
-        mail.post(needs[i])
-        following = next((message for message in needs[i + 1 :] if message), None)
-        if following and origin[following] < i:
-            mail.post(following)
-        received, result = mail.take(needs[i]), None
+        mail.post(i)
+        received, result = mail.take(needed(action, stages)), None
         if action.kind == "forward":
             result = work.forward(action.stage, action.micro, received)
         elif action.kind == "weight":
@@ -154,20 +140,19 @@ class Mail:
         self.work, self.links = work, mesh.links
         self.next, self.previous = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
         self.alone = axis.size == 1
-        self.coming = {g: deque(sent(plan, self._sender(g), gradient=g)) for g in (False, True) if not self.alone}
+        self.coming = [[] for _ in plan[axis.rank]] if self.alone else receives(plan, axis.rank)
         self.arrived: dict[Message, tuple[dist.Work | None, Tensor]] = {}
         self.leaving: list[Departure] = []
         around = [step for n in {self.previous, self.next} for step in enumerate(plan[n])]
         self.sent_at = {message: i for i, action in around if (message := produced(action, stages))}
         self.needed_at = {message: i for i, action in around if (message := needed(action, stages))}
 
-    def post(self, message: Message | None) -> None:
-        """Have the receive of `message` under way, and before it those of all that its sender sends before it."""
-        while message and not self.alone and message not in self.arrived:
+    def post(self, i: int) -> None:
+        """Have the receives under way that belong before this rank's i-th action; first comes the memory for all."""
+        tensors = [self.work.buffer(message.micro) for message in self.coming[i]]
+        for message, tensor in zip(self.coming[i], tensors, strict=True):
             link = self.links.from_next if message.gradient else self.links.from_previous
-            first = self.coming[message.gradient].popleft()
-            tensor = self.work.buffer(first.micro)
-            self.arrived[first] = _start(dist.irecv, tensor, link), tensor
+            self.arrived[message] = _start(dist.irecv, tensor, link), tensor
 
     def take(self, message: Message | None) -> Tensor | None:
         """Wait for `message`; on a GPU only its stream waits."""
@@ -195,7 +180,7 @@ class Mail:
 
     def close(self) -> None:
         """Wait until all that this rank sent is gone."""
-        assert not self.arrived and not any(self.coming.values()), "a plan that sends what nobody needs"
+        assert not self.arrived, "a plan that sends what nobody needs"
         for departure in self.leaving:
             departure.handle.wait()
 

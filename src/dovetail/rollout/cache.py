@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.arch.spec import ArchSpec
-from dovetail.kernels.reference import Spans
+from dovetail.kernels.reference import Spans, as_wide_as
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
 from dovetail.routing import Routes
@@ -57,7 +57,7 @@ class PrefillContext:
     routes: Routes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        for held, new in ((self.cache.keys[layer], k), (self.cache.values[layer], v)):
+        for held, new in ((self.cache.keys[layer], k), (self.cache.values[layer], as_wide_as(k, v))):
             held[:, :, : self.cache.longest] = new[self.source].transpose(1, 2)
         return self.kernels.attention(q, k, v, self.spans, self.spans, window)
 
@@ -80,6 +80,7 @@ class DecodeContext:
         n, lengths, longest = len(self.rows), self.cache.lengths, self.cache.longest + 1
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.rows, :, lengths] = k[:n]
-        values[self.rows, :, lengths] = v[:n]
+        values[self.rows, :, lengths] = as_wide_as(k, v)[:n]
         out = self.kernels.decode_attention(q[:n], keys[:, :, :longest], values[:, :, :longest], lengths + 1, window)
+        out = out[..., : v.shape[-1]]
         return F.pad(out, (0, 0, 0, 0, 0, len(q) - n)) if len(q) > n else out

@@ -1,0 +1,80 @@
+"""Weight gradients summed where they lie: into `weight.grad`, in its `grad_dtype`, without a pass of their own.
+
+Autograd hands a gradient over in the weight's dtype, and whoever sums several of them reads and writes them once more.
+Added here, nothing is rounded to the weight's dtype before the sum, and a product adds while it computes.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class AddProduct(Protocol):
+    """`kernels.reference.add_weight_grad_`: total += dz.T @ x, where the first one finds nothing in total."""
+
+    def __call__(self, total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None: ...
+
+
+class Adder(nn.Module):
+    """A module that adds its weights' gradients itself once `adds` is there, and leaves them to autograd before.
+
+    In a backward pass its parameters are the tensors that its forward pass saw (FSDP2: gathered again).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adds: AddProduct | None = None
+
+    def summed(self, name: str) -> Tensor:
+        """The parameter of that name, whose gradient autograd computes and this module adds."""
+        weight = self.get_parameter(name)
+        if self.adds is None or not (weight.requires_grad and torch.is_grad_enabled()):
+            return weight
+        found: Tensor = _Summed.apply(weight, self, name)
+        return found
+
+
+class _Summed(torch.autograd.Function):
+    """forward: the weight. backward: its gradient is added, and autograd gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, owner: Adder, name: str) -> Tensor:
+        ctx.owner, ctx.name = owner, name
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        add_to(ctx.owner.get_parameter(ctx.name), grads[0])
+        return None, None, None
+
+
+def add_product(weight: Tensor, dy: Tensor, x: Tensor, add: AddProduct) -> None:
+    """weight.grad += dy.T @ x."""
+    total, first = _total(weight)
+    add(total, dy, x, first=first)
+
+
+def add_to(weight: Tensor, dw: Tensor) -> None:
+    """weight.grad += dw."""
+    total, first = _total(weight)
+    total.copy_(dw) if first else total.add_(dw)
+
+
+def spend_on(weight: Tensor, dw: Tensor, factor: Tensor) -> None:
+    """weight.grad += factor dw, of the first rows where dw has fewer. dw is nobody else's, and may become the gradient."""
+    if weight.grad is None and (dw.shape, dw.dtype) == (weight.shape, weight.grad_dtype):
+        weight.grad = dw.mul_(factor)
+        return
+    total, first = _total(weight)
+    if first:
+        total.zero_()
+    total[: len(dw)].addcmul_(dw, factor)
+
+
+def _total(weight: Tensor) -> tuple[Tensor, bool]:
+    """`weight.grad`, and whether it is new memory that nobody wrote."""
+    if weight.grad is not None:
+        return weight.grad, False
+    weight.grad = torch.empty_like(weight, dtype=weight.grad_dtype or weight.dtype, requires_grad=False)
+    return weight.grad, True

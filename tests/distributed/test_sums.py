@@ -1,0 +1,119 @@
+"""FSDP takes the sums of weight gradients as they are: no micro-batch's is copied, and each weight has one sum a step."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen3MoeConfig
+
+from dovetail.batch import PackedBatch
+from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.engine.native import NativeEngine
+from dovetail.gradients import Adder
+from dovetail.kernels.reference import add_weight_grad_
+from dovetail.layout import Layout
+from dovetail.nn.linear import Linear
+from tests.harness import run
+from tests.parity.configs import VOCAB, tiny_model
+from tests.parity.reference import objective
+from tests.probe import PROBE, gradients
+from tests.tolerances import HALF_SHARE, SUM_ORDER, worst_error
+
+BUDGET = 16  # tokens of a micro-batch
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MODELS = {
+    "tied": lambda: Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "experts": lambda: Qwen3MoeConfig(
+        **SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, tie_word_embeddings=False
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in MODELS.items():
+        tiny_model(config()).save_pretrained(folder / name)
+    return folder
+
+
+def batch_of(dtype: torch.dtype) -> PackedBatch:
+    """So many tokens that each of two replicas has several micro-batches."""
+    draw = torch.Generator().manual_seed(0)
+    batch = PackedBatch.pack([torch.randint(VOCAB, (n,), generator=draw) for n in (12, 7, 16, 9, 14, 11, 3, 15)])
+    w0, w1 = torch.randn(2, len(batch), generator=draw).to(dtype)
+    return batch.with_fields(w0=w0, w1=w1)
+
+
+def engine_of(path: Path, layout: Layout, dtype: torch.dtype, budget: int | None) -> NativeEngine:
+    options = EngineOptions(optim=PROBE, tokens_per_batch=budget)
+    made = from_pretrained(path, layout=layout, dtype=dtype, device="cpu", options=options)
+    assert isinstance(made, NativeEngine)
+    return made
+
+
+class Sums:
+    """The kernel, which notes what it adds to."""
+
+    def __init__(self) -> None:
+        self.starts = 0
+        self.dtypes: set[torch.dtype] = set()
+        self.adds = 0
+
+    def __call__(self, total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None:
+        self.starts, self.adds = self.starts + first, self.adds + 1
+        self.dtypes.add(total.dtype)
+        add_weight_grad_(total, dz, x, first=first)
+
+
+def counted(path: Path, layout: Layout) -> tuple[int, int, int, int, set[torch.dtype]]:
+    """Products of a model, micro-batches of a step, sums that it started, gradients that it added, and their types."""
+    engine, sums = engine_of(path, layout, torch.bfloat16, BUDGET), Sums()
+    engine.model.kernels = replace(engine.model.kernels, add_weight_grad_=sums)
+    batch = batch_of(torch.float32)
+    engine.train_step(batch, objective)
+    products = sum(isinstance(part, Linear) for part in engine.model.modules())
+    return products, len(list(engine.micro_batches(batch))), sums.starts, sums.adds, sums.dtypes
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2)], ids=str)
+def test_each_weight_has_one_sum_a_step(folder: Path, layout: Layout) -> None:
+    for products, micros, starts, adds, dtypes in run(layout.num_ranks, counted, folder / "tied", layout):
+        assert micros > 1
+        assert (starts, adds, dtypes) == (products, products * micros, {torch.float32})
+
+
+def compared(path: Path, layout: Layout) -> dict[str, float]:
+    """How far gradients are from those of one micro-batch and of autograd, in float64 and in bfloat16."""
+    batch, found = batch_of(torch.float64), {}
+    whole = engine_of(path, layout, torch.float64, None)
+    whole.train_step(batch, objective)
+    exact = gradients(whole)[0]
+    for name, dtype in (("float64", torch.float64), ("bfloat16", torch.bfloat16)):
+        for kind in ("added", "autograd"):
+            engine = engine_of(path, layout, dtype, BUDGET)
+            assert engine.optimizer.steps == 0  # so that it adds
+            if kind == "autograd":
+                for part in engine.model.modules():
+                    if isinstance(part, Adder):
+                        part.adds = None
+            engine.train_step(batch_of(torch.float64 if dtype == torch.float64 else torch.float32), objective)
+            flat = {key: value.to(torch.float64) for key, value in gradients(engine)[0].items()}
+            found[f"{name} {kind}"] = worst_error(flat, exact)[0]
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sums_are_as_near_as_those_of_autograd(folder: Path, name: str) -> None:
+    for found in run(2, compared, folder / name, Layout(dp=2)):
+        assert max(found["float64 added"], found["float64 autograd"]) <= SUM_ORDER
+        assert found["bfloat16 added"] <= HALF_SHARE * found["bfloat16 autograd"]

@@ -1,0 +1,89 @@
+"""Stands for flash-attn-4 on a CPU: its two functions, by their parameter names, computed by the formulas of attention.
+
+As the real ones they leave autograd alone, so both directions are written out.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dovetail.kernels.fa4 import INTERFACE
+
+
+class StandIn(ModuleType):
+    """The module `flash_attn.cute.interface`, and what was asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__(INTERFACE)
+        self.calls: Counter[str] = Counter()
+        self.deterministic = False
+
+    def _flash_attn_fwd(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **given: Any
+    ) -> tuple[Tensor, Tensor, None, None, None]:
+        self.calls["forward"] += 1
+        assert return_lse
+        out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+        for i, j, scores in _scores(q, k, **given):
+            lse[:, i] = scores.logsumexp(-1).to(torch.float32)
+            out[i] = (scores.softmax(-1) @ _shared(v[j], q.shape[1])).transpose(0, 1).to(q.dtype)
+        return out, lse, None, None, None
+
+    def _flash_attn_bwd(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, **given: Any
+    ) -> tuple[Tensor, ...]:
+        self.calls["backward"] += 1
+        self.deterministic = given.pop("deterministic")
+        heads, wide = q.shape[1], torch.float64
+        dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
+        for i, j, scores in _scores(q, k, **given):
+            weights = (scores - lse[:, i, None]).exp()
+            up, mixed = (x[i].transpose(0, 1).to(wide) for x in (dout, out))
+            inner = weights * (up @ _shared(v[j], heads).mT - (up * mixed).sum(-1, keepdim=True)) * q.shape[2] ** -0.5
+            dq[i] = (inner @ _shared(k[j], heads)).transpose(0, 1)
+            dk[j] = _summed(inner.mT @ q[i].transpose(0, 1).to(wide), k.shape[1])
+            dv[j] = _summed(weights.mT @ up, k.shape[1])
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, **given: Any) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Of each sequence: its queries, its keys, and the scores [H, n, m], -inf where a query does not look."""
+    ends = [given.pop(f"cu_seqlens_{x}") for x in "qk"]
+    longest = [given.pop(f"max_seqlen_{x}") for x in "qk"]
+    left, right = given.pop("window_size_left"), given.pop("window_size_right")
+    assert given == {"causal": True} and (left is None) == (right is None) and right in (None, 0)
+    assert all(x.dtype == torch.int32 and int(x.diff().max()) == n for x, n in zip(ends, longest, strict=True))
+    for (a, b), (c, d) in zip(*(pairwise(x.tolist()) for x in ends), strict=True):
+        if a == b:
+            continue
+        apart = torch.arange(b - a)[:, None] + (d - c) - (b - a) - torch.arange(d - c)[None, :]
+        hidden = (apart < 0) if left is None else (apart < 0) | (apart > left)
+        scores = q[a:b].transpose(0, 1).to(torch.float64) @ _shared(k[c:d], q.shape[1]).mT * q.shape[2] ** -0.5
+        yield slice(a, b), slice(c, d), scores.masked_fill(hidden, float("-inf"))
+
+
+def _shared(x: Tensor, heads: int) -> Tensor:
+    """[m, G, C] -> [H, m, C] in float64."""
+    return x.to(torch.float64).repeat_interleave(heads // x.shape[1], dim=1).transpose(0, 1)
+
+
+def _summed(x: Tensor, heads: int) -> Tensor:
+    """[H, m, C] -> [m, G, C], over the queries' heads that share one."""
+    return x.unflatten(0, (heads, -1)).sum(1).transpose(0, 1)
+
+
+@contextmanager
+def installed() -> Iterator[StandIn]:
+    """The package is there, and is this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        module = StandIn()
+        patch.setitem(sys.modules, INTERFACE, module)
+        yield module

@@ -1,0 +1,180 @@
+"""Weight gradients added where they lie: those of autograd, in the dtype in which they are reduced."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dovetail.gradients import Adder, add_to, spend_on
+from dovetail.kernels.reference import add_weight_grad_
+from dovetail.mesh import Mesh
+from dovetail.nn.embedding import VocabEmbedding
+from dovetail.nn.linear import ColumnLinear, Linear, RowLinear, TokenLinear
+from dovetail.nn.tiling import Tiled
+from tests.tolerances import EXACT, OP_BF16, OP_FP32, SUM_ORDER, assert_close, tensor_error
+from tests.unit.test_tiling import make, tokens
+
+MICROS = 3
+KINDS: dict[str, Callable[[Mesh], Linear]] = {
+    "column": lambda mesh: ColumnLinear(8, {"q": (2, 3), "k": (1, 3)}, mesh, bias=True),
+    "row": lambda mesh: RowLinear(8, 9, mesh, bias=True),
+    "token": lambda mesh: TokenLinear(8, 9, bias=True),
+    "without bias": lambda mesh: RowLinear(8, 9, mesh),
+}
+
+
+def layer(kind: str, dtype: torch.dtype = torch.float64) -> Linear:
+    made, draw = KINDS[kind](Mesh.solo()).to(dtype), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw))
+    return made
+
+
+def micros(dtype: torch.dtype = torch.float64, number: int = MICROS) -> list[tuple[Tensor, Tensor]]:
+    """An input and a gradient of the output for each micro-batch, of different lengths."""
+    draw = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(5 + i, 8, generator=draw).to(dtype), torch.randn(5 + i, 9, generator=draw).to(dtype))
+        for i in range(number)
+    ]
+
+
+def played(made: Linear, run: Callable[[nn.Module, Tensor], Any], *, x_learns: bool = True) -> dict[str, Tensor]:
+    """All gradients after forward passes of all micro-batches and then their backward passes, latest first."""
+    alive = []
+    for x, dy in micros(made.weight.dtype):
+        x.requires_grad_(x_learns)
+        y = run(made, x)
+        alive.append((x, y if isinstance(y, Tensor) else torch.cat(y, dim=-1), dy))
+    for _, y, dy in reversed(alive):
+        y.backward(dy)
+    found = {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
+    return found | {f"x{i}": x.grad for i, (x, _, _) in enumerate(alive) if x.grad is not None}
+
+
+def plainly(made: nn.Module, x: Tensor) -> Any:
+    return made(x)
+
+
+def again(made: nn.Module, x: Tensor) -> Any:
+    return checkpoint(made, x, use_reentrant=False)
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert_close(actual[name], expected[name], SUM_ORDER, name)
+
+
+@pytest.mark.parametrize("run", [plainly, again], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_are_those_of_autograd(kind: str, run: Callable[[nn.Module, Tensor], Any]) -> None:
+    expected, adding = played(layer(kind), plainly), layer(kind)
+    adding.adds = add_weight_grad_
+    assert_same(played(adding, run), expected)
+
+
+@pytest.mark.parametrize("frozen", [["weight"], ["bias"], ["weight", "bias"]], ids=" and ".join)
+def test_what_is_frozen_gets_none(frozen: list[str]) -> None:
+    expected, adding = layer("row"), layer("row")
+    adding.adds = add_weight_grad_
+    for made in (expected, adding):
+        for name in frozen:
+            made.get_parameter(name).requires_grad_(False)
+    found = played(adding, plainly)
+    assert_same(found, played(expected, plainly))
+    assert not set(frozen) & set(found)
+
+
+def test_an_input_that_does_not_learn_gets_none() -> None:
+    expected, adding = layer("row"), layer("row")
+    adding.adds = add_weight_grad_
+    found = played(adding, plainly, x_learns=False)
+    assert_same(found, played(expected, plainly, x_learns=False))
+    assert found.keys() == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_those_that_wait_come_later_in_their_order(frozen: bool) -> None:
+    expected, waiting = layer("row"), layer("row")
+    waiting.adds, waiting.waits = add_weight_grad_, True
+    for made in (expected, waiting):
+        made.weight.requires_grad_(not frozen)
+    found = played(waiting, plainly)
+    assert "weight" not in found
+    for _ in range(MICROS):
+        waiting.add_weight_gradient()
+    assert not waiting.waiting
+    if waiting.weight.grad is not None:
+        found["weight"] = waiting.weight.grad
+    assert_same(found, played(expected, plainly))
+
+
+def test_nothing_is_kept_where_nothing_learns() -> None:
+    made = layer("row")
+    made.adds = add_weight_grad_
+    with torch.no_grad():
+        assert not made(micros()[0][0]).requires_grad
+
+
+def test_half_precision_weights_sum_in_float32() -> None:
+    """A sum in bfloat16 loses what is smaller than its last place; one of 100 equal parts shows it."""
+    made = layer("without bias", torch.bfloat16)
+    x, dy = micros(torch.bfloat16)[0]
+    exact = 100 * (dy.to(torch.float64).T @ x.to(torch.float64))
+    errors = []
+    for adds in (None, add_weight_grad_):
+        made.adds, made.weight.grad = adds, None
+        if adds:
+            made.weight.grad_dtype = torch.float32
+        for _ in range(100):
+            made(x).backward(dy)
+        assert made.weight.grad is not None
+        errors.append(tensor_error(made.weight.grad, exact))
+    assert made.weight.grad.dtype == torch.float32
+    assert errors[1] <= OP_BF16 < errors[0]
+
+
+def test_a_table_s_and_a_head_s_are_added_too() -> None:
+    """Both uses of a tied table, of which the head knows the first rows only."""
+    table = VocabEmbedding(7, 4, Mesh.solo()).to(torch.bfloat16)
+    table.weight.grad_dtype, table.adds = torch.float32, add_weight_grad_
+    nn.init.zeros_(table.weight)
+    draw = torch.Generator().manual_seed(0)
+    ids, dy, dw = torch.tensor([3, 1, 3]), torch.randn(3, 4, generator=draw).to(torch.bfloat16), torch.randn(5, 4)
+    want = torch.zeros(7, 4)
+    for turn in range(2):
+        spend_on(table.weight, dw.clone(), torch.tensor(0.5))
+        table(ids).backward(dy)
+        want[:5] += 0.5 * dw
+        want += torch.zeros(7, 4).index_add(0, ids, dy.to(torch.float32)).to(torch.bfloat16)
+        assert table.weight.grad is not None
+        assert table.weight.grad.dtype == torch.float32
+        assert_close(table.weight.grad, want, OP_FP32, f"turn {turn}")
+
+
+def test_a_gradient_that_is_nobody_else_s_becomes_the_sum() -> None:
+    weight, dw = nn.Parameter(torch.zeros(3, 2)), torch.ones(3, 2)
+    spend_on(weight, dw, torch.tensor(2.0))
+    assert weight.grad is dw
+    add_to(weight, torch.ones(3, 2))
+    assert_close(dw, torch.full((3, 2), 3.0), EXACT)
+
+
+@pytest.mark.parametrize("family", ["llama_biases", "apertus"])
+def test_tiles_add_theirs(family: str) -> None:
+    mlp, expected = make(family), make(family)
+    x, up = tokens(13, mlp)
+    expected(x).backward(up)
+    adders = [part for part in mlp.modules() if isinstance(part, Adder)]
+    assert len(adders) == 2
+    for adder in adders:
+        adder.adds = add_weight_grad_
+    Tiled(mlp, 4)(x.detach()).backward(up)
+    for (name, ours), theirs in zip(mlp.named_parameters(), expected.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert_close(ours.grad, theirs.grad, SUM_ORDER, name)
