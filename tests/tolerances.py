@@ -12,6 +12,7 @@ EXACT = 0.0  # round trips, copies, refactors
 SUM_ORDER = 1e-12  # float64: the same sums in another order (sharded against one rank)
 OP_FP64 = 1e-10  # float64: one operation against an independent formula
 OP_FP32 = 1.3e-6  # float32: one operation, relative (torch's default)
+OP_FP16 = 2**-9  # float16: one operation, its operands and its result rounded
 OP_BF16 = 2**-7  # bfloat16: one operation, its operands and its result rounded
 HEAD_LOGPROB = 3e-5  # bfloat16 inputs, logits of deviation 1.2 kept in float32: log-probs and entropies against float64
 HALF_SHARE = 1.2  # bfloat16: our error against float32, as a multiple of transformers' own

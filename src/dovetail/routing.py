@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.comm import sum_over
+from dovetail.kernels.reference import count_rows
 from dovetail.mesh import Axis
 
 
@@ -126,9 +127,3 @@ class Routes:
         self.loads[layer] = self.shared[layer] = mine.view(-1, experts)
         for axis in b.axes if b.aux_coef else ():
             self.shared[layer] = sum_over(self.shared[layer], axis)
-
-
-def count_rows(groups: Tensor, size: int, counted: Tensor | None = None) -> Tensor:
-    """int64 [size]: how many rows, or counted rows, each group has. Unlike bincount it never asks a GPU for anything."""
-    ones = torch.ones_like(groups) if counted is None else counted.to(groups.dtype)
-    return torch.zeros(size, dtype=groups.dtype, device=groups.device).scatter_add_(0, groups, ones)

@@ -32,6 +32,7 @@ SPANS = Spans(torch.tensor([0, 5, 5, 6, T]), (5, 0, 1, 6))
 LATER = Spans(torch.tensor([0, 5, 7, 9, 18]), (5, 2, 2, 9))  # keys of which the queries are the last ones
 ENDS = torch.tensor([0, 7, 7, T], dtype=torch.int32)
 EXPERTS = torch.tensor([[3, 1], [0, 3], [1, 0]]).repeat(T // 3, 1)
+ENDS_OF_COPIES = [8, 16, 16, 24]
 
 
 def _rope(kernels: KernelSet, q: Tensor, angles: Tensor, rotated: int) -> Tensor:
@@ -41,7 +42,8 @@ def _rope(kernels: KernelSet, q: Tensor, angles: Tensor, rotated: int) -> Tensor
 
 def _moved(kernels: KernelSet, x: Tensor, weights: Tensor) -> Tensor:
     """Copied to the experts, changed there by what each has, and back."""
-    copies, rows = kernels.permute(x, EXPERTS)
+    copies, rows, ends = kernels.permute(x, EXPERTS, 4)
+    assert ends.tolist() == ENDS_OF_COPIES
     gains = torch.linspace(1, 2, len(copies))[:, None]
     return kernels.unpermute(copies * gains, rows, weights)
 
@@ -51,7 +53,7 @@ CASES: dict[str, tuple[str, Op]] = {
     "rms_norm of heads": ("npu_rms_norm", lambda k, q, _, w: k.rms_norm(q, w.flatten()[:C], 1e-6)),
     "rope": ("npu_rotary_mul", lambda k, q, _, w: _rope(k, q, w, C)),
     "rope of a part": ("npu_rotary_mul", lambda k, q, _, w: _rope(k, q, w, C // 2)),
-    "swiglu": ("npu_swiglu", lambda k, q, _, w: k.swiglu(q, w[:T])),
+    "swiglu": ("npu_swiglu", lambda k, q, _, w: k.swiglu(torch.cat((q, w[:T]), -1))),
     "attention": ("npu_fusion_attention", lambda k, q, kv, w: k.attention(q, kv[:T], w[:T, :G], SPANS, SPANS)),
     "attention to more keys": ("npu_fusion_attention", lambda k, q, kv, w: k.attention(q, kv, w[:, :G], SPANS, LATER)),
     "attention in a window": (
@@ -105,7 +107,7 @@ def test_what_the_operations_do_not_take_is_the_references() -> None:
     kernels = npu_kernels(ops, torch.device("cpu"))
     x = torch.randn(5, 8, dtype=torch.float64)
     assert_close(kernels.rms_norm(x, x[0], 1e-6), reference.rms_norm(x, x[0], 1e-6), EXACT)
-    assert kernels.swiglu(torch.empty(0, 4), torch.empty(0, 4)).shape == (0, 4)
+    assert kernels.swiglu(torch.empty(0, 8)).shape == (0, 4)
     assert kernels.grouped_mm(torch.empty(0, 4), torch.randn(2, 4, 3), torch.tensor([0, 0])).shape == (0, 3)
     assert not ops.calls
 

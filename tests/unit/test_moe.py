@@ -27,7 +27,7 @@ def router_of(**options: Any) -> Router:
     assert spec.moe is not None
     moe = replace(spec.moe, **options)
     torch.manual_seed(0)
-    router = Router(spec, moe, 0).to(torch.float64)
+    router = Router(spec, moe, 0, KernelSet()).to(torch.float64)
     with torch.no_grad():
         router.weight.normal_()
     return router

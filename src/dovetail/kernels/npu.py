@@ -55,10 +55,17 @@ class NpuKernels:
         y: Tensor = self.ops.npu_rotary_mul(first[None], r1, r2, rotary_mode="half")[0]
         return torch.cat((y, rest), dim=-1) if kept else y
 
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        if gate.dtype not in DTYPES or not gate.numel():
-            return reference.swiglu(gate, up)
-        y: Tensor = self.ops.npu_swiglu(torch.cat((gate, up), dim=-1), dim=-1)
+    def add_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x if y is None else x + y
+        return total, self.rms_norm(total, weight, eps)
+
+    def heads(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return reference.heads(*given, norm=self.rms_norm, turn=self.rope)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        if gate_up.dtype not in DTYPES or not gate_up.numel():
+            return reference.swiglu(gate_up)
+        y: Tensor = self.ops.npu_swiglu(gate_up, dim=-1)
         return y
 
     def attention(
@@ -97,11 +104,11 @@ class NpuKernels:
         y: Tensor = _GroupedProduct.apply(x, weight, offsets.to(torch.int64), self.ops)
         return y
 
-    def permute(self, x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+    def permute(self, x: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         if x.dtype not in DTYPES or not x.numel():
-            return reference.permute(x, experts)
+            return reference.permute(x, experts, count)
         copies, rows = self.ops.npu_moe_token_permute(x, experts)
-        return copies, rows
+        return copies, rows, reference.count_rows(experts.flatten(), count).cumsum(0)
 
     def unpermute(self, x: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         if x.dtype not in DTYPES or not x.numel():

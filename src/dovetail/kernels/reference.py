@@ -5,7 +5,7 @@ T packed tokens, H query heads, G KV heads, C head dim, V this rank's vocabulary
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -49,12 +49,40 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * y.to(x.dtype)
 
 
+def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + y, or x alone, and its `rms_norm`: what goes on beside a block's part, and what goes into it."""
+    total = x if y is None else x + y
+    return total, rms_norm(total, weight, eps)
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the heads x [T, H, C] by their tokens' angles, cos and sin [T, R / 2]: channel i with i + R / 2; the rest stay."""
     half = cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def heads(
+    qkv: Tensor,
+    counts: tuple[int, int],
+    cos: Tensor,
+    sin: Tensor,
+    gains: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    *,
+    norm: Callable[..., Tensor] = rms_norm,
+    turn: Callable[..., Tensor] = rope,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The joint product [T, (H + 2 G) C] cut into q [T, H, C], k and v [T, G, C]; q and k turned as by `rope`.
+
+    counts: H and G. gains [C] of q and of k: both go through `rms_norm` first. norm, turn: a device's own.
+    """
+    queries, groups = counts
+    q, k, v = qkv.unflatten(-1, (queries + 2 * groups, -1)).split((queries, groups, groups), dim=1)
+    if gains is not None:
+        q, k = norm(q, gains[0], eps), norm(k, gains[1], eps)
+    return turn(q, cos, sin), turn(k, cos, sin), v
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
@@ -139,8 +167,9 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: i
     return out.flatten(1, 2)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, of the joint product [T, 2 F] -> [T, F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
@@ -181,24 +210,42 @@ def take_rows(x: Tensor, order: Tensor, copies: int = 1) -> Tensor:
     return found
 
 
+def count_rows(groups: Tensor, size: int, counted: Tensor | None = None) -> Tensor:
+    """int64 [size]: how many rows, or counted rows, each group has. Unlike bincount it never asks a GPU for anything."""
+    ones = torch.ones_like(groups) if counted is None else counted.to(groups.dtype)
+    return torch.zeros(size, dtype=groups.dtype, device=groups.device).scatter_add_(0, groups, ones)
+
+
 def inverse_of(order: Tensor) -> Tensor:
     """The permutation that undoes `order`."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-def permute(x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-    """A copy of each token for each of its experts, by expert: x [T, D], experts int [T, K] -> [T K, D], rows int [T K].
+def permute(x: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A copy of each token for each of its experts, by expert: x [T, D], experts int [T, K], all below `count`.
 
-    rows[t K + i]: where the copy of token t for its i-th expert is. Within an expert the copies are in the tokens' order.
+    -> [T K, D], rows int [T K], ends int [count]. rows[t K + i]: where the copy of token t for its i-th expert is. Within an
+    expert the copies are in the tokens' order; expert e's end at ends[e].
     """
-    order = experts.flatten().argsort(stable=True)
-    return take_rows(x, order, experts.shape[1]), inverse_of(order)
+    each = experts.flatten()
+    order = each.argsort(stable=True)
+    return take_rows(x, order, experts.shape[1]), inverse_of(order), count_rows(each, count).cumsum(0)
 
 
 def unpermute(x: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum of a token's copies: x [T K, D], rows int [T K] as `permute` returns, weights [T, K] -> [T, D]."""
     copies = take_rows(x, rows).unflatten(0, weights.shape)
     return torch.bmm(weights.to(x.dtype)[:, None], copies)[:, 0]
+
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """int64 [t, k]: the columns of each row's k highest scores [t, E], best first; none twice."""
+    return scores.topk(k).indices
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x [t, D] @ weight [E, D].T in `wide`, differentiable."""
+    return F.linear(widened(x), widened(weight))
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:

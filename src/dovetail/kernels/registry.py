@@ -25,11 +25,16 @@ class KernelSet:
     attention: Callable[..., Tensor] = reference.attention
     decode_attention: Callable[..., Tensor] = reference.decode_attention
     rms_norm: Callable[..., Tensor] = reference.rms_norm
+    add_norm: Callable[..., tuple[Tensor, Tensor]] = reference.add_norm
+    heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = reference.heads
     rope: Callable[..., Tensor] = reference.rope
     swiglu: Callable[..., Tensor] = reference.swiglu
     grouped_mm: Callable[..., Tensor] = reference.grouped_mm
-    permute: Callable[..., tuple[Tensor, Tensor]] = reference.permute
+    top_k: Callable[..., Tensor] = reference.top_k
+    router_logits: Callable[..., Tensor] = reference.router_logits
+    permute: Callable[..., tuple[Tensor, Tensor, Tensor]] = reference.permute
     unpermute: Callable[..., Tensor] = reference.unpermute
+    take_rows: Callable[..., Tensor] = reference.take_rows
     logits: Callable[..., Tensor] = reference.logits
     vocab_stats: Callable[..., Tensor] = reference.vocab_stats
     vocab_grad_: Callable[..., Tensor] = reference.vocab_grad_
@@ -42,21 +47,29 @@ class KernelSet:
         return {name: op.__module__.rpartition(".")[2] for name, op in ops.items() if callable(op)}
 
 
+# What triton computes on a GPU, by the module of `kernels` that has it.
+TRITON: Mapping[str, tuple[str, ...]] = {
+    "head_triton": ("vocab_stats", "vocab_grad_"),
+    "block_triton": ("rms_norm", "add_norm", "swiglu"),
+    "qkv_triton": ("heads", "rope"),
+    "moe_triton": ("top_k", "permute", "unpermute", "take_rows"),
+}
+
+
 def kernels_for(device: torch.device, attention: AttentionName = "auto") -> KernelSet:
     """The kernels of a device: the reference, with what the device does better put in its place.
 
     attention: of a CUDA device; auto takes the fastest that is installed.
     """
     if device.type == "cuda":
-        vocab_stats, vocab_grad_ = _row_kernels()
         return KernelSet(
             attention=_attention(device, attention),
             grouped_mm=cuda.grouped_mm,
+            router_logits=cuda.router_logits,
             logits=cuda.logits,
-            vocab_stats=vocab_stats,
-            vocab_grad_=vocab_grad_,
             add_weight_grad_=cuda.add_weight_grad_,
             head_chunk=8192,
+            **triton_kernels(),
         )
     if device.type == "npu":
         return npu_kernels(importlib.import_module("torch_npu"), device)
@@ -78,12 +91,12 @@ def _attention(device: torch.device, name: AttentionName) -> Callable[..., Tenso
     return cudnn.attention
 
 
-def _row_kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """`vocab_stats` and `vocab_grad_` by triton, which CUDA builds of torch bring along; without it, the reference."""
+def triton_kernels() -> dict[str, Any]:
+    """Op -> its kernel by triton, which CUDA builds of torch bring along; none without it."""
     if importlib.util.find_spec("triton") is None:
-        return reference.vocab_stats, reference.vocab_grad_
-    ours = importlib.import_module("dovetail.kernels.head_triton")
-    return ours.vocab_stats, ours.vocab_grad_
+        return {}
+    modules = {name: importlib.import_module(f"dovetail.kernels.{name}") for name in TRITON}
+    return {op: getattr(modules[name], op) for name, ops in TRITON.items() for op in ops}
 
 
 def npu_kernels(ops: Any, device: torch.device) -> KernelSet:
@@ -92,6 +105,8 @@ def npu_kernels(ops: Any, device: torch.device) -> KernelSet:
     return KernelSet(
         attention=npu.attention,
         rms_norm=npu.rms_norm,
+        add_norm=npu.add_norm,
+        heads=npu.heads,
         rope=npu.rope,
         swiglu=npu.swiglu,
         grouped_mm=npu.grouped_mm,

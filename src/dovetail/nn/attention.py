@@ -37,17 +37,18 @@ class Attention(nn.Module):
         super().__init__()
         a = spec.attention
         self.kernels = kernels
-        self.layer, self.window, self.head_dim = layer, a.windows[layer], a.head_dim
+        self.layer, self.window = layer, a.windows[layer]
         parts = {"q_proj": (a.num_heads, a.head_dim)}
         parts |= dict.fromkeys(("k_proj", "v_proj"), (a.num_kv_heads, a.head_dim))
         self.qkv_proj = ColumnLinear(spec.width, parts, mesh, bias=a.qkv_bias)
+        self.counts = tuple(length // a.head_dim for length in self.qkv_proj.lengths[:2])  # of this rank's q and k
         self.o_proj = RowLinear(a.num_heads * a.head_dim, spec.width, mesh, bias=a.o_bias)
         self.q_norm = RMSNorm(a.head_dim, spec.norm_eps, kernels) if a.qk_norm else None
         self.k_norm = RMSNorm(a.head_dim, spec.norm_eps, kernels) if a.qk_norm else None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv_proj(x))  # [T, H or G, C]
+        gains, eps = None, 0.0
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.kernels.rope(q, context.cos, context.sin), self.kernels.rope(k, context.cos, context.sin)
+            gains, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+        q, k, v = self.kernels.heads(self.qkv_proj(x), self.counts, context.cos, context.sin, gains, eps)
         return self.o_proj(context.attend(self.layer, q, k, v, self.window).flatten(1))

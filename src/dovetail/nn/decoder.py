@@ -45,8 +45,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         first, second = (self.get_submodule(name) for name in self.norm_names)
-        x = x + self.self_attn(first(x), context)
-        return x + (self.mlp(second(x), context.routes) if isinstance(self.mlp, MoE) else self.mlp(second(x)))
+        assert isinstance(first, RMSNorm) and isinstance(second, RMSNorm)
+        x, part = first.beside(x)
+        x, part = second.beside(x, self.self_attn(part, context))
+        return x + (self.mlp(part, context.routes) if isinstance(self.mlp, MoE) else self.mlp(part))
 
 
 class Trunk(nn.Module):

@@ -84,7 +84,7 @@ class _Product(torch.autograd.Function):
 
 
 class ColumnLinear(Linear):
-    """[t, D] -> one [T, out_i / tp] for every part. Gathers tokens, splits output features.
+    """[t, D] -> [T, sum of out_i / tp], one part beside the next. Gathers tokens, splits output features.
 
     `parts` maps checkpoint names to (number of units, unit length): heads are never cut through. Fewer units than
     ranks: neighboring ranks hold copies of one unit.
@@ -104,8 +104,8 @@ class ColumnLinear(Linear):
         self.bias = nn.Parameter(torch.empty(sum(self.lengths))) if bias else None
         self.placements = dict.fromkeys(("weight", "bias"), Placement((Split(0, "tp", tuple(cut)),)))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.product(all_gather(x, self.axis), self.bias).split(self.lengths, dim=-1)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(all_gather(x, self.axis), self.bias)
 
 
 class RowLinear(Linear):

@@ -51,7 +51,7 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         q_nope, q_rope = self._queries(x).split((self.latent.nope_dim, self.latent.rope_dim), dim=-1)
         kv, k_rope = self.kv_a_proj_with_mqa(x).split((self.latent.kv_rank, self.latent.rope_dim), dim=-1)
-        (expanded,) = self.kv_b_proj(self.kv_a_layernorm(kv))
+        expanded = self.kv_b_proj(self.kv_a_layernorm(kv))
         k_nope, v = expanded.unflatten(-1, (-1, self.latent.nope_dim + self.latent.v_dim)).split(
             (self.latent.nope_dim, self.latent.v_dim), dim=-1
         )  # [T, H, C]
@@ -62,9 +62,9 @@ class LatentAttention(nn.Module):
 
     def _queries(self, x: Tensor) -> Tensor:
         if self.latent.q_rank is None:
-            (q,) = self.q_proj(x)
+            q = self.q_proj(x)
         else:
-            (q,) = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         return q.unflatten(-1, (-1, self.head_dim))
 
     def _turned(self, x: Tensor, context: Context) -> Tensor:

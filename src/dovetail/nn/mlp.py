@@ -23,8 +23,7 @@ class GatedMLP(nn.Module):
         self.down_proj = RowLinear(width, spec.width, mesh, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x)
-        return self.down_proj(self.kernels.swiglu(gate, up))
+        return self.down_proj(self.kernels.swiglu(self.gate_up_proj(x)))
 
 
 class XIELU(nn.Module):
@@ -62,8 +61,7 @@ class PlainMLP(nn.Module):
         self.down_proj = RowLinear(spec.ffn_width, spec.width, mesh, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        (up,) = self.up_proj(x)
-        return self.down_proj(self.act_fn(up))
+        return self.down_proj(self.act_fn(self.up_proj(x)))
 
 
 def make_mlp(spec: ArchSpec, mesh: Mesh, kernels: KernelSet) -> GatedMLP | PlainMLP:

@@ -16,19 +16,17 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec, MoeSpec
 from dovetail.comm import all_gather, all_to_all, exchange, reduce_scatter, stack_over
 from dovetail.gradients import Adder
-from dovetail.kernels.reference import take_rows, widened
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
 from dovetail.nn.linear import TokenLinear
 from dovetail.nn.mlp import GatedMLP
 from dovetail.placement import Part, Placement, Split
-from dovetail.routing import Routes, count_rows
+from dovetail.routing import Routes
 
 TINY = 1e-20  # keeps the sum of chosen weights from being 0
 
@@ -41,16 +39,16 @@ class Router(nn.Module):
 
     e_score_correction_bias: Tensor
 
-    def __init__(self, spec: ArchSpec, moe: MoeSpec, layer: int) -> None:
+    def __init__(self, spec: ArchSpec, moe: MoeSpec, layer: int, kernels: KernelSet) -> None:
         super().__init__()
-        self.moe, self.layer = moe, layer
+        self.moe, self.layer, self.kernels = moe, layer, kernels
         self.weight = nn.Parameter(torch.empty(moe.num_experts, spec.width))
         if moe.bias:
             self.register_buffer("e_score_correction_bias", torch.zeros(moe.num_experts))
         self.placements = {"weight": Placement(partial_over=("tp",))}
 
     def forward(self, x: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
-        logits = F.linear(widened(x), widened(self.weight))
+        logits = self.kernels.router_logits(x, self.weight)
         scores = logits.softmax(-1) if self.moe.scores == "softmax" else logits.sigmoid()
         indices = routes.choose(self.layer, partial(self.best, scores.detach()))
         weights = with_cost(scores.gather(1, indices), routes.cost(self.layer, logits, scores))
@@ -68,7 +66,7 @@ class Router(nn.Module):
             worth = grouped.topk(1 if moe.group_score == "max" else 2).values.sum(-1)
             kept = torch.zeros_like(worth, dtype=torch.bool).scatter(1, worth.topk(moe.kept_groups).indices, True)
             scores = grouped.masked_fill(~kept[:, :, None], float("-inf")).flatten(1)
-        return scores.topk(moe.top_k).indices
+        return self.kernels.top_k(scores, moe.top_k)
 
 
 class Experts(Adder):
@@ -89,22 +87,23 @@ class Experts(Adder):
             "down_proj": Placement((by_expert, Split(2, "tp", (half,))), sharded_over="expert_fsdp"),
         }
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """counts [E]: how many rows each of all experts has, on any rank."""
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """ends [E]: where the rows of each of all experts end, whichever ranks have them."""
         ep = self.ep
         if ep.size == 1:
-            return self._products(rows, counts.cumsum(0))
+            return self._products(rows, ends)
+        counts = ends.diff(prepend=ends.new_zeros(1))
         coming = exchange(counts, ep).view(ep.size, -1)  # from each rank, for each expert here
         to, by = counts.view(ep.size, -1).sum(1).tolist(), coming.sum(1).tolist()
-        experts = torch.arange(coming.shape[1], device=rows.device).repeat(ep.size).repeat_interleave(coming.flatten())
-        mine, places = self.kernels.permute(all_to_all(rows, to, by, ep), experts[:, None])
-        mine = take_rows(self._products(mine, coming.sum(0).cumsum(0)), places)
-        return all_to_all(mine, by, to, ep)
+        experts = torch.arange(coming.shape[1], device=rows.device).repeat(ep.size)
+        experts = experts.repeat_interleave(coming.flatten(), output_size=sum(by))
+        mine, places, here = self.kernels.permute(all_to_all(rows, to, by, ep), experts[:, None], coming.shape[1])
+        return all_to_all(self.kernels.take_rows(self._products(mine, here), places), by, to, ep)
 
     def _products(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Rows of this rank's experts, each expert's ending at `ends`, through gate and up, and down."""
-        gate, up = self.kernels.grouped_mm(rows, self.summed("gate_up_proj").transpose(1, 2), ends).chunk(2, dim=-1)
-        return self.kernels.grouped_mm(self.kernels.swiglu(gate, up), self.summed("down_proj").transpose(1, 2), ends)
+        gate_up = self.kernels.grouped_mm(rows, self.summed("gate_up_proj").transpose(1, 2), ends)
+        return self.kernels.grouped_mm(self.kernels.swiglu(gate_up), self.summed("down_proj").transpose(1, 2), ends)
 
 
 class MoE(nn.Module):
@@ -116,7 +115,7 @@ class MoE(nn.Module):
         assert moe is not None
         self.moe, self.tp, self.kernels = moe, mesh["tp"], kernels
         self.shared_name = moe.shared_name if moe.shared_width else ""
-        self.gate = Router(spec, moe, layer)
+        self.gate = Router(spec, moe, layer, kernels)
         self.experts = Experts(spec, moe, mesh, kernels)
         if self.shared_name:
             self.add_module(self.shared_name, GatedMLP(spec, mesh, kernels, width=moe.shared_width))
@@ -132,9 +131,8 @@ class MoE(nn.Module):
     def _routed(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         x, weights = all_gather(x, self.tp), all_gather(weights, self.tp)
         chosen = stack_over(indices, self.tp).flatten(0, 1)  # [T, K]
-        rows, places = self.kernels.permute(x, chosen)
-        rows = self.experts(rows, count_rows(chosen.flatten(), self.moe.num_experts))
-        return reduce_scatter(self.kernels.unpermute(rows, places, weights), self.tp)
+        rows, places, ends = self.kernels.permute(x, chosen, self.moe.num_experts)
+        return reduce_scatter(self.kernels.unpermute(self.experts(rows, ends), places, weights), self.tp)
 
 
 class _WithCost(torch.autograd.Function):

@@ -1,0 +1,68 @@
+"""The block's kernels compiled for a GPU that need not be there, as a process: `python -m tests.unit.block_compiled`.
+
+The interpreter takes Python that the compiler refuses. Writes what came of each as one line of JSON.
+"""
+
+import json
+import re
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dovetail.kernels import block_triton as block, moe_triton as moe, qkv_triton as qkv
+
+HOPPER = GPUTarget("cuda", 90, 32)
+B, F, L, J = "*bf16", "*fp32", "*i64", "*i32"  # pointers to memory that begins at whole 16 bytes
+N, S, E = "i32", "i32 by 16", "fp32"  # a count of tokens, a stride, an epsilon
+(WIDE, FULL), (NARROW, HEAD) = block.tile(3584), block.tile(128)
+QWEN = (28, 4, 64)  # queries, groups, and half of what turns
+# Kernel, its warps, and its arguments: types, or what is compiled in.
+CASES: list[tuple[Any, int, tuple[Any, ...]]] = [
+    (block._norm, FULL, (B, B, B, (B, B, F), N, S, E, WIDE)),
+    (block._norm, FULL, (B, None, B, (None, B, F), N, S, E, WIDE)),
+    (block._norm_grad, FULL, ((B, B, F, B, B), B, F, N, S, WIDE)),
+    (block._norm_grad, FULL, ((B, B, F, B, None), B, F, N, S, WIDE)),
+    (block._swiglu, 4, (B, B, S, 18944, block.PIECE)),
+    (block._swiglu_grad, 4, (B, B, B, (S, S), 768, block.PIECE)),
+    (qkv._turn, HEAD, ((B, B, B, None, None), (B, None), N, (S, S), E, QWEN, NARROW)),
+    (qkv._turn, HEAD, ((B, B, B, B, B), (B, F), N, (S, S), E, QWEN, NARROW)),
+    (qkv._turn_grad, HEAD, ((B,) * 5, (None, None, None, None, S, S), (B, None), N, (S, S, S), QWEN, NARROW)),
+    (qkv._turn_grad, HEAD, ((B,) * 5, (B, B, B, F, S, S), (B, F), N, (S, S, S), QWEN, NARROW)),
+    (moe._spread, 4, (B, J, B, S, 2048, 8, moe.PIECE)),
+    (moe._collect, 4, (B, J, F, B, S, 2048, 8, moe.PIECE)),
+    (moe._collect, 4, (B, L, None, B, S, 7168, 1, moe.PIECE)),
+    (moe._combine_grad, 4, (B, B, J, F, (B, F), 2048, 8, moe.PIECE)),
+    (moe._count, 4, (L, J, N, N, moe.SORTED)),
+    (moe._place, 4, (L, L, J, N, N, moe.SORTED)),
+    (moe._top_k, 4, (F, L, N, (128, 16, 128), 8)),
+]
+
+
+def compiled() -> list[tuple[str, int, int]]:
+    """Kernel, bytes of machine code, bits of its widest access to memory."""
+    found = []
+    for kernel, warps, arguments in CASES:
+        signature, constants, attributes = {}, {}, {}
+        for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=True)):
+            several = isinstance(value, tuple) and not parameter.is_constexpr
+            types = []
+            for path, one in [((i, j), one) for j, one in enumerate(value)] if several else [((i,), value)]:
+                if not isinstance(one, str):
+                    constants[path] = one
+                elif one.startswith("*") or one == S:
+                    attributes[path] = [["tt.divisibility", 16]]
+                types.append(one.split()[0] if isinstance(one, str) else "constexpr")
+            signature[parameter.name] = tuple(types) if several else types[0]
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+        code = triton.compile(source, target=HOPPER, options={"num_warps": warps, **block.EXACT}).asm
+        accesses = re.findall(r"(?:ld|st)\.global(?:\.v(\d))?\.b(\d+)", code["ptx"])
+        widest = max(int(many or 1) * int(bits) for many, bits in accesses)
+        found.append((kernel.__name__, len(code["cubin"]), widest))
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(compiled()) + "\n")

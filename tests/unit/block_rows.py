@@ -1,0 +1,147 @@
+"""The block's kernels against the reference: errors by case, on a GPU or (TRITON_INTERPRET=1) a CPU.
+
+As a process, `python -m tests.unit.block_rows`, it writes them as one line of JSON: triton decides when it is first
+imported whether it interprets. An error of 0 stands for equal bits.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.kernels import block_triton, moe_triton, qkv_triton, reference
+from tests.tolerances import tensor_error
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+Op = Callable[..., Any]
+Case = tuple[str, Op, Op, list[Tensor], list[Any]]  # name, ours, the reference, what is differentiated, the rest
+
+
+def drawn(draw: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Multiples of 1/64 that every dtype holds."""
+    return (torch.randn(shape, generator=draw) * 32).round().div(64).to(dtype)
+
+
+def norms(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
+    for rows, width in ((1, 4), (7, 5), (9, 128), (5, 300), (3, 2500)):
+        x, y, w = (drawn(draw, dtype, *shape) for shape in ((rows, width), (rows, width), (width,)))
+        ours, theirs = block_triton, reference
+        yield f"rms_norm {rows} x {width}", ours.rms_norm, theirs.rms_norm, [x, w], [1e-6]
+        wide = drawn(draw, dtype, rows, width + 3)
+        yield f"rms_norm, strided, {width}", _cut(ours.rms_norm, width), _cut(theirs.rms_norm, width), [wide, w], [1e-6]
+        yield f"add_norm {rows} x {width}", ours.add_norm, theirs.add_norm, [x, y, w], [1e-5]
+        yield f"add_norm of one, {rows} x {width}", _alone(ours.add_norm), _alone(theirs.add_norm), [x, w], [1e-5]
+    heads = drawn(draw, dtype, 6, 3, 16)
+    yield "rms_norm of heads", block_triton.rms_norm, reference.rms_norm, [heads, drawn(draw, dtype, 16)], [1e-6]
+
+
+def _cut(op: Op, width: int) -> Op:
+    return lambda x, *rest: op(x[:, 1 : width + 1], *rest)
+
+
+def _alone(op: Op) -> Op:
+    return lambda x, *rest: op(x, None, *rest)
+
+
+def joint(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
+    ours, theirs = qkv_triton, reference
+    for tokens, (queries, groups), channels, turned in ((1, (1, 1), 2, 2), (37, (3, 1), 16, 16), (5, (4, 2), 24, 10)):
+        width = (queries + 2 * groups) * channels
+        angles = torch.rand(tokens, turned // 2, generator=draw) * 6
+        tables = [angles.cos().to(dtype), angles.sin().to(dtype)]
+        what, n = f"{tokens} x {queries}/{groups} x {channels}, {turned} turned", (queries, groups)
+        qkv, wide = (drawn(draw, dtype, tokens, columns) for columns in (width, width + 5))
+        yield f"heads {what}", _plain(ours.heads, n), _plain(theirs.heads, n), [qkv], tables
+        cut = [_cut(_plain(op, n), width) for op in (ours.heads, theirs.heads)]
+        yield f"heads, strided, {what}", cut[0], cut[1], [wide], tables
+        gains = [drawn(draw, dtype, channels) for _ in range(2)]
+        yield f"heads, normed, {what}", _normed(ours.heads, n), _normed(theirs.heads, n), [qkv, *gains], tables
+        some = drawn(draw, dtype, tokens, queries, channels + 1)
+        yield f"rope, strided, {what}", _later(ours.rope), _later(theirs.rope), [some], tables
+
+
+def _plain(op: Op, counts: tuple[int, int]) -> Op:
+    return lambda x, *tables: op(x, counts, *tables)
+
+
+def _normed(op: Op, counts: tuple[int, int]) -> Op:
+    return lambda x, q, k, *tables: op(x, counts, *tables, (q, k), 1e-6)
+
+
+def _later(op: Op) -> Op:
+    return lambda x, *rest: op(x[..., 1:], *rest)
+
+
+def gated(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
+    for rows, width in ((1, 1), (5, 24), (2, block_triton.PIECE + 7)):
+        x = 4 * drawn(draw, dtype, rows, 2 * width)
+        yield f"swiglu {rows} x {width}", block_triton.swiglu, reference.swiglu, [x], []
+
+
+def experts(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
+    ours, theirs = moe_triton, reference
+    for tokens, copies, count, width in ((1, 1, 1, 3), (50, 4, 9, 16), (8, 3, 300, moe_triton.PIECE + 2)):
+        x, weights = drawn(draw, dtype, tokens, width), torch.rand(tokens, copies, generator=draw)
+        chosen = torch.rand(tokens, count, generator=draw).topk(copies).indices
+        chosen[: tokens // 3] = torch.arange(copies)  # uneven: many to the first ones, which leaves some without any
+        rows = reference.permute(x, chosen, count)[1]
+        what = f"{tokens} x {copies} of {count}, {width}"
+        yield f"permute {what}", ours.permute, theirs.permute, [x], [chosen, count]
+        moved, wide = (drawn(draw, dtype, len(rows), columns) for columns in (width, width + 1))
+        yield f"unpermute {what}", _weighed(ours.unpermute), _weighed(theirs.unpermute), [moved, weights], [rows]
+        yield f"take_rows {what}", _later(ours.take_rows), _later(theirs.take_rows), [wide], [rows]
+    scores = torch.randn(33, 9, generator=draw)
+    yield "top_k", _best(ours.top_k), _best(theirs.top_k), [scores], [4]
+
+
+def _weighed(op: Op) -> Op:
+    return lambda x, weights, rows: op(x, rows, weights)
+
+
+def _best(op: Op) -> Op:
+    return lambda scores, k: (scores.gather(1, op(scores, k)), op(scores.detach(), k))
+
+
+def measure(device: str) -> dict[str, float]:
+    """Case and what -> error."""
+    found = {}
+    for dtype in DTYPES:
+        draw = torch.Generator().manual_seed(0)
+        for family in (norms, joint, gated, experts):
+            for name, ours, theirs, inputs, rest in family(draw, dtype):
+                given = [x.to(device).requires_grad_() for x in inputs]
+                rest = [x.to(device) if isinstance(x, Tensor) else x for x in rest]
+                for what, error in differences(ours, theirs, given, rest).items():
+                    found[f"{name} {dtype}: {what}"] = error
+    return found
+
+
+def differences(ours: Op, theirs: Op, given: list[Tensor], rest: list[Any]) -> dict[str, float]:
+    """Of values and gradients, under a gradient of each output that leaves no sum to chance."""
+    made = [_outputs(op(*given, *rest)) for op in (ours, theirs)]
+    errors = {f"value {i}": _error(a, b) for i, (a, b) in enumerate(zip(*made, strict=True))}
+    grads = []
+    for outputs in made:
+        live = [x for x in outputs if x.requires_grad]
+        draw = torch.Generator().manual_seed(1)
+        up = [drawn(draw, torch.float32, *x.shape).to(x.device, x.dtype) for x in live]
+        grads.append(torch.autograd.grad(live, given, up))
+    return errors | {f"gradient {i}": _error(a, b) for i, (a, b) in enumerate(zip(*grads, strict=True))}
+
+
+def _outputs(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (found,) if isinstance(found, Tensor) else found
+
+
+def _error(a: Tensor, b: Tensor) -> float:
+    if not a.is_floating_point():
+        return float(not torch.equal(a.to(b.dtype), b))
+    assert a.dtype == b.dtype, (a.dtype, b.dtype)
+    return tensor_error(a, b)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(measure("cpu")) + "\n")

@@ -1,0 +1,47 @@
+"""The kernels of blocks and experts by triton's interpreter, where triton is installed; tests/gpu run them on a GPU."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.tolerances import OP_BF16, OP_FP16, OP_FP32
+
+ROUNDINGS = 4  # norm, gain, angle, sum: the most on one way
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+def test_kernels_equal_the_reference() -> None:
+    """In a process of its own: interpreted kernels and compiled ones cannot live in one.
+
+    The interpreter cuts bfloat16 off where a GPU rounds it, which is one step more at each rounding. It rounds float16 as a
+    GPU does: there, what has no sums has equal bits.
+    """
+    command, env = [sys.executable, "-m", "tests.unit.block_rows"], {**os.environ, "TRITON_INTERPRET": "1"}
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout)
+    limits = {"torch.float32": OP_FP32, "torch.float16": OP_FP16, "torch.bfloat16": ROUNDINGS * OP_BF16}
+    seen: Counter[str] = Counter()
+    for case, error in found.items():
+        dtype = next(name for name in limits if f" {name}:" in case)
+        assert error <= limits[dtype], (case, error)
+        seen[dtype] += 1
+        copied = case.startswith(("permute", "take_rows")) and "value" in case
+        turned = case.startswith(("heads", "rope")) and "normed" not in case and dtype != "torch.bfloat16"
+        if copied or turned:
+            assert error == 0.0, (case, error)
+    assert set(seen.values()) == {162}
+
+
+def test_kernels_compile_for_hopper() -> None:
+    """Without a GPU: the interpreter takes Python that the compiler refuses. Rows are read and written 16 bytes at a time."""
+    command = [sys.executable, "-m", "tests.unit.block_compiled"]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert len(found) == 17
+    for name, code, widest in found:
+        assert code > 0, name
+        assert widest == (64 if name in ("_count", "_place") else 128), (name, widest)
