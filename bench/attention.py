@@ -186,6 +186,15 @@ def ceiling(device: torch.device, size: int) -> float:
     return 2 * size**3 / statistics.median(found) / 1e12
 
 
+def plan_seconds(device: torch.device, name: AttentionName) -> float:
+    """What the first pass over a new shape takes beyond the second: planning, or compiling, or nothing."""
+    attention, n = kernels_for(device, name).attention, 5120
+    spans = Spans(cumulative((n,)).to(device), (n,))
+    q, k, v = (torch.randn(n, h, 128, device=device, dtype=torch.bfloat16).requires_grad_() for h in (28, 4, 4))
+    first, second = (clock(lambda: attention(q, k, v, spans, spans).sum().backward(), 1) for _ in range(2))
+    return first - second
+
+
 def main() -> None:
     """Print one table and write one JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.attention", description=__doc__)
@@ -213,12 +222,17 @@ def main() -> None:
                     flush=True,
                 )
     print("* deterministic")
+    plans: dict[str, float] = {}
+    if device.type == "cuda":
+        plans = {name: round(plan_seconds(device, name), 4) for name in known(device)}  # type: ignore[arg-type]
+        print(f"seconds that a new shape takes at first: {plans}")
     versions = {d.name: d.version for d in metadata.distributions() if d.name in ("flash-attn-4", "nvidia-cutlass-dsl")}
     result = {
         "bench": "attention",
         **surroundings(),
         "kernels": versions,
         "product_tflops": round(limit, 1),
+        "plan_seconds": plans,
         "results": [asdict(row) for row in found],
     }
     given.out.parent.mkdir(parents=True, exist_ok=True)
