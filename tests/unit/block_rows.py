@@ -6,6 +6,7 @@ imported whether it interprets. An error of 0 stands for equal bits.
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dovetail.kernels import block_triton, moe_triton, qkv_triton, reference
-from tests.tolerances import tensor_error
+from tests.tolerances import OP_BF16, OP_FP16, OP_FP32, tensor_error
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Op = Callable[..., Any]
@@ -130,6 +131,21 @@ def differences(ours: Op, theirs: Op, given: list[Tensor], rest: list[Any]) -> d
         up = [drawn(draw, torch.float32, *x.shape).to(x.device, x.dtype) for x in live]
         grads.append(torch.autograd.grad(live, given, up))
     return errors | {f"gradient {i}": _error(a, b) for i, (a, b) in enumerate(zip(*grads, strict=True))}
+
+
+def check(found: dict[str, float], coarsest: float) -> None:
+    """Errors of all cases; coarsest: of bfloat16. What only copies, or turns without a norm, has equal bits."""
+    limits = {"torch.float32": OP_FP32, "torch.float16": OP_FP16, "torch.bfloat16": coarsest}
+    seen: Counter[str] = Counter()
+    for case, error in found.items():
+        dtype = next(name for name in limits if f" {name}:" in case)
+        assert error <= limits[dtype], (case, error)
+        seen[dtype] += 1
+        copied = case.startswith(("permute", "take_rows")) and "value" in case
+        turned = case.startswith(("heads", "rope")) and "normed" not in case
+        if copied or (turned and (dtype != "torch.bfloat16" or coarsest <= OP_BF16)):
+            assert error == 0.0, (case, error)
+    assert set(seen.values()) == {162}
 
 
 def _outputs(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
