@@ -15,7 +15,7 @@ from dovetail.errors import CheckpointError
 from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
-from dovetail.rollout import native
+from dovetail.rollout import deck
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.draw import draw
 from dovetail.rollout.native import NativeSampler
@@ -143,12 +143,12 @@ def test_tp_ranks_take_the_draw_of_rank_0() -> None:
     sampler = sampler_of("llama_biases", mesh)
     expected = sampler.sample(prompts_of((5, 2)), PARAMS)
 
-    def rounds_apart(z, noise, params):
-        ids, log_probs = draw(z, noise, params)
+    def rounds_apart(z, noise, params, banned):
+        ids, log_probs = draw(z, noise, params, banned)
         return (ids, log_probs) if mesh["tp"].rank == 0 else ((ids + 1) % VOCAB, log_probs + 1)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "draw", rounds_apart)
+        patch.setattr(deck, "draw", rounds_apart)
         assert_same(sampler.sample(prompts_of((5, 2)), PARAMS), expected)
 
 
