@@ -31,9 +31,9 @@ def mesh_of(layout: str) -> Mesh:
     return Mesh.build(Layout.parse(layout)) if dist.is_initialized() else Mesh.solo()
 
 
-def sampler_of(name: str, mesh: Mesh, **options: int) -> NativeSampler:
+def sampler_of(name: str, mesh: Mesh, max_tokens: int | None = None) -> NativeSampler:
     config = {**tiny_configs(), **moe_configs()}[name]
-    sampler = NativeSampler(spec_from_config(config.to_dict()), mesh, KernelSet(), torch.float64, **options)
+    sampler = NativeSampler(spec_from_config(config.to_dict()), mesh, KernelSet(), torch.float64, max_tokens=max_tokens)
     sampler.refill(tiny_model(config).state_dict().items())
     return sampler
 

@@ -102,11 +102,16 @@ def test_a_cached_token_sees_what_the_last_query_sees(
         for x, held in zip(entries, (cache[0], cache[1]), strict=True):
             for at, entry in enumerate(x):
                 held[table[i, at // page], :, at % page] = entry
-    found = reference.decode_attention(q, *cache, table, torch.tensor(lengths), window)
+    found = reference.decode_attention(q, cache[0], cache[1], table, torch.tensor(lengths), window)
     monkeypatch.setattr(reference, "GATHERED", 1)
-    assert_close(reference.decode_attention(q, *cache, table, torch.tensor(lengths), window), found, OP_FP64, "rows apart")
+    assert_close(
+        reference.decode_attention(q, cache[0], cache[1], table, torch.tensor(lengths), window),
+        found,
+        OP_FP64,
+        "rows apart",
+    )
     assert_close(found, expected, OP_FP64)
-    late = reference.decode_attention(q, *cache, table, torch.tensor(lengths) + 1, window)
+    late = reference.decode_attention(q, cache[0], cache[1], table, torch.tensor(lengths) + 1, window)
     assert tensor_error(late, expected) > OP_FP64
 
 

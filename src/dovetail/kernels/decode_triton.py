@@ -14,7 +14,9 @@ from torch import Tensor
 
 from dovetail.kernels import reference
 
-BLOCK = 64  # entries that one step of a program reads
+BLOCK = tl.constexpr(64)  # entries that one step of a program reads
+LOG2_E = tl.constexpr(math.log2(math.e))
+WARPS, STAGES = 4, 2
 LEAST_QUERIES = 16  # rows of the smallest product on tensor cores
 PROGRAMS = 528  # that fill a GPU of 132 multiprocessors
 MOST_SPLITS = 32
@@ -31,38 +33,20 @@ def decode_attention(
     assert keys.is_contiguous() and values.is_contiguous(), "pages are expected as the cache holds them"
     _, groups, page, _ = keys.shape
     splits = splits_for(rows * groups, table.shape[1] * page)
-    sums = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=q.device)
-    stats = torch.empty((rows, heads, splits, 2), dtype=torch.float32, device=q.device)
-    width = max(16, triton.next_power_of_2(dim))
-    queries = heads // groups
+    queries, width = heads // groups, max(16, triton.next_power_of_2(dim))
+    shape = (queries, max(LEAST_QUERIES, triton.next_power_of_2(queries)), dim, width, page, window or 0)
+    found = torch.empty(rows * heads * splits * (dim + 2), dtype=torch.float32, device=q.device)
     _partial[(rows, groups, splits)](
-        q.contiguous(),
-        keys,
-        values,
-        table,
-        lengths,
-        sums,
-        stats,
-        table.stride(0),
-        dim**-0.5 * math.log2(math.e),
-        queries,
-        max(LEAST_QUERIES, triton.next_power_of_2(queries)),
-        dim,
-        width,
-        page,
-        BLOCK,
-        0 if window is None else window,
-        num_warps=4,
-        num_stages=2,
+        q.contiguous(), keys, values, table, lengths, found, table.stride(0), shape, num_warps=WARPS, num_stages=STAGES
     )
-    out = torch.empty((rows, heads, dim), dtype=q.dtype, device=q.device)
-    _join[(rows, heads)](sums, stats, out, dim, width, splits, num_warps=4)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _join[(rows, heads)](found, out, dim, width, splits, num_warps=WARPS)
     return out
 
 
 def splits_for(pairs: int, capacity: int) -> int:
     """Programs for each pair of row and KV head, a power of two: as many as fill the GPU and may find something to read."""
-    wanted = min(-(-PROGRAMS // pairs), -(-capacity // BLOCK), MOST_SPLITS)
+    wanted = min(-(-PROGRAMS // pairs), -(-capacity // BLOCK.value), MOST_SPLITS)
     return 1 << (wanted - 1).bit_length()
 
 
@@ -73,19 +57,21 @@ def _partial(
     values: tl.tensor,
     table: tl.tensor,
     lengths: tl.tensor,
-    sums: tl.tensor,
-    stats: tl.tensor,
+    found: tl.tensor,
     table_stride: tl.tensor,
-    scale: tl.tensor,
-    QUERIES: tl.constexpr,
-    QUERY_ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
+    SHAPE: tl.constexpr,
 ) -> None:
-    """Maximum, sum of weights, and weighted sum of values, over some blocks of a row's entries; base 2 throughout."""
+    """Over some blocks of a row's entries: the weighted sum of values, then, behind all of these, maximum and sum of weights.
+
+    Powers of 2 throughout. SHAPE: queries of a KV head, the same filled up, channels, the same filled up, entries of a page,
+    window or 0.
+    """
+    QUERIES: tl.constexpr = SHAPE[0]
+    FILLED: tl.constexpr = SHAPE[1]
+    DIM: tl.constexpr = SHAPE[2]
+    WIDTH: tl.constexpr = SHAPE[3]
+    PAGE: tl.constexpr = SHAPE[4]
+    WINDOW: tl.constexpr = SHAPE[5]
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     split = tl.program_id(2)
@@ -100,14 +86,14 @@ def _partial(
     each = (last - first + splits - 1) // splits
     start = first + split * each
     stop = tl.minimum(start + each, last)
-    query = tl.arange(0, QUERY_ROWS)
+    query = tl.arange(0, FILLED)
     channel = tl.arange(0, WIDTH)
     head = (row * groups + group) * QUERIES + query
     real = (query < QUERIES)[:, None] & (channel < DIM)[None, :]
     queries = tl.load(q + head[:, None] * DIM + channel[None, :], mask=real, other=0.0)
-    peak = tl.full((QUERY_ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((QUERY_ROWS,), tl.float32)
-    mixed = tl.zeros((QUERY_ROWS, WIDTH), tl.float32)
+    peak = tl.full((FILLED,), float("-inf"), tl.float32)
+    total = tl.zeros((FILLED,), tl.float32)
+    mixed = tl.zeros((FILLED, WIDTH), tl.float32)
     for block in range(start, stop):
         at = block * BLOCK + tl.arange(0, BLOCK)
         seen = (at >= low) & (at < length)
@@ -116,7 +102,7 @@ def _partial(
         where = place[:, None] * DIM + channel[None, :]
         there = seen[:, None] & (channel < DIM)[None, :]
         k = tl.load(keys + where, mask=there, other=0.0)
-        scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * (DIM**-0.5 * LOG2_E)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))  # finite: every block has an entry that is seen
         shrink = tl.exp2(peak - higher)
@@ -125,29 +111,24 @@ def _partial(
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         peak = higher
-    out = head * splits + split
-    tl.store(sums + out[:, None] * DIM + channel[None, :], mixed, mask=real)
-    tl.store(stats + out * 2, peak, mask=query < QUERIES)
-    tl.store(stats + out * 2 + 1, total, mask=query < QUERIES)
+    part = head * splits + split
+    stats = found + tl.num_programs(0).to(tl.int64) * groups * QUERIES * splits * DIM + part * 2
+    tl.store(found + part[:, None] * DIM + channel[None, :], mixed, mask=real)
+    tl.store(stats, peak, mask=query < QUERIES)
+    tl.store(stats + 1, total, mask=query < QUERIES)
 
 
 @triton.jit
-def _join(
-    sums: tl.tensor,
-    stats: tl.tensor,
-    out: tl.tensor,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-) -> None:
+def _join(found: tl.tensor, out: tl.tensor, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr) -> None:
     """One head of one row from what its splits found; at least one of them found something."""
+    heads = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     head = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    split = tl.arange(0, SPLITS)
     channel = tl.arange(0, WIDTH)
-    peak = tl.load(stats + (head * SPLITS + split) * 2)
-    total = tl.load(stats + (head * SPLITS + split) * 2 + 1)
+    part = head * SPLITS + tl.arange(0, SPLITS)
+    stats = found + heads * SPLITS * DIM + part * 2
+    peak = tl.load(stats)
+    total = tl.load(stats + 1)
     share = tl.exp2(peak - tl.max(peak, 0))
-    where = (head * SPLITS + split)[:, None] * DIM + channel[None, :]
-    mixed = tl.load(sums + where, mask=(channel < DIM)[None, :], other=0.0)
-    found = tl.sum(mixed * share[:, None], 0) / tl.sum(total * share, 0)
-    tl.store(out + head * DIM + channel, found.to(out.dtype.element_ty), mask=channel < DIM)
+    mixed = tl.load(found + part[:, None] * DIM + channel[None, :], mask=(channel < DIM)[None, :], other=0.0)
+    joined = tl.sum(mixed * share[:, None], 0) / tl.sum(total * share, 0)
+    tl.store(out + head * DIM + channel, joined.to(out.dtype.element_ty), mask=channel < DIM)

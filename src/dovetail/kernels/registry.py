@@ -45,6 +45,7 @@ def kernels_for(device: torch.device) -> KernelSet:
         vocab_stats, vocab_grad_ = _row_kernels()
         return KernelSet(
             attention=cuda.attention,
+            decode_attention=_decode_kernel(),
             grouped_mm=cuda.grouped_mm,
             logits=cuda.logits,
             vocab_stats=vocab_stats,
@@ -63,6 +64,13 @@ def _row_kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         return reference.vocab_stats, reference.vocab_grad_
     ours = importlib.import_module("dovetail.kernels.head_triton")
     return ours.vocab_stats, ours.vocab_grad_
+
+
+def _decode_kernel() -> Callable[..., Tensor]:
+    """`decode_attention` by triton; without it, the reference."""
+    if importlib.util.find_spec("triton") is None:
+        return reference.decode_attention
+    return importlib.import_module("dovetail.kernels.decode_triton").decode_attention
 
 
 def npu_kernels(ops: Any, device: torch.device) -> KernelSet:

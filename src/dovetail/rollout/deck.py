@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dovetail.arch.spec import ArchSpec
 from dovetail.batch import cumulative
 from dovetail.comm import all_gather, stack_over
 from dovetail.kernels.reference import Spans
@@ -59,6 +60,7 @@ class Deck:
 
     def __init__(self, model: Decoder, dtype: torch.dtype, size: DeckSize, recorder: Recorder | None) -> None:
         self.model, self.size, self.recorder = model, size, recorder
+        assert isinstance(model.spec, ArchSpec), "our decoder, whose family is known"
         self.spec, self.mesh, self.kernels = model.spec, model.mesh, model.kernels
         device = model.mesh.device
         self.cache = PagedCache(self.spec, self.mesh, dtype, size.pages, size.page)
@@ -151,13 +153,11 @@ class Deck:
         if n not in self._steps:
             assert self.params is not None
             forward: Callable[[], Tensor] = partial(self._forward, n)
-            if self.recorder is None:
-                step: Step = lambda: self._take(n, forward())  # noqa: E731
-            elif self.params.top_p < 1:
-                recorded = self.recorder(forward)
-                step = lambda: self._take(n, recorded())  # noqa: E731
-            else:
-                step = self.recorder(lambda: self._take(n, forward()))
+            if self.recorder is not None and self.params.top_p < 1:
+                forward = self.recorder(forward)
+            step: Step = partial(self._take_from, forward, n)
+            if self.recorder is not None and self.params.top_p == 1:
+                step = self.recorder(step)
             self._steps[n] = step
         return self._steps[n]
 
@@ -185,8 +185,9 @@ class Deck:
             self.chosen[:, :n].index_copy_(0, self.tick, chosen[None].to(self.chosen.dtype))
         return self.logits(hidden)
 
-    def _take(self, n: int, z: Tensor) -> None:
-        """Draw the next token of the first n rows, and note it."""
+    def _take_from(self, forward: Callable[[], Tensor], n: int) -> None:
+        """Draw the next token of the first n rows from what the model says, and note it."""
+        z = forward()
         token, length, drawn, stream, going = self.numbers[:, :n]
         found = self._draw(z, stream, drawn)
         self.drawn[:, :, :n].index_copy_(0, self.tick, found[None])

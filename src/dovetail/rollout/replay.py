@@ -1,7 +1,7 @@
 """A step recorded as a CUDA graph: the host says one word a step, where it would launch every kernel."""
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ class Replay(Generic[T]):
     replays the record. What it returns lies in the record's memory until any function of the same pool runs again.
     """
 
-    def __init__(self, fn: Callable[[], T], pool: tuple[int, int]) -> None:
+    def __init__(self, fn: Callable[[], T], pool: Any) -> None:
         self._fn, self._pool = fn, pool
         self._seen = False
         self._record: tuple[torch.cuda.CUDAGraph, T] | None = None
