@@ -15,7 +15,7 @@ from dovetail.errors import CheckpointError
 from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
-from dovetail.rollout import native
+from dovetail.rollout import deck
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.draw import draw
 from dovetail.rollout.native import NativeSampler
@@ -31,9 +31,9 @@ def mesh_of(layout: str) -> Mesh:
     return Mesh.build(Layout.parse(layout)) if dist.is_initialized() else Mesh.solo()
 
 
-def sampler_of(name: str, mesh: Mesh, **options: int) -> NativeSampler:
+def sampler_of(name: str, mesh: Mesh, max_tokens: int | None = None) -> NativeSampler:
     config = {**tiny_configs(), **moe_configs()}[name]
-    sampler = NativeSampler(spec_from_config(config.to_dict()), mesh, KernelSet(), torch.float64, **options)
+    sampler = NativeSampler(spec_from_config(config.to_dict()), mesh, KernelSet(), torch.float64, max_tokens=max_tokens)
     sampler.refill(tiny_model(config).state_dict().items())
     return sampler
 
@@ -143,12 +143,12 @@ def test_tp_ranks_take_the_draw_of_rank_0() -> None:
     sampler = sampler_of("llama_biases", mesh)
     expected = sampler.sample(prompts_of((5, 2)), PARAMS)
 
-    def rounds_apart(z, noise, params):
-        ids, log_probs = draw(z, noise, params)
+    def rounds_apart(z, noise, params, banned):
+        ids, log_probs = draw(z, noise, params, banned)
         return (ids, log_probs) if mesh["tp"].rank == 0 else ((ids + 1) % VOCAB, log_probs + 1)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "draw", rounds_apart)
+        patch.setattr(deck, "draw", rounds_apart)
         assert_same(sampler.sample(prompts_of((5, 2)), PARAMS), expected)
 
 

@@ -109,16 +109,28 @@ def test_gradcheck_with_a_window() -> None:
 
 
 @pytest.mark.parametrize(("window", "heads"), list(itertools.product([None, 1, 3], [(4, 2), (4, 1), (4, 4)])))
-def test_a_cached_token_sees_what_the_last_query_sees(window: int | None, heads: tuple[int, int]) -> None:
-    lengths, room = (7, 1, 4), 9
+def test_a_cached_token_sees_what_the_last_query_sees(
+    window: int | None, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = (7, 1, 4)
     q, k, v = qkv(3, sum(lengths), *heads)
     expected = defined(q, k, v, spans(1, 1, 1), spans(*lengths), window)
-    cache = torch.full((2, 3, heads[1], room, C), 1e3, dtype=torch.float64)  # what lies past a row's end must not count
-    for i, (keys, values) in enumerate(zip(k.split(list(lengths)), v.split(list(lengths)), strict=True)):
-        cache[0, i, :, : len(keys)], cache[1, i, :, : len(keys)] = keys.transpose(0, 1), values.transpose(0, 1)
-    found = reference.decode_attention(q, cache[0], cache[1], torch.tensor(lengths), window)
+    page, table = 3, torch.tensor([[4, 2, 7], [1, 0, 0], [3, 6, 0]])
+    cache = torch.full((2, 8, heads[1], page, C), 1e3, dtype=torch.float64)  # what lies past a row's end must not count
+    for i, entries in enumerate(zip(k.split(list(lengths)), v.split(list(lengths)), strict=True)):
+        for x, held in zip(entries, (cache[0], cache[1]), strict=True):
+            for at, entry in enumerate(x):
+                held[table[i, at // page], :, at % page] = entry
+    found = reference.decode_attention(q, cache[0], cache[1], table, torch.tensor(lengths), window)
+    monkeypatch.setattr(reference, "GATHERED", 1)
+    assert_close(
+        reference.decode_attention(q, cache[0], cache[1], table, torch.tensor(lengths), window),
+        found,
+        OP_FP64,
+        "rows apart",
+    )
     assert_close(found, expected, OP_FP64)
-    late = reference.decode_attention(q, cache[0], cache[1], torch.tensor(lengths) + 1, window)
+    late = reference.decode_attention(q, cache[0], cache[1], table, torch.tensor(lengths) + 1, window)
     assert tensor_error(late, expected) > OP_FP64
 
 

@@ -18,6 +18,7 @@ SHORT = 128  # tokens of a sequence up to which a CPU is faster without flash at
 QUERY_BLOCK = 256  # queries that share one attention mask, where a mask is needed
 CPU_BLOCK = 1 << 20  # logits that one elementwise pass touches: a core's cache
 GPU_BLOCK = 1 << 27  # enough of them to fill a GPU
+GATHERED = 1 << 20  # numbers of cached keys that are gathered at a time
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,30 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Te
     return torch.cat(blocks, dim=2)
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int | None = None) -> Tensor:
-    """One new token a row on its cache: q [B, H, C], k and v [B, G, N, C], of which row b holds `lengths[b]` -> [B, H, C]."""
+def decode_attention(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, window: int | None = None
+) -> Tensor:
+    """One new token a row on its cache: q [B, H, C], keys and values [P, G, page, C] -> [B, H, C].
+
+    Row b's `lengths[b]` entries, in order, fill the pages table[b] [W]. They are gathered for some rows at a time, so that
+    they stay in a core's cache until they are used.
+    """
+    groups, page = keys.shape[1:3]
+    heads = torch.arange(groups, device=q.device)[:, None]
+    step = max(1, GATHERED // (table.shape[1] * keys[0].numel()))
+    out = []
+    for start in range(0, len(q), step):
+        rows = slice(start, start + step)
+        longest = int(lengths[rows].max())
+        where = (table[rows, None, : -(-longest // page)] * groups + heads).flatten()
+        shape = (-1, groups, where.numel() // (groups * len(lengths[rows])) * page, q.shape[2])
+        k, v = (x.flatten(0, 1).index_select(0, where).view(shape)[:, :, :longest] for x in (keys, values))
+        out.append(_decode_rows(q[rows], k, v, lengths[rows], window))
+    return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def _decode_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int | None) -> Tensor:
+    """q [B, H, C] on k and v [B, G, N, C], of which row b holds `lengths[b]`."""
     at = torch.arange(k.shape[2], device=k.device)[None, :]
     mask = at < lengths[:, None]
     if window is not None:

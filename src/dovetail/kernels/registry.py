@@ -53,6 +53,7 @@ TRITON: Mapping[str, tuple[str, ...]] = {
     "block_triton": ("rms_norm", "add_norm", "swiglu"),
     "qkv_triton": ("heads", "rope"),
     "moe_triton": ("top_k", "permute", "unpermute", "take_rows"),
+    "decode_triton": ("decode_attention",),
 }
 
 

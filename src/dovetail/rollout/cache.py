@@ -1,5 +1,6 @@
-"""Keys and values of sequences that grow by a token a step, and the contexts of the passes that fill and read them."""
+"""Keys and values of sequences that grow by a token a step, in pages, and the contexts of the passes that fill and read them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,74 +14,82 @@ from dovetail.mesh import Mesh
 from dovetail.routing import Routes
 
 
-class KVCache:
-    """Keys and values [B, G, N, C] of every layer, of this rank's heads. Row b holds `lengths[b]` tokens.
+class PagedCache:
+    """Keys and values [P, G, page, C] of every layer, of this rank's heads, all in one tensor.
 
-    `longest`: an upper bound of the lengths, known to the host. What lies beyond a row's length is masked, not unread,
-    so it must be finite: zeros, or other tokens' entries.
+    What lies beyond a row's length is masked, not always unread, so it must be finite: zeros, or other tokens' entries.
     """
 
-    def __init__(self, spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, lengths: list[int], capacity: int) -> None:
-        heads = max(1, spec.attention.num_kv_heads // mesh["tp"].size)
-        shape = (len(lengths), heads, capacity, spec.attention.head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=mesh.device) for _ in range(spec.depth)]
-        self.values = [torch.zeros_like(keys) for keys in self.keys]
-        self.lengths = torch.tensor(lengths, device=mesh.device)
-        self.longest = max(lengths)
+    def __init__(self, spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, pages: int, page: int) -> None:
+        shape = (spec.depth, 2, pages, kv_heads(spec, mesh), page, spec.attention.head_dim)
+        self.page = page
+        self.entries = torch.zeros(shape, dtype=dtype, device=mesh.device)
 
-    def keep(self, rows: Tensor) -> None:
-        """Drop all rows but these; one layer is held twice at a time."""
-        for held in (self.keys, self.values):
-            for layer, x in enumerate(held):
-                held[layer] = x[rows]
-        self.lengths = self.lengths[rows]
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values."""
+        return self.entries[layer, 0], self.entries[layer, 1]
 
-    def grow(self) -> None:
-        """Count the token that every row just got."""
-        self.lengths = self.lengths + 1
-        self.longest += 1
+    def write(self, layer: int, pages: Tensor, offsets: Tensor, new: tuple[Tensor, Tensor]) -> None:
+        """Keys and values [n, G, C] of tokens to their places, pages [n] and offsets [n]."""
+        for held, x in zip(self.layer(layer), new, strict=True):
+            held[pages, :, offsets] = x
+
+    def copy(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Whole pages, (from, to)."""
+        if pages:
+            source, target = torch.tensor(pages, device=self.entries.device).T
+            for layer in self.entries.flatten(0, 1):
+                layer[target] = layer[source]
+
+
+def kv_heads(spec: ArchSpec, mesh: Mesh) -> int:
+    """How many heads of keys this rank caches."""
+    return max(1, spec.attention.num_kv_heads // mesh["tp"].size)
+
+
+def entry_bytes(spec: ArchSpec, mesh: Mesh, dtype: torch.dtype) -> int:
+    """What one token takes in all layers."""
+    return 2 * spec.depth * kv_heads(spec, mesh) * spec.attention.head_dim * dtype.itemsize
 
 
 @dataclass(frozen=True)
 class PrefillContext:
-    """Whole prompts, packed: attention as in training, and every row of the cache gets its prompt's entries.
-
-    source [B, longest]: where in the packed tokens each entry of the cache lies.
-    """
+    """Whole prompts, packed: attention as in training, and every token's entry goes to its place, pages [T] and offsets [T]."""
 
     cos: Tensor
     sin: Tensor
     spans: Spans
     kernels: KernelSet
-    cache: KVCache
-    source: Tensor
+    cache: PagedCache
+    pages: Tensor
+    offsets: Tensor
     routes: Routes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        for held, new in ((self.cache.keys[layer], k), (self.cache.values[layer], as_wide_as(k, v))):
-            held[:, :, : self.cache.longest] = new[self.source].transpose(1, 2)
+        self.cache.write(layer, self.pages, self.offsets, (k, as_wide_as(k, v)))
         return self.kernels.attention(q, k, v, self.spans, self.spans, window)
 
 
 @dataclass(frozen=True)
 class DecodeContext:
-    """One new token a row: its entries join the cache, and it sees all that its row holds, or a window of it.
+    """One new token a row: its entry goes to its place, and it sees all that its row holds, or a window of it.
 
-    Tokens beyond the rows are padding; they see nothing and give zeros.
+    lengths [B]: with the new tokens. Tokens beyond the rows are padding; they see nothing and give zeros.
     """
 
     cos: Tensor
     sin: Tensor
     kernels: KernelSet
-    cache: KVCache
-    rows: Tensor  # 0 .. B - 1
+    cache: PagedCache
+    table: Tensor
+    lengths: Tensor
+    pages: Tensor
+    offsets: Tensor
     routes: Routes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        n, lengths, longest = len(self.rows), self.cache.lengths, self.cache.longest + 1
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.rows, :, lengths] = k[:n]
-        values[self.rows, :, lengths] = as_wide_as(k, v)[:n]
-        out = self.kernels.decode_attention(q[:n], keys[:, :, :longest], values[:, :, :longest], lengths + 1, window)
+        n = len(self.lengths)
+        self.cache.write(layer, self.pages, self.offsets, (k[:n], as_wide_as(k, v)[:n]))
+        out = self.kernels.decode_attention(q[:n], *self.cache.layer(layer), self.table, self.lengths, window)
         out = out[..., : v.shape[-1]]
         return F.pad(out, (0, 0, 0, 0, 0, len(q) - n)) if len(q) > n else out

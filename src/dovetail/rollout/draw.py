@@ -13,20 +13,29 @@ from torch import Tensor
 from dovetail.rollout.base import SamplingParams
 
 BLOCK = 256  # neighboring tokens that are first drawn together, then apart
-BLOCK_ELEMENTS = 1 << 22  # logits that one pass touches, which bounds its temporaries
+CPU_ELEMENTS = 1 << 22  # logits that one pass touches, which bounds its temporaries
+GPU_ELEMENTS = 1 << 24  # enough of them to fill a GPU
 NUCLEUS_GUESSES = (64, 2048)  # how many likeliest tokens to look at before looking at all
 BELOW_ONE = 1 - 2.0**-53
 
 
-def draw(z: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+def draw(z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One id a row of the logits z [n, V] by its uniform number [n], and its log-prob: both [n], the latter float64.
 
     The log-prob is that at the temperature, before cuts and bans; temperature 0 takes the likeliest id, the first among
-    equals, and its log-prob at temperature 1.
+    equals, and its log-prob at temperature 1. banned: `banned_of(params)`, for who has it on the device already. Given
+    that and a top_p of 1, nothing is asked of the device, and nothing sent there.
     """
-    drawn = [_draw(z[rows], uniforms[rows], params) for rows in _row_blocks(*z.shape)]
+    if banned is None:
+        banned = banned_of(params, z.device)
+    drawn = [_draw(z[rows], uniforms[rows], params, banned) for rows in _row_blocks(z)]
     ids, log_probs = zip(*drawn, strict=True)
     return torch.cat(ids), torch.cat(log_probs)
+
+
+def banned_of(params: SamplingParams, device: torch.device) -> Tensor:
+    """The banned ids on a device."""
+    return torch.tensor(params.banned_ids, dtype=torch.int64, device=device)
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -54,9 +63,8 @@ def cut(weights: Tensor, top_k: int, top_p: float) -> Tensor:
     return weights
 
 
-def _draw(z: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+def _draw(z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor) -> tuple[Tensor, Tensor]:
     scaled = z / params.temperature if params.temperature not in (0, 1) else z
-    banned = torch.tensor(params.banned_ids, dtype=torch.int64, device=z.device)
     free = scaled.index_fill(-1, banned, -torch.inf) if params.banned_ids else scaled
     peak = free.amax(-1, keepdim=True)
     weights = (free - peak).exp_()
@@ -66,9 +74,11 @@ def _draw(z: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, 
         ids = inverse_cdf(cut(weights, params.top_k, params.top_p), uniforms)
     total = _in_blocks(weights).sum(-1, dtype=torch.float64).sum(-1)
     picked = (scaled.gather(1, ids[:, None]) - peak)[:, 0].to(torch.float64)
-    unbanned = total.log()
-    rest = (scaled[:, banned] - peak).to(torch.float64).logsumexp(-1)  # minus infinity where nothing is banned
-    return ids, picked - torch.logaddexp(unbanned, rest)
+    everything = total.log()
+    if params.banned_ids:
+        rest = (scaled[:, banned] - peak).to(torch.float64).logsumexp(-1)
+        everything = torch.logaddexp(everything, rest)
+    return ids, picked - everything
 
 
 def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
@@ -93,6 +103,7 @@ def _in_blocks(weights: Tensor) -> Tensor:
     return (F.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, BLOCK))
 
 
-def _row_blocks(n: int, columns: int) -> Iterator[slice]:
-    step = max(1, BLOCK_ELEMENTS // columns)
+def _row_blocks(z: Tensor) -> Iterator[slice]:
+    n, columns = z.shape
+    step = max(1, (CPU_ELEMENTS if z.device.type == "cpu" else GPU_ELEMENTS) // columns)
     return (slice(start, min(start + step, n)) for start in range(0, n, step))

@@ -31,10 +31,10 @@ class Found:
     def completions(self, prompts: Sequence[Prompt], params: SamplingParams, mesh: Mesh) -> list[Completion]:
         """Everybody's completions, on every rank: sums over the replicas, no wider than the longest completion."""
         replicas = mesh["fsdp"]
-        counts: list[int] = sum_over(self.counts, replicas).tolist()
+        counts: list[int] = sum_over(self.counts.to(mesh.device), replicas).tolist()
         longest = max(counts, default=0)
-        ids = sum_over(self.ids[:, :longest], replicas).tolist()
-        log_probs = sum_over(self.log_probs[:, :longest], replicas).tolist()
+        ids = sum_over(self.ids[:, :longest].to(mesh.device), replicas).tolist()
+        log_probs = sum_over(self.log_probs[:, :longest].to(mesh.device), replicas).tolist()
         traces = None if self.routes is None else self.routes.traces(prompts, counts, params, replicas)
         done = []
         for slot, count in enumerate(counts):
@@ -54,10 +54,9 @@ class FoundRoutes:
         shape = (rows, longest, len(moe.numbers), moe.top_k)
         self.indices = torch.zeros(shape, dtype=narrow_dtype(moe.num_experts), device=device)
 
-    def put(self, slots: Tensor, positions: Tensor, routes: Routes, at: Tensor, tp: Axis) -> None:
-        """What a pass noted of its tokens `at`, which lie at `positions` of the rows `slots`: three tensors of one shape."""
-        chosen = torch.stack([routes.chosen[layer] for layer in self.moe.numbers], dim=1)
-        self.indices[slots, positions] = stack_over(chosen, tp).flatten(0, 1)[at].to(self.indices.dtype)
+    def put(self, slots: Tensor, positions: Tensor, chosen: Tensor) -> None:
+        """The experts [..., M, K] of the tokens at `positions` of the rows `slots`, two tensors of one shape."""
+        self.indices[slots, positions] = chosen.to(self.indices.dtype)
 
     def traces(
         self, prompts: Sequence[Prompt], counts: Sequence[int], params: SamplingParams, replicas: Axis
@@ -71,3 +70,9 @@ class FoundRoutes:
                 RoutingTrace(self.moe.numbers, whole[slot, :length].to(torch.int32) * valid[:, None, None], valid)
             )
         return done
+
+
+def chosen_in(routes: Routes, moe: MoeSpec, tp: Axis) -> Tensor:
+    """What a pass noted of its tokens, on every rank of tp: [T, M, K]."""
+    chosen = torch.stack([routes.chosen[layer] for layer in moe.numbers], dim=1)
+    return stack_over(chosen, tp).flatten(0, 1)

@@ -1,41 +1,52 @@
-"""The embedded sampler: our own decoder with a cache of keys and values, refilled from any engine's weights.
+"""The embedded sampler: our own decoder with a paged cache of keys and values, refilled from any engine's weights.
 
-Each replica takes some of the prompts, by cost, and runs them in waves that fit a budget of cached tokens. A wave
-computes each prompt once, packed, shares its cache among its samples, and then adds a token to every row at a time.
+Each replica takes some of the prompts, by cost. Prompts are computed once, packed; their samples share the pages that
+they fill, run together a token at a time, and make room for those that wait as soon as they end.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.arch.spec import ArchSpec
-from dovetail.batch import cumulative, plan_microbatches
-from dovetail.comm import all_gather, stack_over
+from dovetail.batch import plan_microbatches
+from dovetail.comm import stack_over
 from dovetail.errors import CheckpointError, DataError, ModelError, listing
-from dovetail.kernels.reference import Spans
+from dovetail.kernels import reference
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
-from dovetail.nn.attention import Context
 from dovetail.nn.decoder import Decoder
-from dovetail.nn.rope import rope_tables
 from dovetail.placement import as_index, checkpoint_shapes
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.cache import DecodeContext, KVCache, PrefillContext
-from dovetail.rollout.draw import draw
+from dovetail.rollout.cache import entry_bytes
+from dovetail.rollout.deck import Deck, DeckSize
 from dovetail.rollout.found import Found, FoundRoutes
-from dovetail.rollout.noise import uniforms
-from dovetail.rollout.waves import Wave, plan_waves
-from dovetail.routing import Routes
+from dovetail.rollout.pages import Need, PagePool, Schedule
+from dovetail.rollout.replay import Recorder, cuda_recorder
+from dovetail.rollout.running import Generation
 from dovetail.weights.experts import form_of, stored
 from dovetail.weights.load import load
 from dovetail.weights.reader import TensorSource
 
 MAX_TOKENS = 1 << 16
-# Share of rows still alive: copying the cache of those costs about one step, a smaller batch saves every later one.
-COMPACT_BELOW = 0.75
+FREE_SHARE = 0.5  # of a GPU's free memory that the cache may take; logits and prompts need some, too
+
+
+@dataclass(frozen=True)
+class SamplerOptions:
+    """page: entries of a page. ahead: steps between two looks for rows that ended; None: 1 on a CPU, 8 elsewhere.
+
+    most_rows: that run at a time. prefill_tokens: of prompts that are computed together. hold: keep the cache and what was
+    recorded from one call of `sample` to the next, which saves recording it again.
+    """
+
+    page: int = 64
+    ahead: int | None = None
+    most_rows: int = 512
+    prefill_tokens: int = 1 << 14
+    hold: bool = False
 
 
 class NativeSampler:
@@ -45,15 +56,27 @@ class NativeSampler:
     """
 
     def __init__(
-        self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype, *, max_tokens: int = MAX_TOKENS
+        self,
+        spec: ArchSpec,
+        mesh: Mesh,
+        kernels: KernelSet,
+        dtype: torch.dtype,
+        *,
+        max_tokens: int | None = None,
+        options: SamplerOptions | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
-        """max_tokens: most entries that one replica's cache holds at a time, rows times the longest of them.
+        """max_tokens: most entries that one replica's cache holds, or what a single row needs if that is more.
 
-        It bounds the prompts that are computed together, too. An entry takes 2 G C numbers a layer.
+        Default: 2^16; on a GPU half of what is free when `sample` is called. recorder: default that of the device.
         """
         assert mesh["pp"].size == 1, "build.sampling makes pipeline ranks tensor-parallel ones"
         self.spec, self.mesh, self.kernels, self.dtype, self.max_tokens = spec, mesh, kernels, dtype, max_tokens
+        self.options = options or SamplerOptions()
+        self.ahead = self.options.ahead or (1 if mesh.device.type == "cpu" else 8)
+        self.recorder = recorder or recorder_for(spec, mesh, kernels, dtype)
         self.model = _empty_decoder(spec, mesh, kernels, dtype)
+        self._deck: Deck | None = None
         self._filled = False
 
     @torch.no_grad()
@@ -107,88 +130,46 @@ class NativeSampler:
         rows, longest = len(prompts) * params.samples, max((len(prompt.ids) for prompt in prompts), default=0)
         moe, device = self.spec.moe, self.mesh.device
         routes = FoundRoutes(rows, longest + new, moe, device) if params.trace and moe is not None else None
-        found = Found(rows, new, device, routes)
-        for wave in plan_waves(mine, params.samples, new, self.max_tokens):
-            self._run(wave, prompts, params, found)
+        found = Found(rows, new, torch.device("cpu"), routes)
+        if mine:
+            self._run(mine, prompts, params, found)
         return found.completions(prompts, params, self.mesh)
 
-    def _run(self, wave: Wave, prompts: Sequence[Prompt], params: SamplingParams, found: Found) -> None:
-        """All tokens of a wave's rows. Rows that stopped stay until enough of them did, and are ignored."""
-        cache, z, context = self._prefill(wave, prompts, params.max_new_tokens)
+    def _run(self, mine: Mapping[int, int], prompts: Sequence[Prompt], params: SamplingParams, found: Found) -> None:
+        """All samples of some prompts (number -> length)."""
+        need = Need(params.samples, params.max_new_tokens, self.options.page)
+        deck, self._deck = self._deck_for(mine, need), None
+        deck.begin(params)
+        pool = PagePool(deck.size.pages - 1)
+        schedule = Schedule(mine, need, pool, most_rows=deck.size.rows, prefill_tokens=self.options.prefill_tokens)
+        Generation(deck, schedule, prompts, params, found).run()
+        self._deck = deck if self.options.hold else None
+
+    def _deck_for(self, mine: Mapping[int, int], need: Need) -> Deck:
+        """The one that is held, if it is large enough; otherwise one for these prompts within the budget."""
+        page, lengths = self.options.page, mine.values()
+        rows = min(self.options.most_rows, len(mine) * need.samples)
+        width = max(map(need.row, lengths)) + -(-self.ahead // page)  # rows that ended run on into page 0
+        least, held = max(map(need.least, lengths)), self._deck
+        if held is not None and held.size.width >= width and held.size.rows >= rows and held.size.pages > least:
+            return held
+        del held
+        self._deck = None
+        pages = min(sum(map(need.all_rows, lengths)), max(least, self._budget() // page))
+        size = DeckSize(rows=1 << (rows - 1).bit_length(), width=width, ahead=self.ahead, pages=1 + pages, page=page)
+        return Deck(self.model, self.dtype, size, self.recorder)
+
+    def _budget(self) -> int:
+        """Most entries that the cache may hold, the same on every rank of tp."""
+        if self.max_tokens is not None:
+            return self.max_tokens
         device = self.mesh.device
-        rows = np.array([prompts[wave.prompts[owner]].row for owner, _ in wave.rows], dtype=np.int64)
-        samples = np.array([sample for _, sample in wave.rows], dtype=np.int64)
-        slots = torch.tensor([wave.prompts[o] * params.samples + sample for o, sample in wave.rows], device=device)
-        if found.routes is not None:
-            positions = torch.arange(context.source.shape[1], device=device)
-            found.routes.put(slots[:, None], positions, context.routes, context.source, self.mesh["tp"])
-        stops = torch.tensor(params.stop_ids, dtype=torch.int64, device=device)
-        alive = torch.ones(len(slots), dtype=torch.bool, device=device)
-        for position in range(params.max_new_tokens):
-            noise = torch.from_numpy(uniforms(params.seed, params.step, rows, samples, position)).to(device)
-            ids, log_probs = self._agreed(*draw(z, noise, params))
-            found.put(slots, position, ids, log_probs, alive)
-            alive = alive & ~torch.isin(ids, stops)
-            left = int(alive.sum())
-            if left == 0 or position + 1 == params.max_new_tokens:
-                return
-            if left <= COMPACT_BELOW * len(alive):
-                kept = alive.nonzero()[:, 0]
-                cache.keep(kept)
-                rows, samples = rows[kept.cpu().numpy()], samples[kept.cpu().numpy()]
-                slots, alive, ids = slots[kept], alive[kept], ids[kept]
-            at = cache.lengths
-            z, routes = self._decode(ids, cache)
-            if found.routes is not None:
-                found.routes.put(slots, at, routes, torch.arange(len(ids), device=device), self.mesh["tp"])
-
-    def _prefill(self, wave: Wave, prompts: Sequence[Prompt], new: int) -> tuple[KVCache, Tensor, PrefillContext]:
-        """A cache that holds every row's prompt, the logits [B, V] of what follows, and how that was computed."""
-        device = self.mesh.device
-        lengths = [len(prompts[i].ids) for i in wave.prompts]
-        owners = torch.tensor([owner for owner, _ in wave.rows], device=device)
-        cache = KVCache(self.spec, self.mesh, self.dtype, [lengths[o] for o, _ in wave.rows], max(lengths) + new)
-        tokens = self._padded(torch.tensor([token for i in wave.prompts for token in prompts[i].ids], device=device))
-        padding = len(tokens) - sum(lengths)
-        packed = (*lengths, padding) if padding else tuple(lengths)
-        spans = Spans(cumulative(packed).to(device), packed)
-        starts, ends = spans.cu_seqlens[:-1].long()[owners], spans.cu_seqlens[1:].long()[owners]
-        source = torch.minimum(starts[:, None] + torch.arange(cache.longest, device=device), ends[:, None] - 1)
-        positions = torch.cat([torch.arange(n, device=device) for n in packed])
-        context = PrefillContext(*self._rope(positions), spans, self.kernels, cache, source, Routes())
-        last = spans.cu_seqlens[1 : len(lengths) + 1].long() - 1
-        return cache, self._logits(tokens, context, last)[owners], context
-
-    def _decode(self, ids: Tensor, cache: KVCache) -> tuple[Tensor, Routes]:
-        """Give every row its token; the logits [B, V] of what follows, and the experts that the tokens went to."""
-        rows = torch.arange(len(ids), device=ids.device)
-        context = DecodeContext(*self._rope(self._padded(cache.lengths)), self.kernels, cache, rows, Routes())
-        z = self._logits(self._padded(ids), context, rows)
-        cache.grow()
-        return z, context.routes
-
-    def _logits(self, tokens: Tensor, context: Context, index: Tensor) -> Tensor:
-        """The logits [n, V] of the tokens at `index` [n], on every rank of tp. Padding of the vocabulary is gone."""
-        tp, head = self.mesh["tp"], self.model.lm_head
-        z = head.logits(all_gather(self.model.model(tokens, context), tp)[index])
-        if tp.size == 1:
-            return z
-        shard = F.pad(z, (0, head.weight.shape[0] - head.columns)).T
-        return all_gather(shard, tp)[: self.spec.vocab_size].T.contiguous()
-
-    def _agreed(self, ids: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """The draw of tp rank 0, on every rank of tp: devices may round apart. Ids are exact in float64."""
-        first = stack_over(torch.stack([ids.to(torch.float64), log_probs]), self.mesh["tp"])[0]
-        return first[0].to(torch.int64), first[1]
-
-    def _padded(self, x: Tensor) -> Tensor:
-        """Zeros at the end, up to a multiple of what the mesh cuts tokens into."""
-        missing = -len(x) % self.mesh.token_multiple
-        return F.pad(x, (0, missing)) if missing else x
-
-    def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Without lengths: kind `dynamic` is plain up to its trained positions, and `_check` lets nothing pass them."""
-        return rope_tables(self.spec.rope, positions, (), self.dtype)
+        if device.type != "cuda":
+            return MAX_TOKENS
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.tensor([torch.cuda.mem_get_info(device)[0] + idle], device=device)
+        least = int(stack_over(free, self.mesh["tp"]).min())
+        return int(FREE_SHARE * least) // entry_bytes(self.spec, self.mesh, self.dtype)
 
     def _pieces(self) -> tuple[dict[str, list[tuple[Tensor, tuple[slice, ...]]]], dict[str, tuple[int, ...]]]:
         """By checkpoint name: the views of our parameters with their slices of the tensor, and the tensor's shape.
@@ -226,6 +207,15 @@ class NativeSampler:
                     f"{params.max_new_tokens}; beyond {rope.max_positions} positions rope_type 'dynamic' changes the "
                     "keys that are cached; shorten the prompt or lower max_new_tokens"
                 )
+
+
+def recorder_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Recorder | None:
+    """What records steps: on one GPU, where no operation of a step asks the device for anything; otherwise None.
+
+    Those that may: reference attention to a cache, which float64 takes, too, and grouped products of experts.
+    """
+    asks = kernels.decode_attention is reference.decode_attention or dtype == torch.float64 or spec.moe is not None
+    return None if mesh.device.type != "cuda" or mesh["tp"].size > 1 or asks else cuda_recorder()
 
 
 def _empty_decoder(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Decoder:

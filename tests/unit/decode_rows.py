@@ -1,0 +1,66 @@
+"""Attention to a paged cache by triton against the reference in float64: errors by case, on a GPU or (TRITON_INTERPRET=1) a CPU.
+
+As a process, `python -m tests.unit.decode_rows`, it writes them as one line of JSON: triton decides when it is first
+imported whether it interprets.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from dovetail.kernels import decode_triton, reference
+from tests.tolerances import tensor_error
+
+CASES = {  # query heads, KV heads, head dim, page, window
+    "grouped": (8, 2, 64, 16, None),
+    "one KV head, window": (6, 1, 80, 64, 70),
+    "no groups, window of 1": (2, 2, 128, 48, 1),
+    "dim 192": (4, 2, 192, 32, 100),
+    "17 queries a head": (17, 1, 64, 16, None),
+    "dim 256": (2, 1, 256, 64, None),
+}
+LENGTHS = (1, 16, 63, 64, 65, 190)
+POISON = float("nan")  # what nobody may read
+
+
+def measure(device: str) -> dict[str, float]:
+    """Case and dtype -> error. The interpreter multiplies the bits of bfloat16 as integers, hence float16."""
+    found = {}
+    for name, (heads, groups, dim, page, window) in CASES.items():
+        for dtype in (torch.float32, torch.float16 if device == "cpu" else torch.bfloat16):
+            generator = torch.Generator().manual_seed(0)
+            width = -(-max(LENGTHS) // page)
+            needed = [-(-length // page) for length in LENGTHS]
+            order = torch.randperm(1 + sum(needed), generator=generator).split([*needed, 1])
+            table = torch.zeros(len(LENGTHS), width + 1, dtype=torch.int64)
+            cache = torch.randn(2, 1 + sum(needed), groups, page, dim, generator=generator).to(dtype)
+            for row, pages in enumerate(order[:-1]):
+                table[row, : len(pages)] = pages
+                cache[:, pages[-1], :, LENGTHS[row] - (len(pages) - 1) * page :] = POISON
+            cache[:, order[-1]] = POISON
+            q = torch.randn(len(LENGTHS), heads, dim, generator=generator).to(dtype)
+            lengths = torch.tensor(LENGTHS)
+            exact = (q.to(torch.float64), *cache.nan_to_num().to(torch.float64), table, lengths)
+            expected = _call(reference.decode_attention, exact, window)
+            given = tuple(x.to(device) for x in (q, *cache, table, lengths))
+            actual = _call(decode_triton.decode_attention, given, window).cpu()
+            found[f"{name}, {str(dtype).removeprefix('torch.')}"] = tensor_error(actual, expected)
+    return found
+
+
+def _call(op: Callable[..., Tensor], given: tuple[Tensor, ...], window: int | None) -> Tensor:
+    return op(*given, window)
+
+
+def whole_range(*bounds: tl.tensor | int) -> range:
+    """The interpreter's scalars are arrays of one number, which NumPy 2.4 no longer takes for integers."""
+    return range(*(bound.handle.data.item() if isinstance(bound, tl.tensor) else bound for bound in bounds))
+
+
+if __name__ == "__main__":
+    vars(decode_triton)["range"] = whole_range
+    sys.stdout.write(json.dumps(measure("cpu")) + "\n")
