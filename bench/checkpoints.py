@@ -153,8 +153,8 @@ class Bench:
         view, at, jobs = memory_of(self.room), 0, []
         for path in self.files:
             size = path.stat().st_size
-            for start in range(0, size, STRETCH):
-                jobs.append(partial(_read_part, path, start, view[at + start : at + min(size, start + STRETCH)]))
+            spans = [(start, min(size, start + STRETCH)) for start in range(0, size, STRETCH)]
+            jobs += [partial(_read_part, path, start, view[at + start : at + stop]) for start, stop in spans]
             at += size
         with ThreadPoolExecutor(READERS) as threads:
             for done in [threads.submit(job) for job in jobs]:

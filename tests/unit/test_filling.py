@@ -17,7 +17,7 @@ from dovetail.layout import Layout
 from dovetail.mesh import Mesh
 from dovetail.placement import as_index
 from dovetail.weights.checksums import joined
-from dovetail.weights.files import CODES, TensorFile, TensorFileWriter, TensorSpec
+from dovetail.weights.files import TensorFile, TensorFileWriter, TensorSpec
 from dovetail.weights.filling import blocks, do_all
 from tests.checkpoints import decoder_on, write_tiny
 

@@ -1,8 +1,9 @@
 """Safetensors files, read with suspicion and written piece by piece.
 
 A header is checked completely (sizes, ranges, overlaps, gaps, names, dtypes) before any byte of data is looked at.
-Reads fetch exactly the bytes of a slice with positioned reads; nothing is mapped into memory, so the host holds what
-was asked for and no more. A file is written header first, from shapes and dtypes alone, then tensor by tensor.
+Reads fetch the bytes of a slice with positioned reads, and what lies between them only where they lie close; nothing is
+mapped into memory, so the host holds what was asked for, and a small buffer for each thread. A file is written header
+first, from shapes and dtypes alone, then tensor by tensor.
 """
 
 import ctypes
@@ -101,7 +102,7 @@ def dump_json(value: Mapping[str, Any]) -> bytes:
 
 
 class TensorFile:
-    """An open safetensors file whose header has been checked. `bytes_read` counts the data that was fetched."""
+    """An open safetensors file whose header has been checked. `bytes_read` counts the data that was handed out or summed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -172,7 +173,7 @@ class TensorFile:
             ((start, stop), *rest) = block
             whole = view_at(room, 0, entry.dtype, (stop - start, *entry.shape[1:]))
             self._fill(memory_of(whole), entry.start + start * row * entry.dtype.itemsize)
-            self._count(whole.numel() * entry.dtype.itemsize)
+            self._count(part.numel() * entry.dtype.itemsize)
             hand_over(whole[as_index(((0, stop - start), *rest))], part)
 
     def _read_exactly(self, entry: Entry, slices: Slices, view: memoryview) -> None:

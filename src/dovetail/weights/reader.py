@@ -28,7 +28,7 @@ class TensorSource(Protocol):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensor data fetched so far."""
+        """Bytes of tensor data handed out or summed so far."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
