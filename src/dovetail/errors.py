@@ -4,6 +4,8 @@ Everything raised on purpose for a user's mistake is a `UserError`; the command 
 a traceback, and exits with 2. Anything else that escapes is a defect of ours and exits with 1.
 """
 
+from pathlib import Path
+
 
 class UserError(ValueError):
     """A mistake that the user can mend; the message names the edit."""
@@ -23,6 +25,14 @@ class ModelError(UserError):
 
 class CheckpointError(UserError):
     """Tensors that are missing, extra, mis-shaped or corrupt, all named together."""
+
+
+class DamagedError(CheckpointError):
+    """Bytes of the checkpoint at `path` that are not those that were written."""
+
+    def __init__(self, message: str, path: Path) -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class DataError(UserError):

@@ -91,7 +91,7 @@ class Parked:
 def wait_for(device: torch.device) -> None:
     """Wait until what was asked of the device is done."""
     if device.type != "cpu":
-        torch.get_device_module(device).current_stream().synchronize()
+        torch.get_device_module(device).current_stream(device).synchronize()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -165,9 +165,9 @@ def test_one_rank_that_cannot_read_stops_all(tmp_path: Path) -> None:
 
 
 def _flipped(source: Path) -> str:
-    mesh = Mesh.build(Layout.parse("tp=2"))
+    model, mesh = engine_model(source, "tp=2", torch.float32)
     with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(source, mesh)
+        load(model, open_checkpoint(source, mesh), mesh)
     return str(caught.value)
 
 

@@ -70,6 +70,7 @@ def recovered(folder: Path) -> tuple[int, int]:
     """(step, order) that a run would go on from; then it starts: no debris is left, and it can save."""
     reader, _ = open_newest(folder, Mesh.solo())
     assert reader is not None
+    reader.verify()
     found = (reader.manifest.step or 0, order_of(reader))
     clear_debris(folder)
     assert not [path for pattern in DEBRIS for path in folder.glob(pattern)]

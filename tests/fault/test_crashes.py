@@ -297,6 +297,10 @@ def full_disks(base: Path, world: int, rooms: list[int]) -> int:
     ("world", "count"), [(1, 20), (2, 5), *(pytest.param(w, 50, marks=pytest.mark.soak) for w in (1, 2, 4))]
 )
 def test_a_full_disk_on_one_rank_costs_one_save(world: int, count: int, apart: Apart, tmp_path: Path) -> None:
-    sizes = [97 * n + n % 3 for n in range(count)] if world == 1 else [1700 // count * n + n % 3 for n in range(count)]
+    sizes = (
+        [97 * n + n % 3 for n in range(count)]
+        if world == 1
+        else [3400 // (world * count) * n + n % 3 for n in range(count)]
+    )
     failed = apart(full_disks, tmp_path, world, sizes)
     assert failed > count // 4

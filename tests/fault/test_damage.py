@@ -4,14 +4,14 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from dovetail.checkpoint.manifest import Manifest
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.steps import open_newest, open_verified, saved_steps
+from dovetail.checkpoint.steps import from_a_whole_step, open_newest, saved_steps
 from dovetail.errors import CheckpointError
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
@@ -48,19 +48,31 @@ def lost_with(manifest: Manifest, path: Path) -> list[str]:
     return [name for name, tensor in manifest.tensors.items() if any(r.file == path.name for r in tensor.regions)]
 
 
+def open_whole(folder: Path, mesh: Mesh, step: int | None = None) -> tuple[ShardedReader | None, list[str]]:
+    """The newest step whose every byte is sound, as a run finds it."""
+
+    def attempt(damaged: Mapping[str, str]) -> tuple[ShardedReader | None, list[str]]:
+        reader, passed_over = open_newest(folder, mesh, step, damaged)
+        if reader is not None:
+            reader.settle(mesh, training=True)
+        return reader, passed_over
+
+    return from_a_whole_step(folder, attempt)
+
+
 def expect_damage(step: Path, path: Path, folder: Path, *, falls_back: bool = True) -> str:
     """It is refused by name where exactly it is asked for, and the step before takes its place where not."""
     with pytest.raises(CheckpointError) as caught:
-        open_verified(step, Mesh.solo())
+        ShardedReader(step).verify()
     told = str(caught.value)
     assert path.relative_to(step).as_posix() in told, told
     if not falls_back:
         return told
-    reader, passed_over = open_newest(folder, Mesh.solo())
+    reader, passed_over = open_whole(folder, Mesh.solo())
     assert reader is not None and reader.manifest.step == 1
     assert path.name in passed_over[0], passed_over
     with pytest.raises(CheckpointError, match="has no whole training state of step 2"):
-        open_newest(folder, Mesh.solo(), step=2)
+        open_whole(folder, Mesh.solo(), step=2)
     return told
 
 
@@ -82,7 +94,7 @@ def test_flipped_bits_and_cut_files(flips: int, cuts: int, folder: Path) -> None
             if turn >= flips:
                 assert all(name in told for name in lost[:20]), told
         path.write_bytes(whole)
-    open_verified(step, Mesh.solo())
+    ShardedReader(step).verify()
 
 
 def zero_a_page(path: Path, rng: random.Random) -> None:
@@ -120,7 +132,7 @@ def test_every_file_in_turn(harm: Callable[[Path, random.Random], None], folder:
             if harm is remove and path.suffix == ".safetensors":
                 assert all(name in told for name in lost_with(manifest, path)[:20])
         path.write_bytes(whole)
-    open_verified(step, Mesh.solo())
+    ShardedReader(step).verify()
 
 
 def test_swapped_pieces_and_pieces_of_another_step(folder: Path) -> None:
@@ -136,7 +148,7 @@ def test_swapped_pieces_and_pieces_of_another_step(folder: Path) -> None:
     assert first.stat().st_size == len(contents[0]), "sizes and headers are the same"
     expect_damage(step, first, folder)
     first.write_bytes(contents[0])
-    open_verified(step, Mesh.solo())
+    ShardedReader(step).verify()
 
 
 def test_nothing_whole_is_never_a_fresh_start(folder: Path, tmp_path: Path) -> None:
@@ -144,14 +156,14 @@ def test_nothing_whole_is_never_a_fresh_start(folder: Path, tmp_path: Path) -> N
     for piece in copy.glob("step_*.*/pieces-*"):
         piece.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be read; move it away to start anew") as caught:
-        open_newest(copy, Mesh.solo())
+        open_whole(copy, Mesh.solo())
     assert str(caught.value).count("has 0 bytes") == 2
 
 
 def _rank_that_sees_it(folder: Path) -> str:
     """Each rank checks its share, so one alone meets the damage."""
     mesh = Mesh.build(Layout(dp=2))
-    reader, passed_over = open_newest(folder, mesh)
+    reader, passed_over = open_whole(folder, mesh)
     assert reader is not None
     return f"{reader.manifest.step} {passed_over}"
 
@@ -199,7 +211,7 @@ def test_a_run_falls_back_and_says_so(trained: tuple[Path, Path]) -> None:
     now = [{k: row[k] for k in ("step", "loss", "grad_norm")} for row in read_rows(run_dir / "metrics.jsonl")]
     assert now == straight
     assert (run_dir / "superseded/001/checkpoints" / damaged.name).is_dir(), "kept, but no longer among the good ones"
-    open_verified(newest(run_dir / "checkpoints"), Mesh.solo())
+    ShardedReader(newest(run_dir / "checkpoints")).verify()
 
 
 def test_going_back_to_an_older_step_leaves_one_past(trained: tuple[Path, Path]) -> None:

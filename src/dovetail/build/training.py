@@ -1,6 +1,6 @@
 """From a recipe to everything that a run consists of."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.build.engine import EngineOptions, check_layout, make_engine, make_mesh
 from dovetail.build.sampling import backend_layout, make_sampler
 from dovetail.build.text import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
-from dovetail.checkpoint.steps import Retention
+from dovetail.checkpoint.steps import Retention, from_a_whole_step
 from dovetail.config import GRPO, PPO, SFT, CriticSection, LayoutSection, PolicyGradient, Recipe, ReferenceSection
 from dovetail.data import Limits, Tokenizer, load_prompts, load_sft
 from dovetail.engine.faults import StepWatch
@@ -29,7 +29,7 @@ from dovetail.optim.optimizer import OptimSettings
 from dovetail.rl.experience import AdvantageSettings
 from dovetail.rl.judging import Judge
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss
-from dovetail.rl.resume import Resumed, refuse_other
+from dovetail.rl.resume import CHECKPOINTS, Resumed, refuse_other
 from dovetail.rl.rewards import RewardRunner
 from dovetail.rl.run import CRITIC, POLICY, Contents, RunDirectory, RunSettings
 from dovetail.rl.state import model_fingerprint, rows_fingerprint
@@ -92,11 +92,14 @@ class Builder:
 
     def job(self) -> Job:
         """The whole run. Everything that a user may have got wrong is found here, before anything is written."""
+        return from_a_whole_step(Path(self.recipe.run_dir) / CHECKPOINTS, self._job)
+
+    def _job(self, damaged: Mapping[str, str]) -> Job:
         recipe, loop = self.recipe, self._loop()
         run, judge = RunDirectory(self._run_settings(), self.mesh), None
         with ExitStack() as on_failure:
             on_failure.callback(run.close)
-            run.claim()
+            run.claim(damaged)
             self.resumed = run.resumed
             if self.resumed is not None:
                 state = self.resumed.state
@@ -108,6 +111,8 @@ class Builder:
                 judge = Judge(self._reward_runner(), self.mesh)
                 on_failure.callback(judge.close)
                 task, rows, engines = self._rl(recipe.algorithm, loop, judge)
+            if self.resumed is not None:
+                self.resumed.reader.settle(self.mesh, training=True)
             contents = Contents(
                 engines=engines, sides=engines[POLICY].origin.sides, model=self._model, data=rows, cursor=loop.cursor
             )

@@ -42,6 +42,7 @@ def convert_to_sharded(
     What no parameter asks for and `ignore` (patterns, as in `load`) lets be there goes along whole, with rank 0.
     """
     reader = open_checkpoint(source, mesh)
+    reader.settle(mesh)
     world = mesh["world"]
     by_rank: dict[int, list[Held]] = {}
     for rank in range(world.rank, layout.num_ranks, world.size):
@@ -69,6 +70,7 @@ def convert_to_hf(
 ) -> None:
     """Rejoin the sharded checkpoint `source` into the HF directory `target`. Collective over `mesh`."""
     reader = open_checkpoint(source, mesh)
+    reader.settle(mesh)
     specs = {spec.name: spec for spec in _specs(reader, dtype)}
 
     def produce(order: Any, mine: Any) -> Iterator[tuple[str, Tensor]]:

@@ -1,27 +1,39 @@
-"""Reads a sharded checkpoint under any layout: a slice is put together from whichever pieces hold parts of it."""
+"""Reads a sharded checkpoint under any layout: a slice is put together from whichever pieces hold parts of it.
+
+A piece that is read whole is summed on the way. `settle` sums those that no rank has read whole, and tells all damage on
+every rank: it comes after filling a model and before using it, so that every byte is read once where the layout is that of
+the checkpoint.
+"""
 
 import zlib
-from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dovetail.checkpoint.manifest import TRAINING, Manifest, StoredFile, StoredRegion
-from dovetail.errors import CheckpointError, listing
+from dovetail.comm import gather_text
+from dovetail.errors import CheckpointError, DamagedError, listing
 from dovetail.mesh import Mesh
 from dovetail.placement import Slices, as_index, overlap, within
 from dovetail.weights.agree import agreed
+from dovetail.weights.checksums import joined
 from dovetail.weights.directory import MANIFEST, contained
 from dovetail.weights.files import CHUNK, TensorFile
+from dovetail.weights.filling import STRETCH, Job, do_all, stretches
 from dovetail.weights.reader import CheckpointReader, TensorSource
 
-READERS = 8  # threads that verify checksums; more than cores, since they wait for the disk
+Sums = list[tuple[int, int]]  # of a piece's stretches: (checksum, bytes)
+UNREAD = (0, -1)
+CPU = torch.device("cpu")
 
 
 class ShardedReader:
-    """A sharded checkpoint whose manifest and headers have been checked; `verify` checks the data. Never writes."""
+    """A sharded checkpoint whose manifest and headers have been checked; `settle` checks the data. Never writes."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -29,6 +41,9 @@ class ShardedReader:
         self.manifest = Manifest.parse(contained(self.path, MANIFEST).read_bytes(), what)
         self._names = {name: None for name in self.manifest.tensors if not name.startswith(TRAINING)}.keys()
         self._files = {name: self._open(name, stored) for name, stored in self.manifest.pieces.items()}
+        self._sums: dict[StoredRegion, Sums] = {}  # of pieces that are read, or will be, and not compared yet
+        self._problems: dict[StoredRegion, str] = {}
+        self._sound: set[StoredRegion] = set()
         for name, tensor in self.manifest.tensors.items():
             for region in tensor.regions:
                 entry = self._files[region.file].entries.get(region.key)
@@ -84,19 +99,85 @@ class ShardedReader:
             out[as_index(within(shared, slices))] = piece
         return out
 
-    def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Check the checksums of every `shares`-th region and side file from `share` on; raise naming all that fail."""
-        regions = [(name, region) for name, tensor in self.manifest.tensors.items() for region in tensor.regions]
-        with ThreadPoolExecutor(READERS) as readers:  # reading and summing both leave the interpreter's lock
-            problems = list(readers.map(lambda found: self._damage(*found), regions[share::shares]))
-        problems += [self._side_damage(name) for name in list(self.manifest.sides)[share::shares]]
-        if any(problems):
-            found = listing([problem for problem in problems if problem])
-            raise CheckpointError(f"{self.path} is damaged; use an older checkpoint or another copy:\n{found}")
+    def jobs(self, name: str, slices: Slices, out: Tensor) -> Iterator[Job]:
+        """What brings a rectangle of the tensor into `out`, whatever its dtype, device and strides.
+
+        Pieces that are read whole are summed; `settle` compares, and tells what could not be read, too.
+        """
+        for region in self.manifest.tensors[name].regions:
+            shared = overlap(slices, region.slices)
+            if shared is None:
+                continue
+            here, place = within(shared, region.slices), out[as_index(within(shared, slices))]
+            found = list(stretches(here, place, self.dtype(name)))
+            sums: Sums | None = None
+            if shared == region.slices and region not in self._sound:
+                sums = self._sums[region] = [UNREAD] * len(found)
+            for at, (part, inside) in enumerate(found):
+                yield partial(self._fill, region, part, inside, sums, at)
+
+    def _fill(self, region: StoredRegion, part: Slices, out: Tensor, sums: Sums | None, at: int, room: Tensor) -> None:
+        with self._noted(region):
+            file = self._files[region.file]
+            crc = file.fill(region.key, part, out, room, summed=sums is not None)
+            if sums is not None:
+                sums[at] = crc, out.numel() * file.entries[region.key].dtype.itemsize
+
+    def settle(self, mesh: Mesh, *, training: bool = False) -> None:
+        """Compare the checksums of the model's tensors, with `training` of all; sum those pieces that no rank has read
+        whole. DamagedError on every rank names all that differ. Collective.
+        """
+        world, names = mesh["world"], self.manifest.tensors if training else self.names
+        pieces = [(name, region) for name in names for region in self.manifest.tensors[name].regions]
+        pieces = [piece for piece in pieces if piece[1] not in self._sound]
+        marks = "".join("01"[region in self._sums] for _, region in pieces)
+        left = [
+            piece
+            for piece, *seen in zip(pieces, *gather_text(marks, world, mesh.device), strict=True)
+            if "1" not in seen
+        ]
+        sides = list(self.manifest.sides) if pieces else []
+        try:
+            with agreed(mesh):
+                do_all([job for piece in left[world.rank :: world.size] for job in self._summing(*piece)], CPU)
+                found = list(self._problems.values()) + [self._damage(*piece) for piece in pieces]
+                found += [self._side_damage(name) for name in sides[world.rank :: world.size]]
+                if any(found):
+                    told = listing([problem for problem in dict.fromkeys(found) if problem])
+                    raise CheckpointError(f"{self.path} is damaged; use an older checkpoint or another copy:\n{told}")
+        except CheckpointError as error:
+            raise DamagedError(str(error), self.path) from error
+        self._sound |= {region for _, region in pieces}
+        self._sums.clear()
+
+    def verify(self) -> None:
+        """Compare all checksums. By one process, after it has opened the checkpoint and used nothing of it."""
+        self.settle(Mesh.solo(), training=True)
+
+    def _summing(self, name: str, region: StoredRegion) -> Iterator[Job]:
+        """What sums a piece that nobody needs whole."""
+        num_bytes = prod(stop - start for start, stop in region.slices) * self.dtype(name).itemsize
+        spans = [(at, min(at + STRETCH, num_bytes)) for at in range(0, num_bytes, STRETCH)]
+        sums = self._sums[region] = [UNREAD] * len(spans)
+        return (partial(self._sum, region, span, sums, at) for at, span in enumerate(spans))
+
+    def _sum(self, region: StoredRegion, span: tuple[int, int], sums: Sums, at: int, room: Tensor) -> None:
+        with self._noted(region):
+            sums[at] = self._files[region.file].sum(region.key, *span, room), span[1] - span[0]
+
+    @contextmanager
+    def _noted(self, region: StoredRegion) -> Iterator[None]:
+        """Bytes that cannot be read are as good as lost: `settle` tells of them."""
+        try:
+            yield
+        except (CheckpointError, OSError) as error:
+            self._problems[region] = f"{region.file}: {region.key} {region.slices}: {error}"
 
     def _damage(self, name: str, region: StoredRegion) -> str:
-        intact = self._files[region.file].crc32(region.key) == region.crc32
-        return "" if intact else f"{region.file}: {name} {region.slices} does not match its checksum"
+        sums = self._sums.get(region)
+        if sums is None or region in self._problems or (UNREAD not in sums and joined(sums) == region.crc32):
+            return ""
+        return f"{region.file}: {name} {region.slices} does not match its checksum"
 
     def _side_damage(self, name: str) -> str:
         stored, path = self.manifest.sides[name], contained(self.path, name)
@@ -108,16 +189,12 @@ class ShardedReader:
 
 
 def open_checkpoint(path: Path | str, mesh: Mesh) -> TensorSource:
-    """A reader of an HF directory, or of a sharded checkpoint whose checksums hold. Collective: all raise, or none.
+    """A reader of an HF directory, or of a sharded checkpoint. Collective: all raise, or none.
 
-    The ranks divide the checksums between them, so the data of a sharded checkpoint is read once more than it is used.
+    What is read of it may be used after `settle`.
     """
     source: TensorSource | None = None
     with agreed(mesh):
-        if (Path(path) / MANIFEST).exists():
-            sharded = source = ShardedReader(path)
-            sharded.verify(mesh["world"].rank, mesh["world"].size)
-        else:
-            source = CheckpointReader(path)
+        source = ShardedReader(path) if (Path(path) / MANIFEST).exists() else CheckpointReader(path)
     assert source is not None
     return source

@@ -4,22 +4,27 @@ A step's directory is there complete or not at all; its manifest says in which o
 went back to an older step and on from there finds its own way again. Only manifests are trusted, not names or links.
 """
 
+import gc
 import json
 import math
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
 
 from dovetail.checkpoint.manifest import Manifest
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.comm import gather_text
-from dovetail.errors import CheckpointError, listing
+from dovetail.errors import CheckpointError, DamagedError, listing
 from dovetail.mesh import Mesh
 from dovetail.weights.agree import agreed
 from dovetail.weights.directory import MANIFEST, contained
 
+T = TypeVar("T")
+NONE: Mapping[str, str] = MappingProxyType({})
 NAME = re.compile(r"step_(\d{6,})\.\w+")
 ORDER, SCORE = "order", "score"  # keys of a manifest's state: the how-manieth save of the run, and how good it is
 DEBRIS = (".tmp-*", ".trash-*")  # what a save or a removal leaves that did not come to its end
@@ -72,10 +77,13 @@ def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
     return sorted(found, key=lambda saved: saved.order, reverse=True), problems
 
 
-def open_newest(folder: Path, mesh: Mesh, step: int | None = None) -> tuple[ShardedReader | None, list[str]]:
-    """The newest step that is whole, checksums and all, and what is wrong with those passed over. Collective.
+def open_newest(
+    folder: Path, mesh: Mesh, step: int | None = None, damaged: Mapping[str, str] = NONE
+) -> tuple[ShardedReader | None, list[str]]:
+    """The newest step, as far as its manifest and headers tell, and what is wrong with those passed over. Collective.
 
-    None: there is no step at all. With `step`, exactly that one. Raises where there are steps and none is whole.
+    None: there is no step at all. With `step`, exactly that one. `damaged`: what is known of the data of steps, by the
+    names of their directories. Raises where there are steps and none can be read.
     """
     named: list[str] = []
     problems: list[str] = []
@@ -87,7 +95,9 @@ def open_newest(folder: Path, mesh: Mesh, step: int | None = None) -> tuple[Shar
     named, problems = json.loads(gather_text(json.dumps([named, problems]), mesh["world"], mesh.device)[0])
     for name in named:
         try:
-            return open_verified(folder / name, mesh), problems
+            if name not in damaged:
+                return _opened(folder / name, mesh), problems
+            problems.append(damaged[name])
         except CheckpointError as error:
             problems.append(str(error))
     if step is not None:
@@ -97,14 +107,28 @@ def open_newest(folder: Path, mesh: Mesh, step: int | None = None) -> tuple[Shar
     return None, []
 
 
-def open_verified(path: Path, mesh: Mesh) -> ShardedReader:
-    """A sharded checkpoint whose every checksum holds; the ranks divide them between them. Collective."""
+def _opened(path: Path, mesh: Mesh) -> ShardedReader:
     reader: ShardedReader | None = None
     with agreed(mesh):
         reader = ShardedReader(path)
-        reader.verify(mesh["world"].rank, mesh["world"].size)
     assert reader is not None
     return reader
+
+
+def from_a_whole_step(folder: Path, attempt: Callable[[Mapping[str, str]], T]) -> T:
+    """The result of `attempt`, which reads a step of `folder` and is begun again, without that one, where it was damaged.
+
+    `attempt` is given what is known to be damaged, as `open_newest` takes it.
+    """
+    damaged: dict[str, str] = {}
+    while True:
+        try:
+            return attempt(damaged)
+        except DamagedError as error:
+            if error.path.parent != folder or error.path.name in damaged:
+                raise
+            damaged[error.path.name] = str(error)
+        gc.collect()  # what was filled in vain is made of cycles, and may be most of the memory
 
 
 def prune(folder: Path, retention: Retention) -> None:

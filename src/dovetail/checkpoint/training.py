@@ -5,7 +5,7 @@ training/ROLE/param/NAME          weights as they are trained, where NAME is not
 training/ROLE/exp_avg/NAME        a moment of AdamW (exp_avg_sq is the other), as its parameter lies
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from dovetail.mesh import Mesh
 from dovetail.nn.model import StagedModel
 from dovetail.placement import Slices, checkpoint_shapes
 from dovetail.weights.experts import as_stored, stored
+from dovetail.weights.filling import Job
 from dovetail.weights.load import load_into
 from dovetail.weights.pieces import Held, held
 from dovetail.weights.stream import Export, export_held
@@ -45,7 +46,10 @@ def export_training(
 
 
 def load_training(model: StagedModel, mesh: Mesh, role: str, moments: Moments, reader: ShardedReader) -> None:
-    """Fill weights and moments from a training checkpoint of any layout. Collective."""
+    """Fill weights and moments from a training checkpoint of any layout. Collective.
+
+    The caller lets `reader` settle before it uses them.
+    """
     load_weights(model, mesh, role, reader)
     for kind, tensors in moments.items():
         source = StateSource(reader, prefix(role, kind))
@@ -98,6 +102,14 @@ class StateSource:
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         return self._reader.read(self._stored[name], slices)
+
+    def jobs(self, name: str, slices: Slices, out: Tensor) -> Iterator[Job]:
+        """What brings a rectangle of the tensor into `out`."""
+        return self._reader.jobs(self._stored[name], slices, out)
+
+    def settle(self, mesh: Mesh) -> None:
+        """Compare the checksums of the whole checkpoint. Collective."""
+        self._reader.settle(mesh, training=True)
 
 
 def _alike(model: StagedModel, mesh: Mesh, tensors: Mapping[str, Tensor]) -> list[Held]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.steps import DEBRIS, open_newest
+from dovetail.checkpoint.steps import DEBRIS, NONE, open_newest
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.layout import DEGREES
 from dovetail.mesh import Mesh
@@ -51,8 +51,13 @@ def is_run(path: Path) -> bool:
     return CONFIG in names
 
 
-def find(path: Path, mesh: Mesh, mode: str, recipe: Mapping[str, Any]) -> Resumed | None:
-    """What the run in `path` goes on from; None: it had saved nothing yet and begins again. Collective."""
+def find(
+    path: Path, mesh: Mesh, mode: str, recipe: Mapping[str, Any], damaged: Mapping[str, str] = NONE
+) -> Resumed | None:
+    """What the run in `path` goes on from; None: it had saved nothing yet and begins again. Collective.
+
+    `damaged`: the steps that it cannot go on from, as `open_newest` takes them.
+    """
     exact = int(mode.partition("=")[2]) if mode.startswith("step=") else None
     with agreed(mesh):
         same = not changed(read_mapping(path / CONFIG), recipe)
@@ -62,7 +67,7 @@ def find(path: Path, mesh: Mesh, mode: str, recipe: Mapping[str, Any]) -> Resume
                 f"run_dir {path} is not empty; choose another run_dir, or raise trainer.steps to train on: it holds this "
                 f"run, which is finished ({path / HF})"
             )
-    reader, passed_over = open_newest(path / CHECKPOINTS, mesh, exact)
+    reader, passed_over = open_newest(path / CHECKPOINTS, mesh, exact, damaged)
     if reader is None:
         if finished or not same:
             raise ConfigError(

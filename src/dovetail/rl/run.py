@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dovetail.checkpoint.saver import Saver
-from dovetail.checkpoint.steps import Retention, clear_debris, set_aside
+from dovetail.checkpoint.steps import NONE, Retention, clear_debris, set_aside
 from dovetail.checkpoint.training import MODEL_ROLE
 from dovetail.comm import gather_text, stack_over
 from dovetail.engine.base import Engine
@@ -94,10 +94,10 @@ class RunDirectory:
         self._there = False
         self._at_close = ExitStack()
 
-    def claim(self) -> None:
+    def claim(self, damaged: Mapping[str, str] = NONE) -> None:
         """Find out what is there: nothing, or a run to go on from; refuse all else, and what the run would fail on later.
 
-        Collective; writes nothing but the lock of a run that is there.
+        `damaged`: steps not to go on from, and why. Collective; writes nothing but the lock of a run that is there.
         """
         found, mode = [False], self.settings.resume
         with agreed(self.mesh):
@@ -116,7 +116,7 @@ class RunDirectory:
                     self._lock.take()
         (self._there,) = json.loads(gather_text(json.dumps(found), self.mesh["world"], self.mesh.device)[0])
         if self._there:
-            self.resumed = find(self.path, self.mesh, mode, self.settings.config)
+            self.resumed = find(self.path, self.mesh, mode, self.settings.config, damaged)
 
     def check_space(self, contents: Contents) -> None:
         """Refuse to start where two checkpoints would not fit on the disk. Collective."""

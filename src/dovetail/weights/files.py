@@ -1,8 +1,9 @@
 """Safetensors files, read with suspicion and written piece by piece.
 
 A header is checked completely (sizes, ranges, overlaps, gaps, names, dtypes) before any byte of data is looked at.
-Reads fetch exactly the bytes of a slice with positioned reads; nothing is mapped into memory, so the host holds what
-was asked for and no more. A file is written header first, from shapes and dtypes alone, then tensor by tensor.
+Reads fetch the bytes of a slice with positioned reads, and what lies between them only where they lie close; nothing is
+mapped into memory, so the host holds what was asked for, and a small buffer for each thread. A file is written header
+first, from shapes and dtypes alone, then tensor by tensor.
 """
 
 import ctypes
@@ -10,6 +11,7 @@ import json
 import os
 import stat
 import struct
+import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +25,9 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import CheckpointError
-from dovetail.placement import Slices
+from dovetail.memory import view_at
+from dovetail.placement import Slices, as_index
+from dovetail.weights.filling import blocks, hand_over
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -44,7 +48,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 CODES: Mapping[torch.dtype, str] = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 MAX_LENGTH = 2**62  # of one dim; torch cannot count further
-SUMMED = 1 << 22  # bytes read at a time for a checksum; they stay in the processor's cache
+SHORT = 1 << 14  # bytes; where a slice takes less of each row, it is faster to read rows whole
 CHUNK = 1 << 26  # bytes of one read or write; the kernel moves at most 2 GiB at once
 
 
@@ -98,12 +102,12 @@ def dump_json(value: Mapping[str, Any]) -> bytes:
 
 
 class TensorFile:
-    """An open safetensors file whose header has been checked. `bytes_read` counts the data that was fetched."""
+    """An open safetensors file whose header has been checked. `bytes_read` counts the data that was handed out or summed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes_read = 0
-        self._fd = -1
+        self._fd, self._counting = -1, threading.Lock()
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             raise CheckpointError(f"{path} is not a regular file")
         self._fd = os.open(path, os.O_RDONLY)
@@ -127,22 +131,61 @@ class TensorFile:
         assert len(slices) == len(entry.shape), f"{name}: {len(slices)} slices of {len(entry.shape)} dims"
         assert all(0 <= a <= b <= n for (a, b), n in zip(slices, entry.shape, strict=True)), f"{name}: {slices}"
         out = torch.empty([stop - start for start, stop in slices], dtype=entry.dtype)
-        view, at = memory_of(out), 0
+        self._read_exactly(entry, slices, memory_of(out))
+        return out
+
+    def fill(self, name: str, slices: Slices, out: Tensor, room: Tensor, *, summed: bool = False) -> int:
+        """Bring a rectangle of a tensor into `out`, whatever its dtype, device and strides, by way of `room` [bytes].
+
+        The result is the checksum of the rectangle's bytes where it is `summed`, else 0.
+        """
+        entry, crc = self.entries[name], 0
+        row, size = prod(entry.shape[1:]) * entry.dtype.itemsize, entry.dtype.itemsize
+        _, run = next(_runs(entry.shape, slices, size), (0, 0))
+        if 0 < run < min(SHORT, row) and row <= len(room) and not summed:
+            self._sift(entry, slices, out, room)
+            return crc
+        in_place = out.device.type == "cpu" and out.dtype == entry.dtype and out.is_contiguous()
+        for block, part in blocks(slices, out, len(room) // size):
+            piece = part if in_place else view_at(room, 0, entry.dtype, part.shape)
+            view = memory_of(piece)
+            self._read_exactly(entry, block, view)
+            crc = zlib.crc32(view, crc) if summed else crc
+            if not in_place:
+                hand_over(piece, part)
+        return crc
+
+    def sum(self, name: str, start: int, stop: int, room: Tensor) -> int:
+        """The checksum of the bytes [start, stop) of a tensor, by way of `room`."""
+        crc, view, base = 0, memory_of(room), self.entries[name].start
+        for at in range(start, stop, len(room)):
+            block = view[: stop - at]
+            self._fill(block, base + at)
+            crc = zlib.crc32(block, crc)
+        self._count(stop - start)
+        return crc
+
+    def _sift(self, entry: Entry, slices: Slices, out: Tensor, room: Tensor) -> None:
+        """Read all of each row, and keep what was asked for."""
+        row = prod(entry.shape[1:])
+        rows = len(room) // (row * entry.dtype.itemsize)
+        for block, part in blocks(slices, out, rows * prod(out.shape[1:])):
+            ((start, stop), *rest) = block
+            whole = view_at(room, 0, entry.dtype, (stop - start, *entry.shape[1:]))
+            self._fill(memory_of(whole), entry.start + start * row * entry.dtype.itemsize)
+            self._count(part.numel() * entry.dtype.itemsize)
+            hand_over(whole[as_index(((0, stop - start), *rest))], part)
+
+    def _read_exactly(self, entry: Entry, slices: Slices, view: memoryview) -> None:
+        at = 0
         for offset, length in _runs(entry.shape, slices, entry.dtype.itemsize):
             self._fill(view[at : at + length], entry.start + offset)
             at += length
-        self.bytes_read += at
-        return out
+        self._count(at)
 
-    def crc32(self, name: str) -> int:
-        """The checksum of a tensor's bytes, in bounded memory."""
-        entry, crc = self.entries[name], 0
-        room = memoryview(bytearray(min(SUMMED, entry.stop - entry.start)))
-        for start in range(entry.start, entry.stop, SUMMED):
-            block = room[: entry.stop - start]
-            self._fill(block, start)
-            crc = zlib.crc32(block, crc)
-        return crc
+    def _count(self, num_bytes: int) -> None:
+        with self._counting:
+            self.bytes_read += num_bytes
 
     def _bytes(self, offset: int, length: int) -> bytearray:
         out = bytearray(length)

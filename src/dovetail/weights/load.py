@@ -19,6 +19,7 @@ from dovetail.mesh import Mesh
 from dovetail.placement import as_index, checkpoint_shapes
 from dovetail.weights.agree import agreed
 from dovetail.weights.experts import stored
+from dovetail.weights.filling import Job, do_all
 from dovetail.weights.pieces import Held
 from dovetail.weights.reader import TensorSource
 
@@ -43,6 +44,7 @@ def load(
     them. `ignore` are patterns (`lm_head.*`) of source tensors that may be left over.
     """
     load_into(stored(model, mesh), source, mesh, aliases=aliases, fresh=fresh, ignore=ignore)
+    source.settle(mesh)
 
 
 def load_into(
@@ -54,18 +56,23 @@ def load_into(
     fresh: Collection[str] = (),
     ignore: Collection[str] = (),
 ) -> None:
-    """The same for tensors that lie as a model's parameters do: its optimizer's moments. Collective."""
+    """The same for tensors that lie as a model's parameters do: its optimizer's moments. Collective.
+
+    The caller lets `source` settle before it uses them.
+    """
     present = compare(params, source, mesh, aliases=aliases, fresh=fresh, ignore=ignore)
     with agreed(mesh):
         _check_ties(present, source)
     with agreed(mesh), torch.no_grad():
+        jobs: list[Job] = []
         for param in params:
-            wanted = [region for region in param.regions if region.checkpoint_name in present]
             if sum(region.num_elements for region in param.regions) < param.local.numel():
                 param.local.zero_()  # padding, which may be all that this rank has
-            for region in wanted:
-                piece = source.read(present[region.checkpoint_name][0], region.checkpoint_slice)
-                param.local[as_index(region.local_slice)].copy_(piece)
+            for region in param.regions:
+                if region.checkpoint_name in present:
+                    place = param.local[as_index(region.local_slice)]
+                    jobs += source.jobs(present[region.checkpoint_name][0], region.checkpoint_slice, place)
+        do_all(jobs, mesh.device)
 
 
 def compare(

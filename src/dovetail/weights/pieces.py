@@ -1,6 +1,6 @@
 """What of the checkpoint a rank holds: a model's placements turned into regions, with the tensors that they lie in."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, takewhile
@@ -33,7 +33,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Piece:
-    """A region that this rank is the one to write, and how to get its bytes in their final dtype."""
+    """A region that this rank holds, and how to get its bytes in their final dtype."""
 
     region: Region
     dtype: torch.dtype
@@ -99,20 +99,19 @@ def export_names(region_name: str, tied: tuple[str, ...], listed: Collection[str
     return tuple(name for name in (region_name, *tied) if name in listed) or (region_name,)
 
 
-def owned_pieces(params: list[Held], dtype_of: Dtypes, listed: Collection[str] | None = None) -> dict[str, Piece]:
-    """Everything that this rank writes, in the model's order, by checkpoint name; a tensor's second piece as NAME#1."""
-    found: dict[str, Piece] = {}
+def held_pieces(
+    params: list[Held], dtype_of: Dtypes, listed: Collection[str] | None = None
+) -> Iterator[tuple[str, Piece]]:
+    """Everything that this rank could write, in the model's order, with its checkpoint name."""
     for param in params:
         for region in param.regions:
-            if region.owned:
-                for name in export_names(region.checkpoint_name, param.tied, listed):
-                    dtype = dtype_of(name) or param.local.dtype
-                    add_piece(found, name, Piece(region, dtype, partial(_read, param.local, region, dtype)))
-    return found
+            for name in export_names(region.checkpoint_name, param.tied, listed):
+                dtype = dtype_of(name) or param.local.dtype
+                yield name, Piece(region, dtype, partial(_read, param.local, region, dtype))
 
 
 def add_piece(found: dict[str, Piece], name: str, piece: Piece) -> None:
-    """Add a piece of the tensor `name`, of which a rank may hold several."""
+    """Add a piece of the tensor `name`; the second of a rank is called NAME#1."""
     found[f"{name}#{len(keys_of(name, found))}" if name in found else name] = piece
 
 

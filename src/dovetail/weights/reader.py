@@ -1,6 +1,7 @@
 """Reads tensors, or slices of them, from a Hugging Face directory: a rank fetches only the bytes that it needs."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -8,9 +9,11 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import CheckpointError, listing
+from dovetail.mesh import Mesh
 from dovetail.placement import Slices
 from dovetail.weights.directory import INDEX, SINGLE, contained, refuse_without_safetensors
 from dovetail.weights.files import TensorFile, parse_json
+from dovetail.weights.filling import Job, stretches
 
 
 class TensorSource(Protocol):
@@ -25,7 +28,7 @@ class TensorSource(Protocol):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensor data fetched so far."""
+        """Bytes of tensor data handed out or summed so far."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -34,6 +37,14 @@ class TensorSource(Protocol):
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         """The tensor, or a rectangle of it, on the CPU in its own dtype."""
+        ...
+
+    def jobs(self, name: str, slices: Slices, out: Tensor) -> Iterator[Job]:
+        """What brings a rectangle of the tensor into `out`, whatever its dtype, device and strides."""
+        ...
+
+    def settle(self, mesh: Mesh) -> None:
+        """Before what was read is used: raise on every rank where anything was damaged, as far as can be known. Collective."""
         ...
 
 
@@ -91,3 +102,11 @@ class CheckpointReader:
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         """The tensor, or a rectangle of it, on the CPU in its own dtype."""
         return self._where[name].read(name, slices)
+
+    def jobs(self, name: str, slices: Slices, out: Tensor) -> Iterator[Job]:
+        """What brings a rectangle of the tensor into `out`, whatever its dtype, device and strides."""
+        for part, place in stretches(slices, out, self.dtype(name)):
+            yield partial(self._where[name].fill, name, part, place)
+
+    def settle(self, mesh: Mesh) -> None:
+        """The format has no checksums."""

@@ -1,11 +1,12 @@
 """Hands out whole tensors under their Hugging Face names, one bounded bucket at a time, from any sharded model.
 
-Every rank tells once which regions it owns; from then on all is computed. A bucket is one all-gather of flat bytes over
+Every rank tells once which regions it holds; from then on all is computed. Of several that hold the same region one is
+its owner, chosen so that all own about the same number of bytes. A bucket is one all-gather of flat bytes over
 the whole mesh, and each tensor of it is put together from everyone's regions, so no kind of axis needs code of its own.
 """
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,9 @@ from dovetail.mesh import Mesh
 from dovetail.placement import Slices, as_index
 from dovetail.weights.experts import stored
 from dovetail.weights.files import CODES, DTYPES, TensorSpec
-from dovetail.weights.pieces import Dtypes, Held, Piece, export_specs, keys_of, own_dtype, owned_pieces, tensor_of
+from dovetail.weights.pieces import Dtypes, Held, Piece, add_piece, export_specs, held_pieces, keys_of, own_dtype
 
+Named = tuple[str, Slices]  # a piece: its tensor, and which rectangle of it
 Starts = tuple[dict[tuple[str, Slices], int], int]  # of one rank: where each piece begins in its bytes; how many in all
 
 BUCKET_BYTES = 1 << 28
@@ -53,10 +55,10 @@ def export_held(
     prefix: str = "",
 ) -> Export:
     """The same of tensors that lie as a model's parameters do, named `prefix` + the parameter's name. Collective."""
-    mine = {prefix + name: piece for name, piece in owned_pieces(params, dtype_of, listed).items()}
+    here = [(prefix + name, piece) for name, piece in held_pieces(params, dtype_of, listed)]
     told = [
         [(prefix + spec.name, CODES[spec.dtype], spec.shape) for spec in export_specs(params, dtype_of, listed)],
-        [(tensor_of(key), piece.region.checkpoint_slice) for key, piece in mine.items()],
+        [(name, piece.region.checkpoint_slice) for name, piece in here],
     ]
     everyone = [json.loads(text) for text in gather_text(json.dumps(told), mesh["world"], mesh.device)]
     specs = {name: TensorSpec(name, DTYPES[code], tuple(shape)) for found, _ in everyone for name, code, shape in found}
@@ -64,14 +66,33 @@ def export_held(
         specs = {
             name: specs[name] for name in [*(n for n in listed if n in specs), *(n for n in specs if n not in listed)]
         }
-    owners: dict[str, list[tuple[int, Slices]]] = {name: [] for name in specs}
+    holders: dict[tuple[str, Slices], list[int]] = {}
     for rank, (_, pieces) in enumerate(everyone):
         for name, slices in pieces:
-            owners[name].append((rank, tuple((start, stop) for start, stop in slices)))
+            holders.setdefault((name, tuple((start, stop) for start, stop in slices)), []).append(rank)
+    chosen = spread(holders, {piece: _num_bytes(piece[1], specs[piece[0]]) for piece in holders}, len(everyone))
+    owners: dict[str, list[tuple[int, Slices]]] = {name: [] for name in specs}
+    for (name, slices), rank in chosen.items():
+        owners[name].append((rank, slices))
+    mine: dict[str, Piece] = {}
+    for name, piece in here:
+        if chosen[name, piece.region.checkpoint_slice] == mesh["world"].rank:
+            add_piece(mine, name, piece)
     for name, spec in specs.items():
         covered = sum(_num_bytes(slices, spec) for _, slices in owners[name])
         assert covered == spec.num_bytes, f"{name}: {covered} of {spec.num_bytes} bytes have an owner"
     return Export(specs, owners, mine)
+
+
+def spread(holders: Mapping[Named, Sequence[int]], num_bytes: Mapping[Named, int], world: int) -> dict[Named, int]:
+    """Each piece's owner among the ranks that hold it. The largest are given first, to whoever owns the fewest bytes."""
+    loads = [0] * world
+    chosen: dict[Named, int] = {}
+    for piece in sorted(holders, key=lambda piece: (len(holders[piece]) > 1, -num_bytes[piece])):
+        owner = min(holders[piece], key=lambda rank: (loads[rank], rank))
+        loads[owner] += num_bytes[piece]
+        chosen[piece] = owner
+    return {piece: chosen[piece] for piece in holders}
 
 
 def stream(
