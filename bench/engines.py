@@ -22,7 +22,7 @@ from dovetail.build.engine import check_layout, make_decoder, make_mesh
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.sharding import shard_over_data
 from dovetail.launch import pick_device
-from dovetail.nn.decoder import Recompute
+from dovetail.nn.recompute import HostMemory, Recompute
 from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.assembly import shards_of
 from dovetail.weights.pretrained import Origin
@@ -108,6 +108,7 @@ def random_engine(
     tokens_per_batch: int | None = None,
     recompute: Recompute = "none",
     mlp_tile_tokens: int = 0,
+    offload: bool = False,
 ) -> NativeEngine:
     """An engine whose weights were drawn where they lie: nothing is made on the host. Collective."""
     mesh = make_mesh(layout, device)
@@ -115,6 +116,8 @@ def random_engine(
     model = make_decoder(spec, mesh, torch.float32, "lm", recompute)
     if mlp_tile_tokens:
         tile_mlps(model.text, mlp_tile_tokens)
+    if offload:
+        model.text.host = HostMemory(device)
     shard_over_data(model, mesh, dtype)
     model.materialize(device)
     with torch.no_grad():

@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -58,6 +58,8 @@ ATTENTION_RATE = 600e12  # FLOP/s, forward and backward, of the best packed kern
 class Row:
     """One layout's figures on one batch."""
 
+    title: str
+    figure: str
     shape: str
     layout: str
     batch: str
@@ -87,7 +89,11 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence")
     parser.add_argument("--sequences", type=int, default=32, help="of the global batch")
     parser.add_argument("--tokens-per-batch", type=int, help="of a replica's micro-batch; default: one sequence")
-    parser.add_argument("--recompute", choices=["none", "selective", "full"], default="none")
+    parser.add_argument("--recompute", choices=["none", "light", "selective", "full"], default="none")
+    parser.add_argument("--offload", action="store_true", help="what is kept for recomputing waits on the host")
+    parser.add_argument("--mlp-tile-tokens", type=int, default=0)
+    parser.add_argument("--window", type=int, help="latest tokens that attention sees")
+    parser.add_argument("--warm-length", type=int, help="of the step that is not measured")
     parser.add_argument("--steps", type=int, default=3, help="measured, after one that is not")
     parser.add_argument("--ragged", action="store_true", help="also as many tokens in lengths as RL has them")
     parser.add_argument("--bubbles", action="store_true", help="also the waiting of a pipeline's ranks")
@@ -99,7 +105,7 @@ def main() -> int:
         session.say(f"bf16 product of 8192 x 3584 x 152064: {session.gemm / 1e12:.0f} TFLOP/s, 722 where peers ran")
     for text in given.layouts:
         measure(layout_of(text), session)
-    session.say(shown([Row(**row) for row in session.rows]))
+    session.say("\n".join(["", *(f"{row['title']}: {row['figure']}" for row in session.rows)]))
     session.finish()
     return 0
 
@@ -108,7 +114,9 @@ def measure(layout: dt.Layout, session: Session) -> None:
     """Train a few steps under one layout; everything it held is free afterwards."""
     session.begin()
     given, device = session.given, session.device
-    changes = {"num_hidden_layers": given.depth} if given.depth else {}
+    changes: dict[str, Any] = {"num_hidden_layers": given.depth} if given.depth else {}
+    if given.window:
+        changes |= {"use_sliding_window": True, "sliding_window": given.window, "max_window_layers": 0}
     spec = spec_of(given.shape, **changes)
     engine = random_engine(
         spec,
@@ -117,9 +125,12 @@ def measure(layout: dt.Layout, session: Session) -> None:
         dtype=DTYPES[given.dtype],
         tokens_per_batch=given.tokens_per_batch or given.length,
         recompute=given.recompute,
+        mlp_tile_tokens=given.mlp_tile_tokens,
+        offload=given.offload,
     )
     batch = dense_batch(spec, given.length, given.sequences)
-    row = _steps(engine, f"{given.sequences} x {given.length}", batch, session)
+    warm = dense_batch(spec, given.warm_length or given.length, given.sequences)
+    row = _steps(engine, f"{given.sequences} x {given.length}", warm, batch, session)
     if given.bubbles and layout.pp > 1:
         row["bubble"], row["predicted_bubble"] = bubbles(engine, batch, given.steps)
     _keep(session, row)
@@ -130,40 +141,44 @@ def measure(layout: dt.Layout, session: Session) -> None:
         row["trace"] = summary.as_dict()
         _keep(session, row)
     if given.ragged:
-        ragged = _steps(
-            engine, "ragged", ragged_batch(spec, given.length, given.length * given.sequences), session, warm=True
-        )
+        ragged_tokens = ragged_batch(spec, given.length, given.length * given.sequences)
+        ragged = _steps(engine, "ragged", ragged_tokens, ragged_tokens, session)
         ragged["ratio_to_dense"] = ragged["tokens_per_second_per_rank"] / row["tokens_per_second_per_rank"]
         _keep(session, ragged)
 
 
 def _keep(session: Session, row: dict[str, Any]) -> None:
+    named = Row(**row)
+    row["title"], row["figure"] = f"{named.shape}, {named.layout}, {named.batch}", " ".join(figures(named))
     session.keep(row)
-    session.say(shown([Row(**row)]))
+    session.say(f"{row['title']}: {row['figure']}")
 
 
 def _steps(
-    engine: NativeEngine, name: str, batch: dt.PackedBatch, session: Session, *, warm: bool = False
+    engine: NativeEngine, name: str, warm: dt.PackedBatch, batch: dt.PackedBatch, session: Session
 ) -> dict[str, Any]:
-    """The fields of a row, from some steps on one batch. warm: what compiles has compiled."""
+    """The fields of a row, from a step on the first batch and some on the second."""
     given, device, layout = session.given, session.device, engine.mesh.layout
     spec: Any = engine.model.spec
-    seconds = [timed(device, lambda: engine.train_step(batch, SFTLoss())) for _ in range(1 + given.steps)]
-    middle = statistics.median(seconds[1:])
+    first = timed(device, lambda: engine.train_step(warm, SFTLoss()))
+    seconds = [timed(device, lambda: engine.train_step(batch, SFTLoss())) for _ in range(given.steps)]
+    middle = statistics.median(seconds)
     ranks, peak = layout.num_ranks, peak_flops(device)
     memory = stack_over(torch.tensor(peak_memory_gib(device), device=device), engine.mesh["world"])
-    is_7b = given.shape == "7b" and given.length == 8192 and not given.depth and not warm
+    is_7b = given.shape == "7b" and given.length == 8192 and not given.depth and name != "ragged"
     own = str(layout)
     peers = {p.name: session.scaled(p.rate) for p in PEERS if is_7b and p.layout == own}
     row = Row(
+        title="",
+        figure="",
         shape=given.shape,
         layout=name_of(layout),
         batch=name,
         recompute=given.recompute,
         micro_batches=sum(1 for _ in engine.micro_batches(batch)),
-        first_seconds=seconds[0],
+        first_seconds=first,
         seconds=middle,
-        all_seconds=seconds[1:],
+        all_seconds=seconds,
         tokens_per_second_per_rank=len(batch) / middle / ranks,
         mfu=flops_of(spec, batch) / middle / ranks / peak if peak else None,
         peak_memory_gib=float(memory.max()),
@@ -272,19 +287,21 @@ def _elapsed(pair: tuple[Any, Any]) -> float:
     return after - before if isinstance(before, float) else before.elapsed_time(after) / 1000
 
 
-def shown(rows: list[Row]) -> str:
-    """What a person reads."""
-    head = f"{'layout':46}{'batch':>12}{'micro':>6}{'s/step':>9}{'tok/s/rank':>11}{'MFU':>7}{'GiB':>7}{'goal':>7}  peers, others"
-    lines = [head]
-    for r in rows:
-        notes = [f"{r.tokens_per_second_per_rank / rate:.2f} x {name}" for name, rate in r.peers.items()]
-        notes += [f"{r.ratio_to_dense:.2f} x dense"] if r.ratio_to_dense else []
-        notes += [f"bubble {_percent(r.bubble)}, simulated {_percent(r.predicted_bubble)}"] if r.bubble else []
-        lines.append(
-            f"{r.layout:46}{r.batch:>12}{r.micro_batches:6}{r.seconds:9.3f}{r.tokens_per_second_per_rank:11.0f}"
-            f"{_percent(r.mfu):>7}{r.peak_memory_gib:7.1f}{r.goal or 0:7.0f}  {'; '.join(notes)}"
-        )
-    return "\n".join(lines)
+def figures(row: Row) -> Iterator[str]:
+    """What a person reads of a row."""
+    yield f"{row.seconds:.3f} s a step, {row.tokens_per_second_per_rank:.0f} tokens/s a rank, MFU {_percent(row.mfu)},"
+    yield f"{row.peak_memory_gib:.1f} GiB, {row.micro_batches} micro-batches, first step {row.first_seconds:.1f} s"
+    if row.goal:
+        yield f"| goal {row.goal:.0f}"
+    for name, rate in row.peers.items():
+        yield f"| {row.tokens_per_second_per_rank / rate:.2f} x {name}"
+    if row.ratio_to_dense:
+        yield f"| {row.ratio_to_dense:.2f} x dense"
+    if row.bubble is not None:
+        yield f"| bubble {_percent(row.bubble)}, simulated {_percent(row.predicted_bubble)}"
+    if row.trace:
+        yield f"| exposed communication {1000 * row.trace['exposed']:.0f} ms, losses"
+        yield ", ".join(f"{x['name']} {1000 * x['seconds']:.0f}" for x in row.trace["losses"])
 
 
 def _percent(x: float | None) -> str:

@@ -99,9 +99,9 @@ def _trained(folder: Path, text: str, dtype: torch.dtype, device: str) -> Shown:
     unlike = [
         name for name in {*file, *streamed} if name not in streamed or not torch.equal(streamed[name], file[name])
     ]
-    batch = random_batch(LENGTHS, "grpo", torch.float32)
+    batch = random_batch(LENGTHS, "sft", torch.float32)
     before = engine.score(batch)
-    reports = [engine.train_step(batch, LOSSES["grpo"]) for _ in range(2)]
+    reports = [engine.train_step(batch, LOSSES["sft"]) for _ in range(2)]
     after = engine.score(batch)
     engine.check_replicas()
     bits = {name: int(hash_bits(tensor)) for name, tensor in engine.weights(torch.bfloat16)}

@@ -1,0 +1,147 @@
+"""All benchmarks that need several GPUs, most important first, within a time limit: python -m bench.all_gpus --minutes 9
+
+Each runs in processes of its own with a limit of its own, so a crash or a hang costs one row; what it has measured by
+then is on the disk. Logs and JSON go to --out, and one table comes last. --smoke tries all of it on a CPU.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.ranks import run_ranks
+
+CPU_RANKS = 2
+SMALL = "--shape tiny --device cpu --dtype float32 --length 64 --sequences 4 --steps 1"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One program: on `ranks` GPUs, given up after `seconds`, not begun when less than `least` are left."""
+
+    name: str
+    module: str
+    arguments: str
+    least: float
+    seconds: float
+    smoke: str = ""
+    ranks: int = 8
+
+
+PYTEST = "-x -q -p no:cacheprovider tests/gpu/test_layouts.py -k"
+BENCHES = (
+    Bench("nccl", "pytest", f"{PYTEST} test_every_plan_over_nccl", 60, 200, "", ranks=1),
+    Bench("parity", "bench.parity", "--device cuda --layout tp=2,pp=2,cp=2", 40, 100, ""),
+    Bench("dp8", "bench.layouts", "dp=8 --profile --ragged", 50, 150, f"dp=2 --ragged {SMALL}"),
+    Bench("tp4pp2", "bench.layouts", "tp=4,pp=2 --profile --bubbles", 50, 150, f"pp=2 --bubbles {SMALL}"),
+    Bench("tp2dp4", "bench.layouts", "tp=2,dp=4 --profile", 45, 120, f"tp=2 {SMALL}"),
+    Bench(
+        "ep8",
+        "bench.layouts",
+        "ep=8,dp=8 --shape 30b-a3b --profile --recompute selective --steps 2",
+        60,
+        180,
+        f"ep=2,dp=2 {SMALL} --shape tiny-moe",
+    ),
+    Bench(
+        "128k",
+        "bench.layouts",
+        "cp=8,cp_mode=gather cp=8 --length 131072 --sequences 1 --recompute selective --steps 2 --profile",
+        50,
+        150,
+        f"cp=2,cp_mode=gather cp=2 {SMALL}",
+    ),
+    Bench("weights", "bench.weights_stream", "tp=2,dp=4", 40, 120, "tp=2 --shape tiny --device cpu"),
+    Bench("load", "bench.load", "tp=8 dp=8", 60, 200, "tp=2 dp=2 --shape tiny --device cpu"),
+    Bench("models", "pytest", f"{PYTEST} test_layout_equals_one_gpu", 120, 420, "", ranks=1),
+    Bench(
+        "pipelines",
+        "bench.layouts",
+        "pp=4,dp=2 pp=4,dp=2,virtual_stages=2,schedule=interleaved pp=4,dp=2,schedule=zero_bubble --bubbles --steps 2",
+        90,
+        240,
+        f"pp=2,virtual_stages=2,schedule=interleaved pp=2,schedule=zero_bubble --bubbles {SMALL}",
+    ),
+    Bench(
+        "32k",
+        "bench.layouts",
+        "dp=8 tp=2,dp=4 tp=4,pp=2 pp=4,dp=2 cp=8,cp_mode=gather cp=8 --length 32768 --sequences 8 --recompute selective "
+        "--steps 2",
+        120,
+        300,
+        f"dp=2 {SMALL}",
+    ),
+    Bench(
+        "longest",
+        "bench.long_context",
+        "--ranks 8 --start 2621440 --seconds 280",
+        120,
+        300,
+        "--ranks 2 --start 256 --seconds 60 --shape tiny --device cpu --window 32",
+        ranks=1,
+    ),
+    Bench(
+        "1m",
+        "bench.layouts",
+        "cp=8,cp_mode=gather --length 1048576 --sequences 1 --recompute selective --mlp-tile-tokens 16384 --steps 2 "
+        "--warm-length 131072",
+        420,
+        600,
+        f"cp=2,cp_mode=gather {SMALL} --warm-length 32 --mlp-tile-tokens 16",
+    ),
+)
+
+
+def main() -> None:
+    """Run what fits, then print the table."""
+    parser = argparse.ArgumentParser(prog="python -m bench.all_gpus", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--only", default="", help="names, separated by commas, in this order")
+    parser.add_argument("--skip", default="", help="names, separated by commas")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "bench/results")))
+    parser.add_argument("--smoke", action="store_true", help="tiny models on two ranks of a CPU")
+    given = parser.parse_args()
+    deadline = time.monotonic() + 60 * given.minutes
+    known = {bench.name: bench for bench in BENCHES}
+    chosen = [known[name] for name in given.only.split(",")] if given.only else list(BENCHES)
+    told = []
+    for bench in chosen:
+        if bench.name in given.skip.split(",") or (given.smoke and not bench.smoke):
+            continue
+        left = deadline - time.monotonic()
+        if left < bench.least:
+            told.append(f"{bench.name}: left out, {left:.0f} s left")
+            continue
+        lines = list(_run(bench, min(bench.seconds, left - 5), given.out, smoke=given.smoke))
+        print("\n".join(lines), flush=True)
+        told += lines
+    print("\n".join(["", *told]))
+
+
+def _run(bench: Bench, seconds: float, out: Path, *, smoke: bool) -> Iterator[str]:
+    """The lines of the table that one program is worth."""
+    begun = time.monotonic()
+    arguments = (bench.smoke if smoke else bench.arguments).split()
+    if bench.module == "bench.parity":
+        arguments += ["--out", str(out)]
+    elif bench.module != "pytest":
+        arguments += ["--out", str(out), "--name", bench.name, "--row-seconds", str(max(10.0, seconds - 5))]
+    log = out / f"{bench.name}.log"
+    ranks = min(bench.ranks, CPU_RANKS) if smoke else bench.ranks
+    status = run_ranks(bench.module, arguments, ranks, seconds, log)
+    took = f"{time.monotonic() - begun:.0f} s"
+    ended = "too late" if status is None else f"exit status {status}" if status else "done"
+    yield f"{bench.name}: {ended} after {took}"
+    result = out / f"{bench.name}.json"
+    if result.exists():
+        yield from (f"    {row['title']}: {row['figure']}" for row in json.loads(result.read_text())["rows"])
+    if status != 0 or not result.exists():
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        yield from (f"    | {line[:160]}" for line in lines[-8:])
+
+
+if __name__ == "__main__":
+    main()

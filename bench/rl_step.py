@@ -1,0 +1,177 @@
+"""Where the time of a GRPO step goes, and how fast ragged samples are scored: -m bench.rl_step --shape 1.5b
+
+The step is the trainer's own, with random weights, random prompts and a reward that costs nothing; its phases are those
+that it tells whoever watches it. A random policy ends a response wherever one of many ids comes up, so that responses
+are a quarter of the longest in the mean. Scoring: tokens/s on lengths as RL has them over those of full-length rows.
+"""
+
+import argparse
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.engines import (
+    SHAPES,
+    Session,
+    add_options,
+    dense_batch,
+    layout_of,
+    name_of,
+    ragged_batch,
+    random_engine,
+    spec_of,
+    timed,
+    wait,
+)
+from dovetail.arch.spec import ArchSpec
+from dovetail.build.engine import make_mesh
+from dovetail.build.sampling import sampling_layout
+from dovetail.data import Prompt
+from dovetail.engine.faults import StepWatch
+from dovetail.engine.native import NativeEngine
+from dovetail.kernels.registry import kernels_for, peak_memory_gib
+from dovetail.rl.experience import AdvantageSettings
+from dovetail.rl.losses import PolicyLoss
+from dovetail.rl.rewards import RewardResult
+from dovetail.rl.trainer import LoopSettings, RLModels, RLSettings, RLTask
+from dovetail.rollout.base import Completion, SamplingParams
+from dovetail.rollout.native import NativeSampler
+from dovetail.watch.progress import Phase, Progress
+
+PARTS = {"push": "weight push", "rollout": "rollout", "reward": "reward", "score": "old log-probs", "update": "update",
+         "optimizer": "optimizer"}  # fmt: skip
+
+
+class Clock(Progress):
+    """A progress that adds up how long each phase takes, until the device is done with it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.since, self.now = device, 0.0, ""
+        self.seconds: dict[str, float] = defaultdict(float)
+        super().__init__()
+
+    def phase(self, name: Phase, step: int | None = None) -> None:
+        wait(self.device)
+        here = time.perf_counter()
+        if self.now:
+            self.seconds[self.now] += here - self.since
+        self.now, self.since = name, here
+        super().phase(name, step)
+
+
+class Coin:
+    """A reward: by chance, the same on every rank."""
+
+    def __call__(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str]
+    ) -> list[RewardResult]:
+        return [RewardResult(float(random.Random(f"{c.row}/{c.sample}").random() < 0.5), None) for c in completions]
+
+
+def main() -> int:
+    """Two rows."""
+    parser = argparse.ArgumentParser(prog="python -m bench.rl_step", description=__doc__)
+    parser.add_argument("--shape", choices=list(SHAPES), default="1.5b")
+    parser.add_argument("--layout", default="dp=1")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8, help="of a prompt")
+    parser.add_argument("--prompt-length", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=1024, help="of a response, at most")
+    parser.add_argument("--tokens-per-batch", type=int, default=16384)
+    parser.add_argument("--length", type=int, default=8192, help="of the scored rows, at most")
+    parser.add_argument("--steps", type=int, default=2, help="measured, after one that is not")
+    add_options(parser, "rl_step")
+    given = parser.parse_args()
+    session = Session.start(given)
+    session.begin()
+    spec, layout = spec_of(given.shape), layout_of(given.layout)
+    dtype = torch.float32 if session.device.type == "cpu" else torch.bfloat16
+    budget = max(given.tokens_per_batch, given.length)
+    engine = random_engine(spec, layout, session.device, dtype=dtype, tokens_per_batch=budget)
+    score(engine, spec, session)
+    step(engine, spec, session, dtype)
+    session.finish()
+    return 0
+
+
+def score(engine: NativeEngine, spec: ArchSpec, session: Session) -> None:
+    """Ragged against dense, interleaved."""
+    given, device = session.given, session.device
+    total = 4 * max(given.tokens_per_batch, given.length) * (engine.mesh.layout.dp or 1)
+    batches = {"dense": dense_batch(spec, given.length, total // given.length)}
+    batches["ragged"] = ragged_batch(spec, given.length, total)
+    seconds: dict[str, list[float]] = {name: [] for name in batches}
+    for _ in range(4):
+        for name, batch in batches.items():
+            seconds[name].append(timed(device, lambda batch=batch: engine.score(batch)))
+    rates = {name: total / median(times[1:]) / engine.mesh.layout.num_ranks for name, times in seconds.items()}
+    _keep(
+        session,
+        f"score, {given.shape}, {name_of(engine.mesh.layout)}, lengths to {given.length}",
+        f"ragged {rates['ragged']:.0f} tokens/s a rank, dense {rates['dense']:.0f}: "
+        f"{rates['ragged'] / rates['dense']:.2f} x, goal 0.9",
+        {"tokens_per_second_per_rank": rates, "ratio": rates["ragged"] / rates["dense"], "seconds": seconds},
+    )
+
+
+def step(engine: NativeEngine, spec: ArchSpec, session: Session, dtype: torch.dtype) -> None:
+    """GRPO's, by phases: medians over the steps."""
+    given, device = session.given, session.device
+    clock = Clock(device)
+    engine.watch = StepWatch(clock)
+    sampler = NativeSampler(
+        spec, make_mesh(sampling_layout(spec, engine.mesh.layout), device), kernels_for(device), dtype
+    )
+    draw = torch.Generator().manual_seed(1)
+    prompts = [
+        Prompt(id=i, ids=tuple(torch.randint(spec.vocab_size, (given.prompt_length,), generator=draw).tolist()))
+        for i in range(given.prompts)
+    ]
+    stops = tuple(range(0, spec.vocab_size, max(1, given.new_tokens // 4)))
+    sampling = SamplingParams(samples=given.samples, max_new_tokens=given.new_tokens, stop_ids=stops)
+    judge: Any = Coin()
+    task = RLTask(
+        RLModels(policy=engine, sampler=sampler),
+        (PolicyLoss(clip_high=0.28), None),
+        prompts,
+        [],
+        judge,
+        lambda _: "",
+        RLSettings(sampling=sampling, advantages=AdvantageSettings(kind="grpo")),
+        LoopSettings(
+            steps=9, seed=0, rows_per_step=given.prompts, epochs=1, minibatches=1, aggregation="token", progress=clock
+        ),
+    )
+    found: list[dict[str, float]] = []
+    tokens = responses = 0
+    for i in range(1 + given.steps):
+        clock.seconds.clear()
+        total = timed(device, lambda i=i: task.step(i))
+        clock.phase("exit")
+        found.append({**{part: clock.seconds[name] for name, part in PARTS.items()}, "step": total})
+        responses = sum(len(sample.completion.ids) for sample in task.samples)
+        tokens = responses + sum(len(sample.prompt.ids) for sample in task.samples)
+    middle = {part: median(each[part] for each in found[1:]) for part in found[0]}
+    shown = ", ".join(f"{part} {seconds:.2f}" for part, seconds in middle.items() if part != "step")
+    _keep(
+        session,
+        f"GRPO step, {given.shape}, {name_of(engine.mesh.layout)}, {given.prompts} x {given.samples} responses",
+        f"{middle['step']:.2f} s ({shown}) for {tokens} tokens, {responses} of them drawn "
+        f"({responses / max(middle['rollout'], 1e-9):.0f} a second); {peak_memory_gib(device):.1f} GiB",
+        {"seconds": middle, "all_seconds": found, "tokens": tokens, "drawn": responses},
+    )
+
+
+def _keep(session: Session, title: str, figure: str, others: dict[str, Any]) -> None:
+    session.keep({"title": title, "figure": figure, **others})
+    session.say(f"{title}: {figure}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
