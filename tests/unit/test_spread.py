@@ -34,7 +34,7 @@ def test_a_holder_writes_and_none_much_more_than_others() -> None:
         if all(len(ranks) == world for ranks in holders.values()):
             loads = _loads(chosen, num_bytes, world)
             assert max(loads) - min(loads) <= max(num_bytes.values())
-    everywhere = {(f"t{i}", ((0, 8),)): [0, 1, 2, 3] for i in range(40)}
+    everywhere: dict[Named, list[int]] = {(f"t{i}", ((0, 8),)): [0, 1, 2, 3] for i in range(40)}
     assert _loads(spread(everywhere, dict.fromkeys(everywhere, 32), 4), dict.fromkeys(everywhere, 32), 4) == [320] * 4
 
 

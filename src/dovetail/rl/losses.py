@@ -15,8 +15,7 @@ from torch import Tensor
 
 from dovetail.batch import Loss, PackedBatch, Sum
 from dovetail.errors import ConfigError
-from dovetail.kernels.reference import widened
-from dovetail.routing import count_rows
+from dovetail.kernels.reference import count_rows, widened
 from dovetail.tokenstats import TokenStats
 
 Aggregation = Literal["token", "sequence", "sequence_sum"]
