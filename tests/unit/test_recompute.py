@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from dovetail.kernels import fa4
 from dovetail.kernels.registry import KernelSet
 from dovetail.memory import Arena
-from dovetail.nn.recompute import Recompute, is_attention
+from dovetail.nn.recompute import HostMemory, Passage, Recompute, Waiting, is_attention
 from tests.tolerances import EXACT, worst_error
 from tests.unit.blocks import Blocks
 from tests.unit.fa4_stand_in import installed
@@ -56,6 +57,24 @@ def test_gradients_are_made_of_what_comes_back() -> None:
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for name, grad in found.items():
         assert torch.equal(grad, expected[name]) == ("layers.0." not in name and "embed" not in name), name
+
+
+def test_what_comes_back_lies_as_before() -> None:
+    """Attention over [B, H, n, C] returns heads beside each other; a slice of something larger comes back dense."""
+    passage, x = Passage(HostMemory(torch.device("cpu")), "full"), torch.randn(2, 3, 4, 5)
+    given = (x, x.transpose(1, 2), x[..., :3], torch.tensor([3]))
+    kept: list[Tensor | Waiting] = []
+
+    def block(x: Tensor) -> Tensor:
+        kept.extend(passage.put(one) for one in given)
+        return x
+
+    for _ in range(2):  # what the first one keeps has left when the second begins
+        passage(block, x)
+    found = [passage.get(one) for one in kept[: len(given)]]
+    assert all(torch.equal(one, before) for one, before in zip(found, given, strict=True))
+    assert [one.stride() for one in found] == [x.stride(), x.transpose(1, 2).stride(), (36, 12, 3, 1), (1,)]
+    assert kept[3] is given[3], "states of generators stay where they are"
 
 
 def test_a_pass_that_is_given_up_harms_no_other() -> None:
