@@ -63,7 +63,7 @@ def test_small_and_odd_ones_equal_the_reference() -> None:
     from tests.unit.block_rows import check, measure
 
     poison()
-    check(measure("cuda"), GAIN)
+    check(measure("cuda"), GAIN, rounds=True)
     chosen = kernels_for(torch.device("cuda")).describe()
     assert {chosen[op] for op in ("rms_norm", "add_norm", "swiglu")} == {"block_triton"}
     assert {chosen[op] for op in ("heads", "rope")} == {"qkv_triton"}

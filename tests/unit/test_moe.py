@@ -107,7 +107,8 @@ def test_rows_travel_by_permutations_both_ways() -> None:
     assert torch.equal(order[inverse_of(order)], torch.arange(12))
     x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     assert torch.equal(take_rows(x, order, 3), x.repeat_interleave(3, 0)[order])
-    assert torch.autograd.gradcheck(lambda y: take_rows(y, order, 3), x, atol=GRADCHECK)
+    for rows in (order, order.to(torch.int32)):  # as some devices sort
+        assert torch.autograd.gradcheck(lambda y, rows=rows: take_rows(y, rows, 3), x, atol=GRADCHECK)
 
 
 def block(**options: Any) -> tuple[MoE, ArchSpec]:

@@ -241,7 +241,8 @@ def count_rows(groups: Tensor, size: int, counted: Tensor | None = None) -> Tens
 
 def inverse_of(order: Tensor) -> Tensor:
     """The permutation that undoes `order`."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    places = torch.arange(len(order), dtype=order.dtype, device=order.device)
+    return torch.empty_like(order).scatter_(0, order.long(), places)
 
 
 def permute(x: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
