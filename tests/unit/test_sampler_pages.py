@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.unit.test_sampler import some_prompts
 PARAMS = SamplingParams(samples=4, max_new_tokens=13, temperature=1.3, stop_ids=tuple(range(0, VOCAB, 9)), seed=2)
 
 
-def sampler_of(name: str, max_tokens: int | None = None, recorder=None, **options: int | bool) -> NativeSampler:
+def sampler_of(name: str, max_tokens: int | None = None, recorder=None, **options: Any) -> NativeSampler:
     config = {**tiny_configs(), **moe_configs()}[name]
     spec, chosen = spec_from_config(config.to_dict()), SamplerOptions(**options)
     sampler = NativeSampler(
@@ -62,9 +63,10 @@ def test_every_row_runs_once_on_pages_of_its_own_and_gives_all_back(pages: int, 
     schedule = Schedule(lengths, need, pool, most_rows=5, prefill_tokens=12)
     assert max(map(need.least, lengths.values())) <= 7
     running: list[Row] = []
-    seen, most = [], 0
+    seen: list[tuple[int, int]] = []
+    most, entering = 0, True
     while True:
-        while not seen or entering:
+        while entering:
             prompts, rows = schedule.enter()
             assert sum(held.length for held in prompts) <= 12
             assert {row.prompt for row in rows} >= {held.prompt for held in prompts}
