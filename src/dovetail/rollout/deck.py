@@ -87,6 +87,10 @@ class Deck:
             shape = (self.size.ahead, self.size.rows, len(moe.numbers), moe.top_k)
             self.chosen = torch.zeros(shape, dtype=torch.int32, device=self.mesh.device)
 
+    def forget(self) -> None:
+        """Drop what was recorded: records and deck hold each other, and with them all their memory."""
+        self._steps = {}
+
     def fill(self, prompts: Sequence[tuple[Sequence[int], list[int]]]) -> tuple[Tensor, Tensor | None]:
         """Compute prompts, (ids, pages), into the cache: their last hidden states [n, D], and all tokens' experts [T, M, K]."""
         device, page = self.mesh.device, self.size.page
@@ -115,19 +119,23 @@ class Deck:
         found: NDArray[np.float64] = self._draw(z, noise, torch.zeros_like(noise))[None].cpu().numpy()
         return found
 
-    def run(self, numbers: Numbers, table: Numbers, steps: int) -> NDArray[np.float64]:
-        """`steps` tokens for every row: ids and log-probs [steps, 2, rows].
+    def put(self, numbers: Numbers, table: Numbers) -> None:
+        """These rows run from now on, as they stand.
 
         numbers [4, rows]: each row's next token, how many entries it has, how many tokens were drawn, its stream of noise.
         table [rows, width]: its pages, then zeros.
         """
         n = numbers.shape[1]
-        filled = n if self.recorder is None else 1 << (n - 1).bit_length()
+        filled = self._filled(n)
         padded = np.zeros((len(NUMBERS), filled), np.int64)
         padded[:-1, :n], padded[-1, :n] = numbers, 1
         self.numbers[:, :filled] = torch.from_numpy(padded)
         self.table[:n] = torch.from_numpy(table)
         self.table[n:filled] = 0
+
+    def run(self, n: int, steps: int) -> NDArray[np.float64]:
+        """`steps` tokens for each of the n rows that were put: ids and log-probs [steps, 2, rows]."""
+        filled = self._filled(n)
         self.tick.zero_()
         step = self._step(filled)
         for _ in range(steps):
@@ -143,6 +151,10 @@ class Deck:
             return z
         shard = F.pad(z, (0, head.weight.shape[0] - head.columns)).T
         return all_gather(shard, tp)[: self.spec.vocab_size].T.contiguous()
+
+    def _filled(self, n: int) -> int:
+        """How many rows are computed where n run."""
+        return n if self.recorder is None else 1 << (n - 1).bit_length()
 
     def _hidden(self, tokens: Tensor, context: Context) -> Tensor:
         """The hidden states of all tokens, on every rank of tp."""

@@ -142,7 +142,11 @@ class NativeSampler:
         deck.begin(params)
         pool = PagePool(deck.size.pages - 1)
         schedule = Schedule(mine, need, pool, most_rows=deck.size.rows, prefill_tokens=self.options.prefill_tokens)
-        Generation(deck, schedule, prompts, params, found).run()
+        try:
+            Generation(deck, schedule, prompts, params, found).run()
+        finally:
+            if not self.options.hold:
+                deck.forget()
         self._deck = deck if self.options.hold else None
 
     def _deck_for(self, mine: Mapping[int, int], need: Need) -> Deck:

@@ -13,11 +13,11 @@ from dovetail.rollout.found import Found
 from dovetail.rollout.noise import streams
 from dovetail.rollout.pages import Held, Row, Schedule
 
-TOKEN, LENGTH, DRAWN = range(3)  # of `Running.numbers`, as `Deck.run` takes them
+TOKEN, LENGTH, DRAWN = range(3)  # of `Running.numbers`, as `Deck.put` takes them
 
 
 class Running:
-    """The rows that run: numbers [4, n] and table [n, W] as `Deck.run` takes them, slots [n] in `found`, and their pages."""
+    """The rows that run: numbers [4, n] and table [n, W] as `Deck.put` takes them, slots [n] in `found`, and their pages."""
 
     def __init__(self, new: int, stops: Sequence[int], width: int, found: Found) -> None:
         self.new, self.stops, self.found = new, np.array(stops, np.int64), found
@@ -96,15 +96,19 @@ class Generation:
 
     def run(self) -> None:
         """Until every sample of every prompt has ended."""
+        changed = True  # the rows, since they were put on the deck
         while True:
             if self.schedule.ready:
                 while self._enter(*self.schedule.enter()):
-                    pass
+                    changed = True
             if not len(self.rows):
                 return
             steps = min(self.deck.size.ahead, self.rows.longest_left)
-            drawn = self.deck.run(self.rows.numbers, self.rows.table, steps)
-            self.schedule.leave(self.rows.accept(drawn, self.deck.chosen))
+            if changed:
+                self.deck.put(self.rows.numbers, self.rows.table)
+            gone = self.rows.accept(self.deck.run(len(self.rows), steps), self.deck.chosen)
+            self.schedule.leave(gone)
+            changed = bool(gone)
 
     def _enter(self, computed: Sequence[Held], entered: Sequence[Row]) -> bool:
         """Compute prompts, draw the first tokens of rows, and let those join that want more; False: there were none."""

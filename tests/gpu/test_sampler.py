@@ -1,0 +1,166 @@
+"""The embedded sampler on a CUDA device: kernels against the reference, records against plain steps, scores, pages, memory."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dovetail.arch.registry import spec_from_config
+from dovetail.batch import MicroBatch, PackedBatch, Sequence
+from dovetail.kernels.registry import kernels_for
+from dovetail.mesh import Mesh
+from dovetail.rollout.base import Completion, Prompt, SamplingParams
+from dovetail.rollout.native import NativeSampler, SamplerOptions
+from dovetail.rollout.replay import Replay, cuda_recorder
+from tests.parity.configs import VOCAB, moe_configs, tiny_configs, tiny_model
+from tests.tolerances import HALF_SHARE, MODEL_FP32, OP_BF16, OP_FP32, assert_close
+from tests.unit.test_sampler import some_prompts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+PARAMS = SamplingParams(samples=3, max_new_tokens=40, temperature=1.3, stop_ids=tuple(range(0, VOCAB, 40)), seed=4)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def unrecorded(fn: Callable[[], Any]) -> Callable[[], Any]:
+    return fn
+
+
+def sampler_of(name: str, dtype: torch.dtype, recorder: Any = None, **options: Any) -> NativeSampler:
+    config = {**tiny_configs(), **moe_configs()}[name]
+    mesh, spec = Mesh.solo("cuda"), spec_from_config(config.to_dict())
+    kernels, chosen = kernels_for(mesh.device), SamplerOptions(**options)
+    sampler = NativeSampler(spec, mesh, kernels, dtype, options=chosen, recorder=recorder)
+    sampler.refill((n, w.to("cuda")) for n, w in tiny_model(config).state_dict().items())
+    return sampler
+
+
+@torch.no_grad()
+def scored(model: torch.nn.Module, prompts: list[Prompt], done: list[Completion], device: str) -> Tensor:
+    """Log-probs of all drawn tokens from one packed pass, as in training, in the order of `done`."""
+    ids = {prompt.row: list(prompt.ids) for prompt in prompts}
+    rows = []
+    for c in done:
+        mask = [False] * len(ids[c.row]) + [True] * len(c.ids)
+        rows.append(Sequence([*ids[c.row], *c.ids], mask, {"temperature": PARAMS.temperature}))
+    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    return model(MicroBatch.of(PackedBatch.pack(rows, dtype=dtype).to(device), 1)).logprob.cpu()
+
+
+def drawn(done: list[Completion]) -> Tensor:
+    return torch.tensor([x for c in done for x in c.log_probs], dtype=torch.float64)
+
+
+def test_kernels_equal_the_reference() -> None:
+    pytest.importorskip("triton")
+    from tests.unit.decode_rows import measure  # triton is there only where a GPU may be
+
+    for case, error in measure("cuda").items():
+        assert error <= (OP_FP32 if "float32" in case else OP_BF16), case
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("name", ["llama", "qwen3_window"])
+def test_recorded_steps_give_what_plain_ones_give(name: str, top_p: float, dtype: torch.dtype) -> None:
+    """To the bit: the same kernels on the same memory."""
+    prompts, params = some_prompts(), replace(PARAMS, top_p=top_p)
+    recorded = sampler_of(name, dtype, hold=True)
+    assert recorded.recorder is not None
+    plain = sampler_of(name, dtype, unrecorded)
+    expected = plain.sample(prompts, params)
+    assert len({len(c.ids) for c in expected}) > 3
+    for _ in range(2):
+        assert recorded.sample(prompts, params) == expected
+    other = replace(params, seed=9, step=7)
+    assert recorded.sample(prompts, other) == plain.sample(prompts, other) != expected
+
+
+def test_a_record_replays_on_new_contents() -> None:
+    x, y, calls = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda"), []
+
+    def double() -> Tensor:
+        calls.append(1)
+        return y.copy_(2 * x)
+
+    step = cuda_recorder()(double)
+    assert isinstance(step, Replay)
+    for value in range(5):
+        x.fill_(value)
+        assert step().tolist() == [2.0 * value] * 4
+    assert len(calls) == 2, "run once, recorded once"
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "qwen2_window", "qwen3_tied"])
+def test_log_probs_are_those_of_scoring(name: str) -> None:
+    prompts, sampler = some_prompts(), sampler_of(name, torch.float32)
+    done = sampler.sample(prompts, PARAMS)
+    found = scored(sampler.model, prompts, done, "cuda")
+    assert_close(drawn(done), found.to(torch.float64), MODEL_FP32)
+
+
+def test_half_precision_strays_no_further_than_scoring() -> None:
+    """From the same weights in float64: decoding's mean error is at most that of a packed pass, within the usual share."""
+    prompts = some_prompts((30, 25, 40, 17, 33, 28, 21, 36))
+    sampler = sampler_of("llama", torch.bfloat16)
+    done = sampler.sample(prompts, replace(PARAMS, samples=6, stop_ids=()))
+    exact = NativeSampler(sampler.spec, Mesh.solo(), kernels_for(torch.device("cpu")), torch.float64)
+    exact.refill((n, w.to(torch.bfloat16)) for n, w in tiny_model(tiny_configs()["llama"]).state_dict().items())
+    expected = scored(exact.model, prompts, done, "cpu")
+    ours = (drawn(done) - expected).abs().mean()
+    theirs = (scored(sampler.model, prompts, done, "cuda") - expected).abs().mean()
+    assert ours <= HALF_SHARE * theirs, (float(ours), float(theirs))
+
+
+def test_other_neighbors_change_no_sample() -> None:
+    """In float32, where rounding is far below what lies between two draws; in half precision it may tell."""
+    prompts, sampler = some_prompts(), sampler_of("llama", torch.float32)
+    expected = {(c.row, c.sample): c for c in sampler.sample(prompts, PARAMS)}
+    few = sampler_of("llama", torch.float32, page=16, most_rows=4, ahead=3)
+    for found in (sampler.sample(prompts[::-1][:3], PARAMS), few.sample(prompts, PARAMS)):
+        for c in found:
+            same = expected[c.row, c.sample]
+            assert (c.ids, c.finish) == (same.ids, same.finish)
+            assert_close(torch.tensor(c.log_probs), torch.tensor(same.log_probs), MODEL_FP32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pages_that_others_left_change_nothing(dtype: torch.dtype) -> None:
+    sampler = sampler_of("qwen2_window", dtype, page=16, hold=True)
+    expected = sampler.sample(some_prompts(), PARAMS)
+    deck = sampler._deck
+    assert deck is not None
+    deck.cache.entries.fill_(1e4)
+    assert sampler.sample(some_prompts(), PARAMS) == expected
+
+
+@pytest.mark.parametrize("name", ["mixtral_window", "deepseek_v3"])
+def test_experts_and_latent_attention_run_unrecorded(name: str) -> None:
+    prompts, sampler = some_prompts(), sampler_of(name, torch.float32)
+    assert sampler.recorder is None
+    done = sampler.sample(prompts, PARAMS)
+    assert_close(drawn(done), scored(sampler.model, prompts, done, "cuda").to(torch.float64), MODEL_FP32)
+
+
+def test_weights_that_come_later_are_in_the_record() -> None:
+    prompts, config = some_prompts(), tiny_configs()["llama"]
+    sampler = sampler_of("llama", torch.float32, hold=True)
+    before = sampler.sample(prompts, PARAMS)
+    weights = {n: (0.5 * w).to("cuda") for n, w in tiny_model(config).state_dict().items()}
+    sampler.refill(weights.items())
+    plain = sampler_of("llama", torch.float32, unrecorded)
+    plain.refill(weights.items())
+    assert sampler.sample(prompts, PARAMS) == plain.sample(prompts, PARAMS) != before
+
+
+def test_a_call_leaves_no_memory_behind() -> None:
+    sampler = sampler_of("llama", torch.bfloat16)
+    held = []
+    for _ in range(4):
+        sampler.sample(some_prompts(), PARAMS)
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert held[1:] == held[1:2] * 3, held

@@ -1,0 +1,188 @@
+"""How the embedded sampler runs rows: pages, entering and leaving, several steps between two looks, steps that are recorded."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dovetail.arch.registry import spec_from_config
+from dovetail.kernels.registry import KernelSet
+from dovetail.mesh import Mesh
+from dovetail.rollout.base import Completion, SamplingParams
+from dovetail.rollout.deck import Deck, DeckSize
+from dovetail.rollout.native import NativeSampler, SamplerOptions
+from dovetail.rollout.pages import Need, PagePool, Row, Schedule
+from tests.parity.configs import VOCAB, moe_configs, tiny_configs, tiny_model
+from tests.tolerances import SUM_ORDER, assert_close
+from tests.unit.test_sampler import some_prompts
+
+PARAMS = SamplingParams(samples=4, max_new_tokens=13, temperature=1.3, stop_ids=tuple(range(0, VOCAB, 9)), seed=2)
+
+
+def sampler_of(name: str, max_tokens: int | None = None, recorder=None, **options: Any) -> NativeSampler:
+    config = {**tiny_configs(), **moe_configs()}[name]
+    spec, chosen = spec_from_config(config.to_dict()), SamplerOptions(**options)
+    sampler = NativeSampler(
+        spec, Mesh.solo(), KernelSet(), torch.float64, max_tokens=max_tokens, options=chosen, recorder=recorder
+    )
+    sampler.refill(tiny_model(config).state_dict().items())
+    return sampler
+
+
+def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert (a.row, a.sample, a.ids, a.finish) == (b.row, b.sample, b.ids, b.finish)
+        assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), SUM_ORDER)
+
+
+def test_pages_are_free_when_nobody_holds_them() -> None:
+    pool = PagePool(5)
+    a, b = pool.take(2), pool.take(3)
+    assert sorted(a + b) == [1, 2, 3, 4, 5] and pool.free == 0
+    pool.share(a)
+    pool.give_back(a)
+    assert pool.free == 0
+    pool.give_back(a)
+    pool.give_back(b[:1])
+    assert sorted(pool.take(3)) == sorted(a + b[:1])
+    with pytest.raises(AssertionError, match="given back by nobody"):
+        PagePool(2).give_back([1])
+
+
+@pytest.mark.parametrize("pages", [7, 8, 11, 40])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_every_row_runs_once_on_pages_of_its_own_and_gives_all_back(pages: int, samples: int) -> None:
+    lengths, need = {3: 9, 5: 4, 8: 10, 9: 1, 11: 8}, Need(samples=samples, new=7, page=4)
+    pool = PagePool(pages)
+    schedule = Schedule(lengths, need, pool, most_rows=5, prefill_tokens=12)
+    assert max(map(need.least, lengths.values())) <= 7
+    running: list[Row] = []
+    seen: list[tuple[int, int]] = []
+    most, entering = 0, True
+    while True:
+        while entering:
+            prompts, rows = schedule.enter()
+            assert sum(held.length for held in prompts) <= 12
+            assert {row.prompt for row in rows} >= {held.prompt for held in prompts}
+            running += rows
+            seen += [(row.prompt, row.sample) for row in rows]
+            entering = bool(rows)
+        if not running:
+            break
+        most = max(most, len(running))
+        assert len(running) <= 5
+        for row in running:
+            assert len(row.pages) == need.row(row.length) and 0 not in row.pages
+        writable = [page for row in running for page in row.pages[row.length // 4 :]]
+        shared = [page for row in running for page in row.pages[: row.length // 4]]
+        assert len(set(writable)) == len(writable) and not set(writable) & set(shared)
+        schedule.leave([running.pop(0).pages])
+        entering = schedule.ready
+    assert sorted(seen) == [(prompt, sample) for prompt in sorted(lengths) for sample in range(samples)]
+    assert pool.free == pages
+    assert pages < 40 or most == 5
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "options"),
+    [
+        (None, {"page": 4, "ahead": 5}),
+        (50, {"page": 4, "ahead": 3, "prefill_tokens": 10}),
+        (None, {"page": 5, "most_rows": 3}),
+        (1, {"page": 16, "ahead": 8}),
+    ],
+)
+def test_pages_budget_and_looks_change_no_sample(max_tokens: int | None, options: dict[str, int]) -> None:
+    expected = sampler_of("qwen2_window").sample(some_prompts(), PARAMS)
+    assert {c.finish for c in expected} == {"stop", "length"}
+    assert_same(sampler_of("qwen2_window", max_tokens, **options).sample(some_prompts(), PARAMS), expected)
+
+
+def test_experts_are_told_however_often_the_host_looks() -> None:
+    params = replace(PARAMS, trace=True)
+    expected = sampler_of("mixtral_window").sample(some_prompts(), params)
+    found = sampler_of("mixtral_window", 60, page=4, ahead=3).sample(some_prompts(), params)
+    assert_same(found, expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.routing is not None and b.routing is not None
+        assert torch.equal(a.routing.indices, b.routing.indices) and torch.equal(a.routing.valid, b.routing.valid)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_steps_are_recorded_once_a_power_of_two_and_stay_valid(top_p: float) -> None:
+    """The same code as with CUDA graphs, which replay instead of running."""
+    recorded: list[int] = []
+
+    def recorder(fn: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        recorded.append(0)
+        place = len(recorded) - 1
+
+        def run() -> Tensor:
+            recorded[place] += 1
+            return fn()
+
+        return run
+
+    params = replace(PARAMS, top_p=top_p, stop_ids=())
+    expected = sampler_of("llama").sample(some_prompts(), params)
+    sampler = sampler_of("llama", 100, recorder, page=4, ahead=2, hold=True)
+    assert_same(sampler.sample(some_prompts(), params), expected)
+    count, steps = len(recorded), sum(recorded)
+    assert 2 <= count <= 5
+    assert_same(sampler.sample(some_prompts(), params), expected)
+    assert (len(recorded), sum(recorded)) == (count, 2 * steps), "a second call records nothing again"
+    weights = {name: 0.5 * w for name, w in tiny_model(tiny_configs()["llama"]).state_dict().items()}
+    sampler.refill(weights.items())
+    other = sampler.sample(some_prompts(), replace(params, seed=8, step=3))
+    fresh = sampler_of("llama")
+    fresh.refill(weights.items())
+    assert_same(other, fresh.sample(some_prompts(), replace(params, seed=8, step=3)))
+    assert len(recorded) == count, "neither weights nor noise are part of a record"
+    sampler.sample(some_prompts(), replace(params, temperature=0.7))
+    assert len(recorded) > count, "the temperature is"
+
+
+def test_pages_that_others_left_change_nothing() -> None:
+    sampler = sampler_of("qwen2_window", page=4, ahead=3, hold=True)
+    expected = sampler.sample(some_prompts(), PARAMS)
+    deck = sampler._deck
+    assert deck is not None
+    deck.cache.entries.fill_(1e3)
+    assert_same(sampler.sample(some_prompts(), PARAMS), expected)
+    assert sampler._deck is deck
+    longer = replace(PARAMS, max_new_tokens=40, stop_ids=())
+    assert_same(sampler.sample(some_prompts(), longer), sampler_of("qwen2_window").sample(some_prompts(), longer))
+    assert sampler._deck is not deck, "a longer row needs a wider table"
+
+
+class OnMeta(TorchDispatchMode):
+    """Fails where an operation takes or makes a tensor that lies elsewhere: sent to the device, or asked of it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs, found)):
+            assert not isinstance(x, Tensor) or x.device.type == "meta", f"{func} on {x.device}"
+        return found
+
+
+@pytest.mark.parametrize("cuts", [{}, {"top_k": 20, "temperature": 0.6, "banned_ids": (2, 5)}, {"temperature": 0.0}])
+def test_a_step_asks_nothing_of_the_device_and_sends_nothing(cuts: dict[str, float]) -> None:
+    """On a device without numbers, where asking for one raises: what is recorded as a CUDA graph must not."""
+    mesh = Mesh.solo("meta")
+    kernels = KernelSet(decode_attention=lambda q, *_: torch.empty_like(q))
+    spec = spec_from_config(tiny_configs()["qwen3_window"].to_dict())
+    sampler = NativeSampler(spec, mesh, kernels, torch.bfloat16)
+    size = DeckSize(rows=8, width=3, ahead=4, pages=9, page=16)
+    deck = Deck(sampler.model, torch.bfloat16, size, None)
+    deck.begin(SamplingParams(**cuts))  # type: ignore[arg-type]  # of several kinds
+    with torch.no_grad(), OnMeta():
+        deck._take_from(partial(deck._forward, 4), 4)
+    deck.begin(SamplingParams(top_p=0.5))
+    with torch.no_grad(), OnMeta(), pytest.raises(Exception, match="meta"):
+        deck._take_from(partial(deck._forward, 4), 4)
