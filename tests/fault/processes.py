@@ -11,8 +11,42 @@ from pathlib import Path
 
 from dovetail.watch.progress import Phase, State, read_state
 from dovetail.watch.system import children_of, kernel_state
+from tests.commands.program import start, write_recipe, write_rows
 
 SECONDS = 120.0  # for a program to come to some point, on a busy machine
+ENDLESS = 100000  # steps: days
+GRADER = """
+import time
+
+def slow(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.02)
+    return float(len(solution_str) % 3)
+"""
+
+
+def rl_run(
+    model: Path,
+    folder: Path,
+    *flags: object,
+    temporary: str = "tmp",
+    grader: str = GRADER,
+    answer: str = "c",
+    **trainer: object,
+) -> subprocess.Popen[str]:
+    """A run of the command that goes through every phase of RL; its temporary files lie in a folder of their own."""
+    (folder / "grader.py").write_text(grader)
+    (folder / temporary).mkdir()
+    rows = write_rows(folder / "rows.jsonl", [{"prompt": "ab", "answer": answer}] * 2)
+    recipe = write_recipe(
+        folder / "r.yaml",
+        model,
+        rows,
+        algorithm={"name": "grpo", "minibatches": 2},
+        data={"eval": str(rows)},
+        reward={"import": "grader:slow", "timeout_seconds": 600},
+        trainer={"steps": ENDLESS, **trainer},
+    )
+    return start("train", recipe, *flags, env={"TMPDIR": str(folder / temporary)})
 
 
 def is_alive(pid: int) -> bool:
@@ -30,6 +64,15 @@ def waited(holds: Callable[[], object], seconds: float = SECONDS) -> bool:
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.02)
     return bool(holds())
+
+
+def listens(pid: int, number: int) -> bool:
+    """Whether a process has a handler for that signal by now."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
