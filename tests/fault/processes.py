@@ -13,7 +13,7 @@ from dovetail.watch.progress import Phase, State, read_state
 from dovetail.watch.system import children_of, kernel_state
 from tests.commands.program import start, write_recipe, write_rows
 
-SECONDS = 120.0  # for a program to come to some point, on a busy machine
+SECONDS = 240.0  # for a program to come to some point, on a busy machine
 ENDLESS = 100000  # steps: days
 GRADER = """
 import time
@@ -58,12 +58,22 @@ def all_gone(pids: set[int], seconds: float) -> bool:
     return waited(lambda: not any(map(is_alive, pids)), seconds)
 
 
-def waited(holds: Callable[[], object], seconds: float = SECONDS) -> bool:
-    """Whether something comes to hold within that time."""
+def waited(holds: Callable[[], object], seconds: float = SECONDS, every: float = 0.02) -> bool:
+    """Whether something comes to hold within that time; it is looked at `every` so many seconds."""
     deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(holds())
+    while not (found := holds()) and time.monotonic() < deadline:
+        time.sleep(every)
+    return bool(found)
+
+
+def programs() -> set[int]:
+    """The processes below this one that are dovetail commands: those that a failed test left, and their ranks."""
+    found = set()
+    for pid in children_of([os.getpid()]):
+        with contextlib.suppress(OSError):
+            if b"-m\0dovetail\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(pid)
+    return found
 
 
 def listens(pid: int, number: int) -> bool:

@@ -19,6 +19,7 @@ from tests.fault.processes import GRADER, all_gone, ranks_of, rl_run, state_of, 
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ranks are found by /proc")
 
+ONCE: tuple[Phase, ...] = ("init", "load")
 OFTEN: dict[str, Any] = {"save_every": 3, "eval_every": 2}
 IN_SHORT: tuple[tuple[str, Phase, int], ...] = (
     ("command", "load", 15), ("rank", "load", 15), ("rank", "update", 15), ("all", "rollout", 15),
@@ -54,7 +55,7 @@ def receivers(process: subprocess.Popen[str], target: str, rank: int) -> list[in
 def test_a_stop_at_any_moment_is_clean(target: str, phase: Phase, number: int, model: Path, tmp_path: Path) -> None:
     draw = random.Random(f"{target}{phase}{tmp_path.name}")
     process, rank = rl_run(model, tmp_path, "--layout", "dp=2", **OFTEN), draw.randrange(2)
-    assert waited(lambda: process.poll() is not None or _in(phase, rank, tmp_path / "tmp"))
+    assert waited(lambda: process.poll() is not None or _came_to(phase, rank, tmp_path / "tmp"), every=0.001)
     time.sleep(draw.random() * 0.1)
     assert waited(lambda: len(ranks_of(process)) == 2)
     below = children_of([process.pid])
@@ -95,6 +96,7 @@ def test_a_second_signal_does_not_wait_for_a_main_thread_that_is_stuck(
     assert all_gone(below, 20.0)
 
 
-def _in(phase: Phase, rank: int, temporary: Path) -> bool:
+def _came_to(phase: Phase, rank: int, temporary: Path) -> bool:
+    """Whether a rank is in that phase; one that comes only once may have passed unseen on a busy machine."""
     state = state_of(rank, temporary)
-    return state is not None and state.phase == phase
+    return state is not None and (state.phase == phase or (phase in ONCE and state.phase not in ONCE))
