@@ -11,11 +11,14 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -36,6 +39,19 @@ from dovetail.weights.filling import READERS, STRETCH
 
 ROLE, CHUNK = "policy", 1 << 26
 STEPS_A_SAVE = 10
+WRITER = """
+import os, sys, zlib
+path, size, chunk = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+data = memoryview(os.urandom(1 << 20) * (chunk >> 20))
+print("ready", flush=True)
+sys.stdin.read()
+with open(path, "wb", buffering=0) as out:
+    for start in range(0, size, chunk):
+        zlib.crc32(data)
+        out.write(data[: size - start])
+    os.fsync(out.fileno())
+os.unlink(path)
+"""
 
 
 def main() -> None:
@@ -58,7 +74,8 @@ def main() -> None:
         gb = result.tokens / 1e9
         print(f"{result.name:36} {gb / result.ours_seconds:6.2f} GB/s, {1 / result.ratio:5.2f} x the raw time")
     print(f"{'background save, one in ten steps':36} {stall['call_share']:.2%} of the steps' time for the call itself,")
-    print(f"{'':36} {stall['share']:.2%} with what writing takes from the steps beside it")
+    print(f"{'':36} {stall['share']:.2%} with what writing takes from the steps beside it,")
+    print(f"{'':36} {stall['beside_share']:.2%} where another process writes as much beside them")
     found = {"bench": "checkpoints", **surroundings(), "results": [asdict(r) for r in results], "stall": stall}
     kind = engine.mesh.device.type
     (RESULTS / f"checkpoints_{kind}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -90,27 +107,42 @@ class Bench:
             Case("offload and onload", 2 * self.resident, self._step_aside, self._copy_twice),
         ]
 
-    def stall(self, rounds: int) -> dict[str, float]:
-        """How long ten steps take with one background save among them, and without."""
-        plain, saving, calls = [], [], []
+    def stall(self, rounds: int) -> dict[str, object]:
+        """How long ten steps take with one background save among them, and without.
+
+        And with another process beside them that sums and writes as many bytes: what of the difference is the machine's.
+        """
+        found: dict[str, list[float]] = {"plain": [], "saving": [], "beside": [], "call": []}
         saver = self._saver("background", background=True)
         for i in range(rounds + 1):  # the first takes the memory for the snapshots
-            plain.append(_seconds(self._steps))
+            found["plain"].append(_seconds(self._steps))
             start = time.perf_counter()
             self._begin(saver, i)
-            calls.append(time.perf_counter() - start)
+            found["call"].append(time.perf_counter() - start)
             self._steps()
-            saving.append(time.perf_counter() - start)
+            found["saving"].append(time.perf_counter() - start)
             saver.settle()
-        del plain[0], saving[0], calls[0]
-        share = statistics.median(with_save / without - 1 for with_save, without in zip(saving, plain, strict=True))
-        return {
-            "share": share,
-            "call_share": statistics.median(calls) / statistics.median(plain),
-            "call_seconds": statistics.median(calls),
-            "plain_seconds": statistics.median(plain),
-            "saving_seconds": statistics.median(saving),
-        }
+            with self._other_process():
+                found["beside"].append(_seconds(self._steps))
+        found = {name: seconds[1:] for name, seconds in found.items()}
+        plain = found["plain"]
+
+        def share(name: str) -> float:
+            return statistics.median(with_it / without - 1 for with_it, without in zip(found[name], plain, strict=True))
+
+        call_share = statistics.median(found["call"]) / statistics.median(plain)
+        return {"share": share("saving"), "call_share": call_share, "beside_share": share("beside"), "seconds": found}
+
+    @contextmanager
+    def _other_process(self) -> Iterator[None]:
+        """A process that sums and writes as many bytes as a save has; it begins with the block."""
+        argv = [sys.executable, "-c", WRITER, str(self.folder / "other"), str(self.num_bytes), str(CHUNK)]
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdout.readline()
+            process.stdin.close()
+            yield
+        assert process.returncode == 0
 
     def _steps(self) -> None:
         for _ in range(STEPS_A_SAVE):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.program import here, program, read_rows, refusal, start, write_recipe, write_rows
+from tests.fault.processes import listens, waited
 from tests.tolerances import MODEL_FP32
 
 COMMANDS = ("train", "score", "generate", "convert", "inspect", "doctor")
@@ -124,7 +125,8 @@ def test_sigterm_ends_any_command_with_143_and_leaves_nothing(layout: str, model
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 7]}])
     argv = ["generate", "--model", model, "--data", rows, "--out", tmp_path / "out.jsonl", "--layout", layout]
     process = start(*argv, "--max-new-tokens", 10**5, "--samples", 64)
-    time.sleep(4)
+    assert waited(lambda: process.poll() is not None or listens(process.pid, signal.SIGTERM))
+    time.sleep(4)  # whatever it has come to by then
     assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)

@@ -11,8 +11,42 @@ from pathlib import Path
 
 from dovetail.watch.progress import Phase, State, read_state
 from dovetail.watch.system import children_of, kernel_state
+from tests.commands.program import start, write_recipe, write_rows
 
-SECONDS = 120.0  # for a program to come to some point, on a busy machine
+SECONDS = 240.0  # for a program to come to some point, on a busy machine
+ENDLESS = 100000  # steps: days
+GRADER = """
+import time
+
+def slow(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.02)
+    return float(len(solution_str) % 3)
+"""
+
+
+def rl_run(
+    model: Path,
+    folder: Path,
+    *flags: object,
+    temporary: str = "tmp",
+    grader: str = GRADER,
+    answer: str = "c",
+    **trainer: object,
+) -> subprocess.Popen[str]:
+    """A run of the command that goes through every phase of RL; its temporary files lie in a folder of their own."""
+    (folder / "grader.py").write_text(grader)
+    (folder / temporary).mkdir()
+    rows = write_rows(folder / "rows.jsonl", [{"prompt": "ab", "answer": answer}] * 2)
+    recipe = write_recipe(
+        folder / "r.yaml",
+        model,
+        rows,
+        algorithm={"name": "grpo", "minibatches": 2},
+        data={"eval": str(rows)},
+        reward={"import": "grader:slow", "timeout_seconds": 600},
+        trainer={"steps": ENDLESS, **trainer},
+    )
+    return start("train", recipe, *flags, env={"TMPDIR": str(folder / temporary)})
 
 
 def is_alive(pid: int) -> bool:
@@ -24,12 +58,31 @@ def all_gone(pids: set[int], seconds: float) -> bool:
     return waited(lambda: not any(map(is_alive, pids)), seconds)
 
 
-def waited(holds: Callable[[], object], seconds: float = SECONDS) -> bool:
-    """Whether something comes to hold within that time."""
+def waited(holds: Callable[[], object], seconds: float = SECONDS, every: float = 0.02) -> bool:
+    """Whether something comes to hold within that time; it is looked at `every` so many seconds."""
     deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(holds())
+    while not (found := holds()) and time.monotonic() < deadline:
+        time.sleep(every)
+    return bool(found)
+
+
+def programs() -> set[int]:
+    """The processes below this one that are dovetail commands: those that a failed test left, and their ranks."""
+    found = set()
+    for pid in children_of([os.getpid()]):
+        with contextlib.suppress(OSError):
+            if b"-m\0dovetail\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(pid)
+    return found
+
+
+def listens(pid: int, number: int) -> bool:
+    """Whether a process has a handler for that signal by now."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:

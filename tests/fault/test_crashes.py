@@ -27,7 +27,7 @@ from tests.fault.crashing import (
     start_fork,
 )
 from tests.fault.saves import Run, recovered
-from tests.fault.training_checkpoint import tiny_engine
+from tests.fault.training_checkpoint import fill, tiny_engine
 
 GRACE = 0.3  # seconds that the others have when a rank is gone, before they are ended, too
 SECONDS = 10.0  # within which an error must reach all ranks
@@ -152,31 +152,47 @@ def test_either_of_two_ranks_dies_at_every_change_of_the_disk(
     assert sum(found.values()) >= 2
 
 
+def live_or_kill(
+    life: Callable[[tuple[int, int], Path], None], base: Path, world: int, rng: random.Random, seconds: float | None
+) -> float:
+    """Have `life`, called with its place and the file that tells that it has begun, be led by all ranks at once.
+
+    Without `seconds` all come to their end: how long that took. With them one is killed within about that time, and the
+    others soon after.
+    """
+    ready = [base / f"ready-{rank}" for rank in range(world)]
+    children = [start_fork(partial(life, (rank, world), ready[rank])) for rank in range(world)]
+    while not all(path.exists() for path in ready):
+        time.sleep(0.001)
+    begun = time.monotonic()
+    if seconds is None:
+        wait_or_end(children, patient=True)
+    else:
+        time.sleep(rng.uniform(0, 1.05 * seconds))
+        victim = children.pop(rng.randrange(world))
+        os.kill(victim, signal.SIGKILL)
+        os.waitpid(victim, 0)
+        time.sleep(rng.uniform(0, GRACE))
+        wait_or_end(children, patient=False)
+    for path in ready:
+        path.unlink()
+    return time.monotonic() - begun
+
+
 def killed_at_random(base: Path, scene: Scene, background: bool, world: int, rounds: int) -> dict[tuple[int, int], int]:
     """SIGKILL for one rank at any moment of a save, and for the others soon after."""
     rng = random.Random(f"{base.name}{world}")
     assert forked(partial(prepare, base / "good", scene)) == 0
     found: dict[tuple[int, int], int] = {}
-    seconds = 0.0
+    seconds: float | None = None
     for turn in range(rounds + 1):
         folder = base / "steps"
         shutil.copytree(base / "good", folder, symlinks=True)
-        ready = [base / f"ready-{turn}-{rank}" for rank in range(world)]
         life = partial(announced, folder, base / f"store-{turn}", scene, background)
-        children = [start_fork(partial(life, (rank, world), ready[rank])) for rank in range(world)]
-        while not all(path.exists() for path in ready):
-            time.sleep(0.001)
-        begun = time.monotonic()
-        if turn == 0:  # the first one lives, and tells how long a save takes
-            wait_or_end(children, patient=True)
-            seconds = time.monotonic() - begun
+        took = live_or_kill(life, base, world, rng, seconds)
+        if seconds is None:  # the first one lives, and tells how long a save takes
+            seconds = took
         else:
-            time.sleep(rng.uniform(0, 1.05 * seconds))
-            victim = children.pop(rng.randrange(world))
-            os.kill(victim, signal.SIGKILL)
-            os.waitpid(victim, 0)
-            time.sleep(rng.uniform(0, GRACE))
-            wait_or_end(children, patient=False)
             survived = tell(partial(recovered, folder), base / "told")
             assert survived in scene.allowed, (turn, survived)
             found[survived] = found.get(survived, 0) + 1
@@ -234,6 +250,47 @@ def export_deaths(base: Path, world: int, victim: int, stride: int) -> int:
         if code == 0 and index != MANY:
             break
     return missing
+
+
+def exporting_anew(source: Path, out: Path, store: Path, place: tuple[int, int], ready: Path) -> None:
+    """The model has been trained on since the export before."""
+    join_group(store, *place)
+    engine = tiny_engine(source)
+    fill(engine, 2.0)
+    ready.write_text("")
+    engine.save_pretrained(out)
+    leave_group(store, *place)
+
+
+def exports_killed_at_random(base: Path, world: int, rounds: int) -> dict[bool, int]:
+    """SIGKILL for one rank at any moment of an export, beside one that is there: how often the new one was whole."""
+    rng = random.Random(f"hf{world}")
+    assert forked(partial(exporting, base / "source", base / "old", base / "store", (0, 1), None)) == 0
+    shutil.copytree(base / "old", base / "copy")
+    found = {True: 0, False: 0}
+    seconds: float | None = None
+    for turn in range(rounds + 1):
+        out = base / "new" if turn == 0 else base / "hf"
+        life = partial(exporting_anew, base / "source", out, base / f"store-{turn}")
+        took = live_or_kill(life, base, world, rng, seconds)
+        seconds = seconds or took
+        if out.exists():
+            assert forked(partial(assert_same_model, out, base / "new")) == 0, turn
+        assert forked(partial(assert_same_model, base / "old", base / "copy")) == 0, turn
+        found[out.exists()] += turn > 0
+        shutil.rmtree(base / "hf", ignore_errors=True)
+    return found
+
+
+@pytest.mark.parametrize(("world", "rounds"), [(2, 4), *(pytest.param(w, 100, marks=pytest.mark.soak) for w in (2, 4))])
+def test_a_random_rank_is_killed_while_the_final_model_is_written(
+    world: int, rounds: int, apart: Apart, tmp_path: Path
+) -> None:
+    write_tiny(tmp_path / "source", "llama")
+    found = apart(exports_killed_at_random, tmp_path, world, rounds)
+    assert sum(found.values()) == rounds
+    if rounds > 50:
+        assert all(found.values()), "both outcomes"
 
 
 def assert_same_model(out: Path, expected: Path) -> None:

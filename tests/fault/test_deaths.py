@@ -12,16 +12,9 @@ import pytest
 from dovetail.watch.progress import Phase
 from dovetail.watch.system import children_of
 from tests.commands.program import program, read_rows, start, write_recipe, write_rows
-from tests.fault.processes import all_gone, stopped_in
+from tests.fault.processes import ENDLESS, all_gone, is_alive, rl_run, stopped_in, waited
 
 SECONDS = 15.0  # from the death of a rank to the end of the command
-GRADER = """
-import time
-
-def slow(data_source, solution_str, ground_truth, extra_info):
-    time.sleep(0.02)
-    return float(len(solution_str) % 3)
-"""
 IN_SHORT: tuple[tuple[Phase, int], ...] = (("reward", 0),)
 AT_LENGTH: tuple[tuple[Phase, int], ...] = (
     ("init", 1), ("load", 0), ("save", 1), ("push", 1), ("rollout", 1), ("score", 0),
@@ -32,24 +25,14 @@ AT_LENGTH: tuple[tuple[Phase, int], ...] = (
 def started(phase: Phase, model: Path, folder: Path, attempt: int) -> tuple[subprocess.Popen[str], Path]:
     """A command of two ranks that comes to the phase, with its temporary files in a folder of their own."""
     temporary = folder / f"tmp-{attempt}"
-    temporary.mkdir()
-    env = {"TMPDIR": str(temporary)}
     if phase == "run":
+        temporary.mkdir()
         rows = write_rows(folder / "ids.jsonl", [{"input_ids": list(range(200))}] * 2000)
         argv = ["score", "--model", model, "--data", rows, "--out", folder / "out", "--layout", "dp=2"]
-        return start(*argv, "--tokens-per-batch", 400, env=env), temporary
-    (folder / "grader.py").write_text(GRADER)
-    rows = write_rows(folder / "rows.jsonl", [{"prompt": "ab", "answer": "c"}] * 2)
-    recipe = write_recipe(
-        folder / "r.yaml",
-        model,
-        rows,
-        algorithm={"name": "grpo", "minibatches": 2},
-        data={"eval": str(rows)},
-        reward={"import": "grader:slow"},
-        trainer={"steps": 2 if phase == "exit" else 100000, "save_every": 1, "eval_every": 1},
-    )
-    return start("train", recipe, f"run_dir={folder}/run-{attempt}", "--layout", "dp=2", env=env), temporary
+        return start(*argv, "--tokens-per-batch", 400, env={"TMPDIR": str(temporary)}), temporary
+    flags = [f"run_dir={folder}/run-{attempt}", "--layout", "dp=2"]
+    steps = 2 if phase == "exit" else ENDLESS
+    return rl_run(model, folder, *flags, temporary=temporary.name, steps=steps, save_every=1, eval_every=1), temporary
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ranks are found by /proc")
@@ -97,9 +80,7 @@ def test_a_run_that_is_started_again_goes_on_and_ends_as_if_nothing_had_been(mod
         pid = stopped_in(process, 1, "update", step, tmp_path / "tmp")
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        gone = time.monotonic()
-        while os.path.exists(f"/proc/{pid}") and time.monotonic() < gone + SECONDS:
-            time.sleep(0.05)
+        assert waited(lambda pid=pid: not is_alive(pid))  # type: ignore[misc]  # before the next one is looked for
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     events = [json.loads(row) for row in (tmp_path / "run/events.jsonl").read_text().splitlines()]

@@ -7,24 +7,20 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.watch.progress import Phase
 from dovetail.watch.system import children_of
-from tests.commands.program import read_rows, start, write_recipe, write_rows
-from tests.fault.processes import all_gone, ranks_of, state_of, waited
+from tests.commands.program import read_rows
+from tests.fault.processes import GRADER, all_gone, ranks_of, rl_run, state_of, waited
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ranks are found by /proc")
 
-GRADER = """
-import time
-
-def slow(data_source, solution_str, ground_truth, extra_info):
-    time.sleep(0.02)
-    return float(len(solution_str) % 3)
-"""
+ONCE: tuple[Phase, ...] = ("init", "load")
+OFTEN: dict[str, Any] = {"save_every": 3, "eval_every": 2}
 IN_SHORT: tuple[tuple[str, Phase, int], ...] = (
     ("command", "load", 15), ("rank", "load", 15), ("rank", "update", 15), ("all", "rollout", 15),
 )  # fmt: skip
@@ -47,23 +43,6 @@ AT_LENGTH = [
 ]
 
 
-def training(model: Path, folder: Path, layout: str, grader: str = GRADER) -> subprocess.Popen[str]:
-    """A run that would go on for days."""
-    (folder / "grader.py").write_text(grader)
-    (folder / "tmp").mkdir()
-    rows = write_rows(folder / "rows.jsonl", [{"prompt": "ab", "answer": "c"}] * 2)
-    recipe = write_recipe(
-        folder / "r.yaml",
-        model,
-        rows,
-        algorithm={"name": "grpo", "minibatches": 2},
-        data={"eval": str(rows)},
-        reward={"import": "grader:slow", "timeout_seconds": 600},
-        trainer={"steps": 100000, "save_every": 3, "eval_every": 2},
-    )
-    return start("train", recipe, "--layout", layout, env={"TMPDIR": str(folder / "tmp")})
-
-
 def receivers(process: subprocess.Popen[str], target: str, rank: int) -> list[int]:
     """Who gets the signal. A group of processes gets it together, as from a batch system or a terminal."""
     ranks = ranks_of(process)
@@ -75,8 +54,8 @@ def receivers(process: subprocess.Popen[str], target: str, rank: int) -> list[in
 )
 def test_a_stop_at_any_moment_is_clean(target: str, phase: Phase, number: int, model: Path, tmp_path: Path) -> None:
     draw = random.Random(f"{target}{phase}{tmp_path.name}")
-    process, rank = training(model, tmp_path, "dp=2"), draw.randrange(2)
-    assert waited(lambda: process.poll() is not None or _in(phase, rank, tmp_path / "tmp"))
+    process, rank = rl_run(model, tmp_path, "--layout", "dp=2", **OFTEN), draw.randrange(2)
+    assert waited(lambda: process.poll() is not None or _came_to(phase, rank, tmp_path / "tmp"), every=0.001)
     time.sleep(draw.random() * 0.1)
     assert waited(lambda: len(ranks_of(process)) == 2)
     below = children_of([process.pid])
@@ -103,7 +82,7 @@ def test_a_second_signal_does_not_wait_for_a_main_thread_that_is_stuck(
     layout: str, model: Path, tmp_path: Path
 ) -> None:
     stuck = GRADER.replace("time.sleep(0.02)", f"open({str(tmp_path / 'called')!r}, 'w'); time.sleep(500)")
-    process = training(model, tmp_path, layout, stuck)
+    process = rl_run(model, tmp_path, "--layout", layout, grader=stuck, **OFTEN)
     assert waited(lambda: (tmp_path / "called").exists())
     below = children_of([process.pid])
     process.send_signal(signal.SIGTERM)
@@ -117,6 +96,7 @@ def test_a_second_signal_does_not_wait_for_a_main_thread_that_is_stuck(
     assert all_gone(below, 20.0)
 
 
-def _in(phase: Phase, rank: int, temporary: Path) -> bool:
+def _came_to(phase: Phase, rank: int, temporary: Path) -> bool:
+    """Whether a rank is in that phase; one that comes only once may have passed unseen on a busy machine."""
     state = state_of(rank, temporary)
-    return state is not None and state.phase == phase
+    return state is not None and (state.phase == phase or (phase in ONCE and state.phase not in ONCE))

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fault.processes import SECONDS, all_gone, waited
+
 START = """
 import os, runpy, sys, time, types
 import dovetail.cli
@@ -64,19 +66,8 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def wait_for_file(path: Path) -> str:
-    for _ in range(900):
-        if path.exists() and path.read_text():
-            return path.read_text()
-        time.sleep(0.1)
-    raise AssertionError(f"{path} was not written")
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return not Path(f"/proc/{pid}/stat").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    assert waited(lambda: path.exists() and path.read_text()), f"{path} was not written"
+    return path.read_text()
 
 
 def test_ranks_meet_and_end_well(start: Start) -> None:
@@ -151,7 +142,6 @@ def test_sigterm_reaches_the_ranks_for_a_clean_stop(start: Start, layout: str, t
     """
     process = start(body, "--layout", layout)
     wait_for_file(tmp_path / "ready0")
-    time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
     assert ended(process)[::2] == (143, "")
     assert (tmp_path / "stopped0").exists()
@@ -172,11 +162,7 @@ def test_no_rank_outlives_a_killed_parent(start: Start, tmp_path: Path) -> None:
     pids = [int(wait_for_file(tmp_path / f"pid{rank}")) for rank in range(2)]
     process.kill()
     process.communicate(timeout=120)
-    for _ in range(100):
-        if not any(map(is_alive, pids)):
-            return
-        time.sleep(0.1)
-    raise AssertionError("a rank outlived its parent")
+    assert all_gone(set(pids), SECONDS), "a rank outlived its parent"
 
 
 def test_product_other_than_the_launchers_ranks_is_refused_by_rank_0_alone(start: Start) -> None:

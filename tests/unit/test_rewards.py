@@ -13,6 +13,7 @@ from dovetail.errors import ConfigError
 from dovetail.rl.reward_functions import final_number, format_match, number_only, numbers, numeric_match
 from dovetail.rl.rewards import Judged, RewardResult, RewardRunner, count_errors
 
+HANG = 1.5  # seconds that a reward may take
 MODULE = """
 import os, sys, time
 
@@ -199,10 +200,11 @@ def test_what_a_reward_may_not_do_drops_its_sample_only(directory: Path) -> None
 
 
 def test_hanging_samples_do_not_wait_for_each_other(directory: Path) -> None:
-    with RewardRunner(function="my_rewards:by_text", directory=directory, timeout=1.5, workers=3) as runner:
+    with RewardRunner(function="my_rewards:by_text", directory=directory, timeout=HANG, workers=3) as runner:
+        runner.score([sample("ok")] * 3)  # all have started
         started = time.monotonic()
         results = runner.score([sample("hang")] * 3 + [sample("ok")])
-        assert time.monotonic() - started < 4.4, "one after the other would take 4.5 seconds"
+        assert time.monotonic() - started < 3 * HANG, "one after the other would take three times the limit, and more"
     assert [r.value for r in results] == [None, None, None, 0.5]
 
 

@@ -2,7 +2,7 @@
 
 import errno
 import os
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,14 +125,15 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_is_under_way(
 ) -> None:
     def fail(self: SupervisedTask, step: int, stopping: Callable[[], bool]) -> Row | None:
         if step == 2:
+            failing.set()
             raise DataError("no more")
         return original(self, step, stopping)
 
     def slow(self: TensorFileWriter) -> None:
-        time.sleep(0.5)
+        assert failing.wait(60)  # the run fails while it is saved
         close(self)
 
-    original, close = SupervisedTask.step, TensorFileWriter.close
+    original, close, failing = SupervisedTask.step, TensorFileWriter.close, threading.Event()
     monkeypatch.setattr(SupervisedTask, "step", fail)
     monkeypatch.setattr(TensorFileWriter, "close", slow)
     model = make_model(tmp_path / "model")
