@@ -31,7 +31,7 @@ class Bench:
     ranks: int = 8
 
 
-PYTEST = "-x -q -p no:cacheprovider tests/gpu/test_layouts.py -k"
+PYTEST = "--maxfail=3 -q -p no:cacheprovider tests/gpu/test_layouts.py -k"
 BENCHES = (
     Bench("nccl", "pytest", f"{PYTEST} test_every_plan_over_nccl", 60, 200, "", ranks=1),
     Bench("parity", "bench.parity", "--device cuda --layout tp=2,pp=2,cp=2", 40, 100, ""),
@@ -75,7 +75,7 @@ BENCHES = (
     Bench(
         "rl",
         "bench.rl_step",
-        "--shape 7b --layout dp=8 --prompts 64",
+        "--shape 7b --layout dp=8 --prompts 64 --tokens-per-batch 8192",
         60,
         200,
         "--shape tiny --device cpu --prompts 4 "
@@ -156,7 +156,7 @@ def _run(bench: Bench, seconds: float, out: Path, *, smoke: bool) -> Iterator[st
         arguments += ["--out", str(out), "--name", bench.name, "--row-seconds", str(max(10.0, seconds - 5))]
     log = out / f"{bench.name}.log"
     ranks = min(bench.ranks, CPU_RANKS) if smoke else bench.ranks
-    status = run_ranks(bench.module, arguments, ranks, seconds, log)
+    status = run_ranks(bench.module, arguments, ranks, seconds, log, sessions=True)
     took = f"{time.monotonic() - begun:.0f} s"
     ended = "too late" if status is None else f"exit status {status}" if status else "done"
     yield f"{bench.name}: {ended} after {took}"

@@ -3,6 +3,7 @@ peers' recorded figures, and rows that are safe on the disk before the next one 
 
 import argparse
 import faulthandler
+import gc
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -253,6 +254,7 @@ class Session:
         """A row begins: an empty device, and a new time limit."""
         faulthandler.cancel_dump_traceback_later()
         faulthandler.dump_traceback_later(self.given.row_seconds, exit=True)
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
