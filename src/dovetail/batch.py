@@ -285,6 +285,11 @@ def start_reading(media: Iterable[Media | None]) -> None:
             each.start()
 
 
+def carried(x: Tensor, device: torch.device) -> Tensor:
+    """What lies on the host, on the device, without waiting for what the device has to do before."""
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
 def cumulative(lengths: Seq[int]) -> Tensor:
     """int32 [S + 1] on the host: where each sequence starts, and T."""
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)

@@ -12,7 +12,7 @@
     all_reduce          identity         partial in, whole out; consumers compute the same thing
 
 Those of heads work on dims 0 and 1, the others on dim 0, and each is the identity on an axis of size 1, so callers never
-test sizes. The functions without a gradient (`sum_over`, `stack_over`, `exchange`, `gather_text`, `all_reduce_`) are for
+test sizes. What has no gradient (`Scattering`, `sum_over`, `stack_over`, `exchange`, `gather_text`, `all_reduce_`) are for
 statistics, for agreeing on errors and counts, and for gradients themselves.
 """
 
@@ -186,6 +186,23 @@ def gather_replicated(x: Tensor, axis: Axis) -> Tensor:
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis and keep this rank's slice of dim 0: [n, ...] -> [n / size, ...]."""
     return x if axis.size == 1 else _ReduceScatter.apply(x, axis)
+
+
+class Scattering:
+    """A `reduce_scatter` without a gradient that has begun; other work may go on until `take`."""
+
+    def __init__(self, x: Tensor, axis: Axis) -> None:
+        self.whole = self.part = x.contiguous()  # the device may read it until the end
+        self.work: dist.Work | None = None
+        if axis.size > 1:
+            self.part = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+            self.work = _FLAT_SCATTER(self.part, self.whole, group=axis.group, async_op=True)
+
+    def take(self) -> Tensor:
+        """This rank's slice of the sum; on a GPU only its stream waits."""
+        if self.work is not None:
+            self.work.wait()
+        return self.part
 
 
 def gather_in_order(x: Tensor, axis: Axis) -> Tensor:

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen3MoeConfig
 
 from dovetail.batch import PackedBatch
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.engine.native import NativeEngine
+from dovetail.engine.sharding import Residency
 from dovetail.gradients import Adder
 from dovetail.kernels.reference import add_weight_grad_
 from dovetail.layout import Layout
@@ -117,3 +119,43 @@ def test_sums_are_as_near_as_those_of_autograd(folder: Path, name: str) -> None:
     for found in run(2, compared, folder / name, Layout(dp=2)):
         assert max(found["float64 added"], found["float64 autograd"]) <= SUM_ORDER
         assert found["bfloat16 added"] <= HALF_SHARE * found["bfloat16 autograd"]
+
+
+def resident(path: Path, layout: Layout) -> dict[str, float]:
+    """How far each way of keeping things whole between micro-batches is from the one of a host, and what is left gathered."""
+    found: dict[str, float] = {}
+    exact: dict[str, Tensor] = {}
+    for residency in (Residency(False, True), Residency(True, True), Residency(False, False)):
+        engine = engine_of(path, layout, torch.float64, BUDGET)
+        engine.residency = residency
+        before = engine.score(batch_of(torch.float64)).logprob
+        engine.train_step(batch_of(torch.float64), objective)
+        assert torch.equal(before, engine.score(batch_of(torch.float64)).logprob)  # at learning rate 0
+        assert all(isinstance(parameter, DTensor) for parameter in engine.model.parameters())
+        flat = gradients(engine)[0]
+        exact = exact or flat
+        found[str(residency)] = worst_error(flat, exact)[0]
+    return found
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, ep=2)], ids=str)
+def test_what_stays_whole_changes_no_gradient(folder: Path, layout: Layout) -> None:
+    for found in run(2, resident, folder / "experts", layout):
+        assert len(found) == 3
+        assert max(found.values()) <= SUM_ORDER
+
+
+@pytest.mark.parametrize(
+    ("billions", "gib", "expected"),
+    [
+        (7.6, 140, Residency(True, True)),
+        (7.6, 80, Residency(False, False)),
+        (14.8, 140, Residency(False, False)),
+        (8.0, 94, Residency(False, True)),
+        (70.0, None, Residency(False, True)),
+    ],
+)
+def test_what_a_device_may_keep_whole(billions: float, gib: int | None, expected: Residency) -> None:
+    """At most a third of it: weights in bfloat16 and sums in float32."""
+    memory = None if gib is None else gib << 30
+    assert Residency.within(int(billions * 1e9), 2, 4, memory) == expected

@@ -1,6 +1,7 @@
 """Weight gradients added where they lie: those of autograd, in the dtype in which they are reduced."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ MICROS = 3
 KINDS: dict[str, Callable[[Mesh], Linear]] = {
     "column": lambda mesh: ColumnLinear(8, {"q": (2, 3), "k": (1, 3)}, mesh, bias=True),
     "row": lambda mesh: RowLinear(8, 9, mesh, bias=True),
-    "token": lambda mesh: TokenLinear(8, 9, bias=True),
-    "without bias": lambda mesh: RowLinear(8, 9, mesh),
+    "token": lambda _: TokenLinear(8, 9, bias=True),
+    "without bias": partial(RowLinear, 8, 9),
 }
 
 
@@ -126,7 +127,7 @@ def test_half_precision_weights_sum_in_float32() -> None:
     made = layer("without bias", torch.bfloat16)
     x, dy = micros(torch.bfloat16)[0]
     exact = 100 * (dy.to(torch.float64).T @ x.to(torch.float64))
-    errors = []
+    errors: list[float] = []
     for adds in (None, add_weight_grad_):
         made.adds, made.weight.grad = adds, None
         if adds:
@@ -134,8 +135,8 @@ def test_half_precision_weights_sum_in_float32() -> None:
         for _ in range(100):
             made(x).backward(dy)
         assert made.weight.grad is not None
+        assert made.weight.grad.dtype == (torch.float32 if adds else torch.bfloat16)
         errors.append(tensor_error(made.weight.grad, exact))
-    assert made.weight.grad.dtype == torch.float32
     assert errors[1] <= OP_BF16 < errors[0]
 
 

@@ -20,7 +20,7 @@ from dovetail.comm import gather_text, sum_over
 from dovetail.engine.base import StepReport
 from dovetail.engine.faults import StepWatch, inputs_of, spoiled
 from dovetail.engine.routing import BalanceSettings, Placed, Routing
-from dovetail.engine.sharding import sum_where_they_lie
+from dovetail.engine.sharding import Residency, sum_where_they_lie
 from dovetail.engine.stages import Inference, Training
 from dovetail.errors import DataError, ModelError
 from dovetail.kernels.reference import wide
@@ -71,6 +71,7 @@ class NativeEngine:
         connect(mesh)
         self._settings, self._routing = optim or OptimSettings(), Routing.of(model, mesh, balance)
         self._optimizer: Optimizer | None = None
+        self._residency: Residency | None = None
         self._parked: Parked | None = None
 
     @property
@@ -80,6 +81,17 @@ class NativeEngine:
             sum_where_they_lie(self.model)
             self._optimizer = Optimizer(self.model, self.mesh, self._settings)
         return self._optimizer
+
+    @property
+    def residency(self) -> Residency:
+        """What a training step keeps whole between its micro-batches. The first call is collective."""
+        if self._residency is None:
+            self._residency = Residency.of(self.model, self.mesh, self.dtype)
+        return self._residency
+
+    @residency.setter
+    def residency(self, residency: Residency) -> None:
+        self._residency = residency
 
     def score(self, batch: PackedBatch) -> TokenStats:
         """Log-prob and entropy of `batch.targets` [T]; 0 where the mask is False."""
@@ -124,15 +136,18 @@ class NativeEngine:
         micros = [micro for _, micro in pairs]
         if self._routing is not None:
             self._routing.charge(pairs, loss, len(batch))
-        stages = Training(self.model, self.mesh, micros, self.dtype, loss, partial(add_sums, sums))
+        keep = partial(add_sums, sums)
+        stages = Training(self.model, self.mesh, micros, self.dtype, loss, keep, self.residency)
         layout, costs = self.mesh.layout, stage_costs(self.model.spec, self.mesh.layout)
         execute(make_plan(layout.schedule, layout.pp, layout.virtual_stages, len(micros), costs), stages, self.mesh)
         stages.finish()
-        totals = self._reduce_sums(sums)
-        loss_total, count = totals.pop("")
-        progress.phase("optimizer")
+        rows = self._reduce_sums(sums)
         losses = [sums[""][0]] if sums else []
-        update = optimizer.step(count, [*losses, *inputs_of(micros).values()])
+        everywhere = sum_over(rows[:1, 1].sum(), self.mesh["pp"])  # the loss's count: its name comes first
+        update = optimizer.step(everywhere, [*losses, *inputs_of(micros).values()])
+        progress.phase("optimizer")  # the host is only now as far as the device
+        totals = self._told(sorted(sums), rows)
+        loss_total, count = totals.pop("")
         faults: dict[int, list[str]] = {}
         if update.skipped:
             mine = [*spoiled(micros, losses), *update.faults]
@@ -257,14 +272,17 @@ class NativeEngine:
         """Everybody's tokens, on every rank and on the batch's device."""
         return sum_over(sum_over(mine, self.mesh["fsdp"]), self.mesh["pp"]).to(batch.tokens.device)
 
-    def _reduce_sums(self, sums: Sums) -> dict[str, tuple[float, float]]:
-        """All tokens' sums. Under a pipeline the rank of the last stage tells those of the others."""
-        names, pp = sorted(sums), self.mesh["pp"]
-        rows: list[list[float]] = []
-        if pp.rank == pp.size - 1:
-            flat = torch.stack([torch.stack([x.to(torch.float64) for x in sums[name]]) for name in names])
-            rows = sum_over(flat, self.mesh["fsdp"]).tolist()
-        told = json.loads(gather_text(json.dumps(dict(zip(names, rows, strict=True))), pp, self.mesh.device)[-1])
+    def _reduce_sums(self, sums: Sums) -> Tensor:
+        """All tokens' sums in the order of their names: float64 [n, 2] on ranks of the last stage, [0, 2] on others."""
+        if self.mesh["pp"].rank < self.mesh["pp"].size - 1:
+            return torch.zeros(0, 2, dtype=torch.float64, device=self.mesh.device)
+        flat = torch.stack([torch.stack([x.to(torch.float64) for x in sums[name]]) for name in sorted(sums)])
+        return sum_over(flat, self.mesh["fsdp"])
+
+    def _told(self, names: list[str], rows: Tensor) -> dict[str, tuple[float, float]]:
+        """The sums as numbers. Under a pipeline ranks of the last stage tell those of the others."""
+        mine = json.dumps(dict(zip(names, rows.tolist(), strict=True)))
+        told = json.loads(gather_text(mine, self.mesh["pp"], self.mesh.device)[-1])
         return {name: (total, count) for name, (total, count) in told.items()}
 
     @property

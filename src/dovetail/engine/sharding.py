@@ -1,17 +1,61 @@
 """FSDP2 around a model: each block a group, its experts and untied ends apart, sums not means."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from dovetail.comm import stack_over
 from dovetail.gradients import Adder
 from dovetail.kernels.reference import wide
+from dovetail.kernels.registry import memory_of
 from dovetail.mesh import Mesh
 from dovetail.nn.linear import Linear
 from dovetail.nn.model import StagedModel
 from dovetail.placement import placements_of
+
+SHARE = 1 / 3  # of a device's memory, for what a step may keep whole to spare communication
+
+
+@dataclass(frozen=True)
+class Residency:
+    """What stays whole between the micro-batches of a step, where there are several.
+
+    gathered: parameters, so that they are gathered once a step; else by every pass. summed: the sums of gradients, so
+    that they are reduced once a step; else after every micro-batch.
+    """
+
+    gathered: bool
+    summed: bool
+
+    @classmethod
+    def within(cls, elements: int, parameter: int, gradient: int, memory: int | None) -> "Residency":
+        """For so many elements, of so many bytes each, in a device's memory: both, gradients alone, or neither.
+
+        None: nobody knows the memory, as on a host. There gathering is a copy within it; a sum spares more than that.
+        """
+        if memory is None:
+            return cls(gathered=False, summed=True)
+        summed = elements * gradient <= SHARE * memory
+        return cls(gathered=elements * (parameter + gradient) <= SHARE * memory, summed=summed)
+
+    @classmethod
+    def of(cls, model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> "Residency":
+        """That of a sharded model which computes in `dtype`. Collective over dp x cp, whose ranks must do the same.
+
+        A pipeline's stages run many times a step and may add weight gradients after their last backward pass; one rank
+        alone reduces nothing, and gathers by copying.
+        """
+        if mesh["pp"].size > 1 or mesh["fsdp"].size == 1:
+            return cls(gathered=True, summed=True)
+        first, memory = next(model.parameters()), memory_of(mesh.device)
+        if memory is not None:
+            everyone = stack_over(torch.tensor(memory, device=mesh.device), mesh["fsdp"])
+            memory = int(everyone.min())
+        elements = sum(parameter.numel() for parameter in model.parameters())
+        return cls.within(elements, dtype.itemsize, wide(first.dtype).itemsize, memory)
 
 
 def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:

@@ -1,8 +1,8 @@
 """What this rank's pipeline stages compute for each micro-batch: with gradients, or without. The executor says when.
 
-Without a pipeline there is one stage and the same code. Under a pipeline the parameters stay gathered through a step,
-gradients add up where they are, and the rank's last backward pass reduces and shards them: one reduction a step. Where
-weight gradients may come after that, the reduction waits for `finish`.
+Without a pipeline there is one stage and the same code. A `Residency` says whether parameters stay gathered through a
+step, and whether gradients add up where they are until the rank's last backward pass reduces and shards them: one
+reduction a step. Where weight gradients may come after that, the reduction waits for `finish`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dovetail.batch import Loss, LossFn, MicroBatch
+from dovetail.engine.sharding import Residency
 from dovetail.mesh import Mesh
 from dovetail.nn.model import StagedModel
 from dovetail.pipeline.schedule import Action
@@ -78,9 +79,15 @@ class Training(_Stages):
         dtype: torch.dtype,
         loss: LossFn,
         keep: Callable[[Loss], None],
+        residency: Residency | None = None,
     ) -> None:
+        """residency: default: what the device's memory allows."""
         super().__init__(model, mesh, micros, dtype)
         self.loss, self.keep = loss, keep
+        self.residency = residency or Residency.of(model, mesh, dtype)
+        several = mesh["pp"].size > 1 or len(micros) > 1
+        self.keeps = self.residency.gathered and several  # parameters gathered, from one pass to the next
+        self._keep(True)
         self.alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # what each stage got and gave
         self.reduced = False
 
@@ -113,13 +120,19 @@ class Training(_Stages):
         if not self.reduced:
             self._reduce_next(True)
             self.model(None).backward()
+        self._keep(False)
 
-    def _reduce_next(self, reduces: bool) -> None:
-        """Whether the next backward pass is the one that reduces gradients and leaves parameters sharded."""
+    def _keep(self, gathered: bool) -> None:
+        """Whether forward passes leave parameters gathered. Pipelines and single ranks do as they were wrapped to do."""
+        if self.keeps and self.mesh["pp"].size == 1 and self.mesh["fsdp"].size > 1:
+            assert isinstance(self.model, FSDPModule)
+            self.model.set_reshard_after_forward(not gathered)
+
+    def _reduce_next(self, last: bool) -> None:
+        """Whether the next backward pass is the one that leaves gradients reduced and parameters sharded."""
         model = self.model
         assert isinstance(model, FSDPModule)
-        keep_gathered = self.mesh["pp"].size > 1 or self.mesh["fsdp"].size == 1
-        model.set_requires_gradient_sync(reduces)
-        model.set_is_last_backward(reduces)
-        model.set_reshard_after_backward(reduces or not keep_gathered)
-        self.reduced = reduces
+        model.set_requires_gradient_sync(last or not self.residency.summed)
+        model.set_is_last_backward(last)
+        model.set_reshard_after_backward(last or not self.keeps)
+        self.reduced = last

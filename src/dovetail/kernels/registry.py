@@ -119,6 +119,11 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for start, peak in PEAK_FLOPS.items() if name.startswith(start)), None)
 
 
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of an accelerator's memory; None for a CPU."""
+    return None if device.type == "cpu" else int(torch.get_device_module(device).mem_get_info(device)[1])
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """The most memory that this process has held so far: on the accelerator, or resident on the host."""
     if device.type != "cpu":

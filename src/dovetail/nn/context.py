@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dovetail.arch.spec import RopeSpec
-from dovetail.batch import MicroBatch, Share, cumulative
+from dovetail.batch import MicroBatch, Share, carried, cumulative
 from dovetail.comm import gather_in_order, heads_to_tokens, tokens_to_heads
 from dovetail.kernels.reference import Spans, as_wide_as
 from dovetail.kernels.registry import KernelSet
@@ -118,7 +118,7 @@ def cut_chunks(lengths: Sequence[int], share: Share, device: torch.device) -> tu
     """The chunks of queries of one rank, for packed sequences of these lengths: two, or one that is everything."""
     ends = cumulative(lengths).tolist()
     if share.lines == 1:
-        spans = Spans(cumulative(lengths).to(device), tuple(lengths))
+        spans = Spans(carried(cumulative(lengths), device), tuple(lengths))
         return (Chunk(slice(0, ends[-1]), slice(0, ends[-1]), spans, spans),)
     size = ends[-1] // (2 * share.lines)
     found = []
@@ -131,8 +131,8 @@ def cut_chunks(lengths: Sequence[int], share: Share, device: torch.device) -> tu
             Chunk(
                 slice(at * size, (at + 1) * size),
                 slice(inside[0][0], stop),
-                Spans(cumulative(queries).to(device), queries),
-                Spans(cumulative(keys).to(device), keys),
+                Spans(carried(cumulative(queries), device), queries),
+                Spans(carried(cumulative(keys), device), keys),
             )
         )
     return tuple(found)

@@ -18,11 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dovetail.comm import all_gather, reduce_scatter
+from dovetail.comm import Scattering, all_gather, reduce_scatter
 from dovetail.gradients import Adder, add_product
 from dovetail.kernels.reference import wide
-from dovetail.mesh import Mesh
+from dovetail.mesh import Axis, Mesh
 from dovetail.placement import Part, Placement, Split
+
+ALONE = Axis("tp")
 
 
 class Linear(Adder):
@@ -30,7 +32,7 @@ class Linear(Adder):
 
     With `adds`, a backward pass adds the weight's gradient to `weight.grad`; while the layer `waits` it leaves it out, and
     `add_weight_gradient` adds that of the micro-batch that has waited longest. `weight` must be the same tensor until
-    then (FSDP2: gathered). No collectives.
+    then (FSDP2: gathered).
     """
 
     weight: nn.Parameter
@@ -40,11 +42,11 @@ class Linear(Adder):
         self.waits = False
         self.waiting: deque[tuple[Tensor, Tensor]] = deque()  # dy [T, out] and x [T, in]
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x w.T + bias."""
+    def product(self, x: Tensor, bias: Tensor | None, axis: Axis = ALONE) -> Tensor:
+        """x w.T + bias, of the tokens of all ranks of `axis`."""
         if self.adds is None or not torch.is_grad_enabled():
-            return F.linear(x, self.weight, bias)
-        y: Tensor = _Product.apply(x, self.weight, bias, self)
+            return F.linear(all_gather(x, axis), self.weight, bias)
+        y: Tensor = _Product.apply(x, self.weight, bias, self, axis)
         return y
 
     def add_weight_gradient(self) -> None:
@@ -59,28 +61,31 @@ class Linear(Adder):
 
 
 class _Product(torch.autograd.Function):
-    """forward: y = x w.T + b. backward: dx = dy w, db; dw is added by the layer, now or later. No collectives.
+    """forward: y = x w.T + b, x gathered over the axis. backward: dx = dy w, summed over the axis and cut; db; dw is added
+    by the layer, now or later. One collective each way; the one of backward goes on beside dw's product.
 
     Only x is saved: the layer has the weight, and the one whose gradient counts, whoever recomputed or stored what is
     saved.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, axis: Axis) -> Tensor:
+        x = all_gather(x, axis)
         ctx.save_for_backward(x if weight.requires_grad else None)
-        ctx.layer = layer
+        ctx.layer, ctx.axis = layer, axis
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
         (dy,), (x,), layer = grads, ctx.saved_tensors, ctx.layer
-        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
+        dx = Scattering(dy @ layer.weight, ctx.axis) if for_x else None
         if for_weight and layer.waits:
             layer.waiting.append((dy, x))
         elif for_weight:
             layer._add(dy, x)
-        dx = dy @ layer.weight if for_x else None
-        return dx, None, dy.sum(0, dtype=wide(dy.dtype)) if for_bias else None, None
+        db = dy.sum(0, dtype=wide(dy.dtype)) if for_bias else None
+        return None if dx is None else dx.take(), None, db, None, None
 
 
 class ColumnLinear(Linear):
@@ -105,7 +110,7 @@ class ColumnLinear(Linear):
         self.placements = dict.fromkeys(("weight", "bias"), Placement((Split(0, "tp", tuple(cut)),)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.product(all_gather(x, self.axis), self.bias).split(self.lengths, dim=-1)
+        return self.product(x, self.bias, self.axis).split(self.lengths, dim=-1)
 
 
 class RowLinear(Linear):

@@ -7,11 +7,13 @@ transformers, since one rounding of a frequency is multiplied by the position.
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from dovetail.arch.spec import RopeSpec
+from dovetail.batch import carried
 from dovetail.errors import ModelError
 from dovetail.kernels.reference import wide
 
@@ -26,15 +28,21 @@ def rope_tables(
     """
     if at is not None:
         positions = positions[at]
-    if spec.kind == "dynamic" and lengths:
+    frequencies = _frequencies_on(spec, wide(dtype), positions.device)
+    if spec.kind == "dynamic" and max(lengths, default=0) > spec.max_positions:
         rows = torch.stack([inverse_frequencies(spec, wide(dtype), length) for length in lengths])
-        frequencies = rows.repeat_interleave(torch.tensor(lengths), dim=0)
+        spread = rows.repeat_interleave(torch.tensor(lengths), dim=0)
+        frequencies = carried(spread, positions.device)
         if at is not None:
-            frequencies = frequencies[at.to(frequencies.device)]
-    else:
-        frequencies = inverse_frequencies(spec, wide(dtype))
-    angles = positions.to(wide(dtype))[:, None] * frequencies.to(positions.device)
+            frequencies = frequencies[at]
+    angles = positions.to(wide(dtype))[:, None] * frequencies
     return (angles.cos() * spec.attention_factor).to(dtype), (angles.sin() * spec.attention_factor).to(dtype)
+
+
+@lru_cache(maxsize=64)
+def _frequencies_on(spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Those of no length in particular: a host that sent them to every forward pass would wait for the device each time."""
+    return carried(inverse_frequencies(spec, dtype), device)
 
 
 def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> Tensor:

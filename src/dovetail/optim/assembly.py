@@ -42,12 +42,18 @@ def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
     ]
 
 
+class StoppableAdamW(torch.optim.AdamW):
+    """AdamW whose fused step does nothing, and does not count, where a number on the device is 1: nobody waits for it."""
+
+    found_inf: Tensor
+
+
 def adamw(
     shards: list[Shard], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
+) -> StoppableAdamW:
     """AdamW over local shards. Vectors (norms, biases) are not decayed."""
     groups: list[dict[str, Any]] = [
         {"params": [s.local for s in shards if s.local.dim() > 1], "weight_decay": weight_decay},
         {"params": [s.local for s in shards if s.local.dim() <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+    return StoppableAdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)

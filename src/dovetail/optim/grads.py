@@ -40,15 +40,16 @@ def global_norm(shards: Iterable[Shard], mesh: Mesh, suspects: Sequence[Tensor] 
 
     Not a number where any number of `suspects` is not finite on any rank: one collective tells both.
     """
-    squares = []
+    parts: list[Tensor] = []
     for shard in shards:
         grad = shard.local.grad
         assert grad is not None
         owned = [grad[as_index(r.local_slice)] for r in shard.regions if r.owned]
-        squares += [torch.linalg.vector_norm(part, dtype=wide(part.dtype)).square() for part in owned]
-    squares += [spoiled.to(squares[0]) for spoiled in _spoiled(suspects)] if squares else _spoiled(suspects)
-    total = torch.stack(squares).sum() if squares else torch.zeros((), device=mesh.device)
-    return sum_over(total.to(torch.float64), mesh["world"]).sqrt()
+        parts += [part for part in owned if part.numel()]
+    norms = torch._foreach_norm(parts, dtype=wide(parts[0].dtype)) if parts else ()
+    found = [torch.stack(scalars).square().sum() for scalars in (norms, _spoiled(suspects)) if scalars]
+    total = sum((x.to(torch.float64) for x in found), torch.zeros((), dtype=torch.float64, device=mesh.device))
+    return sum_over(total, mesh["world"]).sqrt()
 
 
 def _spoiled(suspects: Iterable[Tensor]) -> list[Tensor]:
@@ -57,7 +58,8 @@ def _spoiled(suspects: Iterable[Tensor]) -> list[Tensor]:
     return list(torch._foreach_mul(torch._foreach_norm(real, math.inf), 0.0)) if real else []
 
 
-def scale_(shards: Iterable[Shard], factor: float) -> None:
-    """Multiply every gradient."""
+def scale_(shards: Iterable[Shard], factor: Tensor) -> None:
+    """Multiply every gradient. The host reads the factor only for gradients that are too narrow to hold it."""
     grads = [shard.local.grad for shard in shards if shard.local.grad is not None]
-    torch._foreach_mul_(grads, factor)
+    dtype = wide(grads[0].dtype) if grads else factor.dtype
+    torch._foreach_mul_(grads, factor.to(dtype) if grads and grads[0].dtype == dtype else float(factor))

@@ -54,16 +54,17 @@ class Optimizer:
         s = settings
         self.adamw = adamw(self.shards, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay)
 
-    def step(self, count: float, suspects: Sequence[Tensor] = ()) -> Update:
+    def step(self, count: float | Tensor, suspects: Sequence[Tensor] = ()) -> Update:
         """Update from gradients that are sums over `count` tokens (or sequences) of all ranks; then drop them.
 
         Collective. A number that is not finite, in a gradient, a parameter or one of `suspects` (whatever the gradients
-        came from) of any rank, skips the update on every rank.
+        came from) of any rank, skips the update on every rank. The device decides: the host reads the norm when all work
+        is on its way, so that the device has no pause between the last backward pass and the update.
         """
         s = self.settings
-        divisor = max(count, 1.0)
+        divisor = torch.as_tensor(count, dtype=torch.float64, device=self.mesh.device).clamp(min=1.0)
         reduce_partial(self.shards, self.mesh)
-        norm = float(global_norm(self.shards, self.mesh, [*suspects, *self._watched()])) / divisor
+        norm = global_norm(self.shards, self.mesh, [*suspects, *self._watched()]) / divisor
         lr = s.lr * lr_factor(
             s.schedule,
             self.steps,
@@ -72,17 +73,22 @@ class Optimizer:
             floor=s.min_lr_ratio,
             decay=s.decay_steps,
         )
-        skipped = not math.isfinite(norm)
-        if not skipped:
-            clip = 1.0 if s.clip_norm is None else min(1.0, s.clip_norm / (norm + 1e-6))
-            scale_(self.shards, clip / divisor)
-            for group in self.adamw.param_groups:
-                group["lr"] = lr
-            self.adamw.step()
-            self.steps += 1
+        finite = norm.isfinite()
+        clip = torch.ones_like(norm) if s.clip_norm is None else (s.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        scale_(self.shards, torch.where(finite, clip / divisor, 1.0))
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.found_inf = (~finite).to(torch.float32)
+        fresh = not self.adamw.state
+        self.adamw.step()
+        grad_norm = float(norm)
+        skipped = not math.isfinite(grad_norm)
+        self.steps += not skipped
+        if skipped and fresh:
+            self.adamw.state.clear()  # moments of nothing
         faults = tuple(self._faults()) if skipped else ()
         self.zero_grad()
-        return Update(norm, lr, skipped, faults)
+        return Update(grad_norm, lr, skipped, faults)
 
     def _watched(self) -> Iterator[Tensor]:
         """What the norm does not see: the parameters, and gradients that another rank counts."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from dovetail.batch import Loss, PackedBatch, Sum
 from dovetail.errors import ConfigError
 from dovetail.kernels.reference import widened
+from dovetail.routing import count_rows
 from dovetail.tokenstats import TokenStats
 
 Aggregation = Literal["token", "sequence", "sequence_sum"]
@@ -193,7 +194,7 @@ def _limited(log_ratio: Tensor) -> Tensor:
 def _sequence_mean(x: Tensor, batch: PackedBatch) -> Tensor:
     """Each token gets the mean of `x` over its sequence's tokens."""
     owner = batch.sequence_ids
-    sizes = torch.bincount(owner, minlength=batch.num_sequences).clamp(min=1)
+    sizes = count_rows(owner, batch.num_sequences).clamp(min=1)
     return (x.new_zeros(batch.num_sequences).index_add(0, owner, x) / sizes)[owner]
 
 

@@ -1,0 +1,92 @@
+"""On a GPU no micro-batch of a step has the host wait: forward and backward passes of whole engines, FSDP's work included.
+
+`tests/unit/test_no_waiting.py` shows the same of the model alone, without a GPU.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from bench.models import one_rank
+from dovetail.batch import LossFn, PackedBatch
+from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.engine.native import NativeEngine, Sums, add_sums
+from dovetail.engine.stages import Training
+from dovetail.pipeline.executor import run as execute
+from dovetail.pipeline.schedule import make_plan
+from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
+from tests.gpu.test_head import no_waiting
+from tests.parity.configs import tiny_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+Role = Literal["lm", "value"]
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, PreTrainedConfig] = {
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=64),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64),
+}
+LOSSES: dict[str, tuple[Role, LossFn]] = {
+    "sft": ("lm", SFTLoss()),
+    "grpo": ("lm", PolicyLoss(clip_high=0.28, kl_coef=0.05)),
+    "gspo": ("lm", PolicyLoss(ratio="sequence")),
+    "value": ("value", ValueLoss()),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+def batch() -> PackedBatch:
+    """Of many micro-batches of several lengths."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(8, 120, (24,), generator=draw).tolist()
+    packed = PackedBatch.pack([torch.randint(512, (n,), generator=draw) for n in lengths])
+    names = ("advantage", "old_logprob", "reference_logprob", "return", "old_value")
+    packed = packed.with_fields(**{name: torch.randn(len(packed), generator=draw) for name in names})
+    return packed.with_fields(**weight_fields(packed, "sequence"))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", MODELS)
+def test_micro_batches_of_a_step(tmp_path: Path, name: str, loss: str) -> None:
+    play(tmp_path, MODELS[name], *LOSSES[loss], "cuda", no_waiting())
+
+
+def play(
+    folder: Path, config: PreTrainedConfig, head: Role, fn: LossFn, device: str, guard: AbstractContextManager[None]
+) -> None:
+    """Two steps, so that everything has been compiled and allocated, and the micro-batches of a third within `guard`."""
+    tiny_model(config).save_pretrained(folder)
+    options = EngineOptions(tokens_per_batch=256, fresh_head_seed=0)
+    engine = from_pretrained(folder, dtype=torch.bfloat16, device=device, head=head, options=options)
+    assert isinstance(engine, NativeEngine)
+    for _warm in range(2):
+        engine.train_step(batch(), fn)
+    pairs, sums = list(engine.micro_batches(batch())), Sums()
+    assert len(pairs) > 2
+    micros = [micro for _, micro in pairs]
+    stages = Training(engine.model, engine.mesh, micros, engine.dtype, fn, partial(add_sums, sums))
+    plan = make_plan("1f1b", 1, 1, len(pairs))
+    with guard:
+        execute(plan, stages, engine.mesh)
+        stages.finish()
+    assert torch.isfinite(sums[""][0])
