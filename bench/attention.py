@@ -1,98 +1,241 @@
-"""Speed of packed causal attention on a GPU, forward + backward: python -m bench.attention [--heads 28 4 128]
+"""Speed of packed causal attention, of every kernel that the engine may choose: python -m bench.attention
 
-What the engine runs against FlashAttention-4 where flash_attn is installed, pairs interleaved in one process. Operations
-are those of the causal half, the backward counted as 2.5 forwards.
+Forward alone, and forward + backward. All kernels of a case run in turns in one process; figures are medians, and TFLOP/s
+are operations of the causal half, the backward counted as 2.5 forwards. The ceiling is a large product of the same run.
+`--device cpu --shrink 64` tries it out.
 """
 
 import argparse
-import importlib
-import importlib.util
 import json
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.harness import RESULTS, Case, compare, surroundings
+from bench.harness import RESULTS, surroundings
 from dovetail.batch import cumulative
+from dovetail.kernels import fa4
 from dovetail.kernels.reference import Spans
-from dovetail.kernels.registry import kernels_for
+from dovetail.kernels.registry import AttentionName, kernels_for
+from dovetail.nn.recompute import is_attention
 
-PACKS = ((8192,), (32768,), (2048,) * 16, (512,) * 64)
+WIDE = (28, 4, 128, 128)  # heads of queries, of keys; channels of keys, of values
+NARROW, LATENT = (14, 2, 64, 64), (16, 16, 192, 128)
+MIXED = (2048,) * 16
+RAGGED = (
+    7919,
+    3001,
+    211,
+    5003,
+    90,
+    12007,
+    1500,
+    2000,
+    1037,
+)  # as in RL: 32768 tokens, a quarter of the longest on average
+CASES = (
+    (WIDE, (8192,)),
+    (WIDE, (32768,)),
+    (WIDE, (131072,)),
+    (WIDE, MIXED),
+    (WIDE, (512,) * 64),
+    (WIDE, RAGGED),
+    (NARROW, (8192,)),
+    (NARROW, (32768,)),
+    (NARROW, MIXED),
+    (LATENT, (8192,)),
+    (LATENT, MIXED),
+)
+REPEATED = ((WIDE, (8192,)), (WIDE, MIXED))  # measured once more with deterministic algorithms
+SHORTEST_RUN = 0.02  # seconds that one measurement should take at least
 
 
 @dataclass(frozen=True)
 class Row:
-    """One pack of sequences. TFLOP/s are medians of runs that alternate with the peer's."""
+    """One kernel on one pack of sequences."""
 
-    sequences: int
-    length: int
     heads: tuple[int, ...]
-    ours_tflops: float
-    peer: str | None
-    peer_tflops: float | None
+    pack: str
+    kernel: str
+    deterministic: bool
+    forward_tflops: float
+    both_tflops: float
+    rounds: int
 
 
-def row(lengths: tuple[int, ...], heads: tuple[int, ...], rounds: int) -> Row:
-    """Forward and backward of one pack, `heads` being query heads, KV heads and their dim."""
-    queries, groups, dim = heads
-    tokens, device = sum(lengths), torch.device("cuda")
+class Seen(TorchDispatchMode):
+    """Which attention kernels run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+        if is_attention(str(func)):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def rows(
+    heads: tuple[int, ...], lengths: tuple[int, ...], device: torch.device, seconds: float, *, again: bool
+) -> list[Row]:
+    """Every kernel on one pack. again: with deterministic algorithms."""
+    queries, groups, dim, dim_v = heads
     spans = Spans(cumulative(lengths).to(device), lengths)
-    q, k, v = (
-        torch.randn(tokens, h, dim, device=device, dtype=torch.bfloat16).requires_grad_()
-        for h in (queries, groups, groups)
-    )
-    up = torch.randn_like(q)
-    attention = kernels_for(device).attention
+    tokens, dtype = sum(lengths), torch.bfloat16
+    q = torch.randn(tokens, queries, dim, device=device, dtype=dtype).requires_grad_()
+    k = torch.randn(tokens, groups, dim, device=device, dtype=dtype).requires_grad_()
+    v = torch.randn(tokens, groups, dim_v, device=device, dtype=dtype).requires_grad_()
+    up = torch.randn(tokens, queries, dim_v, device=device, dtype=dtype)
+    timed: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {}
+    for name, attention in known(device).items():
+        with Seen() as seen, deterministic(again):
+            found = attention(q, k, v, spans, spans)
+        if name in ("cudnn", "fa4") and not any(name in op for op in seen.names):
+            continue  # it hands this pack on
 
-    def timed(run: Callable[[], Tensor]) -> Callable[[], object]:
-        def both() -> None:
-            torch.autograd.grad(run(), (q, k, v), up)
-            torch.cuda.synchronize()
+        def forward(attention: Callable[..., Tensor] = attention) -> object:
+            with torch.no_grad():
+                return attention(q, k, v, spans, spans)
 
-        return both
+        def both(attention: Callable[..., Tensor] = attention) -> object:
+            return torch.autograd.grad(attention(q, k, v, spans, spans), (q, k, v), up)
 
-    ours = timed(lambda: attention(q, k, v, spans, spans))
-    peer = None
-    if importlib.util.find_spec("flash_attn") is not None:
-        flash = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
-        where = {f"cu_seqlens_{x}": spans.cu_seqlens for x in "qk"} | {f"max_seqlen_{x}": spans.longest for x in "qk"}
-        with torch.no_grad():
-            found = _only(flash(q, k, v, **where, causal=True))
-            apart = float((found - attention(q, k, v, spans, spans)).abs().max())
-        assert apart < 0.05, f"ours and the peer's differ by {apart}; the comparison would mean nothing"
-        peer = timed(lambda: _only(flash(q, k, v, **where, causal=True)))
-    one = compare(Case("attention", tokens, ours, peer or ours), rounds)
-    flops = 3.5 * sum(4 * queries * dim * n * n / 2 for n in lengths) / 1e12
-    return Row(
-        sequences=len(lengths),
-        length=lengths[0],
-        heads=heads,
-        ours_tflops=round(flops / one.ours_seconds, 1),
-        peer="FlashAttention-4" if peer else None,
-        peer_tflops=round(flops / one.peer_seconds, 1) if peer else None,
-    )
+        first = next(iter(timed.values()), None)
+        if first is not None:
+            apart = float((found - first[0]()).abs().max())  # type: ignore[operator]
+            assert apart < 0.05, f"{name} is {apart} from the others; a comparison would mean nothing"
+        timed[name] = forward, both
+    with deterministic(again):
+        found_seconds = measure({(name, i): run for name, pair in timed.items() for i, run in enumerate(pair)}, seconds)
+    work = 4 * queries * (dim + dim_v) / 2 * sum(n * n / 2 for n in lengths) / 1e12
+    pack = f"{len(lengths)} x {lengths[0]}" if len(set(lengths)) == 1 else f"{len(lengths)} ragged, {tokens}"
+    return [
+        Row(
+            heads,
+            pack,
+            name,
+            again,
+            round(work / statistics.median(found_seconds[name, 0]), 1),
+            round(3.5 * work / statistics.median(found_seconds[name, 1]), 1),
+            len(found_seconds[name, 1]),
+        )
+        for name in timed
+    ]
 
 
-def _only(out: Tensor | tuple[Tensor, ...]) -> Tensor:
-    return out[0] if isinstance(out, tuple) else out
+def known(device: torch.device) -> dict[str, Callable[..., Tensor]]:
+    """The kernels that may be asked for on this device, by name."""
+    if device.type == "cpu":
+        return {"reference": kernels_for(device).attention}
+    names: list[AttentionName] = ["torch", "cudnn"]
+    if fa4.usable(device):
+        names.append("fa4")
+    return {name: kernels_for(device, name).attention for name in names}
+
+
+def measure(runs: dict[tuple[str, int], Callable[[], object]], seconds: float) -> dict[tuple[str, int], list[float]]:
+    """Seconds of each, in turns: after one round for compilation and one for an estimate, as many as time allows."""
+    for run in runs.values():
+        run()
+    once = {name: clock(run, 1) for name, run in runs.items()}
+    repeats = {name: max(1, int(SHORTEST_RUN / t)) for name, t in once.items()}
+    rounds = max(3, min(15, int(seconds / sum(once[name] * repeats[name] for name in runs))))
+    found: dict[tuple[str, int], list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            found[name].append(clock(run, repeats[name]))
+    return found
+
+
+def clock(run: Callable[[], object], repeats: int) -> float:
+    """Seconds of one of so many runs that follow each other."""
+    wait()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    wait()
+    return (time.perf_counter() - start) / repeats
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def ceiling(device: torch.device, size: int) -> float:
+    """TFLOP/s of a square product."""
+    x, y = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)
+    found = measure({("product", 0): lambda: x @ y}, 1.0)["product", 0]
+    return 2 * size**3 / statistics.median(found) / 1e12
+
+
+def plan_seconds(device: torch.device, name: AttentionName) -> float:
+    """What the first pass over a new shape takes beyond the second: planning, or compiling, or nothing."""
+    attention, n = kernels_for(device, name).attention, 5120
+    spans = Spans(cumulative((n,)).to(device), (n,))
+    q, k, v = (torch.randn(n, h, 128, device=device, dtype=torch.bfloat16).requires_grad_() for h in (28, 4, 4))
+    first, second = (clock(lambda: attention(q, k, v, spans, spans).sum().backward(), 1) for _ in range(2))
+    return first - second
 
 
 def main() -> None:
     """Print one table and write one JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.attention", description=__doc__)
-    parser.add_argument("--heads", type=int, nargs=3, default=[28, 4, 128], help="query heads, KV heads, head dim")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--shrink", type=int, default=1, help="divide all lengths")
+    parser.add_argument("--seconds", type=float, default=3.0, help="about how long a case is measured")
     parser.add_argument("--out", type=Path, default=RESULTS / "attention_h200.json")
     given = parser.parse_args()
-    found = [row(lengths, tuple(given.heads), given.rounds) for lengths in PACKS]
-    for one in found:
-        print(one)
-    peers = {name: metadata.version(name) for name in ("flash-attn-4",) if importlib.util.find_spec("flash_attn")}
-    result = {"bench": "attention", **surroundings(), "peers": peers, "results": [asdict(one) for one in found]}
+    device = torch.device(given.device)
+    if "fa4" not in known(device):
+        print("flash-attn-4 is not installed, or not for this device: no rows of it")
+    limit = ceiling(device, 8192 // given.shrink)
+    print(f"a product of {8192 // given.shrink}^3 runs at {limit:.1f} TFLOP/s")
+    print(f"{'heads':>20} {'pack':>18} {'kernel':>10} {'forward':>8} {'both':>8} {'of product':>10}")
+    found = []
+    for again, cases in ((False, CASES), (True, REPEATED)):
+        for heads, lengths in cases:
+            short = tuple(max(1, n // given.shrink) for n in lengths)
+            for row in rows(heads, short, device, given.seconds, again=again):
+                found.append(row)
+                shape, name = "/".join(map(str, heads)), row.kernel + "*" * again
+                share = row.both_tflops / limit
+                print(
+                    f"{shape:>20} {row.pack:>18} {name:>10} {row.forward_tflops:8} {row.both_tflops:8} {share:10.2f}",
+                    flush=True,
+                )
+    print("* deterministic")
+    plans: dict[str, float] = {}
+    if device.type == "cuda":
+        plans = {name: round(plan_seconds(device, name), 4) for name in known(device)}  # type: ignore[arg-type]
+        print(f"seconds that a new shape takes at first: {plans}")
+    versions = {d.name: d.version for d in metadata.distributions() if d.name in ("flash-attn-4", "nvidia-cutlass-dsl")}
+    result = {
+        "bench": "attention",
+        **surroundings(),
+        "kernels": versions,
+        "product_tflops": round(limit, 1),
+        "plan_seconds": plans,
+        "results": [asdict(row) for row in found],
+    }
+    given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail.batch import Loss, PackedBatch
 from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.errors import ConfigError
 from dovetail.layout import Layout
 from dovetail.nn.recompute import Recompute
 from dovetail.optim.lr import lr_factor
@@ -37,7 +38,7 @@ from tests.tolerances import (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for name in ("llama", "qwen3_window"):
+    for name in ("llama", "qwen2_window", "qwen3_window"):
         save_tiny(tiny_configs()[name], folder / name)
     return folder
 
@@ -56,8 +57,10 @@ class AttentionRuns(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def recomputed(path: Path, layout: Layout, recompute: Recompute) -> tuple[dict[str, Tensor], Counter[str]]:
-    options = EngineOptions(optim=PROBE, recompute=recompute)
+def recomputed(
+    path: Path, layout: Layout, recompute: Recompute, offload: bool = False, budget: int | None = None
+) -> tuple[dict[str, Tensor], Counter[str]]:
+    options = EngineOptions(optim=PROBE, recompute=recompute, offload_activations=offload, tokens_per_batch=budget)
     engine = from_pretrained(path, layout=layout, dtype=torch.float64, device="cpu", options=options)
     with AttentionRuns() as runs:
         engine.train_step(make_batch(torch.float64), tokenwise)
@@ -78,6 +81,28 @@ def test_recomputation_changes_no_gradient_and_selective_runs_attention_once(fol
             assert found["full"][rank][1]["forward"] == 2 * once["forward"]
             assert found["selective"][rank][1]["forward"] == once["forward"]
             assert found["selective"][rank][1]["backward"] == once["backward"]
+
+
+def test_what_waits_on_the_host_changes_no_gradient(folder: Path) -> None:
+    """Several micro-batches of a pipeline are alive at once, each with memory of its own."""
+    layout = Layout(pp=2)
+    expected = run(2, recomputed, folder / "qwen2_window", layout, "none", False, BUDGET)
+    for recompute in ("light", "selective"):
+        found = run(2, recomputed, folder / "qwen2_window", layout, recompute, True, BUDGET)
+        for (grads, runs), (wanted, once) in zip(found, expected, strict=True):
+            assert worst_error(grads, wanted)[0] == EXACT
+            assert runs == once
+
+
+def test_offloading_is_refused_where_it_would_do_nothing(folder: Path) -> None:
+    refused = {
+        "activation_checkpointing=selective": EngineOptions(offload_activations=True),
+        "model.engine=native": EngineOptions(offload_activations=True, recompute="full", engine="transformers"),
+        "mlp_tile_tokens": EngineOptions(recompute="light", mlp_tile_tokens=4),
+    }
+    for told, options in refused.items():
+        with pytest.raises(ConfigError, match=told):
+            from_pretrained(folder / "llama", device="cpu", options=options)
 
 
 def skipping(path: Path, layout: Layout) -> None:

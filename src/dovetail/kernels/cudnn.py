@@ -12,7 +12,7 @@ from dovetail.kernels.reference import Spans
 ARCHITECTURE = 9  # major compute capability from which on it is faster than torch
 LARGEST_HEAD = 128
 STEP = 1024  # of lengths that are likely to come again
-LONG = 16384  # tokens that pay for a plan at once
+LONG = 16384  # tokens of a sequence that pays for a plan at once
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
