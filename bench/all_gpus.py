@@ -17,7 +17,10 @@ from bench.ranks import run_ranks
 CPU_RANKS = 2
 SMALL = "--shape tiny --device cpu --dtype float32 --length 64 --sequences 4 --steps 1"
 SMALL_HF = "--length 64 --sequences 4 --steps 1 --device cpu"
-SMALL_RL = "--shape tiny --device cpu --prompts 4 --samples 2 --prompt-length 16 --new-tokens 32 --tokens-per-batch 256 --length 128"
+SMALL_RL = (
+    "--shape tiny --device cpu --prompts 4 --samples 2 --prompt-length 16 --new-tokens 32 "
+    "--tokens-per-batch 256 --length 128"
+)
 PYTEST = "--maxfail=3 -q -p no:cacheprovider tests/gpu/test_layouts.py -k"
 PIPELINES = "pp=4,dp=2 pp=4,dp=2,virtual_stages=2,schedule=interleaved pp=4,dp=2,schedule=zero_bubble"
 

@@ -22,6 +22,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.build.engine import check_layout, make_decoder, make_mesh
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.sharding import shard_over_data
+from dovetail.kernels.registry import kernels_for
 from dovetail.launch import pick_device
 from dovetail.nn.recompute import HostMemory, Recompute
 from dovetail.nn.tiling import tile_mlps
@@ -265,8 +266,9 @@ class Session:
         if dist.get_rank() == 0:
             self.given.out.mkdir(parents=True, exist_ok=True)
             options = {key: str(value) for key, value in vars(self.given).items()}
-            found = {**surroundings(), "ranks": dist.get_world_size(), "gemm_flops": self.gemm, "options": options}
-            text = json.dumps({**found, "rows": self.rows}, indent=1) + "\n"
+            kernels = kernels_for(self.device).describe()
+            found = {**surroundings(), "ranks": dist.get_world_size(), "gemm_flops": self.gemm, "kernels": kernels}
+            text = json.dumps({**found, "options": options, "rows": self.rows}, indent=1) + "\n"
             (self.given.out / f"{self.given.name}.json").write_text(text, encoding="utf-8")
         dist.barrier()
 
