@@ -56,8 +56,8 @@ def main() -> int:
         session.say(f"one rank reads and tells the others: {broadcast:.2f} s")
         for text in given.layouts:
             measure(folder, text, session, (raw, copied, broadcast))
-    finally:
         dist.barrier()
+    finally:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
     session.finish()
