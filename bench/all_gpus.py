@@ -16,11 +16,21 @@ from bench.ranks import run_ranks
 
 CPU_RANKS = 2
 SMALL = "--shape tiny --device cpu --dtype float32 --length 64 --sequences 4 --steps 1"
+SMALL_HF = "--length 64 --sequences 4 --steps 1 --device cpu"
+SMALL_RL = (
+    "--shape tiny --device cpu --prompts 4 --samples 2 --prompt-length 16 --new-tokens 32 "
+    "--tokens-per-batch 256 --length 128"
+)
+PYTEST = "--maxfail=3 -q -p no:cacheprovider tests/gpu/test_layouts.py -k"
+PIPELINES = "pp=4,dp=2 pp=4,dp=2,virtual_stages=2,schedule=interleaved pp=4,dp=2,schedule=zero_bubble"
 
 
 @dataclass(frozen=True)
 class Bench:
-    """One program: on `ranks` GPUs, given up after `seconds`, not begun when less than `least` are left."""
+    """One program for that many GPUs: not begun when less than `least` seconds are left, given up after `seconds`.
+
+    alone: one process, which starts others itself. smoke: what to try on a CPU instead, if anything.
+    """
 
     name: str
     module: str
@@ -28,20 +38,20 @@ class Bench:
     least: float
     seconds: float
     smoke: str = ""
-    ranks: int = 8
+    gpus: int = 8
+    alone: bool = False
 
 
-PYTEST = "-x -q -p no:cacheprovider tests/gpu/test_layouts.py -k"
-BENCHES = (
-    Bench("nccl", "pytest", f"{PYTEST} test_every_plan_over_nccl", 60, 200, "", ranks=1),
-    Bench("parity", "bench.parity", "--device cuda --layout tp=2,pp=2,cp=2", 40, 100, ""),
+EIGHT = (
+    Bench("nccl", "pytest", f"{PYTEST} test_every_plan_over_nccl", 60, 200, alone=True),
+    Bench("parity", "bench.parity", "--device cuda --layout tp=2,pp=2,cp=2", 40, 100),
     Bench("dp8", "bench.layouts", "dp=8 --profile --ragged", 50, 150, f"dp=2 --ragged {SMALL}"),
     Bench("tp4pp2", "bench.layouts", "tp=4,pp=2 --profile --bubbles", 50, 150, f"pp=2 --bubbles {SMALL}"),
     Bench("tp2dp4", "bench.layouts", "tp=2,dp=4 --profile", 45, 120, f"tp=2 {SMALL}"),
     Bench(
         "ep8",
         "bench.layouts",
-        "ep=8,dp=8 --shape 30b-a3b --profile --recompute selective --steps 2",
+        "ep=8,dp=8 --shape 30b-a3b --sequences 16 --profile --recompute selective --steps 2",
         60,
         180,
         f"ep=2,dp=2 {SMALL} --shape tiny-moe",
@@ -49,22 +59,33 @@ BENCHES = (
     Bench(
         "128k",
         "bench.layouts",
-        "cp=8,cp_mode=gather cp=8 --length 131072 --sequences 1 --recompute selective --steps 2 --profile",
+        "cp=8,cp_mode=gather cp=8 --length 131072 --sequences 1 --recompute light --steps 2 --profile",
         50,
         150,
         f"cp=2,cp_mode=gather cp=2 {SMALL}",
     ),
     Bench("weights", "bench.weights_stream", "tp=2,dp=4", 40, 120, "tp=2 --shape tiny --device cpu"),
     Bench("load", "bench.load", "tp=8 dp=8", 60, 200, "tp=2 dp=2 --shape tiny --device cpu"),
-    Bench("models", "pytest", f"{PYTEST} test_layout_equals_one_gpu", 120, 420, "", ranks=1),
+    Bench("hf_ep8", "bench.hf_fsdp", "--shape 30b-a3b --sequences 16", 60, 180, f"--shape tiny-moe {SMALL_HF}"),
+    Bench("hf_7b", "bench.hf_fsdp", "--ragged", 60, 150, f"--shape tiny {SMALL_HF} --ragged"),
+    Bench(
+        "rl",
+        "bench.rl_step",
+        "--shape 7b --layout dp=8 --prompts 64 --tokens-per-batch 8192",
+        60,
+        200,
+        f"{SMALL_RL} --layout dp=2",
+    ),
+    Bench("models", "pytest", f"{PYTEST} test_layout_equals_one_gpu", 120, 420, alone=True),
     Bench(
         "pipelines",
         "bench.layouts",
-        "pp=4,dp=2 pp=4,dp=2,virtual_stages=2,schedule=interleaved pp=4,dp=2,schedule=zero_bubble --bubbles --steps 2",
+        f"{PIPELINES} --bubbles --steps 2",
         90,
         240,
         f"pp=2,virtual_stages=2,schedule=interleaved pp=2,schedule=zero_bubble --bubbles {SMALL}",
     ),
+    Bench("8k", "bench.layouts", "cp=8,cp_mode=gather cp=8 --tokens-per-batch 65536 --steps 2", 60, 120),
     Bench(
         "32k",
         "bench.layouts",
@@ -72,7 +93,6 @@ BENCHES = (
         "--steps 2",
         120,
         300,
-        f"dp=2 {SMALL}",
     ),
     Bench(
         "longest",
@@ -81,7 +101,7 @@ BENCHES = (
         120,
         300,
         "--ranks 2 --start 256 --seconds 60 --shape tiny --device cpu --window 32",
-        ranks=1,
+        alone=True,
     ),
     Bench(
         "1m",
@@ -93,20 +113,37 @@ BENCHES = (
         f"cp=2,cp_mode=gather {SMALL} --warm-length 32 --mlp-tile-tokens 16",
     ),
 )
+ONE = (
+    Bench("one_dp1", "bench.layouts", "dp=1 --shape 1.5b --sequences 8 --profile --ragged", 40, 120, gpus=1),
+    *(
+        Bench(f"one_rl_{shape}", "bench.rl_step", f"--shape {shape}", 60, 200, gpus=1)
+        for shape in ("1.5b", "0.5b", "3b")
+    ),
+    Bench(
+        "one_longest",
+        "bench.long_context",
+        "--ranks 1 --shape 3b --start 327680 --seconds 200",
+        90,
+        220,
+        gpus=1,
+        alone=True,
+    ),
+)
 
 
 def main() -> None:
     """Run what fits, then print the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.all_gpus", description=__doc__)
     parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--gpus", type=int, choices=[1, 8], default=8)
     parser.add_argument("--only", default="", help="names, separated by commas, in this order")
     parser.add_argument("--skip", default="", help="names, separated by commas")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "bench/results")))
     parser.add_argument("--smoke", action="store_true", help="tiny models on two ranks of a CPU")
     given = parser.parse_args()
     deadline = time.monotonic() + 60 * given.minutes
-    known = {bench.name: bench for bench in BENCHES}
-    chosen = [known[name] for name in given.only.split(",")] if given.only else list(BENCHES)
+    known = {bench.name: bench for bench in (*EIGHT, *ONE)}
+    chosen = [known[name] for name in given.only.split(",")] if given.only else list(EIGHT if given.gpus == 8 else ONE)
     told = []
     for bench in chosen:
         if bench.name in given.skip.split(",") or (given.smoke and not bench.smoke):
@@ -130,8 +167,8 @@ def _run(bench: Bench, seconds: float, out: Path, *, smoke: bool) -> Iterator[st
     elif bench.module != "pytest":
         arguments += ["--out", str(out), "--name", bench.name, "--row-seconds", str(max(10.0, seconds - 5))]
     log = out / f"{bench.name}.log"
-    ranks = min(bench.ranks, CPU_RANKS) if smoke else bench.ranks
-    status = run_ranks(bench.module, arguments, ranks, seconds, log)
+    ranks = 1 if bench.alone else min(bench.gpus, CPU_RANKS) if smoke else bench.gpus
+    status = run_ranks(bench.module, arguments, ranks, seconds, log, sessions=True)
     took = f"{time.monotonic() - begun:.0f} s"
     ended = "too late" if status is None else f"exit status {status}" if status else "done"
     yield f"{bench.name}: {ended} after {took}"

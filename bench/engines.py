@@ -3,6 +3,7 @@ peers' recorded figures, and rows that are safe on the disk before the next one 
 
 import argparse
 import faulthandler
+import gc
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.build.engine import check_layout, make_decoder, make_mesh
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.sharding import shard_over_data
+from dovetail.kernels.registry import kernels_for
 from dovetail.launch import pick_device
 from dovetail.nn.recompute import HostMemory, Recompute
 from dovetail.nn.tiling import tile_mlps
@@ -253,6 +255,7 @@ class Session:
         """A row begins: an empty device, and a new time limit."""
         faulthandler.cancel_dump_traceback_later()
         faulthandler.dump_traceback_later(self.given.row_seconds, exit=True)
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -263,8 +266,9 @@ class Session:
         if dist.get_rank() == 0:
             self.given.out.mkdir(parents=True, exist_ok=True)
             options = {key: str(value) for key, value in vars(self.given).items()}
-            found = {**surroundings(), "ranks": dist.get_world_size(), "gemm_flops": self.gemm, "options": options}
-            text = json.dumps({**found, "rows": self.rows}, indent=1) + "\n"
+            kernels = kernels_for(self.device).describe()
+            found = {**surroundings(), "ranks": dist.get_world_size(), "gemm_flops": self.gemm, "kernels": kernels}
+            text = json.dumps({**found, "options": options, "rows": self.rows}, indent=1) + "\n"
             (self.given.out / f"{self.given.name}.json").write_text(text, encoding="utf-8")
         dist.barrier()
 

@@ -1,5 +1,6 @@
 """Runs one benchmark module on some ranks of this machine, each a process of its own, within a time limit."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,10 +16,12 @@ GRACE_SECONDS = 10.0  # for the others, once a rank has failed or the limit is r
 POLL_SECONDS = 0.2
 
 
-def run_ranks(module: str, arguments: Sequence[str], ranks: int, seconds: float, log: Path) -> int | None:
+def run_ranks(
+    module: str, arguments: Sequence[str], ranks: int, seconds: float, log: Path, *, sessions: bool = False
+) -> int | None:
     """The first exit status that is not 0, or 0; None where the limit came first. Rank r > 0 writes to LOG.r.
 
-    Only the processes started here are ended.
+    Only the processes started here are ended; with `sessions` each has one of its own, which ends with all that is in it.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     shared = {
@@ -39,21 +42,28 @@ def run_ranks(module: str, arguments: Sequence[str], ranks: int, seconds: float,
         for rank in range(ranks):
             out = stack.enter_context(open(log if rank == 0 else f"{log}.{rank}", "w", encoding="utf-8"))
             mine = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            started.append(subprocess.Popen(command, cwd=ROOT, env=mine, stdout=out, stderr=subprocess.STDOUT))
+            started.append(
+                subprocess.Popen(
+                    command, cwd=ROOT, env=mine, stdout=out, stderr=subprocess.STDOUT, start_new_session=sessions
+                )
+            )
         deadline, statuses = time.monotonic() + seconds, [process.poll() for process in started]
         while None in statuses and time.monotonic() < deadline and not any(statuses):
             time.sleep(POLL_SECONDS)
             statuses = [process.poll() for process in started]
         late = None in statuses and not any(statuses)
-        _end(started, 0.0 if late else GRACE_SECONDS)
+        _end(started, 0.0 if late else GRACE_SECONDS, sessions=sessions)
     return None if late else next((status for status in statuses if status), 0)
 
 
-def _end(started: Sequence[subprocess.Popen[bytes]], patience: float) -> None:
-    """Have all of them gone: those that do not end by themselves are asked, then killed."""
+def _end(started: Sequence[subprocess.Popen[bytes]], patience: float, *, sessions: bool) -> None:
+    """Have all of them gone: those that do not end by themselves are asked, then killed, and what they left behind."""
     for number in (None, signal.SIGTERM, signal.SIGKILL):
         for process in started:
-            if number is not None and process.poll() is None:
+            if number is not None and sessions:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+            elif number is not None and process.poll() is None:
                 process.send_signal(number)
         deadline = time.monotonic() + (patience if number is None else GRACE_SECONDS)
         while any(process.poll() is None for process in started) and time.monotonic() < deadline:

@@ -18,6 +18,7 @@ from tests.harness import RankFailed, distributed, run
 from tests.tolerances import BUBBLE
 
 TOKENS = (4, 4, 0, 5, 4, 1, 4, 4)  # by micro-batch; as many of one size that only values tell them apart
+SOME_TOKENS = tuple(max(1, n) for n in TOKENS)  # where a message must not be empty; a micro-batch never is
 FEATURES = 3
 SCHEDULES = ("forward", "gpipe", "1f1b", "interleaved")
 
@@ -26,7 +27,8 @@ class Toy:
     """Stage s gives a_s x + micro, and the loss is half the sum of squares of what the last one gives."""
 
     def __init__(self, stages: int, device: torch.device | str = "cpu") -> None:
-        self.end, self.device = stages - 1, device
+        self.end, self.device = stages - 1, torch.device(device)
+        self.tokens = TOKENS if self.device.type == "cpu" else SOME_TOKENS
         self.calls: list[Action] = []
         self.last: list[Action] = []
         self.values: dict[tuple[str, int, int], Tensor] = {}
@@ -35,14 +37,14 @@ class Toy:
         return 1.0 + (stage + 1) / 7
 
     def buffer(self, micro: int) -> Tensor:
-        return torch.full((TOKENS[micro], FEATURES), float("nan"), dtype=torch.float64, device=self.device)
+        return torch.full((self.tokens[micro], FEATURES), float("nan"), dtype=torch.float64, device=self.device)
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
         self.calls.append(Action("forward", stage, micro))
         assert (x is None) == (stage == 0)
         if x is None:
             generator = torch.Generator().manual_seed(micro)
-            x = torch.randn(TOKENS[micro], FEATURES, dtype=torch.float64, generator=generator).to(self.device)
+            x = torch.randn(self.tokens[micro], FEATURES, dtype=torch.float64, generator=generator).to(self.device)
         assert not x.requires_grad
         y = (x.T.contiguous().requires_grad_() * self.scale(stage) + micro).T  # not contiguous, with a graph
         self.values |= {("x", stage, micro): x, ("y", stage, micro): y.detach()}
@@ -66,9 +68,9 @@ class Toy:
         self.values["da", stage, micro] = self.values["grad", stage, micro] * self.values["x", stage, micro]
 
 
-def in_one_process(stages: int, micros: int, *, backward: bool) -> Toy:
+def in_one_process(stages: int, micros: int, device: torch.device, *, backward: bool) -> Toy:
     """The same without a plan: every micro-batch from the first stage to the last and back."""
-    toy = Toy(stages)
+    toy = Toy(stages, device)
     for micro in range(micros):
         x = grad = None
         for stage in range(stages):
@@ -115,10 +117,11 @@ def check(plan: Plan, mesh: Mesh) -> None:
     assert tuple(toy.calls) == mine
     assert toy.last == [action for action in mine if action.kind in ("backward", "input")][-1:]
     micros = 1 + max(action.micro for action in mine)
-    expected = in_one_process(stages, micros, backward=any(action.kind != "forward" for action in mine)).values
+    backward = any(action.kind != "forward" for action in mine)
+    expected = in_one_process(stages, micros, mesh.device, backward=backward).values
     expected = {name: x for name, x in expected.items() if name[1] % mesh["pp"].size == mesh["pp"].rank}
     assert set(toy.values) == set(expected)
-    wrong = [name for name, x in toy.values.items() if not torch.equal(x.cpu(), expected[name])]
+    wrong = [name for name, x in toy.values.items() if not torch.equal(x, expected[name])]
     assert not wrong, f"wrong values: {wrong}"
 
 
