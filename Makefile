@@ -1,5 +1,6 @@
 # Every target works from a bare checkout: the environment is made on first use and kept until pyproject.toml changes.
 #   PYTHON=...  the interpreter to start from (3.11 or newer)
+#   JOBS=2       test files that run at a time; many start several processes of their own
 #   TORCH=cpu   small CPU wheels of torch (about 200 MB); TORCH=default: what pip chooses (CUDA on Linux, about 3 GB)
 
 TORCH ?= default
@@ -7,6 +8,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
 COMPAT ?= 5.16.1 5.17.0 5.23.0
 PARITY := tests/parity tests/hf/test_parity.py tests/hf/test_vision.py
 .DEFAULT_GOAL := help
@@ -31,7 +33,7 @@ quickstart: $(VENV)/.quickstart ## train a real pretrained model by RL into runs
 	@$(BIN)/python -m examples.quickstart
 
 test: setup lint ## what CI runs: style, types and the test suite
-	@$(BIN)/python -m pytest -m "not gpu and not soak" --durations=15
+	@$(BIN)/python -m pytest -m "not gpu and not soak" -n $(JOBS) --dist loadfile --durations=15
 
 lint: setup ## style, types and the direction of imports
 	@$(BIN)/ruff check .

@@ -13,7 +13,8 @@ from dovetail.arch.registry import spec_from_config
 from dovetail.batch import Loss, MicroBatch
 from dovetail.kernels.registry import KernelSet, triton_kernels
 from dovetail.mesh import Mesh
-from dovetail.nn.decoder import Decoder, Recompute
+from dovetail.nn.decoder import Decoder
+from dovetail.nn.recompute import Recompute
 from tests.parity.configs import moe_configs, tiny_configs
 from tests.parity.reference import make_batch, objective
 from tests.tolerances import worst_error
