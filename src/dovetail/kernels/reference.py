@@ -18,7 +18,7 @@ SHORT = 128  # tokens of a sequence up to which a CPU is faster without flash at
 QUERY_BLOCK = 256  # queries that share one attention mask, where a mask is needed
 CPU_BLOCK = 1 << 20  # logits that one elementwise pass touches: a core's cache
 GPU_BLOCK = 1 << 27  # enough of them to fill a GPU
-GATHERED = 1 << 20  # numbers of cached keys that are gathered at a time
+GATHERED = 1 << 19  # numbers of cached keys that are gathered at a time
 
 
 @dataclass(frozen=True)

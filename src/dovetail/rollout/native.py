@@ -77,6 +77,7 @@ class NativeSampler:
         self.recorder = recorder or recorder_for(spec, mesh, kernels, dtype)
         self.model = _empty_decoder(spec, mesh, kernels, dtype)
         self._deck: Deck | None = None
+        self._wanted = 0  # pages that the deck was made for, whatever the budget made of it
         self._filled = False
 
     @torch.no_grad()
@@ -141,7 +142,8 @@ class NativeSampler:
         deck, self._deck = self._deck_for(mine, need), None
         deck.begin(params)
         pool = PagePool(deck.size.pages - 1)
-        schedule = Schedule(mine, need, pool, most_rows=deck.size.rows, prefill_tokens=self.options.prefill_tokens)
+        limits = {"most_rows": self.options.most_rows, "prefill_tokens": self.options.prefill_tokens}
+        schedule = Schedule(mine, need, pool, **limits)
         try:
             Generation(deck, schedule, prompts, params, found).run()
         finally:
@@ -150,16 +152,20 @@ class NativeSampler:
         self._deck = deck if self.options.hold else None
 
     def _deck_for(self, mine: Mapping[int, int], need: Need) -> Deck:
-        """The one that is held, if it is large enough; otherwise one for these prompts within the budget."""
+        """The one that is held, if it was made for as much; otherwise one for these prompts within the budget."""
         page, lengths = self.options.page, mine.values()
         rows = min(self.options.most_rows, len(mine) * need.samples)
-        width = max(map(need.row, lengths)) + -(-self.ahead // page)  # rows that ended run on into page 0
-        least, held = max(map(need.least, lengths)), self._deck
-        if held is not None and held.size.width >= width and held.size.rows >= rows and held.size.pages > least:
-            return held
-        del held
-        self._deck = None
-        pages = min(sum(map(need.all_rows, lengths)), max(least, self._budget() // page))
+        longest, least = max(map(need.row, lengths)), max(map(need.least, lengths))
+        width = longest + -(-self.ahead // page)  # rows that ended run on into page 0
+        wanted = min(sum(map(need.all_rows, lengths)), (rows + 1) * longest)
+        if self._deck is not None:
+            size = self._deck.size
+            if size.width >= width and size.rows >= rows and size.pages > least and self._wanted >= wanted:
+                return self._deck
+            self._deck.forget()
+            self._deck = None  # its memory is part of the new one's budget
+        self._wanted = wanted
+        pages = min(wanted, max(least, self._budget() // page))
         size = DeckSize(rows=1 << (rows - 1).bit_length(), width=width, ahead=self.ahead, pages=1 + pages, page=page)
         return Deck(self.model, self.dtype, size, self.recorder)
 

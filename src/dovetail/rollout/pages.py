@@ -115,6 +115,11 @@ class Schedule:
         """Whether so many rows left that prompts should enter."""
         return self.running <= ENTER_BELOW * self._ran
 
+    @property
+    def done(self) -> bool:
+        """Whether every row has entered."""
+        return self.current is None and not self.waiting
+
     def enter(self) -> tuple[list[Held], list[Row]]:
         """Prompts to compute now, and the rows that run from now on: of these, and of one computed before.
 

@@ -102,6 +102,7 @@ class Generation:
                 while self._enter(*self.schedule.enter()):
                     changed = True
             if not len(self.rows):
+                assert self.schedule.done, "prompts wait, and nothing runs that could make room for them"
                 return
             steps = min(self.deck.size.ahead, self.rows.longest_left)
             if changed:
