@@ -24,7 +24,8 @@ from dovetail.gradients import Adder
 from dovetail.kernels.reference import add_weight_grad_
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
-from dovetail.nn.decoder import Decoder, Head, Recompute
+from dovetail.nn.decoder import Decoder, Head
+from dovetail.nn.recompute import Recompute
 from dovetail.nn.tiling import tile_mlps
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
 from dovetail.routing import Routes
