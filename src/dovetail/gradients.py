@@ -61,6 +61,18 @@ def add_to(weight: Tensor, dw: Tensor) -> None:
     total.copy_(dw) if first else total.add_(dw)
 
 
+def add_rows(weight: Tensor, rows: Tensor, at: Tensor) -> None:
+    """weight.grad[at] += rows: those that are not named are not touched. Equal inputs give equal bits."""
+    total, first = _total(weight)
+    if first:
+        total.zero_()
+    rows = rows.to(total.dtype)
+    if total.device.type == "cpu":
+        total.index_add_(0, at, rows)  # one after the other; on a GPU in any order
+    else:
+        total.index_put_((at,), rows, accumulate=True)  # sorted first
+
+
 def spend_on(weight: Tensor, dw: Tensor, factor: Tensor) -> None:
     """weight.grad += factor dw, of the first rows where dw has fewer. dw is nobody else's, and may become the gradient."""
     if weight.grad is None and (dw.shape, dw.dtype) == (weight.shape, weight.grad_dtype):

@@ -16,7 +16,7 @@ from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, Share, plan_mi
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.training import export_training, load_training
 from dovetail.checkpoint.writer import save_sharded
-from dovetail.comm import gather_text, sum_over
+from dovetail.comm import gather_text, stack_over, sum_over
 from dovetail.engine.base import StepReport
 from dovetail.engine.faults import StepWatch, inputs_of, spoiled
 from dovetail.engine.routing import BalanceSettings, Placed, Routing
@@ -143,9 +143,9 @@ class NativeEngine:
         stages.finish()
         rows = self._reduce_sums(sums)
         losses = [sums[""][0]] if sums else []
-        everywhere = sum_over(rows[:1, 1].sum(), self.mesh["pp"])  # the loss's count: its name comes first
+        everywhere = stack_over(rows[:1, 1].sum(), self.mesh["pp"])[-1]  # the loss's count: its name comes first
+        progress.phase("optimizer")  # for the host: a GPU may still be at the last backward passes
         update = optimizer.step(everywhere, [*losses, *inputs_of(micros).values()])
-        progress.phase("optimizer")  # the host is only now as far as the device
         totals = self._told(sorted(sums), rows)
         loss_total, count = totals.pop("")
         faults: dict[int, list[str]] = {}

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -87,8 +88,7 @@ def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
 def sum_where_they_lie(model: StagedModel) -> None:
     """Have our layers' gradients summed in `.grad` of what FSDP gathers, in the dtype in which it reduces them.
 
-    It then takes them as they are: without, it would copy every one into such a sum. Foreign layers leave theirs to it.
-    Gathers every group once.
+    It then takes them as they are; left to itself it copies every one into such a sum. Foreign layers leave theirs to it.
     """
     adders = [module for module in model.modules() if isinstance(module, Adder)]
     if not any(isinstance(adder, Linear) for adder in adders):
@@ -97,8 +97,16 @@ def sum_where_they_lie(model: StagedModel) -> None:
         adder.adds = model.kernels.add_weight_grad_
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.unshard()
-            for parameter in module.parameters():
-                if not isinstance(parameter, DTensor):
-                    parameter.grad_dtype = wide(parameter.dtype)
-            module.reshard()
+            _widen_gradients(module)
+
+
+def _widen_gradients(module: nn.Module) -> None:
+    """Of the parameters that are gathered for this module: FSDP makes them in its next forward pass, and keeps them."""
+
+    def widen(_module: nn.Module, _inputs: object) -> None:
+        for parameter in module.parameters():
+            if not isinstance(parameter, DTensor):
+                parameter.grad_dtype = wide(parameter.dtype)
+        handle.remove()
+
+    handle = module.register_forward_pre_hook(widen)

@@ -86,8 +86,8 @@ class Training(_Stages):
         self.loss, self.keep = loss, keep
         self.residency = residency or Residency.of(model, mesh, dtype)
         several = mesh["pp"].size > 1 or len(micros) > 1
-        self.keeps = self.residency.gathered and several  # parameters gathered, from one pass to the next
-        self._keep(True)
+        self.stays = self.residency.gathered and several  # what is gathered, from one pass to the next
+        self._stay_gathered(True)
         self.alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # what each stage got and gave
         self.reduced = False
 
@@ -120,11 +120,11 @@ class Training(_Stages):
         if not self.reduced:
             self._reduce_next(True)
             self.model(None).backward()
-        self._keep(False)
+        self._stay_gathered(False)
 
-    def _keep(self, gathered: bool) -> None:
+    def _stay_gathered(self, gathered: bool) -> None:
         """Whether forward passes leave parameters gathered. Pipelines and single ranks do as they were wrapped to do."""
-        if self.keeps and self.mesh["pp"].size == 1 and self.mesh["fsdp"].size > 1:
+        if self.stays and self.mesh["pp"].size == 1 and self.mesh["fsdp"].size > 1:
             assert isinstance(self.model, FSDPModule)
             self.model.set_reshard_after_forward(not gathered)
 
@@ -134,5 +134,5 @@ class Training(_Stages):
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(last or not self.residency.summed)
         model.set_is_last_backward(last)
-        model.set_reshard_after_backward(last or not self.keeps)
+        model.set_reshard_after_backward(last or not self.stays)
         self.reduced = last

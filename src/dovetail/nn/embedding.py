@@ -1,11 +1,13 @@
 """The token table, cut over the vocabulary."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.comm import reduce_scatter
-from dovetail.gradients import Adder
+from dovetail.gradients import Adder, add_rows
 from dovetail.mesh import Mesh
 from dovetail.placement import Part, Placement, Split
 
@@ -35,9 +37,32 @@ class VocabEmbedding(Adder):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return F.embedding(tokens, self.summed("weight"))
+            return self._rows(tokens)
         rows = self.weight.shape[0]
         local = tokens - self.axis.rank * rows
         mine = (local >= 0) & (local < rows)
-        found = F.embedding(torch.where(mine, local, 0), self.summed("weight")) * mine[:, None]
-        return reduce_scatter(found, self.axis)
+        # The others' tokens take any rows, and not all the same one: their gradients, all 0, are added one by one.
+        anywhere = torch.arange(len(tokens), device=tokens.device) % rows
+        return reduce_scatter(self._rows(torch.where(mine, local, anywhere)) * mine[:, None], self.axis)
+
+    def _rows(self, at: Tensor) -> Tensor:
+        if self.adds is None or not (self.weight.requires_grad and torch.is_grad_enabled()):
+            return F.embedding(at, self.weight)
+        found: Tensor = _Lookup.apply(at, self.weight, self)
+        return found
+
+
+class _Lookup(torch.autograd.Function):
+    """forward: some rows of the table. backward: their gradients are added where they lie. No collectives."""
+
+    @staticmethod
+    def forward(ctx: Any, at: Tensor, weight: Tensor, table: VocabEmbedding) -> Tensor:
+        ctx.save_for_backward(at)
+        ctx.table = table
+        return F.embedding(at, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        (at,) = ctx.saved_tensors
+        add_rows(ctx.table.weight, grads[0], at)
+        return None, None, None
