@@ -200,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.attention", description=__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths")
-    parser.add_argument("--seconds", type=float, default=3.0, help="about how long a case is measured")
+    parser.add_argument("--seconds", type=float, default=2.0, help="about how long a case is measured")
     parser.add_argument("--out", type=Path, default=RESULTS / "attention_h200.json")
     given = parser.parse_args()
     device = torch.device(given.device)

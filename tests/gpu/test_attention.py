@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from dovetail.batch import cumulative
 from dovetail.kernels import fa4, reference
 from dovetail.kernels.reference import Spans
-from dovetail.kernels.registry import AttentionName, KernelSet, kernels_for
+from dovetail.kernels.registry import AttentionName, kernels_for
 from dovetail.nn.recompute import Recompute
 from tests.tolerances import OP_BF16, assert_close, worst_error
 from tests.unit.blocks import Blocks, Runs
@@ -138,7 +139,8 @@ def test_nothing_waits_for_the_device(name: AttentionName, pack: str) -> None:
 
 
 def blocks(name: AttentionName, lengths: tuple[int, ...], depth: int = 3) -> Blocks:
-    return Blocks(KernelSet(attention=attention(name)), torch.bfloat16, lengths, depth, torch.device("cuda"))
+    kernels = replace(kernels_for(torch.device("cuda")), attention=attention(name))
+    return Blocks(kernels, torch.bfloat16, lengths, depth, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("recompute", ["light", "selective", "full"])

@@ -1,9 +1,11 @@
 """What a block's backward pass computes again, what it finds kept instead, and where that waits: on the device or the host.
 
-none        nothing is computed again
-light       all but matrix products and attention: norms, rotations, activations
-selective   all but attention
-full        everything; only the block's input is kept
+    none        nothing is computed again
+    light       all but matrix products and attention: norms, rotations, activations
+    selective   all but attention
+    full        everything; only the block's input is kept
+
+What an operation returned is kept as it is, so nothing in a block may write to it.
 """
 
 from collections import deque
