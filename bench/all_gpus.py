@@ -176,8 +176,14 @@ def _run(bench: Bench, seconds: float, out: Path, *, smoke: bool) -> Iterator[st
     if result.exists():
         yield from (f"    {row['title']}: {row['figure']}" for row in json.loads(result.read_text())["rows"])
     if status != 0 or not result.exists():
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        yield from (f"    | {line[:160]}" for line in lines[-8:])
+        yield from (f"    | {line[:160]}" for line in _telling(log).splitlines()[-8:])
+
+
+def _telling(log: Path) -> str:
+    """The log of the rank that fell first, as far as one says so; else the first rank's."""
+    others = sorted(log.parent.glob(f"{log.name}.*"), key=lambda path: path.stat().st_mtime)
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in (*others, log)]
+    return next((text for text in texts if "Error" in text), texts[-1])
 
 
 if __name__ == "__main__":

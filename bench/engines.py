@@ -282,5 +282,6 @@ class Session:
         return None if self.gemm is None else rate * self.gemm / RECORDED_GEMM
 
     def finish(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
+        """Part; the limit holds for that, too."""
         dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()

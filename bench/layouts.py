@@ -8,6 +8,7 @@ lengths (--ragged), a pipeline's bubble, measured and simulated (--bubbles), a t
 """
 
 import argparse
+import gzip
 import json
 import statistics
 import sys
@@ -203,9 +204,9 @@ def traced(
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         timed(session.device, lambda: engine.train_step(batch, SFTLoss()))
     session.given.out.mkdir(parents=True, exist_ok=True)
-    path = session.given.out / f"{session.given.name}_{row['layout'].replace('=', '').replace(',', '_')}.trace.json"
+    path = session.given.out / f"{session.given.name}_{row['layout'].replace('=', '').replace(',', '_')}.trace.json.gz"
     profiler.export_chrome_trace(str(path))
-    return summarize(events_of(json.loads(path.read_text(encoding="utf-8"))), ideal_of(rates))
+    return summarize(events_of(json.loads(gzip.decompress(path.read_bytes()))), ideal_of(rates))
 
 
 @dataclass

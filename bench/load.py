@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def _roomy(shape: str) -> Path:
-    needed = 2.5 * spec_of(shape).linear_params * 2
+    needed = 1.3 * 2 * spec_of(shape).linear_params
     return MEMORY if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > needed else Path("/tmp")
 
 

@@ -110,7 +110,7 @@ def _trained(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Shown:
     reports = [engine.train_step(batch, LOSSES["sft"]) for _ in range(2)]
     after = engine.score(batch)
     engine.check_replicas()
-    bits = {name: int(hash_bits(tensor)) for name, tensor in engine.weights(torch.bfloat16)}
+    bits = {name: int(hash_bits(tensor)) for name, tensor in engine.weights(torch.float32)}
     return Shown((*before, *after), [r.loss for r in reports], [r.grad_norm for r in reports], unlike, bits)
 
 
