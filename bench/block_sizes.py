@@ -68,14 +68,14 @@ def block_launches(tokens: int, scale: int, device: torch.device) -> Iterator[Ch
     )
 
     heads = drawn(tokens, 36, 128)
-    tables, turned = (drawn(tokens, 64), drawn(tokens, 64)), torch.empty_like(heads[:, :32])
+    tables, made = (drawn(tokens, 64), drawn(tokens, 64)), (drawn(tokens, 28, 128), drawn(tokens, 4, 128))
 
     def turn(numbers: int, many: int) -> object:
         tile, model = (128, max(1, numbers // 128), 128), (28, 4, 64)
         grid = (triton.cdiv(tokens * 32, tile[1]),)
         given = (heads, *tables, None, None)
         return qkv._turn[grid](
-            given, (turned, None), tokens, (36 * 128, 128), 0.0, model, tile, num_warps=many, **block.EXACT
+            given, (*made, None), tokens, (36 * 128, 128), 0.0, model, tile, num_warps=many, **block.EXACT
         )
 
     yield "heads", turn, list(product((1024, 2048, 4096, 8192), WARPS)), (block.TILE, block.tile(128)[1])
