@@ -56,15 +56,15 @@ class _Heads(torch.autograd.Function):
         x, cos, sin = x if x.stride(2) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous()
         tokens, turned = len(x), sum(counts)
         size, warps = tile(x.shape[2])
-        out = x.new_empty((tokens, turned, x.shape[2]))
+        q, k = (x.new_empty((tokens, count, x.shape[2])) for count in counts)
         inverse = None if q_gain is None else x.new_empty(tokens * turned, dtype=torch.float32)
         given, model = (x, cos, sin, q_gain, k_gain), (*counts, cos.shape[1])
         grid = (triton.cdiv(tokens * turned, size[1]),)
         strides = (x.stride(0), x.stride(1))
-        _turn[grid](given, (out, inverse), tokens, strides, eps, model, size, num_warps=warps, **EXACT)
+        _turn[grid](given, (q, k, inverse), tokens, strides, eps, model, size, num_warps=warps, **EXACT)
         ctx.save_for_backward(cos, sin, *(() if inverse is None else (x, q_gain, k_gain, inverse)))
         ctx.counts, ctx.shape = counts, x.shape
-        return out[:, : counts[0]], out[:, counts[0] :], x[:, turned:]
+        return q, k, x[:, turned:]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -110,7 +110,7 @@ def _turn(
     HEADS: tl.constexpr = MODEL[0] + MODEL[1]
     HALF: tl.constexpr = MODEL[2]
     x, cos, sin, q_gain, k_gain = given
-    out, inverse = made
+    q, k, inverse = made
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < tokens.to(tl.int64) * HEADS
     token, head = row // HEADS, row % HEADS
@@ -136,7 +136,10 @@ def _turn(
         b = ((b.to(tl.float32) * scale[:, None]).to(dtype).to(tl.float32) * w_other).to(dtype)
     near, far = (a.to(tl.float32) * c).to(dtype).to(tl.float32), (b.to(tl.float32) * s).to(dtype).to(tl.float32)
     turned = tl.where((at < HALF)[None, :], near - far, near + far).to(dtype)
-    tl.store(out + row[:, None] * width + at[None, :], tl.where(turns[None, :], turned, a), mask=mask)
+    to_q = q + (token * MODEL[0] + head) * width
+    to_k = k + (token * MODEL[1] + head - MODEL[0]) * width
+    out = tl.where(head < MODEL[0], to_q, to_k)[:, None] + at[None, :]
+    tl.store(out, tl.where(turns[None, :], turned, a), mask=mask)
 
 
 @triton.jit
