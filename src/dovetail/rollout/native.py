@@ -6,6 +6,7 @@ they fill, run together a token at a time, and make room for those that wait as 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
