@@ -13,7 +13,7 @@ from dovetail.kernels import fa4, reference
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import AttentionName, kernels_for
 from dovetail.nn.recompute import Recompute
-from tests.tolerances import OP_BF16, assert_close, worst_error
+from tests.tolerances import OP_BF16, assert_close, max_abs, worst_error
 from tests.unit.blocks import Blocks, Runs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -78,8 +78,12 @@ def check(name: AttentionName, pack: str, heads: tuple[int, int], dims: tuple[in
         found = run(q, k, v, spans(n), spans(m), window)
         grads = torch.autograd.grad(found, (q, k, v), up)
     assert_close(found, expected, OP_BF16)
+    largest = max(map(max_abs, wanted))
     for got, true, what in zip(grads, wanted, "qkv", strict=True):
-        assert_close(got, true, OP_BF16, f"d{what}")
+        if max_abs(true):
+            assert_close(got, true, OP_BF16, f"d{what}")
+        else:  # a query that sees one key has no say; what is left of its gradient is rounding
+            assert max_abs(got) <= OP_BF16 * largest, f"d{what}"
     torch.cuda.synchronize()
     dense = pack in ("one", "a dense batch") and (window is None or window >= n[0])
     ours = {
