@@ -48,7 +48,11 @@ PEER_MEMORY = 0.4  # of what is free, for the continuous batching's cache: ours 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: new tokens a second over all prompts, medians of runs that alternate. ratio: ours over the peer's."""
+    """One comparison: new tokens a second over all prompts, medians of runs that alternate. ratio: ours over the peer's.
+
+    attention: the implementation that the peer took; it takes flash attention for continuous batching where that is
+    installed, and records graphs only then.
+    """
 
     peer: str
     attention: str
@@ -84,6 +88,8 @@ class Contest:
         for sampler in (self.sampler, self.plain):
             sampler.refill(self.hf.state_dict().items())
         self.device, vocabulary = device, config.vocab_size
+        self.attention = ""
+        self.hf.model.register_forward_pre_hook(self._note)
         self.ids = torch.randint(vocabulary, (prompts, length), generator=torch.Generator().manual_seed(1))
         self.prompts = [Prompt(i, row) for i, row in enumerate(self.ids.tolist())]
         self.weight_bytes = sum(p.numel() * p.element_size() for p in self.sampler.model.parameters())
@@ -111,6 +117,9 @@ class Contest:
         )
         assert len(done) == len(self.ids)
         assert all(len(one.generated_tokens) == new for one in done.values())
+
+    def _note(self, model: torch.nn.Module, _: object) -> None:
+        self.attention = str(model.config._attn_implementation)
 
     def _greedy(self, new: int) -> Any:
         return transformers.GenerationConfig(
@@ -145,9 +154,8 @@ def rows_of(contest: Contest, new: int, rounds: int, peers: Sequence[str]) -> li
     for name in peers:
         run = known[name]
         one = compare(Case(name, len(contest.ids) * new, lambda: contest.ours(new), lambda r=run: r(new)), rounds)  # type: ignore[misc]
-        attention = "paged" if name != "generate" else str(contest.hf.config._attn_implementation)
         ours, peer = one.tokens / one.ours_seconds, one.tokens / one.peer_seconds
-        found.append(Row(name, attention, round(ours, 1), round(peer, 1), round(one.ratio, 3), one.ratios))
+        found.append(Row(name, contest.attention, round(ours, 1), round(peer, 1), round(one.ratio, 3), one.ratios))
         print(found[-1], flush=True)
     return found
 
