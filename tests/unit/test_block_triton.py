@@ -1,6 +1,5 @@
 """The kernels of blocks and experts by triton's interpreter, where triton is installed; tests/gpu run them on a GPU."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,11 +8,9 @@ import sys
 import pytest
 
 from tests.tolerances import MODEL_FP32, OP_BF16
-from tests.unit.block_rows import check
 
+check = pytest.importorskip("tests.unit.block_rows", reason="needs triton").check
 ROUNDINGS = 4  # norm, gain, angle, sum: the most on one way
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
 def test_kernels_equal_the_reference() -> None:

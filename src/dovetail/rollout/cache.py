@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.arch.spec import ArchSpec
-from dovetail.kernels.reference import Spans, as_wide_as
+from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
 from dovetail.routing import Routes
@@ -30,9 +30,9 @@ class PagedCache:
         return self.entries[layer, 0], self.entries[layer, 1]
 
     def write(self, layer: int, pages: Tensor, offsets: Tensor, new: tuple[Tensor, Tensor]) -> None:
-        """Keys and values [n, G, C] of tokens to their places, pages [n] and offsets [n]."""
+        """Keys and values [n, G, C] of tokens to their places, pages [n] and offsets [n]. Values may have fewer channels."""
         for held, x in zip(self.layer(layer), new, strict=True):
-            held[pages, :, offsets] = x
+            held[pages, :, offsets, : x.shape[-1]] = x
 
     def copy(self, pages: Sequence[tuple[int, int]]) -> None:
         """Whole pages, (from, to)."""
@@ -66,7 +66,7 @@ class PrefillContext:
     routes: Routes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        self.cache.write(layer, self.pages, self.offsets, (k, as_wide_as(k, v)))
+        self.cache.write(layer, self.pages, self.offsets, (k, v))
         return self.kernels.attention(q, k, v, self.spans, self.spans, window)
 
 
@@ -89,7 +89,7 @@ class DecodeContext:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         n = len(self.lengths)
-        self.cache.write(layer, self.pages, self.offsets, (k[:n], as_wide_as(k, v)[:n]))
+        self.cache.write(layer, self.pages, self.offsets, (k[:n], v[:n]))
         out = self.kernels.decode_attention(q[:n], *self.cache.layer(layer), self.table, self.lengths, window)
         out = out[..., : v.shape[-1]]
         return F.pad(out, (0, 0, 0, 0, 0, len(q) - n)) if len(q) > n else out
