@@ -25,7 +25,7 @@ from dovetail.weights.reader import CheckpointReader
 from tests.fault.crashing import Apart
 from tests.fault.saves import Run
 
-SECONDS = 5.0  # for one mutant, on a busy machine; none takes a hundredth of it on an idle one
+SECONDS = 5.0  # of processor time for one mutant; none takes a hundredth of it
 MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle", "joblib"}
 CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
 ATTRIBUTES = {
@@ -248,14 +248,14 @@ def test_mutants_of_a_header_are_refused_or_read(count: int, tmp_path: Path) -> 
     whole, rng, refused = path.read_bytes(), random.Random(0), 0
     for _ in range(count):
         path.write_bytes(mutant_header(whole, rng))
-        begun = time.monotonic()
+        begun = time.process_time()
         try:
             file = TensorFile(path)
             for name in file.entries:
                 file.read(name)
         except CheckpointError:
             refused += 1
-        assert time.monotonic() - begun < SECONDS
+        assert time.process_time() - begun < SECONDS
     assert 0.8 * count < refused < count
 
 
@@ -274,7 +274,7 @@ def test_mutants_of_a_manifest_are_refused_or_read(count: int, sound: Path) -> N
         if isinstance(changed, dict):
             changed["crc32"] = _checksum(changed)
         (step / MANIFEST).write_text(json.dumps(changed))
-        begun = time.monotonic()
+        begun = time.process_time()
         try:
             reader = ShardedReader(step)
             reader.verify()
@@ -282,7 +282,7 @@ def test_mutants_of_a_manifest_are_refused_or_read(count: int, sound: Path) -> N
                 reader.read(name)
         except CheckpointError:
             refused += 1
-        assert time.monotonic() - begun < SECONDS
+        assert time.process_time() - begun < SECONDS
     (step / MANIFEST).write_bytes(whole)
     assert 0.3 * count // 2 < refused < count // 2
 
@@ -302,7 +302,7 @@ def test_a_manifest_of_many_regions_is_refused_in_time() -> None:
         "tensors": {"a": {"dtype": "F32", "shape": [1, count], "regions": regions}},
         "pieces": {"p": {"size": 1, "header_crc32": 1}},
     }  # fmt: skip
-    begun = time.monotonic()
+    begun = time.process_time()
     with pytest.raises(CheckpointError, match="more than 16 regions"):
         Manifest.parse(json.dumps({**body, "crc32": _checksum(body)}).encode(), "it")
-    assert time.monotonic() - begun < SECONDS
+    assert time.process_time() - begun < SECONDS
