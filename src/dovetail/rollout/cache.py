@@ -30,9 +30,9 @@ class PagedCache:
         return self.entries[layer, 0], self.entries[layer, 1]
 
     def write(self, layer: int, pages: Tensor, offsets: Tensor, new: tuple[Tensor, Tensor]) -> None:
-        """Keys and values [n, G, C] of tokens to their places, pages [n] and offsets [n]."""
+        """Keys and values [n, G, C] of tokens to their places, pages [n] and offsets [n]. Values may have fewer channels."""
         for held, x in zip(self.layer(layer), new, strict=True):
-            held[pages, :, offsets] = x
+            held[pages, :, offsets, : x.shape[-1]] = x
 
     def copy(self, pages: Sequence[tuple[int, int]]) -> None:
         """Whole pages, (from, to)."""
@@ -91,4 +91,5 @@ class DecodeContext:
         n = len(self.lengths)
         self.cache.write(layer, self.pages, self.offsets, (k[:n], v[:n]))
         out = self.kernels.decode_attention(q[:n], *self.cache.layer(layer), self.table, self.lengths, window)
+        out = out[..., : v.shape[-1]]
         return F.pad(out, (0, 0, 0, 0, 0, len(q) - n)) if len(q) > n else out
