@@ -10,6 +10,7 @@ workers of a failed or late call are killed, because nobody knows what they stil
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import io
@@ -241,6 +242,8 @@ def _process_group(rank: int, world: int, store: str, timeout: float, device: st
     yield
     dist.barrier()  # nobody leaves while others still talk to it
     dist.destroy_process_group()
+    gc.collect()  # engines are cycles; while one is left, each of its groups has three threads that wake up all the time
+    gc.freeze()  # what is left stays: the next collection need not look at it
 
 
 class _Pickler(pickle.Pickler):
