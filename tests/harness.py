@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from dovetail.launch import BACKENDS, pick_device
 
@@ -242,7 +243,9 @@ def _process_group(rank: int, world: int, store: str, timeout: float, device: st
     yield
     dist.barrier()  # nobody leaves while others still talk to it
     dist.destroy_process_group()
-    gc.collect()  # engines are cycles; while one is left, each of its groups has three threads that wake up all the time
+    # engines are cycles, and DTensor remembers meshes; what is left of either keeps three threads a group awake
+    _clear_sharding_prop_cache()
+    gc.collect()
     gc.freeze()  # what is left stays: the next collection need not look at it
 
 
