@@ -69,7 +69,7 @@ def test_recorded_steps_give_what_plain_ones_give(name: str, top_p: float, dtype
     """To the bit: the same kernels on the same memory."""
     prompts, params = some_prompts(), replace(PARAMS, top_p=top_p)
     recorded = sampler_of(name, dtype, hold=True)
-    assert recorded.recorder() is not None
+    assert recorded.recorder is not None
     plain = sampler_of(name, dtype, unrecorded)
     expected = plain.sample(prompts, params)
     assert len({len(c.ids) for c in expected}) > 3
@@ -80,12 +80,13 @@ def test_recorded_steps_give_what_plain_ones_give(name: str, top_p: float, dtype
 
 
 def test_records_die_with_their_cache() -> None:
-    """And those of the next one are made in memory of their own: a pool whose records are gone takes no other."""
-    prompts, sampler, plain = some_prompts(), sampler_of("llama", torch.float32), None
-    for _ in range(3):
-        found = sampler.sample(prompts, PARAMS)
-        plain = plain or found
-        assert found == plain
+    """Or with a way to draw, where the cache is held; those that come after are made in memory of their own."""
+    prompts, params = some_prompts(), (PARAMS, replace(PARAMS, temperature=0.5))
+    samplers = [sampler_of("llama", torch.float32, hold=hold) for hold in (False, True)]
+    expected = [sampler_of("llama", torch.float32, unrecorded).sample(prompts, each) for each in params]
+    for _ in range(2):
+        for each, wanted in zip(params, expected, strict=True):
+            assert [sampler.sample(prompts, each) for sampler in samplers] == [wanted] * 2
 
 
 def test_a_record_replays_on_new_contents() -> None:
@@ -149,7 +150,7 @@ def test_pages_that_others_left_change_nothing(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["mixtral_window", "deepseek_v3"])
 def test_experts_and_latent_attention_run_unrecorded(name: str) -> None:
     prompts, sampler = some_prompts(), sampler_of(name, torch.float32)
-    assert sampler.recorder() is None
+    assert sampler.recorder is None
     done = sampler.sample(prompts, PARAMS)
     assert_close(drawn(done), scored(sampler.model, prompts, done, "cuda").to(torch.float64), MODEL_FP32)
 

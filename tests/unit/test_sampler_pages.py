@@ -1,5 +1,6 @@
 """How the embedded sampler runs rows: pages, entering and leaving, several steps between two looks, steps that are recorded."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from dovetail.rollout.base import Completion, SamplingParams
 from dovetail.rollout.deck import Deck, DeckSize
 from dovetail.rollout.native import NativeSampler, SamplerOptions
 from dovetail.rollout.pages import Need, PagePool, Row, Schedule
+from dovetail.rollout.replay import Pool
 from tests.parity.configs import VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.tolerances import SUM_ORDER, assert_close
 from tests.unit.test_sampler import some_prompts
@@ -186,3 +188,18 @@ def test_a_step_asks_nothing_of_the_device_and_sends_nothing(cuts: dict[str, flo
     deck.begin(SamplingParams(top_p=0.5))
     with torch.no_grad(), OnMeta(), pytest.raises(Exception, match="meta"):
         deck._take_from(partial(deck._forward, 4), 4)
+
+
+def test_a_pool_ends_with_its_last_record() -> None:
+    """The next record begins another; as long as one is left, they share."""
+
+    class Record:
+        pass
+
+    pool, first, second = Pool(itertools.count().__next__), Record(), Record()
+    assert [pool.take(first), pool.take(second)] == [0, 0]
+    del first
+    third = Record()
+    assert pool.take(third) == 0
+    del second, third
+    assert pool.take(Record()) == 1

@@ -6,7 +6,6 @@ they fill, run together a token at a time, and make room for those that wait as 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,7 +74,7 @@ class NativeSampler:
         self.spec, self.mesh, self.kernels, self.dtype, self.max_tokens = spec, mesh, kernels, dtype, max_tokens
         self.options = options or SamplerOptions()
         self.ahead = self.options.ahead or (1 if mesh.device.type == "cpu" else 8)
-        self.recorder = (lambda: recorder) if recorder else partial(recorder_for, spec, mesh, kernels, dtype)
+        self.recorder = recorder or recorder_for(spec, mesh, kernels, dtype)
         self.model = _empty_decoder(spec, mesh, kernels, dtype)
         self._deck: Deck | None = None
         self._wanted = 0  # pages that the deck was made for, whatever the budget made of it
@@ -168,7 +167,7 @@ class NativeSampler:
         self._wanted = wanted
         pages = min(wanted, max(least, self._budget() // page))
         size = DeckSize(rows=1 << (rows - 1).bit_length(), width=width, ahead=self.ahead, pages=1 + pages, page=page)
-        return Deck(self.model, self.dtype, size, self.recorder())
+        return Deck(self.model, self.dtype, size, self.recorder)
 
     def _budget(self) -> int:
         """Most entries that the cache may hold, the same on every rank of tp."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -14,6 +15,23 @@ class Recorder(Protocol):
     def __call__(self, fn: Callable[[], T], /) -> Callable[[], T]: ...
 
 
+class Pool:
+    """Memory that records share as long as one of them is there. Torch takes no record into a pool whose records are all
+    gone, so the next one then begins another.
+    """
+
+    def __init__(self, begin: Callable[[], Any]) -> None:
+        self._begin, self._handle = begin, None
+        self._records: WeakSet[Any] = WeakSet()
+
+    def take(self, record: object) -> Any:
+        """What a new record is to be made in."""
+        if not self._records:
+            self._handle = self._begin()
+        self._records.add(record)
+        return self._handle
+
+
 class Replay(Generic[T]):
     """A function that works on the same memory at every call, and never asks the device for anything.
 
@@ -21,7 +39,7 @@ class Replay(Generic[T]):
     replays the record. What it returns lies in the record's memory until any function of the same pool runs again.
     """
 
-    def __init__(self, fn: Callable[[], T], pool: Any) -> None:
+    def __init__(self, fn: Callable[[], T], pool: Pool) -> None:
         self._fn, self._pool = fn, pool
         self._seen = False
         self._record: tuple[torch.cuda.CUDAGraph, T] | None = None
@@ -33,7 +51,7 @@ class Replay(Generic[T]):
         if self._record is None:
             graph = torch.cuda.CUDAGraph()
             # other threads, such as one that writes a checkpoint, may go on with theirs
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool.take(self), capture_error_mode="thread_local"):
                 result = self._fn()
             self._record = graph, result
         graph, result = self._record
@@ -43,7 +61,7 @@ class Replay(Generic[T]):
 
 def cuda_recorder() -> Recorder:
     """Records of one memory pool: they run one after the other, never at once."""
-    pool = torch.cuda.graph_pool_handle()
+    pool = Pool(torch.cuda.graph_pool_handle)
 
     def recorder(fn: Callable[[], T], /) -> Callable[[], T]:
         return Replay(fn, pool)
