@@ -17,6 +17,7 @@ from dovetail.errors import ConfigError
 from dovetail.rl.lock import NAME, RunLock
 from tests.commands.program import here, make_model, refusal, write_recipe, write_rows
 
+ROUNDS = 1000
 SECONDS = 2.0  # from the claim to the refusal
 HOLD = """
 import sys, time
@@ -33,7 +34,7 @@ from dovetail.errors import ConfigError
 from dovetail.rl.lock import RunLock
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 won = 0
-for turn in range(rounds):
+while won < rounds:
     lock = RunLock(folder)
     try:
         lock.take()
@@ -43,7 +44,6 @@ for turn in range(rounds):
     won += 1
     os.unlink(folder / "owner")
     lock.release()
-print(won)
 """
 
 
@@ -92,14 +92,12 @@ def test_what_stands_in_the_file_decides_nothing(tmp_path: Path) -> None:
         lock.release()
 
 
-@pytest.mark.parametrize("rounds", [100, pytest.param(1000, marks=pytest.mark.soak)])
-def test_no_race_has_two_winners(rounds: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RACE, str(tmp_path), str(rounds)]
-    pipe = subprocess.PIPE
-    racers = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for _ in range(4)]
-    ended = [racer.communicate(timeout=300) for racer in racers]
-    assert [racer.returncode for racer in racers] == [0] * 4, ended
-    assert sum(int(out) for out, _ in ended) >= rounds, "somebody always wins"
+def test_no_race_has_two_winners(tmp_path: Path) -> None:
+    """Nor one with a loser for good: each of four processes comes to own the directory 1,000 times."""
+    command = [sys.executable, "-c", RACE, str(tmp_path), str(ROUNDS)]
+    racers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    told = [racer.communicate(timeout=300)[1] for racer in racers]
+    assert [racer.returncode for racer in racers] == [0] * 4, told
 
 
 def test_a_run_that_is_under_way_is_left_alone(tmp_path: Path) -> None:
