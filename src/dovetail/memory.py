@@ -11,6 +11,7 @@ from torch import Tensor
 
 ALIGNMENT = 64  # bytes; any dtype may begin there, and so may a vector load
 CHUNK_BYTES = 1 << 28  # of an arena; a power of two, since the allocator of pinned memory rounds up to one
+LARGE_BYTES = 1 << 30  # such requests are likely to come several times: what a block keeps of a long sequence
 
 
 def aligned(num_bytes: int) -> int:
@@ -24,6 +25,14 @@ def view_at(data: Tensor, start: int, dtype: torch.dtype, shape: Iterable[int]) 
     return data[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
+def chunk_bytes(needed: int) -> int:
+    """Of pinned memory that a request of that size begins: a power of two. Large ones leave an eighth unused at most."""
+    size = CHUNK_BYTES
+    while size < needed or (needed > LARGE_BYTES and size % needed > size // 8):
+        size *= 2
+    return size
+
+
 class Arena:
     """Memory in large chunks that hands out views until `reset`, which makes all of it free again, still allocated."""
 
@@ -32,6 +41,13 @@ class Arena:
         self._chunks: list[Tensor] = []
         self._chunk = self._used = 0
 
+    def reserve(self, num_bytes: int) -> None:
+        """Have memory for so many bytes more: in one chunk; pinned memory in the powers of two that they are the sum of."""
+        while num_bytes > 0:
+            size = max(1 << (num_bytes.bit_length() - 1), CHUNK_BYTES) if self.pinned else num_bytes
+            self._add(size)
+            num_bytes -= size
+
     def take(self, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
         """Uninitialized memory of that shape, contiguous and aligned."""
         shape = tuple(shape)
@@ -39,8 +55,7 @@ class Arena:
         while self._chunk < len(self._chunks) and self._used + needed > len(self._chunks[self._chunk]):
             self._chunk, self._used = self._chunk + 1, 0
         if self._chunk == len(self._chunks):
-            size = max(needed, CHUNK_BYTES) if self.pinned else max(needed, ALIGNMENT)
-            self._chunks.append(torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pinned))
+            self._add(chunk_bytes(needed) if self.pinned else max(needed, ALIGNMENT))
         view = view_at(self._chunks[self._chunk], self._used, dtype, shape)
         self._used += needed
         return view
@@ -52,6 +67,9 @@ class Arena:
     def reset(self) -> None:
         """Take all views back; whoever still holds one will see it change."""
         self._chunk = self._used = 0
+
+    def _add(self, num_bytes: int) -> None:
+        self._chunks.append(torch.empty(num_bytes, dtype=torch.uint8, device=self.device, pin_memory=self.pinned))
 
     @property
     def num_bytes(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.engine.native import NativeEngine
 from dovetail.layout import Layout
-from dovetail.memory import ALIGNMENT, Arena, Parked, aligned, view_at
+from dovetail.memory import ALIGNMENT, CHUNK_BYTES, Arena, Parked, aligned, view_at
 from dovetail.optim.optimizer import OptimSettings
 from tests.checkpoints import write_tiny
 from tests.distributed.bodies import ragged, tokenwise
@@ -123,3 +123,42 @@ def _twice(source: Path) -> None:
     with pytest.raises(AssertionError, match="twice"):
         engine.offload()
     engine.onload()
+
+
+class Promised(Arena):
+    """Pinned memory that is only counted."""
+
+    def _add(self, num_bytes: int) -> None:
+        self._chunks.append(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 3 << 30), max_size=40))
+def test_pinned_chunks_are_powers_of_two(sizes: list[int]) -> None:
+    """The allocator would round anything else up, and waste the difference."""
+    arena = Promised("meta", pinned=True)
+    arena.reserve(sum(sizes[: len(sizes) // 2]))
+    for size in sizes:
+        arena.take(torch.uint8, (size,))
+    for chunk in arena._chunks:
+        assert len(chunk) >= CHUNK_BYTES and len(chunk).bit_count() == 1
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 1 << 40))
+def test_what_is_reserved_is_little_more_than_was_asked_for(size: int) -> None:
+    for pinned, most in ((True, CHUNK_BYTES - 1), (False, 0)):
+        arena = Promised("meta", pinned=pinned)
+        arena.reserve(size)
+        assert 0 <= arena.num_bytes - size <= most
+
+
+@settings(deadline=None)
+@given(size=st.integers((1 << 30) + 1, 1 << 34), count=st.integers(1, 40))
+def test_large_requests_of_one_size_waste_an_eighth_of_their_chunks(size: int, count: int) -> None:
+    arena = Promised("meta", pinned=True)
+    for _ in range(count):
+        arena.take(torch.uint8, (size,))
+    *full, last = (len(chunk) for chunk in arena._chunks)
+    assert all(chunk // size * size >= 7 / 8 * chunk for chunk in full)
+    assert 7 / 8 * sum(full) <= count * aligned(size) and last < 16 * size
