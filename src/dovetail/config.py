@@ -265,6 +265,9 @@ class TrainerSection(Section):
         description="what backward recomputes: light all but products and attention, selective all but attention",
     )
     offload_activations: bool = Field(False, description="what is kept for recomputing waits in host memory")
+    offload_optimizer: bool = Field(
+        False, description="moments of AdamW wait in host memory: 8 bytes a parameter, over the ranks"
+    )
     mlp_tile_tokens: NonNegativeInt = Field(
         0, description="tokens that an MLP computes at a time, keeping its input only; 0: all"
     )

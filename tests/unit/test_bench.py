@@ -3,9 +3,11 @@
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from bench.engines import PEERS, dense_batch, flops_of, layout_of, name_of, ragged_batch, random_tokens, spec_of
+from bench.long_context import moments_seconds
 from bench.ranks import run_ranks
 from dovetail.batch import PackedBatch
 from tests.tolerances import OP_FP64
@@ -46,6 +48,14 @@ def test_layouts_are_read_as_they_are_written() -> None:
         layout = layout_of(text).resolve(8)
         assert layout_of(name_of(layout)).resolve(8) == layout
         assert str(layout) in PEER_LAYOUTS or text not in PEER_LAYOUTS  # else a row would miss its peers
+
+
+def test_moments_of_a_7b_take_a_second_from_the_host() -> None:
+    """7.6e9 parameters, vectors aside; a tied table is there once."""
+    assert 1.21 < moments_seconds(spec_of("7b"), 1) < 1.22
+    assert moments_seconds(spec_of("7b"), 8) == moments_seconds(spec_of("7b"), 1) / 8
+    tied, apart = (moments_seconds(spec_of("3b", tie_word_embeddings=tie), 1) for tie in (True, False))
+    assert apart - tied == pytest.approx(8 * 151936 * 2048 / 50e9)
 
 
 def test_a_rank_that_fails_or_is_late_ends_all(tmp_path: Path) -> None:

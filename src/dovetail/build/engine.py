@@ -1,6 +1,6 @@
 """From a directory's name to an engine. `build` is the only room that knows every constructor."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import sqrt
 from pathlib import Path
@@ -55,6 +55,7 @@ class EngineOptions:
     recompute: what backward computes again: none, light (all but products and attention), selective (all but attention)
         or full.
     offload_activations: what is kept for that waits on the host, and comes back a block ahead.
+    offload_optimizer: AdamW's moments wait on the host, and pass through the device while parameters are updated.
     mlp_tile_tokens: how many tokens MLPs compute at a time, keeping only their inputs for backward; 0: all.
     fresh_head_seed: lets a value head that the checkpoint lacks be drawn from this seed, equally on all ranks.
     save_dtype: of saved and streamed tensors; default: the source checkpoint's, tensor by tensor.
@@ -69,6 +70,7 @@ class EngineOptions:
     tokens_per_batch: int | None = None
     recompute: Recompute = "none"
     offload_activations: bool = False
+    offload_optimizer: bool = False
     mlp_tile_tokens: int = 0
     fresh_head_seed: int | None = None
     save_dtype: torch.dtype | None = None
@@ -131,7 +133,8 @@ def make_engine(
         tuple(reader.names),
         saved_sides(source, found.kind, options.save_dtype),
     )
-    settings: dict[str, Any] = {"optim": options.optim, "balance": options.balance, "watch": options.watch}
+    optim = replace(options.optim or OptimSettings(), on_host=options.offload_optimizer)
+    settings: dict[str, Any] = {"optim": optim, "balance": options.balance, "watch": options.watch}
     engine = NativeEngine(model, mesh, origin, tokens_per_batch=options.tokens_per_batch, dtype=dtype, **settings)
     if options.resume is not None:
         checkpoint, role, updates = options.resume

@@ -216,6 +216,7 @@ class Builder:
             tokens_per_batch=recipe.trainer.tokens_per_batch,
             recompute=recipe.trainer.activation_checkpointing,
             offload_activations=recipe.trainer.offload_activations,
+            offload_optimizer=recipe.trainer.offload_optimizer,
             mlp_tile_tokens=recipe.trainer.mlp_tile_tokens,
             fresh_head_seed=recipe.trainer.seed,
             save_dtype=None if save_dtype is None else getattr(torch, save_dtype),

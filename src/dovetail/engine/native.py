@@ -221,7 +221,7 @@ class NativeEngine:
         found = [local_tensor(param) for param in self.model.parameters()]
         found += [local_tensor(param.grad) for param in self.model.parameters() if param.grad is not None]
         found += list(self.model.buffers())
-        if self._optimizer is not None:
+        if self._optimizer is not None and not self._settings.on_host:
             found += [tensor for tensors in self._optimizer.moments().values() for tensor in tensors.values()]
         return found
 

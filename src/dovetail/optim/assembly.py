@@ -7,10 +7,10 @@ is that shard's storage as an ordinary parameter, with the regions of the checkp
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dovetail.mesh import Mesh
+from dovetail.optim.adamw import HostedAdamW, StoppableAdamW
 from dovetail.placement import Placement, Region
 from dovetail.weights.pieces import held, local_tensor
 
@@ -42,18 +42,19 @@ def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
     ]
 
 
-class StoppableAdamW(torch.optim.AdamW):
-    """AdamW whose fused step does nothing, and does not count, where a number on the device is 1: nobody waits for it."""
-
-    found_inf: Tensor
-
-
 def adamw(
-    shards: list[Shard], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    shards: list[Shard],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    on_host: bool = False,
 ) -> StoppableAdamW:
-    """AdamW over local shards. Vectors (norms, biases) are not decayed."""
+    """AdamW over local shards. Vectors (norms, biases) are not decayed. on_host: its moments wait there."""
     groups: list[dict[str, Any]] = [
         {"params": [s.local for s in shards if s.local.dim() > 1], "weight_decay": weight_decay},
         {"params": [s.local for s in shards if s.local.dim() <= 1], "weight_decay": 0.0},
     ]
-    return StoppableAdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+    kind = HostedAdamW if on_host else StoppableAdamW
+    return kind([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)

@@ -8,16 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.mesh import Mesh
+from dovetail.optim.adamw import MOMENTS
 from dovetail.optim.assembly import adamw, shards_of
 from dovetail.optim.grads import global_norm, reduce_partial, scale_
 from dovetail.optim.lr import Schedule, lr_factor
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSettings:
-    """AdamW and its learning-rate schedule. `clip_norm` None: no clipping, the norm is still reported."""
+    """AdamW and its learning-rate schedule. `clip_norm` None: no clipping, the norm is still reported.
+
+    on_host: the moments wait in host memory, and pass through the device while parameters are updated.
+    """
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
@@ -29,6 +31,7 @@ class OptimSettings:
     total_steps: int = 1
     min_lr_ratio: float = 0.0
     decay_steps: int | None = None
+    on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,9 @@ class Optimizer:
         self.shards = shards_of(model, mesh)
         self.steps = 0
         s = settings
-        self.adamw = adamw(self.shards, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay)
+        self.adamw = adamw(
+            self.shards, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay, on_host=s.on_host
+        )
 
     def step(self, count: float | Tensor, suspects: Sequence[Tensor] = ()) -> Update:
         """Update from gradients that are sums over `count` tokens (or sequences) of all ranks; then drop them.
@@ -106,15 +111,8 @@ class Optimizer:
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """AdamW's moments, kind -> name of the parameter -> tensor as its shard lies; zeros before the first step."""
-        found: dict[str, dict[str, Tensor]] = {kind: {} for kind in MOMENTS}
-        for shard in self.shards:
-            state = self.adamw.state[shard.local]
-            if not state:
-                state["step"] = torch.tensor(float(self.steps), device=shard.local.device)
-                state.update({kind: torch.zeros_like(shard.local) for kind in MOMENTS})
-            for kind in MOMENTS:
-                found[kind][shard.name] = state[kind]
-        return found
+        self.adamw.begin(self.steps)
+        return {kind: {s.name: self.adamw.state[s.local][kind] for s in self.shards} for kind in MOMENTS}
 
     def resume(self, steps: int) -> None:
         """Go on as after `steps` updates; the moments are filled by whoever loads them."""

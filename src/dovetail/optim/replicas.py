@@ -50,7 +50,7 @@ def check_replicas(model: nn.Module, mesh: Mesh, optimizer: Optimizer | None) ->
     holders = _gather([piece.digest for piece in pieces], mesh)
     counts = Counter(digest for digests in holders for digest in digests)
     copied = [piece for piece in pieces if counts[piece.digest] > 1]
-    hashes = torch.stack([hash_bits(piece.tensor) for piece in copied]).tolist() if copied else []
+    hashes = torch.stack([hash_bits(piece.tensor.to(mesh.device)) for piece in copied]).tolist() if copied else []
     known = {piece.digest: value for piece, value in zip(copied, hashes, strict=True)}
     values: dict[int, dict[int, int]] = defaultdict(dict)  # of a piece, by rank
     for rank, row in enumerate(_gather([known.get(piece.digest, NOTHING) for piece in pieces], mesh)):
