@@ -128,6 +128,15 @@ ONE = (
         gpus=1,
         alone=True,
     ),
+    Bench(
+        "one_longest_7b",
+        "bench.long_context",
+        "--ranks 1 --start 300032 --seconds 480 --try-seconds 240",  # pinning 120 GiB of the host is most of a try
+        150,
+        500,
+        gpus=1,
+        alone=True,
+    ),
 )
 
 

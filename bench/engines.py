@@ -6,7 +6,7 @@ import faulthandler
 import gc
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -29,6 +29,7 @@ from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.assembly import shards_of
 from dovetail.weights.pretrained import Origin
 
+OFFLOAD = ("activations", "optimizer")  # what may wait on the host
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 GEMM = (8192, 3584, 152064)  # tokens, width and vocabulary of the product whose rate tells how fast the machine is
 RECORDED_GEMM = 722e12  # its rate where the peers were recorded
@@ -110,15 +111,18 @@ def random_engine(
     tokens_per_batch: int | None = None,
     recompute: Recompute = "none",
     mlp_tile_tokens: int = 0,
-    offload: bool = False,
+    offload: Collection[str] = (),
 ) -> NativeEngine:
-    """An engine whose weights were drawn where they lie: nothing is made on the host. Collective."""
+    """An engine whose weights were drawn where they lie: nothing is made on the host. Collective.
+
+    offload: what waits on the host, of "activations" (what is kept for recomputing) and "optimizer" (its moments).
+    """
     mesh = make_mesh(layout, device)
     check_layout(spec, mesh.layout)
     model = make_decoder(spec, mesh, torch.float32, "lm", recompute)
     if mlp_tile_tokens:
         tile_mlps(model.text, mlp_tile_tokens)
-    if offload:
+    if "activations" in offload:
         model.text.host = HostMemory(device)
     shard_over_data(model, mesh, dtype)
     model.materialize(device)
@@ -129,7 +133,7 @@ def random_engine(
         model,
         mesh,
         Origin(lambda _: torch.bfloat16, (), {}),
-        optim=dt.OptimSettings(lr=1e-6),
+        optim=dt.OptimSettings(lr=1e-6, on_host="optimizer" in offload),
         tokens_per_batch=tokens_per_batch,
         dtype=dtype,
     )

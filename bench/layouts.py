@@ -28,6 +28,7 @@ from bench.engines import (
     DTYPES,
     GOALS,
     MOE_BAR,
+    OFFLOAD,
     PEERS,
     SHAPES,
     Session,
@@ -91,7 +92,7 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=32, help="of the global batch")
     parser.add_argument("--tokens-per-batch", type=int, help="of a replica's micro-batch; default: one sequence")
     parser.add_argument("--recompute", choices=["none", "light", "selective", "full"], default="none")
-    parser.add_argument("--offload", action="store_true", help="what is kept for recomputing waits on the host")
+    parser.add_argument("--offload", nargs="+", choices=OFFLOAD, default=[], help="what waits on the host")
     parser.add_argument("--mlp-tile-tokens", type=int, default=0)
     parser.add_argument("--window", type=int, help="latest tokens that attention sees")
     parser.add_argument("--warm-length", type=int, help="of the step that is not measured")

@@ -12,12 +12,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.engines import RECORDED_GEMM, SHAPES, spec_of
+from bench.engines import OFFLOAD, RECORDED_GEMM, SHAPES, spec_of
 from bench.harness import RESULTS, surroundings
 from bench.ranks import run_ranks
+from dovetail.arch.spec import ArchSpec
 
 FACTOR = 1.25
 ATTENTION_SHARE = 0.8  # of the product's rate, which causal attention of long sequences reaches
+LINK_RATE = 50e9  # bytes/s between a GPU and its host, each way, both at once
 
 
 def main() -> int:
@@ -29,6 +31,7 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=1 << 18, help="tokens of the first try")
     parser.add_argument("--window", type=int, default=4096)
     parser.add_argument("--options", default="--recompute full --mlp-tile-tokens 8192", help="of bench.layouts")
+    parser.add_argument("--offload", nargs="*", choices=OFFLOAD, help="what waits on the host; one rank: all of it")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=500.0, help="for all tries")
     parser.add_argument("--try-seconds", type=float, default=150.0)
@@ -36,6 +39,8 @@ def main() -> int:
     parser.add_argument("--name", default="long_context")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
+    if given.offload is None:
+        given.offload = OFFLOAD if given.ranks == 1 else ()
     deadline, length, fits, fails = time.monotonic() + given.seconds, given.start, 0, 0
     tries: list[dict[str, Any]] = []
     while deadline - time.monotonic() > 20 and length not in (fits, fails):
@@ -81,6 +86,7 @@ def attempt(given: argparse.Namespace, length: int, seconds: float) -> tuple[dic
             "--row-seconds",
             str(max(10.0, seconds - 5)),
             *given.options.split(),
+            *(["--offload", *given.offload] if given.offload else ()),
         ),
     ]
     log = given.out / f"{name}.log"
@@ -105,8 +111,16 @@ def _told(given: argparse.Namespace, row: dict[str, Any], length: int) -> dict[s
         f"fits: {row['peak_memory_gib']:.1f} GiB, {row['seconds']:.1f} s a step with a window of {given.window}; "
         f"with all tokens {extrapolated:.0f} s (extrapolated)"
     )
+    if "optimizer" in given.offload:
+        figure += f"; {moments_seconds(whole, given.ranks):.1f} s of it for copies of moments (predicted)"
     title = f"{length} tokens of {given.shape} on {given.ranks} ranks"
     return {"title": title, "figure": figure, "extrapolated_full_attention_seconds": extrapolated}
+
+
+def moments_seconds(spec: ArchSpec, ranks: int) -> float:
+    """How long AdamW's moments take from the host while others take the way back: 8 bytes a parameter of a dense model."""
+    table = 0 if spec.tie_embeddings else spec.head_params
+    return 8 * (spec.linear_params + table) / ranks / LINK_RATE
 
 
 def _rounded(given: argparse.Namespace, length: float) -> int:
