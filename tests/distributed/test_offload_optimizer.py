@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.engine.native import NativeEngine
+from dovetail.errors import MachineError
 from dovetail.layout import Layout
 from dovetail.nn.recompute import HostMemory
 from dovetail.optim import adamw
@@ -104,6 +105,11 @@ def twins(folder: Path, cuts: tuple[Cut, ...]) -> None:
         after = bits(hosted)
         assert all(after[key] != before[key] for key in before if "exp_avg" in key), "moments that stay at zero"
         hosted.check_replicas()
+        if text.startswith("tp=2"):
+            if hosted.mesh["world"].rank == 0:
+                hosted.optimizer.moments()["exp_avg"]["model.norm.weight"].mul_(2)
+            with pytest.raises(MachineError, match=r"model\.norm\.weight.*exp_avg"):
+                hosted.check_replicas()
 
 
 def hosted_of(engine: NativeEngine) -> HostedAdamW:

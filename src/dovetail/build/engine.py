@@ -133,7 +133,9 @@ def make_engine(
         tuple(reader.names),
         saved_sides(source, found.kind, options.save_dtype),
     )
-    optim = replace(options.optim or OptimSettings(), on_host=options.offload_optimizer)
+    optim = options.optim or OptimSettings()
+    if options.offload_optimizer:
+        optim = replace(optim, on_host=True)
     settings: dict[str, Any] = {"optim": optim, "balance": options.balance, "watch": options.watch}
     engine = NativeEngine(model, mesh, origin, tokens_per_batch=options.tokens_per_batch, dtype=dtype, **settings)
     if options.resume is not None:
