@@ -30,7 +30,7 @@ CONFIG = Qwen2Config(  # 3.3e8 parameters, 2.4 GiB of moments, so that there are
     num_key_value_heads=4,
     tie_word_embeddings=False,
 )
-SMALL = 1 << 26  # bytes: what the allocator rounds up, counts of steps, the first kernels' workspaces
+SMALL = 1 << 27  # bytes: what the allocator rounds up, counts of steps, the first kernels' workspaces
 LENGTH = 256
 
 
