@@ -99,6 +99,8 @@ def broken() -> None:
     for message, fn in BROKEN.items():
         with pytest.raises(RuleBroken, match=message), kept():
             fn(torch.ones(2, 2), axis)
+    with kept():
+        assert comm.sum_over(torch.ones(2, 2).T, axis).sum() == 8  # made contiguous on the way
 
 
 def test_every_rule_is_noticed() -> None:

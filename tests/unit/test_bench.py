@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import subprocess
 import sys
 import tarfile
 import time
@@ -26,7 +27,7 @@ from bench.engines import (
     random_tokens,
     spec_of,
 )
-from bench.ranks import run_ranks
+from bench.ranks import ROOT, run_ranks
 from dovetail.batch import PackedBatch
 from dovetail.build.engine import check_layout
 from dovetail.build.sampling import sampling_layout
@@ -80,6 +81,22 @@ def test_a_rank_that_fails_or_is_late_ends_all(tmp_path: Path) -> None:
     assert run_ranks("timeit", ["-n1", "-r1", "pass"], 2, 60.0, tmp_path / "good.log") == 0
     assert (tmp_path / "good.log").read_text().startswith("1 loop")
     assert time.monotonic() - start < 100
+
+
+def test_a_rank_that_fails_waits_for_nothing(tmp_path: Path) -> None:
+    """A thread that never ends stands for a device that waits for other ranks: an interpreter that ends waits for it."""
+    program = tmp_path / "failing.py"
+    program.write_text(
+        "import sys, threading\n"
+        "from bench.engines import leave\n"
+        "sys.excepthook = leave\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "raise ValueError('what went wrong')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 1 and ended.stderr.endswith("ValueError: what went wrong\n")
 
 
 class Parsed(BaseException):
