@@ -1,18 +1,19 @@
 """All benchmarks that need several GPUs, most important first, within a time limit: python -m bench.all_gpus --minutes 9
 
 Each runs in processes of its own with a limit of its own, so a crash or a hang costs one row; what it has measured by
-then is on the disk. Logs and JSON go to --out, and one table comes last. --smoke tries all of it on a CPU.
+then is on the disk. Logs and JSON go to --out, after each benchmark all of it to one archive --pack, and one table comes
+last. --gpus 2 tries every path on two GPUs in small, --smoke on a CPU.
 """
 
 import argparse
 import json
-import os
+import tarfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.ranks import run_ranks
+from bench.ranks import ROOT, run_ranks
 
 CPU_RANKS = 2
 SMALL = "--shape tiny --device cpu --dtype float32 --length 64 --sequences 4 --steps 1"
@@ -22,6 +23,7 @@ SMALL_RL = (
     "--tokens-per-batch 256 --length 128"
 )
 PYTEST = "--maxfail=3 -q -p no:cacheprovider tests/gpu/test_layouts.py -k"
+PACKED_BYTES = 15 << 20  # of an archive at most
 PIPELINES = "pp=4,dp=2 pp=4,dp=2,virtual_stages=2,schedule=interleaved pp=4,dp=2,schedule=zero_bubble"
 
 
@@ -43,11 +45,9 @@ class Bench:
 
 
 EIGHT = (
-    Bench("nccl", "pytest", f"{PYTEST} test_every_plan_over_nccl", 60, 200, alone=True),
-    Bench("parity", "bench.parity", "--device cuda --layout tp=2,pp=2,cp=2", 40, 100),
     Bench("dp8", "bench.layouts", "dp=8 --profile --ragged", 50, 150, f"dp=2 --ragged {SMALL}"),
-    Bench("tp4pp2", "bench.layouts", "tp=4,pp=2 --profile --bubbles", 50, 150, f"pp=2 --bubbles {SMALL}"),
     Bench("tp2dp4", "bench.layouts", "tp=2,dp=4 --profile", 45, 120, f"tp=2 {SMALL}"),
+    Bench("tp4pp2", "bench.layouts", "tp=4,pp=2 --profile --bubbles", 50, 150, f"pp=2 --bubbles {SMALL}"),
     Bench(
         "ep8",
         "bench.layouts",
@@ -65,9 +65,8 @@ EIGHT = (
         f"cp=2,cp_mode=gather cp=2 {SMALL}",
     ),
     Bench("weights", "bench.weights_stream", "tp=2,dp=4", 40, 120, "tp=2 --shape tiny --device cpu"),
-    Bench("load", "bench.load", "tp=8 dp=8", 60, 200, "tp=2 dp=2 --shape tiny --device cpu"),
-    Bench("hf_ep8", "bench.hf_fsdp", "--shape 30b-a3b --sequences 16", 60, 180, f"--shape tiny-moe {SMALL_HF}"),
-    Bench("hf_7b", "bench.hf_fsdp", "--ragged", 60, 150, f"--shape tiny {SMALL_HF} --ragged"),
+    Bench("parity", "bench.parity", "--device cuda --layout tp=2,pp=2,cp=2", 40, 100),
+    Bench("load", "bench.load", "tp=4,dp=2 dp=8", 60, 200, "tp=2 dp=2 --shape tiny --device cpu"),
     Bench(
         "rl",
         "bench.rl_step",
@@ -76,6 +75,9 @@ EIGHT = (
         200,
         f"{SMALL_RL} --layout dp=2",
     ),
+    Bench("hf_ep8", "bench.hf_fsdp", "--shape 30b-a3b --sequences 16", 60, 180, f"--shape tiny-moe {SMALL_HF}"),
+    Bench("hf_7b", "bench.hf_fsdp", "--ragged", 60, 150, f"--shape tiny {SMALL_HF} --ragged"),
+    Bench("nccl", "pytest", f"{PYTEST} test_every_plan_over_nccl", 60, 200, alone=True),
     Bench("models", "pytest", f"{PYTEST} test_layout_equals_one_gpu", 120, 420, alone=True),
     Bench(
         "pipelines",
@@ -138,21 +140,41 @@ ONE = (
         alone=True,
     ),
 )
+SMALL_GPU = "--shape 0.5b --length 4096 --sequences 8 --steps 2"
+TWO = (
+    Bench("two_nccl", "pytest", f"{PYTEST} test_every_plan_over_nccl", 40, 150, gpus=2, alone=True),
+    Bench("two_dense", "bench.layouts", f"dp=2 tp=2 cp=2 cp=2,cp_mode=gather {SMALL_GPU} --profile", 40, 150, gpus=2),
+    Bench(
+        "two_pipelines",
+        "bench.layouts",
+        f"pp=2 pp=2,virtual_stages=2,schedule=interleaved pp=2,schedule=zero_bubble {SMALL_GPU} --bubbles",
+        40,
+        120,
+        gpus=2,
+    ),
+    Bench("two_ep", "bench.layouts", "ep=2,dp=2 --shape 30b-a3b --depth 4 --sequences 4 --profile", 40, 120, gpus=2),
+    Bench("two_weights", "bench.weights_stream", "tp=2 dp=2 --shape 1.5b", 30, 60, gpus=2),
+    Bench("two_load", "bench.load", "tp=2 dp=2 --shape 1.5b", 30, 90, gpus=2),
+    Bench("two_rl", "bench.rl_step", "--shape 0.5b --layout tp=2 --prompts 8 --new-tokens 128", 40, 120, gpus=2),
+    Bench("two_models", "pytest", f"{PYTEST} test_layout_equals_one_gpu", 90, 400, gpus=2, alone=True),
+)
+BENCHES = {1: ONE, 2: TWO, 8: EIGHT}
 
 
 def main() -> None:
     """Run what fits, then print the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.all_gpus", description=__doc__)
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--gpus", type=int, choices=[1, 8], default=8)
+    parser.add_argument("--gpus", type=int, choices=list(BENCHES), default=8)
     parser.add_argument("--only", default="", help="names, separated by commas, in this order")
     parser.add_argument("--skip", default="", help="names, separated by commas")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "bench/results")))
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "all_gpus")
+    parser.add_argument("--pack", type=Path, help="an archive of all that is in --out so far, results first")
     parser.add_argument("--smoke", action="store_true", help="tiny models on two ranks of a CPU")
     given = parser.parse_args()
     deadline = time.monotonic() + 60 * given.minutes
-    known = {bench.name: bench for bench in (*EIGHT, *ONE)}
-    chosen = [known[name] for name in given.only.split(",")] if given.only else list(EIGHT if given.gpus == 8 else ONE)
+    known = {bench.name: bench for some in BENCHES.values() for bench in some}
+    chosen = [known[name] for name in given.only.split(",")] if given.only else list(BENCHES[given.gpus])
     told = []
     for bench in chosen:
         if bench.name in given.skip.split(",") or (given.smoke and not bench.smoke):
@@ -164,24 +186,46 @@ def main() -> None:
         lines = list(_run(bench, min(bench.seconds, left - 5), given.out, smoke=given.smoke))
         print("\n".join(lines), flush=True)
         told += lines
+        if given.pack is not None:
+            pack(given.out, given.pack)
     print("\n".join(["", *told]))
 
 
-def _run(bench: Bench, seconds: float, out: Path, *, smoke: bool) -> Iterator[str]:
-    """The lines of the table that one program is worth."""
-    begun = time.monotonic()
+def arguments_of(bench: Bench, seconds: float, out: Path, *, smoke: bool = False) -> list[str]:
+    """What one program is given, which ends a row by itself before `seconds` are over."""
     arguments = (bench.smoke if smoke else bench.arguments).split()
     if bench.module == "bench.parity":
         arguments += ["--out", str(out)]
     elif bench.module != "pytest":
         arguments += ["--out", str(out), "--name", bench.name, "--row-seconds", str(max(10.0, seconds - 5))]
-    log = out / f"{bench.name}.log"
+    return arguments
+
+
+def pack(folder: Path, target: Path) -> None:
+    """Write what is in `folder` as one file, results first, then logs, then traces, as far as they fit."""
+    files = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
+    files.sort(key=lambda path: (path.suffix != ".json", ".log" not in path.suffixes, path.name))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh, left = target.with_name(f".{target.name}"), PACKED_BYTES
+    with tarfile.open(fresh, "w:gz") as archive:
+        for path in files:
+            size = path.stat().st_size
+            if size <= left and path != target:
+                archive.add(path, path.name)
+                left -= size
+    fresh.replace(target)
+
+
+def _run(bench: Bench, seconds: float, out: Path, *, smoke: bool) -> Iterator[str]:
+    """The lines of the table that one program is worth."""
+    begun, result, log = time.monotonic(), out / f"{bench.name}.json", out / f"{bench.name}.log"
+    result.unlink(missing_ok=True)  # of an earlier call
     ranks = 1 if bench.alone else min(bench.gpus, CPU_RANKS) if smoke else bench.gpus
+    arguments = arguments_of(bench, seconds, out, smoke=smoke)
     status = run_ranks(bench.module, arguments, ranks, seconds, log, sessions=True)
     took = f"{time.monotonic() - begun:.0f} s"
     ended = "too late" if status is None else f"exit status {status}" if status else "done"
     yield f"{bench.name}: {ended} after {took}"
-    result = out / f"{bench.name}.json"
     if result.exists():
         yield from (f"    {row['title']}: {row['figure']}" for row in json.loads(result.read_text())["rows"])
     if status != 0 or not result.exists():

@@ -5,11 +5,15 @@ import argparse
 import faulthandler
 import gc
 import json
+import os
+import sys
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -229,6 +233,14 @@ def gemm_rate(device: torch.device) -> float | None:
     return float(rate) / dist.get_world_size()
 
 
+def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End this process with what went wrong. Its normal end would wait for kernels that wait for other ranks."""
+    traceback.print_exception(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
 def add_options(parser: argparse.ArgumentParser, name: str) -> None:
     """What every such benchmark takes."""
     parser.add_argument("--device", default="auto")
@@ -249,6 +261,7 @@ class Session:
     @classmethod
     def start(cls, given: argparse.Namespace) -> "Session":
         """Collective."""
+        sys.excepthook = leave
         faulthandler.dump_traceback_later(given.row_seconds, exit=True)
         device = pick_device(given.device)
         dt.ensure_process_group(device)
@@ -273,7 +286,9 @@ class Session:
             kernels = kernels_for(self.device).describe()
             found = {**surroundings(), "ranks": dist.get_world_size(), "gemm_flops": self.gemm, "kernels": kernels}
             text = json.dumps({**found, "options": options, "rows": self.rows}, indent=1) + "\n"
-            (self.given.out / f"{self.given.name}.json").write_text(text, encoding="utf-8")
+            fresh = self.given.out / f".{self.given.name}.json"
+            fresh.write_text(text, encoding="utf-8")
+            fresh.replace(self.given.out / f"{self.given.name}.json")  # whole, whenever this process is killed
         dist.barrier()
 
     def say(self, text: str) -> None:

@@ -30,10 +30,12 @@ from transformers import (
 import dovetail as dt
 from bench.engines import layout_of, name_of
 from bench.harness import RESULTS, surroundings
+from dovetail.build.engine import make_engine, make_mesh
 from dovetail.comm import gather_text, stack_over
 from dovetail.launch import pick_device
-from dovetail.mesh import Axis
+from dovetail.mesh import Mesh
 from dovetail.placement import as_index
+from dovetail.weights.pretrained import Pretrained
 
 LENGTHS = (5, 300, 1, 64, 129, 17, 256, 2)
 VOCAB = 4099
@@ -70,10 +72,8 @@ def main() -> int:
     device = pick_device(given.device)
     dt.ensure_process_group(device)
     layout = layout_of(given.layout)
-    rows = []
-    shared = gather_text(
-        tempfile.mkdtemp(), Axis("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD), device
-    )[0]
+    mesh, rows = make_mesh(layout, device), []
+    shared = gather_text(tempfile.mkdtemp(), mesh["world"], device)[0]
     for name, make in configs().items():
         folder = str(Path(shared) / name.partition(",")[0])
         if dist.get_rank() == 0:
@@ -84,7 +84,7 @@ def main() -> int:
                     p.add_(0.02 * torch.randn_like(p))
             model.save_pretrained(folder)
         dist.barrier()
-        rows.append({"family": name, **_float32(folder, device, layout), **_bfloat16(folder, device, layout)})
+        rows.append({"family": name, **_float32(folder, mesh), **_bfloat16(folder, mesh)})
     rank = dist.get_rank()
     dist.destroy_process_group()
     if rank:
@@ -135,13 +135,14 @@ def _reference(folder: str, device: torch.device, dtype: torch.dtype) -> tuple[P
     return model, dt.TokenStats(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 
-def _float32(folder: str, device: torch.device, layout: dt.Layout) -> dict[str, float]:
+def _float32(folder: str, mesh: Mesh) -> dict[str, float]:
     """Worst |a - b| / max(1, |b|) of the statistics, and the tensor error of all gradients."""
+    device = mesh.device
     model, wanted = _reference(folder, device, torch.float32)
     batch = _batch()
     # With beta1 = 0 AdamW's first moment is the gradient of the mean itself; with lr = 0 the step changes nothing.
     options = dt.EngineOptions(optim=dt.OptimSettings(lr=0.0, betas=(0.0, 0.95), clip_norm=None))
-    engine = dt.from_pretrained(folder, device=device.type, layout=layout, options=options)
+    engine = make_engine(Pretrained.open(folder, options.engine), mesh, torch.float32, "lm", options)
     got = engine.score(batch)
     error = max(
         float(((a.to(device) - b.detach()).abs() / b.detach().abs().clamp(min=1.0)).max())
@@ -168,15 +169,14 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
     return float(((ours - theirs).abs() / theirs.abs().clamp(min=1.0)).max())
 
 
-def _bfloat16(folder: str, device: torch.device, layout: dt.Layout) -> dict[str, float]:
+def _bfloat16(folder: str, mesh: Mesh) -> dict[str, float]:
     """Our error against float32 over transformers' own, mean and 99th percentile, the worse of the two statistics."""
+    device = mesh.device
     with torch.no_grad():
         _, wanted = _reference(folder, device, torch.float32)
         _, peer = _reference(folder, device, torch.bfloat16)
     options = dt.EngineOptions(master_dtype=torch.bfloat16)
-    got = dt.from_pretrained(folder, dtype=torch.bfloat16, device=device.type, layout=layout, options=options).score(
-        _batch()
-    )
+    got = make_engine(Pretrained.open(folder, options.engine), mesh, torch.bfloat16, "lm", options).score(_batch())
     ratios: dict[str, float] = {"bf16 mean": 0.0, "bf16 p99": 0.0}
     for ours, theirs, truth in zip(got, peer, wanted, strict=True):
         a, b = (ours.to(device) - truth).abs(), (theirs - truth).abs()

@@ -234,7 +234,7 @@ def sum_over(x: Tensor, axis: Axis) -> Tensor:
     """The elementwise sum over the axis, without a gradient; `x` itself where the axis has size 1."""
     if axis.size == 1:
         return x
-    x = x.detach().clone()
+    x = x.detach().clone(memory_format=torch.contiguous_format)  # NCCL sums memory, whatever the strides of others
     dist.all_reduce(x, group=axis.group)
     return x
 

@@ -1,15 +1,37 @@
 """What benchmarks on GPUs rest on: how work is counted, what batches they make, and that no rank outlives its limit."""
 
+import argparse
+import importlib
+import subprocess
+import sys
+import tarfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
+from unittest import mock
 
 import pytest
 import torch
 
-from bench.engines import PEERS, dense_batch, flops_of, layout_of, name_of, ragged_batch, random_tokens, spec_of
+from bench import all_gpus, long_context
+from bench.all_gpus import BENCHES, CPU_RANKS, Bench, arguments_of, pack
+from bench.engines import (
+    PEERS,
+    Session,
+    dense_batch,
+    flops_of,
+    layout_of,
+    name_of,
+    ragged_batch,
+    random_tokens,
+    spec_of,
+)
 from bench.long_context import moments_seconds
-from bench.ranks import run_ranks
+from bench.ranks import ROOT, run_ranks
 from dovetail.batch import PackedBatch
+from dovetail.build.engine import check_layout
+from dovetail.build.sampling import sampling_layout
 from tests.tolerances import OP_FP64
 
 PEER_LAYOUTS = sorted({peer.layout for peer in PEERS})
@@ -68,3 +90,82 @@ def test_a_rank_that_fails_or_is_late_ends_all(tmp_path: Path) -> None:
     assert run_ranks("timeit", ["-n1", "-r1", "pass"], 2, 60.0, tmp_path / "good.log") == 0
     assert (tmp_path / "good.log").read_text().startswith("1 loop")
     assert time.monotonic() - start < 100
+
+
+def test_a_rank_that_fails_waits_for_nothing(tmp_path: Path) -> None:
+    """A thread that never ends stands for a device that waits for other ranks: an interpreter that ends waits for it."""
+    program = tmp_path / "failing.py"
+    program.write_text(
+        "import sys, threading\n"
+        "from bench.engines import leave\n"
+        "sys.excepthook = leave\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "raise ValueError('what went wrong')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 1 and ended.stderr.endswith("ValueError: what went wrong\n")
+
+
+class Parsed(BaseException):
+    """What a benchmark was given, instead of its run."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+
+
+def stop(given: argparse.Namespace) -> NoReturn:
+    raise Parsed(given)
+
+
+def taken(module: str, arguments: list[str]) -> argparse.Namespace:
+    """What a benchmark's command line makes of its arguments."""
+    with (
+        mock.patch.object(sys, "argv", [module, *arguments]),
+        mock.patch.object(Session, "start", side_effect=stop),
+        pytest.raises(Parsed) as stopped,
+    ):
+        importlib.import_module(module).main()
+    given = stopped.value.given
+    assert isinstance(given, argparse.Namespace)
+    return given
+
+
+def runs(bench: Bench, folder: Path, *, smoke: bool) -> Iterator[tuple[int, argparse.Namespace]]:
+    """On how many ranks what is run, whoever starts it."""
+    arguments = arguments_of(bench, 100.0, folder, smoke=smoke)
+    if bench.module != "bench.long_context":
+        yield min(bench.gpus, CPU_RANKS) if smoke else bench.gpus, taken(bench.module, arguments)
+        return
+    with mock.patch.object(long_context, "run_ranks", return_value=None) as started:
+        with mock.patch.object(sys, "argv", [bench.module, *arguments]):
+            long_context.main()
+    module, inner, ranks, *_ = started.call_args.args
+    yield ranks, taken(module, list(inner))
+
+
+@pytest.mark.parametrize("gpus", BENCHES)
+def test_benchmarks_of_gpus_get_what_they_take_and_layouts_that_fit(gpus: int, tmp_path: Path) -> None:
+    """A wrong word would show on the machine alone, and cost the call."""
+    for bench in BENCHES[gpus]:
+        assert bench.gpus == gpus and bench.least <= bench.seconds
+        for smoke in (False, True)[: 1 + bool(bench.smoke)] if bench.module not in ("pytest", "bench.parity") else ():
+            for ranks, given in runs(bench, tmp_path, smoke=smoke):
+                found = vars(given)
+                for text in found.get("layouts") or [found[key] for key in ("layout",) if key in found]:
+                    layout, spec = layout_of(text).resolve(ranks), spec_of(given.shape)
+                    check_layout(spec, layout)
+                    if bench.module == "bench.rl_step":
+                        sampling_layout(spec, layout)
+
+
+def test_an_archive_has_results_first_and_an_end(tmp_path: Path) -> None:
+    sizes = {"b.json": 10, "a.log": 10, "a.log.1": 10, "a.trace.json.gz": 10, "long.log": 100, ".a.json": 10}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    with mock.patch.object(all_gpus, "PACKED_BYTES", 40):
+        for _ in range(2):
+            pack(tmp_path, tmp_path / "all.tar.gz")
+    with tarfile.open(tmp_path / "all.tar.gz") as archive:
+        assert archive.getnames() == ["b.json", "a.log", "a.log.1", "a.trace.json.gz"]

@@ -5,25 +5,30 @@ GPU wait until everything before is computed. What goes the other way does not r
 a copy from pageable memory waits too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dovetail.arch.registry import spec_from_config
-from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch
+from bench.engines import layout_of
+from dovetail import comm
+from dovetail.arch.registry import spec_from_config, ulysses_degree
+from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, Share
 from dovetail.engine.native import Sums, add_sums
 from dovetail.engine.routing import BalanceSettings, Routing
 from dovetail.gradients import Adder
 from dovetail.kernels.reference import add_weight_grad_
 from dovetail.kernels.registry import KernelSet
-from dovetail.mesh import Mesh
+from dovetail.mesh import Axis, ContextAxes, Mesh
 from dovetail.nn.decoder import Decoder, Head
 from dovetail.nn.recompute import Recompute
 from dovetail.nn.tiling import tile_mlps
@@ -62,16 +67,14 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return x @ weight.sum(0)
 
 
-def decoder(family: str, head: Head, recompute: Recompute = "none") -> Decoder:
+SOLO = Mesh.solo()
+
+
+def decoder(family: str, head: Head, recompute: Recompute = "none", mesh: Mesh = SOLO) -> Decoder:
     config = {**tiny_configs(), **moe_configs()}[family]
+    kernels = replace(KernelSet(), grouped_mm=grouped_mm)
     with torch.device("meta"):
-        made = Decoder(
-            spec_from_config(config.to_dict()),
-            Mesh.solo(),
-            replace(KernelSet(), grouped_mm=grouped_mm),
-            head,
-            recompute,
-        )
+        made = Decoder(spec_from_config(config.to_dict()), mesh, kernels, head, recompute)
     for part in made.modules():
         if isinstance(part, Adder):
             part.adds = add_weight_grad_
@@ -81,14 +84,15 @@ def decoder(family: str, head: Head, recompute: Recompute = "none") -> Decoder:
 def micro_batches(model: Decoder, loss: LossFn) -> list[MicroBatch]:
     """Two of a step, on the device, as the engine makes them before its first forward pass."""
     names = ("advantage", "old_logprob", "reference_logprob", "return", "old_value")
-    pairs = []
+    mesh, pairs = model.mesh, []
+    share = Share(mesh["cp"].rank, mesh["cp"].size, ulysses_degree(model.spec, mesh.layout))
     for lengths in ((9, 1, 30), (17,)):
         batch = PackedBatch.pack([[i % VOCAB for i in range(n)] for n in lengths])
         batch = batch.with_fields(**{name: torch.randn(len(batch)) for name in names})
         batch = batch.with_fields(**weight_fields(batch, "sequence"), temperature=torch.ones(len(batch)))
-        micro = MicroBatch.of(batch, multiple=8).to("meta")
+        micro = MicroBatch.of(batch, 8 * mesh.token_multiple, share).to("meta")
         pairs.append((torch.arange(len(batch), device="meta"), replace(micro, routes=Routes())))
-    routing = Routing.of(model, Mesh.solo(), BalanceSettings(aux_coef=0.1))
+    routing = Routing.of(model, mesh, BalanceSettings(aux_coef=0.1))
     if routing is not None:
         routing.settings = BalanceSettings()  # its count is asked for once a step, here
         routing.charge(pairs, loss, 1)
@@ -141,6 +145,55 @@ def test_nor_does_scoring(head: Head) -> None:
         for micro in micros:
             found = model(micro)
             assert isinstance(found, TokenStats if head == "lm" else Tensor)
+
+
+def one_of_many(text: str) -> Mesh:
+    """The mesh of the last rank, with all axes and nobody at their other ends."""
+    layout = layout_of(f"{text},dp=1")
+    mesh = Mesh.imagined(layout, layout.num_ranks - 1)
+    cp, tp = mesh["cp"], mesh["tp"]
+    context = {
+        u: ContextAxes(Axis("ulysses", u, cp.rank % u), Axis("gather", cp.size // u, cp.rank // u))
+        for u in (1, 2, 4)
+        if cp.size % u == 0
+    }
+    return replace(mesh, context=context, copies={n: Axis("copies", n, tp.rank % n) for n in (1, 2, 4)})
+
+
+@contextmanager
+def nobody_else() -> Iterator[Mapping[str, mock.Mock]]:
+    """Collectives over ranks that are not there: what comes has its shape, and no numbers."""
+    with ExitStack() as patches:
+        yield {
+            name: patches.enter_context(mock.patch.object(owner, name))
+            for owner, name in (
+                (comm, "_FLAT_GATHER"),
+                (comm, "_FLAT_SCATTER"),
+                (dist, "all_to_all_single"),
+                (dist, "all_reduce"),
+            )
+        }
+
+
+@pytest.mark.parametrize(
+    ("text", "family", "loss", "called"),
+    [
+        ("tp=2", "qwen3", "grpo", {"_FLAT_GATHER", "_FLAT_SCATTER"}),
+        ("tp=4", "llama_tied", "gspo", {"_FLAT_GATHER", "_FLAT_SCATTER"}),
+        ("tp=2", "deepseek_v3", "value", {"_FLAT_GATHER", "_FLAT_SCATTER", "all_reduce"}),
+        ("cp=2,cp_mode=gather", "qwen3", "grpo", {"_FLAT_GATHER", "all_to_all_single"}),
+        ("cp=2,cp_mode=ulysses", "qwen3", "gspo", {"all_to_all_single", "all_reduce"}),
+        ("tp=2,cp=2", "qwen3_moe", "sft", {"_FLAT_GATHER", "_FLAT_SCATTER", "all_to_all_single", "all_reduce"}),
+    ],
+)
+def test_nor_one_that_other_ranks_take_part_in(text: str, family: str, loss: str, called: set[str]) -> None:
+    """Neither does anything lie on the host that other ranks are sent: meta tensors and others do not mix."""
+    head, fn = LOSSES[loss]
+    model = decoder(family, head, mesh=one_of_many(text))
+    with nobody_else() as calls:
+        step(model, fn)
+    assert {name for name, call in calls.items() if call.called} == called
+    assert all(x.device.type == "meta" for call in calls.values() for each in call.call_args_list for x in each.args)
 
 
 WAITS: dict[str, Callable[[Tensor], object]] = {

@@ -92,9 +92,9 @@ class Experts(Adder):
         ep = self.ep
         if ep.size == 1:
             return self._products(rows, ends)
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        coming = exchange(counts, ep).view(ep.size, -1)  # from each rank, for each expert here
-        to, by = counts.view(ep.size, -1).sum(1).tolist(), coming.sum(1).tolist()
+        counts = ends.diff(prepend=ends.new_zeros(1)).view(ep.size, -1)  # for each rank, of each expert there
+        coming = exchange(counts, ep)  # from each rank, for each expert here
+        to, by = torch.stack((counts.sum(1), coming.sum(1))).tolist()  # the host waits once
         experts = torch.arange(coming.shape[1], device=rows.device).repeat(ep.size)
         experts = experts.repeat_interleave(coming.flatten(), output_size=sum(by))
         mine, places, here = self.kernels.permute(all_to_all(rows, to, by, ep), experts[:, None], coming.shape[1])
