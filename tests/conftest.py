@@ -1,11 +1,16 @@
-"""Session-wide set-up of the tests: ends the worker processes, and keeps this process on one thread."""
+"""Session-wide set-up of the tests: ends the worker processes, keeps this process on one thread, and draws no test anew."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.harness import close_workers
+
+# The same examples in every session, and no verdict on how long one takes: a busy machine may stop at any moment.
+settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -38,8 +38,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from dovetail.launch import BACKENDS, pick_device
 
 T = TypeVar("T")
-TIMEOUT = 120.0  # seconds for one body, on every rank
+TIMEOUT = 300.0  # seconds for one body, on every rank: far more than any takes on a busy machine
 START_TIMEOUT = 180.0  # seconds for a worker to import torch on a busy machine
+STACK_TIMEOUT = 10.0  # seconds for a worker to write its stacks
 
 
 class RankFailed(AssertionError):
@@ -83,8 +84,11 @@ class _Worker:
         if self.process.pid is None or not self.process.is_alive():
             return "  (gone)"
         os.kill(self.process.pid, signal.SIGUSR1)
-        time.sleep(0.3)
-        return self.stacks.read_text(errors="replace")
+        deadline, told = time.monotonic() + STACK_TIMEOUT, ""
+        while time.monotonic() < deadline and (not told or told != self.stacks.read_text(errors="replace")):
+            told = self.stacks.read_text(errors="replace")
+            time.sleep(0.3)
+        return told
 
 
 class _Pool:

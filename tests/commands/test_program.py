@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.program import here, program, read_rows, refusal, start, write_recipe, write_rows
+from tests.commands.program import here, make_model, program, read_rows, refusal, start, write_recipe, write_rows
 from tests.fault.processes import listens, waited
 from tests.tolerances import MODEL_FP32
 
@@ -25,10 +25,13 @@ def cpu_seconds_of(*argv: str) -> tuple[float, int, str]:
 
 @pytest.mark.parametrize("command", [[], *[[name] for name in COMMANDS]])
 def test_help_is_quick(command: list[str]) -> None:
-    runs = [cpu_seconds_of(*command, "--help") for _ in range(2)]
-    assert all(code == 0 for _, code, _ in runs)
-    assert all(word in runs[0][2] for word in command or COMMANDS)
-    assert min(used for used, _, _ in runs) < 0.5
+    used: list[float] = []
+    while len(used) < 10 and min(used, default=1.0) >= 0.5:  # the least of a few: others share the caches and the core
+        seconds, code, out = cpu_seconds_of(*command, "--help")
+        assert code == 0
+        assert all(word in out for word in command or COMMANDS)
+        used.append(seconds)
+    assert min(used) < 0.5
 
 
 def test_help_imports_no_torch() -> None:
@@ -121,7 +124,10 @@ def test_more_ranks_than_devices_are_refused_by_the_rank_that_speaks(monkeypatch
 
 
 @pytest.mark.parametrize("layout", ["tp=1", "tp=2"])
-def test_sigterm_ends_any_command_with_143_and_leaves_nothing(layout: str, model: Path, tmp_path: Path) -> None:
+def test_sigterm_ends_any_command_with_143_and_leaves_nothing(
+    layout: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = make_model(tmp_path_factory.mktemp("endless") / "model", tokenizer=False, eos_token_id=None)
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 7]}])
     argv = ["generate", "--model", model, "--data", rows, "--out", tmp_path / "out.jsonl", "--layout", layout]
     process = start(*argv, "--max-new-tokens", 10**5, "--samples", 64)

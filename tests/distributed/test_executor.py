@@ -220,42 +220,45 @@ def connect_everywhere(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
 def test_connecting_never_waits_in_a_circle(ranks: int) -> None:
-    run(ranks, connect_everywhere, ranks, timeout=30.0)
+    run(ranks, connect_everywhere, ranks)
 
 
 class Sleeper:
-    """Stages that take the time they are said to take, and no processor."""
+    """Stages that take the time they are said to take, or so many times of it, and no processor."""
 
-    def __init__(self, stages: int, costs: Costs) -> None:
-        self.end, self.costs = stages - 1, costs
+    def __init__(self, stages: int, costs: Costs, longer: float = 1.0) -> None:
+        self.end, self.costs, self.longer = stages - 1, costs, longer
 
     def buffer(self, micro: int) -> Tensor:
         return torch.zeros(1)
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
-        time.sleep(self.costs.of("forward", stage))
+        time.sleep(self.longer * self.costs.of("forward", stage))
         return None if stage == self.end else torch.zeros(1)
 
     def backward(self, action: Action, grad: Tensor | None, *, last: bool) -> Tensor | None:
-        time.sleep(self.costs.of(action.kind, action.stage))
+        time.sleep(self.longer * self.costs.of(action.kind, action.stage))
         return torch.zeros(1) if action.stage else None
 
     def weight(self, stage: int, micro: int) -> None:
-        time.sleep(self.costs.of("weight", stage))
+        time.sleep(self.longer * self.costs.of("weight", stage))
 
 
-def best_time(plan: Plan, virtual: int, costs: Costs, enough: float) -> float:
-    """The seconds from the first rank's start to the last one's end: the least of five tries, or of those needed."""
+def best_share(plan: Plan, virtual: int, costs: Costs, expected: float) -> float:
+    """The time from the first rank's start to the last one's end over the expected one: the least of a few tries.
+
+    On a busy machine a rank wakes up late, so stages sleep longer from try to try, until that is a small part of it.
+    """
     mesh, best = Mesh.build(Layout(pp=len(plan), virtual_stages=virtual)), float("inf")
     executor.connect(mesh)
-    for _ in range(5):
+    for longer in (1.0, 1.0, 2.0, 4.0, 8.0, 16.0):
         dist.barrier()
         start = time.monotonic()
-        executor.run(plan, Sleeper(executor.num_stages(plan), costs), mesh)
+        executor.run(plan, Sleeper(executor.num_stages(plan), costs, longer), mesh)
         times = torch.tensor([-start, time.monotonic()], dtype=torch.float64)  # one clock for all processes
         dist.all_reduce(times, dist.ReduceOp.MAX)
-        best = min(best, float(times.sum()))
-        if best <= enough:
+        best = min(best, float(times.sum()) / (longer * expected))
+        if best <= 1 + BUBBLE:
             break
     return best
 
@@ -269,8 +272,8 @@ def test_stages_that_sleep_take_the_simulated_time(schedule: str, virtual: int, 
     costs = Costs(forward, input=0.02, weight=0.02)
     plan = make_plan(schedule, ranks, virtual, 8, costs)
     expected = simulate(plan, costs).total
-    (found, *_) = run(ranks, best_time, plan, virtual, costs, expected * (1 + BUBBLE))
-    assert expected <= found <= expected * (1 + BUBBLE), f"{found:.3f} s, simulated {expected:.3f} s"
+    (found, *_) = run(ranks, best_share, plan, virtual, costs, expected)
+    assert 1.0 <= found <= 1 + BUBBLE, f"{found:.3f} of the simulated {expected:.3f} s"
 
 
 def most_held(plan: Plan) -> tuple[int, int]:

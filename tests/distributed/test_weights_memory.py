@@ -32,6 +32,7 @@ LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4,
 BUCKET = 16 * MIB
 ROLE = "policy"
 M_MMAP_THRESHOLD = -3  # glibc's mallopt
+PEAKS = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel tells no peaks of memory")
 
 
 def write_large(path: Path, *, tied: bool = False) -> int:
@@ -125,6 +126,7 @@ def _load_state(source: Path, layout: Layout) -> dict[str, int]:
     return {"load": resident("VmHWM") - before, "own": own, "read": reader.bytes_read}
 
 
+@PEAKS
 @pytest.mark.parametrize("layout", [Layout(tp=2), pytest.param(Layout(pp=2), marks=pytest.mark.soak)])
 def test_training_state_costs_a_rank_its_own_pieces_too(tmp_path: Path, layout: Layout) -> None:
     write_large(tmp_path / "source")
@@ -135,6 +137,7 @@ def test_training_state_costs_a_rank_its_own_pieces_too(tmp_path: Path, layout: 
         assert figures["load"] <= 1.2 * (figures["own"] + tensor), figures
 
 
+@PEAKS
 @pytest.mark.parametrize(
     ("layout", "tied"),
     [

@@ -8,6 +8,7 @@ import pytest
 
 from tests.commands.program import here, on_ranks, read_rows, refusal, write_recipe, write_rows
 
+HANG = 2.0  # seconds that a reward may take where one hangs; the others take none, on a busy machine, too
 REWARD = """
 import os, time
 
@@ -38,7 +39,11 @@ def make(folder: Path, model: Path, what: str, share: float = 1.0, **sections: A
         model,
         write_rows(folder / "rows.jsonl", rows),
         algorithm={"name": "grpo"},
-        reward={"import": "grader:judged", "timeout_seconds": 1.0, **sections.pop("reward", {})},
+        reward={
+            "import": "grader:judged",
+            "timeout_seconds": HANG if what == "hang" else 600,
+            **sections.pop("reward", {}),
+        },
         trainer={"steps": 2, "prompts_per_step": 20, "tokens_per_batch": 256},
         **sections,
     )
@@ -50,7 +55,7 @@ FAILURES = {
     "inf": "the reward returned inf, which is not a finite number",
     "text": "the reward returned '1.0', which is not a finite number",
     "die": "the worker process died",
-    "hang": "no answer within 1 s; the worker was killed",
+    "hang": f"no answer within {HANG:g} s; the worker was killed",
 }
 
 

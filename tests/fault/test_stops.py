@@ -15,7 +15,7 @@ from dovetail.checkpoint.reader import ShardedReader
 from dovetail.watch.progress import Phase
 from dovetail.watch.system import children_of
 from tests.commands.program import read_rows
-from tests.fault.processes import GRADER, all_gone, ranks_of, rl_run, state_of, waited
+from tests.fault.processes import GRADER, SECONDS, all_gone, ranks_of, rl_run, state_of, waited
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ranks are found by /proc")
 
@@ -62,12 +62,12 @@ def test_a_stop_at_any_moment_is_clean(target: str, phase: Phase, number: int, m
     for pid in receivers(process, target, rank):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=SECONDS)
     in_training = (tmp_path / "run/config.yaml").exists()
     expected = {143} if in_training or number == signal.SIGTERM else {143, 130}  # before training as in any command
     assert process.returncode in expected, err
     assert err == ""
-    assert all_gone(below, 20.0)
+    assert all_gone(below, SECONDS)
     assert list((tmp_path / "tmp").iterdir()) == []
     metrics = tmp_path / "run/metrics.jsonl"
     steps = len(read_rows(metrics)) if metrics.exists() else 0

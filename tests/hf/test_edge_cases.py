@@ -173,7 +173,7 @@ def test_edge_case_41_images_on_some_ranks_only(models: dict[str, Path], layout:
     for name in ("qwen2_5_vl", "qwen3_vl"):
         batch = sights(name, rows)
         (wanted,) = run(1, trained, models[name], Layout(), batch, 1000)
-        for found in run(4, trained, models[name], Layout.parse(layout), batch, 16, timeout=60.0):
+        for found in run(4, trained, models[name], Layout.parse(layout), batch, 16):
             assert worst_error(found, wanted)[0] <= MODEL_FP32
 
 

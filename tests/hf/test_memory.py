@@ -13,7 +13,7 @@ from dovetail.batch import PackedBatch
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.hf.model import make_model
 from dovetail.layout import Layout
-from tests.distributed.test_weights_memory import LARGE, M_MMAP_THRESHOLD, MIB, resident, write_large
+from tests.distributed.test_weights_memory import LARGE, M_MMAP_THRESHOLD, MIB, PEAKS, resident, write_large
 from tests.harness import run
 from tests.hf.families import TEXT, _make
 from tests.parity.configs import tiny_model
@@ -34,6 +34,7 @@ def _load(source: Path, layout: Layout) -> dict[str, int]:
     return {"load": peak, "own": sum(4 * shard.local.numel() for shard in engine.optimizer.shards)}
 
 
+@PEAKS
 @pytest.mark.parametrize(
     ("layout", "tied"), [(Layout(dp=2), False), pytest.param(Layout(cp=2), True, marks=pytest.mark.soak)]
 )

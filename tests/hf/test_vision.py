@@ -94,7 +94,7 @@ def looks(folder: Path, layout: Layout, batch: PackedBatch, budget: int = BUDGET
 def test_every_rank_looks_once_a_micro_batch(seen: dict[str, Path]) -> None:
     """Whatever there is to see: so FSDP2's collectives are equally many and in the same order everywhere."""
     for layout in (Layout(dp=4), Layout(cp=2, dp=2)):
-        calls = run(4, looks, seen["qwen2_5_vl"], layout, sights("qwen2_5_vl", LONELY), TIGHT, timeout=60.0)
+        calls = run(4, looks, seen["qwen2_5_vl"], layout, sights("qwen2_5_vl", LONELY), TIGHT)
         assert len({len(found) for found in calls}) == 1
         assert len(calls[0]) > 1
         seen_by_all = sorted(patches for found in calls for patches in found)

@@ -34,7 +34,7 @@ def hang_on(rank: int) -> None:
 def die_on(rank: int) -> None:
     if dist.get_rank() == rank:
         os._exit(7)
-    dist.barrier()
+    time.sleep(600)  # in a collective it would fail, and might be heard first
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -63,10 +63,12 @@ def test_failing_rank_gives_its_traceback_and_discards_its_workers() -> None:
 
 
 def test_hung_rank_is_named_with_its_stack() -> None:
-    started = time.monotonic()
-    with pytest.raises(RankFailed, match=r"(?s)ranks \[0, 1\] did not finish within 1 s.*in hang_on"):
-        run(2, hang_on, 0, timeout=1)
-    assert time.monotonic() - started < 60
+    for seconds in (1, 4, 16, 64):  # until both have come so far: a fresh worker imports for a while
+        with pytest.raises(RankFailed, match=rf"ranks \[0, 1\] did not finish within {seconds} s") as caught:
+            run(2, hang_on, 0, timeout=seconds)
+        if "in hang_on" in str(caught.value):
+            return
+    raise AssertionError(caught.value)
 
 
 def test_dead_rank_is_named_with_its_exit_code() -> None:

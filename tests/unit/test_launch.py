@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,7 +60,7 @@ def start(tmp_path: Path) -> Start:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=SECONDS)
     return process.returncode, out, "\n".join(line for line in err.splitlines() if "Warning" not in line)
 
 
@@ -119,13 +118,11 @@ def test_killed_rank_is_named_and_ends_the_others(start: Start) -> None:
         os.kill(os.getpid(), 9)
     time.sleep(600)
     """
-    started = time.monotonic()
     code, _, err = ended(start(body, "--layout", "tp=2"))
     assert code == 1
     assert err.startswith(f"dovetail: rank 1 ({socket.gethostname()}, pid ")
     assert ") ended in phase load: killed by SIGKILL: " in err
     assert len(err.splitlines()) == 1, "the others failed because of it, so they say nothing"
-    assert time.monotonic() - started < 100
 
 
 @pytest.mark.parametrize("layout", ["tp=1", "tp=2"])
@@ -161,7 +158,7 @@ def test_no_rank_outlives_a_killed_parent(start: Start, tmp_path: Path) -> None:
     process = start("open(f'pid{rank}', 'w').write(str(os.getpid())); time.sleep(600)", "--layout", "tp=2")
     pids = [int(wait_for_file(tmp_path / f"pid{rank}")) for rank in range(2)]
     process.kill()
-    process.communicate(timeout=120)
+    process.communicate(timeout=SECONDS)
     assert all_gone(set(pids), SECONDS), "a rank outlived its parent"
 
 

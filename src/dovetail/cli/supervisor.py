@@ -5,8 +5,10 @@ of its own, so a Ctrl-C reaches this process only and is passed on in order. A r
 phase, step and cause; then, where that was asked for, all ranks start again. Imports no torch.
 """
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,18 +23,21 @@ from types import FrameType
 from typing import NamedTuple
 
 from dovetail.cli.ranks import DEFECT, FOLDER, INTERRUPTED, PIPE, STOPPED, USER_ERROR, RankFiles
+from dovetail.errors import MachineError
 from dovetail.watch import system
 from dovetail.watch.progress import LIMITS, Phase, State, read_state
 from dovetail.watch.stacks import ASK, main_stack
-from dovetail.watch.verdict import Incident, Seen, odd_ranks
+from dovetail.watch.verdict import STOPPED_STATES, Incident, Seen, odd_ranks
 
 GRACE_SECONDS = 3.0  # after the first failure, for the others to notice
 STOP_SECONDS = 10.0  # after a rank has ended as it was told to, for the others to end, too
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 0.5  # between two looks at where the ranks are
-STACK_SECONDS = 1.0  # for the ranks to write their stacks
+STACK_SECONDS = 5.0  # for the ranks to write their stacks, at most; a stopped one is not waited for
+WRITING_SECONDS = 0.5  # from a stack's first frames to its last
 PAUSE_SECONDS, LONGEST_PAUSE = 1.0, 30.0  # before the first restart, doubled before each further one
 SAME_DEATHS = 3  # in a row at the same place with the same cause: starting again would not help
+PORTS = range(20000, 32768)  # for the ranks to meet at
 ASKED = (STOPPED, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)  # how a rank ends that was told to
 
 
@@ -242,8 +247,11 @@ class _Ranks:
 
     def _crash(self, rank: int) -> str:
         """The stacks that a rank left when it crashed inside a library."""
+        return self._stacks(rank) if self.ended[rank] < 0 else ""
+
+    def _stacks(self, rank: int) -> str:
         path = RankFiles.of(self.folder, rank).stacks
-        return path.read_text(errors="replace") if self.ended[rank] < 0 and path.exists() else ""
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def _report(self, rank: int) -> str:
         path = RankFiles.of(self.folder, rank).report
@@ -286,12 +294,14 @@ class _Ranks:
         kernel = {rank: system.kernel_state(self.processes[rank].pid) for rank in alive}
         for rank in alive:
             self.processes[rank].send_signal(ASK)
-        time.sleep(STACK_SECONDS)
+        answer = {rank for rank in alive if kernel[rank] not in STOPPED_STATES}
+        deadline = time.monotonic() + STACK_SECONDS
+        while time.monotonic() < deadline and not all(main_stack(self._stacks(rank)).frames for rank in answer):
+            time.sleep(POLL_SECONDS)
+        time.sleep(WRITING_SECONDS)
         seen, texts = [], dict[str, list[int]]()
         for rank, state in alive.items():
-            path = RankFiles.of(self.folder, rank).stacks
-            text = path.read_text(errors="replace") if path.exists() else ""
-            seen.append(Seen(rank, self.processes[rank].pid, state, kernel[rank], main_stack(text)))
+            seen.append(Seen(rank, self.processes[rank].pid, state, kernel[rank], main_stack(self._stacks(rank))))
             frames = "\n".join(f"    {f.file}:{f.line} {f.name}" for f in seen[-1].stack.frames)
             texts.setdefault(frames, []).append(rank)
         whole = [
@@ -302,12 +312,18 @@ class _Ranks:
 
 def _environment(ranks: int) -> Mapping[str, str]:
     """What all ranks share: where they meet, and an even share of this machine's cores."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     threads = max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     counts = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     # Or every rank would tell at length that a failed one closed its connection.
     quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}
     return {**quiet, **meeting, **counts, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+
+
+def _free_port() -> int:
+    """A port for the ranks to meet at, seconds later: below those that a system gives to whoever asks for any."""
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("", port))
+            return port
+    raise MachineError(f"no port from {PORTS[0]} to {PORTS[-1]} is free on this machine; end what listens there")
