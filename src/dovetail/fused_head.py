@@ -63,7 +63,8 @@ def fused_loss(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -
     """
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or shard.weight.requires_grad)
     with torch.no_grad():
-        gradients = _Gradients.like(x, shard.weight) if needs_grad else None
+        w = shard.weight
+        gradients = _Gradients(torch.empty_like(x), torch.empty_like(w, dtype=wide(w.dtype))) if needs_grad else None
         run = _separable if is_separable(loss) else _whole
         result = run(x, shard, batch, loss, gradients)
     if gradients is None:
@@ -88,14 +89,11 @@ def add_losses(losses: list[Loss]) -> Loss:
 class _Gradients:
     """Where the chunks leave their gradients: rows of dx [n, D], and a sum dw [columns, D] in the wide dtype.
 
-    Nothing is in them before the first chunk."""
+    Nothing is in them before the first chunk.
+    """
 
     dx: Tensor
     dw: Tensor
-
-    @classmethod
-    def like(cls, x: Tensor, weight: Tensor) -> "_Gradients":
-        return cls(torch.empty_like(x), torch.empty_like(weight, dtype=wide(weight.dtype)))
 
 
 def _separable(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradients: _Gradients | None) -> Loss:
@@ -104,7 +102,9 @@ def _separable(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, g
     for rows in _chunks(len(batch), shard.kernels.head_chunk):
         z = shard.logits(x[rows])
         stats, normalizer = shard.stats(z, batch.targets[rows], _temperature(batch, rows))
-        here = batch if len(z) == len(batch) else batch.compact(_arange(rows, batch))
+        here = batch
+        if len(z) < len(batch):
+            here = batch.compact(torch.arange(rows.start, rows.stop, device=x.device))
         value, g, h = _loss_gradients(loss, stats, here, gradients is not None)
         losses.append(value)
         if gradients is not None:
@@ -194,7 +194,3 @@ def _temperature(batch: PackedBatch, rows: slice) -> Tensor | None:
 def _chunks(n: int, size: int) -> Iterator[slice]:
     """Slices that cover n rows; one empty slice for none, so that every rank runs the same ops."""
     return (slice(start, min(start + size, n)) for start in range(0, max(n, 1), size))
-
-
-def _arange(rows: slice, batch: PackedBatch) -> Tensor:
-    return torch.arange(rows.start, rows.stop, device=batch.tokens.device)
