@@ -73,18 +73,6 @@ def fused_loss(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -
     return result._replace(total=_GradientsInHand.apply(result.total, x, shard.weight, gradients.dx, dw, shard.owner))
 
 
-def add_losses(losses: list[Loss]) -> Loss:
-    """The loss of all parts together: sums of sums. The parts have the same metrics."""
-    if len(losses) == 1:
-        return losses[0]
-    metrics = {}
-    for name in losses[0].metrics:
-        sums = [part.metrics[name] for part in losses]
-        metrics[name] = Sum(torch.stack([s.total for s in sums]).sum(0), torch.stack([s.count for s in sums]).sum(0))
-    total = torch.stack([part.total for part in losses]).sum(0)
-    return Loss(total, torch.stack([torch.as_tensor(part.count) for part in losses]).sum(0), metrics)
-
-
 @dataclass(frozen=True)
 class _Gradients:
     """Where the chunks leave their gradients: rows of dx [n, D], and a sum dw [columns, D] in the wide dtype.
@@ -98,7 +86,7 @@ class _Gradients:
 
 def _separable(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradients: _Gradients | None) -> Loss:
     """One pass: each chunk's logits give its loss and, while they are there, its gradients."""
-    losses = []
+    values = []
     for rows in _chunks(len(batch), shard.kernels.head_chunk):
         z = shard.logits(x[rows])
         stats, normalizer = shard.stats(z, batch.targets[rows], _temperature(batch, rows))
@@ -106,11 +94,11 @@ def _separable(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, g
         if len(z) < len(batch):
             here = batch.compact(torch.arange(rows.start, rows.stop, device=x.device))
         value, g, h = _loss_gradients(loss, stats, here, gradients is not None)
-        losses.append(value)
+        values.append(value)
         if gradients is not None:
             _backward_chunk(x, rows, z, shard, batch, normalizer, (g, h), gradients)
         del z  # or two chunks of logits live at once
-    return add_losses(losses)
+    return values[0] if len(values) == 1 else _sum_of(values)
 
 
 def _whole(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradients: _Gradients | None) -> Loss:
@@ -180,7 +168,18 @@ class _GradientsInHand(torch.autograd.Function):
         return None, dx, None, None, None, None
 
 
+def _sum_of(losses: list[Loss]) -> Loss:
+    """The loss of all parts together: sums of sums. The parts have the same metrics."""
+    totals, counts, metrics = zip(*losses, strict=True)
+    summed = {}
+    for name in metrics[0]:
+        parts = zip(*(each[name] for each in metrics), strict=True)
+        summed[name] = Sum(*(torch.stack(part).sum(0) for part in parts))
+    return Loss(torch.stack(totals).sum(0), torch.stack(counts).sum(0), summed)
+
+
 def _detached(loss: Loss) -> Loss:
+    """Without a graph, and all of it tensors."""
     metrics = {
         name: Sum(torch.as_tensor(s.total).detach(), torch.as_tensor(s.count)) for name, s in loss.metrics.items()
     }
