@@ -1,4 +1,4 @@
-"""From `model_type` to the family that reads it, and which tensor-parallel degrees a model allows."""
+"""From `model_type` to the family that reads it, and which degrees of tp, ep and Ulysses a model allows."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
