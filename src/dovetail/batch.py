@@ -118,9 +118,11 @@ class PackedBatch:
         return replace(self, routing=routing)
 
     def with_mask(self, mask: Tensor) -> "PackedBatch":
+        """The same tokens, of which those count where `mask` [T] is True."""
         return replace(self, mask=mask)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
+        """On a device, all but its media."""
         return self._map(lambda x: x.to(device), self.cu_seqlens.to(device), self.lengths, self.media, self.routing)
 
     def select(self, sequences: Seq[int]) -> "PackedBatch":
@@ -244,6 +246,7 @@ class MicroBatch:
 
     @classmethod
     def of(cls, batch: PackedBatch, multiple: int = 1, share: Share = WHOLE) -> "MicroBatch":
+        """`batch`, padded to `multiple` tokens, as the rank with this share of it has it."""
         padded = batch.pad_to_multiple(multiple)
         everywhere = padded.mask.nonzero()[:, 0]
         counted = padded.compact(everywhere)
@@ -265,16 +268,15 @@ class MicroBatch:
         return self.batch.tokens if self.share.size == 1 else self.batch.tokens[self.order]
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        counted, everyone = self.counted.to(device), self.all_counted
-        return MicroBatch(
-            self.batch.to(device),
-            self.order.to(device),
-            self.index.to(device),
-            counted,
-            self.mine.to(device),
-            counted if everyone is self.counted else everyone.to(device),
-            self.share,
-            self.routes,
+        counted = self.counted.to(device)
+        return replace(
+            self,
+            batch=self.batch.to(device),
+            order=self.order.to(device),
+            index=self.index.to(device),
+            counted=counted,
+            mine=self.mine.to(device),
+            all_counted=counted if self.all_counted is self.counted else self.all_counted.to(device),
         )
 
 

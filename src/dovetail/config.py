@@ -330,7 +330,7 @@ class Recipe(Section):
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> Recipe:
-    """Read a recipe. `overrides`: tokens `key.path=value` or `--key.path value`; `flags`, by dotted key, beat them."""
+    """Read a recipe. `overrides`: `key.path=value`; `flags`, by dotted key, beat them."""
     given = read_mapping(Path(path))
     for key, value in [*parse_overrides(overrides), *(flags or {}).items()]:
         merge(given, key, value)

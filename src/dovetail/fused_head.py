@@ -63,7 +63,8 @@ def fused_loss(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -
     """
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or shard.weight.requires_grad)
     with torch.no_grad():
-        gradients = _Gradients.like(x, shard.weight) if needs_grad else None
+        w = shard.weight
+        gradients = _Gradients(torch.empty_like(x), torch.empty_like(w, dtype=wide(w.dtype))) if needs_grad else None
         run = _separable if is_separable(loss) else _whole
         result = run(x, shard, batch, loss, gradients)
     if gradients is None:
@@ -72,45 +73,32 @@ def fused_loss(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -
     return result._replace(total=_GradientsInHand.apply(result.total, x, shard.weight, gradients.dx, dw, shard.owner))
 
 
-def add_losses(losses: list[Loss]) -> Loss:
-    """The loss of all parts together: sums of sums. The parts have the same metrics."""
-    if len(losses) == 1:
-        return losses[0]
-    metrics = {}
-    for name in losses[0].metrics:
-        sums = [part.metrics[name] for part in losses]
-        metrics[name] = Sum(torch.stack([s.total for s in sums]).sum(0), torch.stack([s.count for s in sums]).sum(0))
-    total = torch.stack([part.total for part in losses]).sum(0)
-    return Loss(total, torch.stack([torch.as_tensor(part.count) for part in losses]).sum(0), metrics)
-
-
 @dataclass(frozen=True)
 class _Gradients:
     """Where the chunks leave their gradients: rows of dx [n, D], and a sum dw [columns, D] in the wide dtype.
 
-    Nothing is in them before the first chunk."""
+    Nothing is in them before the first chunk.
+    """
 
     dx: Tensor
     dw: Tensor
 
-    @classmethod
-    def like(cls, x: Tensor, weight: Tensor) -> "_Gradients":
-        return cls(torch.empty_like(x), torch.empty_like(weight, dtype=wide(weight.dtype)))
-
 
 def _separable(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradients: _Gradients | None) -> Loss:
     """One pass: each chunk's logits give its loss and, while they are there, its gradients."""
-    losses = []
+    values = []
     for rows in _chunks(len(batch), shard.kernels.head_chunk):
         z = shard.logits(x[rows])
         stats, normalizer = shard.stats(z, batch.targets[rows], _temperature(batch, rows))
-        here = batch if len(z) == len(batch) else batch.compact(_arange(rows, batch))
+        here = batch
+        if len(z) < len(batch):
+            here = batch.compact(torch.arange(rows.start, rows.stop, device=x.device))
         value, g, h = _loss_gradients(loss, stats, here, gradients is not None)
-        losses.append(value)
+        values.append(value)
         if gradients is not None:
             _backward_chunk(x, rows, z, shard, batch, normalizer, (g, h), gradients)
         del z  # or two chunks of logits live at once
-    return add_losses(losses)
+    return values[0] if len(values) == 1 else _sum_of(values)
 
 
 def _whole(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradients: _Gradients | None) -> Loss:
@@ -180,7 +168,18 @@ class _GradientsInHand(torch.autograd.Function):
         return None, dx, None, None, None, None
 
 
+def _sum_of(losses: list[Loss]) -> Loss:
+    """The loss of all parts together: sums of sums. The parts have the same metrics."""
+    totals, counts, metrics = zip(*losses, strict=True)
+    summed = {}
+    for name in metrics[0]:
+        parts = zip(*(each[name] for each in metrics), strict=True)
+        summed[name] = Sum(*(torch.stack(part).sum(0) for part in parts))
+    return Loss(torch.stack(totals).sum(0), torch.stack(counts).sum(0), summed)
+
+
 def _detached(loss: Loss) -> Loss:
+    """Without a graph, and all of it tensors."""
     metrics = {
         name: Sum(torch.as_tensor(s.total).detach(), torch.as_tensor(s.count)) for name, s in loss.metrics.items()
     }
@@ -194,7 +193,3 @@ def _temperature(batch: PackedBatch, rows: slice) -> Tensor | None:
 def _chunks(n: int, size: int) -> Iterator[slice]:
     """Slices that cover n rows; one empty slice for none, so that every rank runs the same ops."""
     return (slice(start, min(start + size, n)) for start in range(0, max(n, 1), size))
-
-
-def _arange(rows: slice, batch: PackedBatch) -> Tensor:
-    return torch.arange(rows.start, rows.stop, device=batch.tokens.device)

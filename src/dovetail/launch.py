@@ -118,7 +118,6 @@ class StopSignal:
     A rank may get one wish twice, straight and by its launcher: what comes within `SAME_WISH_SECONDS` is the same one.
     """
 
-    EXIT_CODE = 143
     SAME_WISH_SECONDS = 1.0
 
     def __init__(self) -> None:

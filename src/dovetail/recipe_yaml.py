@@ -47,15 +47,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(tokens: Sequence[str]) -> list[tuple[str, Any]]:
-    """`a.b=1`, `--a.b=1` and `--a.b 1` as (dotted key, value read as YAML), in the order given."""
+    """`a.b=1` as (dotted key, value read as YAML), in the order given."""
     found: list[tuple[str, Any]] = []
-    rest = list(tokens)
-    while rest:
-        token = rest.pop(0)
-        key, equals, text = token.removeprefix("--").partition("=")
-        if not equals and token.startswith("--") and rest:
-            text = rest.pop(0)
-        elif not equals:
+    for token in tokens:
+        key, equals, text = token.partition("=")
+        if not equals:
             raise ConfigError(f"override {token!r} has no value; expected key.path=value")
         if not KEY.fullmatch(key):
             raise ConfigError(f"override {token!r}: {key!r} is not a key; expected key.path=value")

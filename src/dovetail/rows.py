@@ -27,6 +27,7 @@ class Row:
     line: int
 
     def error(self, message: str) -> DataError:
+        """`raise row.error(...)`: the message with file and line in front."""
         return DataError(f"{self.path}:{self.line}: {message}")
 
     @contextmanager
@@ -38,6 +39,7 @@ class Row:
             raise self.error(str(error)) from error
 
     def require(self, *names: str) -> None:
+        """Raise DataError unless the row has these keys."""
         missing = [name for name in names if name not in self.values]
         if missing:
             has = ", ".join(map(repr, self.values)) or "nothing"

@@ -1,4 +1,4 @@
-"""Router replay: a trace recorded in one pass routes another, under any layout, recomputed or not; edge cases 36 to 39."""
+"""Router replay: a trace recorded in one pass routes another, under any layout, recomputed or not."""
 
 from collections.abc import Callable
 from dataclasses import replace

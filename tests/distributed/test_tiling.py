@@ -1,4 +1,4 @@
-"""MLPs by tiles in whole engines: numbers of tiles may differ over replicas, and tp and FSDP keep step (edge case 45)."""
+"""MLPs by tiles in whole engines: numbers of tiles may differ over replicas, and tp and FSDP keep step."""
 
 from pathlib import Path
 from typing import Literal

@@ -117,7 +117,7 @@ def one_update(given: Mapping[str, Any], noise: float, steps: int = 0) -> dict[s
     try:
         for step in range(steps):
             task.step(step)
-        samples, _ = task._sample(task.prompts[:6], task.settings.sampling, 0)
+        samples, _ = task._sample(task.prompts[:6], task.settings.sampling)
         batch = task._prepare(samples)
         scored = task.models.policy.score(batch).logprob
         generator = torch.Generator().manual_seed(3)

@@ -51,7 +51,7 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
 
 def test_precedence_and_spellings(tmp_path: Path) -> None:
     path = write(tmp_path, yaml.safe_dump({**SMALLEST, "layout": {"tp": 4, "dp": 2}, "optim": {"lr": 1.0}}))
-    tokens = ["layout.tp=3", "--optim.lr", "1e-5", "--trainer.loggers=[wandb]", "data.eval=null", "critic.layout.tp=2"]
+    tokens = ["layout.tp=3", "optim.lr=1e-5", "trainer.loggers=[wandb]", "data.eval=null", "critic.layout.tp=2"]
     recipe = load_recipe(path, tokens, {"layout.tp": 2})
     assert recipe.layout.to_layout() == Layout(tp=2, dp=2)
     assert recipe.optim.lr == 1e-5

@@ -135,7 +135,7 @@ def test_sigterm_reaches_the_ranks_for_a_clean_stop(start: Start, layout: str, t
         while not stop.requested:
             time.sleep(0.05)
     open(f"stopped{rank}", "w").write("x")
-    return StopSignal.EXIT_CODE
+    return 143
     """
     process = start(body, "--layout", layout)
     wait_for_file(tmp_path / "ready0")

@@ -1,4 +1,4 @@
-"""MLPs by tiles of tokens (edge case 45): gradients are those of the whole, memory is not."""
+"""MLPs by tiles of tokens: gradients are those of the whole, memory is not."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -7,11 +7,8 @@ import torch
 from torch import Tensor
 
 from dovetail.kernels.reference import vocab_grad_, vocab_stats
-from dovetail.mesh import Axis
-from dovetail.tokenstats import TokenStats, combine, token_stats
-from tests.tolerances import GRADCHECK, OP_FP32, OP_FP64, assert_close, tensor_error
-
-ALONE = Axis("tp")
+from dovetail.tokenstats import TokenStats, combine
+from tests.tolerances import GRADCHECK, OP_FP32, OP_FP64, assert_close
 
 
 class _Split(torch.autograd.Function):
@@ -60,34 +57,6 @@ def test_gradcheck_of_both_outputs_over_any_split(cuts: tuple[int, ...]) -> None
     assert torch.autograd.gradcheck(lambda x: split_stats(x, targets, cuts), z, atol=GRADCHECK, rtol=GRADCHECK)
     for found, expected in zip(split_stats(z, targets, cuts), full_softmax(z, targets), strict=True):
         assert_close(found, expected, OP_FP64)
-
-
-def test_gradcheck_of_the_public_function_with_a_temperature_per_token() -> None:
-    z, targets = logits()
-    z.requires_grad_()
-    temperature = torch.linspace(0.4, 2.0, len(z), dtype=z.dtype)
-
-    def run(x: Tensor) -> TokenStats:
-        return token_stats(x, targets, ALONE, temperature=temperature)
-
-    assert torch.autograd.gradcheck(run, z, atol=GRADCHECK, rtol=GRADCHECK)
-    for found, expected in zip(run(z), full_softmax(z / temperature[:, None], targets), strict=True):
-        assert_close(found, expected, OP_FP64)
-    wrong = token_stats(z, targets, ALONE, temperature=temperature.flip(0))
-    assert tensor_error(wrong.logprob, run(z).logprob) > OP_FP64, "the temperature of another token goes unnoticed"
-
-
-def test_logits_stay_as_they_were_and_asking_twice_gives_the_same() -> None:
-    z, targets = logits(dtype=torch.float32)
-    before = z.clone()
-    z.requires_grad_()
-    first, second = token_stats(z, targets, ALONE), token_stats(z, targets, ALONE)
-    (first.entropy.sum() + first.logprob.sum()).backward()
-    assert torch.equal(z.detach(), before)
-    assert torch.equal(first.logprob, second.logprob)
-    assert torch.equal(first.entropy, second.entropy)
-    with torch.no_grad():
-        assert torch.equal(token_stats(z, targets, ALONE).entropy, first.entropy)
 
 
 @pytest.mark.parametrize("cuts", [(), (5,), (4, 8)], ids=str)

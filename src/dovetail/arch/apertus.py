@@ -2,38 +2,33 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from dovetail.arch.common import dense_spec, family_fields, layer_windows
 from dovetail.arch.spec import ArchSpec
 
-ROPE: Mapping[str, Any] = MappingProxyType(
-    {
-        "rope_type": "llama3",
-        "rope_theta": 12000000.0,
-        "factor": 8.0,
-        "original_max_position_embeddings": 8192,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    }
-)
-DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        "vocab_size": 131072,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "hidden_act": "xielu",
-        "max_position_embeddings": 65536,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-    }
-)
+ROPE: Mapping[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 12000000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "xielu",
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
 
 
 def apertus_spec(config: Mapping[str, Any]) -> ArchSpec:

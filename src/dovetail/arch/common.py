@@ -66,6 +66,7 @@ class Fields:
 
 
 def family_fields(family: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Fields:
+    """A family's config.json with transformers' defaults of the keys that it leaves out."""
     return Fields(f"config.json of a {family} model", config, defaults)
 
 
@@ -79,7 +80,10 @@ def dense_spec(
     mlp_bias: bool = False,
     activations: tuple[str, ...] = SILU,
 ) -> ArchSpec:
-    """The spec of a dense family from the keys that all of them share and the few that set them apart."""
+    """The spec of a dense family from the keys that all of them share and the few that set them apart.
+
+    Raises ModelError for values that make no model, and for options that are not computed.
+    """
     _refuse_what_is_not_computed(c, activations)
     width, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
     kv_heads = heads if c.get("num_key_value_heads") is None else c.integer("num_key_value_heads")

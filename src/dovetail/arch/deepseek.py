@@ -6,73 +6,66 @@ V3's form is also the backbone of Moonlight and Kimi-K2.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from dovetail.arch.common import Fields, dense_spec, family_fields, layer_windows, rope_spec, with_experts
 from dovetail.arch.spec import ArchSpec, LatentSpec, MoeSpec
 
-SHARED: Mapping[str, Any] = MappingProxyType(
-    {
-        "num_key_value_heads": None,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-        "moe_layer_freq": 1,
-    }
-)
-V2: Mapping[str, Any] = MappingProxyType(
-    {
-        **SHARED,
-        "vocab_size": 102400,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "moe_intermediate_size": 1407,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "mlp_bias": False,
-        "first_k_dense_replace": 0,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": None,
-        "routed_scaling_factor": 1.0,
-        "n_group": None,
-        "topk_group": None,
-        "topk_method": "greedy",
-        "norm_topk_prob": False,
-        "scoring_func": "softmax",
-    }
-)
-V3: Mapping[str, Any] = MappingProxyType(
-    {
-        **SHARED,
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "max_position_embeddings": 4096,
-        "first_k_dense_replace": 3,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "scoring_func": "sigmoid",
-        "rope_interleave": True,
-    }
-)
+SHARED: Mapping[str, Any] = {
+    "num_key_value_heads": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "moe_layer_freq": 1,
+}
+V2: Mapping[str, Any] = {
+    **SHARED,
+    "vocab_size": 102400,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "moe_intermediate_size": 1407,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "mlp_bias": False,
+    "first_k_dense_replace": 0,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": None,
+    "routed_scaling_factor": 1.0,
+    "n_group": None,
+    "topk_group": None,
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "scoring_func": "softmax",
+}
+V3: Mapping[str, Any] = {
+    **SHARED,
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "max_position_embeddings": 4096,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "rope_interleave": True,
+}
 
 
 def deepseek_v2_spec(config: Mapping[str, Any]) -> ArchSpec:

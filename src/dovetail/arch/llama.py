@@ -1,29 +1,26 @@
 """Llama 2 and 3.x: no window; `attention_bias` covers all four projections, `mlp_bias` all three."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from dovetail.arch.common import dense_spec, family_fields, layer_windows
 from dovetail.arch.spec import ArchSpec
 
-DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "hidden_act": "silu",
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
-)
+DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 
 
 def llama_spec(config: Mapping[str, Any]) -> ArchSpec:

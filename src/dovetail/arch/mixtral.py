@@ -1,31 +1,28 @@
 """Mixtral: Mistral's attention and experts in every layer, weighted by a softmax over the chosen ones."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from dovetail.arch.common import dense_spec, family_fields, layer_windows, with_experts
 from dovetail.arch.spec import ArchSpec, MoeSpec
 
-DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": None,
-        "hidden_act": "silu",
-        "max_position_embeddings": 4096 * 32,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "sliding_window": None,
-        "num_experts_per_tok": 2,
-        "num_local_experts": 8,
-        "router_jitter_noise": 0.0,
-    }
-)
+DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096 * 32,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "router_jitter_noise": 0.0,
+}
 THETA = 1e6
 
 

@@ -1,37 +1,34 @@
 """Qwen2-MoE: Qwen2's attention; softmax routing beside a shared expert with a sigmoid gate."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from dovetail.arch.common import FULL, SLIDING, dense_spec, family_fields, layer_windows, sparse_layers, with_experts
 from dovetail.arch.spec import ArchSpec, MoeSpec
 
-DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "qkv_bias": True,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "num_experts_per_tok": 4,
-        "num_experts": 60,
-        "norm_topk_prob": False,
-    }
-)
+DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "qkv_bias": True,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts_per_tok": 4,
+    "num_experts": 60,
+    "norm_topk_prob": False,
+}
 
 
 def qwen2_moe_spec(config: Mapping[str, Any]) -> ArchSpec:

@@ -1,36 +1,33 @@
 """Qwen3-MoE: Qwen3's attention; softmax routing, without shared experts, in every layer but those named dense."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from dovetail.arch.common import dense_spec, family_fields, layer_windows, sparse_layers, with_experts
 from dovetail.arch.spec import ArchSpec, MoeSpec
 
-DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": None,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
-        "moe_intermediate_size": 768,
-        "num_experts_per_tok": 8,
-        "num_experts": 128,
-        "norm_topk_prob": False,
-    }
-)
+DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "num_experts": 128,
+    "norm_topk_prob": False,
+}
 
 
 def qwen3_moe_spec(config: Mapping[str, Any]) -> ArchSpec:

@@ -1,7 +1,6 @@
-"""From `model_type` to the family that reads it, and which tensor-parallel degrees a model allows."""
+"""From `model_type` to the family that reads it, and which degrees of tp, ep and Ulysses a model allows."""
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from dovetail.arch.apertus import apertus_spec
@@ -18,20 +17,18 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.errors import LayoutError, ModelError
 from dovetail.layout import Layout
 
-FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ArchSpec]] = MappingProxyType(
-    {
-        "apertus": apertus_spec,
-        "deepseek_v2": deepseek_v2_spec,
-        "deepseek_v3": deepseek_v3_spec,
-        "llama": llama_spec,
-        "mistral": mistral_spec,
-        "mixtral": mixtral_spec,
-        "qwen2": qwen2_spec,
-        "qwen2_moe": qwen2_moe_spec,
-        "qwen3": qwen3_spec,
-        "qwen3_moe": qwen3_moe_spec,
-    }
-)
+FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ArchSpec]] = {
+    "apertus": apertus_spec,
+    "deepseek_v2": deepseek_v2_spec,
+    "deepseek_v3": deepseek_v3_spec,
+    "llama": llama_spec,
+    "mistral": mistral_spec,
+    "mixtral": mixtral_spec,
+    "qwen2": qwen2_spec,
+    "qwen2_moe": qwen2_moe_spec,
+    "qwen3": qwen3_spec,
+    "qwen3_moe": qwen3_moe_spec,
+}
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import sqrt
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -136,8 +136,16 @@ def make_engine(
     optim = options.optim or OptimSettings()
     if options.offload_optimizer:
         optim = replace(optim, on_host=True)
-    settings: dict[str, Any] = {"optim": optim, "balance": options.balance, "watch": options.watch}
-    engine = NativeEngine(model, mesh, origin, tokens_per_batch=options.tokens_per_batch, dtype=dtype, **settings)
+    engine = NativeEngine(
+        model,
+        mesh,
+        origin,
+        optim=optim,
+        tokens_per_batch=options.tokens_per_batch,
+        dtype=dtype,
+        balance=options.balance,
+        watch=options.watch,
+    )
     if options.resume is not None:
         checkpoint, role, updates = options.resume
         engine.load_training(role, checkpoint, updates)

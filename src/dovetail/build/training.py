@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -40,6 +40,7 @@ from dovetail.weights.agree import agreed
 from dovetail.weights.pretrained import Pretrained
 
 Engines = dict[str, NativeEngine]  # by the role in a checkpoint
+Example = TypeVar("Example")
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,11 @@ class Builder:
         with ExitStack() as on_failure:
             on_failure.callback(run.close)
             run.claim(damaged)
+            model = model_fingerprint(self.source.config, self.source.sides, self.source.path)
             self.resumed = run.resumed
             if self.resumed is not None:
                 state = self.resumed.state
-                refuse_other("the model's config, tokenizer or weights", state.model, self._model, "model.path")
+                refuse_other("the model's config, tokenizer or weights", state.model, model, "model.path")
                 loop = loop.after(state.step, state.cursor)
             if isinstance(recipe.algorithm, SFT):
                 task, rows, engines = self._sft(loop)
@@ -113,36 +115,30 @@ class Builder:
                 task, rows, engines = self._rl(recipe.algorithm, loop, judge)
             if self.resumed is not None:
                 self.resumed.reader.settle(self.mesh, training=True)
-            contents = Contents(
-                engines=engines, sides=engines[POLICY].origin.sides, model=self._model, data=rows, cursor=loop.cursor
-            )
+            sides = engines[POLICY].origin.sides
+            contents = Contents(engines=engines, sides=sides, model=model, data=rows, cursor=loop.cursor)
             run.check_space(contents)
             on_failure.pop_all()
         return Job(task, run, loop, contents, judge)
 
     def _sft(self, loop: LoopSettings) -> tuple[Task, str, Engines]:
-        data, limits = self.recipe.data, self._limits(self._budget)
-        with agreed(self.mesh):
-            load = partial(load_sft, tokenizer=self.tokenizer, limits=limits, processor=self.processor)
-            rows = load(data.train)
-            held_out = load(data.eval) if data.eval else []
-        told = self._same_rows(rows)
+        limits = self._limits(self._budget)
+        load = partial(load_sft, tokenizer=self.tokenizer, limits=limits, processor=self.processor)
+        rows, held_out, told = self._rows(load)
         policy = self._trained(self.source, self.mesh, POLICY, self.recipe.optim.lr)
         return SupervisedTask(policy, SFTLoss(), rows, held_out, loop), told, {POLICY: policy}
 
     def _rl(self, algorithm: PolicyGradient, loop: LoopSettings, judge: Judge) -> tuple[Task, str, Engines]:
         recipe, rollout = self.recipe, self.recipe.rollout
         critic_role = self._role(recipe.critic, "critic") if isinstance(algorithm, PPO) else None
-        reference_role = self._role(recipe.reference, "reference") if self._wants_reference(algorithm) else None
+        wants_reference = algorithm.kl_coef > 0 or recipe.reference.path is not None
+        reference_role = self._role(recipe.reference, "reference") if wants_reference else None
         limits = self._limits(self._budget - rollout.max_new_tokens)  # all models have their meshes now
         sampler_mesh = self._sampler_mesh()  # which may refuse its layout, so before any weight is read
-        with agreed(self.mesh):
-            load = partial(load_prompts, tokenizer=self.tokenizer, limits=limits, processor=self.processor)
-            prompts = load(recipe.data.train)
-            held_out = load(recipe.data.eval) if recipe.data.eval else []
-        told = self._same_rows(prompts)
+        load = partial(load_prompts, tokenizer=self.tokenizer, limits=limits, processor=self.processor)
+        prompts, held_out, told = self._rows(load)
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
-        critic = self._critic(*critic_role) if critic_role else None
+        critic = self._trained(*critic_role, CRITIC, recipe.critic.lr or recipe.optim.lr) if critic_role else None
         reference = self._reference(*reference_role) if reference_role else None
         sampler = make_sampler(self.source, sampler_mesh, self.dtype, rollout.backend)
         models = RLModels(policy=policy, sampler=sampler, critic=critic, reference=reference)
@@ -165,16 +161,16 @@ class Builder:
         engines = {POLICY: policy} if critic is None else {POLICY: policy, CRITIC: critic}
         return RLTask(models, losses, prompts, held_out, judge, decode, settings, loop), told, engines
 
-    @property
-    def _model(self) -> str:
-        return model_fingerprint(self.source.config, self.source.sides, self.source.path)
-
-    def _same_rows(self, rows: Sequence[object]) -> str:
-        """The fingerprint of the rows to train on; a resumed run must find those that it began with."""
+    def _rows(self, load: Callable[[str], list[Example]]) -> tuple[list[Example], list[Example], str]:
+        """The rows to train on, those held out, and the fingerprint of the first, which a resumed run must find again."""
+        data = self.recipe.data
+        with agreed(self.mesh):
+            rows = load(data.train)
+            held_out = load(data.eval) if data.eval else []
         told = rows_fingerprint(rows)
         if self.resumed is not None:
             refuse_other("the rows of data.train", self.resumed.state.data, told, "data.train")
-        return told
+        return rows, held_out, told
 
     def _role(self, section: CriticSection | ReferenceSection, name: str) -> tuple[Pretrained, Mesh]:
         """Where another model's weights lie, and its mesh: its own layout's, or the policy's."""
@@ -182,15 +178,9 @@ class Builder:
         check = partial(_checked, source.spec)
         return source, self._mesh(section.layout or self.recipe.layout, f"{name}.layout", check)
 
-    def _critic(self, source: Pretrained, mesh: Mesh) -> NativeEngine:
-        return self._trained(source, mesh, CRITIC, self.recipe.critic.lr or self.recipe.optim.lr)
-
     def _reference(self, source: Pretrained, mesh: Mesh) -> NativeEngine:
         options = EngineOptions(master_dtype=self.dtype, tokens_per_batch=self.recipe.trainer.tokens_per_batch)
         return make_engine(source, mesh, self.dtype, "lm", options)
-
-    def _wants_reference(self, algorithm: PolicyGradient) -> bool:
-        return bool(algorithm.kl_coef) or self.recipe.reference.path is not None
 
     def _other(self, key: str, path: str | None) -> Pretrained:
         """The model of another role, which reads the policy's ids. Collective."""

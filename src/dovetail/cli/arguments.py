@@ -105,7 +105,9 @@ def _common(parser: argparse.ArgumentParser, *, dtype: str | None = "float32", e
 def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE.yaml")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="change a key of the recipe")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, train nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, print the whole recipe, train nothing"
+    )
     parser.add_argument("--resume", metavar="auto|never|step=N", default="auto", type=_resume, help="default: auto")
     parser.add_argument(
         "--restarts", metavar="N", default=0, type=_not_negative(int), help="start all ranks again after one has failed"

@@ -1,7 +1,6 @@
 """`dovetail convert`: an HF checkpoint to a sharded one and back, bit for bit."""
 
 import argparse
-from typing import Any
 
 import torch
 
@@ -32,11 +31,18 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         check_layout(source.spec, mesh.layout)
     reader = open_checkpoint(source.path, mesh)
     head = stored_head(reader, source)
-
     kind = "value_without_bias" if "score.bias" in head.fresh else head.kind  # what is not there is not copied
 
     def model_on(imagined: Mesh) -> StagedModel:
         return make_model(source, imagined, torch.float32, reader, kind)
 
-    parts: dict[str, Any] = {"aliases": head.aliases, "ignore": (*head.ignore, *source.spec.ignored), "dtype": dtype}
-    convert_to_sharded(source.path, args.destination, mesh.layout, model_on, mesh, **parts)
+    convert_to_sharded(
+        source.path,
+        args.destination,
+        mesh.layout,
+        model_on,
+        mesh,
+        aliases=head.aliases,
+        ignore=(*head.ignore, *source.spec.ignored),
+        dtype=dtype,
+    )

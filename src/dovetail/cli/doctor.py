@@ -12,7 +12,7 @@ from dovetail.kernels.registry import kernels_for
 from dovetail.launch import pick_device
 
 PACKAGES = ("dovetail", "torch", "transformers", "safetensors", "pydantic", "numpy")
-EXTRAS = ("gguf", "accelerate", "pyarrow", "wandb", "tensorboard")
+EXTRAS = ("gguf", "accelerate", "pillow", "torchvision", "flash-attn-4", "pyarrow", "wandb", "tensorboard")
 BF16_ERROR = 0.02  # relative to the largest value; one rounding is 0.004
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dovetail.build.training import Builder
 from dovetail.cli.arguments import recipe_of
+from dovetail.cli.ranks import STOPPED
 from dovetail.launch import StopSignal, pick_device
 from dovetail.rl.trainer import train
 from dovetail.watch.progress import Progress
@@ -32,4 +33,4 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
             job.run.finish(outcome)
     finally:
         job.close()
-    return StopSignal.EXIT_CODE if outcome.stopped else 0
+    return STOPPED if outcome.stopped else 0

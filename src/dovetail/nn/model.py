@@ -17,9 +17,8 @@ from dovetail.nn.heads import LMHead, ValueHead
 from dovetail.nn.linear import Linear
 from dovetail.routing import RoutingTrace
 
-ExpertForm = Literal[
-    "fused", "turned", "apart", "mixtral"
-]  # how a checkpoint has a layer's experts: see `weights.experts`
+# How a checkpoint has a layer's experts: see `weights.experts`.
+ExpertForm = Literal["fused", "turned", "apart", "mixtral"]
 
 
 @dataclass(frozen=True)

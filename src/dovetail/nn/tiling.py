@@ -1,4 +1,4 @@
-"""MLPs by tiles of tokens: what one keeps for its backward pass is its input, whatever its width (edge case 45).
+"""MLPs by tiles of tokens: what one keeps for its backward pass is its input, whatever its width.
 
 Backward computes each tile again, so the MLP runs twice, also inside a block that is recomputed as a whole: a
 checkpoint stops once it has all that was saved, and the input is saved before the MLP runs. Only where the block keeps

@@ -29,14 +29,7 @@ def terminal_rewards(scores: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tens
 
 
 def gae(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    sequence_ids: Tensor,
-    *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    truncated: Tensor | None = None,
+    rewards: Tensor, values: Tensor, mask: Tensor, sequence_ids: Tensor, *, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation: advantages [T] and returns [T] (advantage + value), both 0 outside the mask.
 
@@ -44,8 +37,7 @@ def gae(
 
     Schulman et al. 2016, "High-dimensional continuous control using GAE", equations 12 and 16. Time runs over response
     tokens only: what lies between two of them (a tool's output) is skipped. After the last one the value is 0, for a
-    stop as for a length end, unless `truncated` [S] says that the episode was cut there: then it is the value at the
-    next position, the state that the cut left behind.
+    stop as for a length end.
     """
     rewards, values = widened(rewards.detach()), widened(values.detach())
     where = mask.nonzero().flatten()
@@ -59,9 +51,6 @@ def gae(
     value = values.new_zeros(num_sequences, longest + 1)
     reward[owner, steps] = rewards[where]
     value[owner, steps] = values[where]
-    if truncated is not None:
-        cut = truncated[owner] & (steps == counts[owner] - 1)
-        value[owner[cut], steps[cut] + 1] = values[where[cut] + 1]
 
     exists = torch.arange(longest, device=where.device) < counts[:, None]
     delta = (reward + gamma * value[:, 1:] - value[:, :-1]) * exists

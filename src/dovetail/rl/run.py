@@ -36,6 +36,7 @@ from dovetail.rl.updates import Row
 from dovetail.weights.agree import agreed
 from dovetail.weights.directory import SideFiles
 from dovetail.weights.staging import refuse_unwritable, replace_file
+from dovetail.weights.stream import Export
 
 POLICY, CRITIC = MODEL_ROLE, "critic"
 METRICS, ROLLOUTS, SUPERSEDED = "metrics.jsonl", "rollouts", "superseded"
@@ -99,22 +100,22 @@ class RunDirectory:
 
         `damaged`: steps not to go on from, and why. Collective; writes nothing but the lock of a run that is there.
         """
-        found, mode = [False], self.settings.resume
+        mode = self.settings.resume
         with agreed(self.mesh):
             check_loggers(self.settings.loggers)
             if self.lead:
                 refuse_unwritable(self.path, "run_dir")
-                found = [is_run(self.path)]
-                if found[0] and mode == "never":
+                self._there = is_run(self.path)
+                if self._there and mode == "never":
                     raise ConfigError(
                         f"run_dir {self.path} is not empty; choose another run_dir, or move that one away: it holds a run, "
                         "from which --resume auto would go on"
                     )
-                if mode.startswith("step=") and not found[0]:
+                if mode.startswith("step=") and not self._there:
                     raise ConfigError(f"--resume {mode}: run_dir {self.path} holds no run")
-                if found[0]:
+                if self._there:
                     self._lock.take()
-        (self._there,) = json.loads(gather_text(json.dumps(found), self.mesh["world"], self.mesh.device)[0])
+        self._there = self._of_first(self._there)
         if self._there:
             self.resumed = find(self.path, self.mesh, mode, self.settings.config, damaged)
 
@@ -122,13 +123,7 @@ class RunDirectory:
         """Refuse to start where two checkpoints would not fit on the disk. Collective."""
         if not self.settings.saves:
             return
-        specs = [
-            spec
-            for role, engine in contents.engines.items()
-            for e in _exports(role, engine)
-            for spec in e.specs.values()
-        ]
-        needed = ROOM_FOR * sum(spec.num_bytes for spec in specs)
+        needed = ROOM_FOR * sum(spec.num_bytes for e in _exports(contents) for spec in e.specs.values())
         with agreed(self.mesh):
             if self.lead:
                 folder = next(f for f in (self.path.absolute(), *self.path.absolute().parents) if f.exists())
@@ -142,7 +137,7 @@ class RunDirectory:
     def open(self, contents: Contents) -> None:
         """Make the directory and its first files, or go on with those of an earlier start. Collective."""
         self.contents, resumed = contents, self.resumed
-        self.run_id = gather_text(uuid.uuid4().hex, self.mesh["world"], self.mesh.device)[0]
+        self.run_id = self._of_first(uuid.uuid4().hex)
         if resumed is not None:
             self.run_id, self._before = resumed.state.run_id, dict(resumed.state.before)
         with agreed(self.mesh):
@@ -156,8 +151,7 @@ class RunDirectory:
                 self._clear_away()
                 replace_file(self.path / CONFIG, self.settings.config_yaml.encode())
                 self._metrics = Metrics(self.path, self.settings.loggers, self.settings.config, self.console.say)
-        self._order = int(gather_text(str(self._order), self.mesh["world"], self.mesh.device)[0])
-        self._earlier = json.loads(gather_text(json.dumps(self._earlier), self.mesh["world"], self.mesh.device)[0])
+        self._order, self._earlier = self._of_first([self._order, self._earlier])
         self._saver = Saver(
             self.path / CHECKPOINTS, self.mesh, self.settings.retention, background=self.settings.background
         )
@@ -196,8 +190,7 @@ class RunDirectory:
         self._settle()
         self._order += 1
         contents, state = self.contents, self._state(step)
-        exports = [e for role, engine in contents.engines.items() for e in _exports(role, engine)]
-        self._saver.save(step, exports, contents.sides, state.dump())
+        self._saver.save(step, _exports(contents), contents.sides, state.dump())
         if not self.settings.background:
             self._settle()
 
@@ -252,6 +245,10 @@ class RunDirectory:
             self._metrics.close()
             self._metrics = None
         self._lock.release()
+
+    def _of_first(self, value: Any) -> Any:
+        """The first rank's value, which JSON can hold, on every rank."""
+        return json.loads(gather_text(json.dumps(value), self.mesh["world"], self.mesh.device)[0])
 
     def _settle(self, *, last: bool = False) -> None:
         """Wait for the save that is under way. A failed one is told; training goes on unless it was the last, or too many."""
@@ -319,8 +316,10 @@ class RunDirectory:
             replace_file(self.path / METRICS, "".join(kept).encode())
 
 
-def _exports(role: str, engine: Engine) -> list[Any]:
-    return engine.export_training(role, with_model=role == POLICY)
+def _exports(contents: Contents) -> list[Export]:
+    """Everything that a checkpoint holds of all engines."""
+    engines = contents.engines.items()
+    return [export for role, engine in engines for export in engine.export_training(role, with_model=role == POLICY)]
 
 
 def _score(row: Row, *, evaluates: bool) -> float | None:

@@ -36,8 +36,6 @@ MOST_REWARD_ERRORS = 0.05  # of a step's samples; above it the reward itself is 
 SOLVED = 1.0  # a reward that counts as solved in evaluations
 MEASURED_STEPS = 2  # after which a run with a time budget predicts its length
 
-Tell = Callable[[Phase, int], None]
-
 
 def never() -> bool:
     """Nobody asks to stop."""
@@ -177,7 +175,8 @@ class RLTask:
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         chosen = self.loop.rows(len(self.prompts), step)
         prompts = [self.prompts[i] for i in chosen]
-        samples, errors = self._sample(prompts, self.settings.sampling, step)
+        self.loop.progress.phase("push", step + 1)
+        samples, errors = self._sample(prompts, replace(self.settings.sampling, step=step))
         self.samples = samples
         row = {**describe(samples), "reward_errors": errors}
         if self.settings.skip_equal_groups:
@@ -219,28 +218,32 @@ class RLTask:
             temperature=0.0,
             stop_ids=self.settings.sampling.stop_ids,
             banned_ids=self.settings.sampling.banned_ids,
+            step=step,
         )
-        samples, _ = self._sample(self.held_out, params, step, lambda _, step: self.loop.progress.phase("eval", step))
+        self.loop.progress.phase("eval", step)
+        samples, _ = self._sample(self.held_out, params, "eval")
         rewards = [sample.reward for sample in samples]
         return {"eval_reward_mean": mean(rewards), "eval_solved": mean([float(r >= SOLVED) for r in rewards])}
 
     def _sample(
-        self, prompts: Seq[Prompt], params: SamplingParams, step: int, tell: Tell | None = None
+        self, prompts: Seq[Prompt], params: SamplingParams, phase: Phase | None = None
     ) -> tuple[list[Sample], int]:
-        """Completions with their rewards; those whose reward failed are dropped and counted."""
-        sampler, tell = self.models.sampler, tell or self.loop.progress.phase
-        tell("push", step + 1)
+        """Completions with their rewards; those whose reward failed are dropped and counted.
+
+        phase: that all of this belongs to; default: rollout, then reward.
+        """
+        sampler, progress = self.models.sampler, self.loop.progress
         sampler.refill(self.models.policy.weights(sampler.dtype))
         asked = [SamplerPrompt(row, prompt.ids, prompt.media) for row, prompt in enumerate(prompts)]
-        tell("rollout", step + 1)
-        completions = sampler.sample(asked, replace(params, step=step))
+        progress.phase(phase or "rollout")
+        completions = sampler.sample(asked, params)
         texts = [self.decode(c.ids) for c in completions]
-        tell("reward", step + 1)
+        progress.phase(phase or "reward")
         results = self.judge([prompts[c.row] for c in completions], completions, texts)
         errors, cause = count_errors(results)
         if errors > MOST_REWARD_ERRORS * len(results):
             raise DataError(
-                f"step {step + 1}: the reward failed on {errors} of {len(results)} samples, more than "
+                f"step {params.step + 1}: the reward failed on {errors} of {len(results)} samples, more than "
                 f"{MOST_REWARD_ERRORS:.0%}; first cause: {cause}; mend the reward function"
             )
         samples = [

@@ -20,9 +20,11 @@ class Updates:
         self.reports: list[StepReport] = []
 
     def run(self, batch: PackedBatch) -> None:
+        """One optimizer step."""
         self.reports.append(self.engine.train_step(batch, self.loss))
 
     def row(self) -> Row:
+        """Means of loss, norm and metrics, the last rate, all operations; of no steps nothing."""
         if not self.reports:
             return {}
         columns: dict[str, list[float]] = defaultdict(list)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dovetail.batch import Media
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, DataError
 from dovetail.routing import RoutingTrace
 
 
@@ -84,3 +84,13 @@ class Sampler(Protocol):
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         """`params.samples` completions of every prompt, ordered by prompt, then sample."""
         ...
+
+
+def check_prompts(prompts: Sequence[Prompt], vocab_size: int) -> None:
+    """Raise DataError where a prompt has no tokens, or an id that the model does not have."""
+    for prompt in prompts:
+        if not len(prompt.ids):
+            raise DataError(f"prompt of row {prompt.row} has no tokens; a prompt needs at least one")
+        if min(prompt.ids) < 0 or max(prompt.ids) >= vocab_size:
+            bad = next(token for token in prompt.ids if not 0 <= token < vocab_size)
+            raise DataError(f"prompt of row {prompt.row} has the id {bad}; this model has ids 0 to {vocab_size - 1}")

@@ -30,13 +30,8 @@ from dovetail.rollout.replay import Recorder
 from dovetail.routing import Routes
 
 Numbers = NDArray[np.int64]
-NUMBERS = (
-    "token",
-    "length",
-    "drawn",
-    "stream",
-    "going",
-)  # of a row: what `Deck.run` is given, and 1 where there is one
+# Of a row: what `Deck.put` is given, and 1 where there is one.
+NUMBERS = ("token", "length", "drawn", "stream", "going")
 Step = Callable[[], object]
 
 
@@ -180,17 +175,9 @@ class Deck:
         pages = table.gather(1, (lengths // page)[:, None])[:, 0]
         missing = -n % self.mesh.token_multiple
         positions, tokens = (F.pad(x, (0, missing)) if missing else x for x in (lengths, tokens))
-        context = DecodeContext(
-            self.cos[positions],
-            self.sin[positions],
-            self.kernels,
-            self.cache,
-            table,
-            lengths + 1,
-            pages,
-            lengths % page,
-            Routes(),
-        )
+        cos, sin = self.cos[positions], self.sin[positions]
+        places = (table, lengths + 1, pages, lengths % page)
+        context = DecodeContext(cos, sin, self.kernels, self.cache, *places, Routes())
         hidden = self._hidden(tokens, context)[:n]
         if self.chosen is not None and self.spec.moe is not None:
             chosen = chosen_in(context.routes, self.spec.moe, self.mesh["tp"])[:n]

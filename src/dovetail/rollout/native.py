@@ -13,13 +13,13 @@ from torch import Tensor
 from dovetail.arch.spec import ArchSpec
 from dovetail.batch import plan_microbatches
 from dovetail.comm import stack_over
-from dovetail.errors import CheckpointError, DataError, ModelError, listing
+from dovetail.errors import CheckpointError, ModelError, listing
 from dovetail.kernels import reference
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
 from dovetail.nn.decoder import Decoder
 from dovetail.placement import as_index, checkpoint_shapes
-from dovetail.rollout.base import Completion, Prompt, SamplingParams
+from dovetail.rollout.base import Completion, Prompt, SamplingParams, check_prompts
 from dovetail.rollout.cache import entry_bytes
 from dovetail.rollout.deck import Deck, DeckSize
 from dovetail.rollout.found import Found, FoundRoutes
@@ -90,10 +90,9 @@ class NativeSampler:
         pieces, shapes = self._pieces()
         wrong, missing = [], set(shapes)
         for given, tensor in weights:
+            # a checkpoint may list either name of a tied tensor
             is_head = self.spec.tie_embeddings and given == "lm_head.weight"
-            name = (
-                "model.embed_tokens.weight" if is_head else given
-            )  # a checkpoint may list either name of a tied tensor
+            name = "model.embed_tokens.weight" if is_head else given
             if is_head and name not in missing:
                 pass  # the table has come
             elif name not in shapes:
@@ -201,15 +200,9 @@ class NativeSampler:
         """Refuse what cannot be sampled. All ranks have the same prompts, so all refuse alike."""
         if not self._filled:
             raise CheckpointError("the sampler holds no weights; call refill(engine.weights()) before sample()")
-        rope, vocabulary = self.spec.rope, self.spec.vocab_size
+        check_prompts(prompts, self.spec.vocab_size)
+        rope = self.spec.rope
         for prompt in prompts:
-            if not len(prompt.ids):
-                raise DataError(f"prompt of row {prompt.row} has no tokens; a prompt needs at least one")
-            if min(prompt.ids) < 0 or max(prompt.ids) >= vocabulary:
-                bad = next(token for token in prompt.ids if not 0 <= token < vocabulary)
-                raise DataError(
-                    f"prompt of row {prompt.row} has the id {bad}; this model has ids 0 to {vocabulary - 1}"
-                )
             total = len(prompt.ids) + params.max_new_tokens
             if rope.kind == "dynamic" and total > rope.max_positions:
                 raise ModelError(

@@ -17,7 +17,6 @@ class PagePool:
     """Pages 1 to `count` and how many hold each. Page 0 is nobody's: it takes what is written and never read."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
         self._free = list(range(count, 0, -1))
         self._holders = [0] * (count + 1)
 

@@ -14,11 +14,11 @@ import transformers
 from torch import Tensor
 
 from dovetail.batch import plan_microbatches, start_reading
-from dovetail.errors import CheckpointError, DataError, listing
+from dovetail.errors import CheckpointError, listing
 from dovetail.hf.model import OLD_STEMS, is_sighted, known_config
 from dovetail.hf.vision import kinds_of
 from dovetail.mesh import Mesh
-from dovetail.rollout.base import Completion, Prompt, SamplingParams
+from dovetail.rollout.base import Completion, Prompt, SamplingParams, check_prompts
 from dovetail.rollout.draw import draw
 from dovetail.rollout.found import Found
 from dovetail.rollout.noise import uniforms
@@ -134,28 +134,18 @@ class TransformersSampler:
 
     def _places(self) -> dict[str, tuple[Tensor, Tensor]]:
         """By every name that a checkpoint may list: a tensor of the model and the part of it that the name means."""
-        found = {}
+        found: dict[str, tuple[Tensor, Tensor]] = {}
         for name, whole in self.model.state_dict(keep_vars=True).items():
             for alias, place in ((name, whole), *_experts(name, whole)):
-                for listed in (
-                    alias,
-                    *(old + alias.removeprefix(new) for new, old in OLD_STEMS if alias.startswith(new)),
-                ):
-                    found[listed] = (whole, place)
+                earlier = (old + alias.removeprefix(new) for new, old in OLD_STEMS if alias.startswith(new))
+                found |= dict.fromkeys((alias, *earlier), (whole, place))
         return found
 
     def _check(self, prompts: Sequence[Prompt]) -> None:
         """Refuse what cannot be sampled. All ranks have the same prompts, so all refuse alike."""
         if not self._filled:
             raise CheckpointError("the sampler holds no weights; call refill(engine.weights()) before sample()")
-        for prompt in prompts:
-            if not len(prompt.ids):
-                raise DataError(f"prompt of row {prompt.row} has no tokens; a prompt needs at least one")
-            bad = next((token for token in prompt.ids if not 0 <= token < self.vocab_size), None)
-            if bad is not None:
-                raise DataError(
-                    f"prompt of row {prompt.row} has the id {bad}; this model has ids 0 to {self.vocab_size - 1}"
-                )
+        check_prompts(prompts, self.vocab_size)
 
 
 def _experts(name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:

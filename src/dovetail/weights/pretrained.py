@@ -93,13 +93,12 @@ def locate(name: str | Path) -> Path:
     if path.is_dir():
         return path
     repository, at, revision = str(name).partition("@")
-    if not at or not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        hint = (
-            f"; for a hub model, pin it to a commit: {name}@COMMIT"
-            if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name))
-            else ""
-        )
-        raise CheckpointError(f"{name} is not a directory{hint}")
+    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", repository) is not None
+    if not at or not is_hub_name:
+        remedy = "give one with config.json and safetensors files, or OWNER/NAME@COMMIT of the hub"
+        if is_hub_name:
+            remedy = f"for a hub model, pin it to a commit: {name}@COMMIT"
+        raise CheckpointError(f"{name} is not a directory; {remedy}")
     if not COMMIT.fullmatch(revision):
         raise CheckpointError(
             f"{name}: {revision!r} is not a commit; a branch or tag can move, so give the 40 hexadecimal digits of one"
