@@ -195,9 +195,9 @@ class Processor:
         processor = self.images
         try:
             patches = processor.get_number_of_image_patches(picture.height, picture.width, {})
-        except ValueError as error:
+            rows: int = patches // processor.merge_size**2
+        except (ValueError, AttributeError, TypeError, LookupError) as error:  # the last three: another family's
             raise DataError(f"{picture.name}: the model's processor refuses it: {error}") from error
-        rows: int = patches // processor.merge_size**2
         return rows
 
     def _video_ids(self, clip: Clip) -> list[int]:

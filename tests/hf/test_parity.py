@@ -6,19 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import MixtralConfig, PreTrainedConfig, Starcoder2Config
 
 from dovetail.batch import PackedBatch
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.layout import Layout
 from dovetail.nn.recompute import Recompute
 from tests.harness import run
-from tests.hf.families import TEXT
+from tests.hf.families import TEXT, _make
 from tests.parity.configs import tiny_model
 from tests.parity.reference import make_batch, objective, read_reference, value_objective, write_outputs
 from tests.probe import PROBE, gradients
 from tests.tolerances import GRAD_RATIO_FP32, MODEL_FP32, max_abs, worst_error, worst_ratio
 
 BUDGET = 80
+NOISY = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.5}
 LAYOUTS = ("dp=1", "cp=4", "cp=2,dp=2")
 
 
@@ -92,6 +94,18 @@ def test_recomputing_changes_nothing(references: dict[str, Path], recompute: Rec
     for name in ("gemma3-lm", "apertus-lm"):
         for found in run(2, figures, str(references[name]), Layout(cp=2), recompute):
             check(found)
+
+
+@pytest.mark.parametrize(
+    "make", [_make(Starcoder2Config, residual_dropout=0.2, embedding_dropout=0.2), _make(MixtralConfig, **NOISY)]
+)
+def test_recomputing_lets_no_noise_of_training_in(make: Callable[[], PreTrainedConfig], tmp_path: Path) -> None:
+    """Dropout that is not a module, and a router that is shaken: blocks are in training mode, nothing in them is."""
+    model = tiny_model(make())
+    model.save_pretrained(tmp_path / "model")
+    write_outputs(model, tmp_path)
+    for found in run(1, figures, str(tmp_path), Layout(), "full"):
+        check(found)
 
 
 def test_a_mutation_is_noticed(references: dict[str, Path]) -> None:

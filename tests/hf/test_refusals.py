@@ -5,10 +5,19 @@ from typing import Any
 
 import pytest
 from transformers import (
+    AfmoeConfig,
     AutoModelForCausalLM,
+    DbrxConfig,
+    DogeConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
+    JambaConfig,
+    Lfm2Config,
+    Llama4TextConfig,
     LlamaConfig,
+    NemotronConfig,
     PreTrainedConfig,
     Qwen3NextConfig,
 )
@@ -18,7 +27,12 @@ from dovetail.errors import LayoutError, ModelError
 from dovetail.hf.model import make_model
 from dovetail.layout import Layout
 from dovetail.weights.pretrained import Pretrained
+from tests.commands.program import here, refusal, write_rows
 from tests.hf.families import TEXT, _make
+from tests.parity.configs import tiny_model
+
+FULL = ["full_attention", "full_attention"]
+CHUNKED = ["chunked_attention", "full_attention"]
 
 
 @pytest.mark.parametrize(
@@ -30,6 +44,20 @@ from tests.hf.families import TEXT, _make
             "rope_type 'dynamic' follows the longest sequence of a batch",
         ),
         (lambda: GPT2Config(n_layer=1, n_embd=16, n_head=2), "is not made of `model` and `lm_head` alone"),
+        (_make(Lfm2Config, layer_types=["conv", "full_attention"]), "layers of type conv carry state"),
+        (
+            _make(Llama4TextConfig, attn_temperature_tuning=False, layer_types=CHUNKED),
+            "layers of type chunked_attention",
+        ),
+        (_make(Llama4TextConfig, layer_types=FULL), "attn_temperature_tuning=True changes attention"),
+        (_make(LlamaConfig, is_causal=False), "is_causal=False; tokens that see what follows them have no log-probs"),
+        (
+            _make(Gemma3TextConfig, use_bidirectional_attention=True),
+            "tokens see what follows them in .*layers.0.self_attn",
+        ),
+        (_make(JambaConfig), r"mamba.conv1d is a convolution over tokens"),
+        (_make(AfmoeConfig, layer_types=FULL), "expert_bias is a parameter that no gradient changes"),
+        (DbrxConfig, "transformers makes no model of this config: .* has no attribute 'rope_theta'"),
     ],
 )
 def test_options(config: Any, words: str) -> None:
@@ -64,3 +92,21 @@ def test_an_attention_function_that_needs_more_is_refused(tmp_path: Path) -> Non
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"attn_logit_softcapping=50\.0"):
         from_pretrained(tmp_path, device="cpu", options=EngineOptions(engine="transformers"))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            _make(DogeConfig),
+            "DogeAttention calls attention with attention_mask, which packed attention does not compute",
+        ),
+        (_make(GptOssConfig, num_local_experts=4, layer_types=FULL), "GptOssAttention calls attention with s_aux"),
+        (_make(NemotronConfig), "NemotronAttention does not hand arguments of the forward pass on to attention"),
+    ],
+)
+def test_what_only_the_call_of_attention_shows(config: Any, words: str, tmp_path: Path) -> None:
+    """Masks and sinks of a model's own, and one that cannot be told where sequences begin."""
+    tiny_model(config()).save_pretrained(tmp_path)
+    data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [1, 2, 3]}])
+    assert words in refusal(here("score", "--model", tmp_path, "--data", data, "--out", tmp_path / "out.jsonl"))

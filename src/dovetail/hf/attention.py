@@ -13,6 +13,10 @@ from dovetail.errors import ModelError
 from dovetail.nn.context import BatchAttention
 
 NAME = "dovetail"
+# Arguments of attention that change nothing here: ours, its window, and what says how to call rather than what to compute.
+KNOWN = frozenset(
+    ("context", "sliding_window", "dropout", "is_causal", "position_ids", "cache_position", "use_cache", "return_dict")
+)
 
 
 def attention(
@@ -20,17 +24,26 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _attention_mask: Tensor | None = None,
+    attention_mask: Tensor | None = None,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, t, C], key [1, G, t, C], value [1, G, t, Cv] of this rank's tokens -> [1, t, H, Cv], and no weights."""
-    context: BatchAttention = options["context"]
-    for name in ("softcap", "s_aux"):
-        if options.get(name) is not None:
-            raise ModelError(
-                f"{type(module).__name__} calls attention with {name}, which packed attention does not compute"
-            )
+    """query [1, H, t, C], key [1, G, t, C], value [1, G, t, Cv] of this rank's tokens -> [1, t, H, Cv], and no weights.
+
+    Soft caps, sinks, biases, chosen keys, masks of the model's own: whatever we do not know is refused, never left out.
+    """
+    context: BatchAttention | None = options.get("context")
+    if context is None:
+        raise ModelError(
+            f"{type(module).__name__} does not hand arguments of the forward pass on to attention, so it cannot be told "
+            "where packed sequences begin"
+        )
+    given = {"attention_mask": attention_mask, **options}
+    strange = [name for name, value in given.items() if not (name in KNOWN or value is None or value is False)]
+    if strange:
+        raise ModelError(
+            f"{type(module).__name__} calls attention with {', '.join(strange)}, which packed attention does not compute"
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [t, heads, C]
     width = q.shape[-1]
     if scaling is not None and scaling != width**-0.5:

@@ -35,8 +35,17 @@ from dovetail.weights.reader import TensorSource
 
 # Modules of vision-language models, and how the checkpoints that are older than these modules list them.
 OLD_STEMS = (("model.language_model.", "model."), ("model.visual.", "visual."))
-LINEAR_ATTENTION = ("linear_attention", "mamba", "recurrent")
-SCORE_OPTIONS = ("attn_logit_softcapping",)
+LAYERS = (
+    "full_attention",
+    "sliding_attention",
+)  # of the types that transformers has, those that packed attention computes
+# A cap of the scores; scales that follow a token's place in its batch.
+SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")
+# What transformers raises at configs that it does not like.
+REFUSALS = (
+    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, ImportError),
+    StrictDataclassError,
+)
 PACKING_ROPES = ("dynamic", "longrope")  # their tables follow the longest sequence that happens to be in the batch
 
 
@@ -57,7 +66,8 @@ class ForeignDecoder(StagedModel):
         source: TensorSource | None = None,
     ) -> None:
         whole = make_model(config)
-        tied = head == "lm" and bool(whole.config.tie_word_embeddings)
+        words, own_head = whole.get_input_embeddings(), whole.get_submodule("lm_head")
+        tied = head == "lm" and own_head.weight is words.weight
         super().__init__(spec, mesh, Cut.whole(spec), tied=tied)
         self.logit_scale = logit_scale(whole, spec.width) if head == "lm" else 1.0
         self.kernels = kernels
@@ -71,9 +81,8 @@ class ForeignDecoder(StagedModel):
             else:
                 self.score = ValueHead(spec.width, mesh, bias=head == "value")
         if tied:
-            table = self.model.get_input_embeddings().weight
-            assert isinstance(table, nn.Parameter)
-            self.lm_head.weight = table
+            assert isinstance(words.weight, nn.Parameter)
+            self.lm_head.weight = words.weight
         self.stems: tuple[tuple[str, str], ...] = ()
         if source is not None:
             _refuse_names(source)
@@ -181,7 +190,7 @@ def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
             model: transformers.PreTrainedModel = kind.from_config(known, dtype=torch.float32)
     except ModelError:
         raise
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+    except REFUSALS as error:
         raise ModelError(f"transformers makes no model of this config: {error}") from error
     if not model._can_set_attn_implementation():
         raise ModelError(
@@ -192,6 +201,7 @@ def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
         raise ModelError(f"{type(model).__name__} has a head with a bias, which the fused head does not compute")
     if dict(model.named_children()).keys() != {"model", "lm_head"}:
         raise ModelError(f"{type(model).__name__} is not made of `model` and `lm_head` alone")
+    _refuse_modules(model.get_decoder() if sighted else model)
     model.set_attn_implementation({"text_config": NAME} if sighted else NAME)
     return model.eval()
 
@@ -201,7 +211,7 @@ def known_config(config: Mapping[str, Any]) -> "transformers.PreTrainedConfig":
     options = copy.deepcopy(dict(config))
     try:
         known: transformers.PreTrainedConfig = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+    except REFUSALS as error:
         raise ModelError(f"transformers makes no model of this config: {error}") from error
     return known
 
@@ -235,13 +245,18 @@ def _refuse(config: "transformers.PreTrainedConfig") -> None:
             "config.json: quantization_config; convert the checkpoint to float32 or bfloat16 weights first"
         )
     for name in SCORE_OPTIONS:
-        if values.get(name) is not None:
+        if values.get(name):
             raise ModelError(
                 f"config.json: {name}={values[name]} changes attention, which packed attention does not compute"
             )
-    kinds = {kind for kind in values.get("layer_types") or () if any(word in kind for word in LINEAR_ATTENTION)}
+    kinds = {kind for kind in values.get("layer_types") or () if kind not in LAYERS}
     if kinds:
-        raise ModelError(f"config.json: layers of type {', '.join(sorted(kinds))} carry state over sequence boundaries")
+        raise ModelError(
+            f"config.json: layers of type {', '.join(sorted(kinds))} carry state over sequence boundaries, or choose what a "
+            "token sees in a way of their own"
+        )
+    if values.get("is_causal") is False:
+        raise ModelError("config.json: is_causal=False; tokens that see what follows them have no log-probs")
     ropes = values.get("rope_parameters") or {}
     for rope in ropes.values() if all(isinstance(r, dict) for r in ropes.values()) and ropes else (ropes,):
         if (rope or {}).get("rope_type") in PACKING_ROPES:
@@ -251,10 +266,23 @@ def _refuse(config: "transformers.PreTrainedConfig") -> None:
             )
 
 
+def _refuse_modules(text: nn.Module) -> None:
+    """The same, where a config does not say it."""
+    for name, module in text.named_modules():
+        if vars(module).get("is_causal") is False:
+            raise ModelError(f"tokens see what follows them in {name}, so they have no log-probs")
+        if isinstance(module, nn.Conv1d):
+            raise ModelError(f"{name} is a convolution over tokens, which carries state over sequence boundaries")
+    for name, parameter in text.named_parameters():
+        if not parameter.requires_grad:
+            raise ModelError(f"{name} is a parameter that no gradient changes, which our optimizer does not know")
+
+
 def _recompute(model: "transformers.PreTrainedModel", recompute: Recompute) -> None:
-    """Checkpointing as transformers does it, in training mode; dropout stays off."""
+    """Checkpointing as transformers does it: by blocks in training mode. Nothing in them is, so dropout stays off."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options(recompute))
-    model.train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.eval()
+    for block in model.modules():
+        if isinstance(block, transformers.GradientCheckpointingLayer):
+            block.train()
+            for module in block.children():
+                module.eval()
