@@ -106,7 +106,7 @@ def moe_configs() -> dict[str, PreTrainedConfig]:
         "deepseek_v3": tiny(DeepseekV3Config, **latent(), n_group=4, topk_group=2),
         "deepseek_v3_halves": tiny(
             DeepseekV3Config,
-            **{**latent(), "q_lora_rank": None, "num_hidden_layers": 2},
+            **{**latent(), "q_lora_rank": None, "num_hidden_layers": 2, "qk_nope_head_dim": 5, "v_head_dim": 24},
             n_group=1,
             topk_group=1,
             rope_interleave=False,

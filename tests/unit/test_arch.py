@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    ApertusConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 from transformers.activations import ACT2FN
 
 from dovetail.arch.registry import spec_from_config, validate_layout
@@ -140,6 +148,14 @@ def test_forms_of_rope_read_as_transformers_reads_them(family: str, rope: dict[s
         assert ours.factor == r["factor"]
     limit = normal["max_position_embeddings"]
     assert ours.max_positions == r.get("original_max_position_embeddings", limit)
+
+
+@pytest.mark.parametrize("rope", [{}, *ROPES, {"rope_scaling": LINEAR}], ids=json.dumps)
+def test_families_with_a_theta_of_their_own(rope: dict[str, Any]) -> None:
+    for kind in (ApertusConfig, MixtralConfig):
+        normal = raw(kind.from_dict(json.loads(json.dumps(rope))))
+        ours, r = read(kind.model_type, **rope).rope, normal["rope_parameters"]
+        assert (ours.kind, ours.theta, ours.factor) == (r["rope_type"], r["rope_theta"], r.get("factor") or ours.factor)
 
 
 def test_original_length_at_top_level_wins() -> None:

@@ -104,7 +104,7 @@ def test_the_cut_into_stages_knows_that_layers_differ() -> None:
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported: sigmoid only"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
         ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads is 8; supported: num_attention_heads=128"),
-        ("deepseek_v3", {"v_head_dim": 200}, "v_head_dim is 200; supported: at most"),
+        ("deepseek_v3", {"qk_rope_head_dim": 63}, "an even number of rotated channels"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )

@@ -7,9 +7,10 @@ from typing import Any
 from dovetail.arch.common import dense_spec, family_fields, layer_windows
 from dovetail.arch.spec import ArchSpec
 
+THETA = 12000000.0
 ROPE: Mapping[str, Any] = {
     "rope_type": "llama3",
-    "rope_theta": 12000000.0,
+    "rope_theta": THETA,
     "factor": 8.0,
     "original_max_position_embeddings": 8192,
     "low_freq_factor": 1.0,
@@ -35,7 +36,7 @@ def apertus_spec(config: Mapping[str, Any]) -> ArchSpec:
     """The spec of a raw config.json with model_type apertus."""
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         config = {**config, "rope_parameters": dict(ROPE)}
-    c = family_fields("apertus", config, DEFAULTS)
+    c = family_fields("apertus", {"rope_theta": THETA, **config}, DEFAULTS)
     bias = c.flag("attention_bias")
     windows = layer_windows(c, None, per_layer=False)
     spec = dense_spec(c, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, activations=("xielu",))

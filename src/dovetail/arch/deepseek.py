@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dovetail.arch.common import Fields, dense_spec, family_fields, layer_windows, rope_spec, with_experts
+from dovetail.arch.common import Fields, dense_spec, family_fields, layer_windows, with_experts
 from dovetail.arch.spec import ArchSpec, LatentSpec, MoeSpec
 
 SHARED: Mapping[str, Any] = {
@@ -134,13 +134,11 @@ def _latent(c: Fields, *, interleaved: bool = True, mlp_bias: bool = False) -> A
         interleaved=interleaved,
         bias=bias,
     )
-    head_dim = latent.nope_dim + latent.rope_dim
-    if latent.v_dim > head_dim:
-        raise c.refusal("v_head_dim", f"at most qk_nope_head_dim + qk_rope_head_dim = {head_dim}")
-    c = replace(c, given={**c.given, "head_dim": head_dim, "num_key_value_heads": heads})
+    # The rotary table is that of rope_dim channels; an attention head has as many as its keys or values, whichever are more.
+    c = replace(c, given={**c.given, "head_dim": latent.rope_dim, "num_key_value_heads": heads})
     spec = dense_spec(c, windows=layer_windows(c, None, per_layer=False), o_bias=bias, mlp_bias=mlp_bias)
-    attention = replace(spec.attention, latent=latent)
-    return replace(spec, attention=attention, rope=rope_spec(c, latent.rope_dim))
+    attention = replace(spec.attention, head_dim=max(latent.key_dim, latent.v_dim), latent=latent)
+    return replace(spec, attention=attention)
 
 
 def _stretch(c: Fields) -> float:

@@ -26,7 +26,7 @@ class RopeSpec:
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values come from a low-rank latent of the token,
-    beside a rotary key that all heads share. `head_dim` of the attention is nope_dim + rope_dim."""
+    beside a rotary key that all heads share. `head_dim` of the attention is key_dim, or v_dim where values are wider."""
 
     q_rank: int | None  # None: queries come straight from the hidden state
     kv_rank: int
@@ -36,6 +36,11 @@ class LatentSpec:
     stretch: float = 1.0  # of the scores, beside head_dim^-1/2: yarn's mscale squared
     interleaved: bool = True  # rotary channels turn with their neighbors, not with the other half
     bias: bool = False  # on the products that go down to a latent
+
+    @property
+    def key_dim(self) -> int:
+        """Channels of a query or key head."""
+        return self.nope_dim + self.rope_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +86,7 @@ class AttentionSpec:
         heads, latent = self.num_heads, self.latent
         if latent is None:
             return width * self.head_dim * (2 * heads + 2 * self.num_kv_heads)
-        q = heads * self.head_dim * (latent.q_rank or width) + width * (latent.q_rank or 0)
+        q = heads * latent.key_dim * (latent.q_rank or width) + width * (latent.q_rank or 0)
         kv = width * (latent.kv_rank + latent.rope_dim) + heads * (latent.nope_dim + latent.v_dim) * latent.kv_rank
         return q + kv + width * heads * latent.v_dim
 
@@ -133,5 +138,5 @@ class ArchSpec:
         """Floating-point operations of one forward pass over a sequence: 2 a weight and token, and causal attention."""
         a = self.attention
         seen = sum(min(length, window or length) for window in a.windows)  # keys of the last query, over the layers
-        channels = a.head_dim + (a.latent.v_dim if a.latent else a.head_dim)  # scores, and the mean of values
+        channels = a.latent.key_dim + a.latent.v_dim if a.latent else 2 * a.head_dim  # scores, and the mean of values
         return 2.0 * self.linear_params * length + 1.0 * length * seen * a.num_heads * channels

@@ -3,10 +3,14 @@
     latents   a token's own, of this rank's tokens [t, rank]; the ranks of tp exchange them, not hidden states
     heads     q = q_b(norm(q_a(x))) or q_proj(x); k_nope and v = kv_b(norm(kv_a(x))); one rotary key for all heads
 
-Values have fewer channels than keys; a kernel, cache or exchange of heads that wants one head dim pads them itself.
+Where values have fewer channels than keys, a kernel, cache or exchange of heads that wants one head dim pads them itself;
+where they have more, queries and keys are padded here, and the scores' scale by head_dim^-1/2 is made up for.
 """
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec
@@ -30,7 +34,8 @@ class LatentAttention(nn.Module):
         self.kernels = kernels
         self.layer, self.window, self.head_dim = layer, a.windows[layer], a.head_dim
         self.latent, self.tp = latent, mesh["tp"]
-        queries = (a.num_heads, a.head_dim)
+        self.stretch = latent.stretch * math.sqrt(a.head_dim / latent.key_dim)
+        queries = (a.num_heads, latent.key_dim)
         if latent.q_rank is None:
             self.q_proj = ColumnLinear(spec.width, {"q_proj": queries}, mesh)
         else:
@@ -51,8 +56,11 @@ class LatentAttention(nn.Module):
             (self.latent.nope_dim, self.latent.v_dim), dim=-1
         )  # [T, H, C]
         k_rope = self._turned(all_gather(k_rope, self.tp)[:, None], context).expand(-1, k_nope.shape[1], -1)
-        q = torch.cat((q_nope, self._turned(q_rope, context)), dim=-1) * self.latent.stretch
-        mixed = context.attend(self.layer, q, torch.cat((k_nope, k_rope), dim=-1), v, self.window)
+        q = torch.cat((q_nope, self._turned(q_rope, context)), dim=-1) * self.stretch
+        k = torch.cat((k_nope, k_rope), dim=-1)
+        if missing := self.head_dim - self.latent.key_dim:
+            q, k = F.pad(q, (0, missing)), F.pad(k, (0, missing))
+        mixed = context.attend(self.layer, q, k, v, self.window)
         return self.o_proj(mixed.flatten(1))
 
     def _queries(self, x: Tensor) -> Tensor:
@@ -60,7 +68,7 @@ class LatentAttention(nn.Module):
             q = self.q_proj(x)
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        return q.unflatten(-1, (-1, self.head_dim))
+        return q.unflatten(-1, (-1, self.latent.key_dim))
 
     def _turned(self, x: Tensor, context: Context) -> Tensor:
         """Rotated heads [T, H, R]. Where channels turn with their neighbors, these are brought into halves and stay there."""
