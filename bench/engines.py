@@ -257,10 +257,10 @@ class Session:
     @classmethod
     def start(cls, given: argparse.Namespace) -> "Session":
         """Collective."""
-        sys.excepthook = leave
         faulthandler.dump_traceback_later(given.row_seconds, exit=True)
         device = pick_device(given.device)
         dt.ensure_process_group(device)
+        sys.excepthook = leave  # torch's own, from now on, writes only once the one before it has returned
         torch.manual_seed(dist.get_rank())
         return cls(given, device, gemm_rate(device))
 

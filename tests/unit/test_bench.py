@@ -87,9 +87,9 @@ def test_a_rank_that_fails_waits_for_nothing(tmp_path: Path) -> None:
     """A thread that never ends stands for a device that waits for other ranks: an interpreter that ends waits for it."""
     program = tmp_path / "failing.py"
     program.write_text(
-        "import sys, threading\n"
-        "from bench.engines import leave\n"
-        "sys.excepthook = leave\n"
+        "import argparse, threading\n"
+        "from bench.engines import Session\n"
+        "Session.start(argparse.Namespace(row_seconds=300.0, device='cpu'))\n"
         "threading.Thread(target=threading.Event().wait).start()\n"
         "raise ValueError('what went wrong')\n"
     )
