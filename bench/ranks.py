@@ -38,6 +38,7 @@ def run_ranks(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
     }
+    shared.setdefault("NCCL_DEBUG", "WARN")
     if LOOPBACK in (name for _, name in socket.if_nameindex()):
         shared.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     command = [sys.executable, "-m", module, *arguments]
