@@ -45,9 +45,9 @@ class Bench:
 
 
 EIGHT = (
-    Bench("dp8", "bench.layouts", "dp=8 --profile --ragged", 50, 150, f"dp=2 --ragged {SMALL}"),
-    Bench("tp2dp4", "bench.layouts", "tp=2,dp=4 --profile", 45, 120, f"tp=2 {SMALL}"),
-    Bench("tp4pp2", "bench.layouts", "tp=4,pp=2 --profile --bubbles", 50, 150, f"pp=2 --bubbles {SMALL}"),
+    Bench("dp8", "bench.layouts", "dp=8 --profile --ragged", 50, 210, f"dp=2 --ragged {SMALL}"),
+    Bench("tp2dp4", "bench.layouts", "tp=2,dp=4 --profile", 45, 150, f"tp=2 {SMALL}"),
+    Bench("tp4pp2", "bench.layouts", "tp=4,pp=2 --profile --bubbles", 50, 180, f"pp=2 --bubbles {SMALL}"),
     Bench(
         "ep8",
         "bench.layouts",
@@ -142,7 +142,7 @@ ONE = (
 )
 SMALL_GPU = "--shape 0.5b --length 4096 --sequences 8 --steps 2"
 TWO = (
-    Bench("two_nccl", "pytest", f"{PYTEST} test_every_plan_over_nccl", 40, 150, gpus=2, alone=True),
+    Bench("two_nccl", "pytest", f"{PYTEST} test_every_plan_over_nccl", 40, 180, gpus=2, alone=True),
     Bench("two_dense", "bench.layouts", f"dp=2 tp=2 cp=2 cp=2,cp_mode=gather {SMALL_GPU} --profile", 40, 150, gpus=2),
     Bench(
         "two_pipelines",

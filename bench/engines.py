@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -261,10 +262,11 @@ class Session:
     @classmethod
     def start(cls, given: argparse.Namespace) -> "Session":
         """Collective."""
-        sys.excepthook = leave
         faulthandler.dump_traceback_later(given.row_seconds, exit=True)
         device = pick_device(given.device)
         dt.ensure_process_group(device)
+        faulthandler.register(signal.SIGTERM, chain=True)  # whoever is late says where it is
+        sys.excepthook = leave  # torch's own, from now on, writes only once the one before it has returned
         torch.manual_seed(dist.get_rank())
         return cls(given, device, gemm_rate(device))
 

@@ -75,6 +75,10 @@ class Row:
     peak_memory_gib: float
     peers: dict[str, float]  # tokens/s a GPU, recorded there and scaled by this run's product
     goal: float | None
+    make_seconds: float = 0.0  # of groups, weights and all else before the first step
+    outside_gib: float = (
+        0.0  # of a device that torch's allocator knows nothing of: contexts, and communicators above all
+    )
     ratio_to_dense: float | None = None
     bubble: float | None = None
     predicted_bubble: float | None = None
@@ -119,7 +123,7 @@ def measure(layout: dt.Layout, session: Session) -> None:
     changes: dict[str, Any] = {"num_hidden_layers": given.depth} if given.depth else {}
     if given.window:
         changes |= {"use_sliding_window": True, "sliding_window": given.window, "max_window_layers": 0}
-    spec = spec_of(given.shape, **changes)
+    spec, begun = spec_of(given.shape, **changes), time.perf_counter()
     engine = random_engine(
         spec,
         layout,
@@ -130,9 +134,11 @@ def measure(layout: dt.Layout, session: Session) -> None:
         mlp_tile_tokens=given.mlp_tile_tokens,
         offload=given.offload,
     )
+    made = time.perf_counter() - begun
     batch = dense_batch(spec, given.length, given.sequences)
     warm = dense_batch(spec, given.warm_length or given.length, given.sequences)
     row = _steps(engine, f"{given.sequences} x {given.length}", warm, batch, session)
+    row["make_seconds"] = made
     if given.bubbles and layout.pp > 1:
         row["bubble"], row["predicted_bubble"] = bubbles(engine, batch, given.steps)
     _keep(session, row)
@@ -186,8 +192,17 @@ def _steps(
         peak_memory_gib=float(memory.max()),
         peers={key: rate for key, rate in peers.items() if rate},
         goal=GOALS.get(own) if is_7b else MOE_BAR if given.shape == "30b-a3b" else None,
+        outside_gib=outside_gib(device),
     )
     return dict(vars(row))
+
+
+def outside_gib(device: torch.device) -> float:
+    """Memory of a GPU that is used, but not by torch's allocator; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free - torch.cuda.memory_reserved(device)) / 2**30
 
 
 def traced(
@@ -292,7 +307,8 @@ def _elapsed(pair: tuple[Any, Any]) -> float:
 def figures(row: Row) -> Iterator[str]:
     """What a person reads of a row."""
     yield f"{row.seconds:.3f} s a step, {row.tokens_per_second_per_rank:.0f} tokens/s a rank, MFU {_percent(row.mfu)},"
-    yield f"{row.peak_memory_gib:.1f} GiB, {row.micro_batches} micro-batches, first step {row.first_seconds:.1f} s"
+    yield f"{row.peak_memory_gib:.1f} GiB + {row.outside_gib:.1f}, {row.micro_batches} micro-batches, first step"
+    yield f"{row.first_seconds:.1f} s"
     if row.goal:
         yield f"| goal {row.goal:.0f}"
     for name, rate in row.peers.items():

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-GRACE_SECONDS = 10.0  # for the others, once a rank has failed or the limit is reached
+GRACE_SECONDS = 5.0  # for the others, once a rank has failed or the limit is reached; over NCCL they notice nothing
 POLL_SECONDS = 0.2
 LOOPBACK = "lo"  # where gloo need not ask the network for this machine's name, once for every group
 
@@ -38,6 +38,7 @@ def run_ranks(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
     }
+    shared.setdefault("NCCL_DEBUG", "WARN")
     if LOOPBACK in (name for _, name in socket.if_nameindex()):
         shared.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     command = [sys.executable, "-m", module, *arguments]

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import signal
 import subprocess
 import sys
 import tarfile
@@ -92,20 +93,26 @@ def test_a_rank_that_fails_or_is_late_ends_all(tmp_path: Path) -> None:
     assert time.monotonic() - start < 100
 
 
-def test_a_rank_that_fails_waits_for_nothing(tmp_path: Path) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("last", "status", "told"),
+    [
+        ("raise ValueError('what went wrong')", 1, "ValueError: what went wrong\n"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, 'File "<string>", line 5 in <module>\n'),
+    ],
+)
+def test_a_rank_that_fails_or_is_late_tells_where_and_waits_for_nothing(last: str, status: int, told: str) -> None:
     """A thread that never ends stands for a device that waits for other ranks: an interpreter that ends waits for it."""
-    program = tmp_path / "failing.py"
-    program.write_text(
-        "import sys, threading\n"
-        "from bench.engines import leave\n"
-        "sys.excepthook = leave\n"
+    program = (
+        "import argparse, os, signal, threading\n"
+        "from bench.engines import Session\n"
+        "Session.start(argparse.Namespace(row_seconds=300.0, device='cpu'))\n"
         "threading.Thread(target=threading.Event().wait).start()\n"
-        "raise ValueError('what went wrong')\n"
+        f"{last}\n"
     )
-    ended = subprocess.run(
-        [sys.executable, program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert ended.returncode == 1 and ended.stderr.endswith("ValueError: what went wrong\n")
+    run = [sys.executable, "-c", program]
+    ended = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == status and ended.stderr.endswith(told), ended.stderr
 
 
 class Parsed(BaseException):
