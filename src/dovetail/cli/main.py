@@ -7,6 +7,7 @@ returns an exit code or None, and finds the default process group initialized wh
 import argparse
 import contextlib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -36,9 +37,13 @@ def main() -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     end_at_second_signal()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that knows no such letter ends no run
     code = run_command(sys.argv[1:], Membership.take())
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody may listen any more
+            stream.flush()
     os._exit(code)
 
 
