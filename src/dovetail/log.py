@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -23,11 +24,18 @@ SHOWN = (  # key of a row, its label, its format
 )
 
 
+class _Steady(RichConsole):
+    """Nobody listens any more: that is no reason to end a run."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Console:
     """The terminal of the first rank; the other ranks' are quiet."""
 
     def __init__(self, *, speaks: bool, steps: int) -> None:
-        self._console = RichConsole(quiet=not speaks, highlight=False, soft_wrap=True)
+        self._console = _Steady(quiet=not speaks, highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
         if speaks and self._console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -45,7 +53,8 @@ class Console:
 
     def say(self, text: str) -> None:
         """One line, as it is."""
-        self._console.print(text, markup=False)
+        with suppress(OSError):  # the disk of a log may be full
+            self._console.print(text, markup=False)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """One step's line."""

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, one flushed object a step, and whichever loggers the recipe names.
+"""Where a run's numbers go: metrics.jsonl, one object a step, on the disk at once, and whichever loggers the recipe names.
 
 A logger runs in a thread of its own behind a queue, so one that fails, hangs or loses its network costs the run nothing.
 """
@@ -18,6 +18,7 @@ from typing import Any
 from dovetail.errors import ConfigError
 
 Row = Mapping[str, Any]
+METRICS = "metrics.jsonl"
 LAST_SECONDS = 10.0  # for a logger to send what it has when the run ends
 
 
@@ -27,16 +28,15 @@ class Metrics:
     def __init__(
         self, run_dir: Path, loggers: tuple[str, ...], config: Mapping[str, Any], say: Callable[[str], None]
     ) -> None:
-        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._path = run_dir / METRICS
         self._say = say
         self._loggers = [LoggerThread(name, run_dir, config) for name in loggers]
         for logger in self._loggers:
             logger.start()
 
     def write(self, row: Row) -> None:
-        """Write one step's row; numbers that are not finite become null."""
-        self._file.write(json_line(row))
-        self._file.flush()
+        """Write one step's row, all of it or nothing; numbers that are not finite become null."""
+        append(self._path, row)
         for logger in list(self._loggers):
             if logger.is_alive():
                 logger.rows.put(row)
@@ -45,14 +45,13 @@ class Metrics:
                 self._loggers.remove(logger)
 
     def close(self) -> None:
-        """End the loggers and the file."""
+        """End the loggers."""
         for logger in self._loggers:
             logger.rows.put(None)
         for logger in self._loggers:
             logger.join(LAST_SECONDS)
             if logger.is_alive() or logger.cause:
                 self._say(f"the logger {logger.name} may lack rows ({logger.cause or f'busy for {LAST_SECONDS:g} s'})")
-        self._file.close()
 
 
 class LoggerThread(threading.Thread):
@@ -77,6 +76,19 @@ class LoggerThread(threading.Thread):
     ) -> bool:
         self.cause = "" if kind is None else f"{kind.__name__}: {error}"
         return True
+
+
+def append(path: Path, row: Row) -> None:
+    """Write a row behind those that are there: its whole line, or nothing of it where that fails."""
+    data = json_line(row).encode()
+    with open(path, "ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(end)
+            raise
 
 
 def json_line(row: Row) -> str:

@@ -231,9 +231,12 @@ def test_going_back_to_an_older_step_leaves_one_past(trained: tuple[Path, Path])
     }
 
 
-@pytest.mark.parametrize("harm", ["cut", "bytes", "line", "gone"])
+@pytest.mark.parametrize("harm", ["cut", "bytes", "line", "other", "short", "end", "gone"])
 def test_damaged_rows_of_metrics_stop_no_run(harm: str, trained: tuple[Path, Path]) -> None:
+    """Nor do files that are not the run's."""
     recipe, run_dir = trained
+    (run_dir / "rollouts/step_of_mine.txt").write_text("")
+    (run_dir / "hf").symlink_to("nowhere")
     shutil.rmtree(newest(run_dir / "checkpoints"))
     metrics = run_dir / "metrics.jsonl"
     whole = metrics.read_bytes()
@@ -242,11 +245,14 @@ def test_damaged_rows_of_metrics_stop_no_run(harm: str, trained: tuple[Path, Pat
         "cut": whole[:-5],
         "bytes": lines[0] + b"\xff\xfe" + lines[1],
         "line": lines[0] + b"{\n" + lines[2],
+        "other": lines[0] + b"null\n" + lines[1],
+        "short": lines[0] + b'{"step": 2}\n' + lines[2],
+        "end": (lines[0] + lines[1])[:-1],
         "gone": b"",
     }
     metrics.write_bytes(changed[harm])
     assert here("train", recipe).code == 0
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == {"cut": [1, 2, 3], "bytes": [1, 3], "line": [1, 3], "gone": [3]}[harm]
-    if harm != "gone":
+    assert steps == {"cut": [1, 2, 3], "end": [1, 2, 3], "gone": [3]}.get(harm, [1, 3])
+    if harm not in ("gone", "end"):
         assert re.search(rb"\S", (run_dir / "superseded/001/metrics.jsonl").read_bytes()), "nothing is thrown away"

@@ -154,6 +154,27 @@ def test_signal_ends_a_command_without_a_handler(start: Start, number: signal.Si
     assert ended(process)[::2] == ({signal.SIGTERM: 143, signal.SIGINT: 130}[number], "")
 
 
+@pytest.mark.parametrize(("layout", "does"), [("tp=1", "time.sleep(600)"), ("tp=2", "raise KeyError('planted')")])
+def test_a_stop_in_the_middle_of_what_catches_it_is_a_stop(
+    start: Start, layout: str, does: str, tmp_path: Path
+) -> None:
+    """Imports of others do: they fail in another way, or go on."""
+    body = f"""
+    from dovetail.cli import main
+    main.UNWINDING_SECONDS = 0.5
+    try:
+        open(f"ready{{rank}}", "w").write("x")
+        time.sleep(600)
+    except SystemExit:
+        {does}
+    """
+    process = start(body, "--layout", layout)
+    for rank in range(1 if layout == "tp=1" else 2):
+        wait_for_file(tmp_path / f"ready{rank}")
+    process.send_signal(signal.SIGTERM)
+    assert ended(process) == (143, "", "")
+
+
 def test_no_rank_outlives_a_killed_parent(start: Start, tmp_path: Path) -> None:
     process = start("open(f'pid{rank}', 'w').write(str(os.getpid())); time.sleep(600)", "--layout", "tp=2")
     pids = [int(wait_for_file(tmp_path / f"pid{rank}")) for rank in range(2)]

@@ -1,6 +1,8 @@
 """The chart at the end of a run: its shape, and values that cannot be drawn."""
 
 import math
+import subprocess
+import sys
 
 from dovetail.log import WIDTH, curve
 
@@ -19,3 +21,17 @@ def test_values_that_are_not_finite_are_left_out() -> None:
     """A skipped update has no finite loss; the run must still end well."""
     assert curve([1.0, math.nan, 2.0, math.inf]) == curve([1.0, 2.0])
     assert curve([math.nan]) == curve([]) == ""
+
+
+def test_nobody_has_to_listen() -> None:
+    """A pipe that nobody reads any more, and a disk that is full: neither ends a run."""
+    code = "import sys; from dovetail.log import Console; c = Console(speaks=True, steps=1)\n"
+    code += "for _ in range(9): c.say('x' * 9999)\nsys.stderr.write('through')"
+    command = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.communicate()[1].startswith("through")
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stdout=full, stderr=pipe, text=True).stderr.startswith("through")

@@ -1,6 +1,7 @@
 """Which changes of a recipe a run survives, which it refuses, and that no part of its state may be missing."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,12 @@ from dovetail.checkpoint.manifest import TRAINING
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.steps import saved_steps
 from dovetail.config import make_recipe
-from dovetail.errors import ConfigError
+from dovetail.errors import CheckpointError, ConfigError
 from dovetail.rl.resume import changed, refuse
-from dovetail.rl.state import RunState
+from dovetail.rl.state import RunState, random_state
 from dovetail.weights.directory import MANIFEST
 from tests.commands.program import here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows
+from tests.fault.training_checkpoint import state_of
 from tests.golden.job import _merged as merged
 from tests.unit.test_sharded import _forge as forge
 
@@ -223,6 +225,31 @@ def test_every_field_of_the_state_is_missed_by_name(folder: Path) -> None:
         told = refusal(here("train", folder / "r.yaml"))
         assert str(path[-1] or path[0]) in told, (path, told)
         (step / MANIFEST).write_bytes(whole)
+
+
+ODD: list[tuple[tuple[Any, ...], Any, str]] = [
+    (("step",), -1, "step is -1, not a count"),
+    (("updates", "policy"), [1], "updates.policy is [1], not a count"),
+    (("updates", "critic"), True, "updates.critic is True, not a count"),
+    (("before",), {"eval_loss": "x"}, "before.eval_loss is 'x', not a number"),
+    (("rng", 0, "python"), "a.weight", "rng[0] is of no random generators"),
+    (("rng", 0, "numpy"), "[]", "rng[0] is of no random generators"),
+    (("rng", 0, "torch"), "AAAA", "rng[0] is of no random generators"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "words"), ODD, ids=lambda value: str(value)[:40])
+def test_odd_values_of_the_state_are_told_by_name(path: tuple[Any, ...], value: Any, words: str) -> None:
+    state = json.loads(json.dumps(state_of(1, 1, updates={"policy": 1, "critic": 1})))
+    drawn = random_state(torch.device("cpu"))
+    assert RunState.parse(state, Path("it")).step == 1
+    inner: Any = state
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        RunState.parse(state, Path("it"))
+    assert random_state(torch.device("cpu")) == drawn, "nothing goes on from it"
 
 
 def test_every_kind_of_training_tensor_is_missed_by_name(folder: Path) -> None:

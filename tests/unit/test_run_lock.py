@@ -92,6 +92,18 @@ def test_what_stands_in_the_file_decides_nothing(tmp_path: Path) -> None:
         lock.release()
 
 
+def test_a_lock_that_is_no_file_of_its_own_is_refused(tmp_path: Path) -> None:
+    """Through a link the file of somebody else would be emptied."""
+    (tmp_path / "precious").write_text("data")
+    for make in (lambda path: path.symlink_to("precious"), Path.mkdir, os.mkfifo):
+        make(tmp_path / NAME)
+        with pytest.raises(ConfigError, match=f"{NAME} .*; remove it"):
+            RunLock(tmp_path).take()
+        (tmp_path / NAME).rmdir() if make is Path.mkdir else (tmp_path / NAME).unlink()
+    assert (tmp_path / "precious").read_text() == "data"
+    RunLock(tmp_path).take()
+
+
 def test_no_race_has_two_winners(tmp_path: Path) -> None:
     """Nor one with a loser for good: each of four processes comes to own the directory 1,000 times."""
     command = [sys.executable, "-c", RACE, str(tmp_path), str(ROUNDS)]

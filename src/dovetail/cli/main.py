@@ -7,9 +7,11 @@ returns an exit code or None, and finds the default process group initialized wh
 import argparse
 import contextlib
 import importlib
+import io
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
@@ -30,16 +32,24 @@ from dovetail.cli.supervisor import run_ranks
 from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError
 from dovetail.watch.progress import Progress
 
+UNWINDING_SECONDS = 30.0  # from the first signal, for all that is half-written to be removed
+
 
 def main() -> NoReturn:
     """The program `dovetail`. Ends by `os._exit`: gloo's threads may abort a process that exits in the normal way."""
+    stop = _Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stop)
+        signal.signal(number, stop.unwind)
     end_at_second_signal()
-    code = run_command(sys.argv[1:], Membership.take())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    stop.me = me = Membership.take()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that knows no such letter ends no run
+    code = run_command(sys.argv[1:], me)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody may listen any more
+            stream.flush()
+    os._exit(stop.code or code if code else code)
 
 
 def run_command(argv: Sequence[str], me: Membership | None = None) -> int:
@@ -68,10 +78,27 @@ def run_command(argv: Sequence[str], me: Membership | None = None) -> int:
     return outcome.code
 
 
-def _stop(number: int, _: FrameType | None) -> NoReturn:
-    """Unwind, so that nothing half-written stays. Who waits for a second signal is `end_at_second_signal`."""
-    signal.signal(number, _noted)
-    sys.exit(INTERRUPTED if number == signal.SIGINT else STOPPED)
+class _Stop:
+    """The first SIGTERM or SIGINT where nothing waits for it. Who waits for a second one is `end_at_second_signal`."""
+
+    def __init__(self) -> None:
+        self.me: Membership | None = None
+        self.code: int | None = None
+
+    def unwind(self, number: int, _: FrameType | None) -> NoReturn:
+        """Unwind, so that nothing half-written stays.
+
+        The exit may come up in the middle of anybody's import, who fails in another way for it, or swallows it: what is
+        said from now on is no news, and the end comes in any case.
+        """
+        self.code = INTERRUPTED if number == signal.SIGINT else STOPPED
+        if self.me is not None:
+            self.me.silent = True
+        signal.signal(number, _noted)
+        end = threading.Timer(UNWINDING_SECONDS, os._exit, [self.code])
+        end.daemon = True
+        end.start()
+        sys.exit(self.code)
 
 
 def _noted(number: int, _: FrameType | None) -> None:

@@ -47,6 +47,7 @@ class Membership:
 
     def __init__(self, folder: str | None = None, pipe: str | None = None) -> None:
         self.files = RankFiles.of(Path(folder), int(os.environ["RANK"])) if folder is not None else None
+        self.silent = False  # since it was told to end: whatever fails on the way
         self.progress = Progress(self.files.state if self.files else None)
         self._stacks: IO[str] | None = answer_with_stacks(self.files.stacks) if self.files else None
         if pipe is not None:
@@ -63,6 +64,8 @@ class Membership:
 
     def say(self, text: str) -> None:
         """A failure, for the user: through the supervisor, who knows which rank failed first, or straight."""
+        if self.silent:
+            return
         if self.files is not None:
             self.files.report.write_text(text, encoding="utf-8")
         else:

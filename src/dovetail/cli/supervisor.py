@@ -120,8 +120,8 @@ def _record(watch: Watch, kind: str, incident: Incident) -> None:
     """Append a line to events.jsonl, once there is a run: before, run_dir is still to be claimed."""
     if watch.run_dir is not None and (watch.run_dir / "config.yaml").exists():
         row = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **incident.row(), "kind": kind}
-        with (watch.run_dir / "events.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        with contextlib.suppress(OSError), (watch.run_dir / "events.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")  # a full disk keeps nobody from starting again
 
 
 class _Stop:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from pathlib import Path
 
@@ -22,7 +23,7 @@ class RunLock:
     def take(self) -> None:
         """Make the directory this process's own; refused, naming the owner, where another one has it."""
         while self._fd < 0:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            fd = self._opened()
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -40,6 +41,17 @@ class RunLock:
                 self._fd = fd
             else:  # its owner removed it between our two calls: what we hold is nobody's lock
                 os.close(fd)
+
+    def _opened(self) -> int:
+        """A regular file of this directory's own: through a link another file would be emptied."""
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be opened as a file; remove it ({error.strerror})") from error
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+        raise ConfigError(f"{self.path} is no regular file; remove it")
 
     def release(self) -> None:
         """Leave the directory to others; may be called twice."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from dovetail.batch import PackedBatch
@@ -90,7 +90,7 @@ def write_routes(path: Path, traces: Seq[RoutingTrace | None]) -> None:
     starts = torch.tensor([0, *map(len, known)]).cumsum(0)
     layers = torch.tensor(whole.layers)
     tensors = {"indices": whole.indices.to(narrow), "valid": whole.valid, "starts": starts, "layers": layers}
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
+    path.write_bytes(save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
 
 
 def read_routes(path: Path) -> list[RoutingTrace]:

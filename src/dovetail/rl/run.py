@@ -6,12 +6,15 @@ all.
 """
 
 import json
+import os
+import re
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +28,10 @@ from dovetail.engine.base import Engine
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.log import Console, curve
 from dovetail.mesh import Mesh
-from dovetail.metrics import Metrics, check_loggers, json_line
+from dovetail.metrics import METRICS, Metrics, append, check_loggers
 from dovetail.rl.experience import Sample
 from dovetail.rl.lock import RunLock
-from dovetail.rl.replay import write_routes
+from dovetail.rl.records import Records, write_samples
 from dovetail.rl.resume import CHECKPOINTS, CONFIG, EVENTS, HF, Resumed, find, is_run
 from dovetail.rl.state import RunState, random_state, restore_random_state
 from dovetail.rl.trainer import Outcome
@@ -39,8 +42,9 @@ from dovetail.weights.staging import refuse_unwritable, replace_file
 from dovetail.weights.stream import Export
 
 POLICY, CRITIC = MODEL_ROLE, "critic"
-METRICS, ROLLOUTS, SUPERSEDED = "metrics.jsonl", "rollouts", "superseded"
+ROLLOUTS, SUPERSEDED = "rollouts", "superseded"
 ROOM_FOR = 2  # checkpoints that must fit when a run starts: the old one stays until the new one is whole
+NUMBERED = re.compile(r"step_(\d+)\.")  # the samples of a step
 MOST_FAILED_SAVES = 3  # in a row; above it a run that cannot be saved stops
 
 
@@ -85,6 +89,7 @@ class RunDirectory:
         self.settings, self.mesh, self.path = settings, mesh, settings.path
         self.lead = mesh["world"].rank == 0
         self.console = Console(speaks=self.lead, steps=settings.steps)
+        self._records = Records(self.console.say)
         self.resumed: Resumed | None = None
         self._lock = RunLock(self.path)
         self._metrics: Metrics | None = None
@@ -177,11 +182,10 @@ class RunDirectory:
             row["mfu"] = flops / row["step_seconds"] / (self.settings.peak_flops * self.mesh["world"].size)
         with agreed(self.mesh):
             if self._metrics is not None:
-                self._metrics.write(row)
+                self._records.write(partial(self._metrics.write, row))
                 if samples:
                     path = self.path / ROLLOUTS / f"step_{row['step']:06}.jsonl"
-                    _write_samples(path, samples)
-                    write_routes(path.with_suffix(".routing.safetensors"), [s.completion.routing for s in samples])
+                    self._records.write(partial(write_samples, path, samples))
         self._score = _score(row, evaluates=self.settings.evaluates)
         self.console.step(row)
 
@@ -210,10 +214,11 @@ class RunDirectory:
         self.console.say(text)
 
     def event(self, kind: str, **facts: Any) -> None:
-        """One line in events.jsonl: what befell the run beside its steps."""
-        if self.lead:
-            with (self.path / EVENTS).open("a", encoding="utf-8") as out:
-                out.write(json_line({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "kind": kind, **facts}))
+        """One line in events.jsonl: what befell the run beside its steps. Collective."""
+        with agreed(self.mesh):
+            if self.lead:
+                row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "kind": kind, **facts}
+                self._records.write(partial(append, self.path / EVENTS, row))
 
     def finish(self, outcome: Outcome) -> None:
         """Write hf/ unless the run was stopped, and sum up. Collective."""
@@ -222,6 +227,8 @@ class RunDirectory:
                 self.contents.engines[POLICY].save_pretrained(self.path / HF)
         finally:  # neither is lost for the other's failure
             self._settle(last=True)
+        with agreed(self.mesh):
+            self._records.settle()
         self.close()
         key = "reward_mean" if outcome.rows and "reward_mean" in outcome.rows[-1] else "loss"
         values = [float(row[key]) for row in outcome.rows if row.get(key) is not None]
@@ -305,14 +312,16 @@ class RunDirectory:
         aside = aside / f"{1 + sum(1 for _ in aside.glob('*')):03}"
         set_aside(self.path / CHECKPOINTS, self._order, aside / CHECKPOINTS)
         self._earlier, kept, rest = _rows(self.path / METRICS, step)
-        late = [p for p in (self.path / ROLLOUTS).glob("step_*") if int(p.name[5:].partition(".")[0]) > step]
-        late += [path for path in (self.path / HF,) if path.exists()]
+        numbered = [(path, NUMBERED.match(path.name)) for path in (self.path / ROLLOUTS).glob("step_*")]
+        late = [path for path, number in numbered if number is not None and int(number[1]) > step]
+        late += [path for path in (self.path / HF,) if os.path.lexists(path)]
         if rest or late:
             aside.mkdir(parents=True, exist_ok=True)
             for path in late:
                 path.rename(aside / path.name)
         if rest:
             replace_file(aside / METRICS, "".join(rest).encode())
+        if rest or kept:  # a kill may have cut the end of the last line
             replace_file(self.path / METRICS, "".join(kept).encode())
 
 
@@ -331,35 +340,27 @@ def _score(row: Row, *, evaluates: bool) -> float | None:
 
 def _rows(path: Path, last: int) -> tuple[list[Row], list[str], list[str]]:
     """The rows of a metrics file up to step `last`, their lines, and the lines behind, of which a kill may have cut one."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
+    text = path.read_text(encoding="utf-8", errors="replace").rstrip("\n") if path.exists() else ""
+    lines = [f"{line}\n" for line in text.split("\n")] if text else []
     rows: list[Row] = []
     for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if row["step"] > last:
+        row = _row(line)
+        if row is None or row["step"] > last:
             break
         rows.append(row)
     return rows, lines[: len(rows)], lines[len(rows) :]
 
 
-def _write_samples(path: Path, samples: Seq[Sample]) -> None:
-    with path.open("w", encoding="utf-8") as out:
-        for sample in samples:
-            c = sample.completion
-            row = {
-                "id": sample.prompt.id,
-                "sample": c.sample,
-                "prompt": sample.prompt.prompt,
-                "completion": sample.text,
-                "answer": sample.prompt.answer,
-                "reward": sample.reward,
-                "finish": c.finish,
-                "token_ids": list(c.ids),
-                "log_probs": list(c.log_probs),
-            }
-            out.write(json_line(row))
+def _row(line: str) -> Row | None:
+    """A line of a metrics file; None where it is none that a run has written, so that what is read of it may be missing."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    sound = isinstance(row, dict) and "loss" in row
+    return (
+        row if sound and all(type(row.get(key)) in (int, float) for key in ("step", "tokens", "step_seconds")) else None
+    )
 
 
 def _numbers(row: Row) -> str:

@@ -21,6 +21,7 @@ from dovetail.weights.directory import SideFiles
 
 Value = TypeVar("Value")
 GENERATORS = ("python", "numpy", "torch")  # of every rank; and "device" where it has one
+CPU = torch.device("cpu")
 SAMPLED, BLOCK = 256, 1 << 12  # places of a file of weights that its fingerprint looks at, and bytes of each
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # of a config; not the model
 TEXT_FILES = ("tokenizer", "vocab", "merges", "chat_template", "special_tokens", "added_tokens", "spiece")
@@ -73,7 +74,13 @@ class RunState:
         ]
         for rank, generators in enumerate(found["rng"] if isinstance(found.get("rng"), list) else []):
             told = generators if isinstance(generators, Mapping) else {}
-            problems += [f"missing: rng[{rank}].{kind}" for kind in GENERATORS if not isinstance(told.get(kind), str)]
+            missing = [f"missing: rng[{rank}].{kind}" for kind in GENERATORS if not isinstance(told.get(kind), str)]
+            problems += missing or ([] if _is_sound(told) else [f"rng[{rank}] is of no random generators"])
+        counts = {name: found[name] for name in ("order", "step", "cursor") if type(found.get(name)) is int}
+        counts |= {f"updates.{role}": n for role, n in found["updates"].items()} if _maps(found, "updates") else {}
+        problems += [f"{name} is {n!r:.40}, not a count" for name, n in counts.items() if type(n) is not int or n < 0]
+        values = found["before"] if _maps(found, "before") else {}
+        problems += [f"before.{k} is {v!r:.40}, not a number" for k, v in values.items() if type(v) not in (int, float)]
         if problems:
             raise CheckpointError(f"{what}: its training state is not whole: {'; '.join(problems)}")
         return cls(**found)
@@ -130,6 +137,22 @@ def restore_random_state(found: Mapping[str, str], device: torch.device) -> None
     torch.set_rng_state(_bytes(found["torch"]))
     if device.type != "cpu" and "device" in found:
         torch.get_device_module(device).set_rng_state(_bytes(found["device"]), device)
+
+
+def _maps(found: Mapping[str, Any], name: str) -> bool:
+    return isinstance(found.get(name), Mapping)
+
+
+def _is_sound(found: Mapping[str, str]) -> bool:
+    """Whether the generators of this process would go on from that. They stay as they are."""
+    kept = random_state(CPU)
+    try:
+        restore_random_state(found, CPU)
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError):
+        return False
+    finally:
+        restore_random_state(kept, CPU)
+    return True
 
 
 def _bytes(text: str) -> torch.Tensor:

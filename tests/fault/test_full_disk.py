@@ -1,0 +1,97 @@
+"""A disk that is full for a while: the run goes on, and what it could not write is there in the end, whole and in order."""
+
+import errno
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail import metrics
+from dovetail.checkpoint.steps import saved_steps
+from dovetail.rl import records, run
+from dovetail.rl.records import MOST_WAITING, Records
+from dovetail.rl.trainer import RLTask
+from dovetail.weights.files import TensorFileWriter
+from tests.commands.program import here, read_rows, write_recipe, write_rows
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_rows_samples_and_events_wait_while_the_disk_is_full(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the third step to the fifth; the save of the fourth fails."""
+    full = [False]
+
+    def or_fail(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if full[0]:
+                raise FULL
+            return original(*args, **kwargs)
+
+        return call
+
+    def step(self: RLTask, number: int, *rest: Any) -> Any:
+        full[0] = 2 <= number < 5
+        return original(self, number, *rest)
+
+    original = RLTask.step
+    monkeypatch.setattr(RLTask, "step", step)
+    for module in (metrics, run):
+        monkeypatch.setattr(module, "append", or_fail(metrics.append))
+    monkeypatch.setattr(run, "write_samples", or_fail(records.write_samples))
+    monkeypatch.setattr(TensorFileWriter, "close", or_fail(TensorFileWriter.close))
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "c"}])
+    trainer = {"steps": 8, "save_every": 2, "keep": 9, "prompts_per_step": 1, "async_save": False}
+    recipe = write_recipe(tmp_path / "r.yaml", model, rows, algorithm={"name": "grpo"}, trainer=trainer)
+    ended = here("train", recipe)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.count("THE DISK IS FULL, the run goes on") == 1
+    assert [row["step"] for row in read_rows(tmp_path / "run/metrics.jsonl")] == list(range(1, 9))
+    assert all(read_rows(tmp_path / f"run/rollouts/step_{number:06}.jsonl") for number in range(1, 9))
+    assert [event["kind"] for event in read_rows(tmp_path / "run/events.jsonl")] == ["save_failed"]
+    assert [saved.step for saved in saved_steps(tmp_path / "run/checkpoints")[0]] == [8, 6, 2]
+
+
+def test_what_waits_is_done_in_order_and_other_errors_are_raised() -> None:
+    done: list[int] = []
+    full = [True]
+
+    def write(number: int) -> None:
+        if full[0]:
+            raise FULL
+        done.append(number)
+
+    said: list[str] = []
+    waiting = Records(said.append)
+    for number in range(MOST_WAITING):
+        waiting.write(lambda number=number: write(number))  # type: ignore[misc]  # the number is bound
+    assert (len(said), done) == (1, [])
+    with pytest.raises(OSError, match="No space left"):
+        waiting.write(lambda: write(MOST_WAITING))
+    with pytest.raises(OSError, match="No space left"):
+        waiting.settle()
+    full[0] = False
+    waiting.settle()
+    assert done == list(range(MOST_WAITING + 1))
+    with pytest.raises(IsADirectoryError):
+        waiting.write(lambda: Path("/").write_text(""))
+
+
+def test_no_line_is_ever_half_there(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    metrics.append(path, {"step": 1})
+    whole = path.read_bytes()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            metrics.append(path, {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert path.read_bytes() == whole
+    metrics.append(path, {"step": 2})
+    assert [row["step"] for row in read_rows(path)] == [1, 2]
