@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import sqrt
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -131,16 +131,8 @@ def make_engine(
         tuple(reader.names),
         saved_sides(source, found.kind, options.save_dtype),
     )
-    engine = NativeEngine(
-        model,
-        mesh,
-        origin,
-        optim=options.optim,
-        tokens_per_batch=options.tokens_per_batch,
-        dtype=dtype,
-        balance=options.balance,
-        watch=options.watch,
-    )
+    settings: dict[str, Any] = {"optim": options.optim, "balance": options.balance, "watch": options.watch}
+    engine = NativeEngine(model, mesh, origin, tokens_per_batch=options.tokens_per_batch, dtype=dtype, **settings)
     if options.resume is not None:
         checkpoint, role, updates = options.resume
         engine.load_training(role, checkpoint, updates)

@@ -28,8 +28,13 @@ class LatentAttention(nn.Module):
         a, latent = spec.attention, spec.attention.latent
         assert latent is not None
         self.kernels = kernels
-        self.layer, self.window, self.head_dim = layer, a.windows[layer], a.head_dim
-        self.latent, self.tp = latent, mesh["tp"]
+        self.layer, self.window, self.head_dim, self.latent, self.tp = (
+            layer,
+            a.windows[layer],
+            a.head_dim,
+            latent,
+            mesh["tp"],
+        )
         queries = (a.num_heads, a.head_dim)
         if latent.q_rank is None:
             self.q_proj = ColumnLinear(spec.width, {"q_proj": queries}, mesh)
