@@ -112,7 +112,7 @@ class RunDirectory:
                         "from which --resume auto would go on"
                     )
                 if mode.startswith("step=") and not self._there:
-                    raise ConfigError(f"--resume {mode}: run_dir {self.path} holds no run")
+                    raise ConfigError(f"--resume {mode}: run_dir {self.path} holds no run; leave it out to begin one")
                 if self._there:
                     self._lock.take()
         self._there = of_first(self._there, self.mesh)
