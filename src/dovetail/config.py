@@ -283,7 +283,7 @@ class Recipe(Section):
     algorithm: Annotated[AnyAlgorithm, Field(discriminator="name")] = GRPO()
     data: DataSection
     rollout: RolloutSection = RolloutSection()
-    reward: RewardSection = RewardSection(name="exact_match")
+    reward: RewardSection = RewardSection()
     optim: OptimSection = OptimSection()
     trainer: TrainerSection = TrainerSection()
     run_dir: str = Field(description="where the run writes: new, or the directory of this run, which then goes on")
