@@ -78,11 +78,11 @@ class PackedBatch:
         for index, (row, n) in enumerate(zip(rows, lengths, strict=True)):
             kept = [True] * n if row.mask is None else list(row.mask)
             if len(kept) != n:
-                raise DataError(f"sequence {index} has {n} tokens but a mask of {len(kept)}")
+                raise DataError(f"sequence {index} has {n} tokens but a mask of {len(kept)}; give one a token")
             mask += [bool(m) for m in kept[1:]] + [False]
             for name in names:
                 if name not in row.fields:
-                    raise DataError(f"sequence {index} has no field {name!r}, which others of the batch have")
+                    raise DataError(f"sequence {index} has no field {name!r}; give it to all or none")
                 columns[name] += _shifted(row.fields[name], n, name, index)
         return cls(
             tokens=torch.tensor(tokens, dtype=torch.int64),
@@ -376,7 +376,7 @@ def _routing(rows: Seq[Sequence]) -> RoutingTrace | None:
         return None
     for index, row in enumerate(rows):
         if row.routing is None:
-            raise DataError(f"sequence {index} has no routing, which others of the batch have")
+            raise DataError(f"sequence {index} has no routing, which others have; give it to all or none")
         if len(row.routing) != len(row.ids):
             raise DataError(f"sequence {index} has {len(row.ids)} tokens but routing for {len(row.routing)}")
         if row.routing.layers != found[0].layers:

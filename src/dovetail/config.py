@@ -286,7 +286,7 @@ class Recipe(Section):
     algorithm: Annotated[AnyAlgorithm, Field(discriminator="name")] = GRPO()
     data: DataSection
     rollout: RolloutSection = RolloutSection()
-    reward: RewardSection = RewardSection(name="exact_match")
+    reward: RewardSection = RewardSection()
     optim: OptimSection = OptimSection()
     trainer: TrainerSection = TrainerSection()
     run_dir: str = Field(description="where the run writes: new, or the directory of this run, which then goes on")
@@ -316,7 +316,10 @@ class Recipe(Section):
             )
         rows = self.trainer.prompts_per_step * (1 if isinstance(self.algorithm, SFT) else samples)
         if self.algorithm.minibatches > rows:
-            raise ValueError(f"algorithm.minibatches is {self.algorithm.minibatches}, but a step has only {rows} rows")
+            raise ValueError(
+                f"algorithm.minibatches is {self.algorithm.minibatches}, but a step has only {rows} rows; lower it, or raise "
+                "trainer.prompts_per_step"
+            )
         if self.rollout.replay == "rollout" and self.rollout.backend != "native":
             raise ValueError(
                 f"rollout.replay is rollout, but rollout.backend={self.rollout.backend} does not tell its routes; "

@@ -70,7 +70,7 @@ class Layout:
                 "change the degrees or the number of ranks"
             )
         if (self.dp * self.cp) % self.ep:
-            raise LayoutError(f"layout {self}: ep={self.ep} does not divide dp x cp = {self.dp * self.cp}")
+            raise LayoutError(f"layout {self}: ep={self.ep} does not divide dp x cp = {self.dp * self.cp}; lower it")
         return self
 
     def __str__(self) -> str:

@@ -62,7 +62,7 @@ class StagedModel(nn.Module):
     def check(self, batch: PackedBatch) -> None:
         """Refuse a batch that this model cannot read. All ranks have the same, so all refuse alike."""
         if batch.media:
-            raise DataError(f"the batch has images or videos, but {self.spec.family} reads text only")
+            raise DataError(f"the batch has images or videos, but {self.spec.family} reads text only; leave them out")
         if batch.routing is not None:
             self._check_routing(batch.routing)
 
@@ -70,7 +70,8 @@ class StagedModel(nn.Module):
         moe = self.spec.moe if isinstance(self.spec, ArchSpec) else None
         if moe is None:
             raise DataError(
-                f"the batch brings routing, but {self.spec.family} models as this one have no experts of ours"
+                f"the batch brings routing, but {self.spec.family} models as this one have no experts of ours; take "
+                "batch.with_routing(None)"
             )
         if trace.layers != moe.numbers or trace.indices.shape[1:] != (len(moe.numbers), moe.top_k):
             raise DataError(

@@ -36,7 +36,7 @@ from dovetail.rl.resume import CHECKPOINTS, CONFIG, EVENTS, HF, Resumed, find, i
 from dovetail.rl.state import RunState, random_state, restore_random_state
 from dovetail.rl.trainer import Outcome
 from dovetail.rl.updates import Row
-from dovetail.weights.agree import agreed
+from dovetail.weights.agree import agreed, of_first
 from dovetail.weights.directory import SideFiles
 from dovetail.weights.staging import refuse_unwritable, replace_file
 from dovetail.weights.stream import Export
@@ -117,10 +117,10 @@ class RunDirectory:
                         "from which --resume auto would go on"
                     )
                 if mode.startswith("step=") and not self._there:
-                    raise ConfigError(f"--resume {mode}: run_dir {self.path} holds no run")
+                    raise ConfigError(f"--resume {mode}: run_dir {self.path} holds no run; leave it out to begin one")
                 if self._there:
                     self._lock.take()
-        self._there = self._of_first(self._there)
+        self._there = of_first(self._there, self.mesh)
         if self._there:
             self.resumed = find(self.path, self.mesh, mode, self.settings.config, damaged)
 
@@ -142,7 +142,7 @@ class RunDirectory:
     def open(self, contents: Contents) -> None:
         """Make the directory and its first files, or go on with those of an earlier start. Collective."""
         self.contents, resumed = contents, self.resumed
-        self.run_id = self._of_first(uuid.uuid4().hex)
+        self.run_id = of_first(uuid.uuid4().hex, self.mesh)
         if resumed is not None:
             self.run_id, self._before = resumed.state.run_id, dict(resumed.state.before)
         with agreed(self.mesh):
@@ -156,7 +156,7 @@ class RunDirectory:
                 self._clear_away()
                 replace_file(self.path / CONFIG, self.settings.config_yaml.encode())
                 self._metrics = Metrics(self.path, self.settings.loggers, self.settings.config, self.console.say)
-        self._order, self._earlier = self._of_first([self._order, self._earlier])
+        self._order, self._earlier = of_first([self._order, self._earlier], self.mesh)
         self._saver = Saver(
             self.path / CHECKPOINTS, self.mesh, self.settings.retention, background=self.settings.background
         )
@@ -252,10 +252,6 @@ class RunDirectory:
             self._metrics.close()
             self._metrics = None
         self._lock.release()
-
-    def _of_first(self, value: Any) -> Any:
-        """The first rank's value, which JSON can hold, on every rank."""
-        return json.loads(gather_text(json.dumps(value), self.mesh["world"], self.mesh.device)[0])
 
     def _settle(self, *, last: bool = False) -> None:
         """Wait for the save that is under way. A failed one is told; training goes on unless it was the last, or too many."""

@@ -106,7 +106,10 @@ class NativeSampler:
             del tensor  # before the next one is made
         wrong += [f"{name}: missing" for name in sorted(missing)]
         if wrong:
-            raise CheckpointError(f"the weights given to the sampler are not those of its model:\n{listing(wrong)}")
+            raise CheckpointError(
+                "the weights given to the sampler are not those of its model; refill it from an engine of the same "
+                f"config.json:\n{listing(wrong)}"
+            )
         self._filled = True
 
     def load(self, source: TensorSource) -> None:

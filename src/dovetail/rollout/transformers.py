@@ -71,7 +71,10 @@ class TransformersSampler:
             left[id(whole)] = (first, missing - place.numel())
         wrong += sorted(f"{name}: missing" for name, missing in left.values() if missing > 0)
         if wrong:
-            raise CheckpointError(f"the weights given to the sampler are not those of its model:\n{listing(wrong)}")
+            raise CheckpointError(
+                "the weights given to the sampler are not those of its model; refill it from an engine of the same "
+                f"config.json:\n{listing(wrong)}"
+            )
         self._filled = True
 
     def load(self, source: TensorSource) -> None:

@@ -1,7 +1,9 @@
 """One verdict for all ranks: what goes wrong on one is raised on every one, so nobody waits for one that has left."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from dovetail.comm import gather_text
 from dovetail.errors import CheckpointError, UserError, listing
@@ -49,3 +51,8 @@ def agreed(mesh: Mesh) -> Iterator[None]:
     with verdict.keep():
         yield
     verdict.settle()
+
+
+def of_first(value: Any, mesh: Mesh) -> Any:
+    """The first rank's `value`, which JSON can hold, on every rank. Collective."""
+    return json.loads(gather_text(json.dumps(value), mesh["world"], mesh.device)[0])
