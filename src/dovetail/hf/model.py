@@ -7,6 +7,7 @@ decoder do not wait for them.
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch
 from dovetail.errors import ModelError
 from dovetail.hf.attention import NAME, register
 from dovetail.hf.head import logit_scale
+from dovetail.hf.remote import Remote, is_foreign, remote_config, remote_tower, text_config
 from dovetail.hf.vision import Vision, family_of
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
@@ -34,7 +36,14 @@ from dovetail.weights.experts import form_of
 from dovetail.weights.reader import TensorSource
 
 # Modules of vision-language models, and how the checkpoints that are older than these modules list them.
-OLD_STEMS = (("model.language_model.", "model."), ("model.visual.", "visual."))
+OLD_STEMS = (
+    *(("model.language_model.", "model."), ("model.visual.", "visual.")),
+    *(
+        ("model.language_model.", "language_model.model."),
+        ("lm_head.", "language_model.lm_head."),
+    ),  # Kimi-VL's own code
+    *(("model.vision_tower.", "vision_tower."), ("model.multi_modal_projector.", "multi_modal_projector.")),
+)
 LAYERS = (
     "full_attention",
     "sliding_attention",
@@ -64,15 +73,18 @@ class ForeignDecoder(StagedModel):
         head: Head = "lm",
         recompute: Recompute = "none",
         source: TensorSource | None = None,
+        code: Path | None = None,
     ) -> None:
-        whole = make_model(config)
-        words, own_head = whole.get_input_embeddings(), whole.get_submodule("lm_head")
+        """code: the model's directory, where the code in it is trusted."""
+        whole = make_model(config, code)
+        base: Any = whole.get_submodule("model")
+        words, own_head = base.get_input_embeddings(), whole.get_submodule("lm_head")
         tied = head == "lm" and own_head.weight is words.weight
         super().__init__(spec, mesh, Cut.whole(spec), tied=tied)
         self.logit_scale = logit_scale(whole, spec.width) if head == "lm" else 1.0
         self.kernels = kernels
-        self.model: transformers.PreTrainedModel = whole.get_submodule("model")
-        self.vision = Vision(self.model, mesh["cp"]) if is_sighted(whole.config) else None
+        self.model: transformers.PreTrainedModel = base
+        self.vision = Vision(base, mesh["cp"]) if is_sighted(base.config) else None
         if recompute != "none":
             _recompute(whole, recompute)
         with torch.device("meta"):
@@ -85,7 +97,8 @@ class ForeignDecoder(StagedModel):
             self.lm_head.weight = words.weight
         self.stems: tuple[tuple[str, str], ...] = ()
         if source is not None:
-            _refuse_names(source)
+            if not isinstance(base, Remote):
+                _refuse_names(source)
             self.stems = tuple((ours, theirs) for ours, theirs in OLD_STEMS if _lists(source.names, theirs, ours))
             self.experts = form_of(self, source)
 
@@ -176,9 +189,14 @@ class _ParametersWithoutMemory(TorchFunctionMode):
         return func(*args, **options)
 
 
-def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
-    """The model of a raw config.json in float32, on the meta device but for its computed buffers. Raises ModelError."""
+def make_model(config: Mapping[str, Any], code: Path | None = None) -> "transformers.PreTrainedModel":
+    """The model of a raw config.json in float32, on the meta device but for its computed buffers. Raises ModelError.
+
+    code: the model's directory, where the code in it is trusted.
+    """
     register()
+    if is_foreign(config):
+        return _remote(config, code)
     known = known_config(config)
     try:
         _refuse(known)
@@ -206,11 +224,28 @@ def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
     return model.eval()
 
 
-def known_config(config: Mapping[str, Any]) -> "transformers.PreTrainedConfig":
-    """A raw config.json as transformers reads it. Raises ModelError."""
+def _remote(config: Mapping[str, Any], code: Path | None) -> "transformers.PreTrainedModel":
+    """The same, of code that comes with the model."""
+    known = known_config(config, code)
+    model = make_model(text_config(config))
+    try:
+        with _ParametersWithoutMemory():
+            tower, projector = remote_tower(known)
+    except REFUSALS as error:
+        raise ModelError(f"the model's own code makes no model of its config: {error}") from error
+    model.add_module("model", Remote(known, model.get_submodule("model"), tower.eval(), projector.eval()))
+    return model
+
+
+def known_config(config: Mapping[str, Any], code: Path | None = None) -> "transformers.PreTrainedConfig":
+    """A raw config.json as transformers reads it, or code in the directory `code`, if it is trusted. Raises ModelError."""
     options = copy.deepcopy(dict(config))
     try:
+        if is_foreign(config):
+            return remote_config(config, code)
         known: transformers.PreTrainedConfig = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+    except ModelError:
+        raise
     except REFUSALS as error:
         raise ModelError(f"transformers makes no model of this config: {error}") from error
     return known
