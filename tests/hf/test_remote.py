@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DeepseekV3Config
-from transformers.dynamic_module_utils import HF_MODULES_CACHE
+from transformers.utils.hub import HF_MODULES_CACHE
 
 from dovetail.batch import PackedBatch, Sequence
 from dovetail.build.engine import EngineOptions, from_pretrained

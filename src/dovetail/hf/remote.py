@@ -12,8 +12,7 @@ from typing import Any
 
 import transformers
 from torch import Tensor, nn
-from transformers.dynamic_module_utils import HF_MODULES_CACHE
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils.hub import HF_MODULES_CACHE
 
 from dovetail.errors import ModelError
 
@@ -89,8 +88,7 @@ class Remote(nn.Module):
     def get_input_embeddings(self) -> nn.Module:
         return self.language_model.get_input_embeddings()
 
-    def get_video_features(self, pixels: Tensor, grids: Tensor, **_: object) -> BaseModelOutputWithPooling:
+    def get_video_features(self, pixels: Tensor, grids: Tensor, **_: object) -> Any:
         """Rows of features of images, each a grid (1, height, width) of patches."""
-        return BaseModelOutputWithPooling(
-            pooler_output=self.multi_modal_projector(self.vision_tower(pixels, grids[:, 1:]))
-        )
+        rows = self.multi_modal_projector(self.vision_tower(pixels, grids[:, 1:]))
+        return transformers.modeling_outputs.BaseModelOutputWithPooling(pooler_output=rows)
