@@ -44,10 +44,15 @@ OLD_STEMS = (
     ),  # Kimi-VL's own code
     *(("model.vision_tower.", "vision_tower."), ("model.multi_modal_projector.", "multi_modal_projector.")),
 )
-LAYERS = (
-    "full_attention",
-    "sliding_attention",
-)  # of the types that transformers has, those that packed attention computes
+# Parts of modules' names, and what checkpoints write there that transformers renames as it loads them.
+RENAMED = (
+    (".block_sparse_moe.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),  # Granite's mixtures
+    (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
+    (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
+    (".mlp.gate.moe_statics.", ".mlp.moe_statics."),  # Ernie 4.5
+    (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),  # EXAONE
+)
+LAYERS = ("full_attention", "sliding_attention")  # the types of layers that packed attention computes
 # A cap of the scores; scales that follow a token's place in its batch.
 SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")
 # What transformers raises at configs that it does not like.
@@ -96,6 +101,7 @@ class ForeignDecoder(StagedModel):
             assert isinstance(words.weight, nn.Parameter)
             self.lm_head.weight = words.weight
         self.stems: tuple[tuple[str, str], ...] = ()
+        self.listed: Collection[str] = () if source is None else source.names
         if source is not None:
             if not isinstance(base, Remote):
                 _refuse_names(source)
@@ -151,8 +157,9 @@ class ForeignDecoder(StagedModel):
     def stored_name(self, name: str) -> str:
         for ours, theirs in self.stems:
             if name.startswith(ours):
-                return theirs + name.removeprefix(ours)
-        return name
+                name = theirs + name.removeprefix(ours)
+                break
+        return next((other for other in renamed(name) if other in self.listed), name)
 
     def linears(self, stage: int) -> Iterator[Linear]:
         """None: foreign layers have no weight gradients that wait."""
@@ -220,6 +227,7 @@ def make_model(config: Mapping[str, Any], code: Path | None = None) -> "transfor
     if dict(model.named_children()).keys() != {"model", "lm_head"}:
         raise ModelError(f"{type(model).__name__} is not made of `model` and `lm_head` alone")
     _refuse_modules(model.get_decoder() if sighted else model)
+    _hold_frozen(model)
     model.set_attn_implementation({"text_config": NAME} if sighted else NAME)
     return model.eval()
 
@@ -254,6 +262,11 @@ def known_config(config: Mapping[str, Any], code: Path | None = None) -> "transf
 def is_sighted(config: "transformers.PreTrainedConfig") -> bool:
     """Whether a model of this config has a tower beside its text backbone."""
     return "vision_config" in config.to_dict()
+
+
+def renamed(name: str) -> Iterator[str]:
+    """Other names under which a checkpoint may list what a module calls `name`."""
+    return (name.replace(ours, theirs) for ours, theirs in RENAMED if ours in name)
 
 
 def _lists(names: Collection[str], stem: str, without: str) -> bool:
@@ -308,13 +321,21 @@ def _refuse_modules(text: nn.Module) -> None:
             raise ModelError(f"tokens see what follows them in {name}, so they have no log-probs")
         if isinstance(module, nn.Conv1d):
             raise ModelError(f"{name} is a convolution over tokens, which carries state over sequence boundaries")
-    for name, parameter in text.named_parameters():
-        if not parameter.requires_grad:
-            raise ModelError(f"{name} is a parameter that no gradient changes, which our optimizer does not know")
+
+
+def _hold_frozen(model: nn.Module) -> None:
+    """Parameters that no gradient changes, such as biases of routers, are buffers to us: loaded and saved, not trained."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, torch.zeros(parameter.shape))
 
 
 def _recompute(model: "transformers.PreTrainedModel", recompute: Recompute) -> None:
     """Checkpointing as transformers does it: by blocks in training mode. Nothing in them is, so dropout stays off."""
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(f"{type(model).__name__} recomputes nothing; set activation_checkpointing=none")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options(recompute))
     for block in model.modules():
         if isinstance(block, transformers.GradientCheckpointingLayer):

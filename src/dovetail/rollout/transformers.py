@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dovetail.batch import plan_microbatches, start_reading
 from dovetail.errors import CheckpointError, DataError, ModelError, listing
-from dovetail.hf.model import OLD_STEMS, is_sighted, known_config
+from dovetail.hf.model import OLD_STEMS, is_sighted, known_config, renamed
 from dovetail.hf.remote import is_foreign
 from dovetail.hf.vision import kinds_of
 from dovetail.mesh import Mesh
@@ -145,6 +145,7 @@ class TransformersSampler:
             for alias, place in ((name, whole), *_experts(name, whole)):
                 for listed in (
                     alias,
+                    *renamed(alias),
                     *(old + alias.removeprefix(new) for new, old in OLD_STEMS if alias.startswith(new)),
                 ):
                     found[listed] = (whole, place)
