@@ -7,6 +7,7 @@ the bytes of the files. Threads read: pillow and numpy let go of the interpreter
 copied between processes. They need no killing, since what they decode is bounded (`media`).
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.batch import Media, Unread
@@ -23,6 +25,7 @@ from dovetail.media import Clip, Picture, Shown, upright
 
 READERS = 4  # threads of a rank
 AHEAD = 32  # rows that are read before anybody asks for them
+FLAT_GRID = "image_grid_hws"  # Kimi-VL's: height and width alone
 KEPT_BYTES = 1 << 30  # of what a rank has read last
 
 
@@ -108,7 +111,7 @@ class Processor:
     @property
     def stand_ins(self) -> frozenset[int]:
         """Ids that stand for what is seen; they may lie outside the vocabulary."""
-        return frozenset((self.image_token, self.video_token))
+        return frozenset(token for token in (self.image_token, self.video_token) if token >= 0)
 
     @cached_property
     def images(self) -> Any:
@@ -165,7 +168,7 @@ class Processor:
             if shown.images:
                 found |= self._pixels(self.images([upright(picture) for picture in shown.images], return_tensors="pt"))
                 grids = found[KINDS[0].grid]
-                rows = tuple((grids.prod(dim=1) // self.images.merge_size**2).tolist())
+                rows = tuple((grids.prod(dim=1) // _merged(self.images)).tolist())
                 if rows != media.rows:
                     raise DataError(f"its images have {rows} rows of features, but {media.rows} when rows were loaded")
             if shown.videos:
@@ -194,8 +197,12 @@ class Processor:
         """How many rows of features an image becomes."""
         processor = self.images
         try:
-            patches = processor.get_number_of_image_patches(picture.height, picture.width, {})
-            rows: int = patches // processor.merge_size**2
+            if hasattr(processor, "get_number_of_image_patches"):
+                patches = processor.get_number_of_image_patches(picture.height, picture.width, {})
+            else:  # code that comes with a model: seen once for that
+                found = self._pixels(processor([upright(picture)], return_tensors="pt"))
+                patches = int(found[KINDS[0].grid].prod())
+            rows: int = patches // _merged(processor)
         except (ValueError, AttributeError, TypeError, LookupError) as error:  # the last three: another family's
             raise DataError(f"{picture.name}: the model's processor refuses it: {error}") from error
         return rows
@@ -228,7 +235,18 @@ class Processor:
     @staticmethod
     def _pixels(found: Mapping[str, Any]) -> dict[str, Tensor]:
         wanted = (*(kind.pixels for kind in KINDS), *GRIDS)
-        return {name: torch.as_tensor(found[name]) for name in wanted if name in found}
+        tensors = {name: torch.as_tensor(found[name]) for name in wanted if name in found}
+        if FLAT_GRID in found:
+            tensors[KINDS[0].grid] = F.pad(torch.as_tensor(found[FLAT_GRID]), (1, 0), value=1)
+        return tensors
+
+
+def _merged(processor: Any) -> int:
+    """How many patches become a row of features."""
+    if hasattr(processor, "merge_kernel_size"):
+        return math.prod(processor.merge_kernel_size)
+    side: int = processor.merge_size
+    return side**2
 
 
 def _size(future: Future[Media]) -> int:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from transformers import (
-    AfmoeConfig,
     AutoModelForCausalLM,
     DbrxConfig,
     DogeConfig,
@@ -14,6 +13,7 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     JambaConfig,
+    JetMoeConfig,
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -22,10 +22,13 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from dovetail.arch.foreign import foreign_spec
 from dovetail.build.engine import EngineOptions, check_layout, from_pretrained
 from dovetail.errors import LayoutError, ModelError
-from dovetail.hf.model import make_model
+from dovetail.hf.model import ForeignDecoder, make_model
+from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
+from dovetail.mesh import Mesh
 from dovetail.weights.pretrained import Pretrained
 from tests.commands.program import here, refusal, write_rows
 from tests.hf.families import TEXT, _make
@@ -56,7 +59,6 @@ CHUNKED = ["chunked_attention", "full_attention"]
             "tokens see what follows them in .*layers.0.self_attn",
         ),
         (_make(JambaConfig), r"mamba.conv1d is a convolution over tokens"),
-        (_make(AfmoeConfig, layer_types=FULL), "expert_bias is a parameter that no gradient changes"),
         (DbrxConfig, "transformers makes no model of this config: .* has no attribute 'rope_theta'"),
     ],
 )
@@ -64,6 +66,12 @@ def test_options(config: Any, words: str) -> None:
     found: PreTrainedConfig = config()
     with pytest.raises(ModelError, match=words):
         make_model(found.to_dict())
+
+
+def test_a_family_that_recomputes_nothing() -> None:
+    options = _make(JetMoeConfig, num_local_experts=4, num_experts_per_tok=2)().to_dict()
+    with pytest.raises(ModelError, match="JetMoeForCausalLM recomputes nothing; set activation_checkpointing=none"):
+        ForeignDecoder(foreign_spec(options), options, Mesh.solo(), KernelSet(), recompute="full")
 
 
 @pytest.mark.parametrize(

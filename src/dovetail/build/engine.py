@@ -62,6 +62,7 @@ class EngineOptions:
     balance: what keeps the experts of a mixture evenly loaded; default: nothing.
     watch: whom a training step tells where it is, and where it leaves what it skipped.
     engine: whose layers run, for `from_pretrained`: native (ours), transformers (its own), auto (ours where there are).
+    trust_remote_code: lets code in the model's directory run, for `from_pretrained`.
     resume: a training checkpoint, the role in it and its optimizer steps, to go on from instead of the source's weights.
     """
 
@@ -77,6 +78,7 @@ class EngineOptions:
     balance: BalanceSettings | None = None
     watch: StepWatch = field(default_factory=StepWatch)
     engine: EngineName = "auto"
+    trust_remote_code: bool = False
     resume: tuple[ShardedReader, str, int] | None = None
 
 
@@ -99,7 +101,8 @@ def from_pretrained(
     """
     where = pick_device(device)
     ensure_process_group(where)
-    return make_engine(Pretrained.open(path, options.engine), make_mesh(layout, where), dtype, head, options)
+    source = Pretrained.open(path, options.engine, trust_remote_code=options.trust_remote_code)
+    return make_engine(source, make_mesh(layout, where), dtype, head, options)
 
 
 def make_mesh(layout: Layout | None, device: torch.device) -> Mesh:
@@ -188,7 +191,7 @@ def make_model(
         return decoder
     kernels = kernels_for(mesh.device)
     try:
-        model = ForeignDecoder(source.spec, source.config, mesh, kernels, head, recompute, reader)
+        model = ForeignDecoder(source.spec, source.config, mesh, kernels, head, recompute, reader, source.code)
     except ModelError as error:
         raise ModelError(
             f"config.json: model_type is {source.spec.family!r}; known families: {', '.join(FAMILIES)}; the transformers "

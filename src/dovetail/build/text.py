@@ -1,5 +1,6 @@
 """Tokenizers and processors, and which ids end a text or never belong to one."""
 
+import contextlib
 import importlib
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,6 +12,7 @@ from dovetail.arch.foreign import ForeignSpec
 from dovetail.data import Tokenizer
 from dovetail.errors import ModelError
 from dovetail.hf.model import known_config
+from dovetail.hf.remote import one_at_a_time
 from dovetail.hf.vision import FAMILIES
 from dovetail.media import pillow
 from dovetail.processor import Processor
@@ -25,7 +27,7 @@ def load_tokenizer(source: Pretrained, *, trust_remote_code: bool = False) -> An
     if not source.has_tokenizer:
         raise ModelError(f"{source.path} has no tokenizer (tokenizer.json); give rows of input_ids, or copy it there")
     auto = importlib.import_module("transformers").AutoTokenizer
-    with _Loading(source.path, "tokenizer"):
+    with _Loading(source.path, "tokenizer"), _turn(trusted=trust_remote_code):
         found = auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
         found.encode("a", add_special_tokens=True)  # some settings are only read here
         return found
@@ -35,12 +37,12 @@ def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Pr
     """How the model sees; None for one that reads text only. Its files are read when the first image or video comes."""
     if not isinstance(source.spec, ForeignSpec) or FAMILIES.get(source.spec.family) is None:
         return None
-    config = known_config(source.config)
+    config = known_config(source.config, source.code)
 
     def load(kind: str) -> Any:
         pillow("Image")
         transformers = importlib.import_module("transformers")
-        with _Loading(source.path, "processor of images and videos"):
+        with _Loading(source.path, "processor of images and videos"), _turn(trusted=trust_remote_code):
             auto = getattr(transformers, kind)
             return auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
 
@@ -50,6 +52,10 @@ def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Pr
         partial(load, "AutoImageProcessor"),
         partial(load, "AutoProcessor"),
     )
+
+
+def _turn(*, trusted: bool) -> contextlib.AbstractContextManager[None]:
+    return one_at_a_time() if trusted else contextlib.nullcontext()
 
 
 class _Loading:

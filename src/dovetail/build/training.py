@@ -85,11 +85,12 @@ class Builder:
         self.mesh = self._mesh(recipe.layout)
         self.dtype = getattr(torch, recipe.model.dtype)
         with agreed(self.mesh):
-            self.source = Pretrained.open(recipe.model.path, recipe.model.engine)
+            trusted = {"trust_remote_code": recipe.model.trust_remote_code}
+            self.source = Pretrained.open(recipe.model.path, recipe.model.engine, **trusted)
             check_layout(self.source.spec, self.mesh.layout)
             _check_experts(recipe, self.source.spec)
-            self.tokenizer: Tokenizer = load_tokenizer(self.source, trust_remote_code=recipe.model.trust_remote_code)
-            self.processor = load_processor(self.source, trust_remote_code=recipe.model.trust_remote_code)
+            self.tokenizer: Tokenizer = load_tokenizer(self.source, **trusted)
+            self.processor = load_processor(self.source, **trusted)
 
     def job(self) -> Job:
         """The whole run. Everything that a user may have got wrong is found here, before anything is written."""
@@ -185,7 +186,9 @@ class Builder:
     def _other(self, key: str, path: str | None) -> Pretrained:
         """The model of another role, which reads the policy's ids. Collective."""
         with agreed(self.mesh):
-            source = self.source if path is None else Pretrained.open(path, self.recipe.model.engine)
+            given = self.recipe.model
+            trusted = {"trust_remote_code": given.trust_remote_code}
+            source = self.source if path is None else Pretrained.open(path, given.engine, **trusted)
             theirs, ours = source.spec.vocab_size, self.source.spec.vocab_size
             if theirs < ours:
                 raise ConfigError(

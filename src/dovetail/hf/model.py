@@ -7,6 +7,7 @@ decoder do not wait for them.
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch
 from dovetail.errors import ModelError
 from dovetail.hf.attention import NAME, register
 from dovetail.hf.head import logit_scale
+from dovetail.hf.remote import Remote, is_foreign, remote_config, remote_tower, text_config
 from dovetail.hf.vision import Vision, family_of
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
@@ -34,11 +36,23 @@ from dovetail.weights.experts import form_of
 from dovetail.weights.reader import TensorSource
 
 # Modules of vision-language models, and how the checkpoints that are older than these modules list them.
-OLD_STEMS = (("model.language_model.", "model."), ("model.visual.", "visual."))
-LAYERS = (
-    "full_attention",
-    "sliding_attention",
-)  # of the types that transformers has, those that packed attention computes
+OLD_STEMS = (
+    *(("model.language_model.", "model."), ("model.visual.", "visual.")),
+    *(
+        ("model.language_model.", "language_model.model."),
+        ("lm_head.", "language_model.lm_head."),
+    ),  # Kimi-VL's own code
+    *(("model.vision_tower.", "vision_tower."), ("model.multi_modal_projector.", "multi_modal_projector.")),
+)
+# Parts of modules' names, and what checkpoints write there that transformers renames as it loads them.
+RENAMED = (
+    (".block_sparse_moe.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),  # Granite's mixtures
+    (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
+    (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
+    (".mlp.gate.moe_statics.", ".mlp.moe_statics."),  # Ernie 4.5
+    (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),  # EXAONE
+)
+LAYERS = ("full_attention", "sliding_attention")  # the types of layers that packed attention computes
 # A cap of the scores; scales that follow a token's place in its batch.
 SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")
 # What transformers raises at configs that it does not like.
@@ -64,15 +78,18 @@ class ForeignDecoder(StagedModel):
         head: Head = "lm",
         recompute: Recompute = "none",
         source: TensorSource | None = None,
+        code: Path | None = None,
     ) -> None:
-        whole = make_model(config)
-        words, own_head = whole.get_input_embeddings(), whole.get_submodule("lm_head")
+        """code: the model's directory, where the code in it is trusted."""
+        whole = make_model(config, code)
+        base: Any = whole.get_submodule("model")
+        words, own_head = base.get_input_embeddings(), whole.get_submodule("lm_head")
         tied = head == "lm" and own_head.weight is words.weight
         super().__init__(spec, mesh, Cut.whole(spec), tied=tied)
         self.logit_scale = logit_scale(whole, spec.width) if head == "lm" else 1.0
         self.kernels = kernels
-        self.model: transformers.PreTrainedModel = whole.get_submodule("model")
-        self.vision = Vision(self.model, mesh["cp"]) if is_sighted(whole.config) else None
+        self.model: transformers.PreTrainedModel = base
+        self.vision = Vision(base, mesh["cp"]) if is_sighted(base.config) else None
         if recompute != "none":
             _recompute(whole, recompute)
         with torch.device("meta"):
@@ -84,8 +101,10 @@ class ForeignDecoder(StagedModel):
             assert isinstance(words.weight, nn.Parameter)
             self.lm_head.weight = words.weight
         self.stems: tuple[tuple[str, str], ...] = ()
+        self.listed: Collection[str] = () if source is None else source.names
         if source is not None:
-            _refuse_names(source)
+            if not isinstance(base, Remote):
+                _refuse_names(source)
             self.stems = tuple((ours, theirs) for ours, theirs in OLD_STEMS if _lists(source.names, theirs, ours))
             self.experts = form_of(self, source)
 
@@ -138,8 +157,9 @@ class ForeignDecoder(StagedModel):
     def stored_name(self, name: str) -> str:
         for ours, theirs in self.stems:
             if name.startswith(ours):
-                return theirs + name.removeprefix(ours)
-        return name
+                name = theirs + name.removeprefix(ours)
+                break
+        return next((other for other in renamed(name) if other in self.listed), name)
 
     def linears(self, stage: int) -> Iterator[Linear]:
         """None: foreign layers have no weight gradients that wait."""
@@ -176,9 +196,14 @@ class _ParametersWithoutMemory(TorchFunctionMode):
         return func(*args, **options)
 
 
-def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
-    """The model of a raw config.json in float32, on the meta device but for its computed buffers. Raises ModelError."""
+def make_model(config: Mapping[str, Any], code: Path | None = None) -> "transformers.PreTrainedModel":
+    """The model of a raw config.json in float32, on the meta device but for its computed buffers. Raises ModelError.
+
+    code: the model's directory, where the code in it is trusted.
+    """
     register()
+    if is_foreign(config):
+        return _remote(config, code)
     known = known_config(config)
     try:
         _refuse(known)
@@ -202,15 +227,33 @@ def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
     if dict(model.named_children()).keys() != {"model", "lm_head"}:
         raise ModelError(f"{type(model).__name__} is not made of `model` and `lm_head` alone")
     _refuse_modules(model.get_decoder() if sighted else model)
+    _hold_frozen(model)
     model.set_attn_implementation({"text_config": NAME} if sighted else NAME)
     return model.eval()
 
 
-def known_config(config: Mapping[str, Any]) -> "transformers.PreTrainedConfig":
-    """A raw config.json as transformers reads it. Raises ModelError."""
+def _remote(config: Mapping[str, Any], code: Path | None) -> "transformers.PreTrainedModel":
+    """The same, of code that comes with the model."""
+    known = known_config(config, code)
+    model = make_model(text_config(config))
+    try:
+        with _ParametersWithoutMemory():
+            tower, projector = remote_tower(known)
+    except REFUSALS as error:
+        raise ModelError(f"the model's own code makes no model of its config: {error}") from error
+    model.add_module("model", Remote(known, model.get_submodule("model"), tower.eval(), projector.eval()))
+    return model
+
+
+def known_config(config: Mapping[str, Any], code: Path | None = None) -> "transformers.PreTrainedConfig":
+    """A raw config.json as transformers reads it, or code in the directory `code`, if it is trusted. Raises ModelError."""
     options = copy.deepcopy(dict(config))
     try:
+        if is_foreign(config):
+            return remote_config(config, code)
         known: transformers.PreTrainedConfig = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+    except ModelError:
+        raise
     except REFUSALS as error:
         raise ModelError(f"transformers makes no model of this config: {error}") from error
     return known
@@ -219,6 +262,11 @@ def known_config(config: Mapping[str, Any]) -> "transformers.PreTrainedConfig":
 def is_sighted(config: "transformers.PreTrainedConfig") -> bool:
     """Whether a model of this config has a tower beside its text backbone."""
     return "vision_config" in config.to_dict()
+
+
+def renamed(name: str) -> Iterator[str]:
+    """Other names under which a checkpoint may list what a module calls `name`."""
+    return (name.replace(ours, theirs) for ours, theirs in RENAMED if ours in name)
 
 
 def _lists(names: Collection[str], stem: str, without: str) -> bool:
@@ -273,13 +321,21 @@ def _refuse_modules(text: nn.Module) -> None:
             raise ModelError(f"tokens see what follows them in {name}, so they have no log-probs")
         if isinstance(module, nn.Conv1d):
             raise ModelError(f"{name} is a convolution over tokens, which carries state over sequence boundaries")
-    for name, parameter in text.named_parameters():
-        if not parameter.requires_grad:
-            raise ModelError(f"{name} is a parameter that no gradient changes, which our optimizer does not know")
+
+
+def _hold_frozen(model: nn.Module) -> None:
+    """Parameters that no gradient changes, such as biases of routers, are buffers to us: loaded and saved, not trained."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, torch.zeros(parameter.shape))
 
 
 def _recompute(model: "transformers.PreTrainedModel", recompute: Recompute) -> None:
     """Checkpointing as transformers does it: by blocks in training mode. Nothing in them is, so dropout stays off."""
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(f"{type(model).__name__} recomputes nothing; set activation_checkpointing=none")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options(recompute))
     for block in model.modules():
         if isinstance(block, transformers.GradientCheckpointingLayer):

@@ -14,8 +14,9 @@ import transformers
 from torch import Tensor
 
 from dovetail.batch import plan_microbatches, start_reading
-from dovetail.errors import CheckpointError, listing
-from dovetail.hf.model import OLD_STEMS, is_sighted, known_config
+from dovetail.errors import CheckpointError, ModelError, listing
+from dovetail.hf.model import OLD_STEMS, is_sighted, known_config, renamed
+from dovetail.hf.remote import is_foreign
 from dovetail.hf.vision import kinds_of
 from dovetail.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams, check_prompts
@@ -39,6 +40,11 @@ class TransformersSampler:
         """config: of the checkpoint. max_tokens: rows times the longest of them that a rank runs at a time."""
         assert mesh["tp"].size == mesh["pp"].size == 1, "build.sampling makes all ranks replicas"
         self.mesh, self.dtype, self.max_tokens = mesh, dtype, max_tokens
+        if is_foreign(config):
+            raise ModelError(
+                f"model_type {config['model_type']!r} is code that comes with the model, which scores and trains by sft; its own "
+                "generate is not run"
+            )
         known = known_config(config)
         sighted = is_sighted(known)
         kind = transformers.AutoModelForImageTextToText if sighted else transformers.AutoModelForCausalLM
@@ -141,7 +147,7 @@ class TransformersSampler:
         for name, whole in self.model.state_dict(keep_vars=True).items():
             for alias, place in ((name, whole), *_experts(name, whole)):
                 earlier = (old + alias.removeprefix(new) for new, old in OLD_STEMS if alias.startswith(new))
-                found |= dict.fromkeys((alias, *earlier), (whole, place))
+                found |= dict.fromkeys((alias, *renamed(alias), *earlier), (whole, place))
         return found
 
     def _check(self, prompts: Sequence[Prompt]) -> None:

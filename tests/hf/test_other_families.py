@@ -1,0 +1,85 @@
+"""Families that nobody here has chosen: those that the transformers engine accepts, made small, equal transformers."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from dovetail.hf.model import make_model, renamed
+from dovetail.layout import Layout
+from dovetail.nn.recompute import Recompute
+from tests.harness import run
+from tests.hf.test_parity import check, figures
+from tests.parity.configs import VOCAB, tiny_model
+from tests.parity.reference import GRAD, write_outputs
+
+# Three key-value heads, heads of 24 channels, windows shorter than the sequences, dropout of every kind.
+SIZES: dict[str, Any] = {
+    **{"vocab_size": VOCAB, "hidden_size": 60, "intermediate_size": 72, "num_hidden_layers": 4},
+    **{"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 24, "sliding_window": 5},
+    **{"max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
+    **{"topk_group": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    **{"moe_num_experts": 4, "moe_k": 2, "shared_expert_intermediate_size": 24},
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"), 0.1),
+}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+FAMILIES = (
+    *("afmoe", "arcee", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3", "dots1"),
+    *("ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4"),
+    *("glm4_moe", "glm4_moe_lite", "granite", "granitemoe", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+    *("hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "mellum", "minicpm3", "minimax_m2", "ministral"),
+    *("ministral3", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3"),
+    *("solar_open", "starcoder2", "youtu"),
+)
+QUICK = (
+    "ernie4_5_moe",
+    "granitemoe",
+    "olmo3",
+)  # a bias that is not trained, names that transformers changes, norms of all heads
+
+
+def small(family: str) -> PreTrainedConfig:
+    """A config with what a family has of our sizes, and every kind of layer that it has by default."""
+    kind = CONFIG_MAPPING[family]
+    usual = kind()
+    known = {*usual.to_dict(), *inspect.signature(kind.__init__).parameters, *kind.attribute_map}
+    sizes: dict[str, Any] = {name: value for name, value in SIZES.items() if name in known}
+    if "qk_rope_head_dim" in known:
+        sizes = {name: value for name, value in sizes.items() if name != "head_dim"} | LATENT
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    kinds = list(dict.fromkeys(usual.to_dict().get("layer_types") or ()))
+    if kinds:
+        sizes["layer_types"] = (kinds * 4)[:4]
+    found: PreTrainedConfig = kind(**sizes)
+    return found
+
+
+def as_stored(folder: Path) -> None:
+    """Call gradients of the reference by the names that the checkpoint lists."""
+    stored, found = load_file(folder / "model/model.safetensors"), dict[str, Any]()
+    for name, tensor in load_file(folder / "expected.safetensors").items():
+        own = name.removeprefix(GRAD)
+        found[name if name == own else GRAD + next((n for n in renamed(own) if n in stored), own)] = tensor
+    save_file(found, folder / "expected.safetensors")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in FAMILIES]
+)
+def test_equals_transformers(family: str, tmp_path: Path) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {family}")
+    config = small(family)
+    make_model(config.to_dict())
+    model = tiny_model(config)
+    model.save_pretrained(tmp_path / "model")
+    write_outputs(model, tmp_path)
+    as_stored(tmp_path)
+    ways: tuple[Recompute, ...] = ("none", "full") if model.supports_gradient_checkpointing else ("none",)
+    for recompute in ways:
+        for found in run(1, figures, str(tmp_path), Layout(), recompute):
+            check(found)
