@@ -21,6 +21,7 @@ Dtype = Literal["float32", "bfloat16"]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]  # of 1 nothing would ever be learned
 
 
 class Section(BaseModel):
@@ -222,7 +223,9 @@ class OptimSection(Section):
     min_lr_ratio: Share = Field(0.0, description="the rate at the end, as a share of lr")
     weight_decay: NonNegativeFloat = Field(0.0, description="decoupled weight decay; not for norms and biases")
     clip_norm: PositiveFloat | None = Field(1.0, description="largest global gradient norm; null: no limit")
-    betas: Annotated[tuple[Share, Share], Field(strict=False)] = Field((0.9, 0.999), description="decay of the moments")
+    betas: Annotated[tuple[Momentum, Momentum], Field(strict=False)] = Field(
+        (0.9, 0.999), description="decay of the moments"
+    )
     eps: PositiveFloat = Field(1.0e-8, description="added to the root of the second moment")
 
 

@@ -40,7 +40,7 @@ class Layout:
             name, equals, value = item.partition("=")
             if name not in DEGREES or not equals:
                 raise LayoutError(f"layout {text!r}: {item!r} is not one of {', '.join(d + '=N' for d in DEGREES)}")
-            if not value.isdigit() or int(value) < 1:
+            if not value.isdecimal() or int(value) < 1:
                 raise LayoutError(f"layout {text!r}: {name} must be a whole number of 1 or more, not {value!r}")
             degrees[name] = int(value)
         return cls(**degrees)  # type: ignore[arg-type]  # names were checked against DEGREES

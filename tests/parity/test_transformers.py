@@ -12,8 +12,8 @@ import pytest
 from dovetail.layout import Layout
 from tests.harness import run
 from tests.parity.bodies import Figures, compare
-from tests.parity.configs import tiny_configs
-from tests.parity.reference import write_reference
+from tests.parity.configs import PADS, tiny_configs
+from tests.parity.reference import make_batch, write_reference
 from tests.tolerances import EXACT, GRAD_RATIO_FP32, MODEL_FP32
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "apertus")
@@ -85,6 +85,10 @@ def test_parity(references: dict[str, Path], layout: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parity_of_the_whole_product(references: dict[str, Path], family: str, layout: str) -> None:
     check({name: folder for name, folder in references.items() if name.removeprefix(VALUES).startswith(family)}, layout)
+
+
+def test_the_batch_has_the_ids_whose_rows_are_not_trained() -> None:
+    assert set(PADS) < set(make_batch().tokens.tolist())
 
 
 def test_every_variant_meets_pp_or_cp() -> None:

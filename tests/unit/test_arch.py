@@ -158,6 +158,13 @@ def test_families_with_a_theta_of_their_own(rope: dict[str, Any]) -> None:
         assert (ours.kind, ours.theta, ours.factor) == (r["rope_type"], r["rope_theta"], r.get("factor") or ours.factor)
 
 
+def test_the_row_that_is_not_trained() -> None:
+    for given, row in ((None, None), (0, 0), (9, 9), (-1, 9), (-11, None), (10, None)):
+        assert read("llama", vocab_size=10, pad_token_id=given).pad_id == row
+    assert read("llama").pad_id is None
+    assert read("apertus").pad_id == ApertusConfig().pad_token_id
+
+
 def test_original_length_at_top_level_wins() -> None:
     """As in transformers, whose table functions let the top-level key override the one inside."""
     scaling = {**YARN, "original_max_position_embeddings": 88}

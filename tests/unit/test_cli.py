@@ -61,12 +61,15 @@ def test_defaults_of_score_and_generate() -> None:
             "dovetail: the following arguments are required: --data, --out; see dovetail score --help",
         ),
         ([*SCORE, "--layout", "tp=two"], "layout 'tp=two': tp must be a whole number of 1 or more, not 'two'"),
+        ([*SCORE, "--layout", "tp=\u00b2"], "tp must be a whole number of 1 or more, not '\u00b2'"),
         ([*SCORE, "--layout", "tp=2,ep=3"], "ep=3 does not divide dp x cp = 1"),
         ([*SCORE, "--temperature", "0"], "argument --temperature: 0 is not more than 0"),
+        ([*SCORE, "--temperature", "inf"], "argument --temperature: inf is not finite"),
         ([*SCORE, "--tokens-per-batch", "x"], "argument --tokens-per-batch: invalid whole number value: 'x'"),
         (["train", "none.yaml"], "recipe 'none.yaml' cannot be read"),
         (["train", "r.yaml", "--optim.lr"], "--optim.lr has no value; expected --optim.lr=value"),
         (["train", "r.yaml", "--resume", "step"], "'step'; expected auto, never or step=N"),
+        (["train", "r.yaml", "--resume", "step=\u00b2"], "'step=\u00b2'; expected auto, never or step=N"),
     ],
 )
 def test_mistakes_end_with_2_and_one_message(

@@ -29,6 +29,7 @@ DEFAULTS: Mapping[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
     "attention_bias": False,
+    "pad_token_id": 3,
 }
 
 

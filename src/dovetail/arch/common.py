@@ -110,7 +110,16 @@ def dense_spec(
         rope=rope_spec(c, head_dim),
         mlp_bias=mlp_bias,
         tie_embeddings=c.flag("tie_word_embeddings"),
+        pad_id=_pad_id(c),
     )
+
+
+def _pad_id(c: Fields) -> int | None:
+    """The row that transformers' token table does not train where it is looked up; one below 0 counts from the end."""
+    pad, rows = c.get("pad_token_id"), c.integer("vocab_size")
+    if pad is not None and (not isinstance(pad, int) or isinstance(pad, bool)):
+        raise c.refusal("pad_token_id", "a token id or null")
+    return pad % rows if pad is not None and -rows <= pad < rows else None
 
 
 def sparse_layers(c: Fields) -> tuple[bool, ...]:

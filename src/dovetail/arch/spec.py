@@ -108,6 +108,7 @@ class ArchSpec:
     activation: Literal["swiglu", "xielu"] = "swiglu"
     norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")  # before attention, before the MLP
     tie_embeddings: bool = False
+    pad_id: int | None = None  # its row of the token table learns nothing where it is looked up, as in transformers
     moe: MoeSpec | None = None
     ignored: tuple[str, ...] = ()  # patterns of checkpoint tensors that belong to nothing that is computed here
 

@@ -1,6 +1,7 @@
 """What the command line accepts: one parser a command, and what its flags mean for layouts and recipes. No torch."""
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,6 +175,8 @@ def _number(kind: type[int] | type[float], fits: Callable[[float], bool], compla
         value = kind(text)
         if not fits(value):
             raise argparse.ArgumentTypeError(f"{text} {complaint}")
+        if not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text} is not finite")
         return value
 
     read.__name__ = "whole number" if kind is int else "number"  # what argparse calls it where `kind` refuses
@@ -182,7 +185,7 @@ def _number(kind: type[int] | type[float], fits: Callable[[float], bool], compla
 
 def _resume(text: str) -> str:
     kind, _, step = text.partition("=")
-    if text not in ("auto", "never") and not (kind == "step" and step.isdigit()):
+    if text not in ("auto", "never") and not (kind == "step" and step.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r}; expected auto, never or step=N")
     return text
 

@@ -89,7 +89,7 @@ def ranks_given() -> int | None:
     rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None or world is None:
         return None
-    if not (rank.isdigit() and world.isdigit() and int(rank) < int(world)):
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
         raise ConfigError(f"RANK={rank} and WORLD_SIZE={world}: expected whole numbers, RANK below WORLD_SIZE")
     return int(world)
 

@@ -67,7 +67,7 @@ class Trunk(nn.Module):
         self.recompute = recompute
         self.host: HostMemory | None = None
         if cut.first or (tied and cut.last):
-            self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.width, mesh, tied=tied)
+            self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.width, mesh, tied=tied, pad=spec.pad_id)
         held = [layer for stage in cut.stages for layer in stage]
         self.layers = nn.ModuleDict({str(layer): Block(spec, layer, mesh, kernels) for layer in held})
         if cut.last:

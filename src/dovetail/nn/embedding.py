@@ -23,17 +23,19 @@ def vocab_placement(vocab_size: int, tp: int, *, tied: bool) -> tuple[int, Place
 
 
 class VocabEmbedding(Adder):
-    """[T] -> [t, D]. Each rank looks up the ids whose rows it holds.
+    """[T] -> [t, D]. Each rank looks up the ids whose rows it holds; the row of `pad` learns nothing from that.
 
     forward reduce_scatter, backward all_gather.
     """
 
-    def __init__(self, vocab_size: int, width: int, mesh: Mesh, *, tied: bool = False) -> None:
+    def __init__(self, vocab_size: int, width: int, mesh: Mesh, *, tied: bool = False, pad: int | None = None) -> None:
         super().__init__()
         self.axis = mesh["tp"]
         rows, placement = vocab_placement(vocab_size, self.axis.size, tied=tied)
         self.weight = nn.Parameter(torch.empty(rows, width))
         self.placements = {"weight": placement}
+        own = pad is not None and pad // rows == self.axis.rank
+        self.pad = pad % rows if pad is not None and own else None  # among this rank's rows
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.axis.size == 1:
@@ -47,7 +49,7 @@ class VocabEmbedding(Adder):
 
     def _rows(self, at: Tensor) -> Tensor:
         if self.adds is None or not (self.weight.requires_grad and torch.is_grad_enabled()):
-            return F.embedding(at, self.weight)
+            return F.embedding(at, self.weight, self.pad)
         found: Tensor = _Lookup.apply(at, self.weight, self)
         return found
 
@@ -63,6 +65,6 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        (at,) = ctx.saved_tensors
-        add_rows(ctx.table.weight, grads[0], at)
+        (at,), rows, pad = ctx.saved_tensors, grads[0], ctx.table.pad
+        add_rows(ctx.table.weight, rows if pad is None else rows.masked_fill((at == pad)[:, None], 0.0), at)
         return None, None, None
