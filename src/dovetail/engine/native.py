@@ -184,8 +184,9 @@ class NativeEngine:
     def save_sharded(self, path: Path | str) -> Path:
         """Write each rank's pieces and their manifest into `path`, complete or not at all."""
         origin = self.origin
-        options: dict[str, Any] = {"sides": origin.sides, "dtype_of": origin.dtype_of, "listed": origin.listed}
-        return save_sharded(self.model, path, self.mesh, **options)
+        return save_sharded(
+            self.model, path, self.mesh, sides=origin.sides, dtype_of=origin.dtype_of, listed=origin.listed
+        )
 
     def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
         """The weights as they are trained and AdamW's moments; `with_model`: the weights as they are saved, too."""

@@ -21,12 +21,8 @@ from dovetail.optim.optimizer import Optimizer
 from dovetail.placement import as_index
 from dovetail.weights.pieces import held
 
-BITS: Mapping[int, torch.dtype] = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}  # an integer type as wide as an element
+# By an element's bytes: an integer type as wide.
+BITS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NOTHING = 0  # fills the row of a rank that has fewer pieces than another
 
 
