@@ -7,6 +7,7 @@ the first to take the ticket in the group's store raises its own error; the othe
 
 import importlib.util
 import os
+import resource
 import signal
 import time
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ TICKET = "dovetail/failures"
 # One queue for each stream of a GPU, of which FSDP2 and NCCL's groups have more than the default 8. In a queue that two
 # share, computation waits for a transfer whose other end may wait for that computation. CUDA reads it at its first use.
 QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+OPEN_FILES = 1 << 13  # that a rank may want: each group has dozens of sockets, each layout of a job a dozen groups
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -156,6 +159,8 @@ def _meet() -> tuple[Store, int, int]:
 
 def _initialize(device: torch.device, store: Store, rank: int, world: int) -> None:
     """Make the default process group."""
+    if world > 1:
+        _allow_open_files()
     dist.init_process_group(
         BACKENDS[device.type],
         store=PrefixStore("dovetail/group", store),
@@ -164,3 +169,11 @@ def _initialize(device: torch.device, store: Store, rank: int, world: int) -> No
         timeout=TIMEOUT,
         device_id=None if device.type == "cpu" else device,
     )
+
+
+def _allow_open_files() -> None:
+    """Raise this process's limit of open files, which many systems begin at 1024, as far as they let it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -4,6 +4,7 @@ Each test runs `python -m dovetail score` with a planted `dovetail.cli.score` th
 """
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -11,9 +12,13 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is public
 
+from dovetail import launch
 from tests.fault.processes import SECONDS, all_gone, waited
 
 START = """
@@ -199,3 +204,16 @@ def test_missing_device_is_refused(start: Start) -> None:
     assert code == 2
     assert "device 'cuda': torch" in err
     assert "sees none here; use --device cpu or auto" in err
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ranks_may_have_the_open_files_of_many_groups(world: int) -> None:
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few, most = 512, launch.OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, launch.OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        with mock.patch("torch.distributed.init_process_group"):
+            launch._initialize(torch.device("cpu"), HashStore(), 0, world)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most if world > 1 else few, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
