@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,35 @@ def test_bfloat16_holds_weights_in_bfloat16_and_stays_near(
         for a, b in zip(ours["entropy"], one["entropy"], strict=True)
     ]
     assert 0 < max(differences) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"vocab_size": 10**15},
+            "describes a model of 6.4e+16 weights or more, but the checkpoint has 9.09e+04; does its",
+        ),
+        ({"intermediate_size": 1 << 61}, "does its config.json belong to its weights?"),
+        ({"head_dim": 1 << 40}, "does its config.json belong to its weights?"),
+        (
+            {"vocab_size": 1 << 70},
+            "vocab_size is 1180591620717411303424; supported: a whole number of 1 or more, below 2^62",
+        ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; supported: at most 65536"),
+    ],
+)
+def test_a_config_of_a_far_larger_model_is_refused_before_memory_is_asked_for(
+    changes: dict[str, int], words: str, model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, **changes}))
+    data, out = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6]}]), tmp_path / "out"
+    for command in ("score", "generate"):
+        assert words in refusal(here(command, "--model", tmp_path / "model", "--data", data, "--out", out))
+    assert words in refusal(here("convert", tmp_path / "model", out, "--to", "sharded"))
+    assert not out.exists()
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:

@@ -1,11 +1,17 @@
 """Packing, padding, compaction and planning: properties over many random batches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from dovetail.arch.registry import spec_from_config
 from dovetail.batch import MicroBatch, PackedBatch, Sequence, plan_microbatches
 from dovetail.errors import DataError
+from dovetail.kernels.registry import KernelSet
+from dovetail.mesh import Mesh
+from dovetail.nn.decoder import Decoder
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=24)
 MULTIPLES = st.sampled_from([1, 2, 3, 8])
@@ -123,3 +129,18 @@ def test_media_travel_with_their_sequences() -> None:
     assert micro.batch.media == (None, image, video, None)
     assert micro.counted.media == (), "heads and losses do not see"
     assert PackedBatch.pack([[1, 2], [3]]).pad_to_multiple(4).media == ()
+
+
+def test_ids_that_a_model_does_not_have_are_refused_before_anything_runs() -> None:
+    """A table that is cut over tp would give zeros for them."""
+    spec = spec_from_config({"model_type": "llama", "vocab_size": 10, "hidden_size": 8, "num_attention_heads": 2})
+    with torch.device("meta"):
+        model = Decoder(spec, Mesh.solo(), KernelSet())
+    for ids, told in (([1, 10], "1 to 10"), ([1, -1, 2], "-1 to 3"), ([2, 99], "2 to 99")):
+        with pytest.raises(DataError, match=f"has ids {told}, but this llama model has ids 0 to 9; tokenize with"):
+            model.check(PackedBatch.pack([[3], ids]))
+    good = PackedBatch.pack([[0, 9, 4]])
+    model.check(good)
+    model.check(PackedBatch.pack([]))
+    unread = torch.tensor([-100, 4, -100])
+    model.check(replace(good, targets=unread, mask=good.mask & (unread >= 0)))

@@ -16,6 +16,7 @@ SILU = ("silu", "swish")  # two names of one function
 FULL, SLIDING = "full_attention", "sliding_attention"
 FULL_NAMES = (FULL, "attention")  # the second is what older configs call the first
 DEFAULT_THETA = 10000.0
+MOST = 1 << 62  # what torch can count
 ROPE_KEYS = frozenset(
     {
         *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
@@ -43,8 +44,9 @@ class Fields:
 
     def integer(self, key: str, least: int = 1) -> int:
         value = self.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.refusal(key, f"a whole number of {least} or more")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < MOST:
+            too_large = isinstance(value, int) and value >= MOST
+            raise self.refusal(key, f"a whole number of {least} or more{', below 2^62' if too_large else ''}")
         return value
 
     def number(self, key: str, least: float = 0.0) -> float:

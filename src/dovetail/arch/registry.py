@@ -29,6 +29,7 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ArchSpec]] = {
     "qwen3": qwen3_spec,
     "qwen3_moe": qwen3_moe_spec,
 }
+MOST_LAYERS = 1 << 16  # a spec has an entry for each
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
@@ -36,6 +37,9 @@ def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ModelError(f"config.json: model_type is {family!r}; known families: {', '.join(FAMILIES)}")
+    depth = config.get("num_hidden_layers")
+    if isinstance(depth, int) and depth > MOST_LAYERS:
+        raise ModelError(f"config.json: num_hidden_layers is {depth}; supported: at most {MOST_LAYERS}")
     return FAMILIES[family](config)
 
 

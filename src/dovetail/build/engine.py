@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import sqrt
+from math import prod, sqrt
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,7 @@ from dovetail.engine.faults import StepWatch
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.routing import BalanceSettings
 from dovetail.engine.sharding import shard_over_data
-from dovetail.errors import ConfigError, LayoutError, ModelError
+from dovetail.errors import CheckpointError, ConfigError, LayoutError, ModelError
 from dovetail.hf.model import ForeignDecoder
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import kernels_for
@@ -83,6 +83,7 @@ class EngineOptions:
 
 
 DEFAULTS = EngineOptions()
+FAR_LARGER = 8
 
 
 def from_pretrained(
@@ -117,6 +118,7 @@ def make_engine(
     check_layout(source.spec, mesh.layout)
     reader = open_checkpoint(source.path, mesh)
     refuse_adapters(reader, source.path)
+    refuse_other_weights(source, reader)
     found = LM_HEAD
     if head == "value":
         found = find_value_head(reader, source.path, fresh=options.fresh_head_seed is not None)
@@ -153,6 +155,17 @@ def make_engine(
         checkpoint, role, updates = options.resume
         engine.load_training(role, checkpoint, updates)
     return engine
+
+
+def refuse_other_weights(source: Pretrained, reader: TensorSource) -> None:
+    """Before memory is asked for, refuse the config of a far larger model. A nearer one is told tensor by tensor."""
+    held = sum(prod(reader.shape(name)) for name in reader.names)
+    asked = sum(source.spec.layer_params) + source.spec.head_params
+    if asked > FAR_LARGER * held:
+        raise CheckpointError(
+            f"{source.path}: config.json describes a model of {asked:.3g} weights or more, but the checkpoint has {held:.3g}; "
+            "does its config.json belong to its weights?"
+        )
 
 
 def _spare_memory(model: StagedModel, mesh: Mesh, options: EngineOptions) -> None:

@@ -4,7 +4,7 @@ import argparse
 
 import torch
 
-from dovetail.build.engine import check_layout, make_mesh, make_model
+from dovetail.build.engine import check_layout, make_mesh, make_model, refuse_other_weights
 from dovetail.checkpoint.convert import convert_to_hf, convert_to_sharded
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.launch import pick_device
@@ -30,6 +30,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         source = Pretrained.open(args.source)
         check_layout(source.spec, mesh.layout)
     reader = open_checkpoint(source.path, mesh)
+    refuse_other_weights(source, reader)
     head = stored_head(reader, source)
     kind = "value_without_bias" if "score.bias" in head.fresh else head.kind  # what is not there is not copied
 

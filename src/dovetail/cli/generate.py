@@ -5,7 +5,7 @@ import argparse
 import torch
 
 from dovetail.arch.foreign import ForeignSpec
-from dovetail.build.engine import make_mesh
+from dovetail.build.engine import make_mesh, refuse_other_weights
 from dovetail.build.sampling import Backend, backend_layout, make_sampler
 from dovetail.build.text import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
 from dovetail.checkpoint.reader import open_checkpoint
@@ -35,6 +35,8 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         backend: Backend = "transformers" if isinstance(source.spec, ForeignSpec) else "native"
         layout = backend_layout(source, mesh.layout, backend)
     sampler_mesh = mesh if layout == mesh.layout else make_mesh(layout, mesh.device)
+    reader = open_checkpoint(source.path, mesh)
+    refuse_other_weights(source, reader)
     stops = stop_ids(source, tokenizer)
     params = SamplingParams(
         samples=args.samples,
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         banned_ids=banned_ids(source, tokenizer, processor, stops),
     )
     sampler = make_sampler(source, sampler_mesh, getattr(torch, args.dtype), backend)
-    sampler.load(open_checkpoint(source.path, mesh))
+    sampler.load(reader)
     progress.phase("run")
     completions = sampler.sample([Prompt(i, row.ids, row.media) for i, row in enumerate(rows)], params)
     found = (

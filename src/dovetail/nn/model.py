@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dovetail.arch.foreign import AnySpec
 from dovetail.arch.spec import ArchSpec
@@ -63,8 +63,19 @@ class StagedModel(nn.Module):
         """Refuse a batch that this model cannot read. All ranks have the same, so all refuse alike."""
         if batch.media:
             raise DataError(f"the batch has images or videos, but {self.spec.family} reads text only; leave them out")
+        if batch.tokens.device.type == "cpu":  # elsewhere the question would wait for the device
+            for ids in (batch.tokens, batch.targets[batch.mask]):
+                self._check_ids(ids)
         if batch.routing is not None:
             self._check_routing(batch.routing)
+
+    def _check_ids(self, ids: Tensor) -> None:
+        """Cut over tp, a table would give zeros for an id that no rank has."""
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.spec.vocab_size:
+            raise DataError(
+                f"the batch has ids {int(ids.min())} to {int(ids.max())}, but this {self.spec.family} model has ids 0 to "
+                f"{self.spec.vocab_size - 1}; tokenize with the model's own tokenizer"
+            )
 
     def _check_routing(self, trace: RoutingTrace) -> None:
         moe = self.spec.moe if isinstance(self.spec, ArchSpec) else None
