@@ -325,6 +325,17 @@ def test_a_run_that_is_finished_is_left_alone(model: Path, sft_rows: Path, tmp_p
     assert digests(tmp_path / "run") == before
 
 
+def test_a_directory_that_is_there_need_not_be_made(
+    model: Path, sft_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mounted volume, for example, whose parent is not the user's."""
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr("os.access", lambda path, _: Path(path) != tmp_path)
+    recipe = write_recipe(tmp_path / "r.yaml", model, sft_rows, trainer={"save_every": 2})
+    assert here("train", recipe).code == 0
+    assert "is no directory that you may write to" in refusal(here("train", recipe, f"run_dir={tmp_path}/other"))
+
+
 def test_evaluations_join_the_rows(model: Path, sft_rows: Path, tmp_path: Path) -> None:
     recipe = write_recipe(
         tmp_path / "r.yaml", model, sft_rows, data={"eval": str(sft_rows)}, trainer={"steps": 3, "eval_every": 2}

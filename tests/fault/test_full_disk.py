@@ -3,7 +3,7 @@
 import errno
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,9 @@ import pytest
 
 from dovetail import metrics
 from dovetail.checkpoint.steps import saved_steps
+from dovetail.cli.output import write_rows as write_out
+from dovetail.errors import CheckpointError
+from dovetail.mesh import Mesh
 from dovetail.rl import records, run
 from dovetail.rl.records import MOST_WAITING, Records
 from dovetail.rl.trainer import RLTask
@@ -79,6 +82,16 @@ def test_what_waits_is_done_in_order_and_other_errors_are_raised() -> None:
     assert done == list(range(MOST_WAITING + 1))
     with pytest.raises(IsADirectoryError):
         waiting.write(lambda: Path("/").write_text(""))
+
+
+def test_a_command_whose_rows_do_not_fit_leaves_nothing(tmp_path: Path) -> None:
+    def rows() -> Iterator[dict[str, int]]:
+        yield {"id": 0}
+        raise FULL
+
+    with pytest.raises(CheckpointError, match="No space left"):
+        write_out(tmp_path / "out.jsonl", rows(), Mesh.solo())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_line_is_ever_half_there(tmp_path: Path) -> None:

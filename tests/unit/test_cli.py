@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dovetail.cli.arguments import layout_of, parse, recipe_of
+from dovetail.cli.arguments import layout_of, parse, recipe_of, watch_of
 from dovetail.cli.main import run_command
 from dovetail.layout import Layout
 
@@ -41,6 +41,13 @@ def test_flags_beat_overrides_and_the_layout_flag_replaces_the_degrees(recipe: s
     assert not recipe_of(args).model.trust_remote_code
     assert recipe_of(parse(["train", recipe, "--trust-remote-code"])).model.trust_remote_code
     assert layout_of(parse(["train", recipe])) == Layout(tp=4, pp=2, dp=None)
+
+
+def test_a_run_that_died_goes_on_from_what_it_saved(recipe: str) -> None:
+    argv = ["train", recipe, "--resume", "step=3", "--restarts", "2"]
+    watch = watch_of(parse(argv))
+    assert watch.restarts == 2
+    assert parse([*argv, *watch.again]).resume == "auto"
 
 
 def test_defaults_of_score_and_generate() -> None:

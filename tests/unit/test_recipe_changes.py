@@ -143,6 +143,23 @@ def test_allowed_changes_by_command(folder: Path) -> None:
     assert [row["lr"] for row in read_rows(folder / "run/metrics.jsonl")] == [1e-3, 1e-3, 0.5]
 
 
+def test_a_run_that_saved_nothing_begins_anew_with_the_changes_that_one_survives(folder: Path, begun: Path) -> None:
+    """What it had written is kept aside."""
+    shutil.rmtree(folder / "run/checkpoints")
+    config = folder / "run/config.yaml"
+    config.write_text(config.read_text().replace(str(begun), str(folder)))
+    shutil.copy(folder / "rows.jsonl", folder / "others.jsonl")
+    for given, words in (
+        (f"data.train={folder}/others.jsonl", "it holds a run of another recipe that saved no checkpoint"),
+        ("algorithm.name=grpo", "the run cannot go on with these changes"),
+    ):
+        assert words in refusal(here("train", folder / "r.yaml", given))
+    ended = here("train", folder / "r.yaml", "trainer.save_every=2", "layout.dp=1")
+    assert ended.code == 0, ended.err
+    assert [row["step"] for row in read_rows(folder / "run/metrics.jsonl")] == [1, 2]
+    assert [row["step"] for row in read_rows(folder / "run/superseded/001/metrics.jsonl")] == [1, 2]
+
+
 def other_rows(folder: Path) -> None:
     write_rows(folder / "rows.jsonl", [{"prompt": text, "answer": "c"} for text in ("ab", "cd", "ef", "gh")])
 

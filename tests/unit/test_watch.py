@@ -111,7 +111,7 @@ from dovetail.cli import supervisor
 from dovetail.watch.progress import LIMITS
 supervisor.PAUSE_SECONDS = 0.05
 supervisor.GRACE_SECONDS = 0.5
-watch = supervisor.Watch(limits={{**LIMITS, "update": {limit}}}, run_dir=Path("run"), restarts={restarts})
+watch = supervisor.Watch(limits={{**LIMITS, "update": {limit}}}, run_dir=Path("run"), restarts={restarts}, again=("--go", "on"))
 sys.exit(supervisor.run_ranks([sys.executable, "rank.py"], {ranks}, watch))
 """
 Supervise = Callable[..., subprocess.Popen[str]]
@@ -209,6 +209,19 @@ def test_ranks_are_started_again_as_often_as_asked(supervise: Supervise, tmp_pat
     assert code == 0
     assert err.count("starting all ranks again") == 2
     assert [event["kind"] for event in events(tmp_path)] == ["death", "restart"] * 2
+
+
+def test_what_had_begun_is_not_begun_again(supervise: Supervise, tmp_path: Path) -> None:
+    """Else a run that was told to go back to a step would do so at every start."""
+    body = """
+    count = len(starts.read_text().splitlines()) if starts.exists() else 0
+    with starts.open("a") as file:
+        print(*sys.argv[1:], file=file)
+    tell(("load", "update", "exit")[count])
+    os._exit(count < 2)
+    """
+    assert ended(supervise(body, ranks=1, restarts=3))[0] == 0
+    assert (tmp_path / "starts").read_text().splitlines() == ["", "", "--go on"]
 
 
 def test_the_same_death_three_times_is_a_crash_loop(supervise: Supervise, tmp_path: Path) -> None:

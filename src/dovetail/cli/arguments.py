@@ -75,7 +75,8 @@ def watch_of(args: argparse.Namespace) -> Watch:
         return Watch()
     recipe = recipe_of(args)
     limits = {**LIMITS, **recipe.trainer.timeouts}
-    return Watch(limits=limits, run_dir=Path(recipe.run_dir), restarts=args.restarts)
+    again = ("--resume", "auto")  # from what it saved itself, whatever it was asked to begin with
+    return Watch(limits=limits, run_dir=Path(recipe.run_dir), restarts=args.restarts, again=again)
 
 
 def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -28,6 +28,9 @@ def write_rows(path: Path | str, rows: Iterable[Mapping[str, Any]], mesh: Mesh) 
         if mesh["world"].rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             staged = path.with_name(f".{path.name}.part")
-            with staged.open("w", encoding="utf-8") as out:
-                out.writelines(map(json_line, rows))
-            os.replace(staged, path)
+            try:
+                with staged.open("w", encoding="utf-8") as out:
+                    out.writelines(map(json_line, rows))
+                os.replace(staged, path)
+            finally:  # where the disk is full, or a signal ends the command
+                staged.unlink(missing_ok=True)

@@ -43,11 +43,15 @@ ASKED = (STOPPED, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)  # how a rank en
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """How ranks are watched: the longest time in each phase, where incidents are written, how often to start again."""
+    """How ranks are watched: the longest time in each phase, where incidents are written, how often to start again.
+
+    again: what the command gets in addition from then on, when the work had begun.
+    """
 
     limits: Mapping[Phase, float] = field(default_factory=lambda: LIMITS)
     run_dir: Path | None = None
     restarts: int = 0
+    again: tuple[str, ...] = ()
 
 
 class Ending(NamedTuple):
@@ -96,6 +100,8 @@ def _run(command: Sequence[str], ranks: int, watch: Watch, stop: "_Stop") -> int
         sys.stderr.write(f"dovetail: starting all ranks again in {pause:g} s (restart {number} of {watch.restarts})\n")
         if stop.wait(pause):
             return STOPPED
+        if ending.incident.phase not in ("init", "load"):
+            command = [*command, *watch.again]
         _record(watch, "restart", ending.incident)
 
 

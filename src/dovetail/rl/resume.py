@@ -24,6 +24,7 @@ FIXED: Mapping[str, str] = {  # keys that make another run of it, and why
     "data.shuffle": "rows would be taken twice, or not at all",
     "critic.path": "the critic goes on from the weights that it has learned, so another's would be ignored",
 }
+SOURCES = frozenset({"model.path", "data.train", "critic.path", "reference.path"})  # a run is known by, before it saves
 COUNTED = ("algorithm.epochs", "algorithm.minibatches")  # optimizer steps of a step, by which schedules count
 
 
@@ -60,20 +61,21 @@ def find(
     """
     exact = int(mode.partition("=")[2]) if mode.startswith("step=") else None
     with agreed(mesh):
-        same = not changed(read_mapping(path / CONFIG), recipe)
+        begun_with = changed(read_mapping(path / CONFIG), recipe)
         finished = (path / HF).exists() and exact is None
-        if finished and same:
+        if finished and not begun_with:
             raise ConfigError(
                 f"run_dir {path} is not empty; choose another run_dir, or raise trainer.steps to train on: it holds this "
                 f"run, which is finished ({path / HF})"
             )
     reader, passed_over = open_newest(path / CHECKPOINTS, mesh, exact, damaged)
     if reader is None:
-        if finished or not same:
+        if finished or begun_with.keys() & SOURCES:
             raise ConfigError(
                 f"run_dir {path} is not empty; choose another run_dir, or move that one away: it holds a run of another "
                 "recipe that saved no checkpoint"
             )
+        refuse(begun_with, recipe, 0)
         return None
     state = RunState.parse(reader.manifest.state, reader.path)
     ranks = prod(degree for axis, degree in reader.manifest.layout.items() if axis != "ep")

@@ -109,7 +109,7 @@ class RunDirectory:
         with agreed(self.mesh):
             check_loggers(self.settings.loggers)
             if self.lead:
-                refuse_unwritable(self.path, "run_dir")
+                refuse_unwritable(self.path / CONFIG if self.path.is_dir() else self.path, "run_dir")
                 self._there = is_run(self.path)
                 if self._there and mode == "never":
                     raise ConfigError(
@@ -135,7 +135,7 @@ class RunDirectory:
                 free = shutil.disk_usage(folder).free
                 if free < needed:
                     raise ConfigError(
-                        f"run_dir {self.path}: {free / 1e9:.1f} GB are free, but {ROOM_FOR} checkpoints take {needed / 1e9:.1f} "
+                        f"run_dir {self.path}: {free / 1e9:.2g} GB are free, but {ROOM_FOR} checkpoints take {needed / 1e9:.2g} "
                         "GB; free some, choose another run_dir, or set trainer.save_every=0"
                     )
 
