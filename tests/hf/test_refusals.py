@@ -31,10 +31,13 @@ from dovetail.layout import Layout
 from dovetail.mesh import Mesh
 from dovetail.weights.pretrained import Pretrained
 from tests.commands.program import here, refusal, write_rows
-from tests.hf.families import TEXT, _make
+from tests.hf.families import TEXT, VISION, _make
 from tests.parity.configs import tiny_model
 
 FULL = ["full_attention", "full_attention"]
+QUANTIZED = {
+    "text_config": {**VISION["kimi_k25"]().text_config.to_dict(), "quantization_config": {"quant_method": "fp8"}}
+}
 CHUNKED = ["chunked_attention", "full_attention"]
 
 
@@ -59,13 +62,14 @@ CHUNKED = ["chunked_attention", "full_attention"]
             "tokens see what follows them in .*layers.0.self_attn",
         ),
         (_make(JambaConfig), r"mamba.conv1d is a convolution over tokens"),
+        (lambda: VISION["kimi_k25"]().to_dict() | QUANTIZED, "config.json: quantization_config; convert"),
         (DbrxConfig, "transformers makes no model of this config: .* has no attribute 'rope_theta'"),
     ],
 )
 def test_options(config: Any, words: str) -> None:
-    found: PreTrainedConfig = config()
+    found: PreTrainedConfig | dict[str, Any] = config()
     with pytest.raises(ModelError, match=words):
-        make_model(found.to_dict())
+        make_model(found if isinstance(found, dict) else found.to_dict())
 
 
 def test_a_family_that_recomputes_nothing() -> None:

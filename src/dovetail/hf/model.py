@@ -216,7 +216,7 @@ def make_model(config: Mapping[str, Any], code: Path | None = None) -> "transfor
     except ModelError:
         raise
     except REFUSALS as error:
-        raise ModelError(f"transformers makes no model of this config: {error}") from error
+        raise ModelError(f"transformers makes no model of this config: {type(error).__name__}: {error}") from error
     if not model._can_set_attn_implementation():
         raise ModelError(
             f"{type(model).__name__} does not call attention through AttentionInterface, so its batches cannot be packed"
@@ -255,7 +255,7 @@ def known_config(config: Mapping[str, Any], code: Path | None = None) -> "transf
     except ModelError:
         raise
     except REFUSALS as error:
-        raise ModelError(f"transformers makes no model of this config: {error}") from error
+        raise ModelError(f"transformers makes no model of this config: {type(error).__name__}: {error}") from error
     return known
 
 
@@ -288,7 +288,7 @@ def _refuse(config: "transformers.PreTrainedConfig") -> None:
     """What packing, Ulysses or the fused head would compute wrongly."""
     text = config.get_text_config()
     values = vars(text)
-    if vars(config).get("quantization_config") is not None:
+    if any(vars(part).get("quantization_config") is not None for part in (config, text)):
         raise ModelError(
             "config.json: quantization_config; convert the checkpoint to float32 or bfloat16 weights first"
         )
