@@ -63,7 +63,7 @@ CHUNKED = ["chunked_attention", "full_attention"]
         ),
         (_make(JambaConfig), r"mamba.conv1d is a convolution over tokens"),
         (lambda: VISION["kimi_k25"]().to_dict() | QUANTIZED, "config.json: quantization_config; convert"),
-        (DbrxConfig, "transformers makes no model of this config: .* has no attribute 'rope_theta'"),
+        (DbrxConfig, "transformers makes no model of this config: "),
     ],
 )
 def test_options(config: Any, words: str) -> None:
