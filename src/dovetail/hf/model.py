@@ -55,10 +55,10 @@ RENAMED = (
 LAYERS = ("full_attention", "sliding_attention")  # the types of layers that packed attention computes
 # A cap of the scores; scales that follow a token's place in its batch.
 SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")
-# What transformers raises at configs that it does not like.
+# What transformers raises at configs that it does not like, or that name code which is not there or does not run.
 REFUSALS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, ImportError),
-    StrictDataclassError,
+    *(OSError, SyntaxError, StrictDataclassError),
 )
 PACKING_ROPES = ("dynamic", "longrope")  # their tables follow the longest sequence that happens to be in the batch
 
