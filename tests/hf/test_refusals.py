@@ -56,6 +56,10 @@ CHUNKED = ["chunked_attention", "full_attention"]
             "layers of type chunked_attention",
         ),
         (_make(Llama4TextConfig, layer_types=FULL), "attn_temperature_tuning=True changes attention"),
+        (
+            _make(GptOssConfig, num_local_experts=4, layer_types=FULL),
+            "self_attn has sinks, which packed attention does",
+        ),
         (_make(LlamaConfig, is_causal=False), "is_causal=False; tokens that see what follows them have no log-probs"),
         (
             _make(Gemma3TextConfig, use_bidirectional_attention=True),
@@ -113,12 +117,11 @@ def test_an_attention_function_that_needs_more_is_refused(tmp_path: Path) -> Non
             _make(DogeConfig),
             "DogeAttention calls attention with attention_mask, which packed attention does not compute",
         ),
-        (_make(GptOssConfig, num_local_experts=4, layer_types=FULL), "GptOssAttention calls attention with s_aux"),
         (_make(NemotronConfig), "NemotronAttention does not hand arguments of the forward pass on to attention"),
     ],
 )
 def test_what_only_the_call_of_attention_shows(config: Any, words: str, tmp_path: Path) -> None:
-    """Masks and sinks of a model's own, and one that cannot be told where sequences begin."""
+    """Masks of a model's own, and one that cannot be told where sequences begin."""
     tiny_model(config()).save_pretrained(tmp_path)
     data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [1, 2, 3]}])
     assert words in refusal(here("score", "--model", tmp_path, "--data", data, "--out", tmp_path / "out.jsonl"))

@@ -321,6 +321,8 @@ def _refuse_modules(text: nn.Module) -> None:
             raise ModelError(f"tokens see what follows them in {name}, so they have no log-probs")
         if isinstance(module, nn.Conv1d):
             raise ModelError(f"{name} is a convolution over tokens, which carries state over sequence boundaries")
+        if "sinks" in dict(module.named_parameters(recurse=False)):
+            raise ModelError(f"{name} has sinks, which packed attention does not compute")
 
 
 def _hold_frozen(model: nn.Module) -> None:
