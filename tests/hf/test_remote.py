@@ -146,6 +146,18 @@ def test_its_code_does_not_run_unless_it_is_trusted(folder: Path, tmp_path: Path
     assert set(ran.read_text().split()) == {"held"}, "it ran, and alone"
 
 
+@pytest.mark.parametrize("broken", [None, "def", "raise ZeroDivisionError"])
+def test_code_that_is_missing_or_does_not_run_is_refused(folder: Path, tmp_path: Path, broken: str | None) -> None:
+    for name in FILES[:2]:
+        model = tmp_path / name
+        shutil.copytree(folder, model)
+        file = model / f"{name}.py"
+        file.unlink() if broken is None else file.write_text(broken)
+        data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [1, 2, 3]}])
+        told = refusal(here("score", "--model", model, "--data", data, "--out", tmp_path / "out.jsonl", TRUST))
+        assert "makes no model of" in told
+
+
 def test_it_trains_and_comes_back(folder: Path, tmp_path: Path) -> None:
     """Tower and projector too; hf/ has the code and loads as the directory did."""
     data = tmp_path / "sft.jsonl"

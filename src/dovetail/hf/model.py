@@ -55,10 +55,10 @@ RENAMED = (
 LAYERS = ("full_attention", "sliding_attention")  # the types of layers that packed attention computes
 # A cap of the scores; scales that follow a token's place in its batch.
 SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")
-# What transformers raises at configs that it does not like.
+# What transformers raises at configs that it does not like, or that name code which is not there or does not run.
 REFUSALS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, ImportError),
-    StrictDataclassError,
+    *(OSError, SyntaxError, StrictDataclassError),
 )
 PACKING_ROPES = ("dynamic", "longrope")  # their tables follow the longest sequence that happens to be in the batch
 
@@ -216,7 +216,7 @@ def make_model(config: Mapping[str, Any], code: Path | None = None) -> "transfor
     except ModelError:
         raise
     except REFUSALS as error:
-        raise ModelError(f"transformers makes no model of this config: {error}") from error
+        raise ModelError(f"transformers makes no model of this config: {type(error).__name__}: {error}") from error
     if not model._can_set_attn_implementation():
         raise ModelError(
             f"{type(model).__name__} does not call attention through AttentionInterface, so its batches cannot be packed"
@@ -255,7 +255,7 @@ def known_config(config: Mapping[str, Any], code: Path | None = None) -> "transf
     except ModelError:
         raise
     except REFUSALS as error:
-        raise ModelError(f"transformers makes no model of this config: {error}") from error
+        raise ModelError(f"transformers makes no model of this config: {type(error).__name__}: {error}") from error
     return known
 
 
@@ -288,7 +288,7 @@ def _refuse(config: "transformers.PreTrainedConfig") -> None:
     """What packing, Ulysses or the fused head would compute wrongly."""
     text = config.get_text_config()
     values = vars(text)
-    if vars(config).get("quantization_config") is not None:
+    if any(vars(part).get("quantization_config") is not None for part in (config, text)):
         raise ModelError(
             "config.json: quantization_config; convert the checkpoint to float32 or bfloat16 weights first"
         )
@@ -321,6 +321,8 @@ def _refuse_modules(text: nn.Module) -> None:
             raise ModelError(f"tokens see what follows them in {name}, so they have no log-probs")
         if isinstance(module, nn.Conv1d):
             raise ModelError(f"{name} is a convolution over tokens, which carries state over sequence boundaries")
+        if "sinks" in dict(module.named_parameters(recurse=False)):
+            raise ModelError(f"{name} has sinks, which packed attention does not compute")
 
 
 def _hold_frozen(model: nn.Module) -> None:
