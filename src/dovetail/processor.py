@@ -203,8 +203,13 @@ class Processor:
                 found = self._pixels(processor([upright(picture)], return_tensors="pt"))
                 patches = int(found[KINDS[0].grid].prod())
             rows: int = patches // _merged(processor)
-        except (ValueError, AttributeError, TypeError, LookupError) as error:  # the last three: another family's
+        except ValueError as error:
             raise DataError(f"{picture.name}: the model's processor refuses it: {error}") from error
+        except (AttributeError, TypeError, LookupError) as error:
+            raise DataError(
+                f"preprocessor_config.json names {type(processor).__name__}, which makes no patches of native resolution "
+                f"({error!r}); give the one that the model came with"
+            ) from error
         return rows
 
     def _video_ids(self, clip: Clip) -> list[int]:

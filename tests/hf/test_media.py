@@ -1,12 +1,14 @@
 """Rows with images through the commands: the numbers of plain transformers, for every family and layout."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from tests.commands.program import on_ranks, read_rows, write_rows
+from tests.commands.program import here, on_ranks, read_rows, refusal, write_rows
 from tests.hf.eyes import FAMILIES, MIXTURES, SEEN, Peer, base64_of, encoded, picture, said, save_seeing, user
 from tests.tolerances import MODEL_FP32
 
@@ -97,3 +99,13 @@ def test_generated_log_probs_are_those_of_the_model(seeing: dict[str, Path], fam
         expected = peer.follow(text, images, row["token_ids"])
         for a, b in zip(row["log_probs"], expected, strict=True):
             assert abs(a - b) <= MODEL_FP32 * max(1.0, abs(b))
+
+
+def test_a_processor_of_another_family_is_refused(seeing: dict[str, Path], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(seeing["qwen2_5_vl"], model)
+    (model / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "CLIPImageProcessor"}))
+    (tmp_path / "a.png").write_bytes(encoded(SMALL))
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": SEEN, "images": ["a.png"], "completion": "x"}])
+    told = refusal(here("score", "--model", model, "--data", data, "--out", tmp_path / "out.jsonl"))
+    assert "rows.jsonl:1: preprocessor_config.json names CLIPImageProcessor" in told
