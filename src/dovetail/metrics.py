@@ -19,6 +19,7 @@ from dovetail.errors import ConfigError
 
 Row = Mapping[str, Any]
 METRICS = "metrics.jsonl"
+ODD_LETTERS = "backslashreplace"  # half a surrogate pair, which UTF-8 lacks, becomes the escape that JSON has for it
 LAST_SECONDS = 10.0  # for a logger to send what it has when the run ends
 
 
@@ -80,7 +81,7 @@ class LoggerThread(threading.Thread):
 
 def append(path: Path, row: Row) -> None:
     """Write a row behind those that are there: its whole line, or nothing of it where that fails."""
-    data = json_line(row).encode()
+    data = json_line(row).encode(errors=ODD_LETTERS)
     with open(path, "ab", buffering=0) as file:
         end = file.tell()
         try:

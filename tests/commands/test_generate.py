@@ -85,7 +85,7 @@ def test_ids_need_no_tokenizer(tmp_path: Path) -> None:
         (["--samples", "0"], "--samples: 0 is not more than 0"),
         (["--max-new-tokens", "x"], "--max-new-tokens: invalid whole number value: 'x'"),
         (["--temperature", "-1"], "--temperature: -1 is less than 0"),
-        (["--temperature", "inf"], "temperature=inf: expected 0 (the likeliest token) or more"),
+        (["--temperature", "inf"], "argument --temperature: inf is not finite"),
         (["--layout", "dp=2,ep=2"], "ep=2 cuts experts, and this llama model has none; set ep=1"),
     ],
 )

@@ -92,6 +92,8 @@ def test_a_command_whose_rows_do_not_fit_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="No space left"):
         write_out(tmp_path / "out.jsonl", rows(), Mesh.solo())
     assert list(tmp_path.iterdir()) == []
+    write_out(tmp_path / "out.jsonl", [{"id": "\ud800"}], Mesh.solo())
+    assert read_rows(tmp_path / "out.jsonl") == [{"id": "\ud800"}]
 
 
 def test_no_line_is_ever_half_there(tmp_path: Path) -> None:

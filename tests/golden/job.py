@@ -75,6 +75,7 @@ def write_inputs(folder: Path, *, depth: int = 2, tied: bool = True) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(config)
+    model.config.pad_token_id = None  # the sampler draws it, too, and in the curves its row learned like any other
     model.save_pretrained(folder / MODEL)
     tokenizer.save_pretrained(folder / MODEL)
     sums = [(a, b) for a in range(10) for b in range(10)]

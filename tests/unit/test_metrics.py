@@ -27,9 +27,9 @@ def test_every_row_is_on_disk_at_once_and_old_rows_stay(tmp_path: Path) -> None:
 
 def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, (), {}, say=pytest.fail)
-    metrics.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
+    metrics.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "fault": "\ud800"})
     metrics.close()
-    assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "grad_norm": None}]
+    assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "grad_norm": None, "fault": "\ud800"}]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -248,6 +248,7 @@ ODD: list[tuple[tuple[Any, ...], Any, str]] = [
     (("step",), -1, "step is -1, not a count"),
     (("updates", "policy"), [1], "updates.policy is [1], not a count"),
     (("updates", "critic"), True, "updates.critic is True, not a count"),
+    (("updates", "critic"), 1 << 64, "updates.critic is 18446744073709551616, not a count"),
     (("before",), {"eval_loss": "x"}, "before.eval_loss is 'x', not a number"),
     (("rng", 0, "python"), "a.weight", "rng[0] is of no random generators"),
     (("rng", 0, "numpy"), "[]", "rng[0] is of no random generators"),

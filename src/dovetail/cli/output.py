@@ -7,7 +7,7 @@ from typing import Any
 
 from dovetail.errors import ConfigError
 from dovetail.mesh import Mesh
-from dovetail.metrics import json_line
+from dovetail.metrics import ODD_LETTERS, json_line
 from dovetail.weights.agree import agreed
 from dovetail.weights.staging import refuse_unwritable
 
@@ -29,7 +29,7 @@ def write_rows(path: Path | str, rows: Iterable[Mapping[str, Any]], mesh: Mesh) 
             path.parent.mkdir(parents=True, exist_ok=True)
             staged = path.with_name(f".{path.name}.part")
             try:
-                with staged.open("w", encoding="utf-8") as out:
+                with staged.open("w", encoding="utf-8", errors=ODD_LETTERS) as out:
                     out.writelines(map(json_line, rows))
                 os.replace(staged, path)
             finally:  # where the disk is full, or a signal ends the command

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
 
-from dovetail.metrics import json_line
+from dovetail.metrics import ODD_LETTERS, json_line
 from dovetail.rl.experience import Sample
 from dovetail.rl.replay import write_routes
 
@@ -48,7 +48,7 @@ class Records:
 
 def write_samples(path: Path, samples: Seq[Sample]) -> None:
     """A step's samples, one JSON object each, with the routes that they took beside them."""
-    with path.open("w", encoding="utf-8") as out:
+    with path.open("w", encoding="utf-8", errors=ODD_LETTERS) as out:
         for sample in samples:
             c = sample.completion
             row = {

@@ -22,6 +22,7 @@ from dovetail.weights.directory import SideFiles
 Value = TypeVar("Value")
 GENERATORS = ("python", "numpy", "torch")  # of every rank; and "device" where it has one
 CPU = torch.device("cpu")
+COUNTS = range(1 << 48)  # steps, rows, updates: what is beyond was never counted
 SAMPLED, BLOCK = 256, 1 << 12  # places of a file of weights that its fingerprint looks at, and bytes of each
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # of a config; not the model
 TEXT_FILES = ("tokenizer", "vocab", "merges", "chat_template", "special_tokens", "added_tokens", "spiece")
@@ -78,7 +79,9 @@ class RunState:
             problems += missing or ([] if _is_sound(told) else [f"rng[{rank}] is of no random generators"])
         counts = {name: found[name] for name in ("order", "step", "cursor") if type(found.get(name)) is int}
         counts |= {f"updates.{role}": n for role, n in found["updates"].items()} if _maps(found, "updates") else {}
-        problems += [f"{name} is {n!r:.40}, not a count" for name, n in counts.items() if type(n) is not int or n < 0]
+        problems += [
+            f"{name} is {n!r:.40}, not a count" for name, n in counts.items() if type(n) is not int or n not in COUNTS
+        ]
         values = found["before"] if _maps(found, "before") else {}
         problems += [f"before.{k} is {v!r:.40}, not a number" for k, v in values.items() if type(v) not in (int, float)]
         if problems:
