@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from dovetail.errors import ConfigError
 from dovetail.layout import Layout
 from dovetail.recipe_errors import explain
+from dovetail.recipe_keys import Key, keys_of
 from dovetail.recipe_yaml import merge, parse_overrides, read_mapping
 from dovetail.watch.progress import Phase
 
@@ -351,41 +352,6 @@ def make_recipe(given: Mapping[str, Any], source: str = "recipe") -> Recipe:
         raise ConfigError(explain(error, known_keys(), source)) from None
 
 
-def known_keys() -> dict[str, str]:
-    """Every dotted key of a recipe and its description. Keys of one algorithm only say which."""
-    found: dict[str, str] = {}
-    for name, field in Recipe.model_fields.items():
-        if name == "algorithm":
-            found.update(_algorithm_keys())
-        elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            found.update(_section_keys(name, field.annotation))
-        else:
-            found[name] = field.description or ""
-    return found
-
-
-def _section_keys(prefix: str, section: type[Section]) -> dict[str, str]:
-    found = {}
-    for name, field in section.model_fields.items():
-        key = f"{prefix}.{field.alias or name}"
-        found[key] = field.description or ""
-        if name == "layout":
-            found.update(_section_keys(key, LayoutSection))
-        if name == "moe":
-            found.update(_section_keys(key, MoeSection))
-    return found
-
-
-def _algorithm_keys() -> dict[str, str]:
-    owners: dict[str, list[str]] = {}
-    texts: dict[str, str] = {}
-    kinds = (SFT, GRPO, PPO, RLOO)
-    for kind in kinds:
-        for key, text in _section_keys("algorithm", kind).items():
-            owners.setdefault(key, []).append(str(kind.model_fields["name"].default))
-            texts.setdefault(key, text)
-    texts["algorithm.name"] = "sft, grpo, ppo or rloo"
-    return {
-        key: text if len(owners[key]) == len(kinds) else f"{text} ({', '.join(owners[key])})"
-        for key, text in texts.items()
-    }
+def known_keys() -> dict[str, Key]:
+    """Every dotted key of a recipe."""
+    return keys_of(Recipe)

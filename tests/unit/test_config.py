@@ -10,6 +10,7 @@ import yaml
 from dovetail.config import GRPO, PPO, Recipe, known_keys, load_recipe, make_recipe
 from dovetail.errors import ConfigError
 from dovetail.layout import Layout
+from dovetail.recipe_keys import FOREIGN
 from dovetail.recipe_yaml import parse_overrides
 
 SMALLEST = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
@@ -81,6 +82,23 @@ def test_sections_are_frozen() -> None:
         ({"optimizer": {}}, "unknown key optimizer; did you mean optim?"),
         ({"critic": {"layout": {"tpp": 2}}}, "unknown key critic.layout.tpp; did you mean critic.layout.tp?"),
         ({"algorithm": {"gamma": 0.9}}, "algorithm.gamma does not belong to this algorithm: discount"),
+        (
+            {"algorithm": {"betta": 1.0}},
+            "kl_in, normalize_advantage, scale_by_std, skip_equal_groups)",
+        ),
+        (
+            {"algorithm": {"name": "ppo", "x": 1}},
+            "kl_in, normalize_advantage, gamma, lam, value_clip, value_coef, critic_warmup)",
+        ),
+        (
+            {"algorithm": {"name": "GSPO"}},
+            "; that one is {name: grpo, ratio: sequence, aggregation: sequence, clip_low: ",
+        ),
+        (
+            {"algorithm": {"name": "dr-grpo"}},
+            "; that one is {name: grpo, aggregation: sequence_sum, scale_by_std: false}",
+        ),
+        ({"algorithm": {"name": "dapo"}}, "clip_low: 0.2, clip_high: 0.28, skip_equal_groups: true}"),
         ({"algorithm": {"name": "ppoo"}}, "algorithm.name is 'ppoo'; expected one of 'sft', 'grpo', 'ppo', 'rloo'"),
         ({"optim": {"lr": "fast"}}, "optim.lr is 'fast'; expected a number"),
         ({"optim": {"lr": 0}}, "optim.lr is 0; expected more than 0"),
@@ -102,6 +120,39 @@ def test_mistakes_name_key_value_and_expectation(change: dict[str, Any], message
         make_recipe({**SMALLEST, **change}, "run.yaml")
     assert str(caught.value).startswith("run.yaml: ")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("lr", "optim.lr"),
+        ("learning_rate", "optim.lr"),
+        ("kl_coef", "algorithm.kl_coef"),
+        ("batch_size", "trainer.prompts_per_step"),
+        ("num_generations", "rollout.samples_per_prompt"),
+        ("algorithm.beta", "algorithm.kl_coef"),
+        ("optim.beta", "optim.betas"),
+        ("rollout.n", "rollout.samples_per_prompt"),
+        ("trainer.output_dir", "run_dir"),
+        ("tp", "layout.tp"),
+        ("trainers", "trainer"),
+        ("zzzz", "trainer"),
+    ],
+)
+def test_the_nearest_key(given: str, ours: str) -> None:
+    section, _, leaf = given.rpartition(".")
+    with pytest.raises(ConfigError) as caught:
+        make_recipe({**SMALLEST, section: {leaf: 1}} if section else {**SMALLEST, leaf: 1})
+    assert f"unknown key {given}; did you mean {ours}?" in str(caught.value)
+
+
+def test_names_of_other_projects_are_told_apart_and_stand_for_keys_that_exist() -> None:
+    known, names = known_keys(), [name for names in FOREIGN.values() for name in names]
+    assert FOREIGN.keys() <= known.keys()
+    assert len(set(names)) == len(names)
+    assert not {name.rpartition(".")[2] for name in names if "." not in name} & {
+        key.rpartition(".")[2] for key in known
+    }
 
 
 def test_all_mistakes_come_together() -> None:
@@ -157,4 +208,4 @@ def test_every_key_is_described() -> None:
     sections = {name for name, field in Recipe.model_fields.items() if name != "run_dir"}
     described = known_keys()
     assert {key.split(".")[0] for key in described} == sections | {"run_dir"}
-    assert [key for key, text in described.items() if not text] == []
+    assert [key.name for key in described.values() if not key.text] == []
