@@ -158,8 +158,8 @@ class PPO(PolicyGradient):
 class DataSection(Section):
     """Rows to learn from."""
 
-    train: str = Field(description="JSONL file of rows")
-    eval: str | None = Field(None, description="JSONL file of held-out rows")
+    train: str = Field(description="JSONL or parquet file of rows")
+    eval: str | None = Field(None, description="JSONL or parquet file of held-out rows")
     overlong: Literal["error", "drop"] = Field(
         "error", description="what to do with rows over trainer.tokens_per_batch"
     )
@@ -198,7 +198,7 @@ class RewardSection(Section):
     function: str | None = Field(None, alias="import", description="a function of yours: module:function")
     options: Mapping[str, Any] = Field(default_factory=dict, description="keyword arguments for the reward")
     timeout_seconds: PositiveFloat = Field(10.0, description="a reward that takes longer drops its sample")
-    workers: Annotated[int, Field(ge=1, le=256)] = Field(2, description="reward processes a rank")
+    workers: Annotated[int, Field(ge=1, le=256)] = Field(2, description="reward processes, all beside the first rank")
 
     @model_validator(mode="before")
     @classmethod
