@@ -22,6 +22,7 @@ SHOWN = (  # key of a row, its label, its format
     ("tokens_per_second", "tok/s", ",.0f"),
     ("step_seconds", "s", ".1f"),
 )
+UPDATED = ("loss", "grad_norm", "lr", "entropy_mean", "kl_mean", "tokens_per_second")
 
 
 class _Steady(RichConsole):
@@ -58,9 +59,18 @@ class Console:
 
     def step(self, row: Mapping[str, Any]) -> None:
         """One step's line."""
-        shown = [f"{label} {row[key]:{form}}" for key, label, form in SHOWN if row.get(key) is not None]
-        skipped = [f"UPDATE SKIPPED: not finite: {row.get('fault', 'the gradient')}"] if row.get("skipped") else []
-        self.say(f"step {row['step']}/{self._steps}  " + "  ".join(skipped + shown))
+        known = {key: row[key] for key, _, _ in SHOWN if row.get(key) is not None}
+        notes = [f"UPDATE SKIPPED: not finite: {row.get('fault', 'the gradient')}"] if row.get("skipped") else []
+        if row["tokens"] == 0:  # nothing was learned: what is said of an update has no meaning
+            known = {key: value for key, value in known.items() if key not in UPDATED and not math.isnan(value)}
+        if row.get("equal_groups") == 1.0:
+            notes.append(
+                ("no update: " if row["tokens"] == 0 else "") + "all samples of every prompt have equal rewards"
+            )
+        elif row["tokens"] == 0:
+            notes.append("no update: no sample has a reward")
+        shown = [f"{label} {known[key]:{form}}" for key, label, form in SHOWN if key in known]
+        self.say(f"step {row['step']}/{self._steps}  " + "  ".join(notes + shown))
         if self._progress is not None:
             self._progress.update(self._bar, completed=row["step"])
 
