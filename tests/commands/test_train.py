@@ -244,6 +244,19 @@ def test_mistakes_are_found_before_any_step_and_by_a_dry_run_too(
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
 
 
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_a_family_that_nobody_knows_is_told_at_once_and_briefly(backend: str, rl_rows: Path, tmp_path: Path) -> None:
+    """Not that another backend might run it, nor all the types that transformers knows."""
+    strange = make_model(tmp_path / "strange")
+    config = json.loads((strange / "config.json").read_text())
+    (strange / "config.json").write_text(json.dumps({**config, "model_type": "strange"}))
+    recipe = write_recipe(tmp_path / "r.yaml", strange, rl_rows, algorithm={"name": "grpo"})
+    told = refusal(here("train", recipe, f"rollout.backend={backend}"))
+    assert "Unrecognized model identifier: strange" in told
+    assert "rollout.backend" not in told
+    assert len(told) < 500
+
+
 def test_mistakes_are_the_same_on_two_ranks(model: Path, rl_rows: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "r.yaml", model, rl_rows, algorithm={"name": "ppo"})
     for given, words in (
