@@ -50,7 +50,8 @@ def nearest(key: str, known: Mapping[str, Key]) -> str:
     twins = [other for other in known if leaf_of(other) == leaf]
     sections = list(dict.fromkeys(other.split(".")[0] for other in known))
     similar = [] if section else difflib.get_close_matches(key, sections, n=1, cutoff=SIMILAR)
-    described = [other for other, found in known.items() if leaf.replace("_", " ") in found.text]
+    words = leaf.replace("_", " ")
+    described = [other for other, found in known.items() if len(words) > 3 and words in found.text]
     choices = foreign or twins or similar or described or list(beside.values() if section else sections) or list(known)
     return difflib.get_close_matches(key, choices, n=1, cutoff=0.0)[0]
 

@@ -21,10 +21,15 @@ class _Loader(yaml.SafeLoader):
     """The safe loader, without its two surprises."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
+        seen: set[Hashable] = set()
+        for name, _ in node.value:
+            key = self.construct_object(name, deep=True)
+            if isinstance(key, Hashable):  # what is not, the base class refuses
+                if key in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key!r} is given twice", name.start_mark
+                    )
+                seen.add(key)
         return super().construct_mapping(node, deep)
 
 
@@ -77,4 +82,17 @@ def _parse(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{source} is not valid YAML: {_told(error)}") from None
+
+
+def _told(error: yaml.YAMLError) -> str:
+    """What is wrong and where: the line and a caret under it."""
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"{error.reason}: the character {chr(error.character)!r} at place {error.position}"
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    mark = error.problem_mark
+    shown = mark.get_snippet()
+    snippet = f"\n{shown}" if shown and shown.split("\n")[0].strip() else ""
+    context = f" ({error.context})" if error.context else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{context}{snippet}"

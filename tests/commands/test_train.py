@@ -349,6 +349,18 @@ def test_a_directory_that_is_there_need_not_be_made(
     assert "is no directory that you may write to" in refusal(here("train", recipe, f"run_dir={tmp_path}/other"))
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_directory_that_cannot_be_made_is_named(
+    model: Path, sft_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/proc looks writable to root, and takes no directory."""
+    monkeypatch.setattr("os.access", lambda *_: True)
+    recipe = write_recipe(tmp_path / "r.yaml", model, sft_rows)
+    told = refusal(here("train", recipe, "run_dir=/proc/dovetail"))
+    assert told.startswith("run_dir /proc/dovetail cannot be made: "), told
+    assert told.endswith("; choose another run_dir\n"), told
+
+
 def test_evaluations_join_the_rows(model: Path, sft_rows: Path, tmp_path: Path) -> None:
     recipe = write_recipe(
         tmp_path / "r.yaml", model, sft_rows, data={"eval": str(sft_rows)}, trainer={"steps": 3, "eval_every": 2}

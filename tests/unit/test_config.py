@@ -137,6 +137,7 @@ def test_mistakes_name_key_value_and_expectation(change: dict[str, Any], message
         ("tp", "layout.tp"),
         ("trainers", "trainer"),
         ("zzzz", "trainer"),
+        ("a", "data"),
     ],
 )
 def test_the_nearest_key(given: str, ours: str) -> None:
@@ -168,12 +169,20 @@ def test_all_mistakes_come_together() -> None:
         ("model: [", "is not valid YAML"),
         ("- a", "holds a list; expected a mapping of sections"),
         ("optim: {lr: 1, lr: 2}", "the key 'lr' is given twice"),
+        (
+            "optim:\n  lr: 1\n  eps: 2\n  lr: 2\n",
+            "recipe.yaml' is not valid YAML: line 4, column 3: the key 'lr' is given twice\n      lr: 2\n      ^",
+        ),
+        ("a: b\n  c: d\n", "recipe.yaml' is not valid YAML: line 2, column 4: mapping values are not allowed here\n"),
+        ("a: [\n", "line 2, column 1: expected the node content, but found '<stream end>' (while parsing a flow node)"),
+        ("a: \0", "special characters are not allowed: the character '\\x00' at place 3"),
         ("x: !!python/object/apply:os.system [ls]", "is not valid YAML"),
     ],
 )
 def test_broken_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         load_recipe(write(tmp_path, text))
+    assert "unicode string" not in str(caught.value)
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
