@@ -12,6 +12,7 @@ import torch
 from dovetail.arch.foreign import AnySpec
 from dovetail.arch.spec import ArchSpec
 from dovetail.build.engine import EngineOptions, check_layout, make_engine, make_mesh
+from dovetail.build.notes import notes
 from dovetail.build.sampling import backend_layout, make_sampler
 from dovetail.build.text import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
 from dovetail.checkpoint.steps import Retention, from_a_whole_step
@@ -52,10 +53,13 @@ class Job:
     loop: LoopSettings
     contents: Contents
     judge: Judge | None
+    notes: tuple[str, ...] = ()
 
     def start(self) -> None:
-        """Write the run's first files. Collective."""
+        """Write the run's first files, and say what its user should know. Collective."""
         self.run.open(self.contents)
+        for note in self.notes:
+            self.run.say(f"note: {note}")
 
     def close(self) -> None:
         """End the display, the loggers and the reward processes, however the run went."""
@@ -120,7 +124,7 @@ class Builder:
             contents = Contents(engines=engines, sides=sides, model=model, data=rows, cursor=loop.cursor)
             run.check_space(contents)
             on_failure.pop_all()
-        return Job(task, run, loop, contents, judge)
+        return Job(task, run, loop, contents, judge, tuple(notes(recipe, self.source.config, task.lengths)))
 
     def _sft(self, loop: LoopSettings) -> tuple[Task, str, Engines]:
         limits = self._limits(self._budget)
