@@ -369,6 +369,22 @@ def test_evaluations_join_the_rows(model: Path, sft_rows: Path, tmp_path: Path) 
     assert ended.code == 0
     assert ["eval_loss" in row for row in read_rows(tmp_path / "run/metrics.jsonl")] == [False, True, False]
     assert "before training: eval_loss" in ended.out
+    assert "note: trainer.prompts_per_step" not in ended.out
+
+
+def test_what_a_run_tells_as_it_starts_and_as_it_goes_on(model: Path, rl_rows: Path, tmp_path: Path) -> None:
+    """Keys without effect, at every start; how good the model was before training, at the first only."""
+    recipe = write_recipe(
+        tmp_path / "r.yaml", model, rl_rows, algorithm={"name": "grpo"}, data={"eval": str(rl_rows)}, critic={"lr": 1.0}
+    )
+    first = here("train", recipe, "trainer.steps=1", "trainer.save_every=1")
+    (tmp_path / "run/hf").rename(tmp_path / "hf")  # the run is not finished
+    second = here("train", recipe, "trainer.steps=2", "trainer.save_every=1")
+    assert (first.code, second.code) == (0, 0), second
+    for ended in (first, second):
+        assert ended.out.count("note: without effect, since algorithm.name is grpo: critic.lr") == 1
+        assert "reward_mean over" not in ended.out, "too few steps for a chart"
+    assert [ended.out.count("before training: ") for ended in (first, second)] == [1, 0]
 
 
 def test_a_defect_ends_with_1_and_a_traceback(

@@ -170,7 +170,7 @@ class RunDirectory:
 
     def start(self, evaluation: Row) -> None:
         self._before = evaluation
-        if evaluation:
+        if evaluation and self.resumed is None:
             self.say("before training: " + _numbers(evaluation))
         self.console.start()
 
@@ -232,7 +232,8 @@ class RunDirectory:
         self.close()
         key = "reward_mean" if outcome.rows and "reward_mean" in outcome.rows[-1] else "loss"
         values = [float(row[key]) for row in outcome.rows if row.get(key) is not None]
-        self.say(f"\n{key} over {len(outcome.rows)} steps\n{curve(values)}\n")
+        if chart := curve(values):
+            self.say(f"\n{key} over {len(outcome.rows)} steps\n{chart}\n")
         for name in outcome.before:
             if name in outcome.after:
                 self.say(f"{name:<18} {outcome.before[name]:.3f} -> {outcome.after[name]:.3f}")
