@@ -85,6 +85,7 @@ class Builder:
         self.recipe, self.device, self.recipe_folder = recipe, device, recipe_folder
         self.stop_requested, self.resume = stop_requested, resume
         self.resumed: Resumed | None = None
+        self.lengths: list[int] = []  # of the rows to train on, in tokens
         self.meshes: dict[Layout, Mesh] = {}
         self.mesh = self._mesh(recipe.layout)
         self.dtype = getattr(torch, recipe.model.dtype)
@@ -124,7 +125,7 @@ class Builder:
             contents = Contents(engines=engines, sides=sides, model=model, data=rows, cursor=loop.cursor)
             run.check_space(contents)
             on_failure.pop_all()
-        return Job(task, run, loop, contents, judge, tuple(notes(recipe, self.source.config, task.lengths)))
+        return Job(task, run, loop, contents, judge, tuple(notes(recipe, self.source.config, self.lengths)))
 
     def _sft(self, loop: LoopSettings) -> tuple[Task, str, Engines]:
         limits = self._limits(self._budget)
@@ -172,7 +173,7 @@ class Builder:
         with agreed(self.mesh):
             rows = load(data.train)
             held_out = load(data.eval) if data.eval else []
-        told = rows_fingerprint(rows)
+        told, self.lengths = rows_fingerprint(rows), [len(vars(row)["ids"]) for row in rows]
         if self.resumed is not None:
             refuse_other("the rows of data.train", self.resumed.state.data, told, "data.train")
         return rows, held_out, told

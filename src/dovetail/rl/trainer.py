@@ -86,11 +86,6 @@ class Task(Protocol):
         """The models that are trained."""
         ...
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of every row to train on; of prompts without what is sampled behind them."""
-        ...
-
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         """Run step `step` (from 0): the row for metrics.jsonl, without the clock's keys.
 
@@ -136,7 +131,6 @@ class SupervisedTask:
         self.rows, self.held_out = rows, held_out
         self.samples: list[Sample] = []
         self.trained = [policy]
-        self.lengths = [len(row.ids) for row in rows]
 
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         self.loop.progress.phase("update", step + 1)
@@ -176,7 +170,6 @@ class RLTask:
         self.prompts, self.held_out = prompts, held_out
         self.judge, self.decode = judge, decode
         self.samples: list[Sample] = []  # of the last step, for the run's files
-        self.lengths = [len(prompt.ids) for prompt in prompts]
         self.trained = [engine for engine in (models.policy, models.critic) if engine is not None]
 
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
