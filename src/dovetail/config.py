@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from dovetail.errors import ConfigError
 from dovetail.layout import Layout
@@ -23,6 +32,11 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]  # of 1 nothing would ever be learned
+
+
+def _listed(given: Any) -> Any:
+    """One name stands for a list of it."""
+    return (given,) if isinstance(given, str) else given
 
 
 class Section(BaseModel):
@@ -251,8 +265,8 @@ class TrainerSection(Section):
     time_budget_seconds: PositiveFloat | None = Field(
         None, description="after two steps the run predicts its length and does fewer steps to stay within; null: all"
     )
-    loggers: Annotated[tuple[Literal["wandb", "tensorboard"], ...], Field(strict=False)] = Field(
-        (), description="besides metrics.jsonl"
+    loggers: Annotated[tuple[Literal["wandb", "tensorboard"], ...], BeforeValidator(_listed), Field(strict=False)] = (
+        Field((), description="besides metrics.jsonl")
     )
     max_skipped_steps: PositiveInt = Field(
         3, description="steps in a row whose update was skipped because a number was not finite; then the run stops"

@@ -1,7 +1,7 @@
 """Reads a recipe's YAML and the `key.path=value` overrides of it, as plain data without any meaning.
 
-YAML 1.1 takes `1e-6` for a string and the later of two equal keys for the truth; here the first is a number and the
-second a mistake.
+YAML 1.1 takes `1e-6` for a string and the later of two equal keys for the truth; here the first is a number (and `1e3` a
+whole one) and the second a mistake.
 """
 
 import re
@@ -15,6 +15,7 @@ from dovetail.errors import ConfigError
 
 KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+LARGE = 2.0**53  # from here on not every whole number is a float
 
 
 class _Loader(yaml.SafeLoader):
@@ -33,6 +34,13 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
+    """A number with an exponent is whole where its value is: `1e3` may count steps."""
+    value: float = loader.construct_yaml_float(node)
+    return int(value) if FLOAT.match(node.value) and value.is_integer() and abs(value) < LARGE else value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _number)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
 
 

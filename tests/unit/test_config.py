@@ -213,6 +213,23 @@ def test_numbers_without_a_point_are_numbers() -> None:
     assert [value for _, value in values] == [1e-6, 2000.0, -5.0, 1.5, "x1e5", 12]
 
 
+def test_a_whole_number_with_an_exponent_counts_and_measures(tmp_path: Path) -> None:
+    path = write(tmp_path, yaml.safe_dump(SMALLEST))
+    recipe = load_recipe(path, ["trainer.steps=1e3", "rollout.max_new_tokens=1.5e2", "optim.lr=1e0", "optim.eps=1e-8"])
+    assert (recipe.trainer.steps, recipe.rollout.max_new_tokens) == (1000, 150)
+    assert (recipe.optim.lr, recipe.optim.eps) == (1.0, 1e-8)
+    assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
+    for given in ("1.5e0", "3.0", "1e60"):
+        with pytest.raises(ConfigError, match=r"trainer.steps is .*; expected"):
+            load_recipe(path, [f"trainer.steps={given}"])
+
+
+def test_one_logger_needs_no_list() -> None:
+    assert make_recipe({**SMALLEST, "trainer": {"loggers": "wandb"}}).trainer.loggers == ("wandb",)
+    with pytest.raises(ConfigError, match="expected 'wandb' or 'tensorboard'"):
+        make_recipe({**SMALLEST, "trainer": {"loggers": "wandbs"}})
+
+
 def test_every_key_is_described() -> None:
     sections = {name for name, field in Recipe.model_fields.items() if name != "run_dir"}
     described = known_keys()
