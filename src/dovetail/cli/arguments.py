@@ -163,7 +163,7 @@ def _rows(parser: argparse.ArgumentParser, data: str) -> None:
         "--model", required=True, metavar="M", help="a directory, or a hub name pinned as name@revision"
     )
     parser.add_argument("--data", required=True, metavar=data)
-    parser.add_argument("--out", required=True, metavar="OUT.jsonl")
+    parser.add_argument("--out", required=True, metavar="OUT.jsonl", help="a file that is there is replaced")
 
 
 def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
