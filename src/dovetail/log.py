@@ -10,8 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 BARS = " " + "".join(chr(0x2581 + i) for i in range(8))  # Unicode's lower eighths of a block
 WIDTH = 72
+FEWEST = 3  # values that a chart is worth
 SHOWN = (  # key of a row, its label, its format
     ("loss", "loss", ".4f"),
+    ("critic_loss", "critic", ".4f"),
     ("reward_mean", "reward", ".3f"),
     ("eval_reward_mean", "eval", ".3f"),
     ("grad_norm", "grad", ".3g"),
@@ -22,6 +24,7 @@ SHOWN = (  # key of a row, its label, its format
     ("tokens_per_second", "tok/s", ",.0f"),
     ("step_seconds", "s", ".1f"),
 )
+UPDATED = ("loss", "grad_norm", "lr", "entropy_mean", "kl_mean", "tokens_per_second")
 
 
 class _Steady(RichConsole):
@@ -58,22 +61,36 @@ class Console:
 
     def step(self, row: Mapping[str, Any]) -> None:
         """One step's line."""
-        shown = [f"{label} {row[key]:{form}}" for key, label, form in SHOWN if row.get(key) is not None]
-        skipped = [f"UPDATE SKIPPED: not finite: {row.get('fault', 'the gradient')}"] if row.get("skipped") else []
-        self.say(f"step {row['step']}/{self._steps}  " + "  ".join(skipped + shown))
+        known = {key: row[key] for key, _, _ in SHOWN if row.get(key) is not None}
+        notes = [f"UPDATE SKIPPED: not finite: {row.get('fault', 'the gradient')}"] if row.get("skipped") else []
+        if row["tokens"] == 0:  # nothing was learned: what is said of an update has no meaning
+            known = {key: value for key, value in known.items() if key not in UPDATED and not math.isnan(value)}
+        if row.get("equal_groups") == 1.0:
+            notes.append(
+                ("no update: " if row["tokens"] == 0 else "") + "all samples of every prompt have equal rewards"
+            )
+        elif row["tokens"] == 0:
+            notes.append("no update: no sample has a reward")
+        shown = [f"{label} {known[key]:{form}}" for key, label, form in SHOWN if key in known]
+        self.say(f"step {row['step']}/{self._steps}  " + "  ".join(notes + shown))
         if self._progress is not None:
             self._progress.update(self._bar, completed=row["step"])
 
 
 def curve(values: Sequence[float], height: int = 6) -> str:
-    """`values` as a chart of block characters, oldest left, with its range on the side; those not finite left out."""
+    """`values` as a chart of block characters, oldest left, with its range on the side; those not finite left out.
+
+    Nothing of fewer than three values, nor of equal ones, which have no shape.
+    """
     values = [v for v in values if math.isfinite(v)]
-    if not values:
+    if len(values) < FEWEST or min(values) == max(values):
         return ""
     width = min(WIDTH, len(values))
     columns = [_mean(values[i * len(values) // width : (i + 1) * len(values) // width]) for i in range(width)]
     low, high = min(columns), max(columns)
-    levels = [round((v - low) / ((high - low) or 1.0) * height * 8) for v in columns]
+    levels = [
+        max(1, round((v - low) / ((high - low) or 1.0) * height * 8)) for v in columns
+    ]  # the lowest one shows, too
     lines = []
     for row in range(height - 1, -1, -1):
         label = f"{high:8.3f}" if row == height - 1 else f"{low:8.3f}" if row == 0 else " " * 8

@@ -1,12 +1,15 @@
 """Turns a schema's validation errors into one message: dotted key, what was given, what was expected, nearest key."""
 
 import difflib
+import json
+import re
 from collections.abc import Mapping
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from dovetail.errors import listing
+from dovetail.recipe_keys import FOREIGN, VARIANTS, Key
 
 REPHRASED: Mapping[str, str] = {
     "a valid integer": "a whole number",
@@ -17,10 +20,11 @@ REPHRASED: Mapping[str, str] = {
     "greater than or equal to 0": "0 or more",
     "greater than 0": "more than 0",
 }
+CLOSE, SIMILAR = 0.75, 0.6  # of 1: how many letters must agree, of a key of the same section and of a section
 
 
-def explain(error: ValidationError, known: Mapping[str, str], source: str) -> str:
-    """One message for all problems of `error`. `known`: every dotted key that exists, with its description."""
+def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> str:
+    """One message for all problems of `error`. `known`: every dotted key that exists."""
     problems: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         key, extra = _key(detail["loc"], known)
@@ -29,17 +33,34 @@ def explain(error: ValidationError, known: Mapping[str, str], source: str) -> st
     return f"{source}: {lines[0]}" if len(lines) == 1 else f"{source}:\n{listing(lines)}"
 
 
-def nearest(key: str, known: Mapping[str, str]) -> str:
-    """The key that `key` most likely meant: by its last part, by words of a description, or by similar letters."""
-    leaf = key.rpartition(".")[2]
-    twins = [other for other in known if other.rpartition(".")[2] == leaf]
-    described = [other for other, text in known.items() if leaf.replace("_", " ") in text]
+def nearest(key: str, known: Mapping[str, Key]) -> str:
+    """The key, or the section, that `key` most likely meant.
+
+    In this order: one of its section's, by its letters; what another project calls so; one of that name elsewhere; a
+    section; one whose description has its words; by its letters.
+    """
+    section, _, leaf = key.rpartition(".")
+    beside = {leaf_of(other): other for other in known if other.rpartition(".")[0] == section}
+    close = difflib.get_close_matches(leaf, beside, n=1, cutoff=CLOSE) if section else []
+    if close:
+        return beside[close[0]]
+    foreign = [
+        ours for ours, theirs in FOREIGN.items() if leaf in theirs or f".{key}".endswith(tuple("." + t for t in theirs))
+    ]
+    twins = [other for other in known if leaf_of(other) == leaf]
     sections = list(dict.fromkeys(other.split(".")[0] for other in known))
-    choices = (sections if "." not in key else []) or twins or described or list(known)
+    similar = [] if section else difflib.get_close_matches(key, sections, n=1, cutoff=SIMILAR)
+    words = leaf.replace("_", " ")
+    described = [other for other, found in known.items() if len(words) > 3 and words in found.text]
+    choices = foreign or twins or similar or described or list(beside.values() if section else sections) or list(known)
     return difflib.get_close_matches(key, choices, n=1, cutoff=0.0)[0]
 
 
-def _key(location: tuple[int | str, ...], known: Mapping[str, str]) -> tuple[str, str]:
+def leaf_of(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _key(location: tuple[int | str, ...], known: Mapping[str, Key]) -> tuple[str, str]:
     """The dotted key of an error, without the tags that unions add, and what follows it."""
     sections = {name.rpartition(".")[0] for name in known} | {name.split(".")[0] for name in known}
     key, rest = "", [str(part) for part in location]
@@ -54,26 +75,37 @@ def _key(location: tuple[int | str, ...], known: Mapping[str, str]) -> tuple[str
     return key, ".".join(rest)
 
 
-def _line(key: str, details: list[ErrorDetails], known: Mapping[str, str]) -> str:
+def _line(key: str, details: list[ErrorDetails], known: Mapping[str, Key]) -> str:
     first = details[0]
     if first["type"] == "extra_forbidden":
         name = key.strip(".")
         if name in known:  # a key of another algorithm
-            return f"{name} does not belong to this algorithm: {known[name]}"
-        section = name.rpartition(".")[0]
-        inside = [k.removeprefix(f"{section}.") for k in known if k.rpartition(".")[0] == section and k != section]
+            return f"{name} does not belong to this algorithm: {known[name].text}"
+        section, algorithm = name.rpartition(".")[0], str(first["loc"][1]) if first["loc"][0] == "algorithm" else ""
+        known = {k: found for k, found in known.items() if not algorithm or found.belongs_to(algorithm)}
+        inside = [leaf_of(k) for k in known if k.rpartition(".")[0] == section]
         options = f" (keys of {section}: {', '.join(inside)})" if section else ""
         return f"unknown key {name}; did you mean {nearest(name, known)}?{options}"
     if first["type"] == "missing":
-        return f"{key} is missing; expected {known.get(key) or 'a mapping'}"
+        return f"{key} is missing; expected {known[key].text if key in known else 'a mapping'}"
     if first["type"] == "value_error":
         return f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
     if first["type"] == "union_tag_invalid":
-        return f"{key}.name is {first['ctx']['tag']!r}; expected one of {first['ctx']['expected_tags']}"
+        tag = first["ctx"]["tag"]
+        keys = VARIANTS.get(re.sub(r"[^a-z]+", "_", str(tag).lower()).strip("_"), {})
+        hint = (
+            f"; that one is {{{', '.join(f'{name}: {scalar(value)}' for name, value in keys.items())}}}" if keys else ""
+        )
+        return f"{key}.name is {tag!r}; expected one of {first['ctx']['expected_tags']}{hint}"
     if first["type"] in ("model_type", "model_attributes_type"):
         return f"{key or 'the recipe'} is {first['input']!r}; expected a mapping of keys"
     expected = [_expected(detail["msg"]) for detail in details]
     return f"{key} is {first['input']!r}; expected {' or '.join(dict.fromkeys(expected))}"
+
+
+def scalar(value: object) -> str:
+    """A value as one writes it in a recipe."""
+    return "null" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def _expected(message: str) -> str:

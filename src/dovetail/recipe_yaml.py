@@ -1,7 +1,7 @@
 """Reads a recipe's YAML and the `key.path=value` overrides of it, as plain data without any meaning.
 
-YAML 1.1 takes `1e-6` for a string and the later of two equal keys for the truth; here the first is a number and the
-second a mistake.
+YAML 1.1 takes `1e-6` for a string and the later of two equal keys for the truth; here the first is a number (and `1e3` a
+whole one) and the second a mistake.
 """
 
 import re
@@ -15,19 +15,32 @@ from dovetail.errors import ConfigError
 
 KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+LARGE = 2.0**53  # from here on not every whole number is a float
 
 
 class _Loader(yaml.SafeLoader):
     """The safe loader, without its two surprises."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
+        seen: set[Hashable] = set()
+        for name, _ in node.value:
+            key = self.construct_object(name, deep=True)
+            if isinstance(key, Hashable):  # what is not, the base class refuses
+                if key in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key!r} is given twice", name.start_mark
+                    )
+                seen.add(key)
         return super().construct_mapping(node, deep)
 
 
+def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
+    """A number with an exponent is whole where its value is: `1e3` may count steps."""
+    value: float = loader.construct_yaml_float(node)
+    return int(value) if FLOAT.match(node.value) and value.is_integer() and abs(value) < LARGE else value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _number)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
 
 
@@ -77,4 +90,17 @@ def _parse(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{source} is not valid YAML: {_told(error)}") from None
+
+
+def _told(error: yaml.YAMLError) -> str:
+    """What is wrong and where: the line and a caret under it."""
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"{error.reason}: the character {chr(error.character)!r} at place {error.position}"
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    mark = error.problem_mark
+    shown = mark.get_snippet()
+    snippet = f"\n{shown}" if shown and shown.split("\n")[0].strip() else ""
+    context = f" ({error.context})" if error.context else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{context}{snippet}"

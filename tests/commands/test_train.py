@@ -244,6 +244,19 @@ def test_mistakes_are_found_before_any_step_and_by_a_dry_run_too(
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
 
 
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_a_family_that_nobody_knows_is_told_at_once_and_briefly(backend: str, rl_rows: Path, tmp_path: Path) -> None:
+    """Not that another backend might run it, nor all the types that transformers knows."""
+    strange = make_model(tmp_path / "strange")
+    config = json.loads((strange / "config.json").read_text())
+    (strange / "config.json").write_text(json.dumps({**config, "model_type": "strange"}))
+    recipe = write_recipe(tmp_path / "r.yaml", strange, rl_rows, algorithm={"name": "grpo"})
+    told = refusal(here("train", recipe, f"rollout.backend={backend}"))
+    assert "Unrecognized model identifier: strange" in told
+    assert "rollout.backend" not in told
+    assert len(told) < 500
+
+
 def test_mistakes_are_the_same_on_two_ranks(model: Path, rl_rows: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "r.yaml", model, rl_rows, algorithm={"name": "ppo"})
     for given, words in (
@@ -336,6 +349,18 @@ def test_a_directory_that_is_there_need_not_be_made(
     assert "is no directory that you may write to" in refusal(here("train", recipe, f"run_dir={tmp_path}/other"))
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_directory_that_cannot_be_made_is_named(
+    model: Path, sft_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/proc looks writable to root, and takes no directory."""
+    monkeypatch.setattr("os.access", lambda *_: True)
+    recipe = write_recipe(tmp_path / "r.yaml", model, sft_rows)
+    told = refusal(here("train", recipe, "run_dir=/proc/dovetail"))
+    assert told.startswith("run_dir /proc/dovetail cannot be made: "), told
+    assert told.endswith("; choose another run_dir\n"), told
+
+
 def test_evaluations_join_the_rows(model: Path, sft_rows: Path, tmp_path: Path) -> None:
     recipe = write_recipe(
         tmp_path / "r.yaml", model, sft_rows, data={"eval": str(sft_rows)}, trainer={"steps": 3, "eval_every": 2}
@@ -344,6 +369,22 @@ def test_evaluations_join_the_rows(model: Path, sft_rows: Path, tmp_path: Path) 
     assert ended.code == 0
     assert ["eval_loss" in row for row in read_rows(tmp_path / "run/metrics.jsonl")] == [False, True, False]
     assert "before training: eval_loss" in ended.out
+    assert "note: trainer.prompts_per_step" not in ended.out
+
+
+def test_what_a_run_tells_as_it_starts_and_as_it_goes_on(model: Path, rl_rows: Path, tmp_path: Path) -> None:
+    """Keys without effect, at every start; how good the model was before training, at the first only."""
+    recipe = write_recipe(
+        tmp_path / "r.yaml", model, rl_rows, algorithm={"name": "grpo"}, data={"eval": str(rl_rows)}, critic={"lr": 1.0}
+    )
+    first = here("train", recipe, "trainer.steps=1", "trainer.save_every=1")
+    (tmp_path / "run/hf").rename(tmp_path / "hf")  # the run is not finished
+    second = here("train", recipe, "trainer.steps=2", "trainer.save_every=1")
+    assert (first.code, second.code) == (0, 0), second
+    for ended in (first, second):
+        assert ended.out.count("note: without effect, since algorithm.name is grpo: critic.lr") == 1
+        assert "reward_mean over" not in ended.out, "too few steps for a chart"
+    assert [ended.out.count("before training: ") for ended in (first, second)] == [1, 0]
 
 
 def test_a_defect_ends_with_1_and_a_traceback(

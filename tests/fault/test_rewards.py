@@ -113,6 +113,7 @@ def test_rewards_that_are_all_equal_give_the_advantage_0(
     assert here("train", recipe, f"algorithm.name={algorithm}", *options).code == 0
     for row in read_rows(tmp_path / "run/metrics.jsonl"):
         assert (row["loss"], row["grad_norm"], row["reward_mean"]) == (None if skipped else 0.0, 0.0, 0.5)
+        assert row["equal_groups"] == 1.0
 
 
 def test_the_second_signature_gets_lists_and_columns(model: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import yaml
 from dovetail.config import GRPO, PPO, Recipe, known_keys, load_recipe, make_recipe
 from dovetail.errors import ConfigError
 from dovetail.layout import Layout
+from dovetail.recipe_keys import FOREIGN
 from dovetail.recipe_yaml import parse_overrides
 
 SMALLEST = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
@@ -81,6 +82,23 @@ def test_sections_are_frozen() -> None:
         ({"optimizer": {}}, "unknown key optimizer; did you mean optim?"),
         ({"critic": {"layout": {"tpp": 2}}}, "unknown key critic.layout.tpp; did you mean critic.layout.tp?"),
         ({"algorithm": {"gamma": 0.9}}, "algorithm.gamma does not belong to this algorithm: discount"),
+        (
+            {"algorithm": {"betta": 1.0}},
+            "kl_in, normalize_advantage, scale_by_std, skip_equal_groups)",
+        ),
+        (
+            {"algorithm": {"name": "ppo", "x": 1}},
+            "kl_in, normalize_advantage, gamma, lam, value_clip, value_coef, critic_warmup)",
+        ),
+        (
+            {"algorithm": {"name": "GSPO"}},
+            "; that one is {name: grpo, ratio: sequence, aggregation: sequence, clip_low: ",
+        ),
+        (
+            {"algorithm": {"name": "dr-grpo"}},
+            "; that one is {name: grpo, aggregation: sequence_sum, scale_by_std: false}",
+        ),
+        ({"algorithm": {"name": "dapo"}}, "clip_low: 0.2, clip_high: 0.28, skip_equal_groups: true}"),
         ({"algorithm": {"name": "ppoo"}}, "algorithm.name is 'ppoo'; expected one of 'sft', 'grpo', 'ppo', 'rloo'"),
         ({"optim": {"lr": "fast"}}, "optim.lr is 'fast'; expected a number"),
         ({"optim": {"lr": 0}}, "optim.lr is 0; expected more than 0"),
@@ -104,6 +122,40 @@ def test_mistakes_name_key_value_and_expectation(change: dict[str, Any], message
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("lr", "optim.lr"),
+        ("learning_rate", "optim.lr"),
+        ("kl_coef", "algorithm.kl_coef"),
+        ("batch_size", "trainer.prompts_per_step"),
+        ("num_generations", "rollout.samples_per_prompt"),
+        ("algorithm.beta", "algorithm.kl_coef"),
+        ("optim.beta", "optim.betas"),
+        ("rollout.n", "rollout.samples_per_prompt"),
+        ("trainer.output_dir", "run_dir"),
+        ("tp", "layout.tp"),
+        ("trainers", "trainer"),
+        ("zzzz", "trainer"),
+        ("a", "data"),
+    ],
+)
+def test_the_nearest_key(given: str, ours: str) -> None:
+    section, _, leaf = given.rpartition(".")
+    with pytest.raises(ConfigError) as caught:
+        make_recipe({**SMALLEST, section: {leaf: 1}} if section else {**SMALLEST, leaf: 1})
+    assert f"unknown key {given}; did you mean {ours}?" in str(caught.value)
+
+
+def test_names_of_other_projects_are_told_apart_and_stand_for_keys_that_exist() -> None:
+    known, names = known_keys(), [name for names in FOREIGN.values() for name in names]
+    assert FOREIGN.keys() <= known.keys()
+    assert len(set(names)) == len(names)
+    assert not {name.rpartition(".")[2] for name in names if "." not in name} & {
+        key.rpartition(".")[2] for key in known
+    }
+
+
 def test_all_mistakes_come_together() -> None:
     with pytest.raises(ConfigError) as caught:
         make_recipe({**SMALLEST, "optim": {"lr": "x"}, "trainer": {"steps": 0, "stepz": 1}})
@@ -117,12 +169,20 @@ def test_all_mistakes_come_together() -> None:
         ("model: [", "is not valid YAML"),
         ("- a", "holds a list; expected a mapping of sections"),
         ("optim: {lr: 1, lr: 2}", "the key 'lr' is given twice"),
+        (
+            "optim:\n  lr: 1\n  eps: 2\n  lr: 2\n",
+            "recipe.yaml' is not valid YAML: line 4, column 3: the key 'lr' is given twice\n      lr: 2\n      ^",
+        ),
+        ("a: b\n  c: d\n", "recipe.yaml' is not valid YAML: line 2, column 4: mapping values are not allowed here\n"),
+        ("a: [\n", "line 2, column 1: expected the node content, but found '<stream end>' (while parsing a flow node)"),
+        ("a: \0", "special characters are not allowed: the character '\\x00' at place 3"),
         ("x: !!python/object/apply:os.system [ls]", "is not valid YAML"),
     ],
 )
 def test_broken_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         load_recipe(write(tmp_path, text))
+    assert "unicode string" not in str(caught.value)
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
@@ -153,8 +213,25 @@ def test_numbers_without_a_point_are_numbers() -> None:
     assert [value for _, value in values] == [1e-6, 2000.0, -5.0, 1.5, "x1e5", 12]
 
 
+def test_a_whole_number_with_an_exponent_counts_and_measures(tmp_path: Path) -> None:
+    path = write(tmp_path, yaml.safe_dump(SMALLEST))
+    recipe = load_recipe(path, ["trainer.steps=1e3", "rollout.max_new_tokens=1.5e2", "optim.lr=1e0", "optim.eps=1e-8"])
+    assert (recipe.trainer.steps, recipe.rollout.max_new_tokens) == (1000, 150)
+    assert (recipe.optim.lr, recipe.optim.eps) == (1.0, 1e-8)
+    assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
+    for given in ("1.5e0", "3.0", "1e60"):
+        with pytest.raises(ConfigError, match=r"trainer.steps is .*; expected"):
+            load_recipe(path, [f"trainer.steps={given}"])
+
+
+def test_one_logger_needs_no_list() -> None:
+    assert make_recipe({**SMALLEST, "trainer": {"loggers": "wandb"}}).trainer.loggers == ("wandb",)
+    with pytest.raises(ConfigError, match="expected 'wandb' or 'tensorboard'"):
+        make_recipe({**SMALLEST, "trainer": {"loggers": "wandbs"}})
+
+
 def test_every_key_is_described() -> None:
     sections = {name for name, field in Recipe.model_fields.items() if name != "run_dir"}
     described = known_keys()
     assert {key.split(".")[0] for key in described} == sections | {"run_dir"}
-    assert [key for key, text in described.items() if not text] == []
+    assert [key.name for key in described.values() if not key.text] == []

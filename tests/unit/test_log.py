@@ -3,13 +3,17 @@
 import math
 import subprocess
 import sys
+from typing import Any
 
-from dovetail.log import WIDTH, curve
+import pytest
+
+from dovetail.log import WIDTH, Console, curve
+from dovetail.rl.updates import EMPTY_UPDATE
 
 
 def test_a_rising_curve_rises() -> None:
     lines = curve([0.0, 0.5, 1.0], height=2).splitlines()
-    assert lines[0] == "   1.000 |  \u2588" and lines[1] == "   0.000 | \u2588\u2588"
+    assert lines[0] == "   1.000 |  \u2588" and lines[1] == "   0.000 |\u2581\u2588\u2588"
 
 
 def test_many_values_are_averaged_into_one_width() -> None:
@@ -19,8 +23,46 @@ def test_many_values_are_averaged_into_one_width() -> None:
 
 def test_values_that_are_not_finite_are_left_out() -> None:
     """A skipped update has no finite loss; the run must still end well."""
-    assert curve([1.0, math.nan, 2.0, math.inf]) == curve([1.0, 2.0])
-    assert curve([math.nan]) == curve([]) == ""
+    assert curve([1.0, math.nan, 2.0, 3.0, math.inf]) == curve([1.0, 2.0, 3.0]) != ""
+
+
+def test_what_has_no_shape_has_no_chart() -> None:
+    assert curve([math.nan]) == curve([]) == curve([1.0, math.nan, 2.0]) == curve([0.25] * 9) == ""
+
+
+def test_a_critic_shows_its_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(speaks=True, steps=2).step({"step": 1, "tokens": 9, "loss": 0.5, "critic_loss": 0.25, "lr": 1e-6})
+    assert capsys.readouterr().out.strip() == "step 1/2  loss 0.5000  critic 0.2500  lr 1.00e-06"
+
+
+NOTHING = {**EMPTY_UPDATE, "step": 1, "response_length_mean": 4.0, "reward_mean": 0.5, "tokens_per_second": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ({"equal_groups": 1.0}, "no update: all samples of every prompt have equal rewards  reward 0.500  length 4.0"),
+        (
+            {"reward_mean": math.nan, "response_length_mean": math.nan, "equal_groups": math.nan},
+            "no update: no sample has a reward",
+        ),
+        (
+            {"tokens": 9, "loss": 0.0, "entropy_mean": 1.0, "kl_mean": 0.0, "equal_groups": 1.0},
+            "all samples of every prompt have equal rewards  loss 0.0000  reward 0.500  grad 0  entropy 1.000  kl 0.0000  "
+            "length 4.0  lr 0.00e+00  tok/s 0",
+        ),
+        (
+            {"tokens": 9, "skipped": True, "fault": "the loss", "equal_groups": 0.5, "tokens_per_second": None},
+            "UPDATE SKIPPED: not finite: the loss  loss nan  reward 0.500  grad 0  entropy nan  kl nan  length 4.0  "
+            "lr 0.00e+00",
+        ),
+    ],
+)
+def test_a_step_without_an_update_says_so_and_shows_no_numbers_of_it(
+    row: dict[str, Any], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Console(speaks=True, steps=2).step({**NOTHING, **row})
+    assert capsys.readouterr().out.strip() == f"step 1/2  {line}"
 
 
 def test_nobody_has_to_listen() -> None:

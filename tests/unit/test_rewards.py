@@ -15,7 +15,7 @@ from tests.fault.processes import SECONDS, all_gone, is_alive
 
 HANG = 3.0  # seconds that a reward may take; any but the one that hangs takes none, on a busy machine, too
 MODULE = """
-import os, sys, time
+import json, os, sys, time
 
 def verl_like(data_source, solution_str, ground_truth, extra_info):
     print("a print must not disturb the conversation", flush=True)
@@ -49,6 +49,15 @@ def by_text(data_source, solution_str, ground_truth, extra_info):
         return len(sys.stdin.read())
     return {"nan": float("nan"), "inf": float("-inf"), "none": None, "text": "1.0", "list": [1.0], "bool": True,
             "big": 10**400, "secret": object()}.get(what, 0.5)
+
+def as_verl(data_source, solution_str, ground_truth, extra_info):
+    return {"score": {"none": None, "text": "1.0"}.get(solution_str, 0.5), "acc": 1.0} if solution_str else {"acc": 1.0}
+
+async def later(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+
+def parses(prompts, completions):
+    return [json.loads(text)["a"] for text in completions]
 
 def neither(x, y):
     return 1.0
@@ -172,6 +181,34 @@ def test_both_signatures(directory: Path) -> None:
     assert "list of 1 reward" in str(result.error)
 
 
+def test_a_mapping_gives_its_score(directory: Path) -> None:
+    with RewardRunner(function="my_rewards:as_verl", directory=directory) as runner:
+        number, none, text, lacking = runner.score([sample("x"), sample("none"), sample("text"), sample("")])
+    assert (number, none) == (RewardResult(0.5), RewardResult(None))
+    assert text.error == "the reward returned '1.0', which is not a finite number"
+    assert lacking.error == "KeyError: 'score'"
+
+
+def test_messages_name_lines_of_the_user_only(directory: Path) -> None:
+    """Not those of the library that the reward calls, nor ours, where a built-in or the form of an answer is at fault."""
+    line = 1 + MODULE.splitlines().index('    return [json.loads(text)["a"] for text in completions]')
+    with RewardRunner(function="my_rewards:parses", directory=directory) as runner:
+        bad, missing = runner.score([sample("{"), sample("{}")])
+    for result, kind in ((bad, "JSONDecodeError: "), (missing, "KeyError: ")):
+        assert str(result.error).startswith(kind)
+        assert str(result.error).endswith(f" ({directory}/my_rewards.py:{line})")
+    with RewardRunner(function="my_rewards:two_for_one", directory=directory) as runner:
+        assert runner.score([sample("x")])[0].error == "ValueError: expected a list of 1 reward for 1 completion, got 2"
+    with RewardRunner("numeric_match") as runner:
+        assert runner.score([Judged(completion="1", answer="none")])[0].error == (
+            "ValueError: the answer 'none' holds no number"
+        )
+    with pytest.raises(ConfigError, match=rf"No module named 'does_not_exist' \({directory}/broken.py:1\)$"):
+        RewardRunner(function="broken:f", directory=directory)
+    with pytest.raises(ConfigError, match=r"No module named 'nowhere'$"):
+        RewardRunner(function="nowhere:f", directory=directory)
+
+
 def test_what_a_reward_may_not_do_drops_its_sample_only(directory: Path) -> None:
     texts = ["ok", "raise", "exit", "crash", "hang", "nan", "inf", "none", "text", "list", "big", "secret", "read"]
     with RewardRunner(function="my_rewards:by_text", directory=directory, timeout=HANG) as runner:
@@ -184,7 +221,7 @@ def test_what_a_reward_may_not_do_drops_its_sample_only(directory: Path) -> None
         "raise": "RuntimeError: broken on purpose",
         "exit": "SystemExit: 3",
         "crash": "died",
-        "hang": f"no answer within {HANG:g} s",
+        "hang": f"no answer within {HANG:g} s; the worker was killed; where it needs longer, raise reward.timeout_seconds",
         "nan": "not a finite number",
         "inf": "not a finite number",
         "text": "not a finite number",
@@ -228,6 +265,7 @@ def test_a_regular_expression_that_never_ends_is_killed() -> None:
         ({"function": "my_rewards:absent"}, "no function 'absent'"),
         ({"function": "my_rewards:not_a_function"}, "no function 'not_a_function'"),
         ({"function": "my_rewards:neither"}, "neither signature"),
+        ({"function": "my_rewards:later"}, "later is an async function, and nobody awaits it; define it with def"),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_refused_at_the_start(

@@ -14,7 +14,7 @@ from dovetail.engine.base import Engine
 from dovetail.rl import trainer
 from dovetail.rl.experience import AdvantageSettings, Sample, drop_equal_groups, pack_samples, with_advantages
 from dovetail.rl.trainer import LoopSettings, inner_batches, never, train, weighted
-from dovetail.rl.updates import Row
+from dovetail.rl.updates import Row, describe
 from dovetail.rollout.base import Completion
 from tests.tolerances import OP_FP32, assert_close
 
@@ -220,6 +220,8 @@ def test_rows_of_a_step_come_from_one_stream() -> None:
 def test_groups_of_equal_rewards_are_dropped() -> None:
     assert [s.group for s in drop_equal_groups(SAMPLES)] == [0, 0]
     assert drop_equal_groups(SAMPLES[2:]) == []
+    assert describe(SAMPLES, compared=True)["equal_groups"] == 2 / 3
+    assert "equal_groups" not in describe(SAMPLES, compared=False)
 
 
 def reference_gae(samples: Seq[Sample], batch: PackedBatch, gamma: float, lam: float, penalty: Any) -> list[float]:

@@ -9,6 +9,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.build.engine import check_layout
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.errors import LayoutError, ModelError
+from dovetail.hf.model import known_config
 from dovetail.kernels.registry import kernels_for
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
@@ -25,6 +26,7 @@ def backend_layout(source: Pretrained, layout: Layout, backend: Backend) -> Layo
         return Layout(dp=layout.num_ranks)
     named = source.config.get("model_type")
     if named not in FAMILIES:
+        known_config(source.config, source.code)  # nobody is sent to transformers that does not know the family either
         raise ModelError(
             f"the native sampler runs {', '.join(FAMILIES)}, not {named}; set rollout.backend=transformers (generate: "
             "--engine transformers)"

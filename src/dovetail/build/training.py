@@ -12,6 +12,7 @@ import torch
 from dovetail.arch.foreign import AnySpec
 from dovetail.arch.spec import ArchSpec
 from dovetail.build.engine import EngineOptions, check_layout, make_engine, make_mesh
+from dovetail.build.notes import notes
 from dovetail.build.sampling import backend_layout, make_sampler
 from dovetail.build.text import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
 from dovetail.checkpoint.steps import Retention, from_a_whole_step
@@ -52,10 +53,13 @@ class Job:
     loop: LoopSettings
     contents: Contents
     judge: Judge | None
+    notes: tuple[str, ...] = ()
 
     def start(self) -> None:
-        """Write the run's first files. Collective."""
+        """Write the run's first files, and say what its user should know. Collective."""
         self.run.open(self.contents)
+        for note in self.notes:
+            self.run.say(f"note: {note}")
 
     def close(self) -> None:
         """End the display, the loggers and the reward processes, however the run went."""
@@ -81,6 +85,7 @@ class Builder:
         self.recipe, self.device, self.recipe_folder = recipe, device, recipe_folder
         self.stop_requested, self.resume = stop_requested, resume
         self.resumed: Resumed | None = None
+        self.lengths: list[int] = []  # of the rows to train on, in tokens
         self.meshes: dict[Layout, Mesh] = {}
         self.mesh = self._mesh(recipe.layout)
         self.dtype = getattr(torch, recipe.model.dtype)
@@ -120,7 +125,7 @@ class Builder:
             contents = Contents(engines=engines, sides=sides, model=model, data=rows, cursor=loop.cursor)
             run.check_space(contents)
             on_failure.pop_all()
-        return Job(task, run, loop, contents, judge)
+        return Job(task, run, loop, contents, judge, tuple(notes(recipe, self.source.config, self.lengths)))
 
     def _sft(self, loop: LoopSettings) -> tuple[Task, str, Engines]:
         limits = self._limits(self._budget)
@@ -168,7 +173,7 @@ class Builder:
         with agreed(self.mesh):
             rows = load(data.train)
             held_out = load(data.eval) if data.eval else []
-        told = rows_fingerprint(rows)
+        told, self.lengths = rows_fingerprint(rows), [len(vars(row)["ids"]) for row in rows]
         if self.resumed is not None:
             refuse_other("the rows of data.train", self.resumed.state.data, told, "data.train")
         return rows, held_out, told

@@ -14,6 +14,7 @@ from dovetail.layout import DEGREES, Layout
 from dovetail.watch.progress import LIMITS
 
 EPILOG = "The commands, recipes and files that you can rely on: docs/contract.md"
+KEYS = "Every key of a recipe, and how to write GRPO, DAPO, GSPO, PPO and others: docs/recipe.md. "
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,7 +42,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     top.add_argument("command", choices=list(COMMANDS), metavar="command", help="dovetail COMMAND --help says more")
     name = top.parse_args(argv[:1]).command
     command = COMMANDS[name]
-    parser = Parser(prog=f"dovetail {name}", description=command.help, epilog=EPILOG)
+    parser = Parser(
+        prog=f"dovetail {name}", description=command.help, epilog=(KEYS if name == "train" else "") + EPILOG
+    )
     command.arguments(parser)
     overrides, rest = _split_overrides(argv[1:]) if name == "train" else ([], list(argv[1:]))
     args = parser.parse_intermixed_args(rest)
@@ -160,7 +163,7 @@ def _rows(parser: argparse.ArgumentParser, data: str) -> None:
         "--model", required=True, metavar="M", help="a directory, or a hub name pinned as name@revision"
     )
     parser.add_argument("--data", required=True, metavar=data)
-    parser.add_argument("--out", required=True, metavar="OUT.jsonl")
+    parser.add_argument("--out", required=True, metavar="OUT.jsonl", help="a file that is there is replaced")
 
 
 def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:

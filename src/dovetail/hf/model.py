@@ -60,6 +60,7 @@ REFUSALS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, ImportError),
     *(OSError, SyntaxError, StrictDataclassError),
 )
+LONG = 1000  # characters of a message
 PACKING_ROPES = ("dynamic", "longrope")  # their tables follow the longest sequence that happens to be in the batch
 
 
@@ -255,8 +256,16 @@ def known_config(config: Mapping[str, Any], code: Path | None = None) -> "transf
     except ModelError:
         raise
     except REFUSALS as error:
-        raise ModelError(f"transformers makes no model of this config: {type(error).__name__}: {error}") from error
+        raise ModelError(
+            f"transformers makes no model of this config: {type(error).__name__}: {_short(error)}"
+        ) from error
     return known
+
+
+def _short(error: Exception) -> str:
+    """The first sentence of a long message: behind it transformers lists all types of models that it knows."""
+    text = str(error)
+    return text if len(text) < LONG else text.partition(". ")[0]
 
 
 def is_sighted(config: "transformers.PreTrainedConfig") -> bool:

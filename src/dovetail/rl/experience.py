@@ -57,12 +57,18 @@ def pack_samples(samples: Seq[Sample], temperature: float) -> PackedBatch:
     return PackedBatch.pack(rows)
 
 
-def drop_equal_groups(samples: Seq[Sample]) -> list[Sample]:
-    """Without the groups whose rewards are all the same: they carry no group-relative signal."""
+def equal_groups(samples: Seq[Sample]) -> dict[int, bool]:
+    """Of each group, whether its rewards are all the same, so that they carry no group-relative signal."""
     seen: dict[int, set[float]] = {}
     for sample in samples:
         seen.setdefault(sample.group, set()).add(sample.reward)
-    return [sample for sample in samples if len(seen[sample.group]) > 1]
+    return {group: len(rewards) == 1 for group, rewards in seen.items()}
+
+
+def drop_equal_groups(samples: Seq[Sample]) -> list[Sample]:
+    """Without the groups whose rewards are all the same."""
+    equal = equal_groups(samples)
+    return [sample for sample in samples if not equal[sample.group]]
 
 
 def with_advantages(batch: PackedBatch, samples: Seq[Sample], settings: AdvantageSettings) -> PackedBatch:

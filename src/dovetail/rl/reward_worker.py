@@ -14,6 +14,8 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -21,6 +23,8 @@ from dovetail.rl.reward_functions import BUILT_IN
 from dovetail.watch.system import die_with_parent
 
 Scorer = Callable[[Mapping[str, Any]], Any]
+# What lies between the call and a user's file: this package, and Python's way of importing a module.
+OURS = (str(Path(__file__).parents[1]) + os.sep, "<frozen ", importlib.__file__)
 POSITIONAL = frozenset({"completion", "answer", "_answer", "finish", "_finish"})  # what a built-in always gets
 _GRACE = 5.0  # seconds after which a call ends its own process, should the parent have died meanwhile
 
@@ -38,11 +42,15 @@ class Caught:
     ) -> bool:
         if kind is None or error is None:
             return True
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        place = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace else ""
-        self.error = f"{kind.__name__}: {error}{place}"
+        self.error = f"{kind.__name__}: {error}{_place(trace)}"
         return True
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The innermost line of the first file that is foreign to us: the user's own line, wherever the call went from it."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(trace)]
+    foreign = [(file, line) for file, line in lines if not file.startswith(OURS)]
+    return next((f" ({file}:{line})" for file, line in reversed(foreign) if file == foreign[0][0]), "")
 
 
 def main() -> NoReturn:
@@ -73,6 +81,8 @@ def evaluate(scorer: Scorer, sample: Mapping[str, Any], timeout: float) -> dict[
     signal.setitimer(signal.ITIMER_REAL, timeout + _GRACE)  # ends even a call that never gives up the interpreter
     with Caught() as caught:
         value = scorer(sample)
+        if isinstance(value, Mapping):  # as verl's rewards may tell more than the number
+            value = value["score"]
         if value is not None and not isinstance(value, (str, bytes)):
             number = float(value)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -97,6 +107,8 @@ def load(name: str | None, function: str | None, options: Mapping[str, Any], dir
     found = vars(importlib.import_module(module)).get(attribute)
     if not callable(found):
         raise LookupError(f"module {module} has no function {attribute!r}")
+    if inspect.iscoroutinefunction(found):
+        raise TypeError(f"{function} is an async function, and nobody awaits it; define it with def, not async def")
     parameters = inspect.signature(found).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     accepted = None if takes_all else frozenset(parameters)

@@ -22,6 +22,7 @@ from dovetail.errors import ConfigError
 from dovetail.rl.reward_functions import BUILT_IN
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dovetail.rl.reward_worker import main; main()"
+SLOW = "where it needs longer, raise reward.timeout_seconds"
 _START_SECONDS = 120.0  # a user's module may import heavy things
 
 
@@ -130,7 +131,7 @@ class RewardRunner:
         if answer is not None:
             return RewardResult(answer["value"], answer["error"])
         if worker.alive:
-            return RewardResult(None, f"no answer within {self._timeout:g} s; the worker was killed")
+            return RewardResult(None, f"no answer within {self._timeout:g} s; the worker was killed; {SLOW}")
         return RewardResult(None, "the worker process died")
 
     def _replace(self, worker: "_Worker") -> "_Worker":

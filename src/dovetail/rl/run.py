@@ -147,7 +147,7 @@ class RunDirectory:
             self.run_id, self._before = resumed.state.run_id, dict(resumed.state.before)
         with agreed(self.mesh):
             if self.lead:
-                (self.path / ROLLOUTS).mkdir(parents=True, exist_ok=True)
+                self._make()
                 self._lock.take()
                 if is_run(self.path) != self._there:
                     raise ConfigError(
@@ -170,7 +170,7 @@ class RunDirectory:
 
     def start(self, evaluation: Row) -> None:
         self._before = evaluation
-        if evaluation:
+        if evaluation and self.resumed is None:
             self.say("before training: " + _numbers(evaluation))
         self.console.start()
 
@@ -232,7 +232,8 @@ class RunDirectory:
         self.close()
         key = "reward_mean" if outcome.rows and "reward_mean" in outcome.rows[-1] else "loss"
         values = [float(row[key]) for row in outcome.rows if row.get(key) is not None]
-        self.say(f"\n{key} over {len(outcome.rows)} steps\n{curve(values)}\n")
+        if chart := curve(values):
+            self.say(f"\n{key} over {len(outcome.rows)} steps\n{chart}\n")
         for name in outcome.before:
             if name in outcome.after:
                 self.say(f"{name:<18} {outcome.before[name]:.3f} -> {outcome.after[name]:.3f}")
@@ -264,6 +265,15 @@ class RunDirectory:
             if last or self._failed_saves == MOST_FAILED_SAVES:
                 raise CheckpointError(f"the run cannot be saved; what was saved before is whole\n{error}") from error
             self.say(f"A SAVE FAILED, the run goes on and earlier checkpoints are whole: {error}")
+
+    def _make(self) -> None:
+        """Make the directory; what refuses that, though it looked well, is told with its name."""
+        try:
+            (self.path / ROLLOUTS).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir {self.path} cannot be made: {error.strerror}: {error.filename}; choose another run_dir"
+            ) from error
 
     def _state(self, step: int) -> RunState:
         mesh = self.mesh

@@ -178,7 +178,8 @@ class RLTask:
         self.loop.progress.phase("push", step + 1)
         samples, errors = self._sample(prompts, replace(self.settings.sampling, step=step))
         self.samples = samples
-        row = {**describe(samples), "reward_errors": errors}
+        compared = self.settings.advantages.kind != "ppo"
+        row = {**describe(samples, compared=compared), "reward_errors": errors}
         if self.settings.skip_equal_groups:
             samples = drop_equal_groups(samples)
         if not samples:  # nothing to learn from: every group agrees, or the reward dropped every sample

@@ -7,7 +7,7 @@ from typing import Any
 
 from dovetail.batch import LossFn, PackedBatch
 from dovetail.engine.base import Engine, StepReport
-from dovetail.rl.experience import Sample
+from dovetail.rl.experience import Sample, equal_groups
 
 Row = dict[str, Any]
 
@@ -43,13 +43,14 @@ EMPTY_UPDATE: Mapping[str, Any] = {  # means of nothing are not numbers
 }  # fmt: skip
 
 
-def describe(samples: Seq[Sample]) -> Row:
-    """The means of a step's samples."""
-    return {
+def describe(samples: Seq[Sample], *, compared: bool) -> Row:
+    """The means of a step's samples. compared: with each other, so that it matters which share of prompts gets equal rewards."""
+    row = {
         "reward_mean": mean([sample.reward for sample in samples]),
         "response_length_mean": mean([float(len(sample.completion.ids)) for sample in samples]),
         "stop_fraction": mean([float(sample.completion.finish == "stop") for sample in samples]),
     }
+    return {**row, "equal_groups": mean([*map(float, equal_groups(samples).values())])} if compared else row
 
 
 def mean(values: Seq[float]) -> float:

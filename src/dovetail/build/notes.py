@@ -1,0 +1,39 @@
+"""What a run tells once as it starts: keys that have no effect, and what its rows and lengths come to. It runs all the same."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dovetail.config import PPO, SFT, Recipe, RewardSection
+
+
+def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int]) -> list[str]:
+    """One line each. `config`: the policy's config.json; `lengths`: tokens of every row to train on."""
+    told, algorithm, trainer = [], recipe.algorithm, recipe.trainer
+    idle = []
+    if not isinstance(algorithm, PPO):
+        idle += [f"critic.{key}" for key, value in recipe.critic if value is not None]
+    if isinstance(algorithm, SFT):
+        default = RewardSection(name="exact_match")
+        idle += [
+            f"reward.{'import' if key == 'function' else key}"
+            for key, value in recipe.reward
+            if value != dict(default)[key]
+        ]
+    if idle:
+        told.append(f"without effect, since algorithm.name is {algorithm.name}: {', '.join(idle)}")
+    if trainer.eval_every and recipe.data.eval is None:
+        told.append("without effect, since there is no data.eval: trainer.eval_every")
+    if trainer.prompts_per_step > len(lengths):
+        told.append(
+            f"trainer.prompts_per_step is {trainer.prompts_per_step}, and data.train has {len(lengths)} rows: a step takes "
+            "some of them more than once"
+        )
+    most = {**config, **config.get("text_config", {})}.get("max_position_embeddings")
+    new = 0 if isinstance(algorithm, SFT) else recipe.rollout.max_new_tokens
+    if isinstance(most, int) and max(lengths) + new > most:
+        more = f" and rollout.max_new_tokens={new}" if new else ""
+        told.append(
+            f"the longest row of data.train has {max(lengths)} tokens{more}, but the model was made for {most} "
+            "(max_position_embeddings): what lies beyond may make little sense"
+        )
+    return told

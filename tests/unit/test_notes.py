@@ -1,0 +1,46 @@
+"""What a run tells as it starts: each thing where it holds, nothing of a run that is as it should be."""
+
+from typing import Any
+
+import pytest
+
+from dovetail.build.notes import notes
+from dovetail.config import make_recipe
+
+SMALLEST = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo", "rloo", "ppo"])
+def test_nothing_of_a_run_that_is_as_it_should_be(name: str) -> None:
+    recipe = make_recipe({**SMALLEST, "algorithm": {"name": name}})
+    assert notes(recipe, {"max_position_embeddings": 128}, [64] * 16) == []
+    assert notes(make_recipe({**SMALLEST, "reward": {"import": "a:b"}}), {}, [999] * 16) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            {"critic": {"lr": 1.0, "layout": {"tp": 2}}},
+            "without effect, since algorithm.name is grpo: critic.layout, critic.lr",
+        ),
+        (
+            {"algorithm": {"name": "sft"}, "reward": {"import": "a:b"}},
+            "without effect, since algorithm.name is sft: reward.name, reward.import",
+        ),
+        ({"trainer": {"eval_every": 2}}, "without effect, since there is no data.eval: trainer.eval_every"),
+        (
+            {"trainer": {"prompts_per_step": 17}},
+            "trainer.prompts_per_step is 17, and data.train has 16 rows: a step takes some of them more than once",
+        ),
+        (
+            {"rollout": {"max_new_tokens": 65}},
+            "the longest row of data.train has 64 tokens and rollout.max_new_tokens=65, but the model was made for 128 "
+            "(max_position_embeddings): what lies beyond may make little sense",
+        ),
+    ],
+)
+def test_each_thing_where_it_holds(given: dict[str, Any], told: str) -> None:
+    lengths = [3] * 15 + [64]
+    config = {"text_config": {"max_position_embeddings": 128}}
+    assert notes(make_recipe({**SMALLEST, **given}), config, lengths) == [told]

@@ -1,0 +1,33 @@
+"""docs/recipe.md is what the schema says; the algorithms that it tells of are recipes; the commands and the README lead to it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.cli.arguments import parse
+from dovetail.config import SFT, make_recipe
+from dovetail.recipe_keys import VARIANTS
+from tools.recipe_page import TARGET, page
+
+SMALLEST = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
+
+
+def test_the_page_is_what_the_code_says() -> None:
+    assert page() == TARGET.read_text(), "write it again: python -m tools.recipe_page"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_algorithm_is_a_recipe(variant: str) -> None:
+    """Whose keys its algorithm takes."""
+    keys: dict[str, Any] = dict(VARIANTS[variant])
+    algorithm = make_recipe({**SMALLEST, "algorithm": keys}).algorithm
+    assert {key: value for key, value in algorithm if key in keys} == keys
+    assert isinstance(algorithm, SFT) == (variant == "sft")
+
+
+def test_the_readme_and_the_help_lead_to_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "(docs/recipe.md)" in Path("README.md").read_text()
+    with pytest.raises(SystemExit):
+        parse(["train", "--help"])
+    assert "docs/recipe.md" in capsys.readouterr().out

@@ -1,0 +1,187 @@
+"""Writes docs/recipe.md, the page of every key of a recipe, from the schema, the rewards and the tables of names.
+
+    python -m tools.recipe_page
+
+A test compares the committed page with what `page` gives.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined, to_jsonable_python
+
+from dovetail.config import Recipe
+from dovetail.recipe_errors import leaf_of, scalar
+from dovetail.recipe_keys import FOREIGN, VARIANTS, keys_of
+from dovetail.rl.reward_functions import BUILT_IN, final_number
+
+TARGET = Path(__file__).parents[1] / "docs" / "recipe.md"
+INTRO = """# The keys of a recipe
+
+Written by `python -m tools.recipe_page`, so that it says what the code does. A recipe is one YAML file; any key may be
+changed on the command line, as in `dovetail train recipe.yaml optim.lr=2e-6`, and `dovetail train recipe.yaml --dry-run`
+checks all of them and prints the recipe with every default. What stays the same between releases, and the rows of data
+files: [contract.md](contract.md).
+
+## Algorithms
+"""
+TITLES: Mapping[str, tuple[str, str]] = {
+    "grpo": (
+        "GRPO",
+        "no KL term and the mean over all tokens; the paper's own form adds `aggregation: sequence, kl_coef: 0.04`",
+    ),
+    "dapo": (
+        "DAPO",
+        "groups of equal rewards are left out, not sampled anew as in the paper; its penalty for long responses belongs "
+        "into a reward of yours, which sees `finish`",
+    ),
+    "dr_grpo": ("Dr. GRPO", "the constant that divides a response's sum is `rollout.max_new_tokens`"),
+    "gspo": ("GSPO", "one ratio for a whole response, with the paper's clips"),
+    "rloo": (
+        "RLOO",
+        "no KL term; that of the paper lies in the reward: `kl_in: reward, kl_estimator: k1` and a `kl_coef`",
+    ),
+    "ppo": ("PPO", "with a critic (section `critic`); the first `critic_warmup` steps train it alone"),
+    "sft": ("SFT", "rows with a completion, or with messages; sections `rollout` and `reward` are not used"),
+}
+AFTER_ALGORITHMS = """
+Clips and ratios act where a step makes several updates, that is where `epochs` times `minibatches` is more than 1: at the
+first one the ratio is 1. A KL term (`kl_coef` above 0) loads a second model, the `reference`.
+"""
+REWARDS = """
+## Rewards
+
+`reward.name` is one of these, `reward.options` has its options; `reward.import: module:function` is a function of your own
+(contract.md, Rewards, says how it is called).
+"""
+FROM_OTHERS = """
+## From verl or TRL
+
+Reward functions of either run as they are, unless they are `async`. In rows of verl's, `reward_model.ground_truth` becomes
+the column `answer`; `prompt`, `data_source` and `extra_info` stay (parquet is read, too). Sizes count other things:
+`minibatches` is the number of updates in a pass over a step's rows, not the rows of one; `prompts_per_step` counts prompts
+over all ranks, not completions of one; `tokens_per_batch` stands for every micro-batch size.
+"""
+KINDS: Mapping[str, str] = {
+    "integer": "whole number", "number": "number", "string": "text", "boolean": "`true`, `false`", "null": "`null`",
+    "array": "list", "object": "mapping",
+}  # fmt: skip
+BOUNDS: Mapping[str, str] = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join(
+        [INTRO, *_algorithms(), AFTER_ALGORITHMS, *_keys(), REWARDS, *_rewards(), FROM_OTHERS, *_names(), ""]
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table."""
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def _algorithms() -> list[str]:
+    rows = [
+        (
+            TITLES[name][0],
+            f"`{{{', '.join(f'{key}: {scalar(value)}' for key, value in keys.items())}}}`",
+            TITLES[name][1],
+        )
+        for name, keys in VARIANTS.items()
+    ]
+    return table(("", "`algorithm:`", ""), rows)
+
+
+def _keys() -> Iterator[str]:
+    """A table for each section."""
+    alone = []
+    for name, field in Recipe.model_fields.items():
+        kinds = get_args(field.annotation) or (field.annotation,)
+        if not issubclass(kinds[0], BaseModel):
+            alone.append(name)
+            continue
+        about = (
+            " ".join(str(inspect.getdoc(kinds[0])).split())
+            if len(kinds) == 1
+            else "What is learned from a step's rows."
+        )
+        yield f"\n## {name}\n\n{about}\n"
+        yield from _table(name, {name: kinds})
+    yield "\n## Beside the sections\n"
+    yield from _table("", {})
+
+
+def _table(section: str, kinds: Mapping[str, Sequence[type[BaseModel]]]) -> list[str]:
+    """The keys of one section, and of those inside it but a layout's; without a section, the keys that stand alone."""
+    schemas = [kind.model_json_schema() for kind in kinds.get(section, (Recipe,))]
+    rows = []
+    for name, key in keys_of(Recipe).items():
+        inside = name.removeprefix(f"{section}.")
+        if name.partition(".")[0] != section if section else "." in name:
+            continue
+        if ".layout." in name:
+            continue
+        defaults = {owner: _default(name, value) for owner, value in key.defaults.items()}
+        first = next(iter(defaults.values()))
+        others = [f"{owner}: {value}" for owner, value in defaults.items() if value != first]
+        told = "to be given" if key.required else "; ".join([first, *others])
+        if name == "algorithm.name":
+            told = "`grpo`"
+        takes = (
+            ", ".join(f"`{owner}`" for owner in key.defaults) if name == "algorithm.name" else _takes(inside, schemas)
+        )
+        rows.append((f"`{inside}`", takes, told, key.text))
+    rows.sort(key=lambda row: row[0] != "`name`")
+    return table(("key", "takes", "default", "meaning"), rows)
+
+
+def _default(name: str, value: Any) -> str:
+    if value is PydanticUndefined or isinstance(value, BaseModel) or (value is None and leaf_of(name) == "layout"):
+        return "empty"
+    return f"`{scalar(to_jsonable_python(value))}`"
+
+
+def _takes(key: str, schemas: Sequence[Mapping[str, Any]]) -> str:
+    """What a key takes, by the first schema that has it."""
+    first, _, rest = key.partition(".")
+    for schema in schemas:
+        found = schema["properties"].get(first)
+        if found is not None and rest:
+            return _takes(rest, [schema["$defs"][found["$ref"].rpartition("/")[2]]])
+        if found is not None:
+            return " or ".join(_kind(each) for each in found.get("anyOf", [found]))
+    raise LookupError(key)
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    if "$ref" in schema:
+        return "the keys of `layout`" if schema["$ref"].endswith("LayoutSection") else "mapping"
+    if "enum" in schema or "const" in schema:
+        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    inner = schema.get("items", {}).get("enum", [])
+    bounds = [f"{sign} {schema[name]:,}" for name, sign in BOUNDS.items() if name in schema]
+    of = f" of {', '.join(f'`{value}`' for value in inner)}" if inner else ""
+    return f"{KINDS[schema['type']]}{of} {' and '.join(bounds)}".strip()
+
+
+def _rewards() -> Iterator[str]:
+    rows = []
+    for name, function in BUILT_IN.items():
+        parameters = inspect.signature(function).parameters.values()
+        options = [f"`{p.name}: {scalar(p.default)}`" for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        rows.append((f"`{name}`", " ".join(str(function.__doc__).split()), ", ".join(options)))
+    yield from table(("name", "what it gives", "options"), rows)
+    yield f"\n`final_number`: {' '.join(str(final_number.__doc__).split())}"
+
+
+def _names() -> list[str]:
+    rows = [(f"`{ours}`", ", ".join(f"`{name}`" for name in theirs)) for ours, theirs in FOREIGN.items()]
+    return table(("here", "there"), rows)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page())
