@@ -233,7 +233,8 @@ class RunDirectory:
         key = "reward_mean" if outcome.rows and "reward_mean" in outcome.rows[-1] else "loss"
         values = [float(row[key]) for row in outcome.rows if row.get(key) is not None]
         if chart := curve(values):
-            self.say(f"\n{key} over {len(outcome.rows)} steps\n{chart}\n")
+            self.say(f"\n{key} over {len(outcome.rows)} steps\n{chart}")
+        self.say("")
         for name in outcome.before:
             if name in outcome.after:
                 self.say(f"{name:<18} {outcome.before[name]:.3f} -> {outcome.after[name]:.3f}")
