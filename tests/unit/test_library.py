@@ -15,8 +15,11 @@ from bench.models import one_rank
 from dovetail.engine import checks
 from dovetail.errors import ConfigError, DataError, ModelError
 from dovetail.mesh import Axis, Mesh
+from examples import grpo_loss
 from tests.parity.configs import VOCAB, save_tiny, tiny_configs
 
+LOSS: Any = dt.Loss  # that wrong ones may be made
+SUM: Any = dt.Sum
 ROWS = [[1, 5, 7, 2, 9, 4], [3, 8, 2, 6], [4, 4, 1], [9, 2, 5, 5, 3]]
 OPTIONS = dt.EngineOptions(optim=dt.OptimSettings(lr=1e-2, weight_decay=0.1), tokens_per_batch=8, fresh_head_seed=0)
 OFFLOADED = dt.EngineOptions(
@@ -37,7 +40,7 @@ def made(folder: Path, options: dt.EngineOptions = OPTIONS, head: Any = "lm", dt
 
 
 def likelihood(stats: dt.TokenStats, batch: dt.PackedBatch) -> dt.Loss:
-    return dt.Loss(-stats.logprob.sum(), batch.mask.sum(), {"entropy": dt.Sum(stats.entropy.sum(), len(batch))})
+    return LOSS(-stats.logprob.sum(), batch.mask.sum(), {"entropy": SUM(stats.entropy.sum(), len(batch))})
 
 
 class Broken(torch.autograd.Function):
@@ -103,8 +106,8 @@ def test_a_step_that_raised_leaves_nothing_to_the_next(
 
 NOTHING: Mapping[str, Callable[[dt.PackedBatch], tuple[dt.PackedBatch, Any]]] = {
     "masks": lambda batch: (batch.with_mask(torch.zeros_like(batch.mask)), likelihood),
-    "count": lambda batch: (batch, lambda stats, _: dt.Loss(-stats.logprob.sum(), 0)),
-    "plain zeros": lambda batch: (batch, lambda _stats, _batch: dt.Loss(torch.zeros(()), 0)),
+    "count": lambda batch: (batch, lambda stats, _: LOSS(-stats.logprob.sum(), 0)),
+    "plain zeros": lambda batch: (batch, lambda _stats, _batch: LOSS(torch.zeros(()), 0)),
 }
 
 
@@ -128,7 +131,7 @@ def _moments(engine: Any) -> list[Tensor]:
 def test_a_count_below_one_divides_gradients_as_it_divides_the_loss(folder: Path) -> None:
     batch = dt.PackedBatch.pack(ROWS)
     reports = [
-        made(folder).train_step(batch, lambda s, b, c=c: dt.Loss(-c * s.logprob.sum(), c * b.mask.sum()))
+        made(folder).train_step(batch, lambda s, b, c=c: LOSS(-c * s.logprob.sum(), c * b.mask.sum()))
         for c in (1.0, 2.0**-10)
     ]
     assert [r.loss for r in reports] == [reports[0].loss] * 2
@@ -139,11 +142,11 @@ def test_a_count_below_one_divides_gradients_as_it_divides_the_loss(folder: Path
     ("loss", "message"),
     [
         (lambda s, _: -s.logprob.sum(), r"returned a Tensor; return dt\.Loss\(total, count, metrics\)"),
-        (lambda s, b: dt.Loss(-s.logprob, b.mask.sum()), r"total is a tensor \[\d+\]; take its sum"),
-        (lambda s, _: dt.Loss(-s.logprob.sum(), None), "count is a NoneType"),
-        (lambda s, _: dt.Loss(-s.logprob.sum(), 1, {"x": 0.5}), r"metric 'x' is a float; give dt\.Sum\(total, count\)"),
-        (lambda s, _: dt.Loss(-s.logprob.sum(), 1, {"x": s.entropy.mean()}), "metric 'x' is a Tensor; give dt"),
-        (lambda s, b: dt.Loss(-s.logprob.detach().sum(), b.mask.sum()), "has no gradient: compute it from the stats"),
+        (lambda s, b: LOSS(-s.logprob, b.mask.sum()), r"total is a tensor \[\d+\]; take its sum"),
+        (lambda s, _: LOSS(-s.logprob.sum(), None), "count is a NoneType"),
+        (lambda s, _: LOSS(-s.logprob.sum(), 1, {"x": 0.5}), r"metric 'x' is a float; give dt\.Sum\(total, count\)"),
+        (lambda s, _: LOSS(-s.logprob.sum(), 1, {"x": s.entropy.mean()}), "metric 'x' is a Tensor; give dt"),
+        (lambda s, b: LOSS(-s.logprob.detach().sum(), b.mask.sum()), "has no gradient: compute it from the stats"),
     ],
 )
 def test_losses_of_a_wrong_form_are_named(folder: Path, loss: Any, message: str) -> None:
@@ -157,9 +160,9 @@ def test_a_micro_batch_may_have_nothing_to_train(folder: Path) -> None:
 
     def loss(x: Any, batch: dt.PackedBatch) -> dt.Loss:
         if len(batch) < 6:
-            return dt.Loss(torch.zeros(()), 0, {"m": dt.Sum(0, 0)})
+            return LOSS(torch.zeros(()), 0, {"m": SUM(0, 0)})
         x = x if isinstance(x, Tensor) else x.logprob
-        return dt.Loss(-x.sum(), len(batch), {"m": dt.Sum(1.5, 1)})
+        return LOSS(-x.sum(), len(batch), {"m": SUM(1.5, 1)})
 
     for head in ("lm", "value"):
         report = made(folder, head=head).train_step(dt.PackedBatch.pack(ROWS), loss)
@@ -238,3 +241,16 @@ def test_ranks_with_different_batches_are_told_so(other: dt.PackedBatch, named: 
         checks.check_same(mine, mesh)
         with pytest.raises(DataError, match=f"rank 1 differs from rank 0 in {named}; every rank takes the same whole"):
             checks.check_same(other, mesh)
+
+
+def test_the_example_learns_what_was_rewarded(folder: Path, tmp_path: Path) -> None:
+    """examples/grpo_loss.py, on one rank: the rewarded answer gains on the others, and the result can be loaded."""
+    reports = grpo_loss.main(str(folder), str(tmp_path / "new"), dt.Layout())
+    assert reports[-1].loss < reports[0].loss
+    assert not any(report.skipped for report in reports)
+    batch = dt.PackedBatch.pack([[*grpo_loss.PROMPT, *answer] for answer in grpo_loss.ANSWERS])
+    before, after = (
+        torch.stack([row.sum() for row in made(path).score(batch).logprob.split(batch.lengths)])
+        for path in (folder, tmp_path / "new")
+    )
+    assert int((after - before).argmax()) == 0
