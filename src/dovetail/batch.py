@@ -2,8 +2,7 @@
 
 Index i of `targets`, `mask` and every field belongs to the prediction made at position i: `targets[i]` is the token
 that follows `tokens[i]` in its sequence. The shift happens here, before anything is cut, so no rank ever needs its
-neighbor's token. Dealing sequences over replicas and cutting micro-batches are pure functions of the lengths, so all
-ranks agree on them without a word.
+neighbor's token.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import DataError
-from dovetail.routing import Routes, RoutingTrace
+from dovetail.routing import Routes, RoutingTrace, joined
 
 # What a model's processor makes of the images and videos of one sequence: pixel_values, image_grid_thw, ...
 Media = Mapping[str, Tensor]
@@ -66,7 +65,10 @@ class PackedBatch:
         cls, sequences: Iterable[Sequence | Seq[int] | Tensor], *, dtype: torch.dtype = torch.float32
     ) -> "PackedBatch":
         """Pack sequences in order. The last token of each predicts nothing: its target is 0 and its mask False."""
-        rows = [row if isinstance(row, Sequence) else Sequence(_ids(row)) for row in sequences]
+        rows = [
+            replace(row, ids=_ids(row.ids, i)) if isinstance(row, Sequence) else Sequence(_ids(row, i))
+            for i, row in enumerate(sequences)
+        ]
         lengths = tuple(len(row.ids) for row in rows)
         if not all(lengths):
             raise DataError(f"sequence {lengths.index(0)} has no tokens; a sequence needs at least one")
@@ -93,7 +95,7 @@ class PackedBatch:
             lengths=lengths,
             fields={name: torch.tensor(column, dtype=dtype) for name, column in columns.items()},
             media=_some([row.media for row in rows]),
-            routing=_routing(rows),
+            routing=joined([(len(row.ids), row.routing) for row in rows]),
         )
 
     def __len__(self) -> int:
@@ -110,7 +112,9 @@ class PackedBatch:
         return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=len(self))
 
     def with_fields(self, **fields: Tensor) -> "PackedBatch":
-        """The same tokens with fields added or replaced."""
+        """The same tokens with fields added or replaced: [T], entry i of the prediction made at token i."""
+        for name, x in fields.items():
+            self._check_column(f"field {name!r}", x)
         return replace(self, fields={**self.fields, **fields})
 
     def with_routing(self, routing: RoutingTrace | None) -> "PackedBatch":
@@ -119,6 +123,9 @@ class PackedBatch:
 
     def with_mask(self, mask: Tensor) -> "PackedBatch":
         """The same tokens, of which those count where `mask` [T] is True."""
+        self._check_column("the mask", mask)
+        if mask.dtype != torch.bool:
+            raise DataError(f"the mask is {_kind(mask)}; give torch.bool, as in mask > 0")
         return replace(self, mask=mask)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
@@ -168,6 +175,11 @@ class PackedBatch:
             media=(*self.media, None) if self.media else (),
             routing=None if self.routing is None else self.routing.padded(missing),
         )
+
+    def _check_column(self, name: str, x: Tensor) -> None:
+        if not isinstance(x, Tensor) or x.shape != self.tokens.shape or x.device != self.tokens.device:
+            expected = f"a tensor [{len(self)}] on {self.tokens.device}, an entry for every token of the batch"
+            raise DataError(f"{name} is {_kind(x)}; expected {expected} (dt.Sequence packs lists)")
 
     def _map(
         self,
@@ -297,43 +309,6 @@ def cumulative(lengths: Seq[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
 
 
-def plan_microbatches(
-    lengths: Seq[int], replicas: int, budget: int | None, multiple: int = 1, width: int = 1 << 20
-) -> list[list[list[int]]]:
-    """Which sequences each replica runs in each micro-batch: [replica][micro-batch] -> sequence numbers.
-
-    Sequences go to replicas by falling cost (longest first, to the least loaded); a replica fills micro-batches first
-    fit, longest first, each of at most `budget` tokens counting the padding to `multiple`. Every replica has equally many
-    micro-batches; some may be empty. `width` weighs attention (n^2) against the rest (n): cost = n (1 + n / 12 width).
-    """
-    if budget is not None:
-        for i, n in enumerate(lengths):
-            if _padded(n, multiple) > budget:
-                raise DataError(
-                    f"sequence {i} has {n} tokens ({_padded(n, multiple)} with padding), more than tokens_per_batch="
-                    f"{budget}; raise trainer.tokens_per_batch or set data.overlong=drop"
-                )
-    load = [0.0] * replicas
-    dealt: list[list[int]] = [[] for _ in range(replicas)]
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        replica = min(range(replicas), key=lambda r: (load[r], len(dealt[r]), r))
-        load[replica] += lengths[i] * (1 + lengths[i] / (12 * width))
-        dealt[replica].append(i)
-    plans = []
-    for mine in dealt:
-        bins: list[tuple[int, list[int]]] = []
-        for i in mine:
-            for b, (used, members) in enumerate(bins):
-                if budget is None or _padded(used + lengths[i], multiple) <= budget:
-                    bins[b] = (used + lengths[i], [*members, i])
-                    break
-            else:
-                bins.append((lengths[i], [i]))
-        plans.append([members for _, members in bins])
-    count = max(map(len, plans), default=0)
-    return [plan + [[] for _ in range(count - len(plan))] for plan in plans]
-
-
 class Sum(NamedTuple):
     """A quantity to be averaged: its sum over tokens or sequences, and how many there were."""
 
@@ -369,27 +344,20 @@ def _some(media: list[Media | None]) -> tuple[Media | None, ...]:
     return tuple(media) if any(each is not None for each in media) else ()
 
 
-def _routing(rows: Seq[Sequence]) -> RoutingTrace | None:
-    """The traces of all sequences, or none of any: what some lack is not made up."""
-    found = [row.routing for row in rows if row.routing is not None]
-    if not found:
-        return None
-    for index, row in enumerate(rows):
-        if row.routing is None:
-            raise DataError(f"sequence {index} has no routing, which others have; give it to all or none")
-        if len(row.routing) != len(row.ids):
-            raise DataError(f"sequence {index} has {len(row.ids)} tokens but routing for {len(row.routing)}")
-        if row.routing.layers != found[0].layers:
-            raise DataError(f"sequence {index} is routed in layers {row.routing.layers}, others in {found[0].layers}")
-    return RoutingTrace.cat(found)
+def _ids(row: Seq[int] | Tensor, index: int) -> list[int]:
+    try:
+        ids = torch.as_tensor(row)
+    except (TypeError, ValueError, RuntimeError):
+        ids = torch.empty(0, 0)
+    if ids.dim() != 1 or (ids.numel() and ids.is_floating_point()):
+        raise DataError(
+            f"sequence {index} is {_kind(row)}; give a list or a 1-D tensor of whole ids, as in pack([[1, 5, 7], [1, 9]])"
+        )
+    return ids.tolist()
 
 
-def _ids(row: Seq[int] | Tensor) -> list[int]:
-    return row.tolist() if isinstance(row, Tensor) else list(row)
-
-
-def _padded(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+def _kind(x: object) -> str:
+    return f"a tensor {list(x.shape)} of {x.dtype} on {x.device}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
 def _shifted(values: float | Seq[float], n: int, name: str, index: int) -> list[float]:

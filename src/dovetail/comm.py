@@ -12,8 +12,8 @@
     all_reduce          identity         partial in, whole out; consumers compute the same thing
 
 Those of heads work on dims 0 and 1, the others on dim 0, and each is the identity on an axis of size 1, so callers never
-test sizes. What has no gradient (`Scattering`, `sum_over`, `stack_over`, `exchange`, `gather_text`, `all_reduce_`) are for
-statistics, for agreeing on errors and counts, and for gradients themselves.
+test sizes. What has no gradient (`Scattering`, `sum_over`, `stack_over`, `exchange`, `gather_text`, `stack_numbers` and
+`all_reduce_`) is for statistics, for agreeing on errors and counts, and for gradients themselves.
 """
 
 import json
@@ -258,6 +258,13 @@ def gather_text(text: str, axis: Axis, device: torch.device | str = "cpu") -> li
     padded = torch.nn.functional.pad(data, (0, int(sizes.max()) - len(data)))
     rows = stack_over(padded, axis).cpu()
     return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes.tolist(), strict=True)]
+
+
+def stack_numbers(numbers: list[int], axis: Axis, device: torch.device | str = "cpu") -> list[list[int]]:
+    """Every rank's whole numbers, in rank order; between hosts, where the group has a way, so that no device is waited for."""
+    host = torch.device("cpu")
+    between_hosts = axis.group is None or host in axis.group._device_types
+    return stack_over(torch.tensor(numbers, device=host if between_hosts else device), axis).tolist()
 
 
 def all_reduce_(tensors: list[Tensor], axis: Axis) -> None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.comm import sum_over
+from dovetail.errors import DataError
 from dovetail.kernels.reference import count_rows
 from dovetail.mesh import Axis
 
@@ -57,6 +58,22 @@ class RoutingTrace:
         both = self.valid & other.valid
         same = (self.indices[both].sort(-1).values == other.indices[both].sort(-1).values).all(-1)
         return float(same.to(torch.float64).mean()) if same.numel() else 1.0
+
+
+def joined(rows: Iterable[tuple[int, RoutingTrace | None]]) -> RoutingTrace | None:
+    """The traces of all sequences (tokens, trace), or none of any: what some lack is not made up. Raises DataError."""
+    pairs = list(rows)
+    found = [trace for _, trace in pairs if trace is not None]
+    if not found:
+        return None
+    for index, (tokens, trace) in enumerate(pairs):
+        if trace is None:
+            raise DataError(f"sequence {index} has no routing, which others have; give it to all or none")
+        if len(trace) != tokens:
+            raise DataError(f"sequence {index} has {tokens} tokens but routing for {len(trace)}")
+        if trace.layers != found[0].layers:
+            raise DataError(f"sequence {index} is routed in layers {trace.layers}, others in {found[0].layers}")
+    return RoutingTrace.cat(found)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,12 @@ from tests.harness import run
 from tests.traffic import Step, counted, expected
 
 LENGTH = 64  # of each sequence, and of each micro-batch
-UNNAMED = ("fsdp all_reduce", "world all_reduce", "pp all_gather")  # a step's sums and norm: a few numbers
+UNNAMED = (
+    "fsdp all_reduce",
+    "world all_reduce",
+    "world all_gather",
+    "pp all_gather",
+)  # a step's sums and norm: few numbers
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,7 @@ from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.comm import gather_text
 from dovetail.engine.faults import StepWatch
 from dovetail.engine.native import NativeEngine
-from dovetail.errors import MachineError
+from dovetail.errors import DataError, MachineError
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
 from dovetail.optim import optimizer
@@ -34,11 +35,12 @@ from dovetail.weights.pieces import local_tensor
 from tests.distributed.bodies import tokenwise
 from tests.harness import run
 from tests.parity.configs import save_tiny, tiny_configs
-from tests.parity.reference import make_batch
+from tests.parity.reference import LENGTHS, make_batch
 
 FIELDS = ("advantage", "old_logprob")
 KINDS = ("loss", "logits", "gradient", "parameter", "unused parameter", *FIELDS)
 LAYOUTS = ("tp=2", "dp=2", "pp=2")
+FEW = 12  # tokens
 WIDE = ("tp=2,dp=2", "pp=2,tp=2", "cp=2,dp=2", "tp=4")
 
 
@@ -50,8 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine_of(path: Path, layout: str, watch: StepWatch | None = None) -> NativeEngine:
-    options = EngineOptions(optim=OptimSettings(lr=1e-3), watch=watch or StepWatch())
+def engine_of(path: Path, layout: str, watch: StepWatch | None = None, budget: int | None = None) -> NativeEngine:
+    options = EngineOptions(optim=OptimSettings(lr=1e-3), watch=watch or StepWatch(), tokens_per_batch=budget)
     return from_pretrained(path, layout=Layout.parse(layout), device="cpu", options=options)
 
 
@@ -156,6 +158,52 @@ def test_what_is_not_finite_on_one_rank_changes_no_bit_on_any(layout: str, folde
         assert {"0.tokens", "0.mask", "0.advantage"} <= kept.keys()
         assert kind not in FIELDS or not kept[f"0.{kind}"].isfinite().all(), "what was wrong is what is kept"
         assert json.loads((place / "fault.json").read_text())["faults"] == {str(r): f for r, f in faults.items()}
+
+
+class Raising:
+    """Raises at its second call, on every rank."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, stats: TokenStats, batch: PackedBatch) -> Loss:
+        self.calls += 1
+        if self.calls == 2:
+            raise ArithmeticError("in the loss")
+        return tokenwise(stats, batch)
+
+
+def astray(path: Path, layout: str) -> tuple[list[str], list[tuple[float, float]]]:
+    """What this rank hears of batches that are not those of the others; its first step, and one after all that raised."""
+    batch = make_batch().select([i for i, n in enumerate(LENGTHS) if n <= FEW])  # two micro-batches a replica
+    first = engine_of(path, layout, budget=FEW).train_step(batch, tokenwise)
+    engine = engine_of(path, layout, budget=FEW)
+    rank, told = engine.mesh["world"].rank, []
+    others = (
+        batch.select([4, 5 if rank else 4]),
+        batch.select([0, 5][rank:]),
+        batch.with_mask(batch.mask & (rank == 0)),
+    )
+    for other in others:
+        for call in (engine.score, partial(engine.train_step, loss=tokenwise)):
+            with pytest.raises(DataError) as caught:
+                call(other)
+            told.append(str(caught.value))
+    with pytest.raises(ArithmeticError):
+        engine.train_step(batch, Raising())
+    again = engine.train_step(batch, tokenwise)
+    return told, [(report.loss, report.grad_norm) for report in (first, again)]
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2"])
+def test_ranks_that_go_astray_are_told_and_leave_nothing_behind(layout: str, folder: Path) -> None:
+    ranks = run(2, astray, folder / "llama", layout)
+    assert ranks[0] == ranks[1]
+    told, (first, again) = ranks[0]
+    assert again == first
+    named = ["lengths, tokens, targets, mask"] * 4 + ["mask"] * 2
+    assert [message.partition(" in ")[2].partition(";")[0] for message in told] == named
+    assert all("the same whole global batch" in message for message in told)
 
 
 def flipped(path: Path, layout: str, flips: int) -> tuple[int, int, list[str]]:

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.batch import MicroBatch, PackedBatch, Sequence, plan_microbatches
+from dovetail.batch import MicroBatch, PackedBatch, Sequence
+from dovetail.dealing import plan_microbatches
 from dovetail.errors import DataError
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh

@@ -84,26 +84,41 @@ class EngineOptions:
 
 DEFAULTS = EngineOptions()
 FAR_LARGER = 8
+HEADS = ("lm", "value")
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # that an engine computes in
 
 
 def from_pretrained(
     path: str | Path,
     *,
     layout: Layout | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     head: Literal["lm", "value"] = "lm",
     device: str = "auto",
     options: EngineOptions = DEFAULTS,
 ) -> NativeEngine:
     """An engine with the weights of an HF directory, a sharded checkpoint or a pinned hub name. Collective.
 
-    layout: parallel degrees; an open or absent dp takes the ranks that are left. dtype: of the computation. head: "lm"
-    for log-probs and entropies, "value" for values. Raises ModelError, CheckpointError or LayoutError, all on every rank.
+    layout: parallel degrees; an open or absent dp takes the ranks that are left. dtype: of the computation, or its name.
+    head: "lm" for log-probs and entropies, "value" for values. Raises ConfigError, ModelError, CheckpointError or
+    LayoutError, all on every rank.
     """
+    if head not in HEADS:
+        raise ConfigError(f"head={head!r}; expected one of {', '.join(HEADS)}: log-probs and entropies, or values")
+    dtype = dtype_named(dtype)
     where = pick_device(device)
     ensure_process_group(where)
     source = Pretrained.open(path, options.engine, trust_remote_code=options.trust_remote_code)
     return make_engine(source, make_mesh(layout, where), dtype, head, options)
+
+
+def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
+    """One that an engine computes in, itself or by its name."""
+    known = {str(each).removeprefix("torch."): each for each in DTYPES}
+    found = known.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r}; expected one of {', '.join(known)}, or torch's object of that name")
+    return found
 
 
 def make_mesh(layout: Layout | None, device: torch.device) -> Mesh:
@@ -173,13 +188,15 @@ def _spare_memory(model: StagedModel, mesh: Mesh, options: EngineOptions) -> Non
     if options.mlp_tile_tokens:
         if options.recompute == "light":
             raise ConfigError(
-                "mlp_tile_tokens forgets what activation_checkpointing=light keeps; set that to selective or full"
+                "mlp_tile_tokens forgets what activation_checkpointing=light (in the library recompute) keeps; set that to "
+                "selective or full"
             )
         tile_mlps(model.text, options.mlp_tile_tokens)
     if options.offload_activations:
         if options.recompute == "none":
             raise ConfigError(
-                "offload_activations moves what recomputation starts from; set activation_checkpointing=selective (or full)"
+                "offload_activations moves what recomputation starts from; set activation_checkpointing=selective "
+                "or full (in the library recompute)"
             )
         if not isinstance(model.text, Trunk):
             raise ConfigError("offload_activations works with model.engine=native only; leave it out or set false")

@@ -22,6 +22,8 @@ from dovetail.weights.stream import Export
 class StepReport:
     """One optimizer step, the same on every rank. `loss`, and each metric, is its global sum over its global count.
 
+    A step in which nothing is counted on any rank (masks all False, a loss that counts 0) updates nothing, not even by weight
+    decay: it is `skipped` without `faults`, and `loss`, a mean of nothing, is not a number.
     `faults`: what was not finite, by rank, where the step was skipped.
     """
 
@@ -30,18 +32,23 @@ class StepReport:
     lr: float
     tokens: int  # tokens that the model computed, padding not counted
     flops: float  # of the model, forward and backward; what is recomputed is not counted
-    skipped: bool  # something was not finite, so nothing was updated
+    skipped: bool  # something was not finite, or nothing was counted, so nothing was updated
     metrics: Mapping[str, float]
     routing: RoutingTrace | None = None  # of every token, where it was asked for
     faults: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
     def describe_faults(self) -> str:
-        """What was not finite, and where, for a message."""
+        """Why the step was skipped, for a message: what was not finite, and where."""
+        if self.skipped and not self.faults:
+            return "the loss counted nothing"
         return "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in self.faults.items())
 
 
 class Engine(Protocol):
-    """A model cut over ranks. Results cover all tokens of the batch, in its order, on every rank."""
+    """A model cut over ranks. Results cover all tokens of the batch, in its order, on every rank.
+
+    A call that raises leaves nothing of itself behind: after a step that did, the weights are those of before.
+    """
 
     def score(self, batch: PackedBatch) -> TokenStats:
         """Log-prob and entropy of `batch.targets` [T]; 0 where the mask is False."""

@@ -66,8 +66,8 @@ def inputs_of(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
 
 
 def spoiled(micros: Sequence[MicroBatch], losses: Sequence[Tensor]) -> list[str]:
-    """The names of what is not finite among the inputs and the sum of the losses."""
-    named = [*inputs_of(micros).items(), *(("loss", x) for x in losses)]
+    """The names of what is not finite among the inputs, the sum of the losses and what they counted."""
+    named = [*inputs_of(micros).items(), *zip(("loss", "count of the loss"), losses, strict=False)]
     return [name for name, x in named if not bool(torch.isfinite(x).all())]
 
 

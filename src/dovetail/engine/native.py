@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,17 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dovetail.arch.registry import ulysses_degree
-from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, Share, plan_microbatches, start_reading
+from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, Share, start_reading
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.training import export_training, load_training
 from dovetail.checkpoint.writer import save_sharded
 from dovetail.comm import gather_text, stack_over, sum_over
+from dovetail.dealing import plan_microbatches
 from dovetail.engine.base import StepReport
+from dovetail.engine.checks import Checked, check_same
 from dovetail.engine.faults import StepWatch, inputs_of, spoiled
 from dovetail.engine.routing import BalanceSettings, Placed, Routing
-from dovetail.engine.sharding import Residency, sum_where_they_lie
+from dovetail.engine.sharding import Residency, forget_step, sum_where_they_lie
 from dovetail.engine.stages import Inference, Training
 from dovetail.errors import DataError, ModelError
 from dovetail.kernels.reference import wide
@@ -95,10 +98,12 @@ class NativeEngine:
 
     def score(self, batch: PackedBatch) -> TokenStats:
         """Log-prob and entropy of `batch.targets` [T]; 0 where the mask is False."""
+        self._check_head(critic=False)
         return self._score(batch, list(self.micro_batches(batch)))
 
     def score_and_trace(self, batch: PackedBatch) -> tuple[TokenStats, RoutingTrace]:
         """The same, and the experts that every token went to, chosen or given."""
+        self._check_head(critic=False)
         pairs = list(self.micro_batches(batch))
         return self._score(batch, pairs), self._trace(batch, pairs)
 
@@ -113,6 +118,7 @@ class NativeEngine:
 
     def values(self, batch: PackedBatch) -> Tensor:
         """The value head's output at every token [T]."""
+        self._check_head(critic=True)
         out = torch.zeros(1, len(batch), dtype=self._wide, device=self.mesh.device)
 
         def keep(where: Tensor, micro: MicroBatch, values: Tensor) -> None:
@@ -127,22 +133,27 @@ class NativeEngine:
 
         trace: the report has the experts that every token went to.
         """
-        if not batch.num_sequences:
-            raise DataError("train_step got a batch without sequences; skip the step instead")
+        with self._undone_on_error():
+            return self._step(batch, Checked(loss), trace=trace)
+
+    def _step(self, batch: PackedBatch, loss: LossFn, *, trace: bool) -> StepReport:
         optimizer, progress = self.optimizer, self.watch.progress
         progress.phase("update")
         sums: Sums = {}
         pairs = list(self.micro_batches(batch))
+        if not pairs:
+            raise DataError("train_step got a batch without sequences; skip the step instead")
         micros = [micro for _, micro in pairs]
         if self._routing is not None:
-            self._routing.charge(pairs, loss, len(batch))
+            with torch.no_grad():
+                self._routing.charge(pairs, loss, len(batch))
         keep = partial(add_sums, sums)
         stages = Training(self.model, self.mesh, micros, self.dtype, loss, keep, self.residency)
         layout, costs = self.mesh.layout, stage_costs(self.model.spec, self.mesh.layout)
         execute(make_plan(layout.schedule, layout.pp, layout.virtual_stages, len(micros), costs), stages, self.mesh)
         stages.finish()
         rows = self._reduce_sums(sums)
-        losses = [sums[""][0]] if sums else []
+        losses = [*sums[""]] if sums else []  # and what they counted
         everywhere = stack_over(rows[:1, 1].sum(), self.mesh["pp"])[-1]  # the loss's count: its name comes first
         progress.phase("optimizer")  # for the host: a GPU may still be at the last backward passes
         update = optimizer.step(everywhere, [*losses, *inputs_of(micros).values()])
@@ -228,6 +239,7 @@ class NativeEngine:
 
     def micro_batches(self, batch: PackedBatch) -> Iterator[tuple[Tensor, MicroBatch]]:
         """This replica's micro-batches, and where in the batch their tokens lie. All replicas have equally many."""
+        check_same(batch, self.mesh)
         self.model.check(batch)
         multiple, cp, layout = self.mesh.token_multiple, self.mesh["cp"], self.mesh.layout
         share = Share(cp.rank, cp.size, ulysses_degree(self.model.spec, layout))
@@ -251,9 +263,31 @@ class NativeEngine:
             lambda micro, result: keep(*pairs[micro], result),
         )
         if pairs:
-            execute(make_plan("forward", layout.pp, layout.virtual_stages, len(pairs)), stages, self.mesh)
+            with self._undone_on_error():
+                execute(make_plan("forward", layout.pp, layout.virtual_stages, len(pairs)), stages, self.mesh)
         if layout.pp > 1:
             reshard(self.model)  # what a pipeline keeps gathered between its forward and backward passes
+
+    @contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        """What raises within leaves no gradients and nothing gathered, whatever it was, and so no trace in later steps."""
+        try:
+            yield
+        except BaseException:
+            forget_step(self.model, self.mesh)
+            if self._optimizer is not None:
+                self._optimizer.zero_grad()
+            raise
+
+    def _check_head(self, *, critic: bool) -> None:
+        if self.model.is_critic != critic:
+            raise ModelError(
+                "this engine has a value head, so it has values(batch) and no log-probs; for score take from_pretrained(..., "
+                'head="lm")'
+                if self.model.is_critic
+                else "this engine has a language model's head, so it has score(batch) and no values; for values take "
+                'from_pretrained(..., head="value")'
+            )
 
     def _trace(self, batch: PackedBatch, pairs: Placed) -> RoutingTrace:
         if self._routing is None:

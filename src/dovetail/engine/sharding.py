@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from dovetail.comm import stack_over
@@ -16,6 +17,7 @@ from dovetail.mesh import Mesh
 from dovetail.nn.linear import Linear
 from dovetail.nn.model import StagedModel
 from dovetail.placement import placements_of
+from dovetail.weights.pieces import reshard
 
 SHARE = 1 / 3  # of a device's memory, for what a step may keep whole to spare communication
 
@@ -83,6 +85,36 @@ def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def forget_step(model: StagedModel, mesh: Mesh) -> None:
+    """Drop what a step that raised has left: gradients, products that wait, what is gathered, and where FSDP2 thinks it is.
+
+    No collectives: the other ranks may be anywhere. FSDP2's own `reset_iter_state` is younger than torch 2.11, and keeps
+    gradients that are not reduced; its last callback of a backward pass does the rest in every version.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.waiting.clear()
+            module.waits = False
+    assert isinstance(model, FSDPModule)
+    state = model._get_fsdp_state()
+    context = state._state_ctx
+    for group in (each._fsdp_param_group for each in context.all_states):
+        if group is None:
+            continue
+        group._training_state = TrainingState.POST_BACKWARD  # or the callback would reduce what is there
+        for param in group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+    context.iter_forward_root = None
+    model.set_is_last_backward(True)
+    if context.all_states:
+        state._root_post_backward_final_callback()
+    if mesh["pp"].size == 1 and mesh["fsdp"].size > 1:
+        model.set_reshard_after_forward(True)
+    reshard(model)
 
 
 def sum_where_they_lie(model: StagedModel) -> None:

@@ -42,6 +42,7 @@ class StagedModel(nn.Module):
     """
 
     kernels: KernelSet
+    is_critic: bool  # its head gives values
 
     def __init__(self, spec: AnySpec, mesh: Mesh, cut: Cut, *, tied: bool) -> None:
         super().__init__()

@@ -1,6 +1,5 @@
 """One optimizer step from summed gradients: divide by the count, clip by the true norm, update, or skip."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -38,7 +37,7 @@ class OptimSettings:
 class Update:
     """What one step did. A skipped step changed nothing and does not count for the schedule.
 
-    `faults`: which parameters and gradients of this rank are not finite, where it was skipped.
+    `faults`: which parameters and gradients of this rank are not finite, where it was skipped; none where nothing was counted.
     """
 
     grad_norm: float
@@ -63,11 +62,13 @@ class Optimizer:
         """Update from gradients that are sums over `count` tokens (or sequences) of all ranks; then drop them.
 
         Collective. A number that is not finite, in a gradient, a parameter or one of `suspects` (whatever the gradients
-        came from) of any rank, skips the update on every rank. The device decides: the host reads the norm when all work
-        is on its way, so that the device has no pause between the last backward pass and the update.
+        came from) of any rank, skips the update on every rank, and so does a count of nothing. The device decides: the host
+        reads the norm when all work is on its way, so that the device has no pause between the last backward pass and the
+        update.
         """
         s = self.settings
-        divisor = torch.as_tensor(count, dtype=torch.float64, device=self.mesh.device).clamp(min=1.0)
+        count = torch.as_tensor(count, dtype=torch.float64, device=self.mesh.device)
+        divisor = torch.where(count == 0, 1.0, count)
         reduce_partial(self.shards, self.mesh)
         norm = global_norm(self.shards, self.mesh, [*suspects, *self._watched()]) / divisor
         lr = s.lr * lr_factor(
@@ -78,7 +79,7 @@ class Optimizer:
             floor=s.min_lr_ratio,
             decay=s.decay_steps,
         )
-        finite = norm.isfinite()
+        finite = norm.isfinite() & (count > 0)
         clip = torch.ones_like(norm) if s.clip_norm is None else (s.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         scale_(self.shards, torch.where(finite, clip / divisor, 1.0))
         for group in self.adamw.param_groups:
@@ -86,8 +87,8 @@ class Optimizer:
         self.adamw.found_inf = (~finite).to(torch.float32)
         fresh = not self.adamw.state
         self.adamw.step()
-        grad_norm = float(norm)
-        skipped = not math.isfinite(grad_norm)
+        grad_norm, skipped = torch.stack([norm, ~finite]).tolist()
+        skipped = bool(skipped)
         self.steps += not skipped
         if skipped and fresh:
             self.adamw.state.clear()  # moments of nothing

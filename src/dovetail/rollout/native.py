@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dovetail.arch.spec import ArchSpec
-from dovetail.batch import plan_microbatches
 from dovetail.comm import stack_over
+from dovetail.dealing import plan_microbatches
 from dovetail.errors import CheckpointError, ModelError, listing
 from dovetail.kernels import reference
 from dovetail.kernels.registry import KernelSet

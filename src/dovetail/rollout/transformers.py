@@ -13,7 +13,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from dovetail.batch import plan_microbatches, start_reading
+from dovetail.batch import start_reading
+from dovetail.dealing import plan_microbatches
 from dovetail.errors import CheckpointError, ModelError, listing
 from dovetail.hf.model import OLD_STEMS, is_sighted, known_config, renamed
 from dovetail.hf.remote import is_foreign

@@ -140,7 +140,7 @@ def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> StoredH
         known = ", ".join(f"{stem}.weight" for stem in HEAD_STEMS)
         raise ModelError(
             f"{path} has no value head: expected one of {known} (lm_head with one row); give a reward or "
-            "value model, or --head lm"
+            'value model, or --head lm (in the library head="lm", or EngineOptions(fresh_head_seed=0) for a new head)'
         )
     return StoredHead("value", {}, HEAD_NAMES)
 
