@@ -62,7 +62,7 @@ class Console:
     def step(self, row: Mapping[str, Any]) -> None:
         """One step's line."""
         known = {key: row[key] for key, _, _ in SHOWN if row.get(key) is not None}
-        notes = [f"UPDATE SKIPPED: not finite: {row.get('fault', 'the gradient')}"] if row.get("skipped") else []
+        notes = [f"UPDATE SKIPPED: {row['fault']}"] if row.get("skipped") else []
         if row["tokens"] == 0:  # nothing was learned: what is said of an update has no meaning
             known = {key: value for key, value in known.items() if key not in UPDATED and not math.isnan(value)}
         if row.get("equal_groups") == 1.0:

@@ -52,7 +52,13 @@ NOTHING = {**EMPTY_UPDATE, "step": 1, "response_length_mean": 4.0, "reward_mean"
             "length 4.0  lr 0.00e+00  tok/s 0",
         ),
         (
-            {"tokens": 9, "skipped": True, "fault": "the loss", "equal_groups": 0.5, "tokens_per_second": None},
+            {
+                "tokens": 9,
+                "skipped": True,
+                "fault": "not finite: the loss",
+                "equal_groups": 0.5,
+                "tokens_per_second": None,
+            },
             "UPDATE SKIPPED: not finite: the loss  loss nan  reward 0.500  grad 0  entropy nan  kl nan  length 4.0  "
             "lr 0.00e+00",
         ),

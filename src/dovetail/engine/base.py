@@ -41,7 +41,7 @@ class StepReport:
         """Why the step was skipped, for a message: what was not finite, and where."""
         if self.skipped and not self.faults:
             return "the loss counted nothing"
-        return "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in self.faults.items())
+        return "not finite: " + "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in self.faults.items())
 
 
 class Engine(Protocol):

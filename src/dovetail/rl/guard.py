@@ -20,10 +20,9 @@ class Guard:
         self.skipped = self.skipped + 1 if row.get("skipped") else 0
         if self.skipped == self.max_skipped:
             raise NumericsError(
-                f"step {step}: the updates of {self.skipped} steps in a row were skipped, because numbers were not "
-                f"finite: {row['fault']}; the weights are those of before; what the ranks computed on lies in run_dir "
-                "under faults/; mend the data or the reward, lower optim.lr, or go on from an earlier checkpoint; "
-                "trainer.max_skipped_steps allows more"
+                f"step {step}: the updates of {self.skipped} steps in a row were skipped: {row['fault']}; the weights "
+                "are those of before; what the ranks computed on lies in run_dir under faults/; mend the data or the "
+                "reward, lower optim.lr, or go on from an earlier checkpoint; trainer.max_skipped_steps allows more"
             )
         if self.check_replicas_every and step % self.check_replicas_every == 0:
             for engine in trained:
