@@ -28,7 +28,7 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int]) -> 
             f"trainer.prompts_per_step is {trainer.prompts_per_step}, and data.train has {len(lengths)} rows: a step takes "
             "some of them more than once"
         )
-    most = {**config, **config.get("text_config", {})}.get("max_position_embeddings")
+    most = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
     new = 0 if isinstance(algorithm, SFT) else recipe.rollout.max_new_tokens
     if isinstance(most, int) and max(lengths) + new > most:
         more = f" and rollout.max_new_tokens={new}" if new else ""
