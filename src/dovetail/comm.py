@@ -262,9 +262,8 @@ def gather_text(text: str, axis: Axis, device: torch.device | str = "cpu") -> li
 
 def stack_numbers(numbers: list[int], axis: Axis, device: torch.device | str = "cpu") -> list[list[int]]:
     """Every rank's whole numbers, in rank order; between hosts, where the group has a way, so that no device is waited for."""
-    host = torch.device("cpu")
-    between_hosts = axis.group is None or host in axis.group._device_types
-    return stack_over(torch.tensor(numbers, device=host if between_hosts else device), axis).tolist()
+    between_hosts = axis.group is None or "cpu:" in dist.get_backend_config(axis.group)
+    return stack_over(torch.tensor(numbers, device="cpu" if between_hosts else device), axis).tolist()
 
 
 def all_reduce_(tensors: list[Tensor], axis: Axis) -> None:
