@@ -37,12 +37,13 @@ from dovetail.weights.reader import TensorSource
 
 # Modules of vision-language models, and how the checkpoints that are older than these modules list them.
 OLD_STEMS = (
-    *(("model.language_model.", "model."), ("model.visual.", "visual.")),
-    *(
-        ("model.language_model.", "language_model.model."),
-        ("lm_head.", "language_model.lm_head."),
-    ),  # Kimi-VL's own code
-    *(("model.vision_tower.", "vision_tower."), ("model.multi_modal_projector.", "multi_modal_projector.")),
+    ("model.language_model.", "model."),
+    ("model.visual.", "visual."),
+    # Those of Kimi-VL's own code.
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+    ("model.vision_tower.", "vision_tower."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
 )
 # Parts of modules' names, and what checkpoints write there that transformers renames as it loads them.
 RENAMED = (
