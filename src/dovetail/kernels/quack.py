@@ -1,0 +1,128 @@
+"""Matrix products that gate their results and gather their rows, by quack (the package quack-kernels, which the extra `fa4`
+brings along), on Hopper and Blackwell.
+
+A joint product of gate and up returns its columns in pairs, gate and up of one feature side by side; its weight and that
+weight's gradient stay as the checkpoint has them, gates first. Products are grouped where `ends` are given: expert e's rows
+end at ends[e]. `source` names the row of x that each row of the product takes. Nothing of the package is imported before
+`usable` asks; the operations have names and shapes, so that a checkpoint can keep what they return.
+"""
+
+import importlib
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INTERFACE = "quack.gemm_interface"
+ARCHITECTURES = (9, 10)  # major compute capabilities
+MULTIPLE = 8  # bf16 numbers in 16 bytes
+GATES_FIRST = "B"  # of a weight [K, 2F] whose columns are gates, then ups
+
+
+def usable(device: torch.device) -> bool:
+    """Whether the package is there, whole, and has kernels for this device."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in ARCHITECTURES:
+        return False
+    try:
+        importlib.import_module(INTERFACE)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("quack"):
+            return False
+        warnings.warn(
+            f"quack-kernels lacks {error.name}: pip install 'dovetail[fa4]'; going on without it", stacklevel=2
+        )
+        return False
+    except (ImportError, OSError) as error:
+        warnings.warn(f"quack-kernels does not load ({error}); going on without it", stacklevel=2)
+        return False
+    return True
+
+
+@torch.library.custom_op("dovetail::gated_product", mutates_args=())
+def gated_product(
+    x: Tensor, weight: Tensor, starts: Tensor | None = None, source: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x [n, D], weight [2F, D] (or of each expert) -> gates and ups in pairs [n, 2F], and silu(gate) up [n, F]."""
+    both, gated = _package().gemm_act(
+        x,
+        weight.mT,
+        activation="swiglu",
+        cu_seqlens_m=starts,
+        A_idx=source,
+        concat_layout=(GATES_FIRST,),
+        tuned=False,
+    )
+    return both, gated
+
+
+@gated_product.register_fake
+def _gated_shapes(
+    x: Tensor, weight: Tensor, _starts: Tensor | None = None, source: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    rows, columns = len(x if source is None else source), weight.shape[-2]
+    return x.new_empty(rows, columns), x.new_empty(rows, columns // 2)
+
+
+def gated_gradient(
+    dy: Tensor,
+    weight: Tensor,
+    both: Tensor,
+    starts: Tensor | None = None,
+    source: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a product of silu(gate) up with `weight` [D, F] (or of each expert) asks of its input, scaled by row.
+
+    dy [n, D], both [n, 2F] in pairs, scale float32 [n] -> the gradient of `both`, in pairs; scale silu(gate) up [n, F], which
+    the weight's gradient needs; and, where there is a scale, its gradient, float32 [n].
+    """
+    found = _package().gemm_dact(
+        dy,
+        weight,
+        both,
+        activation="swiglu",
+        colvec_scale=scale,
+        colvec_reduce=scale is not None,
+        cu_seqlens_m=starts,
+        A_idx=source,
+        dynamic_scheduler=False,
+        tuned=False,
+    )
+    return found[0], found[1], found[2] if scale is not None else None
+
+
+def product(x: Tensor, weight: Tensor, starts: Tensor | None = None) -> Tensor:
+    """x [n, D], weight [F, D] (or of each expert) -> x weight.T [n, F]."""
+    y: Tensor = _package().gemm(x, weight.mT, cu_seqlens_m=starts, tuned=False)
+    return y
+
+
+def input_gradient(d_both: Tensor, weight: Tensor, starts: Tensor | None = None) -> Tensor:
+    """A joint product's, [n, D]: d_both [n, 2F] in pairs, weight [2F, D] (or of each expert), gates first."""
+    dx: Tensor = _package().gemm(d_both, weight, cu_seqlens_m=starts, concat_layout=(GATES_FIRST,), tuned=False)
+    return dx
+
+
+def add_weight_grad_(total: Tensor, d_both: Tensor, x: Tensor, *, first: bool = False) -> None:
+    """As `reference.add_weight_grad_` of a joint product: total [2F, D], gates first, += d_both.T x; d_both in pairs."""
+    if first:
+        _package().gemm(d_both.T, x, out=total, concat_layout=("out",), tuned=False)
+    else:
+        _package().gemm_add_inplace(d_both.T, x, total, concat_layout=("C", "out"), tuned=False)
+
+
+def grouped_weight_grad(dy: Tensor, x: Tensor, starts: Tensor, source: Tensor | None = None) -> Tensor:
+    """For every expert dy.T x over its rows, [E, D, F]: dy [n, D], or by `source` rows of a shorter one; x [n, F]."""
+    dw: Tensor = _package().gemm(dy.T, x, cu_seqlens_k=starts, A_idx=source, tuned=False)
+    return dw
+
+
+def grouped_joint_weight_grad(d_both: Tensor, x: Tensor, starts: Tensor) -> Tensor:
+    """For every expert d_both.T x over its rows, [E, 2F, D], gates first: d_both [n, 2F] in pairs, x [n, D]."""
+    dw: Tensor = _package().gemm(d_both.T, x, cu_seqlens_k=starts, concat_layout=("out",), tuned=False)
+    return dw
+
+
+def _package() -> Any:
+    return importlib.import_module(INTERFACE)
