@@ -51,7 +51,7 @@ EIGHT = (
     Bench(
         "ep8",
         "bench.layouts",
-        "ep=8,dp=8 --shape 30b-a3b --sequences 16 --profile --recompute selective --steps 2",
+        "ep=8,dp=8 --shape 30b-a3b --sequences 16 --profile",
         60,
         180,
         f"ep=2,dp=2 {SMALL} --shape tiny-moe",
@@ -59,7 +59,7 @@ EIGHT = (
     Bench(
         "128k",
         "bench.layouts",
-        "cp=8,cp_mode=gather cp=8 --length 131072 --sequences 1 --recompute light --steps 2 --profile",
+        "cp=8,cp_mode=gather cp=8 --length 131072 --sequences 1 --steps 2 --profile",
         50,
         150,
         f"cp=2,cp_mode=gather cp=2 {SMALL}",
@@ -108,9 +108,9 @@ EIGHT = (
     Bench(
         "1m",
         "bench.layouts",
-        "cp=8,cp_mode=gather --length 1048576 --sequences 1 --recompute selective --mlp-tile-tokens 16384 --steps 2 "
+        "cp=8,cp_mode=gather --length 1048576 --sequences 1 --recompute selective --mlp-tile-tokens 16384 --steps 1 "
         "--warm-length 131072",
-        420,
+        240,
         600,
         f"cp=2,cp_mode=gather {SMALL} --warm-length 32 --mlp-tile-tokens 16",
     ),

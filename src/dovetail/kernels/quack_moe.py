@@ -1,0 +1,131 @@
+"""A mixture of experts whose first product gathers its rows and gates its results, so that neither copies of tokens nor the
+gates' inputs and outputs pass through memory between products. Importing this needs triton.
+
+    gate and up   rows of x by source                [n, 2F] in pairs, and silu(gate) up [n, F]
+    down          [n, F]                             [n, D]
+    tokens        the weighted sum of their copies   [m, D]
+
+Backward, the product with down's weight also gives the gates' gradient, the weights' and silu(gate) up again: x and the
+pairs are all that is kept.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dovetail.kernels import moe_triton, quack, reference
+
+BLOCK = 1024  # copies of a program
+
+
+@dataclass(frozen=True)
+class Products:
+    """The grouped products, as `quack` has them."""
+
+    gated_product: Any = quack.gated_product
+    gated_gradient: Any = quack.gated_gradient
+    product: Any = quack.product
+    input_gradient: Any = quack.input_gradient
+    weight_grad: Any = quack.grouped_weight_grad
+    joint_weight_grad: Any = quack.grouped_joint_weight_grad
+
+
+QUACK = Products()
+
+
+def mixture(
+    ops: Any,
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    copies: int | None = None,
+    products: Products = QUACK,
+) -> Tensor:
+    """As `reference.mixture`, which takes what is not bfloat16, has odd widths or no rows at all."""
+    total = chosen.numel() if copies is None else copies
+    odd = any(n % quack.MULTIPLE for n in (*gate_up.shape[1:], *down.shape[1:]))
+    if x.dtype != torch.bfloat16 or not total or odd or chosen.shape[1] > moe_triton.MOST_COPIES:
+        return reference.mixture(ops, x, chosen, weights, gate_up, down, copies)
+    rows, ends = moe_triton.sort_rows(chosen, len(gate_up))
+    y: Tensor = _Mixture.apply(x, weights, gate_up, down, (rows, ends, total, products))
+    return y
+
+
+class _Mixture(torch.autograd.Function):
+    """forward: y[t] = sum over its copies of w down(silu(gate) up). backward: x, w and both weights, each by one product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, how: Any) -> Tensor:
+        rows, ends, total, products = how
+        x, weights = x.contiguous(), weights.contiguous()
+        source, scale = _by_row(rows, weights, total)
+        starts = torch.nn.functional.pad(ends.to(torch.int32), (1, 0))
+        both, half = products.gated_product(x, gate_up, starts, source)
+        back = products.product(half, down, starts)
+        ctx.save_for_backward(x, gate_up, down, rows, starts, source, scale, both)
+        ctx.products, ctx.shape = products, weights.shape
+        return moe_triton.collect_rows(back, rows, weights.shape[1], weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
+        x, gate_up, down, rows, starts, source, scale, both = ctx.saved_tensors
+        products, dy, (tokens, copies) = ctx.products, grads[0].contiguous(), ctx.shape
+        for_x, for_weights, for_gate_up, for_down, _ = ctx.needs_input_grad
+        d_both, half, d_scale = products.gated_gradient(dy, down, both, starts, source, scale)
+        d_down = products.weight_grad(dy, half, starts, source) if for_down else None
+        d_gate_up = dx = d_weights = None
+        if for_gate_up:
+            moved = moe_triton.spread_rows(x, rows, copies, len(source))
+            d_gate_up = products.joint_weight_grad(d_both, moved, starts)
+        if for_x:
+            dx = moe_triton.collect_rows(products.input_gradient(d_both, gate_up, starts), rows, copies)
+        if for_weights:
+            d_weights = _by_copy(rows, d_scale).view(tokens, copies)
+        return dx, d_weights, d_gate_up, d_down, None
+
+
+def _by_row(rows: Tensor, weights: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Where each row comes from, int32 [total], and its weight, float32 [total]."""
+    source = torch.empty(total, dtype=torch.int32, device=rows.device)
+    scale = torch.empty(total, dtype=torch.float32, device=rows.device)
+    grid = (triton.cdiv(len(rows), BLOCK),)
+    _invert[grid](rows, weights, source, scale, len(rows), total, weights.shape[1], BLOCK)
+    return source, scale
+
+
+def _by_copy(rows: Tensor, x: Tensor) -> Tensor:
+    """x [total] by row -> [len(rows)] by copy; 0 of copies that are nowhere."""
+    found = torch.empty(len(rows), dtype=x.dtype, device=x.device)
+    _pick[(triton.cdiv(len(rows), BLOCK),)](rows, x, found, len(rows), len(x), BLOCK)
+    return found
+
+
+@triton.jit(do_not_specialize=["n", "total"])
+def _invert(
+    rows: tl.tensor,
+    weights: tl.tensor,
+    source: tl.tensor,
+    scale: tl.tensor,
+    n: tl.tensor,
+    total: tl.tensor,
+    COPIES: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    row = tl.load(rows + at, mask=at < n, other=total).to(tl.int64)
+    there = (at < n) & (row < total)
+    tl.store(source + row, (at // COPIES).to(tl.int32), mask=there)
+    tl.store(scale + row, tl.load(weights + at, mask=there, other=0.0).to(tl.bfloat16).to(tl.float32), mask=there)
+
+
+@triton.jit(do_not_specialize=["n", "total"])
+def _pick(rows: tl.tensor, x: tl.tensor, found: tl.tensor, n: tl.tensor, total: tl.tensor, SIZE: tl.constexpr) -> None:
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    row = tl.load(rows + at, mask=at < n, other=total).to(tl.int64)
+    tl.store(found + at, tl.load(x + row, mask=(at < n) & (row < total), other=0.0), mask=at < n)

@@ -1,0 +1,117 @@
+"""python -m tests.unit.quack_rows: a mixture with gathered and gated products, which plain torch stands in for, against the
+reference: JSON on stdout. Run with TRITON_INTERPRET=1; tests/gpu/test_quack.py has the products themselves.
+"""
+
+import json
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dovetail.kernels import moe_triton, reference
+from dovetail.kernels.quack_moe import Products, mixture
+from dovetail.kernels.registry import KernelSet
+from tests.unit.blocks import error
+
+WIDTH, FEATURES = 64, 24
+
+
+def spans(starts: Tensor) -> list[slice]:
+    """Each expert's rows."""
+    ends = starts.tolist()
+    return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def gated_product(x: Tensor, weight: Tensor, starts: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs of gate and up, and silu(gate) up, each rounded once."""
+    rows = x[source.long()].float()
+    z = torch.cat([rows[span] @ w.float().T for span, w in zip(spans(starts), weight, strict=True)])
+    gate, up = z.chunk(2, dim=1)
+    return torch.stack((gate, up), 2).flatten(1).to(x.dtype), (F.silu(gate) * up).to(x.dtype)
+
+
+def product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+    """x w.T by expert."""
+    found = [x[span].float() @ w.float().T for span, w in zip(spans(starts), weight, strict=True)]
+    return torch.cat(found).to(x.dtype)
+
+
+def gated_gradient(
+    dy: Tensor, weight: Tensor, both: Tensor, starts: Tensor, source: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the formulas say, for pairs."""
+    rows = dy[source.long()].float()
+    plain = torch.cat([rows[span] @ w.float() for span, w in zip(spans(starts), weight, strict=True)])
+    gate, up = both.float().unflatten(1, (-1, 2)).unbind(2)
+    half, sigmoid, d_half = F.silu(gate) * up, gate.sigmoid(), plain * scale[:, None]
+    d_gate, d_up = d_half * up * sigmoid * (1 + gate * (1 - sigmoid)), d_half * F.silu(gate)
+    pairs = torch.stack((d_gate, d_up), 2).flatten(1)
+    return pairs.to(dy.dtype), (half * scale[:, None]).to(dy.dtype), (half * plain).sum(1)
+
+
+def input_gradient(d_both: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+    """Pairs times a weight whose gates come first."""
+    pairs = [torch.stack(w.float().chunk(2), 1).flatten(0, 1) for w in weight]
+    found = [d_both[span].float() @ w for span, w in zip(spans(starts), pairs, strict=True)]
+    return torch.cat(found).to(d_both.dtype)
+
+
+def weight_grad(dy: Tensor, x: Tensor, starts: Tensor, source: Tensor) -> Tensor:
+    """dy.T x by expert."""
+    rows = dy[source.long()].float()
+    return torch.stack([rows[span].T @ x[span].float() for span in spans(starts)]).to(x.dtype)
+
+
+def joint_weight_grad(d_both: Tensor, x: Tensor, starts: Tensor) -> Tensor:
+    """d_both.T x by expert, gates first."""
+    pairs = torch.stack([d_both[span].float().T @ x[span].float() for span in spans(starts)])
+    return pairs.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2).to(x.dtype)
+
+
+PLAIN = Products(gated_product, gated_gradient, product, input_gradient, weight_grad, joint_weight_grad)
+TRITON = KernelSet(permute=moe_triton.permute, unpermute=moe_triton.unpermute)
+
+
+def compared(tokens: int, copies: int, experts: int, *, nowhere: bool, dtype: torch.dtype) -> dict[str, float]:
+    """Results and gradients against the reference in float64, of the same rounded numbers."""
+    torch.manual_seed(tokens)
+    inputs: dict[str, Tensor] = {
+        "x": torch.randn(tokens, WIDTH),
+        "weights": torch.rand(tokens, copies),
+        "gate_up": torch.randn(experts, 2 * FEATURES, WIDTH) / WIDTH**0.5,
+        "down": torch.randn(experts, WIDTH, FEATURES) / FEATURES**0.5,
+    }
+    chosen = torch.stack([torch.randperm(experts + nowhere * copies)[:copies] for _ in range(tokens)]).clamp(max=experts)
+    chosen[chosen == 1] = experts if nowhere else 0  # one expert without rows
+    somewhere, up = int((chosen < experts).sum()), torch.randn(tokens, WIDTH).to(dtype)
+    inputs = {name: x if name == "weights" else x.to(dtype) for name, x in inputs.items()}
+    found: list[dict[str, Any]] = []
+    for wide in (False, True):
+        leaves = {k: (x.double() if wide else x).detach().requires_grad_() for k, x in inputs.items()}
+        x, weights, gate_up, down = leaves.values()
+        if wide:
+            y = reference.mixture(KernelSet(), x, chosen, weights.to(dtype).double(), gate_up, down, somewhere)
+        else:
+            y = mixture(TRITON, x, chosen, weights, gate_up, down, somewhere, PLAIN)
+        grads = torch.autograd.grad(y, tuple(leaves.values()), up.to(y.dtype))
+        found.append({"y": y, **{f"d {name}": g for name, g in zip(leaves, grads, strict=True)}})
+    ours, exact = found
+    zeros = float(ours["d weights"][chosen >= experts].abs().sum())
+    return {name: error(ours[name], exact[name]) for name in ours} | {"of nowhere": zeros}
+
+
+def main() -> None:
+    """Some shapes, with and without entries that are nowhere."""
+    cases = [(40, 4, 8, False), (33, 3, 5, True), (1, 2, 4, True), (64, 8, 16, True), (17, 1, 2, True)]
+    found = {
+        f"{tokens} {copies} {experts} {nowhere}": compared(
+            tokens, copies, experts, nowhere=nowhere, dtype=torch.bfloat16
+        )
+        for tokens, copies, experts, nowhere in cases
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
