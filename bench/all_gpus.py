@@ -46,6 +46,7 @@ class Bench:
 
 EIGHT = (
     Bench("dp8", "bench.layouts", "dp=8 --profile --ragged", 50, 210, f"dp=2 --ragged {SMALL}"),
+    Bench("dense", "bench.layouts", "dp=8 tp=2,dp=4 tp=4,pp=2 --profile", 70, 240, f"dp=2 tp=2 pp=2 {SMALL}"),
     Bench("tp2dp4", "bench.layouts", "tp=2,dp=4 --profile", 45, 150, f"tp=2 {SMALL}"),
     Bench("tp4pp2", "bench.layouts", "tp=4,pp=2 --profile --bubbles", 50, 180, f"pp=2 --bubbles {SMALL}"),
     Bench(
