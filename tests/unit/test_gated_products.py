@@ -19,6 +19,7 @@ from dovetail.mesh import Mesh
 from dovetail.nn.mlp import GatedMLP
 from dovetail.nn.recompute import Recompute
 from dovetail.nn.tiling import Tiled
+from dovetail.rollout.native import NativeSampler
 from tests.parity.configs import tiny_configs
 from tests.tolerances import SUM_ORDER, assert_all_close
 from tests.unit.blocks import Blocks
@@ -197,6 +198,13 @@ def test_the_light_level_keeps_no_gated_values() -> None:
     assert isinstance(both, Tensor), "what it returns is what is kept"
     want = {"both": x @ in_pairs(weight.T), "gated": KernelSet().swiglu(x @ weight.T)}
     assert_all_close({"both": both, "gated": gated}, want, SUM_ORDER)
+
+
+def test_a_sampler_s_products_are_plain() -> None:
+    spec = spec_from_config(tiny_configs()["llama"].to_dict())
+    sampler = NativeSampler(spec, Mesh.solo(), everywhere(), torch.float64)
+    mlps = [part for part in sampler.model.modules() if isinstance(part, GatedMLP)]
+    assert mlps and all(mlp.kernels.gated is None for mlp in mlps)
 
 
 def test_who_gates(monkeypatch: pytest.MonkeyPatch) -> None:
