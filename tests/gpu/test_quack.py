@@ -91,6 +91,12 @@ def test_dense_products(n: int, width: int, ffn: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "width", "ffn"), SIZES)
+def test_scoring_computes_the_bits_of_training(n: int, width: int, ffn: int) -> None:
+    x, joint = drawn(n, width), drawn(2 * ffn, width, seed=1, scale=width**-0.5)
+    assert torch.equal(quack.gated(x, joint), quack.gated_product(x, joint)[1])
+
+
+@pytest.mark.parametrize(("n", "width", "ffn"), SIZES)
 def test_dense_gradients(n: int, width: int, ffn: int) -> None:
     dy, down, both = drawn(n, width), drawn(width, ffn, seed=1, scale=width**-0.5), drawn(n, 2 * ffn, seed=2)
     d_both, again, none = quack.gated_gradient(dy, down, both)
