@@ -32,6 +32,7 @@ pytestmark = [
 
 SIZES = [(1003, 3584, 18944), (17, 128, 72), (1, 64, 96), (256, 512, 1024)]  # tokens, D, F; the first of a 7B
 LENGTHS = (0, 130, 1, 0, 77, 255, 0)  # rows of experts
+ENOUGH = 256  # tokens, for the mean of their errors to be no matter of luck
 TOKENS, WIDTH, FFN = 211, 512, 384  # of a mixture
 WIDE_SUM = (
     100 * OP_FP32
@@ -239,6 +240,8 @@ def test_an_mlp_equals_the_one_of_plain_products(n: int, width: int, ffn: int) -
         assert torch.equal(found[name], again[name]), f"{name} differs when it is repeated"
         assert found[name].dtype == (torch.float32 if "weight" in name else torch.bfloat16)
         assert_close(found[name], plain[name], CHAIN, name)
+        if n < ENOUGH:
+            continue
         ours, theirs = (float((exact(one[name]) - wide[name]).square().mean().sqrt()) for one in (found, plain))
         assert ours <= HALF_SHARE * theirs, f"{name}: {ours:.3e} from float64, plain products {theirs:.3e}"
 
