@@ -16,7 +16,8 @@ from torch import Tensor
 
 INTERFACE = "quack.gemm_interface"
 ARCHITECTURES = (9, 10)  # major compute capabilities
-MULTIPLE = 8  # bf16 numbers in 16 bytes
+ALIGNMENT = 16  # bytes
+MULTIPLE = 8  # bf16 numbers in as many
 GATES_FIRST = "B"  # of a weight [K, 2F] whose columns are gates, then ups
 
 
@@ -37,6 +38,14 @@ def usable(device: torch.device) -> bool:
         warnings.warn(f"quack-kernels does not load ({error}); going on without it", stacklevel=2)
         return False
     return True
+
+
+def takes(x: Tensor, *weights: Tensor) -> bool:
+    """Whether dense products of x with these weights are of a kind that the package computes."""
+    given = (x, *weights)
+    widths = (n for one in (x[:0], *weights) for n in one.shape)
+    whole = all(one.dtype == torch.bfloat16 and one.data_ptr() % ALIGNMENT == 0 for one in given)
+    return whole and len(x) > 0 and not any(n % MULTIPLE for n in widths)
 
 
 @torch.library.custom_op("dovetail::gated_product", mutates_args=())
@@ -62,6 +71,32 @@ def _gated_shapes(
 ) -> tuple[Tensor, Tensor]:
     rows, columns = len(x if source is None else source), weight.shape[-2]
     return x.new_empty(rows, columns), x.new_empty(rows, columns // 2)
+
+
+@torch.library.custom_op("dovetail::gated_product_into", mutates_args=("gated",))
+def gated_product_into(x: Tensor, weight: Tensor, gated: Tensor) -> Tensor:
+    """x [n, D], weight [2F, D] -> gates and ups in pairs [n, 2F]; silu(gate) up goes into `gated` [n, F].
+
+    A checkpoint that keeps what this returns does not keep `gated`, and leaves it unwritten where it would repeat this: its
+    reader has to be an operation that is kept as well.
+    """
+    both: Tensor = _package().gemm_act(
+        x, weight.mT, activation="swiglu", postact_out=gated, concat_layout=(GATES_FIRST,), tuned=False
+    )[0]
+    return both
+
+
+@gated_product_into.register_fake
+def _both_shape(x: Tensor, weight: Tensor, _gated: Tensor) -> Tensor:
+    return x.new_empty(len(x), len(weight))
+
+
+def gated(x: Tensor, weight: Tensor) -> Tensor:
+    """x [n, D], weight [2F, D] -> silu(gate) up [n, F] alone."""
+    y: Tensor = _package().gemm_act(
+        x, weight.mT, activation="swiglu", store_preact=False, concat_layout=(GATES_FIRST,), tuned=False
+    )[1]
+    return y
 
 
 def gated_gradient(

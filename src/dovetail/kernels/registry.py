@@ -12,15 +12,29 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import ConfigError
-from dovetail.kernels import cuda, cudnn, fa4, reference
+from dovetail.kernels import cuda, cudnn, fa4, quack, reference
 from dovetail.kernels.npu import NpuKernels
 
 AttentionName = Literal["auto", "fa4", "cudnn", "torch"]
 
 
 @dataclass(frozen=True)
+class GatedProducts:
+    """The products of a gated MLP with silu(gate) up inside them. What each computes: `quack`, by the same names."""
+
+    takes: Callable[..., bool]
+    gated_product_into: Callable[[Tensor, Tensor, Tensor], Tensor]
+    gated: Callable[[Tensor, Tensor], Tensor]
+    gated_gradient: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+    input_gradient: Callable[..., Tensor]
+    add_weight_grad_: Callable[..., None]
+
+
+@dataclass(frozen=True)
 class KernelSet:
-    """One implementation of every op of `reference`, and how many tokens the head computes at a time."""
+    """One implementation of every op of `reference`, how many tokens the head computes at a time, and, where there are any,
+    products that gate inside.
+    """
 
     attention: Callable[..., Tensor] = reference.attention
     decode_attention: Callable[..., Tensor] = reference.decode_attention
@@ -40,10 +54,12 @@ class KernelSet:
     vocab_grad_: Callable[..., Tensor] = reference.vocab_grad_
     add_weight_grad_: Callable[..., None] = reference.add_weight_grad_
     head_chunk: int = 1024
+    gated: GatedProducts | None = None
 
     def describe(self) -> dict[str, str]:
         """Op -> the module that computes it."""
         ops = {f.name: getattr(self, f.name) for f in fields(self)}
+        ops["gated"] = self.gated and self.gated.gated
         return {name: op.__module__.rpartition(".")[2] for name, op in ops.items() if callable(op)}
 
 
@@ -70,6 +86,7 @@ def kernels_for(device: torch.device, attention: AttentionName = "auto") -> Kern
             logits=cuda.logits,
             add_weight_grad_=cuda.add_weight_grad_,
             head_chunk=8192,
+            gated=gated_products() if quack.usable(device) else None,
             **triton_kernels(),
         )
     if device.type == "npu":
@@ -90,6 +107,11 @@ def _attention(device: torch.device, name: AttentionName) -> Callable[..., Tenso
     if name == "torch" or (name == "auto" and torch.cuda.get_device_capability(device)[0] < cudnn.ARCHITECTURE):
         return cuda.attention
     return cudnn.attention
+
+
+def gated_products() -> GatedProducts:
+    """Those of `quack`."""
+    return GatedProducts(**{f.name: getattr(quack, f.name) for f in fields(GatedProducts)})
 
 
 def triton_kernels() -> dict[str, Any]:

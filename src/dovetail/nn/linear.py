@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.comm import Scattering, all_gather, reduce_scatter
-from dovetail.gradients import Adder, add_product
+from dovetail.gradients import Adder, AddProduct, add_product
 from dovetail.kernels.reference import wide
 from dovetail.mesh import Axis, Mesh
 from dovetail.placement import Part, Placement, Split
@@ -40,7 +40,7 @@ class Linear(Adder):
     def __init__(self) -> None:
         super().__init__()
         self.waits = False
-        self.waiting: deque[tuple[Tensor, Tensor]] = deque()  # dy [T, out] and x [T, in]
+        self.waiting: deque[tuple[Tensor, Tensor, AddProduct]] = deque()  # dy [T, out], x [T, in], and what adds
 
     def product(self, x: Tensor, bias: Tensor | None, axis: Axis = ALONE) -> Tensor:
         """x w.T + bias, of the tokens of all ranks of `axis`."""
@@ -53,11 +53,16 @@ class Linear(Adder):
         """The gradient that has waited longest, summed into `weight.grad`."""
         if self.weight.requires_grad:
             with torch.no_grad():
-                self._add(*self.waiting.popleft())
+                add_product(self.weight, *self.waiting.popleft())
 
-    def _add(self, dy: Tensor, x: Tensor) -> None:
-        assert self.adds is not None
-        add_product(self.weight, dy, x, self.adds)
+    def add_or_wait(self, dy: Tensor, x: Tensor, adds: AddProduct | None = None) -> None:
+        """dy.T x, summed into `weight.grad` by `adds`, default: the layer's; while the layer waits, later."""
+        adds = adds or self.adds
+        assert adds is not None
+        if self.waits:
+            self.waiting.append((dy, x, adds))
+        else:
+            add_product(self.weight, dy, x, adds)
 
 
 class _Product(torch.autograd.Function):
@@ -80,10 +85,8 @@ class _Product(torch.autograd.Function):
         (dy,), (x,), layer = grads, ctx.saved_tensors, ctx.layer
         for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
         dx = Scattering(dy @ layer.weight, ctx.axis) if for_x else None
-        if for_weight and layer.waits:
-            layer.waiting.append((dy, x))
-        elif for_weight:
-            layer._add(dy, x)
+        if for_weight:
+            layer.add_or_wait(dy, x)
         db = dy.sum(0, dtype=wide(dy.dtype)) if for_bias else None
         return None if dx is None else dx.take(), None, db, None, None
 

@@ -1,18 +1,25 @@
 """The feed-forward blocks: gated, down(silu(gate(x)) * up(x)), or plain, down(xielu(up(x)))."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec
-from dovetail.kernels.registry import KernelSet
+from dovetail.comm import Scattering, all_gather, reduce_scatter
+from dovetail.kernels.registry import GatedProducts, KernelSet
 from dovetail.mesh import Mesh
+from dovetail.nn.keeping import Kept, keep
 from dovetail.nn.linear import ColumnLinear, RowLinear
 from dovetail.placement import Placement
 
 
 class GatedMLP(nn.Module):
-    """[t, D] -> [t, D]. Gate and up are one product."""
+    """[t, D] -> [t, D]. Gate and up are one product, which gates its result itself where the kernels have one that does.
+
+    forward all_gather, reduce_scatter; backward the same.
+    """
 
     def __init__(self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet, width: int | None = None) -> None:
         """width: F; default: the family's."""
@@ -23,7 +30,73 @@ class GatedMLP(nn.Module):
         self.down_proj = RowLinear(width, spec.width, mesh, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.kernels.swiglu(self.gate_up_proj(x)))
+        up, down, products = self.gate_up_proj, self.down_proj, self._gating(x)
+        if products is None:
+            return down(self.kernels.swiglu(up(x)))
+        if not torch.is_grad_enabled():
+            return down(products.gated(all_gather(x, up.axis), up.weight))
+        both, gated = _GateUp.apply(x, up.weight, up, products)
+        both, kept = keep(both)
+        return reduce_scatter(_Down.apply(both, gated, down.weight, kept, down, products), down.axis)
+
+    def _gating(self, x: Tensor) -> GatedProducts | None:
+        """The products that gate inside, where they do what this call asks for."""
+        found, up, down = self.kernels.gated, self.gate_up_proj, self.down_proj
+        if found is None or up.bias is not None or not found.takes(x, up.weight, down.weight):
+            return None
+        learns = up.adds is not None and down.adds is not None and (x.requires_grad or up.weight.requires_grad)
+        return found if learns or not torch.is_grad_enabled() else None
+
+
+class _GateUp(torch.autograd.Function):
+    """forward: gates and ups in pairs, of x gathered over the axis, and beside them silu(gate) up, for `_Down` alone.
+    backward: dx, summed over the axis and cut; dw is added by the layer, now or later. As `linear._Product`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, layer: ColumnLinear, products: GatedProducts
+    ) -> tuple[Tensor, Tensor]:
+        x = all_gather(x, layer.axis).contiguous()
+        gated = x.new_empty(len(x), len(weight) // 2)
+        both = products.gated_product_into(x, weight, gated)
+        ctx.save_for_backward(x if weight.requires_grad else None)
+        ctx.layer, ctx.products = layer, products
+        ctx.mark_non_differentiable(gated)
+        ctx.set_materialize_grads(False)
+        return both, gated
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (d_both, _), (x,), layer, products = grads, ctx.saved_tensors, ctx.layer, ctx.products
+        for_x, for_weight, *_ = ctx.needs_input_grad
+        dx = Scattering(products.input_gradient(d_both, layer.weight), layer.axis) if for_x else None
+        if for_weight:
+            layer.add_or_wait(d_both, x, products.add_weight_grad_)
+        return None if dx is None else dx.take(), None, None, None
+
+
+class _Down(torch.autograd.Function):
+    """forward: z = silu(gate) up w.T. backward: the gradient of gates and ups in pairs; silu(gate) up once more, by the same
+    product; and with it dw, added by the layer, now or later.
+
+    Gates and ups were kept ahead of it, and it saves nothing: where a block is repeated, this product is not.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, _both: Tensor, gated: Tensor, weight: Tensor, kept: Kept, layer: RowLinear, products: GatedProducts
+    ) -> Tensor:
+        ctx.kept, ctx.layer, ctx.products = kept, layer, products
+        return F.linear(gated, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        dz, layer = grads[0].contiguous(), ctx.layer
+        d_both, gated, _ = ctx.products.gated_gradient(dz, layer.weight, ctx.kept.take())
+        if ctx.needs_input_grad[2]:
+            layer.add_or_wait(dz, gated)
+        return d_both, None, None, None, None, None
 
 
 class XIELU(nn.Module):

@@ -24,7 +24,10 @@ from dovetail.memory import Arena
 
 Recompute = Literal["none", "light", "selective", "full"]
 ATTENTION = ("attention", "varlen_attn")  # one of them is in the name of every kernel
-PRODUCTS = ("aten.mm.default", "aten.mm.dtype", "aten.addmm.default", "aten.bmm.default", "aten._grouped_mm.default")
+PRODUCTS = (
+    *("aten.mm.default", "aten.mm.dtype", "aten.addmm.default", "aten.bmm.default", "aten._grouped_mm.default"),
+    *("dovetail.gated_product.default", "dovetail.gated_product_into.default"),
+)
 
 
 def is_attention(operation: str) -> bool:

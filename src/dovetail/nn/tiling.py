@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from dovetail.errors import ModelError
 from dovetail.kernels.reference import wide
+from dovetail.nn.keeping import Kept, keep
 from dovetail.nn.linear import Linear
 
 
@@ -30,10 +30,10 @@ class Tiled(nn.Module):
             self.add_module(name, part)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = _Kept()
-        if not x.requires_grad:  # so that autograd keeps what `_Keep` saves
+        if not x.requires_grad:  # or `keep` would save nothing
             x = x.detach().requires_grad_()
-        y: Tensor = _Tiles.apply(_Keep.apply(x, kept), self, kept, *self.summed_here())
+        x, kept = keep(x)
+        y: Tensor = _Tiles.apply(x, self, kept, *self.summed_here())
         return y
 
     def summed_here(self) -> list[nn.Parameter]:
@@ -47,26 +47,6 @@ class Tiled(nn.Module):
         return y
 
 
-class _Kept:
-    """Where `_Tiles` finds what `_Keep` saved."""
-
-    node: FunctionCtx
-
-
-class _Keep(torch.autograd.Function):
-    """forward: x, which it saves. backward: the gradient as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: _Kept) -> Tensor:
-        ctx.save_for_backward(x)
-        kept.node = ctx
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(_: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
 class _Tiles(torch.autograd.Function):
     """forward: the MLP of every tile. backward: dx of every tile; dw summed over the tiles in the wide dtype, but for
     weights whose products add it themselves.
@@ -75,7 +55,7 @@ class _Tiles(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mlp: Tiled, kept: _Kept, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mlp: Tiled, kept: Kept, *_: Tensor) -> Tensor:
         ctx.mlp, ctx.kept = mlp, kept
         y = torch.empty_like(x)
         for ours, tile in zip(y.split(mlp.tokens, -2), x.split(mlp.tokens, -2), strict=True):
@@ -84,7 +64,7 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,), (x,), mlp = grads, ctx.kept.node.saved_tensors, ctx.mlp
+        (dy,), x, mlp = grads, ctx.kept.take(), ctx.mlp
         _, _, _, *wanted = ctx.needs_input_grad
         weights = [p for p, one in zip(mlp.summed_here(), wanted, strict=True) if one]
         dx, dw = torch.empty_like(x), [torch.zeros_like(weight, dtype=wide(weight.dtype)) for weight in weights]

@@ -5,7 +5,7 @@ they fill, run together a token at a time, and make room for those that wait as 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -225,9 +225,12 @@ def recorder_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dt
 
 
 def _empty_decoder(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Decoder:
-    """A decoder of zeros, made in its dtype and on its device at once: padding is never filled, so it stays zero."""
+    """A decoder of zeros, made in its dtype and on its device at once: padding is never filled, so it stays zero.
+
+    Products that gate inside are for many tokens, and nobody has recorded theirs: a sampler's are plain.
+    """
     with torch.device("meta"):
-        model = Decoder(spec, mesh, kernels).hold_in(dtype)
+        model = Decoder(spec, mesh, replace(kernels, gated=None)).hold_in(dtype)
     model.to_empty(device=mesh.device)
     if spec.tie_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight

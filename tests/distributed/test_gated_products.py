@@ -1,0 +1,43 @@
+"""Products that gate inside, in whole engines: tensor parallel, data parallel, and where weight gradients wait."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.engine.native import NativeEngine
+from dovetail.layout import Layout
+from dovetail.nn.mlp import GatedMLP
+from tests.harness import run
+from tests.hf.families import TEXT
+from tests.parity.configs import tiny_model
+from tests.parity.reference import make_batch, objective
+from tests.probe import PROBE, gradients
+from tests.tolerances import GRAD_RATIO_FP32, SUM_ORDER, worst_error, worst_ratio
+from tests.unit.quack_stand_in import everywhere, installed
+
+
+def figures(folder: Path, layout: Layout) -> tuple[float, float, int]:
+    """How far gradients are from those of plain products: error and stray factor; and how often products gated inside."""
+    found = []
+    with installed() as package:
+        for gating in (False, True):
+            options = EngineOptions(optim=PROBE, tokens_per_batch=80, recompute="selective")
+            made = from_pretrained(folder, layout=layout, dtype=torch.float64, device="cpu", options=options)
+            assert isinstance(made, NativeEngine)
+            for module in made.model.modules():
+                if isinstance(module, GatedMLP) and gating:
+                    module.kernels = everywhere()
+            made.train_step(make_batch(), objective)
+            found.append(gradients(made)[0])
+    return worst_error(found[1], found[0])[0], worst_ratio(found[1], found[0])[0], package.calls["gate_up gradient"]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2), Layout(pp=2, schedule="zero_bubble")], ids=str)
+def test_gradients_are_those_of_plain_products(layout: Layout, tmp_path: Path) -> None:
+    tiny_model(TEXT["qwen3"]()).save_pretrained(tmp_path)
+    for error, stray, calls in run(layout.num_ranks, figures, tmp_path, layout):
+        assert error <= SUM_ORDER
+        assert stray <= GRAD_RATIO_FP32
+        assert calls > 1
