@@ -45,9 +45,11 @@ def _exchange(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-def _uneven(x: Tensor, to: list[int], by: list[int], axis: Axis) -> Tensor:
-    out = x.new_empty((sum(by), *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), by, to, group=axis.group)
+def _uneven(x: Tensor, to: list[int], by: list[int], axis: Axis, room: int | None = None) -> Tensor:
+    """room: rows of the result, the last of which nobody writes; default: as many as come."""
+    coming = sum(by)
+    out = x.new_empty((coming if room is None else room, *x.shape[1:]))
+    dist.all_to_all_single(out[:coming], x[: sum(to)].contiguous(), by, to, group=axis.group)
     return out
 
 
@@ -115,16 +117,18 @@ class _GatherInOrder(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """forward: all_to_all of uneven blocks of dim 0. backward: the same with what goes and comes exchanged."""
+    """forward: all_to_all of uneven blocks of dim 0. backward: the same with what goes and comes exchanged; rows that went
+    nowhere get a gradient that nobody wrote.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, to: list[int], by: list[int], axis: Axis) -> Tensor:
-        ctx.to, ctx.by, ctx.axis = to, by, axis
+        ctx.to, ctx.by, ctx.axis, ctx.room = to, by, axis, len(x)
         return _uneven(x, to, by, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _uneven(grads[0], ctx.by, ctx.to, ctx.axis), None, None, None
+        return _uneven(grads[0], ctx.by, ctx.to, ctx.axis, ctx.room), None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -221,7 +225,10 @@ def heads_to_tokens(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_to_all(x: Tensor, to: list[int], by: list[int], axis: Axis) -> Tensor:
-    """Rows in rank order, `to[r]` of them for rank r -> rows in rank order, `by[r]` of them from rank r."""
+    """Rows in rank order, `to[r]` of them for rank r -> rows in rank order, `by[r]` of them from rank r.
+
+    Behind them x may have room that does not travel, and whose gradient nobody may read.
+    """
     return x if axis.size == 1 else _AllToAll.apply(x, to, by, axis)
 
 
@@ -247,6 +254,21 @@ def stack_over(x: Tensor, axis: Axis) -> Tensor:
 def exchange(x: Tensor, axis: Axis) -> Tensor:
     """The i-th of `size` equal blocks of dim 0 goes to rank i; what comes lies in rank order. Without a gradient."""
     return x if axis.size == 1 else _exchange(x, axis)
+
+
+class OnTheWay:
+    """Numbers that leave for the host: whoever takes them waits for them, and not for what the device was given since."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.numbers, self.copied = x.to("cpu", non_blocking=True), None
+        if x.device.type != "cpu":
+            self.copied = torch.get_device_module(x.device).current_stream(x.device).record_event()
+
+    def take(self) -> Any:
+        """As lists of Python's numbers."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.numbers.tolist()
 
 
 def gather_text(text: str, axis: Axis, device: torch.device | str = "cpu") -> list[str]:

@@ -67,7 +67,7 @@ def test_small_and_odd_ones_equal_the_reference() -> None:
     chosen = kernels_for(torch.device("cuda")).describe()
     assert {chosen[op] for op in ("rms_norm", "add_norm", "swiglu")} == {"block_triton"}
     assert {chosen[op] for op in ("heads", "rope")} == {"qkv_triton"}
-    assert {chosen[op] for op in ("permute", "unpermute", "take_rows", "top_k")} == {"moe_triton"}
+    assert {chosen[op] for op in ("permute", "unpermute", "spread", "top_k")} == {"moe_triton"}
 
 
 @pytest.mark.parametrize("name", OPS)

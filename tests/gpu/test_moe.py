@@ -50,6 +50,32 @@ def test_rows_to_experts_and_back(experts: int, copies: int) -> None:
         assert_close(a, b, OP_BF16)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_rows_of_whom_some_go_nowhere(share: float) -> None:
+    kernels, draw = kernels_for(torch.device("cuda")), torch.Generator("cuda").manual_seed(1)
+    x, up = drawn(TOKENS, 2048).requires_grad_(), drawn(TOKENS, 2048, seed=2)
+    chosen = torch.rand(TOKENS, 64, device="cuda", generator=draw).topk(8).indices
+    chosen = torch.where(torch.rand(chosen.shape, device="cuda", generator=draw) < share, chosen, 64 + chosen % 3)
+    weights = torch.rand(TOKENS, 8, device="cuda", generator=draw).requires_grad_()
+    total = int((chosen < 64).sum())
+    poison()
+    found = []
+    for one, room in ((kernels, total), (kernels, chosen.numel()), (KernelSet(), total)):
+        moved, rows, ends = one.permute(x, chosen, 64, room)
+        left = moved[:total] * 2
+        plain = one.unpermute(left, rows.view(chosen.shape), None)
+        y = one.unpermute(left, rows, weights)
+        grads = torch.autograd.grad((y, plain), (x, weights), (up, up))
+        found.append((moved[:total], rows, ends, y, plain, *grads))
+        assert bool((grads[1][chosen >= 64] == 0).all())
+    ours, roomy, expected = found
+    assert all(torch.equal(a, b) for a, b in zip(ours, roomy, strict=True))
+    assert torch.equal(ours[0], expected[0])
+    assert torch.equal(ours[1].long(), expected[1]) and torch.equal(ours[2], expected[2])
+    for a, b in zip(ours[3:], expected[3:], strict=True):
+        assert_close(a, b, OP_BF16)
+
+
 def test_the_choice_is_torchs_and_stays_within_the_experts() -> None:
     kernels = kernels_for(torch.device("cuda"))
     scores = torch.rand(TOKENS, 129, device="cuda").softmax(-1)

@@ -102,13 +102,20 @@ def test_more_sequences_than_one_call_takes() -> None:
 
 
 def test_what_the_operations_do_not_take_is_the_references() -> None:
-    """Float64, and no tokens at all."""
+    """Float64, no tokens at all, copies that go nowhere, and sums without weights."""
     ops = StandIn()
     kernels = npu_kernels(ops, torch.device("cpu"))
     x = torch.randn(5, 8, dtype=torch.float64)
     assert_close(kernels.rms_norm(x, x[0], 1e-6), reference.rms_norm(x, x[0], 1e-6), EXACT)
     assert kernels.swiglu(torch.empty(0, 8)).shape == (0, 4)
     assert kernels.grouped_mm(torch.empty(0, 4), torch.randn(2, 4, 3), torch.tensor([0, 0])).shape == (0, 3)
+    y, some = torch.randn(T, 8), EXPERTS.clamp(max=2)  # expert 3 is nowhere
+    copies, rows, ends = kernels.permute(y, some, 2, 16)
+    assert len(copies) == 16 and ends.tolist() == [8, 16]
+    weights = torch.randn(T, 2)
+    assert_close(kernels.unpermute(copies, rows, weights), y * (weights * (some < 2)).sum(1, keepdim=True), OP_FP32)
+    places = rows.view(T, 2)
+    assert_close(kernels.unpermute(copies, places, None), y * (some < 2).sum(1, keepdim=True), OP_FP32)
     assert not ops.calls
 
 

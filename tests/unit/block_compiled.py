@@ -31,12 +31,12 @@ CASES: list[tuple[Any, int, tuple[Any, ...]]] = [
     (qkv._turn, HEAD, ((B, B, B, B, B), (B, B, F), N, (S, S), E, QWEN, NARROW)),
     (qkv._turn_grad, HEAD, ((B,) * 5, (None, None, None, None, S, S), (B, None), N, (S, S, S), QWEN, NARROW)),
     (qkv._turn_grad, HEAD, ((B,) * 5, (B, B, B, F, S, S), (B, F), N, (S, S, S), QWEN, NARROW)),
-    (moe._spread, 4, (B, J, B, S, 2048, 8, moe.PIECE)),
-    (moe._collect, 4, (B, J, F, B, S, 2048, 8, moe.PIECE)),
-    (moe._collect, 4, (B, L, None, B, S, 7168, 1, moe.PIECE)),
-    (moe._combine_grad, 4, (B, B, J, F, (B, F), 2048, 8, moe.PIECE)),
-    (moe._count, 4, (L, J, N, N, moe.SORTED)),
-    (moe._place, 4, (L, L, J, N, N, moe.SORTED)),
+    (moe._spread, 4, (B, J, B, S, N, (2048, 8, moe.PIECE))),
+    (moe._collect, 4, (B, J, F, B, S, N, (2048, 8, moe.PIECE))),
+    (moe._collect, 4, (B, L, None, B, S, N, (7168, 1, moe.PIECE))),
+    (moe._combine_grad, 4, (B, B, J, F, (B, F), N, (2048, 8, moe.PIECE))),
+    (moe._count, 4, (L, J, N, N, N, moe.SORTED)),
+    (moe._place, 4, (L, L, J, N, N, N, moe.SORTED)),
     (moe._top_k, 4, (F, L, N, (128, 16, 128), 8)),
 ]
 

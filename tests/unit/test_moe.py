@@ -10,8 +10,9 @@ from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
-from dovetail.kernels.reference import inverse_of, take_rows
+from dovetail.kernels.reference import spread
 from dovetail.kernels.registry import KernelSet
+from dovetail.kernels.rows import inverse_of
 from dovetail.mesh import Axis, Mesh
 from dovetail.nn.moe import MoE, Router
 from dovetail.rl.replay import read_routes, write_routes
@@ -106,9 +107,9 @@ def test_rows_travel_by_permutations_both_ways() -> None:
     order = torch.randperm(12)
     assert torch.equal(order[inverse_of(order)], torch.arange(12))
     x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(take_rows(x, order, 3), x.repeat_interleave(3, 0)[order])
     for rows in (order, order.to(torch.int32)):  # as some devices sort
-        assert torch.autograd.gradcheck(lambda y, rows=rows: take_rows(y, rows, 3), x, atol=GRADCHECK)
+        assert torch.equal(spread(x, rows, 3)[rows], x.repeat_interleave(3, 0))
+        assert torch.autograd.gradcheck(lambda y, rows=rows: spread(y, rows, 3), x, atol=GRADCHECK)
 
 
 def block(**options: Any) -> tuple[MoE, ArchSpec]:

@@ -35,74 +35,75 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     return found
 
 
-def permute(x: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def permute(x: Tensor, experts: Tensor, count: int, total: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.permute`; backward, a token's copies are read where they are."""
-    if not _taken(x, experts):
-        return reference.permute(x, experts, count)
+    if not _taken(x, experts.shape[1]):
+        return reference.permute(x, experts, count, total)
     rows, ends = sort_rows(experts, count)
-    copies: Tensor = _Spread.apply(x, rows, experts.shape[1])
-    return copies, rows, ends
+    return spread(x, rows, experts.shape[1], total), rows, ends
 
 
-def unpermute(x: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+def spread(x: Tensor, rows: Tensor, copies: int, total: int | None = None) -> Tensor:
+    """As `reference.spread`; nothing is written where nobody may read."""
+    if not _taken(x, copies):
+        return reference.spread(x, rows, copies, total)
+    found: Tensor = _Spread.apply(x, rows, copies, len(rows) if total is None else total)
+    return found
+
+
+def unpermute(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
     """As `reference.unpermute`, reading a token's copies where they are, in both directions."""
-    if not _taken(x, weights):
+    copies = (rows if weights is None else weights).shape[1]
+    if not _taken(x, copies):
         return reference.unpermute(x, rows, weights)
-    y: Tensor = _Combine.apply(x, rows, weights)
+    y: Tensor = _Sum.apply(x, rows, copies) if weights is None else _Combine.apply(x, rows, weights)
     return y
 
 
-def take_rows(x: Tensor, order: Tensor) -> Tensor:
-    """As `reference.take_rows` of one copy."""
-    if not _taken(x, order[:, None]):
-        return reference.take_rows(x, order)
-    y: Tensor = _Take.apply(x, order)
-    return y
-
-
-def _taken(x: Tensor, by_copy: Tensor) -> bool:
-    return x.dtype in DTYPES and x.numel() > 0 and by_copy.shape[1] <= MOST_COPIES
+def _taken(x: Tensor, copies: int) -> bool:
+    return x.dtype in DTYPES and x.numel() > 0 and copies <= MOST_COPIES
 
 
 def sort_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """experts int [T, K], all below `count` -> rows int32 [T K] and ends int64 [count], as `reference.permute` has them."""
+    """experts int [T, K] -> rows int32 [T K] and ends int64 [count], as `reference.permute` has them."""
     each = experts.flatten()
     blocks = triton.cdiv(len(each), SORTED)
     counts = torch.zeros((count, blocks), dtype=torch.int32, device=each.device)
-    _count[(blocks,)](each, counts, len(each), blocks, SORTED, num_warps=4)
+    _count[(blocks,)](each, counts, len(each), count, blocks, SORTED, num_warps=4)
     ends = counts.view(-1).cumsum(0)  # of each block's rows of each expert
     rows = torch.empty(len(each), dtype=torch.int32, device=each.device)
-    _place[(blocks,)](each, ends, rows, len(each), blocks, SORTED, num_warps=4)
+    _place[(blocks,)](each, ends, rows, len(each), count, blocks, SORTED, num_warps=4)
     return rows, ends.view(count, blocks)[:, -1].contiguous()
 
 
 class _Spread(torch.autograd.Function):
-    """forward: each row of x to its K places. backward: the sum of what is there."""
+    """forward: each row of x to its places. backward: the sum of what is there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, copies: int, total: int) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.copies = copies
+        return _spread_rows(x, rows, copies, total)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (rows,) = ctx.saved_tensors
+        return _collect_rows(grads[0], rows, ctx.copies), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """forward: the sum of a token's copies. backward: its gradient to each of them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.copies = copies
-        return _spread_rows(x, rows, copies)
+        ctx.copies, ctx.total = copies, len(x)
+        return _collect_rows(x, rows, copies)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (rows,) = ctx.saved_tensors
-        return _collect_rows(grads[0], rows, ctx.copies), None, None
-
-
-class _Take(torch.autograd.Function):
-    """forward: y[i] = x[order[i]]. backward: the same way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return _collect_rows(x, order, 1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (order,) = ctx.saved_tensors
-        return _spread_rows(grads[0], order, 1), None
+        return _spread_rows(grads[0], rows, ctx.copies, ctx.total), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -118,59 +119,70 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor]:
         dy, (x, rows, weights) = grads[0].contiguous(), ctx.saved_tensors
         dx, dw = torch.empty_like(x), torch.empty_like(weights)
-        tokens, copies = weights.shape
-        _combine_grad[(tokens,)](dy, x, rows, weights, (dx, dw), x.shape[1], copies, PIECE, num_warps=4, **EXACT)
+        size = (x.shape[1], weights.shape[1], PIECE)
+        _combine_grad[(len(weights),)](dy, x, rows, weights, (dx, dw), len(x), size, num_warps=4, **EXACT)
         return dx, None, dw
 
 
-def _spread_rows(x: Tensor, rows: Tensor, copies: int) -> Tensor:
+def _spread_rows(x: Tensor, rows: Tensor, copies: int, total: int) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
-    out = x.new_empty((len(rows), x.shape[1]))
-    grid = (len(x) * triton.cdiv(x.shape[1], PIECE),)
-    _spread[grid](x, rows, out, x.stride(0), x.shape[1], copies, PIECE, num_warps=4)
+    out = x.new_empty((total, x.shape[1]))
+    size, grid = _sizes(x, len(x), copies)
+    _spread[grid](x, rows, out, x.stride(0), total, size, num_warps=_warps(size))
     return out
 
 
 def _collect_rows(x: Tensor, rows: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
-    out = x.new_empty((len(rows) // copies, x.shape[1]))
-    grid = (len(out) * triton.cdiv(x.shape[1], PIECE),)
-    _collect[grid](x, rows, weights, out, x.stride(0), x.shape[1], copies, PIECE, num_warps=4, **EXACT)
+    out = x.new_empty((rows.numel() // copies, x.shape[1]))
+    size, grid = _sizes(x, len(out), copies)
+    _collect[grid](x, rows, weights, out, x.stride(0), len(x), size, num_warps=_warps(size), **EXACT)
     return out
 
 
-@triton.jit
+def _sizes(x: Tensor, tokens: int, copies: int) -> tuple[tuple[int, int, int], tuple[int]]:
+    """What the kernels of rows are compiled for, and how many programs they are: one a piece of a token."""
+    piece = min(PIECE, triton.next_power_of_2(x.shape[1]))
+    return (x.shape[1], copies, piece), (tokens * triton.cdiv(x.shape[1], piece),)
+
+
+def _warps(size: tuple[int, int, int]) -> int:
+    return max(1, size[2] // 256)
+
+
+@triton.jit(do_not_specialize=["length"])
 def _spread(
-    x: tl.tensor,
-    rows: tl.tensor,
-    out: tl.tensor,
-    stride: tl.tensor,
-    width: tl.constexpr,
-    COPIES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x: tl.tensor, rows: tl.tensor, out: tl.tensor, stride: tl.tensor, length: tl.tensor, SIZE: tl.constexpr
 ) -> None:
-    """A piece of one token to all of its places."""
+    """A piece of one token to all of its places below `length`."""
+    width: tl.constexpr = SIZE[0]
+    COPIES: tl.constexpr = SIZE[1]
+    BLOCK: tl.constexpr = SIZE[2]
     PIECES: tl.constexpr = (width + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // PIECES).to(tl.int64)
     at = tl.program_id(0) % PIECES * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(x + token * stride + at, mask=at < width)
     for i in tl.static_range(COPIES):
         row = tl.load(rows + token * COPIES + i).to(tl.int64)
-        tl.store(out + row * width + at, a, mask=at < width)
+        tl.store(out + row * width + at, a, mask=(at < width) & (row < length))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _collect(
     x: tl.tensor,
     rows: tl.tensor,
     weights: tl.tensor,
     out: tl.tensor,
     stride: tl.tensor,
-    width: tl.constexpr,
-    COPIES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    length: tl.tensor,
+    SIZE: tl.constexpr,
 ) -> None:
-    """A piece of one token: the sum of what is at its places, each times its rounded weight where there are weights."""
+    """A piece of one token: the sum of what is at its places below `length`, each times its rounded weight where there are
+    weights.
+    """
+    width: tl.constexpr = SIZE[0]
+    COPIES: tl.constexpr = SIZE[1]
+    BLOCK: tl.constexpr = SIZE[2]
     PIECES: tl.constexpr = (width + BLOCK - 1) // BLOCK
     dtype: tl.constexpr = out.dtype.element_ty
     token = (tl.program_id(0) // PIECES).to(tl.int64)
@@ -178,63 +190,79 @@ def _collect(
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(COPIES):
         row = tl.load(rows + token * COPIES + i).to(tl.int64)
-        a = tl.load(x + row * stride + at, mask=at < width, other=0.0).to(tl.float32)
+        there = row < length
+        a = tl.load(x + row * stride + at, mask=(at < width) & there, other=0.0).to(tl.float32)
         if weights is not None:
-            a *= tl.load(weights + token * COPIES + i).to(dtype).to(tl.float32)
+            a *= tl.load(weights + token * COPIES + i, mask=there, other=0.0).to(dtype).to(tl.float32)
         total += a
     tl.store(out + token * width + at, total.to(dtype), mask=at < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _combine_grad(
     dy: tl.tensor,
     x: tl.tensor,
     rows: tl.tensor,
     weights: tl.tensor,
     made: tl.tensor,
-    width: tl.constexpr,
-    COPIES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    length: tl.tensor,
+    SIZE: tl.constexpr,
 ) -> None:
     """All of one token: what it asks of each copy, and of each weight. Reads come before writes, so that they overlap."""
     dx, dw = made
+    width: tl.constexpr = SIZE[0]
+    COPIES: tl.constexpr = SIZE[1]
+    BLOCK: tl.constexpr = SIZE[2]
     token = tl.program_id(0).to(tl.int64)
     for i in tl.static_range(COPIES):
         row = tl.load(rows + token * COPIES + i).to(tl.int64)
+        there = row < length
         dots = tl.zeros((BLOCK,), tl.float32)
         for start in tl.static_range(0, width, BLOCK):
             at = start + tl.arange(0, BLOCK)
             g = tl.load(dy + token * width + at, mask=at < width, other=0.0).to(tl.float32)
-            dots += g * tl.load(x + row * width + at, mask=at < width, other=0.0).to(tl.float32)
-        tl.store(dw + token * COPIES + i, tl.sum(dots, 0).to(dw.dtype.element_ty))
+            dots += g * tl.load(x + row * width + at, mask=(at < width) & there, other=0.0).to(tl.float32)
+        found = tl.where(there, tl.sum(dots, 0), 0.0)
+        tl.store(dw + token * COPIES + i, found.to(dw.dtype.element_ty))
     for start in tl.static_range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
         g = tl.load(dy + token * width + at, mask=at < width, other=0.0).to(tl.float32)
         for i in tl.static_range(COPIES):
             row = tl.load(rows + token * COPIES + i).to(tl.int64)
             w = tl.load(weights + token * COPIES + i).to(dx.dtype.element_ty).to(tl.float32)
-            tl.store(dx + row * width + at, (g * w).to(dx.dtype.element_ty), mask=at < width)
+            tl.store(dx + row * width + at, (g * w).to(dx.dtype.element_ty), mask=(at < width) & (row < length))
 
 
-@triton.jit(do_not_specialize=["n", "blocks"])
-def _count(each: tl.tensor, counts: tl.tensor, n: tl.tensor, blocks: tl.tensor, BLOCK: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=["n", "count", "blocks"])
+def _count(
+    each: tl.tensor, counts: tl.tensor, n: tl.tensor, count: tl.tensor, blocks: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     """How many of a block's copies each expert has: its last one knows, and writes it."""
     _at, mine, live, same = _equals(each, n, BLOCK)
     others = tl.arange(0, BLOCK)
     after = tl.sum((same & (others[None, :] > others[:, None])).to(tl.int32), 1)
-    tl.store(counts + mine * blocks + tl.program_id(0), tl.sum(same.to(tl.int32), 1), mask=live & (after == 0))
+    known = live & (mine < count) & (after == 0)
+    tl.store(counts + mine * blocks + tl.program_id(0), tl.sum(same.to(tl.int32), 1), mask=known)
 
 
-@triton.jit(do_not_specialize=["n", "blocks"])
+@triton.jit(do_not_specialize=["n", "count", "blocks"])
 def _place(
-    each: tl.tensor, ends: tl.tensor, rows: tl.tensor, n: tl.tensor, blocks: tl.tensor, BLOCK: tl.constexpr
+    each: tl.tensor,
+    ends: tl.tensor,
+    rows: tl.tensor,
+    n: tl.tensor,
+    count: tl.tensor,
+    blocks: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
-    """Where each copy goes: its block's rows of its expert end at `ends`, and some of them lie behind it."""
+    """Where each copy goes: its block's rows of its expert end at `ends`, and some of them lie behind it. Those of no expert
+    go to row n, which there is not.
+    """
     at, mine, live, same = _equals(each, n, BLOCK)
     others = tl.arange(0, BLOCK)
     behind = tl.sum((same & (others[None, :] >= others[:, None])).to(tl.int32), 1)
-    end = tl.load(ends + mine * blocks + tl.program_id(0), mask=live, other=0)
-    tl.store(rows + at, (end - behind).to(tl.int32), mask=live)
+    end = tl.load(ends + mine * blocks + tl.program_id(0), mask=live & (mine < count), other=0)
+    tl.store(rows + at, tl.where(mine < count, end - behind, n).to(tl.int32), mask=live)
 
 
 @triton.jit

@@ -104,14 +104,16 @@ class NpuKernels:
         y: Tensor = _GroupedProduct.apply(x, weight, offsets.to(torch.int64), self.ops)
         return y
 
-    def permute(self, x: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        if x.dtype not in DTYPES or not x.numel():
-            return reference.permute(x, experts, count)
+    def permute(
+        self, x: Tensor, experts: Tensor, count: int, total: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if x.dtype not in DTYPES or not x.numel() or total is not None:
+            return reference.permute(x, experts, count, total)
         copies, rows = self.ops.npu_moe_token_permute(x, experts)
         return copies, rows, reference.count_rows(experts.flatten(), count).cumsum(0)
 
-    def unpermute(self, x: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-        if x.dtype not in DTYPES or not x.numel():
+    def unpermute(self, x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
+        if x.dtype not in DTYPES or not x.numel() or weights is None or len(x) < len(rows):
             return reference.unpermute(x, rows, weights)
         y: Tensor = self.ops.npu_moe_token_unpermute(x, rows.to(torch.int32), probs=weights.to(x.dtype))
         return y

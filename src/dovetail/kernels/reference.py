@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dovetail.kernels.rows import Collect, Spread, inverse_of
+
 SHORT = 128  # tokens of a sequence up to which a CPU is faster without flash attention in half precision
 QUERY_BLOCK = 256  # queries that share one attention mask, where a mask is needed
 CPU_BLOCK = 1 << 20  # logits that one elementwise pass touches: a core's cache
@@ -208,58 +210,62 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return torch.cat([rows @ w for rows, w in zip(x.split(lengths), weight.unbind(), strict=True)])
 
 
-class _TakeRows(torch.autograd.Function):
-    """forward: row order[i] // copies of x. backward: the inverse permutation, and the sum of a row's copies."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.copies = copies
-        return x[order // copies]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        back = grads[0][inverse_of(order)]
-        return back if ctx.copies == 1 else back.unflatten(0, (-1, ctx.copies)).sum(1), None, None
-
-
-def take_rows(x: Tensor, order: Tensor, copies: int = 1) -> Tensor:
-    """[n, D] -> [n copies, D], permuted: `order` is a permutation of the rows, each of them there `copies` times.
-
-    No gradient is added atomically, so equal inputs give equal bits.
-    """
-    found: Tensor = _TakeRows.apply(x, order, copies)
-    return found
-
-
 def count_rows(groups: Tensor, size: int, counted: Tensor | None = None) -> Tensor:
     """int64 [size]: how many rows, or counted rows, each group has. Unlike bincount it never asks a GPU for anything."""
     ones = torch.ones_like(groups) if counted is None else counted.to(groups.dtype)
     return torch.zeros(size, dtype=groups.dtype, device=groups.device).scatter_add_(0, groups, ones)
 
 
-def inverse_of(order: Tensor) -> Tensor:
-    """The permutation that undoes `order`."""
-    places = torch.arange(len(order), dtype=order.dtype, device=order.device)
-    return torch.empty_like(order).scatter_(0, order.long(), places)
-
-
-def permute(x: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A copy of each token for each of its experts, by expert: x [T, D], experts int [T, K], all below `count`.
+def permute(x: Tensor, experts: Tensor, count: int, total: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """A copy of each token for each of its experts, by expert: x [T, D], experts int [T, K].
 
     -> [T K, D], rows int [T K], ends int [count]. rows[t K + i]: where the copy of token t for its i-th expert is. Within an
     expert the copies are in the tokens' order; expert e's end at ends[e].
+
+    total: experts of `count` or more are nowhere. They get no copy, and in `rows` a number that no row has; the result has
+    `total` rows, and where there are fewer copies nobody may read the last ones. Without a total all are somewhere.
     """
-    each = experts.flatten()
-    order = each.argsort(stable=True)
-    return take_rows(x, order, experts.shape[1]), inverse_of(order), count_rows(each, count).cumsum(0)
+    each = experts.flatten().clamp(max=count)
+    rows = inverse_of(each.argsort(stable=True)).masked_fill_(each == count, len(each))
+    ends = count_rows(each, count + 1)[:count].cumsum(0)
+    return spread(x, rows, experts.shape[1], total), rows, ends
 
 
-def unpermute(x: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of a token's copies: x [T K, D], rows int [T K] as `permute` returns, weights [T, K] -> [T, D]."""
-    copies = take_rows(x, rows).unflatten(0, weights.shape)
-    return torch.bmm(weights.to(x.dtype)[:, None], copies)[:, 0]
+def spread(x: Tensor, rows: Tensor, copies: int, total: int | None = None) -> Tensor:
+    """The first that `permute` returns, of other numbers [T, N] of the same tokens, given its `rows`.
+
+    Here and below no gradient is added atomically, so equal inputs give equal bits.
+    """
+    found: Tensor = Spread.apply(x, rows, copies, total)
+    return found
+
+
+def unpermute(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
+    """The weighted sum of a token's copies: x [n, D], rows int [T K] as `permute` returns, weights [T, K] -> [T, D].
+
+    Without weights rows is [T, K], and the sum a plain one. Each row of x is one copy; who is nowhere adds nothing.
+    """
+    copies = Collect.apply(x, rows.flatten())
+    if weights is None:
+        return copies.unflatten(0, rows.shape).sum(1)
+    if len(x) < rows.numel():
+        weights = weights.masked_fill((rows >= len(x)).view(weights.shape), 0)
+    return torch.bmm(weights.to(x.dtype)[:, None], copies.unflatten(0, weights.shape))[:, 0]
+
+
+def mixture(
+    ops: Any, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, copies: int | None = None
+) -> Tensor:
+    """Each token's weighted sum over its experts, x [n, D] -> [n, D]: down_e(swiglu(gate_up_e x)) for each e of chosen.
+
+    chosen int [n, K], weights [n, K] in `wide`; gate_up [E, 2 F, D] and down [E, D, F] are the experts'. copies: how many
+    of `chosen` are below E; the others are nowhere: they cost nothing and add nothing, and the gradient of their weight
+    is 0. Without it all are. ops: the kernels that the parts are computed by.
+    """
+    rows, places, ends = ops.permute(x, chosen, len(gate_up), copies)
+    hidden = ops.swiglu(ops.grouped_mm(rows, gate_up.transpose(1, 2), ends))
+    found: Tensor = ops.unpermute(ops.grouped_mm(hidden, down.transpose(1, 2), ends), places, weights)
+    return found
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:

@@ -48,7 +48,8 @@ class KernelSet:
     router_logits: Callable[..., Tensor] = reference.router_logits
     permute: Callable[..., tuple[Tensor, Tensor, Tensor]] = reference.permute
     unpermute: Callable[..., Tensor] = reference.unpermute
-    take_rows: Callable[..., Tensor] = reference.take_rows
+    spread: Callable[..., Tensor] = reference.spread
+    mixture: Callable[..., Tensor] = reference.mixture
     logits: Callable[..., Tensor] = reference.logits
     vocab_stats: Callable[..., Tensor] = reference.vocab_stats
     vocab_grad_: Callable[..., Tensor] = reference.vocab_grad_
@@ -68,7 +69,7 @@ TRITON: Mapping[str, tuple[str, ...]] = {
     "head_triton": ("vocab_stats", "vocab_grad_"),
     "block_triton": ("rms_norm", "add_norm", "swiglu"),
     "qkv_triton": ("heads", "rope"),
-    "moe_triton": ("top_k", "permute", "unpermute", "take_rows"),
+    "moe_triton": ("top_k", "permute", "unpermute", "spread"),
     "decode_triton": ("decode_attention",),
 }
 

@@ -1,12 +1,12 @@
 """Mixtures of experts: a router, the experts cut over ep and tp, and what every token goes through beside them.
 
-A token chooses K of E experts. Rows travel by expert and return by token:
+A token chooses K of E experts, which some of the ranks of ep have. It goes to each of these ranks once:
 
     [t, D]   all_gather over tp               [T, D]
-             a row for each of K experts      [T K, D], sorted by expert (stable)
-             all_to_all over ep               rows of this rank's experts, from every rank; sorted again
-             down(silu(gate) * up), grouped   the same rows; features are cut over tp, so these are partial sums
-             all_to_all back, weighted sum    [T, D]
+             a row for each of its ranks      sorted by rank (stable)
+             all_to_all over ep               rows that want experts of this rank, from every rank; with each its choice
+             mixture of the experts here      the same rows; features are cut over tp, so these are partial sums
+             all_to_all back, sum over ranks  [T, D]
              reduce_scatter over tp           [t, D]
 
 Every way back is the inverse permutation: no gradient is added atomically, so equal inputs give equal bits.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec, MoeSpec
-from dovetail.comm import all_gather, all_to_all, exchange, reduce_scatter, stack_over
+from dovetail.comm import OnTheWay, all_gather, all_to_all, exchange, reduce_scatter, stack_over
 from dovetail.gradients import Adder
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
@@ -70,9 +70,10 @@ class Router(nn.Module):
 
 
 class Experts(Adder):
-    """Rows [n, D] by expert -> the same rows through their experts: partial sums over tp.
+    """Tokens [T, D] and their experts and weights [T, K] -> weighted sums over the experts [T, D]: partial sums over tp.
 
-    One parameter a product, for all of this rank's experts. forward and backward: two all_to_all over ep.
+    One parameter a product, for all of this rank's experts. forward and backward: two all_to_all over ep of a row for each
+    token and rank, and one of what is chosen there.
     """
 
     def __init__(self, spec: ArchSpec, moe: MoeSpec, mesh: Mesh, kernels: KernelSet) -> None:
@@ -87,23 +88,50 @@ class Experts(Adder):
             "down_proj": Placement((by_expert, Split(2, "tp", (half,))), sharded_over="expert_fsdp"),
         }
 
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """ends [E]: where the rows of each of all experts end, whichever ranks have them."""
-        ep = self.ep
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        ep, kernels = self.ep, self.kernels
+        gate_up, down = self.summed("gate_up_proj"), self.summed("down_proj")
         if ep.size == 1:
-            return self._products(rows, ends)
-        counts = ends.diff(prepend=ends.new_zeros(1)).view(ep.size, -1)  # for each rank, of each expert there
-        coming = exchange(counts, ep)  # from each rank, for each expert here
-        to, by = torch.stack((counts.sum(1), coming.sum(1))).tolist()  # the host waits once
-        experts = torch.arange(coming.shape[1], device=rows.device).repeat(ep.size)
-        experts = experts.repeat_interleave(coming.flatten(), output_size=sum(by))
-        mine, places, here = self.kernels.permute(all_to_all(rows, to, by, ep), experts[:, None], coming.shape[1])
-        return all_to_all(self.kernels.take_rows(self._products(mine, here), places), by, to, ep)
+            return kernels.mixture(kernels, x, chosen, weights, gate_up, down)
+        here = len(gate_up)
+        ranks, counts = destinations(chosen // here, ep.size)
+        coming = exchange(counts, ep)
+        numbers = OnTheWay(torch.stack((counts[:, 0], coming[:, 0], coming[:, 1])))
+        room = ranks.numel()  # for a row of each; how many there are, the host learns while they are written
+        rows, places, _ = kernels.permute(x, ranks, ep.size, room)
+        notes = kernels.spread(noted(chosen, weights), places, ranks.shape[1], room)
+        to, by, copies = numbers.take()  # the host waits once
+        rows, notes = all_to_all(rows, to, by, ep), all_to_all(notes, to, by, ep)
+        chosen, weights = read(notes)
+        chosen = (chosen - ep.rank * here) % (ep.size * here)  # experts of other ranks lie behind those of this one
+        y = kernels.mixture(kernels, rows, chosen, weights, gate_up, down, sum(copies))
+        return kernels.unpermute(all_to_all(y, by, to, ep), places.view(ranks.shape), None)
 
-    def _products(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Rows of this rank's experts, each expert's ending at `ends`, through gate and up, and down."""
-        gate_up = self.kernels.grouped_mm(rows, self.summed("gate_up_proj").transpose(1, 2), ends)
-        return self.kernels.grouped_mm(self.kernels.swiglu(gate_up), self.summed("down_proj").transpose(1, 2), ends)
+
+def destinations(owners: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The ranks that have a token's experts, [T, K] -> each once, [T, min(K, size)], beside `size` for none; and how many rows
+    and how many copies go to each rank, [size, 2].
+    """
+    every = torch.arange(size, device=owners.device)
+    to = owners[:, :, None] == every
+    goes = to.any(1)  # [T, size]
+    ranks, most = torch.where(goes, every, size), owners.shape[1]
+    if most < size:
+        ranks = ranks.sort(1).values[:, :most].contiguous()
+    return ranks, torch.stack((goes.sum(0), to.sum((0, 1))), 1)
+
+
+def noted(chosen: Tensor, weights: Tensor) -> Tensor:
+    """Experts and weights [T, K] as one tensor [T, 2 K] that can travel: the weights, and the bits of whole numbers."""
+    whole = torch.int32 if weights.element_size() == 4 else torch.int64
+    return torch.cat((weights, chosen.to(whole).view(weights.dtype)), 1)
+
+
+def read(notes: Tensor) -> tuple[Tensor, Tensor]:
+    """What `noted` wrote: experts, and weights, which alone have gradients."""
+    weights, bits = notes.chunk(2, dim=1)
+    whole = torch.int32 if notes.element_size() == 4 else torch.int64
+    return bits.detach().contiguous().view(whole), weights
 
 
 class MoE(nn.Module):
@@ -131,8 +159,7 @@ class MoE(nn.Module):
     def _routed(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         x, weights = all_gather(x, self.tp), all_gather(weights, self.tp)
         chosen = stack_over(indices, self.tp).flatten(0, 1)  # [T, K]
-        rows, places, ends = self.kernels.permute(x, chosen, self.moe.num_experts)
-        return reduce_scatter(self.kernels.unpermute(self.experts(rows, ends), places, weights), self.tp)
+        return reduce_scatter(self.experts(x, chosen, weights), self.tp)
 
 
 class _WithCost(torch.autograd.Function):
