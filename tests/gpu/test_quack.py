@@ -87,8 +87,6 @@ def test_dense_products(n: int, width: int, ffn: int) -> None:
     assert torch.equal(both, pair[0]) and torch.equal(into, pair[1])
     assert_close(quack.gated(x, joint), gated(want), OP_BF16, "silu(gate) up alone")
     assert quack.takes(x, joint, drawn(width, ffn))
-    y = quack.product(into, drawn(width, ffn, seed=2))
-    assert_close(y, exact(into) @ exact(drawn(width, ffn, seed=2)).T, OP_BF16, "product")
 
 
 @pytest.mark.parametrize(("n", "width", "ffn"), SIZES)
@@ -147,7 +145,7 @@ def test_grouped_products(by_source: bool) -> None:
     both, half = quack.gated_product(x, m.joint, m.starts, m.source if by_source else None)
     assert_close(both, want, OP_BF16, "gates and ups")
     assert_close(half, gated(want), OP_BF16, "silu(gate) up")
-    y = quack.product(half, m.down, m.starts)
+    y = quack.grouped_product(half, m.down, m.starts)
     assert_close(y, torch.cat(m.each(lambda e, rows: exact(half[rows]) @ exact(m.down[e]).T)), OP_BF16, "down")
 
 

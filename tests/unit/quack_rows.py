@@ -12,7 +12,6 @@ from torch import Tensor
 from dovetail.kernels import moe_triton, reference
 from dovetail.kernels.quack_moe import Products, mixture
 from dovetail.kernels.registry import KernelSet
-from tests.unit.blocks import error
 
 WIDTH, FEATURES = 64, 24
 
@@ -29,6 +28,11 @@ def gated_product(x: Tensor, weight: Tensor, starts: Tensor, source: Tensor) -> 
     z = torch.cat([rows[span] @ w.float().T for span, w in zip(spans(starts), weight, strict=True)])
     gate, up = z.chunk(2, dim=1)
     return torch.stack((gate, up), 2).flatten(1).to(x.dtype), (F.silu(gate) * up).to(x.dtype)
+
+
+def gated(x: Tensor, weight: Tensor, starts: Tensor, source: Tensor) -> Tensor:
+    """The second of the two."""
+    return gated_product(x, weight, starts, source)[1]
 
 
 def product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
@@ -69,8 +73,13 @@ def joint_weight_grad(d_both: Tensor, x: Tensor, starts: Tensor) -> Tensor:
     return pairs.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2).to(x.dtype)
 
 
-PLAIN = Products(gated_product, gated_gradient, product, input_gradient, weight_grad, joint_weight_grad)
+PLAIN = Products(gated_product, gated, gated_gradient, product, input_gradient, weight_grad, joint_weight_grad)
 TRITON = KernelSet(permute=moe_triton.permute, unpermute=moe_triton.unpermute)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """The norm of the difference over that of the exact one."""
+    return float((found.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-9))
 
 
 def compared(tokens: int, copies: int, experts: int, *, nowhere: bool, dtype: torch.dtype) -> dict[str, float]:
@@ -96,6 +105,9 @@ def compared(tokens: int, copies: int, experts: int, *, nowhere: bool, dtype: to
             y = mixture(TRITON, x, chosen, weights, gate_up, down, somewhere, PLAIN)
         grads = torch.autograd.grad(y, tuple(leaves.values()), up.to(y.dtype))
         found.append({"y": y, **{f"d {name}": g for name, g in zip(leaves, grads, strict=True)}})
+        with torch.no_grad():
+            again = mixture(TRITON, x, chosen, weights, gate_up, down, somewhere, PLAIN) if not wide else y
+        assert torch.equal(again, y)
     ours, exact = found
     zeros = float(ours["d weights"][chosen >= experts].abs().sum())
     return {name: error(ours[name], exact[name]) for name in ours} | {"of nowhere": zeros}

@@ -83,12 +83,12 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rows: Tensor, copies: int, total: int) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.copies = copies
-        return _spread_rows(x, rows, copies, total)
+        return spread_rows(x, rows, copies, total)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (rows,) = ctx.saved_tensors
-        return _collect_rows(grads[0], rows, ctx.copies), None, None, None
+        return collect_rows(grads[0], rows, ctx.copies), None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -98,12 +98,12 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rows: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.copies, ctx.total = copies, len(x)
-        return _collect_rows(x, rows, copies)
+        return collect_rows(x, rows, copies)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (rows,) = ctx.saved_tensors
-        return _spread_rows(grads[0], rows, ctx.copies, ctx.total), None, None
+        return spread_rows(grads[0], rows, ctx.copies, ctx.total), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -113,7 +113,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
         x, weights = x.contiguous(), weights.contiguous()
         ctx.save_for_backward(x, rows, weights)
-        return _collect_rows(x, rows, weights.shape[1], weights)
+        return collect_rows(x, rows, weights.shape[1], weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor]:
@@ -124,7 +124,7 @@ class _Combine(torch.autograd.Function):
         return dx, None, dw
 
 
-def _spread_rows(x: Tensor, rows: Tensor, copies: int, total: int) -> Tensor:
+def spread_rows(x: Tensor, rows: Tensor, copies: int, total: int) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     out = x.new_empty((total, x.shape[1]))
     size, grid = _sizes(x, len(x), copies)
@@ -132,7 +132,7 @@ def _spread_rows(x: Tensor, rows: Tensor, copies: int, total: int) -> Tensor:
     return out
 
 
-def _collect_rows(x: Tensor, rows: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
+def collect_rows(x: Tensor, rows: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     out = x.new_empty((rows.numel() // copies, x.shape[1]))
     size, grid = _sizes(x, len(out), copies)
@@ -164,7 +164,7 @@ def _spread(
     a = tl.load(x + token * stride + at, mask=at < width)
     for i in tl.static_range(COPIES):
         row = tl.load(rows + token * COPIES + i).to(tl.int64)
-        tl.store(out + row * width + at, a, mask=(at < width) & (row < length))
+        tl.store(out + row * width + at, a, mask=at < tl.where(row < length, width, 0))
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -191,9 +191,10 @@ def _collect(
     for i in tl.static_range(COPIES):
         row = tl.load(rows + token * COPIES + i).to(tl.int64)
         there = row < length
-        a = tl.load(x + row * stride + at, mask=(at < width) & there, other=0.0).to(tl.float32)
+        a = tl.load(x + row * stride + at, mask=at < tl.where(there, width, 0), other=0.0).to(tl.float32)
         if weights is not None:
-            a *= tl.load(weights + token * COPIES + i, mask=there, other=0.0).to(dtype).to(tl.float32)
+            weight = tl.load(weights + token * COPIES + i)
+            a *= tl.where(there, weight, 0.0).to(dtype).to(tl.float32)
         total += a
     tl.store(out + token * width + at, total.to(dtype), mask=at < width)
 
@@ -221,7 +222,7 @@ def _combine_grad(
         for start in tl.static_range(0, width, BLOCK):
             at = start + tl.arange(0, BLOCK)
             g = tl.load(dy + token * width + at, mask=at < width, other=0.0).to(tl.float32)
-            dots += g * tl.load(x + row * width + at, mask=(at < width) & there, other=0.0).to(tl.float32)
+            dots += g * tl.load(x + row * width + at, mask=at < tl.where(there, width, 0), other=0.0).to(tl.float32)
         found = tl.where(there, tl.sum(dots, 0), 0.0)
         tl.store(dw + token * COPIES + i, found.to(dw.dtype.element_ty))
     for start in tl.static_range(0, width, BLOCK):
@@ -230,7 +231,8 @@ def _combine_grad(
         for i in tl.static_range(COPIES):
             row = tl.load(rows + token * COPIES + i).to(tl.int64)
             w = tl.load(weights + token * COPIES + i).to(dx.dtype.element_ty).to(tl.float32)
-            tl.store(dx + row * width + at, (g * w).to(dx.dtype.element_ty), mask=(at < width) & (row < length))
+            mask = at < tl.where(row < length, width, 0)
+            tl.store(dx + row * width + at, (g * w).to(dx.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n", "count", "blocks"])

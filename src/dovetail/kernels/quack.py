@@ -91,10 +91,17 @@ def _both_shape(x: Tensor, weight: Tensor, _gated: Tensor) -> Tensor:
     return x.new_empty(len(x), len(weight))
 
 
-def gated(x: Tensor, weight: Tensor) -> Tensor:
-    """x [n, D], weight [2F, D] -> silu(gate) up [n, F] alone."""
+def gated(x: Tensor, weight: Tensor, starts: Tensor | None = None, source: Tensor | None = None) -> Tensor:
+    """x [n, D], weight [2F, D] (or of each expert) -> silu(gate) up [n, F] alone."""
     y: Tensor = _package().gemm_act(
-        x, weight.mT, activation="swiglu", store_preact=False, concat_layout=(GATES_FIRST,), tuned=False
+        x,
+        weight.mT,
+        activation="swiglu",
+        cu_seqlens_m=starts,
+        A_idx=source,
+        store_preact=False,
+        concat_layout=(GATES_FIRST,),
+        tuned=False,
     )[1]
     return y
 
@@ -127,10 +134,16 @@ def gated_gradient(
     return found[0], found[1], found[2] if scale is not None else None
 
 
-def product(x: Tensor, weight: Tensor, starts: Tensor | None = None) -> Tensor:
-    """x [n, D], weight [F, D] (or of each expert) -> x weight.T [n, F]."""
+@torch.library.custom_op("dovetail::grouped_product", mutates_args=())
+def grouped_product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+    """x [n, D], weight [E, F, D] -> x weight[e].T [n, F] by expert."""
     y: Tensor = _package().gemm(x, weight.mT, cu_seqlens_m=starts, tuned=False)
     return y
+
+
+@grouped_product.register_fake
+def _product_shape(x: Tensor, weight: Tensor, _starts: Tensor) -> Tensor:
+    return x.new_empty(len(x), weight.shape[1])
 
 
 def input_gradient(d_both: Tensor, weight: Tensor, starts: Tensor | None = None) -> Tensor:

@@ -27,8 +27,9 @@ class Products:
     """The grouped products, as `quack` has them."""
 
     gated_product: Any = quack.gated_product
+    gated: Any = quack.gated
     gated_gradient: Any = quack.gated_gradient
-    product: Any = quack.product
+    product: Any = quack.grouped_product
     input_gradient: Any = quack.input_gradient
     weight_grad: Any = quack.grouped_weight_grad
     joint_weight_grad: Any = quack.grouped_joint_weight_grad
@@ -66,9 +67,12 @@ class _Mixture(torch.autograd.Function):
         x, weights = x.contiguous(), weights.contiguous()
         source, scale = _by_row(rows, weights, total)
         starts = torch.nn.functional.pad(ends.to(torch.int32), (1, 0))
-        both, half = products.gated_product(x, gate_up, starts, source)
+        if any(ctx.needs_input_grad):
+            both, half = products.gated_product(x, gate_up, starts, source)
+            ctx.save_for_backward(x, gate_up, down, rows, starts, source, scale, both)
+        else:
+            half = products.gated(x, gate_up, starts, source)
         back = products.product(half, down, starts)
-        ctx.save_for_backward(x, gate_up, down, rows, starts, source, scale, both)
         ctx.products, ctx.shape = products, weights.shape
         return moe_triton.collect_rows(back, rows, weights.shape[1], weights)
 

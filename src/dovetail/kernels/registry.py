@@ -87,8 +87,8 @@ def kernels_for(device: torch.device, attention: AttentionName = "auto") -> Kern
             logits=cuda.logits,
             add_weight_grad_=cuda.add_weight_grad_,
             head_chunk=8192,
-            gated=gated_products() if quack.usable(device) else None,
             **triton_kernels(),
+            **(quack_kernels() if quack.usable(device) else {}),
         )
     if device.type == "npu":
         return npu_kernels(importlib.import_module("torch_npu"), device)
@@ -113,6 +113,11 @@ def _attention(device: torch.device, name: AttentionName) -> Callable[..., Tenso
 def gated_products() -> GatedProducts:
     """Those of `quack`."""
     return GatedProducts(**{f.name: getattr(quack, f.name) for f in fields(GatedProducts)})
+
+
+def quack_kernels() -> dict[str, Any]:
+    """What quack's products are for: gated MLPs, and mixtures of them."""
+    return {"gated": gated_products(), "mixture": importlib.import_module("dovetail.kernels.quack_moe").mixture}
 
 
 def triton_kernels() -> dict[str, Any]:

@@ -26,7 +26,7 @@ Recompute = Literal["none", "light", "selective", "full"]
 ATTENTION = ("attention", "varlen_attn")  # one of them is in the name of every kernel
 PRODUCTS = (
     *("aten.mm.default", "aten.mm.dtype", "aten.addmm.default", "aten.bmm.default", "aten._grouped_mm.default"),
-    *("dovetail.gated_product.default", "dovetail.gated_product_into.default"),
+    *(f"dovetail.{name}.default" for name in ("gated_product", "gated_product_into", "grouped_product")),
 )
 
 

@@ -230,7 +230,7 @@ def _empty_decoder(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.
     Products that gate inside are for many tokens, and nobody has recorded theirs: a sampler's are plain.
     """
     with torch.device("meta"):
-        model = Decoder(spec, mesh, replace(kernels, gated=None)).hold_in(dtype)
+        model = Decoder(spec, mesh, replace(kernels, gated=None, mixture=reference.mixture)).hold_in(dtype)
     model.to_empty(device=mesh.device)
     if spec.tie_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
