@@ -1,6 +1,7 @@
 """Products by quack on a CUDA device: dense and grouped ones against float64, and a gated MLP against plain products."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -268,3 +269,32 @@ def test_nothing_waits_for_the_host() -> None:
     with no_waiting():
         for one in given[2:]:
             step(*one)
+
+
+@pytest.mark.parametrize("tokens", [1, 777, 8192])
+def test_a_mixture_equals_the_plain_one(tokens: int) -> None:
+    """Qwen3-30B-A3B's widths, some entries nowhere, one expert without rows: values, all gradients, bits when repeated."""
+    width, ffn, experts, top = 2048, 768, 16, 4
+    x, gate_up = drawn(tokens, width), drawn(experts, 2 * ffn, width, seed=1, scale=width**-0.5)
+    down, up = drawn(experts, width, ffn, seed=2, scale=ffn**-0.5), drawn(tokens, width, seed=4)
+    draw = torch.Generator("cuda").manual_seed(3)
+    chosen = torch.rand(tokens, experts + 8, device="cuda", generator=draw).topk(top).indices.clamp(max=experts)
+    chosen[chosen == 5] = experts
+    chosen[0, 0] = 1
+    weights, copies = torch.rand(tokens, top, device="cuda", generator=draw), int((chosen < experts).sum())
+    plain = replace(kernels_for(torch.device("cuda")), mixture=reference.mixture)
+    fused = kernels_for(torch.device("cuda"))
+    assert fused.mixture is not reference.mixture
+    found = []
+    for kernels in (plain, fused, fused):
+        _poisoned()
+        leaves = [each.detach().requires_grad_() for each in (x, weights, gate_up, down)]
+        y = kernels.mixture(kernels, leaves[0], chosen, *leaves[1:], copies)
+        found.append([y, *torch.autograd.grad(y, leaves, up)])
+    with torch.no_grad():
+        assert torch.equal(fused.mixture(fused, x, chosen, weights, gate_up, down, copies), found[1][0])
+    for name, want, got, again in zip(("y", "dx", "dw", "d gate up", "d down"), *found, strict=True):
+        assert torch.equal(got, again), name
+        assert float((got - want).norm()) <= 2 * OP_BF16 * float(want.norm()), name
+    assert not found[1][2][chosen == experts].any()
+    assert not found[1][3][5].any() and not found[1][4][5].any()

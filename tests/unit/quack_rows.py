@@ -3,6 +3,8 @@ reference: JSON on stdout. Run with TRITON_INTERPRET=1; tests/gpu/test_quack.py 
 """
 
 import json
+import sys
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ WIDTH, FEATURES = 64, 24
 def spans(starts: Tensor) -> list[slice]:
     """Each expert's rows."""
     ends = starts.tolist()
-    return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(ends)]
 
 
 def gated_product(x: Tensor, weight: Tensor, starts: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,6 +81,7 @@ TRITON = KernelSet(permute=moe_triton.permute, unpermute=moe_triton.unpermute)
 
 def error(found: Tensor, exact: Tensor) -> float:
     """The norm of the difference over that of the exact one."""
+    found = found.detach()
     return float((found.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-9))
 
 
@@ -91,7 +94,9 @@ def compared(tokens: int, copies: int, experts: int, *, nowhere: bool, dtype: to
         "gate_up": torch.randn(experts, 2 * FEATURES, WIDTH) / WIDTH**0.5,
         "down": torch.randn(experts, WIDTH, FEATURES) / FEATURES**0.5,
     }
-    chosen = torch.stack([torch.randperm(experts + nowhere * copies)[:copies] for _ in range(tokens)]).clamp(max=experts)
+    chosen = torch.stack([torch.randperm(experts + nowhere * copies)[:copies] for _ in range(tokens)]).clamp(
+        max=experts
+    )
     chosen[chosen == 1] = experts if nowhere else 0  # one expert without rows
     somewhere, up = int((chosen < experts).sum()), torch.randn(tokens, WIDTH).to(dtype)
     inputs = {name: x if name == "weights" else x.to(dtype) for name, x in inputs.items()}
@@ -122,7 +127,7 @@ def main() -> None:
         )
         for tokens, copies, experts, nowhere in cases
     }
-    print(json.dumps(found))
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":
