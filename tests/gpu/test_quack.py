@@ -287,7 +287,7 @@ def test_a_mixture_equals_the_plain_one(tokens: int) -> None:
     assert fused.mixture is not reference.mixture
     found = []
     for kernels in (plain, fused, fused):
-        _poisoned()
+        poison()
         leaves = [each.detach().requires_grad_() for each in (x, weights, gate_up, down)]
         y = kernels.mixture(kernels, leaves[0], chosen, *leaves[1:], copies)
         found.append([y, *torch.autograd.grad(y, leaves, up)])
