@@ -44,10 +44,10 @@ def product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
 
 
 def gated_gradient(
-    dy: Tensor, weight: Tensor, both: Tensor, starts: Tensor, source: Tensor, scale: Tensor
+    dy: Tensor, weight: Tensor, both: Tensor, starts: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the formulas say, for pairs."""
-    rows = dy[source.long()].float()
+    rows = dy.float()
     plain = torch.cat([rows[span] @ w.float() for span, w in zip(spans(starts), weight, strict=True)])
     gate, up = both.float().unflatten(1, (-1, 2)).unbind(2)
     half, sigmoid, d_half = F.silu(gate) * up, gate.sigmoid(), plain * scale[:, None]
@@ -63,10 +63,9 @@ def input_gradient(d_both: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     return torch.cat(found).to(d_both.dtype)
 
 
-def weight_grad(dy: Tensor, x: Tensor, starts: Tensor, source: Tensor) -> Tensor:
+def weight_grad(dy: Tensor, x: Tensor, starts: Tensor) -> Tensor:
     """dy.T x by expert."""
-    rows = dy[source.long()].float()
-    return torch.stack([rows[span].T @ x[span].float() for span in spans(starts)]).to(x.dtype)
+    return torch.stack([dy[span].float().T @ x[span].float() for span in spans(starts)]).to(x.dtype)
 
 
 def joint_weight_grad(d_both: Tensor, x: Tensor, starts: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ class StandIn(ModuleType):
     def __init__(self) -> None:
         super().__init__(INTERFACE)
         self.calls: Counter[str] = Counter()
+        self.gemm_tuned = SimpleNamespace(fn=self._write)  # as the package decorates it
 
     def gemm_act(
         self,
@@ -36,8 +37,10 @@ class StandIn(ModuleType):
         tuned: bool,
         postact_out: Tensor | None = None,
         store_preact: bool = True,
+        **grouped: None,
     ) -> tuple[Tensor | None, Tensor]:
         self.calls["gate_up" if store_preact else "gated"] += 1
+        assert not any(grouped.values())
         assert activation == "swiglu" and concat_layout == ("B",) and not tuned
         both = A @ in_pairs(B)
         gated = F.silu(both[:, ::2]) * both[:, 1::2]
@@ -60,31 +63,33 @@ class StandIn(ModuleType):
             "colvec_scale",
             "colvec_reduce",
             "cu_seqlens_m",
-            "A_idx",
+            "config",
         }
         gate, up, dy = PreAct[:, ::2], PreAct[:, 1::2], A @ B
         share = gate.sigmoid()
         d_gate = dy * up * share * (1 + gate * (1 - share))
         return torch.stack((d_gate, dy * gate * share), -1).flatten(1), gate * share * up
 
-    def gemm(
+    def _write(
         self,
-        A: Tensor,
-        B: Tensor,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
         *,
-        out: Tensor | None = None,
         cu_seqlens_m: None = None,
-        concat_layout: Concat,
-        tuned: bool,
-    ) -> Tensor:
-        self.calls["product"] += 1
-        assert not tuned and concat_layout == (("B",) if out is None else ("out",))
-        return A @ in_pairs(B) if out is None else out.copy_(gates_first(A @ B))
+        concat_layout: Concat | None = None,
+        add_to_output: bool = False,
+        config: None = None,
+    ) -> None:
+        assert cu_seqlens_m is None and config is None
+        self.calls["sum" if add_to_output else "product"] += 1
+        y = a @ (in_pairs(b) if concat_layout == ("B",) else b)
+        y = gates_first(y) if concat_layout == ("out",) else y
+        out.copy_(out + y if add_to_output else y)
 
-    def gemm_add_inplace(self, A: Tensor, B: Tensor, out: Tensor, *, concat_layout: Concat, tuned: bool) -> None:
-        self.calls["sum"] += 1
-        assert not tuned and concat_layout == ("C", "out")
-        out += gates_first(A @ B)
+    def gemm_add_inplace(self, A: Tensor, B: Tensor, out: Tensor, *, concat_layout: Concat | None, tuned: bool) -> None:
+        assert not tuned and concat_layout in (None, ("C", "out"))
+        self._write(A, B, out, concat_layout=concat_layout and ("out",), add_to_output=True)
 
 
 def in_pairs(x: Tensor) -> Tensor:

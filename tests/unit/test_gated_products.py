@@ -82,8 +82,8 @@ def test_gradients_are_those_of_the_plain_one(package: StandIn, again: bool) -> 
     assert package.calls == {
         "gate_up": n * (1 + again),
         "gate_up gradient": n,
-        "product": n + 1,  # dx, and the first gradient of the joint weight
-        "sum": n - 1,
+        "product": n + 2,  # dx, and the first gradient of each weight
+        "sum": 2 * (n - 1),
     }
 
 

@@ -1,4 +1,4 @@
-"""A mixture whose products gather and gate, by triton's interpreter and plain products; tests/gpu/test_quack.py has the real ones."""
+"""A mixture whose products gather and gate, by triton's interpreter and plain products; tests/gpu/test_quack.py: on a GPU."""
 
 import importlib.util
 import json

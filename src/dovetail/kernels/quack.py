@@ -15,9 +15,14 @@ import torch
 from torch import Tensor
 
 INTERFACE = "quack.gemm_interface"
-ARCHITECTURES = (9, 10)  # major compute capabilities
+CONFIGS = "quack.gemm_config"
+HOPPER = 9
+ARCHITECTURES = (HOPPER, 10)  # major compute capabilities
 ALIGNMENT = 16  # bytes
 MULTIPLE = 8  # bf16 numbers in as many
+Tiles = tuple[int, int, bool]  # rows, columns, and whether two groups of warps take turns
+WIDE: Tiles = (128, 256, False)  # of a long inner dimension: 3.17 ms, where the package's choice takes 3.56
+SCALED: Tiles = (128, 128, True)  # of results that are scaled and summed as well: 1.53 ms for 2.68
 GATES_FIRST = "B"  # of a weight [K, 2F] whose columns are gates, then ups
 
 
@@ -107,12 +112,7 @@ def gated(x: Tensor, weight: Tensor, starts: Tensor | None = None, source: Tenso
 
 
 def gated_gradient(
-    dy: Tensor,
-    weight: Tensor,
-    both: Tensor,
-    starts: Tensor | None = None,
-    source: Tensor | None = None,
-    scale: Tensor | None = None,
+    dy: Tensor, weight: Tensor, both: Tensor, starts: Tensor | None = None, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What a product of silu(gate) up with `weight` [D, F] (or of each expert) asks of its input, scaled by row.
 
@@ -127,9 +127,9 @@ def gated_gradient(
         colvec_scale=scale,
         colvec_reduce=scale is not None,
         cu_seqlens_m=starts,
-        A_idx=source,
         dynamic_scheduler=False,
         tuned=False,
+        config=None if scale is None else _tiles(dy.device, SCALED),
     )
     return found[0], found[1], found[2] if scale is not None else None
 
@@ -148,28 +148,56 @@ def _product_shape(x: Tensor, weight: Tensor, _starts: Tensor) -> Tensor:
 
 def input_gradient(d_both: Tensor, weight: Tensor, starts: Tensor | None = None) -> Tensor:
     """A joint product's, [n, D]: d_both [n, 2F] in pairs, weight [2F, D] (or of each expert), gates first."""
-    dx: Tensor = _package().gemm(d_both, weight, cu_seqlens_m=starts, concat_layout=(GATES_FIRST,), tuned=False)
+    dx = d_both.new_empty(len(d_both), weight.shape[-1])
+    tiles = _tiles(dx.device, WIDE) if starts is None else None
+    _write(dx, d_both, weight, cu_seqlens_m=starts, concat_layout=(GATES_FIRST,), config=tiles)
     return dx
 
 
-def add_weight_grad_(total: Tensor, d_both: Tensor, x: Tensor, *, first: bool = False) -> None:
+def add_joint_grad_(total: Tensor, d_both: Tensor, x: Tensor, *, first: bool = False) -> None:
     """As `reference.add_weight_grad_` of a joint product: total [2F, D], gates first, += d_both.T x; d_both in pairs."""
-    if first:
-        _package().gemm(d_both.T, x, out=total, concat_layout=("out",), tuned=False)
-    else:
-        _package().gemm_add_inplace(d_both.T, x, total, concat_layout=("C", "out"), tuned=False)
+    _add(total, d_both.T, x, first, ("C", "out"))
 
 
-def grouped_weight_grad(dy: Tensor, x: Tensor, starts: Tensor, source: Tensor | None = None) -> Tensor:
-    """For every expert dy.T x over its rows, [E, D, F]: dy [n, D], or by `source` rows of a shorter one; x [n, F]."""
-    dw: Tensor = _package().gemm(dy.T, x, cu_seqlens_k=starts, A_idx=source, tuned=False)
+def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None:
+    """As `reference.add_weight_grad_`."""
+    _add(total, dz.T, x, first)
+
+
+def grouped_weight_grad(dy: Tensor, x: Tensor, starts: Tensor) -> Tensor:
+    """For every expert dy.T x over its rows, [E, D, F]: dy [n, D], x [n, F]."""
+    dw = x.new_empty(len(starts) - 1, dy.shape[1], x.shape[1])
+    _write(dw, dy.T, x, cu_seqlens_k=starts)
     return dw
 
 
-def grouped_joint_weight_grad(d_both: Tensor, x: Tensor, starts: Tensor) -> Tensor:
+def grouped_joint_grad(d_both: Tensor, x: Tensor, starts: Tensor) -> Tensor:
     """For every expert d_both.T x over its rows, [E, 2F, D], gates first: d_both [n, 2F] in pairs, x [n, D]."""
-    dw: Tensor = _package().gemm(d_both.T, x, cu_seqlens_k=starts, concat_layout=("out",), tuned=False)
+    dw = x.new_empty(len(starts) - 1, d_both.shape[1], x.shape[1])
+    _write(dw, d_both.T, x, cu_seqlens_k=starts, concat_layout=("out",))
     return dw
+
+
+def _add(total: Tensor, a: Tensor, b: Tensor, first: bool, concat: tuple[str, str] | None = None) -> None:
+    """total = a b, or total += a b. Each element is added to once, so equal inputs give equal bits."""
+    if first or total.dtype == torch.float32:  # what memory itself adds, it adds in the dtype of the sum
+        _write(total, a, b, concat_layout=concat and concat[1:], add_to_output=not first)
+    else:
+        _package().gemm_add_inplace(a, b, total, concat_layout=concat, tuned=False)
+
+
+def _write(out: Tensor, a: Tensor, b: Tensor, **how: Any) -> None:
+    """out = a b."""
+    _package().gemm_tuned.fn(a, b, out, **how)
+
+
+def _tiles(device: torch.device, tiles: Tiles) -> Any:
+    """How a product is cut, where the package's own choice was measured to be slower; None: its own choice."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
+        return None
+    rows, columns, pingpong = tiles
+    config = importlib.import_module(CONFIGS).GemmConfig
+    return config(tile_m=rows, tile_n=columns, pingpong=pingpong, is_dynamic_persistent=False, device_capacity=HOPPER)
 
 
 def _package() -> Any:

@@ -32,7 +32,7 @@ class Products:
     product: Any = quack.grouped_product
     input_gradient: Any = quack.input_gradient
     weight_grad: Any = quack.grouped_weight_grad
-    joint_weight_grad: Any = quack.grouped_joint_weight_grad
+    joint_weight_grad: Any = quack.grouped_joint_grad
 
 
 QUACK = Products()
@@ -69,7 +69,7 @@ class _Mixture(torch.autograd.Function):
         starts = torch.nn.functional.pad(ends.to(torch.int32), (1, 0))
         if any(ctx.needs_input_grad):
             both, half = products.gated_product(x, gate_up, starts, source)
-            ctx.save_for_backward(x, gate_up, down, rows, starts, source, scale, both)
+            ctx.save_for_backward(x, gate_up, down, rows, starts, scale, both)
         else:
             half = products.gated(x, gate_up, starts, source)
         back = products.product(half, down, starts)
@@ -78,14 +78,15 @@ class _Mixture(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
-        x, gate_up, down, rows, starts, source, scale, both = ctx.saved_tensors
-        products, dy, (tokens, copies) = ctx.products, grads[0].contiguous(), ctx.shape
+        x, gate_up, down, rows, starts, scale, both = ctx.saved_tensors
+        products, (tokens, copies), total = ctx.products, ctx.shape, len(scale)
         for_x, for_weights, for_gate_up, for_down, _ = ctx.needs_input_grad
-        d_both, half, d_scale = products.gated_gradient(dy, down, both, starts, source, scale)
-        d_down = products.weight_grad(dy, half, starts, source) if for_down else None
+        moved = moe_triton.spread_rows(grads[0], rows, copies, total)  # both products take longer to gather them
+        d_both, half, d_scale = products.gated_gradient(moved, down, both, starts, scale)
+        d_down = products.weight_grad(moved, half, starts) if for_down else None
         d_gate_up = dx = d_weights = None
         if for_gate_up:
-            moved = moe_triton.spread_rows(x, rows, copies, len(source))
+            moved = moe_triton.spread_rows(x, rows, copies, total)
             d_gate_up = products.joint_weight_grad(d_both, moved, starts)
         if for_x:
             dx = moe_triton.collect_rows(products.input_gradient(d_both, gate_up, starts), rows, copies)

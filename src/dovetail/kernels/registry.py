@@ -27,6 +27,7 @@ class GatedProducts:
     gated: Callable[[Tensor, Tensor], Tensor]
     gated_gradient: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
     input_gradient: Callable[..., Tensor]
+    add_joint_grad_: Callable[..., None]
     add_weight_grad_: Callable[..., None]
 
 

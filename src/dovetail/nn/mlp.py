@@ -72,7 +72,7 @@ class _GateUp(torch.autograd.Function):
         for_x, for_weight, *_ = ctx.needs_input_grad
         dx = Scattering(products.input_gradient(d_both, layer.weight), layer.axis) if for_x else None
         if for_weight:
-            layer.add_or_wait(d_both, x, products.add_weight_grad_)
+            layer.add_or_wait(d_both, x, products.add_joint_grad_)
         return None if dx is None else dx.take(), None, None, None
 
 
@@ -95,7 +95,7 @@ class _Down(torch.autograd.Function):
         dz, layer = grads[0].contiguous(), ctx.layer
         d_both, gated, _ = ctx.products.gated_gradient(dz, layer.weight, ctx.kept.take())
         if ctx.needs_input_grad[2]:
-            layer.add_or_wait(dz, gated)
+            layer.add_or_wait(dz, gated, ctx.products.add_weight_grad_)
         return d_both, None, None, None, None, None
 
 
