@@ -100,9 +100,9 @@ EIGHT = (
     Bench(
         "longest",
         "bench.long_context",
-        "--ranks 8 --start 2621440 --seconds 280",
-        120,
-        300,
+        "--ranks 8 --start 2621440 --seconds 130 --try-seconds 125",
+        90,
+        140,
         "--ranks 2 --start 256 --seconds 60 --shape tiny --device cpu --window 32",
         alone=True,
     ),
