@@ -46,15 +46,15 @@ class Bench:
 
 EIGHT = (
     Bench("dp8", "bench.layouts", "dp=8 --profile --ragged", 50, 210, f"dp=2 --ragged {SMALL}"),
-    Bench("dense", "bench.layouts", "dp=8 tp=2,dp=4 tp=4,pp=2 --profile", 70, 240, f"dp=2 tp=2 pp=2 {SMALL}"),
+    Bench("dense", "bench.layouts", "dp=8 tp=2,dp=4 tp=4,pp=2 --profile", 70, 170, f"dp=2 tp=2 pp=2 {SMALL}"),
     Bench("tp2dp4", "bench.layouts", "tp=2,dp=4 --profile", 45, 150, f"tp=2 {SMALL}"),
     Bench("tp4pp2", "bench.layouts", "tp=4,pp=2 --profile --bubbles", 50, 180, f"pp=2 --bubbles {SMALL}"),
     Bench(
         "ep8",
         "bench.layouts",
-        "ep=8,dp=8 --shape 30b-a3b --sequences 16 --profile",
+        "ep=8,dp=8 --shape 30b-a3b --sequences 16 --steps 4 --profile",
         60,
-        180,
+        130,
         f"ep=2,dp=2 {SMALL} --shape tiny-moe",
     ),
     Bench(
@@ -62,7 +62,7 @@ EIGHT = (
         "bench.layouts",
         "cp=8,cp_mode=gather cp=8 --length 131072 --sequences 1 --steps 2 --profile",
         50,
-        150,
+        75,
         f"cp=2,cp_mode=gather cp=2 {SMALL}",
     ),
     Bench("weights", "bench.weights_stream", "tp=2,dp=4", 40, 120, "tp=2 --shape tiny --device cpu"),
@@ -76,7 +76,7 @@ EIGHT = (
         200,
         f"{SMALL_RL} --layout dp=2",
     ),
-    Bench("hf_ep8", "bench.hf_fsdp", "--shape 30b-a3b --sequences 16", 60, 180, f"--shape tiny-moe {SMALL_HF}"),
+    Bench("hf_ep8", "bench.hf_fsdp", "--shape 30b-a3b --sequences 16", 60, 110, f"--shape tiny-moe {SMALL_HF}"),
     Bench("hf_7b", "bench.hf_fsdp", "--ragged", 60, 150, f"--shape tiny {SMALL_HF} --ragged"),
     Bench("nccl", "pytest", f"{PYTEST} test_every_plan_over_nccl", 60, 200, alone=True),
     Bench("models", "pytest", f"{PYTEST} test_layout_equals_one_gpu", 120, 420, alone=True),

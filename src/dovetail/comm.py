@@ -122,13 +122,13 @@ class _AllToAll(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, to: list[int], by: list[int], axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, to: list[int], by: list[int], axis: Axis, room: int | None) -> Tensor:
         ctx.to, ctx.by, ctx.axis, ctx.room = to, by, axis, len(x)
-        return _uneven(x, to, by, axis)
+        return _uneven(x, to, by, axis, room)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _uneven(grads[0], ctx.by, ctx.to, ctx.axis, ctx.room), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _uneven(grads[0], ctx.by, ctx.to, ctx.axis, ctx.room), None, None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -224,12 +224,13 @@ def heads_to_tokens(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _HeadsToTokens.apply(x, axis)
 
 
-def all_to_all(x: Tensor, to: list[int], by: list[int], axis: Axis) -> Tensor:
+def all_to_all(x: Tensor, to: list[int], by: list[int], axis: Axis, room: int | None = None) -> Tensor:
     """Rows in rank order, `to[r]` of them for rank r -> rows in rank order, `by[r]` of them from rank r.
 
-    Behind them x may have room that does not travel, and whose gradient nobody may read.
+    Behind them x may have room that does not travel, and whose gradient nobody may read; with `room` the result has so many
+    rows, and nobody may read those behind what came.
     """
-    return x if axis.size == 1 else _AllToAll.apply(x, to, by, axis)
+    return x if axis.size == 1 else _AllToAll.apply(x, to, by, axis, room)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:

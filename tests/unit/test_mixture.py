@@ -17,6 +17,7 @@ from torch import Tensor
 from dovetail.arch.registry import spec_from_config
 from dovetail.kernels.reference import mixture, permute, spread, unpermute
 from dovetail.kernels.registry import KernelSet
+from dovetail.kernels.rows import rounded
 from dovetail.mesh import Axis, Mesh
 from dovetail.nn.moe import Experts
 from tests.parity.configs import moe_configs
@@ -181,6 +182,7 @@ SHAPES = {  # ranks, experts, K, tokens of each rank
     "more ranks than tokens": (8, 8, 3, (1, 0, 2, 0, 0, 1, 0, 0)),
     "one expert a rank, one choice": (3, 3, 1, (4, 0, 3)),
     "nobody has tokens": (2, 4, 2, (0, 0)),
+    "so many that there is room behind them": (2, 8, 3, (83, 90)),
 }
 
 
@@ -207,6 +209,13 @@ def test_experts_over_ranks_are_those_of_one(name: str, skewed: bool) -> None:
     sent = sum(len(set((row // (count // size)).tolist())) for row in chosen)
     for width, each_way in ((64, 2), (2 * top, 1)):  # rows there and back, notes there; backward the same
         assert sum(n for w, n in rooms[0].rows if w == width) == 2 * each_way * sent
+
+
+def test_there_is_room_for_a_32nd_more_rows_at_most() -> None:
+    for n in range(5000):
+        assert n <= rounded(n) <= n + n // 32
+    assert [rounded(n) for n in (0, 63, 65, 43000)] == [0, 63, 66, 43008]
+    assert len({rounded(n) for n in range(40000, 50000)}) <= 10
 
 
 def test_a_token_whose_experts_share_a_rank_goes_there_once() -> None:

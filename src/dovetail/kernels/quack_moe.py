@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dovetail.kernels import moe_triton, quack, reference
+from dovetail.kernels.rows import rounded
 
 BLOCK = 1024  # copies of a program
 
@@ -54,7 +55,8 @@ def mixture(
     if x.dtype != torch.bfloat16 or not total or odd or chosen.shape[1] > moe_triton.MOST_COPIES:
         return reference.mixture(ops, x, chosen, weights, gate_up, down, copies)
     rows, ends = moe_triton.sort_rows(chosen, len(gate_up))
-    y: Tensor = _Mixture.apply(x, weights, gate_up, down, (rows, ends, total, products))
+    room = min(rounded(total), chosen.numel())  # quack plans anew for every shape, for a millisecond of the host
+    y: Tensor = _Mixture.apply(x, weights, gate_up, down, (rows, ends, room, products))
     return y
 
 
@@ -63,9 +65,9 @@ class _Mixture(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, how: Any) -> Tensor:
-        rows, ends, total, products = how
+        rows, ends, room, products = how
         x, weights = x.contiguous(), weights.contiguous()
-        source, scale = _by_row(rows, weights, total)
+        source, scale = _by_row(rows, weights, room)
         starts = torch.nn.functional.pad(ends.to(torch.int32), (1, 0))
         if any(ctx.needs_input_grad):
             both, half = products.gated_product(x, gate_up, starts, source)
@@ -79,14 +81,14 @@ class _Mixture(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
         x, gate_up, down, rows, starts, scale, both = ctx.saved_tensors
-        products, (tokens, copies), total = ctx.products, ctx.shape, len(scale)
+        products, (tokens, copies), room = ctx.products, ctx.shape, len(scale)
         for_x, for_weights, for_gate_up, for_down, _ = ctx.needs_input_grad
-        moved = moe_triton.spread_rows(grads[0], rows, copies, total)  # both products take longer to gather them
+        moved = moe_triton.spread_rows(grads[0], rows, copies, room)  # both products take longer to gather them
         d_both, half, d_scale = products.gated_gradient(moved, down, both, starts, scale)
         d_down = products.weight_grad(moved, half, starts) if for_down else None
         d_gate_up = dx = d_weights = None
         if for_gate_up:
-            moved = moe_triton.spread_rows(x, rows, copies, total)
+            moved = moe_triton.spread_rows(x, rows, copies, room)
             d_gate_up = products.joint_weight_grad(d_both, moved, starts)
         if for_x:
             dx = moe_triton.collect_rows(products.input_gradient(d_both, gate_up, starts), rows, copies)

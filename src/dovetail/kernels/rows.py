@@ -7,6 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+STEPS = 5  # bits of a number of rows that count
+
+
+def rounded(n: int) -> int:
+    """At least n, and at most a 32nd more: one of few numbers, for counts that differ from layer to layer. What is made for a
+    shape, a plan of a product or a piece of memory, then serves many of them.
+    """
+    step = 1 << max(0, n.bit_length() - 1 - STEPS)
+    return -(-n // step) * step
+
 
 class Spread(torch.autograd.Function):
     """forward: row i // copies of x to place rows[i]. backward: the sum of what lies at a row's places."""

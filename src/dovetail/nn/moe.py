@@ -22,6 +22,7 @@ from dovetail.arch.spec import ArchSpec, MoeSpec
 from dovetail.comm import OnTheWay, all_gather, all_to_all, exchange, reduce_scatter, stack_over
 from dovetail.gradients import Adder
 from dovetail.kernels.registry import KernelSet
+from dovetail.kernels.rows import rounded
 from dovetail.mesh import Mesh
 from dovetail.nn.linear import TokenLinear
 from dovetail.nn.mlp import GatedMLP
@@ -101,9 +102,11 @@ class Experts(Adder):
         rows, places, _ = kernels.permute(x, ranks, ep.size, room)
         notes = kernels.spread(noted(chosen, weights), places, ranks.shape[1], room)
         to, by, copies = numbers.take()  # the host waits once
-        rows, notes = all_to_all(rows, to, by, ep), all_to_all(notes, to, by, ep)
+        came, room = sum(by), rounded(sum(by))
+        rows, notes = all_to_all(rows, to, by, ep, room), all_to_all(notes, to, by, ep, room)
         chosen, weights = read(notes)
         chosen = (chosen - ep.rank * here) % (ep.size * here)  # experts of other ranks lie behind those of this one
+        chosen[came:] = here
         y = kernels.mixture(kernels, rows, chosen, weights, gate_up, down, sum(copies))
         return kernels.unpermute(all_to_all(y, by, to, ep), places.view(ranks.shape), None)
 
