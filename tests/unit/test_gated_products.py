@@ -11,11 +11,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from dovetail.arch.registry import spec_from_config
+from dovetail.build.engine import make_decoder
 from dovetail.gradients import Adder
 from dovetail.kernels import quack
 from dovetail.kernels.reference import add_weight_grad_
 from dovetail.kernels.registry import KernelSet, gated_products, kernels_for
-from dovetail.mesh import Mesh
+from dovetail.layout import Layout
+from dovetail.mesh import Axis, Mesh
 from dovetail.nn.mlp import GatedMLP
 from dovetail.nn.recompute import Recompute
 from dovetail.nn.tiling import Tiled
@@ -148,6 +150,17 @@ def test_the_plain_one_is_taken(package: StandIn, kept_out: str) -> None:
     plain = make(KernelSet(), biased=kept_out == "biases")
     assert_all_close(played(mlp, mlp), played(plain, plain), SUM_ORDER)
     assert not package.calls
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_pipeline_s_products_are_plain(monkeypatch: pytest.MonkeyPatch, stages: int) -> None:
+    """What travels between stages holds some of a GPU, and products that count on all of it wait for the rest."""
+    monkeypatch.setattr("dovetail.build.engine.kernels_for", lambda _device: everywhere())
+    solo, layout = Mesh.solo(), Layout(pp=stages)
+    mesh = replace(solo, layout=layout, axes={**solo.axes, "pp": Axis("pp", stages, 0)})
+    decoder = make_decoder(spec_from_config(tiny_configs()["llama"].to_dict()), mesh, torch.float32)
+    mlps = [part for part in decoder.modules() if isinstance(part, GatedMLP)]
+    assert mlps and all((mlp.kernels.gated is None) == (stages > 1) for mlp in mlps)
 
 
 @pytest.mark.parametrize(

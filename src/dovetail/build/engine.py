@@ -234,10 +234,12 @@ def make_decoder(
     spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, head: Head = "lm", recompute: Recompute = "none"
 ) -> Decoder:
     """This rank's stages of the decoder on the meta device: shapes and placements, no memory."""
-    ranges, pp = partition(spec, mesh.layout), mesh["pp"]
+    ranges, pp, kernels = partition(spec, mesh.layout), mesh["pp"], kernels_for(mesh.device)
+    if pp.size > 1:  # transfers hold a part of a GPU while they wait, and these products take turns on the whole of it
+        kernels = replace(kernels, gated=None)
     cut = Cut(ranges[pp.rank :: pp.size], first=pp.rank == 0, last=pp.rank == pp.size - 1)
     with torch.device("meta"):
-        return Decoder(spec, mesh, kernels_for(mesh.device), head, recompute, cut).hold_in(dtype)
+        return Decoder(spec, mesh, kernels, head, recompute, cut).hold_in(dtype)
 
 
 def check_layout(spec: AnySpec, layout: Layout) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-STEPS = 5  # bits of a number of rows that count
+STEPS = 3  # bits of a number of rows that count
 
 
 def rounded(n: int) -> int:
-    """At least n, and at most a 32nd more: one of few numbers, for counts that differ from layer to layer. What is made for a
-    shape, a plan of a product or a piece of memory, then serves many of them.
+    """At least n, and at most an eighth more: one of few numbers, for counts that differ from layer to layer. What is made for
+    a shape, a plan of a product or a piece of memory, then serves many of them.
     """
     step = 1 << max(0, n.bit_length() - 1 - STEPS)
     return -(-n // step) * step
