@@ -76,16 +76,21 @@ def _poisoned() -> None:
     poison()
 
 
+def both_of(
+    x: Tensor, joint: Tensor, starts: Tensor | None = None, source: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gates and ups in pairs, and silu(gate) up."""
+    half = x.new_empty(len(x if source is None else source), joint.shape[-2] // 2)
+    return quack.gated_product_into(x, joint, half, starts, source), half
+
+
 @pytest.mark.parametrize(("n", "width", "ffn"), SIZES)
 def test_dense_products(n: int, width: int, ffn: int) -> None:
     x, joint = drawn(n, width), drawn(2 * ffn, width, seed=1, scale=width**-0.5)
     want = in_pairs(exact(x) @ exact(joint).T)
-    into = torch.empty(n, ffn, device="cuda", dtype=torch.bfloat16)
-    both = quack.gated_product_into(x, joint, into)
-    pair = quack.gated_product(x, joint)
+    both, into = both_of(x, joint)
     assert_close(both, want, OP_BF16, "gates and ups")
     assert_close(into, gated(want), OP_BF16, "silu(gate) up")
-    assert torch.equal(both, pair[0]) and torch.equal(into, pair[1])
     assert_close(quack.gated(x, joint), gated(want), OP_BF16, "silu(gate) up alone")
     assert quack.takes(x, joint, drawn(width, ffn))
 
@@ -93,7 +98,7 @@ def test_dense_products(n: int, width: int, ffn: int) -> None:
 @pytest.mark.parametrize(("n", "width", "ffn"), SIZES)
 def test_scoring_computes_the_bits_of_training(n: int, width: int, ffn: int) -> None:
     x, joint = drawn(n, width), drawn(2 * ffn, width, seed=1, scale=width**-0.5)
-    assert torch.equal(quack.gated(x, joint), quack.gated_product(x, joint)[1])
+    assert torch.equal(quack.gated(x, joint), both_of(x, joint)[1])
 
 
 @pytest.mark.parametrize(("n", "width", "ffn"), SIZES)
@@ -146,7 +151,7 @@ def test_grouped_products(by_source: bool) -> None:
     x = drawn(TOKENS if by_source else m.n, WIDTH)
     moved = exact(x[m.source.long()] if by_source else x)
     want = torch.cat(m.each(lambda e, rows: in_pairs(moved[rows] @ exact(m.joint[e]).T)))
-    both, half = quack.gated_product(x, m.joint, m.starts, m.source if by_source else None)
+    both, half = both_of(x, m.joint, m.starts, m.source if by_source else None)
     assert_close(both, want, OP_BF16, "gates and ups")
     assert_close(half, gated(want), OP_BF16, "silu(gate) up")
     y = quack.grouped_product(half, m.down, m.starts)

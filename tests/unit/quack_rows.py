@@ -4,6 +4,7 @@ reference: JSON on stdout. Run with TRITON_INTERPRET=1; tests/gpu/test_quack.py 
 
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -38,9 +39,21 @@ def gated_product(x: Tensor, weight: Tensor, starts: Tensor, source: Tensor) -> 
     return torch.stack((gate, up), 2).flatten(1).to(x.dtype), (F.silu(gate) * up).to(x.dtype)
 
 
+def gated_product_into(x: Tensor, weight: Tensor, half: Tensor, starts: Tensor, source: Tensor) -> Tensor:
+    """The first of the two; the second goes into `half`."""
+    both, found = gated_product(x, weight, starts, source)
+    half.copy_(found)
+    return both
+
+
 def gated(x: Tensor, weight: Tensor, starts: Tensor, source: Tensor) -> Tensor:
     """The second of the two."""
     return gated_product(x, weight, starts, source)[1]
+
+
+def never(*_: Any) -> Tensor:
+    """For who learns nothing."""
+    raise AssertionError("pairs that nobody needs")
 
 
 def product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
@@ -80,7 +93,7 @@ def joint_weight_grad(d_both: Tensor, x: Tensor, starts: Tensor) -> Tensor:
     return pairs.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2).to(x.dtype)
 
 
-PLAIN = Products(gated_product, gated, gated_gradient, product, input_gradient, weight_grad, joint_weight_grad)
+PLAIN = Products(gated_product_into, gated, gated_gradient, product, input_gradient, weight_grad, joint_weight_grad)
 TRITON = KernelSet(permute=moe_triton.permute, unpermute=moe_triton.unpermute)
 
 
@@ -116,7 +129,8 @@ def compared(tokens: int, copies: int, experts: int, *, nowhere: bool, dtype: to
         grads = torch.autograd.grad(y, tuple(leaves.values()), up.to(y.dtype))
         found.append({"y": y, **{f"d {name}": g for name, g in zip(leaves, grads, strict=True)}})
         with torch.no_grad():
-            again = mixture(TRITON, x, chosen, weights, gate_up, down, somewhere, PLAIN) if not wide else y
+            scoring = replace(PLAIN, gated_product_into=never)
+            again = y if wide else mixture(TRITON, x, chosen, weights, gate_up, down, somewhere, scoring)
         assert torch.equal(again, y)
     ours, exact = found
     zeros = float(ours["d weights"][chosen >= experts].abs().sum())

@@ -235,7 +235,7 @@ def make_decoder(
 ) -> Decoder:
     """This rank's stages of the decoder on the meta device: shapes and placements, no memory."""
     ranges, pp, kernels = partition(spec, mesh.layout), mesh["pp"], kernels_for(mesh.device)
-    if pp.size > 1:  # transfers hold a part of a GPU while they wait, and these products take turns on the whole of it
+    if pp.size > 1:  # transfers hold a part of a GPU while they wait, and dense gated products count on the whole of it
         kernels = replace(kernels, gated=None)
     cut = Cut(ranges[pp.rank :: pp.size], first=pp.rank == 0, last=pp.rank == pp.size - 1)
     with torch.device("meta"):

@@ -53,47 +53,31 @@ def takes(x: Tensor, *weights: Tensor) -> bool:
     return whole and len(x) > 0 and not any(n % MULTIPLE for n in widths)
 
 
-@torch.library.custom_op("dovetail::gated_product", mutates_args=())
-def gated_product(
-    x: Tensor, weight: Tensor, starts: Tensor | None = None, source: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """x [n, D], weight [2F, D] (or of each expert) -> gates and ups in pairs [n, 2F], and silu(gate) up [n, F]."""
-    both, gated = _package().gemm_act(
-        x,
-        weight.mT,
-        activation="swiglu",
-        cu_seqlens_m=starts,
-        A_idx=source,
-        concat_layout=(GATES_FIRST,),
-        tuned=False,
-    )
-    return both, gated
-
-
-@gated_product.register_fake
-def _gated_shapes(
-    x: Tensor, weight: Tensor, _starts: Tensor | None = None, source: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    rows, columns = len(x if source is None else source), weight.shape[-2]
-    return x.new_empty(rows, columns), x.new_empty(rows, columns // 2)
-
-
 @torch.library.custom_op("dovetail::gated_product_into", mutates_args=("gated",))
-def gated_product_into(x: Tensor, weight: Tensor, gated: Tensor) -> Tensor:
-    """x [n, D], weight [2F, D] -> gates and ups in pairs [n, 2F]; silu(gate) up goes into `gated` [n, F].
+def gated_product_into(
+    x: Tensor, weight: Tensor, gated: Tensor, starts: Tensor | None = None, source: Tensor | None = None
+) -> Tensor:
+    """x [n, D], weight [2F, D] (or of each expert) -> gates and ups in pairs [n, 2F]; silu(gate) up goes into `gated` [n, F].
 
     A checkpoint that keeps what this returns does not keep `gated`, and leaves it unwritten where it would repeat this: its
     reader has to be an operation that is kept as well.
     """
     both: Tensor = _package().gemm_act(
-        x, weight.mT, activation="swiglu", postact_out=gated, concat_layout=(GATES_FIRST,), tuned=False
+        x,
+        weight.mT,
+        activation="swiglu",
+        postact_out=gated,
+        cu_seqlens_m=starts,
+        A_idx=source,
+        concat_layout=(GATES_FIRST,),
+        tuned=False,
     )[0]
     return both
 
 
 @gated_product_into.register_fake
-def _both_shape(x: Tensor, weight: Tensor, _gated: Tensor) -> Tensor:
-    return x.new_empty(len(x), len(weight))
+def _both_shape(x: Tensor, weight: Tensor, gated: Tensor, *_: Tensor | None) -> Tensor:
+    return x.new_empty(len(gated), weight.shape[-2])
 
 
 def gated(x: Tensor, weight: Tensor, starts: Tensor | None = None, source: Tensor | None = None) -> Tensor:

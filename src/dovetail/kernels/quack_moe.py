@@ -27,7 +27,7 @@ BLOCK = 1024  # copies of a program
 class Products:
     """The grouped products, as `quack` has them."""
 
-    gated_product: Any = quack.gated_product
+    gated_product_into: Any = quack.gated_product_into
     gated: Any = quack.gated
     gated_gradient: Any = quack.gated_gradient
     product: Any = quack.grouped_product
@@ -56,7 +56,8 @@ def mixture(
         return reference.mixture(ops, x, chosen, weights, gate_up, down, copies)
     rows, ends = moe_triton.sort_rows(chosen, len(gate_up))
     room = min(rounded(total), chosen.numel())  # quack plans anew for every shape, for a millisecond of the host
-    y: Tensor = _Mixture.apply(x, weights, gate_up, down, (rows, ends, room, products))
+    how = rows, ends, room, products, torch.is_grad_enabled()
+    y: Tensor = _Mixture.apply(x, weights, gate_up, down, how)
     return y
 
 
@@ -65,12 +66,13 @@ class _Mixture(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, how: Any) -> Tensor:
-        rows, ends, room, products = how
+        rows, ends, room, products, learns = how
         x, weights = x.contiguous(), weights.contiguous()
         source, scale = _by_row(rows, weights, room)
         starts = torch.nn.functional.pad(ends.to(torch.int32), (1, 0))
-        if any(ctx.needs_input_grad):
-            both, half = products.gated_product(x, gate_up, starts, source)
+        if learns and any(ctx.needs_input_grad):
+            half = x.new_empty(room, down.shape[2])
+            both = products.gated_product_into(x, gate_up, half, starts, source)
             ctx.save_for_backward(x, gate_up, down, rows, starts, scale, both)
         else:
             half = products.gated(x, gate_up, starts, source)

@@ -117,7 +117,9 @@ def gated_products() -> GatedProducts:
 
 
 def quack_kernels() -> dict[str, Any]:
-    """What quack's products are for: gated MLPs, and mixtures of them."""
+    """What quack's products are for: gated MLPs and, where triton moves rows, mixtures of them."""
+    if importlib.util.find_spec("triton") is None:
+        return {"gated": gated_products()}
     return {"gated": gated_products(), "mixture": importlib.import_module("dovetail.kernels.quack_moe").mixture}
 
 

@@ -26,7 +26,7 @@ Recompute = Literal["none", "light", "selective", "full"]
 ATTENTION = ("attention", "varlen_attn")  # one of them is in the name of every kernel
 PRODUCTS = (
     *("aten.mm.default", "aten.mm.dtype", "aten.addmm.default", "aten.bmm.default", "aten._grouped_mm.default"),
-    *(f"dovetail.{name}.default" for name in ("gated_product", "gated_product_into", "grouped_product")),
+    *(f"dovetail.{name}.default" for name in ("gated_product_into", "grouped_product")),
 )
 
 
