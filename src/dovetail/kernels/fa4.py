@@ -5,37 +5,21 @@ what the forward one returns, and compilers need not look inside. Nothing of the
 """
 
 import importlib
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dovetail.kernels import cuda
+from dovetail.kernels import cuda, extras
 from dovetail.kernels.reference import Spans
 
 INTERFACE = "flash_attn.cute.interface"
-ARCHITECTURES = (9, 10)  # major compute capabilities
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128))  # of queries and keys, and of values
 
 
 def usable(device: torch.device) -> bool:
     """Whether the package is there, whole, and has kernels for this device."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in ARCHITECTURES:
-        return False
-    try:
-        importlib.import_module(INTERFACE)
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("flash_attn"):
-            return False
-        warnings.warn(
-            f"flash-attn-4 lacks {error.name}: pip install 'dovetail[fa4]'; going on without it", stacklevel=2
-        )
-        return False
-    except (ImportError, OSError) as error:
-        warnings.warn(f"flash-attn-4 does not load ({error}); going on without it", stacklevel=2)
-        return False
-    return True
+    return extras.usable(INTERFACE, "flash-attn-4", device)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:

@@ -2,22 +2,23 @@
 brings along), on Hopper and Blackwell.
 
 A joint product of gate and up returns its columns in pairs, gate and up of one feature side by side; its weight and that
-weight's gradient stay as the checkpoint has them, gates first. Products are grouped where `ends` are given: expert e's rows
-end at ends[e]. `source` names the row of x that each row of the product takes. Nothing of the package is imported before
-`usable` asks; the operations have names and shapes, so that a checkpoint can keep what they return.
+weight's gradient stay as the checkpoint has them, gates first. Products are grouped where `starts` are given, int32 [E + 1]:
+expert e's rows are those from starts[e] to starts[e + 1]. `source` names the row of x that each row of the product takes.
+Nothing of the package is imported before `usable` asks. The operations have names and shapes, so that a checkpoint can keep what
+they return.
 """
 
 import importlib
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dovetail.kernels import extras
+from dovetail.kernels.extras import HOPPER
+
 INTERFACE = "quack.gemm_interface"
 CONFIGS = "quack.gemm_config"
-HOPPER = 9
-ARCHITECTURES = (HOPPER, 10)  # major compute capabilities
 ALIGNMENT = 16  # bytes
 MULTIPLE = 8  # bf16 numbers in as many
 Tiles = tuple[int, int, bool]  # rows, columns, and whether two groups of warps take turns
@@ -28,21 +29,7 @@ GATES_FIRST = "B"  # of a weight [K, 2F] whose columns are gates, then ups
 
 def usable(device: torch.device) -> bool:
     """Whether the package is there, whole, and has kernels for this device."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in ARCHITECTURES:
-        return False
-    try:
-        importlib.import_module(INTERFACE)
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("quack"):
-            return False
-        warnings.warn(
-            f"quack-kernels lacks {error.name}: pip install 'dovetail[fa4]'; going on without it", stacklevel=2
-        )
-        return False
-    except (ImportError, OSError) as error:
-        warnings.warn(f"quack-kernels does not load ({error}); going on without it", stacklevel=2)
-        return False
-    return True
+    return extras.usable(INTERFACE, "quack-kernels", device)
 
 
 def takes(x: Tensor, *weights: Tensor) -> bool:

@@ -1,5 +1,5 @@
-"""A mixture of experts whose first product gathers its rows and gates its results, so that neither copies of tokens nor the
-gates' inputs and outputs pass through memory between products. Importing this needs triton.
+"""A mixture of experts whose first product gathers its rows and gates its results: forward no copies of tokens are made, and
+silu(gate) up has no pass of its own. Importing this needs triton.
 
     gate and up   rows of x by source                [n, 2F] in pairs, and silu(gate) up [n, F]
     down          [n, F]                             [n, D]
