@@ -46,6 +46,7 @@ from bench.engines import (
 from bench.trace import TraceSummary, events_of, ideal_of, summarize
 from dovetail.arch.spec import ArchSpec
 from dovetail.comm import gather_text, stack_over
+from dovetail.engine.halving import Halving
 from dovetail.engine.native import NativeEngine, add_sums
 from dovetail.engine.stages import Training
 from dovetail.kernels.registry import peak_flops, peak_memory_gib
@@ -53,6 +54,7 @@ from dovetail.pipeline.executor import run as execute
 from dovetail.pipeline.schedule import Action, Costs, make_plan, simulate
 from dovetail.rl.losses import SFTLoss
 
+TURNS = {"auto": None, "on": True, "off": False}
 ATTENTION_RATE = 600e12  # FLOP/s, forward and backward, of the best packed kernel measured on an H200
 
 
@@ -100,6 +102,7 @@ def main() -> int:
     parser.add_argument("--mlp-tile-tokens", type=int, default=0)
     parser.add_argument("--window", type=int, help="latest tokens that attention sees")
     parser.add_argument("--warm-length", type=int, help="of the step that is not measured")
+    parser.add_argument("--in-turns", choices=list(TURNS), default="auto", help="halves of micro-batches, see nn.turns")
     parser.add_argument("--steps", type=int, default=3, help="measured, after one that is not")
     parser.add_argument("--ragged", action="store_true", help="also as many tokens in lengths as RL has them")
     parser.add_argument("--bubbles", action="store_true", help="also the waiting of a pipeline's ranks")
@@ -134,6 +137,7 @@ def measure(layout: dt.Layout, session: Session) -> None:
         mlp_tile_tokens=given.mlp_tile_tokens,
         offload=given.offload,
     )
+    engine.halving = Halving.of(engine.model, engine.mesh, TURNS[given.in_turns])
     made = time.perf_counter() - begun
     batch = dense_batch(spec, given.length, given.sequences)
     warm = dense_batch(spec, given.warm_length or given.length, given.sequences)

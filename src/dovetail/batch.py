@@ -157,7 +157,10 @@ class PackedBatch:
 
     def pad_to_multiple(self, multiple: int) -> "PackedBatch":
         """Add one masked sequence of zeros so that T is a positive multiple of `multiple`; T already one: unchanged."""
-        missing = -len(self) % multiple if len(self) else multiple
+        return self.padded(-len(self) % multiple if len(self) else multiple)
+
+    def padded(self, missing: int) -> "PackedBatch":
+        """With one more sequence, of so many masked zeros; 0: unchanged."""
         if not missing:
             return self
         names = ("tokens", "targets", "mask")
@@ -245,6 +248,8 @@ class MicroBatch:
 
     `counted` are this rank's counted tokens [n]: the rows `index` of its t, the rows `mine` of `all_counted`, which are
     those of all context-parallel ranks. routes: of this rank's tokens between blocks, t / tp; filled as layers are computed.
+    halves: none, or two that blocks compute in turns (`nn.turns`), each padded by itself: every rank's tokens between blocks are
+    its tokens of the first half, then those of the second. first: tokens of the first, without padding.
     """
 
     batch: PackedBatch
@@ -255,21 +260,40 @@ class MicroBatch:
     all_counted: PackedBatch
     share: Share = WHOLE
     routes: Routes | None = None
+    halves: tuple["MicroBatch", ...] = ()
+    first: int = 0
 
     @classmethod
     def of(cls, batch: PackedBatch, multiple: int = 1, share: Share = WHOLE) -> "MicroBatch":
         """`batch`, padded to `multiple` tokens, as the rank with this share of it has it."""
         padded = batch.pad_to_multiple(multiple)
+        return cls._of(padded, share.order(len(padded)).to(padded.tokens.device), share)
+
+    @classmethod
+    def halved(cls, batch: PackedBatch, cut: int, multiple: int, share: Share, tp: int) -> "MicroBatch":
+        """As two halves, the first of `cut` sequences. tp: ranks that cut tokens between blocks, a divisor of `multiple`."""
+        sequences = range(batch.num_sequences)
+        parts = [batch.select(some) for some in (sequences[:cut], sequences[cut:])]
+        halves = tuple(cls.of(part, multiple, share) for part in parts)
+        first, end = len(parts[0]), len(batch)
+        orders: list[Tensor] = []  # in the numbers of all tokens, the padding of both halves behind them
+        for part, half in zip(parts, halves, strict=True):
+            start = first if orders else 0
+            orders.append(torch.where(half.order < len(part), half.order + start, half.order - len(part) + end))
+            end += len(half.batch) - len(part)
+        order = torch.cat([piece for rank in zip(*(each.chunk(tp) for each in orders), strict=True) for piece in rank])
+        return replace(cls._of(batch.padded(end - len(batch)), order, share), halves=halves, first=first)
+
+    @classmethod
+    def _of(cls, padded: PackedBatch, order: Tensor, share: Share) -> "MicroBatch":
         everywhere = padded.mask.nonzero()[:, 0]
-        counted = padded.compact(everywhere)
-        if share.size == 1:
-            order = torch.arange(len(padded), device=padded.tokens.device)
-            mine = torch.arange(len(counted), device=order.device)
-            return cls(padded, order, everywhere, counted, mine, counted, share)
-        order = share.order(len(padded)).to(padded.tokens.device)
-        index = padded.mask[order].nonzero()[:, 0]
-        mine = torch.searchsorted(everywhere, order[index])
-        return cls(padded, order, index, padded.compact(order[index]), mine, counted, share)
+        rows = torch.full((len(padded),), -1, device=order.device)
+        rows[order] = torch.arange(len(order), device=order.device)
+        index = rows[everywhere]
+        mine = (index >= 0).nonzero()[:, 0]
+        all_counted = padded.compact(everywhere)
+        counted = all_counted if share.size == 1 else padded.compact(everywhere[mine])
+        return cls(padded, order, index[mine], counted, mine, all_counted, share)
 
     def __len__(self) -> int:
         return int(self.order.shape[0])
@@ -277,7 +301,12 @@ class MicroBatch:
     @property
     def tokens(self) -> Tensor:
         """This rank's tokens [t]."""
-        return self.batch.tokens if self.share.size == 1 else self.batch.tokens[self.order]
+        return self.batch.tokens if self.share.size == 1 and not self.halves else self.batch.tokens[self.order]
+
+    @property
+    def apart(self) -> tuple["MicroBatch", ...]:
+        """What blocks compute: its halves, or all of it."""
+        return self.halves or (self,)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         counted = self.counted.to(device)
@@ -289,6 +318,7 @@ class MicroBatch:
             counted=counted,
             mine=self.mine.to(device),
             all_counted=counted if self.all_counted is self.counted else self.all_counted.to(device),
+            halves=tuple(half.to(device) for half in self.halves),
         )
 
 

@@ -8,15 +8,19 @@
     gather_in_order     all_to_all, sum  as all_gather; gradients are summed in rank order, in the wide dtype
     tokens_to_heads     heads_to_tokens  some tokens of all heads in, all tokens of some heads out
     heads_to_tokens     tokens_to_heads
-    all_to_all          all_to_all       rows for each rank in, rows from each rank out, however many
     all_reduce          identity         partial in, whole out; consumers compute the same thing
 
 Those of heads work on dims 0 and 1, the others on dim 0, and each is the identity on an axis of size 1, so callers never
-test sizes. What has no gradient (`Scattering`, `sum_over`, `stack_over`, `exchange`, `gather_text`, `stack_numbers` and
-`all_reduce_`) is for statistics, for agreeing on errors and counts, and for gradients themselves.
+test sizes. What has no gradient (`begin_gather` and its like, `sum_over`, `stack_over`, `exchange`, `gather_text`,
+`stack_numbers` and `all_reduce_`) is for statistics, for agreeing on errors and counts, and for gradients themselves.
+
+A collective may be begun at one point and waited for at another, so that other work goes on beside it: `Crossing`. All that
+have gradients run in the order in which they were begun, on the group's own stream.
 """
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,34 +34,126 @@ _FLAT_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else
 _FLAT_SCATTER = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
-def _gather(x: Tensor, axis: Axis) -> Tensor:
+class Pending:
+    """The result of a collective that has begun; other work may go on until `take`."""
+
+    def __init__(self, result: Tensor, work: dist.Work | None = None, source: Tensor | None = None) -> None:
+        self.result, self.work = result, work
+        self.source = source  # the device may read it until the end
+
+    def take(self) -> Tensor:
+        """The result, complete for whatever comes after; on a GPU only its stream waits."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = self.source = None
+        return self.result
+
+
+def begin_gather(x: Tensor, axis: Axis) -> Pending:
+    """Begin to concatenate the shards [n, ...] of dim 0 -> [n * size, ...], without a gradient."""
+    if axis.size == 1:
+        return Pending(x)
     x = x.contiguous()
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    _FLAT_GATHER(out, x, group=axis.group)
-    return out
+    return Pending(out, _FLAT_GATHER(out, x, group=axis.group, async_op=True), x)
+
+
+def begin_scatter(x: Tensor, axis: Axis) -> Pending:
+    """Begin to sum over the axis and keep this rank's slice of dim 0: [n, ...] -> [n / size, ...], without a gradient."""
+    x = x.contiguous()
+    if axis.size == 1:
+        return Pending(x)
+    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    return Pending(out, _FLAT_SCATTER(out, x, group=axis.group, async_op=True), x)
+
+
+def begin_all_to_all(x: Tensor, to: list[int], by: list[int], axis: Axis, room: int | None = None) -> Pending:
+    """Begin to send rows in rank order, `to[r]` of them to rank r; `by[r]` of them come from rank r, in rank order.
+
+    Behind them x may have room that does not travel; with `room` the result has so many rows, and nobody may read those behind
+    what came. Without a gradient.
+    """
+    coming = sum(by)
+    out = x.new_empty((coming if room is None else room, *x.shape[1:]))
+    x = x[: sum(to)].contiguous()
+    return Pending(out, dist.all_to_all_single(out[:coming], x, by, to, group=axis.group, async_op=True), x)
+
+
+def _gather(x: Tensor, axis: Axis) -> Tensor:
+    return begin_gather(x, axis).take()
+
+
+def _scatter_sum(x: Tensor, axis: Axis) -> Tensor:
+    return begin_scatter(x, axis).take()
 
 
 def _exchange(x: Tensor, axis: Axis) -> Tensor:
     """The i-th of `size` equal blocks of dim 0 goes to rank i; what comes lies in rank order."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    dist.all_to_all_single(out, x, group=axis.group)
-    return out
+    return Pending(out, dist.all_to_all_single(out, x, group=axis.group, async_op=True), x).take()
 
 
-def _uneven(x: Tensor, to: list[int], by: list[int], axis: Axis, room: int | None = None) -> Tensor:
-    """room: rows of the result, the last of which nobody writes; default: as many as come."""
-    coming = sum(by)
-    out = x.new_empty((coming if room is None else room, *x.shape[1:]))
-    dist.all_to_all_single(out[:coming], x[: sum(to)].contiguous(), by, to, group=axis.group)
-    return out
+class Crossing:
+    """A collective between two points of a forward pass, `leave` and `arrive`, and its inverse between the same two points of
+    the backward pass, where it begins at the second and is waited for at the first. What lies between them goes on beside it.
+
+    there, back: what begins either; there may be set after `leave`, when it is known what goes where.
+    """
+
+    def __init__(self, there: Callable[[Tensor], Pending] | None, back: Callable[[Tensor], Pending] | None) -> None:
+        self.there, self.back = there, back
+        self._there: Pending | None = None
+        self._back: Pending | None = None
+
+    def begin(self, x: Tensor) -> None:
+        """There, with what leaves."""
+        assert self.there is not None
+        self._there = self.there(x.detach())
+
+    def take(self) -> Tensor:
+        """What came, once."""
+        assert self._there is not None
+        came, self._there = self._there.take(), None
+        return came
+
+    def begin_back(self, grad: Tensor, shape: torch.Size) -> Tensor:
+        """The gradient of what came begins its way back. What this returns stands in for it, for autograd, until `leave`."""
+        assert self.back is not None
+        self._back = self.back(grad)
+        return grad.new_empty(()).expand(shape)
+
+    def take_back(self) -> Tensor:
+        """The gradient of what left."""
+        assert self._back is not None
+        grad, self._back = self._back.take(), None
+        return grad
 
 
-def _scatter_sum(x: Tensor, axis: Axis) -> Tensor:
-    x = x.contiguous()
-    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    _FLAT_SCATTER(out, x, group=axis.group)
-    return out
+class _Leave(torch.autograd.Function):
+    """forward: x, which leaves by a crossing. backward: what came back, whatever autograd hands over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, crossing: Crossing) -> Tensor:
+        ctx.crossing = crossing
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return ctx.crossing.take_back(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """forward: what came. backward: the way back begins."""
+
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, crossing: Crossing) -> Tensor:
+        ctx.crossing, ctx.shape = crossing, left.shape
+        return crossing.take()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.crossing.begin_back(grads[0], ctx.shape), None
 
 
 class _AllGather(torch.autograd.Function):
@@ -114,21 +210,6 @@ class _GatherInOrder(torch.autograd.Function):
         for part in parts[1:]:
             total += part
         return total.to(parts.dtype), None
-
-
-class _AllToAll(torch.autograd.Function):
-    """forward: all_to_all of uneven blocks of dim 0. backward: the same with what goes and comes exchanged; rows that went
-    nowhere get a gradient that nobody wrote.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, to: list[int], by: list[int], axis: Axis, room: int | None) -> Tensor:
-        ctx.to, ctx.by, ctx.axis, ctx.room = to, by, axis, len(x)
-        return _uneven(x, to, by, axis, room)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _uneven(grads[0], ctx.by, ctx.to, ctx.axis, ctx.room), None, None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -192,21 +273,28 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _ReduceScatter.apply(x, axis)
 
 
-class Scattering:
-    """A `reduce_scatter` without a gradient that has begun; other work may go on until `take`."""
+def leave(x: Tensor, crossing: Crossing | None) -> Tensor:
+    """x as it leaves by a crossing, for `arrive`; and begins it, where it is known already where to. None: x stays here."""
+    if crossing is None:
+        return x
+    if crossing.there is not None:
+        crossing.begin(x)
+    return _Leave.apply(x, crossing)
 
-    def __init__(self, x: Tensor, axis: Axis) -> None:
-        self.whole = self.part = x.contiguous()  # the device may read it until the end
-        self.work: dist.Work | None = None
-        if axis.size > 1:
-            self.part = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-            self.work = _FLAT_SCATTER(self.part, self.whole, group=axis.group, async_op=True)
 
-    def take(self) -> Tensor:
-        """This rank's slice of the sum; on a GPU only its stream waits."""
-        if self.work is not None:
-            self.work.wait()
-        return self.part
+def arrive(left: Tensor, crossing: Crossing | None) -> Tensor:
+    """What came, for the tensor that `leave` returned."""
+    return left if crossing is None else _Arrive.apply(left, crossing)
+
+
+def gathering(axis: Axis) -> Crossing | None:
+    """`all_gather` as a crossing."""
+    return None if axis.size == 1 else Crossing(partial(begin_gather, axis=axis), partial(begin_scatter, axis=axis))
+
+
+def scattering(axis: Axis) -> Crossing | None:
+    """`reduce_scatter` as a crossing."""
+    return None if axis.size == 1 else Crossing(partial(begin_scatter, axis=axis), partial(begin_gather, axis=axis))
 
 
 def gather_in_order(x: Tensor, axis: Axis) -> Tensor:
@@ -222,15 +310,6 @@ def tokens_to_heads(x: Tensor, axis: Axis) -> Tensor:
 def heads_to_tokens(x: Tensor, axis: Axis) -> Tensor:
     """Trade tokens for heads: [n * size, h, C] -> [n, h * size, C], heads in rank order."""
     return x if axis.size == 1 else _HeadsToTokens.apply(x, axis)
-
-
-def all_to_all(x: Tensor, to: list[int], by: list[int], axis: Axis, room: int | None = None) -> Tensor:
-    """Rows in rank order, `to[r]` of them for rank r -> rows in rank order, `by[r]` of them from rank r.
-
-    Behind them x may have room that does not travel, and whose gradient nobody may read; with `room` the result has so many
-    rows, and nobody may read those behind what came.
-    """
-    return x if axis.size == 1 else _AllToAll.apply(x, to, by, axis, room)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:

@@ -1,6 +1,7 @@
 """Who computes which sequences, and which of them together: pure functions of the lengths, so ranks agree without a word."""
 
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 
 from dovetail.errors import DataError
 
@@ -40,6 +41,12 @@ def plan_microbatches(
         plans.append([members for _, members in bins])
     count = max(map(len, plans), default=0)
     return [plan + [[] for _ in range(count - len(plan))] for plan in plans]
+
+
+def middle(lengths: Seq[int]) -> int:
+    """How many of at least two packed sequences make the first half: what leaves the halves' tokens most alike."""
+    ends = list(accumulate(lengths))
+    return min(range(1, len(lengths)), key=lambda cut: abs(2 * ends[cut - 1] - ends[-1]))
 
 
 def _padded(n: int, multiple: int) -> int:

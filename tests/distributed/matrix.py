@@ -33,6 +33,7 @@ from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.routing import BalanceSettings
 from dovetail.layout import Layout
+from dovetail.nn.recompute import Recompute
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
 from tests.parity.configs import VOCAB, tiny_model
@@ -62,12 +63,15 @@ AGGREGATIONS = {"sft": "token", "grpo": "sequence", "ppo": "token", "gspo": "seq
 
 @dataclass(frozen=True)
 class Case:
-    """What is computed. `accumulation`: least number of micro-batches that a replica's tokens are cut into, about."""
+    """What is computed. `accumulation`: least number of micro-batches that a replica's tokens are cut into, about.
+    `in_turns`: halves of them in turns; `recompute`: as in `EngineOptions`."""
 
     model: str
     recipe: str = "ragged"
     loss: str = "grpo"
     accumulation: int = 1
+    in_turns: bool = False
+    recompute: Recompute = "none"
 
     def __str__(self) -> str:
         return f"{self.model}-{self.recipe}-{self.loss}-{self.accumulation}"
@@ -75,7 +79,7 @@ class Case:
     @property
     def alone(self) -> "Case":
         """The case whose result on one rank this one is compared with."""
-        return replace(self, accumulation=1)
+        return replace(self, accumulation=1, in_turns=False, recompute="none")
 
 
 @dataclass(frozen=True)
@@ -255,7 +259,9 @@ def _engine(folder: str, case: Case, layout: Layout, batch: PackedBatch, dtype: 
         share = len(batch) // ((layout.dp or 1) * case.accumulation)
         budget = -(-max(share, *batch.lengths) // multiple) * multiple
     head: Any = "value" if case.loss == "value" else "lm"
-    options = EngineOptions(optim=STEP, tokens_per_batch=budget, balance=BALANCE)
+    options = EngineOptions(
+        optim=STEP, tokens_per_batch=budget, balance=BALANCE, in_turns=case.in_turns, recompute=case.recompute
+    )
     path = Path(folder) / case.model / head
     return from_pretrained(path, layout=layout, dtype=dtype, head=head, device="cpu", options=options)
 

@@ -65,7 +65,7 @@ def elsewhere(x: Tensor, axis: Axis) -> None:
 
 
 def miscounted(x: Tensor, axis: Axis) -> None:
-    comm.all_to_all(x, [1, 1], [2 * axis.rank, 1], axis)
+    comm.begin_all_to_all(x, [1, 1], [2 * axis.rank, 1], axis).take()
 
 
 def empty(x: Tensor, axis: Axis) -> None:
@@ -73,11 +73,11 @@ def empty(x: Tensor, axis: Axis) -> None:
 
 
 def forgotten(x: Tensor, axis: Axis) -> None:
-    comm.Scattering(x, axis)
+    comm.begin_scatter(x, axis)
 
 
 def overwritten(x: Tensor, axis: Axis) -> None:
-    begun = comm.Scattering(x, axis)
+    begun = comm.begin_scatter(x, axis)
     x.zero_()
     begun.take()
 

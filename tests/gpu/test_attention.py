@@ -171,7 +171,7 @@ def test_what_is_kept_leaves_the_device() -> None:
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             with without_waiting() if again else nullcontext():
-                out = model.blocks(range(some.depth), x, context)
+                (out,) = model.blocks(range(some.depth), (x,), (context,))
                 left[offload] = torch.cuda.memory_allocated() - before
                 out.backward(out.detach())
             del out

@@ -20,6 +20,7 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.kernels.rows import rounded
 from dovetail.mesh import Axis, Mesh
 from dovetail.nn.moe import Experts
+from dovetail.nn.turns import straight
 from tests.parity.configs import moe_configs
 from tests.tolerances import EXACT, GRADCHECK, OP_FP64, SUM_ORDER, assert_close
 
@@ -126,8 +127,16 @@ class Room:
         self.barrier = Barrier(self.size)
 
     def all_to_all(
-        self, out: Tensor, x: Tensor, by: list[int] | None = None, to: list[int] | None = None, *, group: Any
-    ) -> None:
+        self,
+        out: Tensor,
+        x: Tensor,
+        by: list[int] | None = None,
+        to: list[int] | None = None,
+        *,
+        group: Any,
+        async_op: bool,
+    ) -> SimpleNamespace:
+        assert async_op
         even = [len(x) // self.size] * self.size
         self.given[group.rank] = x.detach().clone().split(to or even)
         if x.is_floating_point():
@@ -137,6 +146,7 @@ class Room:
         assert [len(part) for part in parts] == (by or even) and len(out) == sum(by or even)
         out.copy_(torch.cat(parts))
         self.barrier.wait()
+        return SimpleNamespace(wait=lambda: None)
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """What each rank's thread returns."""
@@ -170,7 +180,7 @@ def experts_of(room: Room | None, rank: int, count: int, top: int) -> Experts:
 
 def both_ways(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
     leaves = [x.detach().clone().requires_grad_(), weights.detach().clone().requires_grad_()]
-    y = experts(leaves[0], chosen, leaves[1])
+    y = straight(experts.turns(leaves[0], chosen, leaves[1]))
     up = y.detach().cos()  # what a sum of sines asks for, however it is cut
     return y.detach(), *torch.autograd.grad(y, (*leaves, *experts.parameters()), up)
 
@@ -224,7 +234,7 @@ def test_a_token_whose_experts_share_a_rank_goes_there_once() -> None:
     none = torch.empty(0, 3)
     given = [(x, chosen, weights), (x[:0], none.to(torch.int64), none.to(torch.float64))]
     with torch.no_grad():
-        found = room.run(lambda rank: experts_of(room, rank, 8, 3)(*given[rank]))
+        found = room.run(lambda rank: straight(experts_of(room, rank, 8, 3).turns(*given[rank])))
     assert sorted(n for width, n in room.rows if width == 64) == [0, 1, 3, 4]  # back from both, and there
-    assert_close(found[0], experts_of(None, 0, 8, 3)(x, chosen, weights), SUM_ORDER)
+    assert_close(found[0], straight(experts_of(None, 0, 8, 3).turns(x, chosen, weights)), SUM_ORDER)
     assert_close(found[1], x[:0], EXACT)

@@ -13,6 +13,7 @@ from dovetail.arch.registry import FAMILIES, ulysses_degree, validate_layout
 from dovetail.arch.spec import ArchSpec
 from dovetail.checkpoint.reader import ShardedReader, open_checkpoint
 from dovetail.engine.faults import StepWatch
+from dovetail.engine.halving import Halving
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.routing import BalanceSettings
 from dovetail.engine.sharding import shard_over_data
@@ -56,6 +57,8 @@ class EngineOptions:
         or full.
     offload_activations: what is kept for that waits on the host, and comes back a block ahead.
     offload_optimizer: AdamW's moments wait on the host, and pass through the device while parameters are updated.
+    in_turns: whether micro-batches of several sequences are computed as two halves, each during the collectives of the other;
+        default: on accelerators, where tp or ep has collectives and halves are large enough.
     mlp_tile_tokens: how many tokens MLPs compute at a time, keeping only their inputs for backward; 0: all.
     fresh_head_seed: lets a value head that the checkpoint lacks be drawn from this seed, equally on all ranks.
     save_dtype: of saved and streamed tensors; default: the source checkpoint's, tensor by tensor.
@@ -72,6 +75,7 @@ class EngineOptions:
     recompute: Recompute = "none"
     offload_activations: bool = False
     offload_optimizer: bool = False
+    in_turns: bool | None = None
     mlp_tile_tokens: int = 0
     fresh_head_seed: int | None = None
     save_dtype: torch.dtype | None = None
@@ -166,6 +170,7 @@ def make_engine(
         balance=options.balance,
         watch=options.watch,
     )
+    engine.halving = Halving.of(model, mesh, options.in_turns)
     if options.resume is not None:
         checkpoint, role, updates = options.resume
         engine.load_training(role, checkpoint, updates)

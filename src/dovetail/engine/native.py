@@ -18,10 +18,11 @@ from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.training import export_training, load_training
 from dovetail.checkpoint.writer import save_sharded
 from dovetail.comm import gather_text, stack_over, sum_over
-from dovetail.dealing import plan_microbatches
+from dovetail.dealing import middle, plan_microbatches
 from dovetail.engine.base import StepReport
 from dovetail.engine.checks import Checked, check_same
 from dovetail.engine.faults import StepWatch, inputs_of, spoiled
+from dovetail.engine.halving import Halving
 from dovetail.engine.routing import BalanceSettings, Placed, Routing
 from dovetail.engine.sharding import Residency, forget_step, sum_where_they_lie
 from dovetail.engine.stages import Inference, Training
@@ -71,6 +72,7 @@ class NativeEngine:
         self.tokens_per_batch = tokens_per_batch
         self.dtype = dtype or next(model.parameters()).dtype
         self.watch = watch or StepWatch()
+        self.halving = Halving.of(model, mesh, None)
         connect(mesh)
         self._settings, self._routing = optim or OptimSettings(), Routing.of(model, mesh, balance)
         self._optimizer: Optimizer | None = None
@@ -245,10 +247,14 @@ class NativeEngine:
         share = Share(cp.rank, cp.size, ulysses_degree(self.model.spec, layout))
         dp = self.mesh["dp"]
         plan = plan_microbatches(batch.lengths, dp.size, self._budget(batch), multiple, self.model.spec.width)
-        for sequences in plan[dp.rank]:
+        for number, sequences in enumerate(plan[dp.rank]):
             chosen = batch.select(sequences)
             start_reading(chosen.media)  # while the micro-batches before are computed
-            micro = MicroBatch.of(chosen, multiple, share)
+            if self.halving.cuts([[batch.lengths[i] for i in each[number]] for each in plan]):
+                cut = middle(chosen.lengths)
+                micro = MicroBatch.halved(chosen, cut, multiple, share, self.mesh["tp"].size)
+            else:
+                micro = MicroBatch.of(chosen, multiple, share)
             where, micro = batch.token_index(sequences).to(self.mesh.device), micro.to(self.mesh.device)
             yield where, micro if self._routing is None else self._routing.note(micro)
 

@@ -1,6 +1,6 @@
 """What an engine does about experts: traces in and out, the cost of uneven loads, and biases that even them out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -44,7 +44,9 @@ class Routing:
         return cls(model, model.spec.moe, mesh, settings or BalanceSettings())
 
     def note(self, micro: MicroBatch) -> MicroBatch:
-        """`micro` ready to note routes, taking those that its batch brings along."""
+        """`micro`, or its halves, ready to note routes, taking those that its batch brings along."""
+        if micro.halves:
+            return replace(micro, halves=tuple(map(self.note, micro.halves)))
         trace, rows = micro.batch.routing, self._mine(micro)
         return replace(micro, routes=Routes(None if trace is None else trace.map(lambda x: x[rows])))
 
@@ -53,7 +55,7 @@ class Routing:
         settings, weight = self.settings, 0.0
         if settings.aux_coef or settings.z_coef:
             weight = self._expected_count(pairs, loss) / tokens
-        for where, micro in pairs:
+        for where, micro in apart(pairs):
             rows, batch = self._mine(micro), micro.batch
             assert micro.routes is not None
             micro.routes.balance = Balance(
@@ -84,7 +86,7 @@ class Routing:
         """The routes of all tokens of a batch, on every rank. Collective."""
         moe, device = self.moe, self.mesh.device
         indices = torch.zeros(tokens, len(moe.numbers), moe.top_k, dtype=torch.int32, device=device)
-        for where, micro in pairs:
+        for where, micro in apart(pairs):
             rows = self._mine(micro)
             real = rows < len(where)
             assert micro.routes is not None
@@ -97,7 +99,7 @@ class Routing:
         both = torch.zeros(
             len(self.moe.numbers), self.moe.num_experts + 2, dtype=torch.float64, device=self.mesh.device
         )
-        for _, micro in pairs:
+        for _, micro in apart(pairs):
             assert micro.routes is not None
             for layer, load in micro.routes.loads.items():
                 both[self.moe.numbers.index(layer), :-2] += load.sum(0)
@@ -130,3 +132,12 @@ class Routing:
     def _summed(self, x: Tensor) -> Tensor:
         """The sum over all ranks, each of which has tokens, or layers, of its own."""
         return sum_over(sum_over(sum_over(x, self.mesh["tp"]), self.mesh["fsdp"]), self.mesh["pp"])
+
+
+def apart(pairs: Placed) -> Iterator[tuple[Tensor, MicroBatch]]:
+    """What blocks compute: the halves of micro-batches that have some, each with where in the batch its tokens lie."""
+    for where, micro in pairs:
+        if micro.halves:
+            yield from zip((where[: micro.first], where[micro.first :]), micro.halves, strict=True)
+        else:
+            yield where, micro

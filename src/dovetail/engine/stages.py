@@ -113,7 +113,8 @@ class Training(_Stages):
 
     def weight(self, stage: int, micro: int) -> None:
         for linear in self.model.linears(self.local(stage)):
-            linear.add_weight_gradient()
+            for _ in self.micros[micro].apart:
+                linear.add_weight_gradient()
 
     def finish(self) -> None:
         """Reduce the gradients, if no backward pass did: FSDP2 does it at the end of any backward pass of its root."""

@@ -9,6 +9,7 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
 from dovetail.nn.linear import ColumnLinear, RowLinear
 from dovetail.nn.norm import RMSNorm
+from dovetail.nn.turns import Turns, pause
 from dovetail.routing import Routes
 
 
@@ -46,9 +47,12 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(a.head_dim, spec.norm_eps, kernels) if a.qk_norm else None
         self.k_norm = RMSNorm(a.head_dim, spec.norm_eps, kernels) if a.qk_norm else None
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def turns(self, x: Tensor, context: Context) -> Turns[Tensor]:
+        """[t, D] -> [t, D], as a generator."""
         gains, eps = None, 0.0
         if self.q_norm is not None and self.k_norm is not None:
             gains, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
-        q, k, v = self.kernels.heads(self.qkv_proj(x), self.counts, context.cos, context.sin, gains, eps)
-        return self.o_proj(context.attend(self.layer, q, k, v, self.window).flatten(1))
+        joint = yield from self.qkv_proj.turns(x)
+        yield from pause(self.qkv_proj.axis)
+        q, k, v = self.kernels.heads(joint, self.counts, context.cos, context.sin, gains, eps)
+        return (yield from self.o_proj.turns(context.attend(self.layer, q, k, v, self.window).flatten(1)))

@@ -5,7 +5,7 @@ fewer layers.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from dovetail.nn.moe import Experts, MoE, Router
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.recompute import HostMemory, Recompute, runner
 from dovetail.nn.tiling import Tiled
+from dovetail.nn.turns import Turns, side_by_side, turns_ahead
 from dovetail.tokenstats import TokenStats
 
 Head = Literal["lm", "value", "value_without_bias"]
@@ -37,18 +38,34 @@ class Block(nn.Module):
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
         self.norm_names = spec.norm_names
+        self.ahead = turns_ahead(mesh["tp"])
         first, second = self.norm_names
         self.add_module(first, RMSNorm(spec.width, spec.norm_eps, kernels))
         self.self_attn = (LatentAttention if spec.attention.latent else Attention)(spec, layer, mesh, kernels)
         self.add_module(second, RMSNorm(spec.width, spec.norm_eps, kernels))
         self.mlp = MoE(spec, layer, mesh, kernels) if spec.is_moe(layer) else make_mlp(spec, mesh, kernels)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, *given: Any) -> tuple[Tensor, ...]:
+        """x [t, D] of each half of a micro-batch, or of all of it; then their contexts, as a tuple. Returns as many [t, D]."""
+        if isinstance(self.mlp, MoE):
+            found: tuple[Tensor, ...] = self.mlp.experts(self._in_turns, *given)
+            return found
+        return self._in_turns(*given)
+
+    def _in_turns(self, *given: Any) -> tuple[Tensor, ...]:
+        *halves, contexts = given
+        both = [self.turns(x, context) for x, context in zip(halves, contexts, strict=True)]
+        return side_by_side(both, self.ahead)
+
+    def turns(self, x: Tensor, context: Context) -> Turns[Tensor]:
+        """[t, D] -> [t, D], as a generator."""
         first, second = (self.get_submodule(name) for name in self.norm_names)
         assert isinstance(first, RMSNorm) and isinstance(second, RMSNorm)
         x, part = first.beside(x)
-        x, part = second.beside(x, self.self_attn(part, context))
-        return x + (self.mlp(part, context.routes) if isinstance(self.mlp, MoE) else self.mlp(part))
+        part = yield from self.self_attn.turns(part, context)
+        x, part = second.beside(x, part)
+        mlp = self.mlp.turns(part, context.routes) if isinstance(self.mlp, MoE) else self.mlp.turns(part)
+        return x + (yield from mlp)
 
 
 class Trunk(nn.Module):
@@ -75,14 +92,17 @@ class Trunk(nn.Module):
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """All of it, for a decoder that is whole."""
-        return self.norm(self.blocks(range(len(self.layers)), self.embed_tokens(tokens), context))
+        (x,) = self.blocks(range(len(self.layers)), (self.embed_tokens(tokens),), (context,))
+        return self.norm(x)
 
-    def blocks(self, layers: Iterable[int], x: Tensor, context: Context) -> Tensor:
-        """Some neighboring layers: [t, D] -> [t, D]."""
+    def blocks(
+        self, layers: Iterable[int], halves: tuple[Tensor, ...], contexts: tuple[Context, ...]
+    ) -> tuple[Tensor, ...]:
+        """Some neighboring layers, of the halves of a micro-batch or all of it: [t, D] each."""
         run = runner(self.recompute, self.host)
         for layer in layers:
-            x = run(self.layers[str(layer)], x, context)
-        return x
+            halves = run(self.layers[str(layer)], *halves, contexts)
+        return halves
 
 
 class Decoder(StagedModel):
@@ -124,14 +144,21 @@ class Decoder(StagedModel):
             return torch.zeros((), device=self.mesh.device, requires_grad=True)
         if x is None:
             x = self.model.embed_tokens(micro.tokens)
-        context = context_of(micro, self.rope, x.dtype, self.mesh, self.kernels)
-        x = self.model.blocks(self.cut.stages[stage], x, context)
+        x = self._blocks(micro, stage, x)
         if not (self.cut.last and stage == len(self.cut.stages) - 1):
             return x
         if loss is not None:
             loss = shared(loss, micro, self.mesh["cp"])
         result: TokenStats | Loss | Tensor = self.head(self.model.norm(x), micro, loss)
         return result
+
+    def _blocks(self, micro: MicroBatch, stage: int, x: Tensor) -> Tensor:
+        """One stage's: [t, D] -> [t, D], half by half where the micro-batch has two."""
+        parts = micro.apart
+        contexts = tuple(context_of(part, self.rope, x.dtype, self.mesh, self.kernels) for part in parts)
+        rows = [len(part) // self.mesh["tp"].size for part in parts]
+        halves = self.model.blocks(self.cut.stages[stage], x.split(rows) if micro.halves else (x,), contexts)
+        return torch.cat(halves) if micro.halves else halves[0]
 
     def hold_in(self, dtype: torch.dtype) -> "Decoder":
         """Hold parameters and buffers in `dtype`; biases of routing stay as exact as checkpoints have them."""

@@ -18,13 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dovetail.comm import Scattering, all_gather, reduce_scatter
+from dovetail.comm import Crossing, arrive, gathering, leave
 from dovetail.gradients import Adder, AddProduct, add_product
 from dovetail.kernels.reference import wide
-from dovetail.mesh import Axis, Mesh
+from dovetail.mesh import Mesh
+from dovetail.nn.turns import Turns, pause, scattered, straight
 from dovetail.placement import Part, Placement, Split
-
-ALONE = Axis("tp")
 
 
 class Linear(Adder):
@@ -42,11 +41,11 @@ class Linear(Adder):
         self.waits = False
         self.waiting: deque[tuple[Tensor, Tensor, AddProduct]] = deque()  # dy [T, out], x [T, in], and what adds
 
-    def product(self, x: Tensor, bias: Tensor | None, axis: Axis = ALONE) -> Tensor:
-        """x w.T + bias, of the tokens of all ranks of `axis`."""
+    def product(self, x: Tensor, bias: Tensor | None, crossing: Crossing | None = None) -> Tensor:
+        """x w.T + bias, where x is what arrives by the crossing."""
         if self.adds is None or not torch.is_grad_enabled():
-            return F.linear(all_gather(x, axis), self.weight, bias)
-        y: Tensor = _Product.apply(x, self.weight, bias, self, axis)
+            return F.linear(arrive(x, crossing), self.weight, bias)
+        y: Tensor = _Product.apply(x, self.weight, bias, self, crossing)
         return y
 
     def add_weight_gradient(self) -> None:
@@ -66,29 +65,36 @@ class Linear(Adder):
 
 
 class _Product(torch.autograd.Function):
-    """forward: y = x w.T + b, x gathered over the axis. backward: dx = dy w, summed over the axis and cut; db; dw is added
-    by the layer, now or later. One collective each way; the one of backward goes on beside dw's product.
+    """forward: y = x w.T + b of what arrives. backward: dx = dy w, which begins its way back; db; dw is added by the layer,
+    now or later. A collective goes on beside dw's product.
 
     Only x is saved: the layer has the weight, and the one whose gradient counts, whoever recomputed or stored what is
     saved.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, axis: Axis) -> Tensor:
-        x = all_gather(x, axis)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, crossing: Crossing | None
+    ) -> Tensor:
+        ctx.layer, ctx.crossing, ctx.shape = layer, crossing, x.shape
+        x = x if crossing is None else crossing.take()
         ctx.save_for_backward(x if weight.requires_grad else None)
-        ctx.layer, ctx.axis = layer, axis
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
-        (dy,), (x,), layer = grads, ctx.saved_tensors, ctx.layer
+        dy, (x,), layer = grads[0], ctx.saved_tensors, ctx.layer
         for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
-        dx = Scattering(dy @ layer.weight, ctx.axis) if for_x else None
+        dx = sent_back(dy @ layer.weight, ctx.crossing, ctx.shape) if for_x else None
         if for_weight:
             layer.add_or_wait(dy, x)
         db = dy.sum(0, dtype=wide(dy.dtype)) if for_bias else None
-        return None if dx is None else dx.take(), None, db, None, None
+        return dx, None, db, None, None
+
+
+def sent_back(dx: Tensor, crossing: Crossing | None, shape: torch.Size) -> Tensor:
+    """The gradient of what arrived, on its way by the crossing, if there is one, to what left with this shape."""
+    return dx if crossing is None else crossing.begin_back(dx, shape)
 
 
 class ColumnLinear(Linear):
@@ -113,7 +119,13 @@ class ColumnLinear(Linear):
         self.placements = dict.fromkeys(("weight", "bias"), Placement((Split(0, "tp", tuple(cut)),)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.bias, self.axis)
+        return straight(self.turns(x))
+
+    def turns(self, x: Tensor) -> Turns[Tensor]:
+        """The same: tokens are gathered during other work, if there is any."""
+        left = leave(x, crossing := gathering(self.axis))
+        yield from pause(self.axis)
+        return self.product(left, self.bias, crossing)
 
 
 class RowLinear(Linear):
@@ -134,7 +146,11 @@ class RowLinear(Linear):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        y = reduce_scatter(self.product(x, None), self.axis)
+        return straight(self.turns(x))
+
+    def turns(self, x: Tensor) -> Turns[Tensor]:
+        """The same: sums are scattered during other work, if there is any."""
+        y = yield from scattered(self.product(x, None), self.axis)
         return y if self.bias is None else y + self.bias
 
 

@@ -20,6 +20,7 @@ from dovetail.mesh import Mesh
 from dovetail.nn.attention import Context
 from dovetail.nn.linear import ColumnLinear, RowLinear, TokenLinear
 from dovetail.nn.norm import RMSNorm
+from dovetail.nn.turns import Turns
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
 
@@ -48,10 +49,11 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = ColumnLinear(latent.kv_rank, {"kv_b_proj": kv_heads}, mesh)
         self.o_proj = RowLinear(a.num_heads * latent.v_dim, spec.width, mesh, bias=a.o_bias)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        q_nope, q_rope = self._queries(x).split((self.latent.nope_dim, self.latent.rope_dim), dim=-1)
+    def turns(self, x: Tensor, context: Context) -> Turns[Tensor]:
+        """[t, D] -> [t, D], as a generator."""
+        q_nope, q_rope = (yield from self._queries(x)).split((self.latent.nope_dim, self.latent.rope_dim), dim=-1)
         kv, k_rope = self.kv_a_proj_with_mqa(x).split((self.latent.kv_rank, self.latent.rope_dim), dim=-1)
-        expanded = self.kv_b_proj(self.kv_a_layernorm(kv))
+        expanded = yield from self.kv_b_proj.turns(self.kv_a_layernorm(kv))
         k_nope, v = expanded.unflatten(-1, (-1, self.latent.nope_dim + self.latent.v_dim)).split(
             (self.latent.nope_dim, self.latent.v_dim), dim=-1
         )  # [T, H, C]
@@ -61,13 +63,13 @@ class LatentAttention(nn.Module):
         if missing := self.head_dim - self.latent.key_dim:
             q, k = F.pad(q, (0, missing)), F.pad(k, (0, missing))
         mixed = context.attend(self.layer, q, k, v, self.window)
-        return self.o_proj(mixed.flatten(1))
+        return (yield from self.o_proj.turns(mixed.flatten(1)))
 
-    def _queries(self, x: Tensor) -> Tensor:
+    def _queries(self, x: Tensor) -> Turns[Tensor]:
         if self.latent.q_rank is None:
-            q = self.q_proj(x)
+            q = yield from self.q_proj.turns(x)
         else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            q = yield from self.q_b_proj.turns(self.q_a_layernorm(self.q_a_proj(x)))
         return q.unflatten(-1, (-1, self.latent.key_dim))
 
     def _turned(self, x: Tensor, context: Context) -> Tensor:

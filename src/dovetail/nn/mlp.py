@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec
-from dovetail.comm import Scattering, all_gather, reduce_scatter
+from dovetail.comm import Crossing, arrive, gathering, leave
 from dovetail.kernels.registry import GatedProducts, KernelSet
 from dovetail.mesh import Mesh
 from dovetail.nn.keeping import Kept, keep
-from dovetail.nn.linear import ColumnLinear, RowLinear
+from dovetail.nn.linear import ColumnLinear, RowLinear, sent_back
+from dovetail.nn.turns import Turns, pause, scattered, straight
 from dovetail.placement import Placement
 
 
@@ -30,14 +31,25 @@ class GatedMLP(nn.Module):
         self.down_proj = RowLinear(width, spec.width, mesh, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        return straight(self.turns(x))
+
+    def turns(self, x: Tensor) -> Turns[Tensor]:
+        """The same, as a generator."""
         up, down, products = self.gate_up_proj, self.down_proj, self._gating(x)
         if products is None:
-            return down(self.kernels.swiglu(up(x)))
+            both = yield from up.turns(x)
+            yield from pause(up.axis)
+            return (yield from down.turns(self.kernels.swiglu(both)))
+        left = leave(x, crossing := gathering(up.axis))
+        yield from pause(up.axis)
         if not torch.is_grad_enabled():
-            return down(products.gated(all_gather(x, up.axis), up.weight))
-        both, gated = _GateUp.apply(x, up.weight, up, products)
+            gated = products.gated(arrive(left, crossing), up.weight)
+            yield from pause(up.axis)
+            return (yield from down.turns(gated))
+        both, gated = _GateUp.apply(left, up.weight, up, products, crossing)
         both, kept = keep(both)
-        return reduce_scatter(_Down.apply(both, gated, down.weight, kept, down, products), down.axis)
+        yield from pause(up.axis)
+        return (yield from scattered(_Down.apply(both, gated, down.weight, kept, down, products), down.axis))
 
     def _gating(self, x: Tensor) -> GatedProducts | None:
         """The products that gate inside, where they do what this call asks for."""
@@ -49,31 +61,31 @@ class GatedMLP(nn.Module):
 
 
 class _GateUp(torch.autograd.Function):
-    """forward: gates and ups in pairs, of x gathered over the axis, and beside them silu(gate) up, for `_Down` alone.
-    backward: dx, summed over the axis and cut; dw is added by the layer, now or later. As `linear._Product`.
+    """forward: gates and ups in pairs, of the x that arrives, and beside them silu(gate) up, for `_Down` alone.
+    backward: dx, which begins its way back; dw is added by the layer, now or later. As `linear._Product`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, layer: ColumnLinear, products: GatedProducts
+        ctx: Any, x: Tensor, weight: Tensor, layer: ColumnLinear, products: GatedProducts, crossing: Crossing | None
     ) -> tuple[Tensor, Tensor]:
-        x = all_gather(x, layer.axis).contiguous()
+        ctx.layer, ctx.products, ctx.crossing, ctx.shape = layer, products, crossing, x.shape
+        x = (x if crossing is None else crossing.take()).contiguous()
         gated = x.new_empty(len(x), len(weight) // 2)
         both = products.gated_product_into(x, weight, gated)
         ctx.save_for_backward(x if weight.requires_grad else None)
-        ctx.layer, ctx.products = layer, products
         ctx.mark_non_differentiable(gated)
         ctx.set_materialize_grads(False)
         return both, gated
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         (d_both, _), (x,), layer, products = grads, ctx.saved_tensors, ctx.layer, ctx.products
         for_x, for_weight, *_ = ctx.needs_input_grad
-        dx = Scattering(products.input_gradient(d_both, layer.weight), layer.axis) if for_x else None
+        dx = sent_back(products.input_gradient(d_both, layer.weight), ctx.crossing, ctx.shape) if for_x else None
         if for_weight:
             layer.add_or_wait(d_both, x, products.add_joint_grad_)
-        return None if dx is None else dx.take(), None, None, None
+        return dx, None, None, None, None
 
 
 class _Down(torch.autograd.Function):
@@ -134,7 +146,13 @@ class PlainMLP(nn.Module):
         self.down_proj = RowLinear(spec.ffn_width, spec.width, mesh, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.up_proj(x)))
+        return straight(self.turns(x))
+
+    def turns(self, x: Tensor) -> Turns[Tensor]:
+        """The same, as a generator."""
+        y = yield from self.up_proj.turns(x)
+        yield from pause(self.up_proj.axis)
+        return (yield from self.down_proj.turns(self.act_fn(y)))
 
 
 def make_mlp(spec: ArchSpec, mesh: Mesh, kernels: KernelSet) -> GatedMLP | PlainMLP:

@@ -12,24 +12,37 @@ A token chooses K of E experts, which some of the ranks of ep have. It goes to e
 Every way back is the inverse permutation: no gradient is added atomically, so equal inputs give equal bits.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec, MoeSpec
-from dovetail.comm import OnTheWay, all_gather, all_to_all, exchange, reduce_scatter, stack_over
+from dovetail.comm import (
+    Crossing,
+    OnTheWay,
+    all_gather,
+    arrive,
+    begin_all_to_all,
+    exchange,
+    gathering,
+    leave,
+    stack_over,
+)
 from dovetail.gradients import Adder
 from dovetail.kernels.registry import KernelSet
 from dovetail.kernels.rows import rounded
 from dovetail.mesh import Mesh
 from dovetail.nn.linear import TokenLinear
 from dovetail.nn.mlp import GatedMLP
+from dovetail.nn.turns import Turns, pause, scattered, straight
 from dovetail.placement import Part, Placement, Split
 from dovetail.routing import Routes
 
 TINY = 1e-20  # keeps the sum of chosen weights from being 0
+T = TypeVar("T")
 
 
 class Router(nn.Module):
@@ -89,7 +102,12 @@ class Experts(Adder):
             "down_proj": Placement((by_expert, Split(2, "tp", (half,))), sharded_over="expert_fsdp"),
         }
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, run: Callable[..., T], *given: Any) -> T:
+        """Whatever needs these experts' parameters: FSDP2 has them gathered meanwhile, once for both halves of a batch."""
+        return run(*given)
+
+    def turns(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Turns[Tensor]:
+        """What this module is for, as a generator. The host learns how many rows go where while the other half computes."""
         ep, kernels = self.ep, self.kernels
         gate_up, down = self.summed("gate_up_proj"), self.summed("down_proj")
         if ep.size == 1:
@@ -101,14 +119,27 @@ class Experts(Adder):
         room = ranks.numel()  # for a row of each; how many there are, the host learns while they are written
         rows, places, _ = kernels.permute(x, ranks, ep.size, room)
         notes = kernels.spread(noted(chosen, weights), places, ranks.shape[1], room)
+        to_experts = [Crossing(None, None), Crossing(None, None)]
+        sent = [leave(each, crossing) for each, crossing in zip((rows, notes), to_experts, strict=True)]
+        yield
         to, by, copies = numbers.take()  # the host waits once
         came, room = sum(by), rounded(sum(by))
-        rows, notes = all_to_all(rows, to, by, ep, room), all_to_all(notes, to, by, ep, room)
+        for each, crossing in zip((rows, notes), to_experts, strict=True):
+            crossing.there = partial(begin_all_to_all, to=to, by=by, axis=ep, room=room)
+            crossing.back = partial(begin_all_to_all, to=by, by=to, axis=ep, room=len(each))
+            crossing.begin(each)
+        rows, notes = (arrive(each, crossing) for each, crossing in zip(sent, to_experts, strict=True))
         chosen, weights = read(notes)
         chosen = (chosen - ep.rank * here) % (ep.size * here)  # experts of other ranks lie behind those of this one
         chosen[came:] = here
         y = kernels.mixture(kernels, rows, chosen, weights, gate_up, down, sum(copies))
-        return kernels.unpermute(all_to_all(y, by, to, ep), places.view(ranks.shape), None)
+        home = Crossing(
+            partial(begin_all_to_all, to=by, by=to, axis=ep),
+            partial(begin_all_to_all, to=to, by=by, axis=ep, room=len(y)),
+        )
+        left = leave(y, home)
+        yield
+        return kernels.unpermute(arrive(left, home), places.view(ranks.shape), None)
 
 
 def destinations(owners: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -153,16 +184,25 @@ class MoE(nn.Module):
         self.shared_expert_gate = TokenLinear(spec.width, 1) if moe.shared_gate else None
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
-        y = self._routed(x, *self.gate(x, routes))
+        return straight(self.turns(x, routes))
+
+    def turns(self, x: Tensor, routes: Routes) -> Turns[Tensor]:
+        """The same, as a generator, for those who have the experts' parameters gathered."""
+        y = yield from self._routed(x, *self.gate(x, routes))
         if not self.shared_name:
             return y
-        shared = self.get_submodule(self.shared_name)(x)
+        mlp = self.get_submodule(self.shared_name)
+        assert isinstance(mlp, GatedMLP)
+        shared = yield from mlp.turns(x)
         return y + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared)
 
-    def _routed(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        x, weights = all_gather(x, self.tp), all_gather(weights, self.tp)
+    def _routed(self, x: Tensor, indices: Tensor, weights: Tensor) -> Turns[Tensor]:
+        left = leave(x, crossing := gathering(self.tp))
+        yield from pause(self.tp)
+        x, weights = arrive(left, crossing), all_gather(weights, self.tp)
         chosen = stack_over(indices, self.tp).flatten(0, 1)  # [T, K]
-        return reduce_scatter(self.experts(x, chosen, weights), self.tp)
+        y = yield from self.experts.turns(x, chosen, weights)
+        return (yield from scattered(y, self.tp))
 
 
 class _WithCost(torch.autograd.Function):

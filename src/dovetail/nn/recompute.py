@@ -40,7 +40,7 @@ def is_kept(recompute: Recompute, operation: str) -> bool:
     return is_attention(operation) or (recompute == "light" and operation in PRODUCTS)
 
 
-def runner(recompute: Recompute, host: "HostMemory | None" = None) -> Callable[..., Tensor]:
+def runner(recompute: Recompute, host: "HostMemory | None" = None) -> Callable[..., Any]:
     """(block, its arguments) -> its output: how the blocks of one forward pass run, one after another.
 
     host: where what they keep waits for the backward pass; default: on the device.

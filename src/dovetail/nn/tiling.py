@@ -14,6 +14,7 @@ from dovetail.errors import ModelError
 from dovetail.kernels.reference import wide
 from dovetail.nn.keeping import Kept, keep
 from dovetail.nn.linear import Linear
+from dovetail.nn.turns import Turns
 
 
 class Tiled(nn.Module):
@@ -28,6 +29,11 @@ class Tiled(nn.Module):
         self.tokens = tokens
         for name, part in mlp.named_children():
             self.add_module(name, part)
+
+    def turns(self, x: Tensor) -> Turns[Tensor]:
+        """As of any MLP; tiles take no turns."""
+        yield from ()
+        return self(x)
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.requires_grad:  # or `keep` would save nothing
