@@ -5,18 +5,20 @@
     all_gather          reduce_scatter   sharded in, whole out; consumers compute different parts, so gradients are partial
     gather_replicated   own slice        sharded in, whole out; consumers compute the same thing, so gradients are equal
     reduce_scatter      all_gather       partial in, sharded out
-    gather_in_order     all_to_all, sum  as all_gather; gradients are summed in rank order, in the wide dtype
+    gather_in_order     all_to_all, sum  as all_gather; gradients are summed in rank order
     tokens_to_heads     heads_to_tokens  some tokens of all heads in, all tokens of some heads out
     heads_to_tokens     tokens_to_heads
     all_to_all          all_to_all       rows for each rank in, rows from each rank out, however many
     all_reduce          identity         partial in, whole out; consumers compute the same thing
 
 Those of heads work on dims 0 and 1, the others on dim 0, and each is the identity on an axis of size 1, so callers never
-test sizes. What has no gradient (`Scattering`, `sum_over`, `stack_over`, `exchange`, `gather_text`, `stack_numbers` and
-`all_reduce_`) is for statistics, for agreeing on errors and counts, and for gradients themselves.
+test sizes. What has no gradient (`Scattering`, `gather_mirrored`, `sum_over`, `stack_over`, `exchange`, `gather_text`,
+`stack_numbers` and `all_reduce_`) is for statistics, for agreeing on errors and counts, for gradients themselves, and for
+those who have their own.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,20 +102,16 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class _GatherInOrder(torch.autograd.Function):
-    """forward: all_gather on dim 0. backward: all_to_all, then the sum of what came, in rank order and the wide dtype."""
+    """forward: all_gather on dim 0. backward: all_to_all, then the sum of what came, in rank order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+    def forward(ctx: Any, x: Tensor, axis: Axis, add: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.axis, ctx.add = axis, add
         return _gather(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        parts = _exchange(grads[0], ctx.axis).unflatten(0, (ctx.axis.size, -1))
-        total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
-        for part in parts[1:]:
-            total += part
-        return total.to(parts.dtype), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.add(_exchange(grads[0], ctx.axis).unflatten(0, (ctx.axis.size, -1))), None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -209,9 +207,30 @@ class Scattering:
         return self.part
 
 
-def gather_in_order(x: Tensor, axis: Axis) -> Tensor:
-    """As `all_gather`, with gradients that do not depend on how a reduction is scheduled."""
-    return x if axis.size == 1 else _GatherInOrder.apply(x, axis)
+def gather_in_order(x: Tensor, axis: Axis, add: Callable[[Tensor], Tensor]) -> Tensor:
+    """As `all_gather`, with gradients that do not depend on how a reduction is scheduled.
+
+    add: [size, ...] -> [...], the sum in rank order.
+    """
+    return x if axis.size == 1 else _GatherInOrder.apply(x, axis, add)
+
+
+def gather_mirrored(x: Tensor, axis: Axis) -> Tensor:
+    """Concatenate the first halves of the shards [2 n, ...] of dim 0 in rank order, and then the second ones from the last
+    rank to the first: [2 n * size, ...], without a gradient. Two collectives; while the first halves come, which lie as
+    they should, the second ones are turned round.
+    """
+    if axis.size == 1:
+        return x
+    first, second = x.contiguous().chunk(2)
+    turned = second.new_empty((len(second) * axis.size, *x.shape[1:]))
+    out = x.new_empty((len(x) * axis.size, *x.shape[1:]))
+    late = _FLAT_GATHER(turned, second, group=axis.group, async_op=True)
+    early = _FLAT_GATHER(out[: len(turned)], first, group=axis.group, async_op=True)
+    late.wait()
+    torch.cat(turned.chunk(axis.size)[::-1], out=out[len(turned) :])
+    early.wait()
+    return out
 
 
 def tokens_to_heads(x: Tensor, axis: Axis) -> Tensor:
