@@ -5,22 +5,21 @@
     all_gather          reduce_scatter   sharded in, whole out; consumers compute different parts, so gradients are partial
     gather_replicated   own slice        sharded in, whole out; consumers compute the same thing, so gradients are equal
     reduce_scatter      all_gather       partial in, sharded out
-    gather_in_order     all_to_all, sum  as all_gather; gradients are summed in rank order, in the wide dtype
+    gather_in_order     all_to_all, sum  as all_gather; gradients are summed in rank order
     tokens_to_heads     heads_to_tokens  some tokens of all heads in, all tokens of some heads out
     heads_to_tokens     tokens_to_heads
     all_reduce          identity         partial in, whole out; consumers compute the same thing
 
 Those of heads work on dims 0 and 1, the others on dim 0, and each is the identity on an axis of size 1, so callers never
-test sizes. What has no gradient (`begin_gather` and its like, `sum_over`, `stack_over`, `exchange`, `gather_text`,
-`stack_numbers` and `all_reduce_`) is for statistics, for agreeing on errors and counts, and for gradients themselves.
+test sizes. What has no gradient (`begin_gather` and its like, `gather_mirrored`, `sum_over`, `stack_over`, `exchange`,
+`gather_text`, `stack_numbers` and `all_reduce_`) is for statistics, for agreeing on errors and counts, for gradients
+themselves, and for those who have their own (`crossing`).
 
-A collective may be begun at one point and waited for at another, so that other work goes on beside it: `Crossing`. All that
-have gradients run in the order in which they were begun, on the group's own stream.
+All that have gradients run in the order in which they were begun, on the group's own stream.
 """
 
 import json
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -94,68 +93,6 @@ def _exchange(x: Tensor, axis: Axis) -> Tensor:
     return Pending(out, dist.all_to_all_single(out, x, group=axis.group, async_op=True), x).take()
 
 
-class Crossing:
-    """A collective between two points of a forward pass, `leave` and `arrive`, and its inverse between the same two points of
-    the backward pass, where it begins at the second and is waited for at the first. What lies between them goes on beside it.
-
-    there, back: what begins either; there may be set after `leave`, when it is known what goes where.
-    """
-
-    def __init__(self, there: Callable[[Tensor], Pending] | None, back: Callable[[Tensor], Pending] | None) -> None:
-        self.there, self.back = there, back
-        self._there: Pending | None = None
-        self._back: Pending | None = None
-
-    def begin(self, x: Tensor) -> None:
-        """There, with what leaves."""
-        assert self.there is not None
-        self._there = self.there(x.detach())
-
-    def take(self) -> Tensor:
-        """What came, once."""
-        assert self._there is not None
-        came, self._there = self._there.take(), None
-        return came
-
-    def begin_back(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient of what came begins its way back. What this returns stands in for it, for autograd, until `leave`."""
-        assert self.back is not None
-        self._back = self.back(grad)
-        return grad.new_empty(()).expand(shape)
-
-    def take_back(self) -> Tensor:
-        """The gradient of what left."""
-        assert self._back is not None
-        grad, self._back = self._back.take(), None
-        return grad
-
-
-class _Leave(torch.autograd.Function):
-    """forward: x, which leaves by a crossing. backward: what came back, whatever autograd hands over."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, crossing: Crossing) -> Tensor:
-        ctx.crossing = crossing
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
-        return ctx.crossing.take_back(), None
-
-
-class _Arrive(torch.autograd.Function):
-    """forward: what came. backward: the way back begins."""
-
-    @staticmethod
-    def forward(ctx: Any, left: Tensor, crossing: Crossing) -> Tensor:
-        ctx.crossing, ctx.shape = crossing, left.shape
-        return crossing.take()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.crossing.begin_back(grads[0], ctx.shape), None
-
-
 class _AllGather(torch.autograd.Function):
     """forward: all_gather on dim 0. backward: reduce_scatter. One collective each way."""
 
@@ -196,20 +133,16 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class _GatherInOrder(torch.autograd.Function):
-    """forward: all_gather on dim 0. backward: all_to_all, then the sum of what came, in rank order and the wide dtype."""
+    """forward: all_gather on dim 0. backward: all_to_all, then the sum of what came, in rank order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+    def forward(ctx: Any, x: Tensor, axis: Axis, add: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.axis, ctx.add = axis, add
         return _gather(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        parts = _exchange(grads[0], ctx.axis).unflatten(0, (ctx.axis.size, -1))
-        total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
-        for part in parts[1:]:
-            total += part
-        return total.to(parts.dtype), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.add(_exchange(grads[0], ctx.axis).unflatten(0, (ctx.axis.size, -1))), None, None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -273,33 +206,30 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _ReduceScatter.apply(x, axis)
 
 
-def leave(x: Tensor, crossing: Crossing | None) -> Tensor:
-    """x as it leaves by a crossing, for `arrive`; and begins it, where it is known already where to. None: x stays here."""
-    if crossing is None:
+def gather_in_order(x: Tensor, axis: Axis, add: Callable[[Tensor], Tensor]) -> Tensor:
+    """As `all_gather`, with gradients that do not depend on how a reduction is scheduled.
+
+    add: [size, ...] -> [...], the sum in rank order.
+    """
+    return x if axis.size == 1 else _GatherInOrder.apply(x, axis, add)
+
+
+def gather_mirrored(x: Tensor, axis: Axis) -> Tensor:
+    """Concatenate the first halves of the shards [2 n, ...] of dim 0 in rank order, and then the second ones from the last
+    rank to the first: [2 n * size, ...], without a gradient. Two collectives; while the first halves come, which lie as
+    they should, the second ones are turned round.
+    """
+    if axis.size == 1:
         return x
-    if crossing.there is not None:
-        crossing.begin(x)
-    return _Leave.apply(x, crossing)
-
-
-def arrive(left: Tensor, crossing: Crossing | None) -> Tensor:
-    """What came, for the tensor that `leave` returned."""
-    return left if crossing is None else _Arrive.apply(left, crossing)
-
-
-def gathering(axis: Axis) -> Crossing | None:
-    """`all_gather` as a crossing."""
-    return None if axis.size == 1 else Crossing(partial(begin_gather, axis=axis), partial(begin_scatter, axis=axis))
-
-
-def scattering(axis: Axis) -> Crossing | None:
-    """`reduce_scatter` as a crossing."""
-    return None if axis.size == 1 else Crossing(partial(begin_scatter, axis=axis), partial(begin_gather, axis=axis))
-
-
-def gather_in_order(x: Tensor, axis: Axis) -> Tensor:
-    """As `all_gather`, with gradients that do not depend on how a reduction is scheduled."""
-    return x if axis.size == 1 else _GatherInOrder.apply(x, axis)
+    first, second = x.contiguous().chunk(2)
+    turned = second.new_empty((len(second) * axis.size, *x.shape[1:]))
+    out = x.new_empty((len(x) * axis.size, *x.shape[1:]))
+    late = _FLAT_GATHER(turned, second, group=axis.group, async_op=True)
+    early = _FLAT_GATHER(out[: len(turned)], first, group=axis.group, async_op=True)
+    late.wait()
+    torch.cat(turned.chunk(axis.size)[::-1], out=out[len(turned) :])
+    early.wait()
+    return out
 
 
 def tokens_to_heads(x: Tensor, axis: Axis) -> Tensor:

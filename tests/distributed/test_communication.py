@@ -16,12 +16,12 @@ from torch import Tensor
 from dovetail.arch.spec import ArchSpec, AttentionSpec, RopeSpec
 from dovetail.batch import PackedBatch
 from dovetail.build.engine import make_decoder
-from dovetail.comm import gather_in_order
+from dovetail.comm import gather_mirrored
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.sharding import shard_over_data
 from dovetail.layout import Layout
 from dovetail.mesh import Axis, Mesh
-from dovetail.nn import context
+from dovetail.nn import sharing
 from dovetail.nn.decoder import Head
 from dovetail.nn.recompute import Recompute
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
@@ -170,10 +170,10 @@ def mutated(case: Case) -> tuple[dict[str, Fraction], Step]:
     """`measure` of a model that gathers one head a second time."""
 
     def wasteful(x: Tensor, axis: Axis) -> Tensor:
-        gather_in_order(x[:, :1], axis)
-        return gather_in_order(x, axis)
+        gather_mirrored(x[:, :1], axis)
+        return gather_mirrored(x, axis)
 
-    with mock.patch.object(context, "gather_in_order", wasteful):
+    with mock.patch.object(sharing, "gather_mirrored", wasteful):
         return measure(case)
 
 

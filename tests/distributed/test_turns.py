@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.build.engine import EngineOptions, from_pretrained
-from dovetail.comm import Crossing
+from dovetail.crossing import Crossing
 from dovetail.layout import Layout
 from dovetail.nn import moe
 from dovetail.nn.linear import Linear

@@ -65,7 +65,7 @@ def test_small_and_odd_ones_equal_the_reference() -> None:
     poison()
     check(measure("cuda"), GAIN, rounds=True)
     chosen = kernels_for(torch.device("cuda")).describe()
-    assert {chosen[op] for op in ("rms_norm", "add_norm", "swiglu")} == {"block_triton"}
+    assert {chosen[op] for op in ("rms_norm", "add_norm", "swiglu", "sum_in_order")} == {"block_triton"}
     assert {chosen[op] for op in ("heads", "rope")} == {"qkv_triton"}
     assert {chosen[op] for op in ("permute", "unpermute", "spread", "top_k")} == {"moe_triton"}
 
@@ -103,6 +103,21 @@ def test_more_than_two_to_the_31_numbers() -> None:
     (grad,) = torch.autograd.grad(y, x, torch.cat((torch.zeros_like(y[:-5]), up)))
     assert_close(grad[last], torch.autograd.grad(small, tail, up)[0], OP_BF16)
     assert not grad[:-5].any()
+
+
+def test_parts_are_added_in_order_with_equal_bits() -> None:
+    """As many as the keys' and values' gradients of a 7B by eight ranks, each line's 16,384 tokens; nothing waits."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    parts = torch.randn(8, 2, 16384, 4, CHANNELS, device="cuda", generator=draw)
+    parts = (parts * torch.randn(parts.shape, device="cuda", generator=draw).mul_(3).exp_()).to(torch.bfloat16)
+    kernels = kernels_for(parts.device)
+    expected = reference.sum_in_order(parts)
+    poison()
+    kernels.sum_in_order(parts)
+    with no_waiting():
+        found = kernels.sum_in_order(parts)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, reference.sum_in_order(parts.flip(0)))
 
 
 def test_a_number_of_tokens_never_compiles_again() -> None:

@@ -27,6 +27,7 @@ CASES: list[tuple[Any, int, tuple[Any, ...]]] = [
     (block._norm_grad, FULL, ((B, B, F, B, None), B, F, N, S, WIDE)),
     (block._swiglu, 4, (B, B, S, 18944, block.PIECE)),
     (block._swiglu_grad, 4, (B, B, B, (S, S), 768, block.PIECE)),
+    (block._sum, 4, (B, B, S, 8, block.PIECE)),
     (qkv._turn, HEAD, ((B, B, B, None, None), (B, B, None), N, (S, S), E, QWEN, NARROW)),
     (qkv._turn, HEAD, ((B, B, B, B, B), (B, B, F), N, (S, S), E, QWEN, NARROW)),
     (qkv._turn_grad, HEAD, ((B,) * 5, (None, None, None, None, S, S), (B, None), N, (S, S, S), QWEN, NARROW)),

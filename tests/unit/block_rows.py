@@ -82,6 +82,23 @@ def gated(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
         yield f"swiglu {rows} x {width}", block_triton.swiglu, reference.swiglu, [x], []
 
 
+def sums(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
+    """Of parts so unlike each other that their order shows."""
+    for shape in ((1, 3), (8, 1), (8, 5, 7), (3, 2, block_triton.PIECE), (2, block_triton.PIECE + 1)):
+        parts = torch.randn(shape, generator=draw) * torch.randn(shape, generator=draw).mul(2).exp()
+        what = " x ".join(map(str, shape))
+        given = [parts.to(dtype)]
+        yield f"sum_in_order {what}", _constant(block_triton.sum_in_order), _constant(reference.sum_in_order), given, []
+        turned = [given[0].mT.contiguous()]
+        ours, theirs = (_constant(op, turn=True) for op in (block_triton.sum_in_order, reference.sum_in_order))
+        yield f"sum_in_order, strided, {what}", ours, theirs, turned, []
+
+
+def _constant(op: Op, *, turn: bool = False) -> Op:
+    """Beside the argument, since it has no gradient of its own."""
+    return lambda x: (x, op(x.detach().mT if turn else x.detach()))
+
+
 def experts(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
     ours, theirs = moe_triton, reference
     for tokens, copies, count, width in ((1, 1, 1, 3), (50, 4, 9, 16), (8, 3, 300, moe_triton.PIECE + 2)):
@@ -137,7 +154,7 @@ def measure(device: str) -> dict[str, float]:
     found = {}
     for dtype in DTYPES:
         draw = torch.Generator().manual_seed(0)
-        for family in (norms, joint, gated, experts):
+        for family in (norms, joint, gated, experts, sums):
             for name, ours, theirs, inputs, rest in family(draw, dtype):
                 given = [x.to(device).requires_grad_() for x in inputs]
                 rest = [x.to(device) if isinstance(x, Tensor) else x for x in rest]
@@ -160,7 +177,8 @@ def differences(ours: Op, theirs: Op, given: list[Tensor], rest: list[Any]) -> d
 
 
 def check(found: dict[str, float], coarsest: float, *, rounds: bool) -> None:
-    """Errors of all cases. What only copies, or turns without a norm, has equal bits, where bfloat16 is rounded (`rounds`).
+    """Errors of all cases. What only copies has equal bits; so has, where bfloat16 is rounded (`rounds`), what turns without
+    a norm or adds in order.
 
     coarsest: of bfloat16.
     """
@@ -172,9 +190,10 @@ def check(found: dict[str, float], coarsest: float, *, rounds: bool) -> None:
         seen[dtype] += 1
         copied = case.startswith(("permute", "spread")) and "value" in case
         turned = case.startswith(("heads", "rope")) and "normed" not in case
-        if copied or (turned and (rounds or dtype != "torch.bfloat16")):
+        exact = turned or case.startswith("sum_in_order")
+        if copied or (exact and (rounds or dtype != "torch.bfloat16")):
             assert error == 0.0, (case, error)
-    assert set(seen.values()) == {215}
+    assert set(seen.values()) == {245}
 
 
 def _outputs(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

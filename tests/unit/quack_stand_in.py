@@ -34,6 +34,7 @@ class StandIn(ModuleType):
         *,
         activation: str,
         concat_layout: Concat,
+        dynamic_scheduler: bool,
         tuned: bool,
         postact_out: Tensor | None = None,
         store_preact: bool = True,
@@ -41,7 +42,7 @@ class StandIn(ModuleType):
     ) -> tuple[Tensor | None, Tensor]:
         self.calls["gate_up" if store_preact else "gated"] += 1
         assert not any(grouped.values())
-        assert activation == "swiglu" and concat_layout == ("B",) and not tuned
+        assert activation == "swiglu" and concat_layout == ("B",) and dynamic_scheduler and not tuned
         both = A @ in_pairs(B)
         gated = F.silu(both[:, ::2]) * both[:, 1::2]
         return both if store_preact else None, gated if postact_out is None else postact_out.copy_(gated)
@@ -58,7 +59,7 @@ class StandIn(ModuleType):
         **grouped: Any,
     ) -> tuple[Tensor, Tensor]:
         self.calls["gate_up gradient"] += 1
-        assert activation == "swiglu" and not dynamic_scheduler and not tuned and A.is_contiguous()
+        assert activation == "swiglu" and dynamic_scheduler and not tuned and A.is_contiguous()
         assert not any(grouped.values()) and grouped.keys() == {
             "colvec_scale",
             "colvec_reduce",
@@ -80,16 +81,27 @@ class StandIn(ModuleType):
         concat_layout: Concat | None = None,
         add_to_output: bool = False,
         config: None = None,
+        dynamic_scheduler: bool,
     ) -> None:
-        assert cu_seqlens_m is None and config is None
+        assert cu_seqlens_m is None and config is None and dynamic_scheduler
         self.calls["sum" if add_to_output else "product"] += 1
         y = a @ (in_pairs(b) if concat_layout == ("B",) else b)
         y = gates_first(y) if concat_layout == ("out",) else y
         out.copy_(out + y if add_to_output else y)
 
-    def gemm_add_inplace(self, A: Tensor, B: Tensor, out: Tensor, *, concat_layout: Concat | None, tuned: bool) -> None:
+    def gemm_add_inplace(
+        self,
+        A: Tensor,
+        B: Tensor,
+        out: Tensor,
+        *,
+        concat_layout: Concat | None,
+        dynamic_scheduler: bool,
+        tuned: bool,
+    ) -> None:
         assert not tuned and concat_layout in (None, ("C", "out"))
-        self._write(A, B, out, concat_layout=concat_layout and ("out",), add_to_output=True)
+        concat = concat_layout and ("out",)
+        self._write(A, B, out, concat_layout=concat, add_to_output=True, dynamic_scheduler=dynamic_scheduler)
 
 
 def in_pairs(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dovetail.batch import Media, MicroBatch, PackedBatch, Unread, cumulative, start_reading
 from dovetail.comm import gather_in_order
 from dovetail.errors import DataError, ModelError
+from dovetail.kernels.reference import sum_in_order
 from dovetail.mesh import Axis
 
 
@@ -176,7 +177,7 @@ class Vision:
         rows, widths = self._run(mine, dtype, device)
         height = max(*heights, 1)  # at least one row, so that ranks exchange something and gradients find their way
         filled = F.pad(rows[: heights[self.axis.rank]], (0, 0, 0, height - heights[self.axis.rank]))
-        everyone = gather_in_order(filled, self.axis)
+        everyone = gather_in_order(filled, self.axis, sum_in_order)
         starts = [rank * height for rank in range(self.axis.size)]
         index = torch.tensor(_stretches([sight.rows for sight in sights], owners, starts), dtype=torch.int64)
         places, by_place = places.sort()  # within a sequence images came before videos

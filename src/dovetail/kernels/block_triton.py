@@ -19,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 16384  # numbers of a row that a program holds at once
 TILE = 2048  # numbers that a program holds where rows are shorter
 PROGRAMS = 512  # that share the rows of a gain's gradient
-PIECE = 1024  # numbers of a row of swiglu's that a program computes
+PIECE = 1024  # numbers of a row of swiglu's, or of a sum, that a program computes
 EXACT: Mapping[str, bool] = {"enable_fp_fusion": False}  # a product is rounded before it is added
 
 
@@ -42,6 +42,15 @@ def swiglu(gate_up: Tensor) -> Tensor:
         return reference.swiglu(gate_up)
     y: Tensor = _SwiGLU.apply(gate_up)
     return y
+
+
+def sum_in_order(parts: Tensor) -> Tensor:
+    """As `reference.sum_in_order`, in one pass that reads each part once; equal bits."""
+    if not taken(parts, parts):
+        return reference.sum_in_order(parts)
+    parts, total = parts.contiguous(), parts.new_empty(parts.shape[1:])
+    _sum[(triton.cdiv(total.numel(), PIECE),)](parts, total, total.numel(), len(parts), PIECE, num_warps=4)
+    return total
 
 
 def taken(x: Tensor, other: Tensor) -> bool:
@@ -218,3 +227,16 @@ def _swiglu_grad(
     d_gate = d_silu * share * (1.0 + wide * (1.0 - share))
     tl.store(dx + row * 2 * width + at, d_gate.to(gate.dtype), mask=at < width)
     tl.store(dx + row * 2 * width + width + at, (g * silu).to(gate.dtype), mask=at < width)
+
+
+@triton.jit
+def _sum(parts: tl.tensor, total: tl.tensor, numbers: tl.tensor, COUNT: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """A piece of the sum of COUNT parts of so many numbers."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = parts + at
+    a = tl.load(place, mask=at < numbers, other=0.0)
+    found = a.to(tl.float32)
+    for _ in tl.static_range(1, COUNT):
+        place += numbers
+        found += tl.load(place, mask=at < numbers, other=0.0).to(tl.float32)
+    tl.store(total + at, found.to(a.dtype), mask=at < numbers)

@@ -4,7 +4,8 @@ brings along), on Hopper and Blackwell.
 A joint product of gate and up returns its columns in pairs, gate and up of one feature side by side; its weight and that
 weight's gradient stay as the checkpoint has them, gates first. Products are grouped where `starts` are given, int32 [E + 1]:
 expert e's rows are those from starts[e] to starts[e + 1]. `source` names the row of x that each row of the product takes.
-Nothing of the package is imported before `usable` asks. The operations have names and shapes, so that a checkpoint can keep what
+Dense products hand their tiles out as SMs become free: collectives beside them hold some, and what was dealt to these ahead
+would wait until they end. Nothing of the package is imported before `usable` asks. The operations have names and shapes, so that a checkpoint can keep what
 they return.
 """
 
@@ -57,6 +58,7 @@ def gated_product_into(
         cu_seqlens_m=starts,
         A_idx=source,
         concat_layout=(GATES_FIRST,),
+        dynamic_scheduler=starts is None,
         tuned=False,
     )[0]
     return both
@@ -77,6 +79,7 @@ def gated(x: Tensor, weight: Tensor, starts: Tensor | None = None, source: Tenso
         A_idx=source,
         store_preact=False,
         concat_layout=(GATES_FIRST,),
+        dynamic_scheduler=starts is None,
         tuned=False,
     )[1]
     return y
@@ -98,7 +101,7 @@ def gated_gradient(
         colvec_scale=scale,
         colvec_reduce=scale is not None,
         cu_seqlens_m=starts,
-        dynamic_scheduler=False,
+        dynamic_scheduler=starts is None,
         tuned=False,
         config=None if scale is None else _tiles(dy.device, SCALED),
     )
@@ -121,7 +124,8 @@ def input_gradient(d_both: Tensor, weight: Tensor, starts: Tensor | None = None)
     """A joint product's, [n, D]: d_both [n, 2F] in pairs, weight [2F, D] (or of each expert), gates first."""
     dx = d_both.new_empty(len(d_both), weight.shape[-1])
     tiles = _tiles(dx.device, WIDE) if starts is None else None
-    _write(dx, d_both, weight, cu_seqlens_m=starts, concat_layout=(GATES_FIRST,), config=tiles)
+    dense = starts is None
+    _write(dx, d_both, weight, cu_seqlens_m=starts, concat_layout=(GATES_FIRST,), config=tiles, dynamic_scheduler=dense)
     return dx
 
 
@@ -152,9 +156,9 @@ def grouped_joint_grad(d_both: Tensor, x: Tensor, starts: Tensor) -> Tensor:
 def _add(total: Tensor, a: Tensor, b: Tensor, first: bool, concat: tuple[str, str] | None = None) -> None:
     """total = a b, or total += a b. Each element is added to once, so equal inputs give equal bits."""
     if first or total.dtype == torch.float32:  # what memory itself adds, it adds in the dtype of the sum
-        _write(total, a, b, concat_layout=concat and concat[1:], add_to_output=not first)
+        _write(total, a, b, concat_layout=concat and concat[1:], add_to_output=not first, dynamic_scheduler=True)
     else:
-        _package().gemm_add_inplace(a, b, total, concat_layout=concat, tuned=False)
+        _package().gemm_add_inplace(a, b, total, concat_layout=concat, dynamic_scheduler=True, tuned=False)
 
 
 def _write(out: Tensor, a: Tensor, b: Tensor, **how: Any) -> None:

@@ -111,7 +111,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
 
 def as_wide_as(k: Tensor, v: Tensor) -> Tensor:
     """Values with as many channels as keys have, the new ones zeros: so are those of what attention makes of them."""
-    return F.pad(v, (0, k.shape[-1] - v.shape[-1]))
+    return v if v.shape[-1] == k.shape[-1] else F.pad(v, (0, k.shape[-1] - v.shape[-1]))
 
 
 def _runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int, int, int]]:
@@ -190,6 +190,14 @@ def _decode_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int |
     grouped = q.unflatten(1, (k.shape[1], -1))  # [B, G, H / G, C]: the queries of a group share their keys
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask[:, None, None, :])
     return out.flatten(1, 2)
+
+
+def sum_in_order(parts: Tensor) -> Tensor:
+    """[n, ...] -> [...]: the first part and the others added to it one after another, in `wide`; rounded once."""
+    total = parts[0].to(wide(parts.dtype), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts.dtype)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ class KernelSet:
     heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = reference.heads
     rope: Callable[..., Tensor] = reference.rope
     swiglu: Callable[..., Tensor] = reference.swiglu
+    sum_in_order: Callable[..., Tensor] = reference.sum_in_order
     grouped_mm: Callable[..., Tensor] = reference.grouped_mm
     top_k: Callable[..., Tensor] = reference.top_k
     router_logits: Callable[..., Tensor] = reference.router_logits
@@ -68,7 +69,7 @@ class KernelSet:
 # What triton computes on a GPU, by the module of `kernels` that has it.
 TRITON: Mapping[str, tuple[str, ...]] = {
     "head_triton": ("vocab_stats", "vocab_grad_"),
-    "block_triton": ("rms_norm", "add_norm", "swiglu"),
+    "block_triton": ("rms_norm", "add_norm", "swiglu", "sum_in_order"),
     "qkv_triton": ("heads", "rope"),
     "moe_triton": ("top_k", "permute", "unpermute", "spread"),
     "decode_triton": ("decode_attention",),

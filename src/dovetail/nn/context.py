@@ -20,11 +20,12 @@ from torch import Tensor
 
 from dovetail.arch.spec import RopeSpec
 from dovetail.batch import MicroBatch, Share, carried, cumulative
-from dovetail.comm import gather_in_order, heads_to_tokens, tokens_to_heads
+from dovetail.comm import heads_to_tokens, tokens_to_heads
 from dovetail.kernels.reference import Spans, as_wide_as
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import ContextAxes, Mesh
 from dovetail.nn.rope import rope_tables
+from dovetail.nn.sharing import share_keys
 from dovetail.routing import Routes
 
 
@@ -41,7 +42,9 @@ class PackedAttention:
 
 
 class Chunk(NamedTuple):
-    """Some neighboring queries and the stretch of keys that they see, cut into the sequences they belong to."""
+    """Some neighboring queries and the stretch of keys that they see, cut into the sequences they belong to. A rank's first
+    chunk begins with its first query, and the next where that one ends.
+    """
 
     queries: slice
     keys: slice
@@ -61,12 +64,15 @@ class SharedAttention:
         """q [t, H, C], k [t, G, C], v [t, G, Cv] -> [t, H, Cv]. Keys and values travel as one."""
         narrow, v = v.shape[-1], as_wide_as(k, v)
         q, k, v = self._all_tokens(q, k, v)
-        if (lines := self.axes.gather.size) > 1:
-            kv = _in_token_order(gather_in_order(torch.cat((k, v), dim=1), self.axes.gather), lines)
-            k, v = kv.chunk(2, dim=1)
+        rows: Sequence[Tensor] = (q,)
+        seen = [(k, v)]
+        if self.axes.gather.size > 1:
+            rows = q.split([chunk.queries.stop - chunk.queries.start for chunk in self.chunks])
+            keys = [chunk.keys for chunk in self.chunks]
+            seen = share_keys(k, v, keys, self.axes.gather, self.kernels.sum_in_order)
         out = [
-            self.kernels.attention(q[chunk.queries], k[chunk.keys], v[chunk.keys], chunk.q_spans, chunk.k_spans, window)
-            for chunk in self.chunks
+            self.kernels.attention(queries, *found, chunk.q_spans, chunk.k_spans, window)
+            for queries, found, chunk in zip(rows, seen, self.chunks, strict=True)
         ]
         return heads_to_tokens(out[0] if len(out) == 1 else torch.cat(out), self.axes.ulysses)[..., :narrow]
 
@@ -136,9 +142,3 @@ def cut_chunks(lengths: Sequence[int], share: Share, device: torch.device) -> tu
             )
         )
     return tuple(found)
-
-
-def _in_token_order(x: Tensor, lines: int) -> Tensor:
-    """[line 0's two chunks, line 1's, ...] -> the tokens as they lie in the batch."""
-    chunks = x.chunk(2 * lines)
-    return torch.cat((*chunks[0::2], *reversed(chunks[1::2])))

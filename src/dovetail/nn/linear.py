@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dovetail.comm import Crossing, arrive, gathering, leave
+from dovetail.crossing import Crossing, arrive, gathering, leave
 from dovetail.gradients import Adder, AddProduct, add_product
 from dovetail.kernels.reference import wide
 from dovetail.mesh import Mesh

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec
-from dovetail.comm import Crossing, arrive, gathering, leave
+from dovetail.crossing import Crossing, arrive, gathering, leave
 from dovetail.kernels.registry import GatedProducts, KernelSet
 from dovetail.mesh import Mesh
 from dovetail.nn.keeping import Kept, keep

@@ -20,17 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec, MoeSpec
-from dovetail.comm import (
-    Crossing,
-    OnTheWay,
-    all_gather,
-    arrive,
-    begin_all_to_all,
-    exchange,
-    gathering,
-    leave,
-    stack_over,
-)
+from dovetail.comm import OnTheWay, all_gather, begin_all_to_all, exchange, stack_over
+from dovetail.crossing import Crossing, arrive, gathering, leave
 from dovetail.gradients import Adder
 from dovetail.kernels.registry import KernelSet
 from dovetail.kernels.rows import rounded

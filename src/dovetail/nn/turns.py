@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from dovetail.comm import arrive, leave, scattering
+from dovetail.crossing import arrive, leave, scattering
 from dovetail.mesh import Axis
 
 T = TypeVar("T")
