@@ -7,6 +7,8 @@ neighbor's token.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -132,18 +134,28 @@ class PackedBatch:
         """On a device, all but its media."""
         return self._map(lambda x: x.to(device), self.cu_seqlens.to(device), self.lengths, self.media, self.routing)
 
+    def carried(self, device: torch.device) -> "PackedBatch":
+        """On a device, all but its media, from the host without waiting for what the device has to do before."""
+        send = partial(carried, device=device)
+        return self._map(send, send(self.cu_seqlens), self.lengths, self.media, self.routing)
+
     def select(self, sequences: Seq[int]) -> "PackedBatch":
         """Only these sequences, in this order."""
-        index, lengths = self.token_index(sequences), tuple(self.lengths[s] for s in sequences)
+        lengths, ends = tuple(self.lengths[s] for s in sequences), [0, *accumulate(self.lengths)]
+        spans = [slice(ends[s], ends[s + 1]) for s in sequences] or [slice(0, 0)]
         media = _some([self.media[s] for s in sequences]) if self.media else ()
         return self._map(
-            lambda x: x[index], cumulative(lengths).to(self.cu_seqlens.device), lengths, media, self.routing
+            lambda x: torch.cat([x[span] for span in spans]),
+            cumulative(lengths).to(self.cu_seqlens.device),
+            lengths,
+            media,
+            self.routing,
         )
 
     def token_index(self, sequences: Seq[int]) -> Tensor:
         """int64: where the tokens of these sequences lie in this batch."""
-        starts = cumulative(self.lengths).tolist()
-        spans = [torch.arange(starts[s], starts[s + 1]) for s in sequences]
+        ends = [0, *accumulate(self.lengths)]
+        spans = [torch.arange(ends[s], ends[s + 1]) for s in sequences]
         return (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)).to(self.tokens.device)
 
     def compact(self, index: Tensor) -> "PackedBatch":
@@ -280,15 +292,17 @@ class MicroBatch:
         return self.batch.tokens if self.share.size == 1 else self.batch.tokens[self.order]
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        counted = self.counted.to(device)
+        """On a device, which may still have to do whatever it was given before: the host does not wait for it."""
+        device = torch.device(device)
+        batch, counted = self.batch.carried(device), self.counted.carried(device)
         return replace(
             self,
-            batch=self.batch.to(device),
-            order=self.order.to(device),
-            index=self.index.to(device),
+            batch=batch,
+            order=carried(self.order, device),
+            index=carried(self.index, device),
             counted=counted,
-            mine=self.mine.to(device),
-            all_counted=counted if self.all_counted is self.counted else self.all_counted.to(device),
+            mine=carried(self.mine, device),
+            all_counted=counted if self.all_counted is self.counted else self.all_counted.carried(device),
         )
 
 
@@ -300,8 +314,9 @@ def start_reading(media: Iterable[Media | None]) -> None:
 
 
 def carried(x: Tensor, device: torch.device) -> Tensor:
-    """What lies on the host, on the device, without waiting for what the device has to do before."""
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+    """What lies on the host, on the device, without waiting for what the device has to do before; what lies there already."""
+    here = x.device.type == "cpu"
+    return (x.pin_memory() if here and device.type == "cuda" else x).to(device, non_blocking=here)
 
 
 def cumulative(lengths: Seq[int]) -> Tensor:
