@@ -21,6 +21,8 @@ import torch.distributed as dist
 from dovetail import comm
 from dovetail.arch.registry import ulysses_degree
 from dovetail.arch.spec import ArchSpec
+from dovetail.engine import native
+from dovetail.engine.sharding import begin_gathers
 from dovetail.engine.stages import Training
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
@@ -193,4 +195,6 @@ def counted(mesh: Mesh) -> Iterator[dict[str, Fraction]]:
             patches.enter_context(mock.patch.object(comm, name, traffic.counting(flat, vars(comm)[name])))
         for name, phase in phases.items():
             patches.enter_context(mock.patch.object(Training, name, traffic.during(phase, vars(Training)[name])))
+        early = traffic.during("forward", begin_gathers)  # of what the first forward pass would gather
+        patches.enter_context(mock.patch.object(native, "begin_gathers", early))
         yield traffic.sent

@@ -7,13 +7,15 @@ neighbor's token.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dovetail.errors import DataError
-from dovetail.routing import Routes, RoutingTrace, joined
+from dovetail.routing import RoutingTrace, joined
 
 # What a model's processor makes of the images and videos of one sequence: pixel_values, image_grid_thw, ...
 Media = Mapping[str, Tensor]
@@ -132,18 +134,28 @@ class PackedBatch:
         """On a device, all but its media."""
         return self._map(lambda x: x.to(device), self.cu_seqlens.to(device), self.lengths, self.media, self.routing)
 
+    def carried(self, device: torch.device) -> "PackedBatch":
+        """On a device, all but its media, from the host without waiting for what the device has to do before."""
+        send = partial(carried, device=device)
+        return self._map(send, send(self.cu_seqlens), self.lengths, self.media, self.routing)
+
     def select(self, sequences: Seq[int]) -> "PackedBatch":
         """Only these sequences, in this order."""
-        index, lengths = self.token_index(sequences), tuple(self.lengths[s] for s in sequences)
+        lengths, ends = tuple(self.lengths[s] for s in sequences), [0, *accumulate(self.lengths)]
+        spans = [slice(ends[s], ends[s + 1]) for s in sequences] or [slice(0, 0)]
         media = _some([self.media[s] for s in sequences]) if self.media else ()
         return self._map(
-            lambda x: x[index], cumulative(lengths).to(self.cu_seqlens.device), lengths, media, self.routing
+            lambda x: torch.cat([x[span] for span in spans]),
+            cumulative(lengths).to(self.cu_seqlens.device),
+            lengths,
+            media,
+            self.routing,
         )
 
     def token_index(self, sequences: Seq[int]) -> Tensor:
         """int64: where the tokens of these sequences lie in this batch."""
-        starts = cumulative(self.lengths).tolist()
-        spans = [torch.arange(starts[s], starts[s + 1]) for s in sequences]
+        ends = [0, *accumulate(self.lengths)]
+        spans = [torch.arange(ends[s], ends[s + 1]) for s in sequences]
         return (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)).to(self.tokens.device)
 
     def compact(self, index: Tensor) -> "PackedBatch":
@@ -205,123 +217,6 @@ class PackedBatch:
         )
 
 
-@dataclass(frozen=True)
-class Share:
-    """The part of every micro-batch's tokens that one of `size` context-parallel ranks holds.
-
-    `ulysses` neighbors together hold a contiguous stretch, each a slice of it; the size / ulysses groups of neighbors
-    hold two chunks each, the i-th first and the i-th last, so that causal attention costs them the same.
-    """
-
-    rank: int = 0
-    size: int = 1
-    ulysses: int = 1
-
-    @property
-    def lines(self) -> int:
-        """Groups of neighbors."""
-        return self.size // self.ulysses
-
-    @property
-    def chunks(self) -> tuple[int, int]:
-        """The two of 2 x lines equal chunks of tokens that this rank's group holds."""
-        first = self.rank // self.ulysses
-        return first, 2 * self.lines - 1 - first
-
-    def order(self, num_tokens: int) -> Tensor:
-        """int64 [T / size]: which of T tokens are this rank's, rising. T is a multiple of 2 x size, or size is 1."""
-        if self.size == 1:
-            return torch.arange(num_tokens)
-        assert num_tokens % (2 * self.size) == 0, f"{num_tokens} tokens over cp={self.size}"
-        length, mine = num_tokens // (2 * self.lines), num_tokens // self.size
-        stretch = torch.cat([torch.arange(chunk * length, (chunk + 1) * length) for chunk in self.chunks])
-        at = self.rank % self.ulysses * mine
-        return stretch[at : at + mine]
-
-
-WHOLE = Share()
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """A padded batch, and what of it is this rank's: the tokens `order` [t] of `batch`.
-
-    `counted` are this rank's counted tokens [n]: the rows `index` of its t, the rows `mine` of `all_counted`, which are
-    those of all context-parallel ranks. routes: of this rank's tokens between blocks, t / tp; filled as layers are computed.
-    halves: none, or two that blocks compute in turns (`nn.turns`), each padded by itself: every rank's tokens between blocks are
-    its tokens of the first half, then those of the second. first: tokens of the first, without padding.
-    """
-
-    batch: PackedBatch
-    order: Tensor
-    index: Tensor
-    counted: PackedBatch
-    mine: Tensor
-    all_counted: PackedBatch
-    share: Share = WHOLE
-    routes: Routes | None = None
-    halves: tuple["MicroBatch", ...] = ()
-    first: int = 0
-
-    @classmethod
-    def of(cls, batch: PackedBatch, multiple: int = 1, share: Share = WHOLE) -> "MicroBatch":
-        """`batch`, padded to `multiple` tokens, as the rank with this share of it has it."""
-        padded = batch.pad_to_multiple(multiple)
-        return cls._of(padded, share.order(len(padded)).to(padded.tokens.device), share)
-
-    @classmethod
-    def halved(cls, batch: PackedBatch, cut: int, multiple: int, share: Share, tp: int) -> "MicroBatch":
-        """As two halves, the first of `cut` sequences. tp: ranks that cut tokens between blocks, a divisor of `multiple`."""
-        sequences = range(batch.num_sequences)
-        parts = [batch.select(some) for some in (sequences[:cut], sequences[cut:])]
-        halves = tuple(cls.of(part, multiple, share) for part in parts)
-        first, end = len(parts[0]), len(batch)
-        orders: list[Tensor] = []  # in the numbers of all tokens, the padding of both halves behind them
-        for part, half in zip(parts, halves, strict=True):
-            start = first if orders else 0
-            orders.append(torch.where(half.order < len(part), half.order + start, half.order - len(part) + end))
-            end += len(half.batch) - len(part)
-        order = torch.cat([piece for rank in zip(*(each.chunk(tp) for each in orders), strict=True) for piece in rank])
-        return replace(cls._of(batch.padded(end - len(batch)), order, share), halves=halves, first=first)
-
-    @classmethod
-    def _of(cls, padded: PackedBatch, order: Tensor, share: Share) -> "MicroBatch":
-        everywhere = padded.mask.nonzero()[:, 0]
-        rows = torch.full((len(padded),), -1, device=order.device)
-        rows[order] = torch.arange(len(order), device=order.device)
-        index = rows[everywhere]
-        mine = (index >= 0).nonzero()[:, 0]
-        all_counted = padded.compact(everywhere)
-        counted = all_counted if share.size == 1 else padded.compact(everywhere[mine])
-        return cls(padded, order, index[mine], counted, mine, all_counted, share)
-
-    def __len__(self) -> int:
-        return int(self.order.shape[0])
-
-    @property
-    def tokens(self) -> Tensor:
-        """This rank's tokens [t]."""
-        return self.batch.tokens if self.share.size == 1 and not self.halves else self.batch.tokens[self.order]
-
-    @property
-    def apart(self) -> tuple["MicroBatch", ...]:
-        """What blocks compute: its halves, or all of it."""
-        return self.halves or (self,)
-
-    def to(self, device: torch.device | str) -> "MicroBatch":
-        counted = self.counted.to(device)
-        return replace(
-            self,
-            batch=self.batch.to(device),
-            order=self.order.to(device),
-            index=self.index.to(device),
-            counted=counted,
-            mine=self.mine.to(device),
-            all_counted=counted if self.all_counted is self.counted else self.all_counted.to(device),
-            halves=tuple(half.to(device) for half in self.halves),
-        )
-
-
 def start_reading(media: Iterable[Media | None]) -> None:
     """Begin to read what is not read yet, all at once."""
     for each in media:
@@ -330,8 +225,9 @@ def start_reading(media: Iterable[Media | None]) -> None:
 
 
 def carried(x: Tensor, device: torch.device) -> Tensor:
-    """What lies on the host, on the device, without waiting for what the device has to do before."""
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+    """What lies on the host, on the device, without waiting for what the device has to do before; what lies there already."""
+    here = x.device.type == "cpu"
+    return (x.pin_memory() if here and device.type == "cuda" else x).to(device, non_blocking=here)
 
 
 def cumulative(lengths: Seq[int]) -> Tensor:

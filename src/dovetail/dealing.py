@@ -1,6 +1,7 @@
 """Who computes which sequences, and which of them together: pure functions of the lengths, so ranks agree without a word."""
 
 from collections.abc import Sequence as Seq
+from heapq import heapreplace
 from itertools import accumulate
 
 from dovetail.errors import DataError
@@ -22,11 +23,11 @@ def plan_microbatches(
                     f"sequence {i} has {n} tokens ({_padded(n, multiple)} with padding), more than tokens_per_batch="
                     f"{budget}; raise that (in a recipe trainer.tokens_per_batch) or leave the sequence out (data.overlong=drop)"
                 )
-    load = [0.0] * replicas
+    loads = [(0.0, 0, replica) for replica in range(replicas)]  # a heap: the least loaded is first, then who has fewest
     dealt: list[list[int]] = [[] for _ in range(replicas)]
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        replica = min(range(replicas), key=lambda r: (load[r], len(dealt[r]), r))
-        load[replica] += lengths[i] * (1 + lengths[i] / (12 * width))
+        load, count, replica = loads[0]
+        heapreplace(loads, (load + lengths[i] * (1 + lengths[i] / (12 * width)), count + 1, replica))
         dealt[replica].append(i)
     plans = []
     for mine in dealt:

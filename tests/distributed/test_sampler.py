@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.batch import MicroBatch, PackedBatch, Sequence
+from dovetail.batch import PackedBatch, Sequence
 from dovetail.build.engine import from_pretrained
 from dovetail.errors import CheckpointError
 from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
+from dovetail.micro import MicroBatch
 from dovetail.rollout import deck
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.draw import draw

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.batch import PackedBatch, Share
+from dovetail.batch import PackedBatch
 from dovetail.comm import gather_in_order, gather_mirrored
 from dovetail.kernels import reference
 from dovetail.kernels.reference import sum_in_order
 from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
 from dovetail.mesh import Axis, Mesh
+from dovetail.micro import Share
 from dovetail.nn.context import PackedAttention, SharedAttention, cut_chunks
 from dovetail.nn.sharing import share_keys
 from tests.harness import run

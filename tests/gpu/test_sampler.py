@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.batch import MicroBatch, PackedBatch, Sequence
+from dovetail.batch import PackedBatch, Sequence
 from dovetail.kernels.registry import kernels_for
 from dovetail.mesh import Mesh
+from dovetail.micro import MicroBatch
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.native import NativeSampler, SamplerOptions
 from dovetail.rollout.replay import Replay, cuda_recorder

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from dovetail.arch.foreign import foreign_spec
 from dovetail.arch.registry import spec_from_config
-from dovetail.batch import Loss, MicroBatch
+from dovetail.batch import Loss
 from dovetail.hf.model import ForeignDecoder
 from dovetail.kernels import npu, reference
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import KernelSet, npu_kernels
 from dovetail.mesh import Mesh
+from dovetail.micro import MicroBatch
 from dovetail.nn.decoder import Decoder
 from dovetail.nn.model import StagedModel
 from tests.hf.families import TEXT

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.batch import Loss, MicroBatch
+from dovetail.batch import Loss
 from dovetail.kernels.registry import KernelSet, triton_kernels
 from dovetail.mesh import Mesh
+from dovetail.micro import MicroBatch
 from dovetail.nn.decoder import Decoder
 from dovetail.nn.recompute import Recompute
 from tests.parity.configs import moe_configs, tiny_configs

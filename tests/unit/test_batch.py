@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.batch import MicroBatch, PackedBatch, Sequence
+from dovetail.batch import PackedBatch, Sequence
 from dovetail.dealing import plan_microbatches
 from dovetail.errors import DataError
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
+from dovetail.micro import MicroBatch
 from dovetail.nn.decoder import Decoder
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=24)

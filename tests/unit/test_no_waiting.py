@@ -22,13 +22,14 @@ from torch.utils._pytree import tree_leaves
 from bench.engines import layout_of
 from dovetail import comm
 from dovetail.arch.registry import spec_from_config, ulysses_degree
-from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, Share
+from dovetail.batch import Loss, LossFn, PackedBatch
 from dovetail.engine.native import Sums, add_sums
 from dovetail.engine.routing import BalanceSettings, Routing
 from dovetail.gradients import Adder
 from dovetail.kernels.reference import add_weight_grad_
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Axis, ContextAxes, Mesh
+from dovetail.micro import MicroBatch, Share
 from dovetail.nn.decoder import Decoder, Head
 from dovetail.nn.recompute import Recompute
 from dovetail.nn.tiling import tile_mlps
@@ -90,12 +91,14 @@ def micro_batches(model: Decoder, loss: LossFn) -> list[MicroBatch]:
         batch = PackedBatch.pack([[i % VOCAB for i in range(n)] for n in lengths])
         batch = batch.with_fields(**{name: torch.randn(len(batch)) for name in names})
         batch = batch.with_fields(**weight_fields(batch, "sequence"), temperature=torch.ones(len(batch)))
-        micro = MicroBatch.of(batch, 8 * mesh.token_multiple, share).to("meta")
+        with NoCopiesFromTheHost():
+            micro = MicroBatch.of(batch, 8 * mesh.token_multiple, share).to("meta")
         pairs.append((torch.arange(len(batch), device="meta"), replace(micro, routes=Routes())))
     routing = Routing.of(model, mesh, BalanceSettings(aux_coef=0.1))
     if routing is not None:
         routing.settings = BalanceSettings()  # its count is asked for once a step, here
-        routing.charge(pairs, loss, 1)
+        with NoCopiesFromTheHost():
+            pairs = list(routing.charged(pairs, loss, 1))
         for _, micro in pairs:
             assert micro.routes is not None and micro.routes.balance is not None
             micro.routes.balance = replace(micro.routes.balance, aux_coef=0.1, z_coef=0.1, weight=1.0)

@@ -11,11 +11,11 @@ import yaml
 
 from dovetail.arch.qwen2 import qwen2_spec
 from dovetail.arch.spec import ArchSpec
-from dovetail.batch import Share
 from dovetail.build.engine import check_layout
 from dovetail.build.sampling import sampling_layout
 from dovetail.config import make_recipe
 from dovetail.layout import Layout
+from dovetail.micro import Share
 from dovetail.nn.context import cut_chunks
 from dovetail.pipeline.schedule import Costs, Plan, make_plan, simulate
 from tests.traffic import DOC, EACH_MICRO_BATCH, ONCE_A_STEP, Step, expected, table, value_of

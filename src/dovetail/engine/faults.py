@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dovetail.batch import MicroBatch
 from dovetail.comm import gather_text
 from dovetail.mesh import Mesh
+from dovetail.micro import MicroBatch
 from dovetail.watch.progress import Progress
 from dovetail.weights.files import TensorFileWriter, TensorSpec, dump_json
 from dovetail.weights.staging import write_file

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dovetail.arch.registry import ulysses_degree
-from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, Share, start_reading
+from dovetail.batch import Loss, LossFn, PackedBatch, carried, start_reading
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.training import export_training, load_training
 from dovetail.checkpoint.writer import save_sharded
@@ -23,13 +23,15 @@ from dovetail.engine.base import StepReport
 from dovetail.engine.checks import Checked, check_same
 from dovetail.engine.faults import StepWatch, inputs_of, spoiled
 from dovetail.engine.halving import Halving
+from dovetail.engine.ondemand import OnDemand
 from dovetail.engine.routing import BalanceSettings, Placed, Routing
-from dovetail.engine.sharding import Residency, forget_step, sum_where_they_lie
+from dovetail.engine.sharding import Residency, begin_gathers, forget_step, sum_where_they_lie
 from dovetail.engine.stages import Inference, Training
 from dovetail.errors import DataError, ModelError
 from dovetail.kernels.reference import wide
 from dovetail.memory import Parked
 from dovetail.mesh import Mesh
+from dovetail.micro import MicroBatch, Share
 from dovetail.nn.model import StagedModel
 from dovetail.optim.optimizer import Optimizer, OptimSettings
 from dovetail.optim.replicas import check_replicas
@@ -101,12 +103,12 @@ class NativeEngine:
     def score(self, batch: PackedBatch) -> TokenStats:
         """Log-prob and entropy of `batch.targets` [T]; 0 where the mask is False."""
         self._check_head(critic=False)
-        return self._score(batch, list(self.micro_batches(batch)))
+        return self._score(batch, self._begun(batch))
 
     def score_and_trace(self, batch: PackedBatch) -> tuple[TokenStats, RoutingTrace]:
         """The same, and the experts that every token went to, chosen or given."""
         self._check_head(critic=False)
-        pairs = list(self.micro_batches(batch))
+        pairs = self._begun(batch)
         return self._score(batch, pairs), self._trace(batch, pairs)
 
     def _score(self, batch: PackedBatch, pairs: Placed) -> TokenStats:
@@ -127,7 +129,7 @@ class NativeEngine:
             real = micro.order < len(where)  # the rest is padding
             out[0, where[micro.order[real]]] = values[real]
 
-        self._infer(list(self.micro_batches(batch)), keep)
+        self._infer(list(self._begun(batch)), keep)  # `keep` waits, and so nothing is made beside it
         return self._complete(out, batch)[0]
 
     def train_step(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> StepReport:
@@ -139,18 +141,18 @@ class NativeEngine:
             return self._step(batch, Checked(loss), trace=trace)
 
     def _step(self, batch: PackedBatch, loss: LossFn, *, trace: bool) -> StepReport:
-        optimizer, progress = self.optimizer, self.watch.progress
+        optimizer, residency, progress = self.optimizer, self.residency, self.watch.progress
         progress.phase("update")
+        begin_gathers(self.model, self.mesh)
         sums: Sums = {}
-        pairs = list(self.micro_batches(batch))
+        pairs = self.micro_batches(batch)
         if not pairs:
             raise DataError("train_step got a batch without sequences; skip the step instead")
-        micros = [micro for _, micro in pairs]
         if self._routing is not None:
-            with torch.no_grad():
-                self._routing.charge(pairs, loss, len(batch))
+            pairs = self._routing.charged(pairs, loss, len(batch))
+        micros = _micros_of(pairs)
         keep = partial(add_sums, sums)
-        stages = Training(self.model, self.mesh, micros, self.dtype, loss, keep, self.residency)
+        stages = Training(self.model, self.mesh, micros, self.dtype, loss, keep, residency)
         layout, costs = self.mesh.layout, stage_costs(self.model.spec, self.mesh.layout)
         execute(make_plan(layout.schedule, layout.pp, layout.virtual_stages, len(micros), costs), stages, self.mesh)
         stages.finish()
@@ -158,6 +160,7 @@ class NativeEngine:
         losses = [*sums[""]] if sums else []  # and what they counted
         everywhere = stack_over(rows[:1, 1].sum(), self.mesh["pp"])[-1]  # the loss's count: its name comes first
         progress.phase("optimizer")  # for the host: a GPU may still be at the last backward passes
+        loads = None if self._routing is None else self._routing.totals(pairs)
         update = optimizer.step(everywhere, [*losses, *inputs_of(micros).values()])
         totals = self._told(sorted(sums), rows)
         loss_total, count = totals.pop("")
@@ -166,8 +169,8 @@ class NativeEngine:
             mine = [*spoiled(micros, losses), *update.faults]
             faults = self.watch.keep(mine, micros, self.mesh)
         metrics = {name: _mean(*sums) for name, sums in totals.items()}
-        if self._routing is not None:
-            metrics |= self._routing.settle(pairs, len(batch), skipped=update.skipped)
+        if self._routing is not None and loads is not None:
+            metrics |= self._routing.settle(loads, len(batch), skipped=update.skipped)
         return StepReport(
             loss=_mean(loss_total, count),
             grad_norm=update.grad_norm,
@@ -239,24 +242,43 @@ class NativeEngine:
             found += [tensor for tensors in self._optimizer.moments().values() for tensor in tensors.values()]
         return found
 
-    def micro_batches(self, batch: PackedBatch) -> Iterator[tuple[Tensor, MicroBatch]]:
-        """This replica's micro-batches, and where in the batch their tokens lie. All replicas have equally many."""
+    def micro_batches(self, batch: PackedBatch) -> Placed:
+        """This replica's micro-batches, and where in the batch their tokens lie. All replicas have equally many.
+
+        Each is made when it is first asked for, and sent without waiting for the device. Of a batch that lies on the device
+        all are made at once: they ask it how many tokens count, and would wait for whatever it has to do by then.
+        """
         check_same(batch, self.mesh)
         self.model.check(batch)
         multiple, cp, layout = self.mesh.token_multiple, self.mesh["cp"], self.mesh.layout
         share = Share(cp.rank, cp.size, ulysses_degree(self.model.spec, layout))
-        dp = self.mesh["dp"]
+        dp, device = self.mesh["dp"], self.mesh.device
         plan = plan_microbatches(batch.lengths, dp.size, self._budget(batch), multiple, self.model.spec.width)
-        for number, sequences in enumerate(plan[dp.rank]):
-            chosen = batch.select(sequences)
-            start_reading(chosen.media)  # while the micro-batches before are computed
+        mine, tp = plan[dp.rank], self.mesh["tp"].size
+        if batch.media:
+            start_reading(batch.media[s] for sequences in mine for s in sequences)
+
+        def make(number: int) -> tuple[Tensor, MicroBatch]:
+            chosen = batch.select(mine[number])
+            start_reading(chosen.media)  # where there was no room for it before
             if self.halving.cuts([[batch.lengths[i] for i in each[number]] for each in plan]):
-                cut = middle(chosen.lengths)
-                micro = MicroBatch.halved(chosen, cut, multiple, share, self.mesh["tp"].size)
+                micro = MicroBatch.halved(chosen, middle(chosen.lengths), multiple, share, tp).to(device)
             else:
-                micro = MicroBatch.of(chosen, multiple, share)
-            where, micro = batch.token_index(sequences).to(self.mesh.device), micro.to(self.mesh.device)
-            yield where, micro if self._routing is None else self._routing.note(micro)
+                micro = MicroBatch.of(chosen, multiple, share).to(device)
+            where = carried(batch.token_index(mine[number]), device)
+            return where, micro if self._routing is None else self._routing.note(micro)
+
+        made = OnDemand(len(mine), make)
+        return made if batch.tokens.device.type == "cpu" else list(made)
+
+    def _begun(self, batch: PackedBatch) -> Placed:
+        """The micro-batches of a call that only looks at them, while its first parameters are gathered."""
+        with self._undone_on_error():
+            begin_gathers(self.model, self.mesh)
+            pairs = self.micro_batches(batch)
+        if not pairs:
+            forget_step(self.model, self.mesh)
+        return pairs
 
     def _infer(self, pairs: Placed, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
         """Forward passes over a whole batch; `keep` gets each result where the last stage is."""
@@ -264,7 +286,7 @@ class NativeEngine:
         stages: Inference[Any] = Inference(
             self.model,
             self.mesh,
-            [micro for _, micro in pairs],
+            _micros_of(pairs),
             self.dtype,
             lambda micro, result: keep(*pairs[micro], result),
         )
@@ -329,6 +351,10 @@ class NativeEngine:
     @property
     def _wide(self) -> torch.dtype:
         return wide(next(self.model.parameters()).dtype)
+
+
+def _micros_of(pairs: Placed) -> OnDemand[MicroBatch]:
+    return OnDemand(len(pairs), lambda number: pairs[number][1])
 
 
 def add_sums(sums: Sums, value: Loss) -> None:

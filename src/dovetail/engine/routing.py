@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from dovetail.arch.spec import ArchSpec, MoeSpec
-from dovetail.batch import LossFn, MicroBatch
+from dovetail.batch import LossFn, carried
 from dovetail.comm import sum_over
+from dovetail.engine.ondemand import OnDemand
 from dovetail.mesh import Mesh
+from dovetail.micro import MicroBatch
 from dovetail.nn.decoder import Decoder
 from dovetail.nn.model import StagedModel
 from dovetail.nn.moe import Router
@@ -50,30 +52,42 @@ class Routing:
         trace, rows = micro.batch.routing, self._mine(micro)
         return replace(micro, routes=Routes(None if trace is None else trace.map(lambda x: x[rows])))
 
-    def charge(self, pairs: Placed, loss: LossFn, tokens: int) -> None:
-        """Have the micro-batches of a step of so many tokens note their loads, and pay for uneven ones. Collective."""
+    def charged(self, pairs: Placed, loss: LossFn, tokens: int) -> Placed:
+        """The micro-batches of a step of so many tokens, which note their loads and pay for uneven ones. Collective.
+
+        Each is charged when it is asked for; a cost needs the count of all, and so all at once.
+        """
         settings, weight = self.settings, 0.0
         if settings.aux_coef or settings.z_coef:
-            weight = self._expected_count(pairs, loss) / tokens
-        for where, micro in apart(pairs):
-            rows, batch = self._mine(micro), micro.batch
-            assert micro.routes is not None
-            micro.routes.balance = Balance(
-                counted=rows < len(where),
-                owner=batch.sequence_ids[rows],
-                lengths=torch.tensor(batch.lengths, device=rows.device),
-                axes=(self.mesh["tp"], self.mesh["cp"]),
-                aux_coef=settings.aux_coef,
-                z_coef=settings.z_coef,
-                weight=weight,
-            )
+            with torch.no_grad():
+                weight = self._expected_count(pairs, loss) / tokens
 
-    def settle(self, pairs: Placed, tokens: int, *, skipped: bool) -> dict[str, float]:
-        """After a step: move biases, unless it was skipped, and tell how even the loads were. Collective.
+        def charge(number: int) -> tuple[Tensor, MicroBatch]:
+            for where, micro in apart(pairs[number : number + 1]):
+                self._charge(where, micro, weight)
+            return pairs[number]
+
+        return OnDemand(len(pairs), charge)
+
+    def _charge(self, where: Tensor, micro: MicroBatch, weight: float) -> None:
+        rows, batch, settings = self._mine(micro), micro.batch, self.settings
+        assert micro.routes is not None
+        micro.routes.balance = Balance(
+            counted=rows < len(where),
+            owner=batch.sequence_ids[rows],
+            lengths=carried(torch.tensor(batch.lengths), rows.device),
+            axes=(self.mesh["tp"], self.mesh["cp"]),
+            aux_coef=settings.aux_coef,
+            z_coef=settings.z_coef,
+            weight=weight,
+        )
+
+    def settle(self, totals: tuple[Tensor, Tensor], tokens: int, *, skipped: bool) -> dict[str, float]:
+        """After a step, with its `totals`: move biases, unless it was skipped, and tell how even the loads were.
 
         Means over layers: the most and the least loaded expert's share of an even load, and the costs of a token.
         """
-        loads, costs = self._totals(pairs)
+        loads, costs = totals
         if not skipped and self.moe.bias and self.settings.bias_rate:
             self._move_biases(loads)
         shares = loads / loads.mean(1, keepdim=True)
@@ -94,8 +108,9 @@ class Routing:
                 indices[where[rows[real]], moe.numbers.index(layer)] = chosen[real]
         return RoutingTrace(moe.numbers, self._summed(indices), torch.ones(tokens, dtype=torch.bool, device=device))
 
-    def _totals(self, pairs: Placed) -> tuple[Tensor, Tensor]:
-        """How many tokens each expert of each routing layer had, [M, E], and the sums of both costs, [M, 2]."""
+    def totals(self, pairs: Placed) -> tuple[Tensor, Tensor]:
+        """How many tokens each expert of each routing layer had, [M, E], and the sums of both costs, [M, 2]. Collective; the
+        host waits for nothing, so it may ask while backward passes run."""
         both = torch.zeros(
             len(self.moe.numbers), self.moe.num_experts + 2, dtype=torch.float64, device=self.mesh.device
         )

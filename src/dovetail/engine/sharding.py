@@ -1,5 +1,6 @@
 """FSDP2 around a model: each block a group, its experts and untied ends apart, sums not means."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from dovetail.gradients import Adder
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import memory_of
 from dovetail.mesh import Mesh
+from dovetail.nn.decoder import Decoder
 from dovetail.nn.linear import Linear
 from dovetail.nn.model import StagedModel
 from dovetail.placement import placements_of
@@ -87,8 +89,30 @@ def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
+    """Have the parameters that a forward pass needs first on their way, so that the host prepares its batch meanwhile.
+
+    Collective. These are the gathers with which the pass would begin, in its order, and FSDP2 takes what has come: a rank that
+    begins them late, or in the pass, still meets the others. Who raises before the pass drops them by `forget_step`.
+    """
+    for module in _first_groups(model):
+        if isinstance(module, FSDPModule):
+            module.unshard(async_op=mesh["fsdp"].size > 1)  # of one rank it is a copy, which the device makes at once
+
+
+def _first_groups(model: StagedModel) -> Iterator[nn.Module]:
+    """What every forward pass gathers first. Foreign layers say nothing of their order, but all lie in the root."""
+    yield model
+    if isinstance(model, Decoder):
+        if model.cut.first:
+            yield model.model.embed_tokens
+        for layer in model.cut.stages[0][:1]:
+            yield model.model.layers[str(layer)]
+
+
 def forget_step(model: StagedModel, mesh: Mesh) -> None:
-    """Drop what a step that raised has left: gradients, products that wait, what is gathered, and where FSDP2 thinks it is.
+    """Drop what a step that raised has left: gradients, products that wait, what is gathered or on its way, and where FSDP2
+    thinks it is.
 
     No collectives: the other ranks may be anywhere. FSDP2's own `reset_iter_state` is younger than torch 2.11, and keeps
     gradients that are not reduced; its last callback of a backward pass does the rest in every version.
@@ -100,10 +124,12 @@ def forget_step(model: StagedModel, mesh: Mesh) -> None:
     assert isinstance(model, FSDPModule)
     state = model._get_fsdp_state()
     context = state._state_ctx
-    for group in (each._fsdp_param_group for each in context.all_states):
+    for module in model.modules():  # not FSDP2's list of them, which its first forward pass makes
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         if group is None:
             continue
         group._training_state = TrainingState.POST_BACKWARD  # or the callback would reduce what is there
+        group.wait_for_unshard()  # or the next pass would take what was on its way, whatever the weights are by then
         for param in group.fsdp_params:
             param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from dovetail.batch import Loss, LossFn, MicroBatch
+from dovetail.batch import Loss, LossFn
 from dovetail.engine.sharding import Residency
 from dovetail.mesh import Mesh
+from dovetail.micro import MicroBatch
 from dovetail.nn.model import StagedModel
 from dovetail.pipeline.schedule import Action
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dovetail.arch.foreign import ForeignSpec
-from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch
+from dovetail.batch import Loss, LossFn, PackedBatch
 from dovetail.errors import ModelError
 from dovetail.hf.attention import NAME, register
 from dovetail.hf.head import logit_scale
@@ -25,6 +25,7 @@ from dovetail.hf.remote import Remote, is_foreign, remote_config, remote_tower, 
 from dovetail.hf.vision import Vision, family_of
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
+from dovetail.micro import MicroBatch
 from dovetail.nn.context import attention_of
 from dovetail.nn.decoder import Head
 from dovetail.nn.heads import LMHead, ValueHead, shared

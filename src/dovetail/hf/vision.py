@@ -16,11 +16,12 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from dovetail.batch import Media, MicroBatch, PackedBatch, Unread, cumulative, start_reading
+from dovetail.batch import Media, PackedBatch, Unread, cumulative, start_reading
 from dovetail.comm import gather_in_order
 from dovetail.errors import DataError, ModelError
 from dovetail.kernels.reference import sum_in_order
 from dovetail.mesh import Axis
+from dovetail.micro import MicroBatch
 
 
 @dataclass(frozen=True)

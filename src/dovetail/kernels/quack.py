@@ -4,9 +4,10 @@ brings along), on Hopper and Blackwell.
 A joint product of gate and up returns its columns in pairs, gate and up of one feature side by side; its weight and that
 weight's gradient stay as the checkpoint has them, gates first. Products are grouped where `starts` are given, int32 [E + 1]:
 expert e's rows are those from starts[e] to starts[e + 1]. `source` names the row of x that each row of the product takes.
+
 Dense products hand their tiles out as SMs become free: collectives beside them hold some, and what was dealt to these ahead
-would wait until they end. Nothing of the package is imported before `usable` asks. The operations have names and shapes, so that a checkpoint can keep what
-they return.
+would wait until they end. Nothing of the package is imported before `usable` asks. The operations have names and shapes, so
+that a checkpoint can keep what they return.
 """
 
 import importlib

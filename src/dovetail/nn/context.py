@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from dovetail.arch.spec import RopeSpec
-from dovetail.batch import MicroBatch, Share, carried, cumulative
+from dovetail.batch import carried, cumulative
 from dovetail.comm import heads_to_tokens, tokens_to_heads
 from dovetail.kernels.reference import Spans, as_wide_as
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import ContextAxes, Mesh
+from dovetail.micro import MicroBatch, Share
 from dovetail.nn.rope import rope_tables
 from dovetail.nn.sharing import share_keys
 from dovetail.routing import Routes

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec
-from dovetail.batch import Loss, LossFn, MicroBatch
+from dovetail.batch import Loss, LossFn
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
+from dovetail.micro import MicroBatch
 from dovetail.nn.attention import Attention, Context
 from dovetail.nn.context import context_of
 from dovetail.nn.embedding import VocabEmbedding

@@ -7,13 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dovetail.batch import Loss, LossFn, MicroBatch, PackedBatch, Sum, is_separable
+from dovetail.batch import Loss, LossFn, PackedBatch, Sum, is_separable
 from dovetail.comm import all_gather, all_reduce, gather_replicated
 from dovetail.fused_head import VocabShard, fused_loss, fused_token_stats
 from dovetail.gradients import Adder
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Axis, Mesh
+from dovetail.micro import MicroBatch
 from dovetail.nn.embedding import vocab_placement
 from dovetail.placement import Placement
 from dovetail.tokenstats import TokenStats

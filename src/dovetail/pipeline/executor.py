@@ -14,6 +14,7 @@ The order is that of a simulation, so receives are under way when their messages
 
 from bisect import bisect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -83,7 +84,8 @@ def produced(action: Action, stages: int) -> Message | None:
     return None if nothing else Message(gradient, action.stage + (-1 if gradient else 1), action.micro)
 
 
-def receives(plan: Plan, rank: int) -> list[list[Message]]:
+@lru_cache(maxsize=16)
+def receives(plan: Plan, rank: int) -> tuple[tuple[Message, ...], ...]:
     """What a rank has to have on the way before each of its actions and not yet before the one before, road by road."""
     order = [[(start, r) for start in starts] for r, starts in enumerate(simulate(plan).start)]
     found: list[list[Message]] = [[] for _ in plan[rank]]
@@ -92,7 +94,7 @@ def receives(plan: Plan, rank: int) -> list[list[Message]]:
             message = produced(action, num_stages(plan))
             if message and message.gradient == gradient:
                 found[bisect(order[rank], at)].append(message)
-    return found
+    return tuple(map(tuple, found))
 
 
 def connect(mesh: Mesh) -> None:
@@ -140,7 +142,7 @@ class Mail:
         self.work, self.links = work, mesh.links
         self.next, self.previous = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
         self.alone = axis.size == 1
-        self.coming = [[] for _ in plan[axis.rank]] if self.alone else receives(plan, axis.rank)
+        self.coming = tuple(() for _ in plan[axis.rank]) if self.alone else receives(plan, axis.rank)
         self.arrived: dict[Message, tuple[dist.Work | None, Tensor]] = {}
         self.leaving: list[Departure] = []
         around = [step for n in {self.previous, self.next} for step in enumerate(plan[n])]
