@@ -6,6 +6,7 @@ device from pinned memory.
 """
 
 import argparse
+import gc
 import json
 import shutil
 import sys
@@ -174,6 +175,7 @@ def _parts(folder: Path, mesh: Mesh) -> dict[str, float]:
         wait(mesh.device)
         found[name] = time.perf_counter() - start
 
+    gc.collect()  # the engine of the round before, whose modules know each other
     dist.barrier()
     with clock("open"):
         source = Pretrained.open(folder, dt.EngineOptions().engine)

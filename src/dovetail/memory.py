@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64  # bytes; any dtype may begin there, and so may a vector load
+DEVICE_ALIGNMENT = 512  # bytes; of what torch's allocator for devices hands out
 CHUNK_BYTES = 1 << 28  # of an arena; a power of two, since the allocator of pinned memory rounds up to one
+SMALL_BYTES = 1 << 20  # requests up to which torch's allocator for devices serves from blocks of its own
 LARGE_BYTES = 1 << 30  # such requests are likely to come several times: what a block keeps of a long sequence
 
 
-def aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
     """The bytes that a tensor of `num_bytes` takes up in a buffer."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return -(-num_bytes // alignment) * alignment
 
 
 def view_at(data: Tensor, start: int, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
@@ -31,6 +33,16 @@ def chunk_bytes(needed: int) -> int:
     while size < needed or (needed > LARGE_BYTES and size % needed > size // 8):
         size *= 2
     return size
+
+
+def ask_once(sizes: Iterable[int], device: torch.device) -> None:
+    """Have a device's allocator ask the driver once for what tensors of these sizes, in bytes, take next.
+
+    The driver takes about as long for a tensor as for all; the allocator cuts what it has. On the host nothing happens.
+    """
+    needed = sum(aligned(size, DEVICE_ALIGNMENT) for size in sizes if size > SMALL_BYTES)
+    if device.type == "cuda" and needed:
+        torch.empty(needed, dtype=torch.uint8, device=device)  # at once free again, and kept
 
 
 class Arena:

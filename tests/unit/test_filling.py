@@ -1,10 +1,14 @@
 """Bytes on their way from files to tensors: all of them, each in its place, summed right, whoever reads them."""
 
+import ctypes
+import os
 import random
 import threading
 import zlib
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +16,11 @@ from torch import Tensor
 
 from dovetail.checkpoint.convert import convert_to_sharded
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.errors import DamagedError
+from dovetail.errors import CheckpointError, DamagedError
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
 from dovetail.placement import as_index
+from dovetail.weights import files, filling, queue, runs
 from dovetail.weights.checksums import joined
 from dovetail.weights.files import TensorFile, TensorFileWriter, TensorSpec
 from dovetail.weights.filling import blocks, do_all
@@ -45,11 +50,35 @@ def _placed(shape: list[int], dtype: torch.dtype, rng: random.Random) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
+def _read_in_small_calls(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the smallest rectangles come as large ones do, in many calls, by one of the ways there are."""
+    monkeypatch.setattr(runs, "PLACES", 5)
+    monkeypatch.setattr(queue, "READS", 3)
+    monkeypatch.setattr(files, "MOST", 20)
+    if way in ("queue", "queue in parts"):
+        monkeypatch.setattr(files, "NEAR", 0)
+    if way == "apart":
+        monkeypatch.setattr(runs, "GAP", 3)
+    if way == "in parts":
+        whole = runs._preadv
+
+        def some(fd: int, address: int, _count: int, at: int) -> int:
+            place = (ctypes.c_int64 * 2).from_address(address)
+            return int(whole(fd, (ctypes.c_int64 * 2)(place[0], -(-place[1] // 2)), 1, at))
+
+        monkeypatch.setattr(runs, "_preadv", some)
+    if way == "queue in parts":
+        read = queue.Queue.read
+        monkeypatch.setattr(queue.Queue, "read", lambda self, *args: read(self, *args) // 2)
+
+
+@pytest.mark.parametrize("way", ["near", "in parts", "apart", "queue", "queue in parts"])
 @pytest.mark.parametrize("room", [64, 1 << 12])  # rows longer than the buffer, and many rows in it
-def test_any_rectangle_goes_anywhere(room: int, tmp_path: Path) -> None:
+def test_any_rectangle_goes_anywhere(room: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _read_in_small_calls(way, monkeypatch)
     rng = random.Random(room)
     floats = [torch.float64, torch.float32, torch.bfloat16]
-    for case in range(300):
+    for case in range(300 if way == "near" else 100):
         shape = [rng.randint(0 if case % 10 == 0 else 1, 9) for _ in range(rng.randint(0, 4))]
         dtype = rng.choice([*floats, torch.int64, torch.uint8, torch.bool])
         tensor = torch.randint(0, 2 if dtype == torch.bool else 100, shape).to(dtype)
@@ -70,6 +99,88 @@ def test_any_rectangle_goes_anywhere(room: int, tmp_path: Path) -> None:
         start, stop = sorted(rng.choices(range(num_bytes + 1), k=2))
         raw = path.read_bytes()[file.entries["x"].start :]
         assert file.sum("x", start, stop, buffer) == zlib.crc32(raw[start:stop])
+
+
+class Count:
+    """A function that counts its calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        return self.function(*args)
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> tuple[TensorFile, Tensor]:
+    """A file of one matrix of thousands of rows."""
+    matrix = torch.arange(4096 * 6144, dtype=torch.int32).view(torch.bfloat16).view(4096, 2 * 6144)
+    writer = TensorFileWriter(tmp_path / "wide", [TensorSpec("x", matrix.dtype, tuple(matrix.shape))])
+    writer.write("x", matrix)
+    writer.close()
+    return TensorFile(tmp_path / "wide"), matrix
+
+
+@pytest.mark.parametrize("queued", [True, False])
+@pytest.mark.parametrize("columns", [16, 3072, 12200])  # 32 bytes, a quarter and nearly all of a row
+def test_columns_are_read_and_handed_on_many_at_once(
+    columns: int, queued: bool, wide: tuple[TensorFile, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not row by row: neither in calls of the kernel nor in copies to a device, and no strided memory to copy from."""
+    file, matrix = wide
+    if not queued:
+        monkeypatch.setattr(queue.QUEUES, "take", lambda: None)
+    elif taken := queue.QUEUES.take():
+        queue.QUEUES.give_back(taken)
+    else:
+        pytest.skip("this kernel has no queue")
+    handed: list[Tensor] = []
+
+    def note(piece: Tensor, out: Tensor) -> None:
+        handed.append(piece)
+        filling.hand_over(piece, out)
+
+    calls = [Count(os.preadv), Count(runs._preadv), Count(queue._call)]
+    for (place, name), count in zip([(os, "preadv"), (runs, "_preadv"), (queue, "_call")], calls, strict=True):
+        monkeypatch.setattr(place, name, count)
+    monkeypatch.setattr(files, "hand_over", note)
+    out, room = torch.empty(len(matrix), columns), torch.empty(filling.ROOM, dtype=torch.uint8)
+    bits = torch.empty(len(matrix), columns, dtype=matrix.dtype)
+    file.fill("x", ((0, len(matrix)), (12288 - columns, 12288)), out, room)
+    wanted = matrix[:, 12288 - columns :]
+    assert torch.equal(out.view(torch.int32), wanted.float().view(torch.int32))
+    assert len(handed) <= 1 + 1.1 * (2 * out.numel() / filling.ROOM)
+    assert all(piece.is_contiguous() for piece in handed)
+    assert sum(count.calls for count in calls) <= len(matrix) // 32
+    assert (calls[2].calls > 0) == (queued and columns < 12200), "where it is worth it"
+    assert file.bytes_read == 2 * out.numel()
+    file.fill("x", ((0, len(matrix)), (12288 - columns, 12288)), bits, room)
+    assert torch.equal(bits.view(torch.int16), wanted.view(torch.int16))
+
+
+@pytest.mark.parametrize("queued", [True, False])
+def test_columns_of_a_file_that_is_cut_are_told(
+    queued: bool, wide: tuple[TensorFile, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, matrix = wide
+    if not queued:
+        monkeypatch.setattr(queue.QUEUES, "take", lambda: None)
+    os.truncate(file.path, file.size // 2)
+    room = torch.empty(1 << 20, dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match="it was cut while being read"):
+        file.fill("x", ((0, 4096), (0, 3072)), torch.empty(4096, 3072), room)
+    half = torch.empty(2000, 3072)
+    file.fill("x", ((0, 2000), (0, 3072)), half, room)
+    assert torch.equal(half.view(torch.int32), matrix[:2000, :3072].float().view(torch.int32))
+
+
+def test_a_kernel_without_a_queue_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = Count(lambda *_: -1)
+    monkeypatch.setattr(queue, "_call", refuse)
+    queues = queue.Queues()
+    assert queues.take() is None and queues.take() is None
+    assert refuse.calls <= 1  # none on a machine whose calls we do not know
 
 
 def test_blocks_tile_a_rectangle_in_its_order() -> None:

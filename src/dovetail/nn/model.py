@@ -6,12 +6,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dovetail.arch.foreign import AnySpec
 from dovetail.arch.spec import ArchSpec
 from dovetail.batch import PackedBatch
 from dovetail.errors import DataError
 from dovetail.kernels.registry import KernelSet
+from dovetail.memory import ask_once
 from dovetail.mesh import Mesh
 from dovetail.nn.heads import LMHead, ValueHead
 from dovetail.nn.linear import Linear
@@ -116,4 +118,7 @@ class StagedModel(nn.Module):
 
     def materialize(self, device: torch.device) -> None:
         """Give the parameters memory, which the caller fills."""
+        with torch.no_grad():
+            stored = [param.to_local() if isinstance(param, DTensor) else param for param in self.parameters()]
+        ask_once([x.numel() * x.element_size() for x in stored], device)
         self.to_empty(device=device)

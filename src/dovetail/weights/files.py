@@ -1,7 +1,7 @@
 """Safetensors files, read with suspicion and written piece by piece.
 
 A header is checked completely (sizes, ranges, overlaps, gaps, names, dtypes) before any byte of data is looked at.
-Reads fetch the bytes of a slice with positioned reads, and what lies between them only where they lie close; nothing is
+Reads fetch the bytes of a slice with positioned reads, and drop what lies between them where they lie close; nothing is
 mapped into memory, so the host holds what was asked for, and a small buffer for each thread. A file is written header
 first, from shapes and dtypes alone, then tensor by tensor.
 """
@@ -13,21 +13,23 @@ import stat
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dovetail.errors import CheckpointError
 from dovetail.memory import view_at
-from dovetail.placement import Slices, as_index
+from dovetail.placement import Slices
 from dovetail.weights.filling import blocks, hand_over
+from dovetail.weights.queue import QUEUES
+from dovetail.weights.runs import MOST, NEAR, joined_runs, read_runs, run_length, runs_of
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -48,7 +50,6 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 CODES: Mapping[torch.dtype, str] = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 MAX_LENGTH = 2**62  # of one dim; torch cannot count further
-SHORT = 1 << 14  # bytes; where a slice takes less of each row, it is faster to read rows whole
 CHUNK = 1 << 26  # bytes of one read or write; the kernel moves at most 2 GiB at once
 
 
@@ -131,7 +132,7 @@ class TensorFile:
         assert len(slices) == len(entry.shape), f"{name}: {len(slices)} slices of {len(entry.shape)} dims"
         assert all(0 <= a <= b <= n for (a, b), n in zip(slices, entry.shape, strict=True)), f"{name}: {slices}"
         out = torch.empty([stop - start for start, stop in slices], dtype=entry.dtype)
-        self._read_exactly(entry, slices, memory_of(out))
+        self._read_exactly(entry, slices, out)
         return out
 
     def fill(self, name: str, slices: Slices, out: Tensor, room: Tensor, *, summed: bool = False) -> int:
@@ -140,17 +141,13 @@ class TensorFile:
         The result is the checksum of the rectangle's bytes where it is `summed`, else 0.
         """
         entry, crc = self.entries[name], 0
-        row, size = prod(entry.shape[1:]) * entry.dtype.itemsize, entry.dtype.itemsize
-        _, run = next(_runs(entry.shape, slices, size), (0, 0))
-        if 0 < run < min(SHORT, row) and row <= len(room) and not summed:
-            self._sift(entry, slices, out, room)
-            return crc
+        size = entry.dtype.itemsize
         in_place = out.device.type == "cpu" and out.dtype == entry.dtype and out.is_contiguous()
-        for block, part in blocks(slices, out, len(room) // size):
+        most = min(len(room) // size, MOST * run_length(entry.shape, slices))
+        for block, part in blocks(slices, out, most):
             piece = part if in_place else view_at(room, 0, entry.dtype, part.shape)
-            view = memory_of(piece)
-            self._read_exactly(entry, block, view)
-            crc = zlib.crc32(view, crc) if summed else crc
+            self._read_exactly(entry, block, piece)
+            crc = zlib.crc32(memory_of(piece), crc) if summed else crc
             if not in_place:
                 hand_over(piece, part)
         return crc
@@ -165,22 +162,23 @@ class TensorFile:
         self._count(stop - start)
         return crc
 
-    def _sift(self, entry: Entry, slices: Slices, out: Tensor, room: Tensor) -> None:
-        """Read all of each row, and keep what was asked for."""
-        row = prod(entry.shape[1:])
-        rows = len(room) // (row * entry.dtype.itemsize)
-        for block, part in blocks(slices, out, rows * prod(out.shape[1:])):
-            ((start, stop), *rest) = block
-            whole = view_at(room, 0, entry.dtype, (stop - start, *entry.shape[1:]))
-            self._fill(memory_of(whole), entry.start + start * row * entry.dtype.itemsize)
-            self._count(part.numel() * entry.dtype.itemsize)
-            hand_over(whole[as_index(((0, stop - start), *rest))], part)
-
-    def _read_exactly(self, entry: Entry, slices: Slices, view: memoryview) -> None:
-        at = 0
-        for offset, length in _runs(entry.shape, slices, entry.dtype.itemsize):
-            self._fill(view[at : at + length], entry.start + offset)
-            at += length
+    def _read_exactly(self, entry: Entry, slices: Slices, out: Tensor) -> None:
+        """Bring a rectangle into the contiguous `out` of the host."""
+        view, runs, at = memory_of(out), runs_of(entry.shape, slices, entry.dtype.itemsize), 0
+        if runs.gap > NEAR and (queue := QUEUES.take()):
+            there = queue.read(self._fd, entry.start + runs.offsets, runs.length, out.data_ptr())
+            QUEUES.give_back(queue)
+            for i in np.flatnonzero(there < runs.length).tolist():  # of a file that was cut, or on a disk that fails
+                got = int(there[i])
+                self._fill(view[i * runs.length + got :][: runs.length - got], entry.start + int(runs.offsets[i]) + got)
+            at = len(view)
+        for part in joined_runs(runs) if not at else ():
+            first, num_bytes = entry.start + int(part.offsets[0]), len(part.offsets) * part.length
+            if len(part.offsets) == 1:
+                self._fill(view[at : at + num_bytes], first)
+            elif end := read_runs(self._fd, entry.start, part, out.data_ptr() + at):
+                raise self._cut(end)
+            at += num_bytes
         self._count(at)
 
     def _count(self, num_bytes: int) -> None:
@@ -196,8 +194,11 @@ class TensorFile:
         while view:
             got = os.preadv(self._fd, [view[:CHUNK]], offset)
             if not got:
-                raise CheckpointError(f"{self.path} ends before byte {offset + len(view)}: it was cut while being read")
+                raise self._cut(offset + len(view))
             view, offset = view[got:], offset + got
+
+    def _cut(self, end: int) -> CheckpointError:
+        return CheckpointError(f"{self.path} ends before byte {end}: it was cut while being read")
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -210,22 +211,6 @@ def memory_of(tensor: Tensor) -> memoryview:
     if not num_bytes:
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def _runs(shape: Sequence[int], slices: Slices, itemsize: int) -> Iterator[tuple[int, int]]:
-    """(offset, length) in bytes of the contiguous stretches of a rectangle, in its row-major order."""
-    if any(start == stop for start, stop in slices):
-        return
-    strides = [itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    cut = [dim for dim, (start, stop) in enumerate(slices) if stop - start != shape[dim]]
-    last = cut[-1] if cut else -1  # dims behind the last one that is cut are whole, so they join it in one stretch
-    if last < 0:
-        yield 0, itemsize * prod(shape)
-        return
-    start, stop = slices[last]
-    base, length = start * strides[last], (stop - start) * strides[last]
-    for index in product(*(range(*bounds) for bounds in slices[:last])):
-        yield base + sum(i * stride for i, stride in zip(index, strides, strict=False)), length
 
 
 def _parse_header(data: bytearray, size: int, what: str) -> dict[str, Entry]:
