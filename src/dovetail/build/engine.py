@@ -58,7 +58,7 @@ class EngineOptions:
     offload_activations: what is kept for that waits on the host, and comes back a block ahead.
     offload_optimizer: AdamW's moments wait on the host, and pass through the device while parameters are updated.
     in_turns: whether micro-batches of several sequences are computed as two halves, each during the collectives of the other;
-        default: on accelerators, where tp or ep has collectives and halves are large enough.
+        default: on accelerators, where tp has collectives, ep none, and halves are large enough.
     mlp_tile_tokens: how many tokens MLPs compute at a time, keeping only their inputs for backward; 0: all.
     fresh_head_seed: lets a value head that the checkpoint lacks be drawn from this seed, equally on all ranks.
     save_dtype: of saved and streamed tensors; default: the source checkpoint's, tensor by tensor.

@@ -19,10 +19,13 @@ class Halving:
 
     @classmethod
     def of(cls, model: StagedModel, mesh: Mesh, in_turns: bool | None) -> "Halving":
-        """in_turns: whether to cut at all, then whatever the size; None: on accelerators, where tp or ep has collectives."""
-        waits = isinstance(model, Decoder) and mesh["tp"].size * mesh["ep"].size > 1
+        """in_turns: whether to cut at all, then whatever the size; None: on accelerators, where tp has collectives, and ep none.
+
+        Experts over ep in turns were slower where they were measured: docs/performance.md.
+        """
         if in_turns is None:
-            return cls(LEAST if waits and mesh.device.type != "cpu" else None)
+            pays = isinstance(model, Decoder) and mesh["tp"].size > 1 and mesh["ep"].size == 1
+            return cls(LEAST if pays and mesh.device.type != "cpu" else None)
         return cls(1 if in_turns and isinstance(model, Decoder) else None)
 
     def cuts(self, lengths: Sequence[Sequence[int]]) -> bool:

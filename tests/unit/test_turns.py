@@ -1,0 +1,100 @@
+"""Micro-batches as two halves: which are cut, what lies where in them, and in which order their layers take turns."""
+
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bench.engines import spec_of
+from dovetail.batch import PackedBatch
+from dovetail.build.engine import make_decoder
+from dovetail.dealing import middle
+from dovetail.engine.halving import LEAST, Halving
+from dovetail.mesh import Axis, Mesh
+from dovetail.micro import MicroBatch, Share
+from dovetail.nn.turns import Turns, side_by_side, straight
+
+LENGTHS = (5, 3, 9, 2, 7)
+
+
+def test_halves_are_as_alike_as_sequences_allow() -> None:
+    assert [middle(lengths) for lengths in (LENGTHS, (1, 1), (9, 1, 1), (1, 1, 9), (4, 4, 4, 4))] == [3, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("share", "tp"), [*product([Share(), Share(0, 2, 1), Share(1, 2, 1), Share(1, 2, 2)], (1, 2, 4))]
+)
+def test_rows_of_a_rank_are_those_of_its_halves(share: Share, tp: int) -> None:
+    """Between blocks a rank of tp has its tokens of the first half, then those of the second; what counts is as if whole."""
+    draw = torch.Generator().manual_seed(1)
+    batch = PackedBatch.pack([torch.randint(90, (n,), generator=draw) for n in LENGTHS])
+    batch = batch.with_mask(batch.mask & (torch.rand(len(batch), generator=draw) < 0.7))
+    micro, multiple = MicroBatch.halved(batch, 2, 16, share, tp), 16
+    first, second = micro.halves
+    assert micro.first == 8 and [len(half.batch) for half in micro.halves] == [16, 32]
+    assert len(micro) == len(first) + len(second) and len(micro) % (multiple // share.size) == 0
+    for rank in range(tp):
+        rows = torch.cat([half.tokens.chunk(tp)[rank] for half in micro.halves])
+        assert torch.equal(micro.tokens.chunk(tp)[rank], rows)
+        placed = micro.order.chunk(tp)[rank]
+        assert torch.equal(micro.batch.tokens[placed], rows)
+    real = micro.order < len(batch)
+    assert sorted(micro.order.tolist()) == sorted(set(micro.order.tolist()))
+    assert int(micro.batch.mask[micro.order[~real]].sum()) == 0  # padding lies behind all tokens, and does not count
+    both = torch.cat([half.counted.targets for half in micro.halves])
+    assert torch.equal(micro.counted.targets, both) and torch.equal(micro.batch.targets[micro.order[micro.index]], both)
+    assert torch.equal(micro.all_counted.targets[micro.mine], both)
+    counts = micro.counted.cu_seqlens.diff()[: len(LENGTHS)]
+    per_half = [half.counted.cu_seqlens.diff()[:n] for half, n in zip(micro.halves, (2, 3), strict=True)]
+    assert torch.equal(counts, torch.cat(per_half))
+
+
+def test_cut_is_what_every_replica_can_cut() -> None:
+    halving = Halving(4)
+    assert halving.cuts([LENGTHS, (4, 4)])
+    assert not halving.cuts([LENGTHS, (8,)])  # one sequence
+    assert not halving.cuts([LENGTHS, (9, 3)])  # too small a half
+    assert not halving.cuts([LENGTHS, ()])  # a replica without any
+    assert not Halving(None).cuts([LENGTHS])
+
+
+class Axes(SimpleNamespace):
+    """As much of a mesh as the rule looks at."""
+
+    def __getitem__(self, name: str) -> Axis:
+        return Axis(name, self.sizes.get(name, 1))
+
+
+def test_layers_over_tp_take_turns_on_accelerators() -> None:
+    model = make_decoder(spec_of("tiny"), Mesh.solo("meta"), torch.float32)
+    for device, sizes, given, least in (
+        ("cuda", {"tp": 2}, None, LEAST),
+        ("cuda", {"tp": 2, "ep": 2}, None, None),
+        ("cuda", {"ep": 8}, None, None),
+        ("cuda", {}, None, None),
+        ("cpu", {"tp": 2}, None, None),
+        ("cpu", {"tp": 2}, True, 1),
+        ("cuda", {"tp": 2}, False, None),
+    ):
+        mesh: Any = Axes(device=torch.device(device), sizes=sizes)
+        assert Halving.of(model, mesh, given) == Halving(least), (device, sizes, given)
+
+
+def layer(name: str, turns: int, told: list[str]) -> Turns[str]:
+    for turn in range(turns):
+        told.append(f"{name}{turn}")
+        yield
+    told.append(f"{name}.")
+    return name
+
+
+def test_turns_alternate_and_the_first_is_ahead() -> None:
+    for ahead, order in ((0, "a0 b0 a1 b1 a. b."), (1, "a0 a1 b0 a. b1 b.")):
+        told: list[str] = []
+        assert side_by_side([layer("a", 2, told), layer("b", 2, told)], ahead) == ("a", "b")
+        assert told == order.split()
+    told = []
+    assert side_by_side([layer("a", 2, told)], 1) == ("a",) and straight(layer("b", 1, told)) == "b"
+    assert told == ["a0", "a1", "a.", "b0", "b."]
