@@ -22,6 +22,8 @@ SMALL_RL = (
     "--shape tiny --device cpu --prompts 4 --samples 2 --prompt-length 16 --new-tokens 32 "
     "--tokens-per-batch 256 --length 128"
 )
+TWO_A_MICRO = "--tokens-per-batch 16384"  # two sequences, which are computed in turns
+SMALL_TURNS = "--tokens-per-batch 128 --in-turns on"
 PYTEST = "--maxfail=3 -q -p no:cacheprovider tests/gpu/test_layouts.py -k"
 PACKED_BYTES = 15 << 20  # of an archive at most
 PIPELINES = "pp=4,dp=2 pp=4,dp=2,virtual_stages=2,schedule=interleaved pp=4,dp=2,schedule=zero_bubble"
@@ -47,8 +49,10 @@ class Bench:
 EIGHT = (
     Bench("dp8", "bench.layouts", "dp=8 --profile --ragged", 50, 210, f"dp=2 --ragged {SMALL}"),
     Bench("dense", "bench.layouts", "dp=8 tp=2,dp=4 tp=4,pp=2 --profile", 70, 170, f"dp=2 tp=2 pp=2 {SMALL}"),
-    Bench("tp2dp4", "bench.layouts", "tp=2,dp=4 --profile", 45, 150, f"tp=2 {SMALL}"),
-    Bench("tp4pp2", "bench.layouts", "tp=4,pp=2 --profile --bubbles", 50, 180, f"pp=2 --bubbles {SMALL}"),
+    Bench("tp2dp4", "bench.layouts", f"tp=2,dp=4 --profile {TWO_A_MICRO}", 45, 150, f"tp=2 {SMALL} {SMALL_TURNS}"),
+    Bench(
+        "tp4pp2", "bench.layouts", f"tp=4,pp=2 --profile --bubbles {TWO_A_MICRO}", 50, 180, f"pp=2 --bubbles {SMALL}"
+    ),
     Bench(
         "ep8",
         "bench.layouts",

@@ -58,6 +58,7 @@ def test_cut_is_what_every_replica_can_cut() -> None:
     assert not halving.cuts([LENGTHS, (9, 3)])  # too small a half
     assert not halving.cuts([LENGTHS, ()])  # a replica without any
     assert not Halving(None).cuts([LENGTHS])
+    assert halving.cuts([LENGTHS], 8, 40) and not halving.cuts([LENGTHS], 8, 39)  # 24 + 16 with padding
 
 
 class Axes(SimpleNamespace):

@@ -28,16 +28,18 @@ class Halving:
             return cls(LEAST if pays and mesh.device.type != "cpu" else None)
         return cls(1 if in_turns and isinstance(model, Decoder) else None)
 
-    def cuts(self, lengths: Sequence[Sequence[int]]) -> bool:
+    def cuts(self, lengths: Sequence[Sequence[int]], multiple: int = 1, budget: int | None = None) -> bool:
         """Whether a micro-batch is cut, given its sequences' lengths in every replica: ranks of ep are in several of them, and
         exchange tokens once for each half.
+
+        multiple: of tokens, to which each half is padded. budget: most tokens of both.
         """
-        return self.least is not None and all(smaller_half(each) >= self.least for each in lengths)
+        return self.least is not None and all(self._cuts(each, multiple, budget) for each in lengths)
 
-
-def smaller_half(lengths: Sequence[int]) -> int:
-    """Its tokens; 0 where sequences cannot be parted."""
-    if len(lengths) < 2:
-        return 0
-    first = sum(lengths[: middle(lengths)])
-    return min(first, sum(lengths) - first)
+    def _cuts(self, lengths: Sequence[int], multiple: int, budget: int | None) -> bool:
+        if len(lengths) < 2:
+            return False
+        cut = middle(lengths)
+        halves = [sum(lengths[:cut]), sum(lengths[cut:])]
+        held = sum(-(-half // multiple) * multiple for half in halves)
+        return self.least is not None and min(halves) >= self.least and (budget is None or held <= budget)

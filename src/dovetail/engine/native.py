@@ -253,7 +253,8 @@ class NativeEngine:
         multiple, cp, layout = self.mesh.token_multiple, self.mesh["cp"], self.mesh.layout
         share = Share(cp.rank, cp.size, ulysses_degree(self.model.spec, layout))
         dp, device = self.mesh["dp"], self.mesh.device
-        plan = plan_microbatches(batch.lengths, dp.size, self._budget(batch), multiple, self.model.spec.width)
+        budget = self._budget(batch)
+        plan = plan_microbatches(batch.lengths, dp.size, budget, multiple, self.model.spec.width)
         mine, tp = plan[dp.rank], self.mesh["tp"].size
         if batch.media:
             start_reading(batch.media[s] for sequences in mine for s in sequences)
@@ -261,7 +262,8 @@ class NativeEngine:
         def make(number: int) -> tuple[Tensor, MicroBatch]:
             chosen = batch.select(mine[number])
             start_reading(chosen.media)  # where there was no room for it before
-            if self.halving.cuts([[batch.lengths[i] for i in each[number]] for each in plan]):
+            everywhere = [[batch.lengths[i] for i in each[number]] for each in plan]
+            if self.halving.cuts(everywhere, multiple, budget):
                 micro = MicroBatch.halved(chosen, middle(chosen.lengths), multiple, share, tp).to(device)
             else:
                 micro = MicroBatch.of(chosen, multiple, share).to(device)
