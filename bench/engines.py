@@ -128,7 +128,7 @@ def random_engine(
     if mlp_tile_tokens:
         tile_mlps(model.text, mlp_tile_tokens)
     if "activations" in offload:
-        model.text.host = HostMemory(device)
+        model.text.host = HostMemory(mesh.device, ranks=mesh["world"].size)
     shard_over_data(model, mesh, dtype)
     model.materialize(device)
     with torch.no_grad():

@@ -282,7 +282,9 @@ class TrainerSection(Section):
         "none",
         description="what backward recomputes: light all but products and attention, selective all but attention",
     )
-    offload_activations: bool = Field(False, description="what is kept for recomputing waits in host memory")
+    offload_activations: bool = Field(
+        False, description="what is kept for recomputing waits in host memory, as far as the host has room"
+    )
     offload_optimizer: bool = Field(
         False, description="moments of AdamW wait in host memory: 8 bytes a parameter, over the ranks"
     )

@@ -9,11 +9,14 @@ from math import prod
 import torch
 from torch import Tensor
 
+from dovetail.watch.system import free_memory
+
 ALIGNMENT = 64  # bytes; any dtype may begin there, and so may a vector load
 DEVICE_ALIGNMENT = 512  # bytes; of what torch's allocator for devices hands out
 CHUNK_BYTES = 1 << 28  # of an arena; a power of two, since the allocator of pinned memory rounds up to one
 SMALL_BYTES = 1 << 20  # requests up to which torch's allocator for devices serves from blocks of its own
 LARGE_BYTES = 1 << 30  # such requests are likely to come several times: what a block keeps of a long sequence
+HOST_RESERVE = 1 << 32  # bytes of the host's memory that are left to others: data, workers, libraries
 
 
 def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
@@ -27,12 +30,22 @@ def view_at(data: Tensor, start: int, dtype: torch.dtype, shape: Iterable[int]) 
     return data[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def chunk_bytes(needed: int) -> int:
-    """Of pinned memory that a request of that size begins: a power of two. Large ones leave an eighth unused at most."""
+def chunk_bytes(needed: int, most: int | None = None) -> int:
+    """Of pinned memory that a request of that size begins: a power of two. Large ones leave an eighth unused at most, or
+    more where no such chunk has at most `most` bytes, but a smaller one has room for one request.
+    """
     size = CHUNK_BYTES
     while size < needed or (needed > LARGE_BYTES and size % needed > size // 8):
         size *= 2
+    while most is not None and size > most and size // 2 >= max(needed, CHUNK_BYTES):
+        size //= 2
     return size
+
+
+def host_room() -> int | None:
+    """Bytes of the host's memory that may be pinned still; None where nobody knows, and then nothing limits it."""
+    found = free_memory()
+    return None if found is None else max(found - HOST_RESERVE, 0)
 
 
 def ask_once(sizes: Iterable[int], device: torch.device) -> None:
@@ -67,10 +80,25 @@ class Arena:
         while self._chunk < len(self._chunks) and self._used + needed > len(self._chunks[self._chunk]):
             self._chunk, self._used = self._chunk + 1, 0
         if self._chunk == len(self._chunks):
-            self._add(chunk_bytes(needed) if self.pinned else max(needed, ALIGNMENT))
+            self._add(self._growth(needed))
         view = view_at(self._chunks[self._chunk], self._used, dtype, shape)
         self._used += needed
         return view
+
+    def has(self, num_bytes: int) -> bool:
+        """Whether `take` finds so many bytes in what is there."""
+        needed = aligned(num_bytes)
+        free = [len(chunk) for chunk in self._chunks[self._chunk :]]
+        return any(needed <= size - (self._used if i == 0 else 0) for i, size in enumerate(free))
+
+    def grow(self, num_bytes: int, most: int) -> bool:
+        """Have memory in which `take` finds so many bytes, unless that takes more than `most`: whether there is."""
+        needed = aligned(num_bytes)
+        size = self._growth(needed, most)
+        if size > most:
+            return False
+        self._add(size)
+        return True
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A copy of `tensor`, perhaps still under way: wait for its device before reading it."""
@@ -79,6 +107,9 @@ class Arena:
     def reset(self) -> None:
         """Take all views back; whoever still holds one will see it change."""
         self._chunk = self._used = 0
+
+    def _growth(self, needed: int, most: int | None = None) -> int:
+        return chunk_bytes(needed, most) if self.pinned else max(needed, ALIGNMENT)
 
     def _add(self, num_bytes: int) -> None:
         self._chunks.append(torch.empty(num_bytes, dtype=torch.uint8, device=self.device, pin_memory=self.pinned))

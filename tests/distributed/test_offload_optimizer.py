@@ -228,6 +228,25 @@ def test_the_device_holds_two_buckets_of_moments_and_only_during_a_step(folder: 
     run(1, measured, folder / "llama_tied")
 
 
+def before_activations(source: Path) -> None:
+    engine, taken = engine_of(source, hosted=True), list[int]()
+
+    def room() -> None:
+        taken.append(len(hosted_of(engine).hosts))
+
+    text = engine.model.text
+    text.recompute, text.host = "full", HostMemory(torch.device("cpu"), room=room)
+    engine.score(ragged(0))
+    assert not hosted_of(engine).hosts, "nothing is updated yet"
+    engine.train_step(ragged(0), tokenwise)
+    assert taken and min(taken) == len(hosted_of(engine).buckets)
+
+
+def test_moments_take_their_memory_before_activations_do(folder: Path) -> None:
+    """These make do with what is left; moments do not."""
+    run(1, before_activations, folder / "llama_tied")
+
+
 class SlowLink(HostMemory):
     """Nothing is carried before somebody waits for it: the latest that a device's own queue of copies may be."""
 

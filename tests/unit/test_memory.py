@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+from dovetail import memory
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.engine.native import NativeEngine
 from dovetail.layout import Layout
-from dovetail.memory import ALIGNMENT, CHUNK_BYTES, Arena, Parked, aligned, view_at
+from dovetail.memory import ALIGNMENT, CHUNK_BYTES, HOST_RESERVE, Arena, Parked, aligned, host_room, view_at
 from dovetail.optim.optimizer import OptimSettings
 from tests.checkpoints import write_tiny
 from tests.distributed.bodies import ragged, tokenwise
@@ -162,3 +163,28 @@ def test_large_requests_of_one_size_waste_an_eighth_of_their_chunks(size: int, c
     *full, last = (len(chunk) for chunk in arena._chunks)
     assert all(chunk // size * size >= 7 / 8 * chunk for chunk in full)
     assert 7 / 8 * sum(full) <= count * aligned(size) and last < 16 * size
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 3 << 30), max_size=40), room=st.integers(0, 1 << 36))
+def test_an_arena_grows_within_the_room(sizes: list[int], room: int) -> None:
+    """In powers of two still, and as long as the smallest of them that takes the request fits."""
+    arena = Promised("meta", pinned=True)
+    for size in sizes:
+        left, before = room - arena.num_bytes, arena.num_bytes
+        if not arena.has(size):
+            smallest = max(CHUNK_BYTES, 1 << (aligned(size) - 1).bit_length())
+            assert arena.grow(size, left) == (smallest <= left)
+            assert (arena.num_bytes > before) == (smallest <= left)
+        if arena.has(size):
+            grown = arena.num_bytes
+            arena.take(torch.uint8, (size,))
+            assert arena.num_bytes == grown, "it was there"
+    assert arena.num_bytes <= room
+    assert all(len(chunk).bit_count() == 1 for chunk in arena._chunks)
+
+
+@pytest.mark.parametrize("free", [None, 0, HOST_RESERVE, HOST_RESERVE + 7])
+def test_a_reserve_of_the_host_is_left_alone(free: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: free)
+    assert host_room() == (None if free is None else max(free - HOST_RESERVE, 0))

@@ -59,6 +59,95 @@ def test_gradients_are_made_of_what_comes_back() -> None:
         assert torch.equal(grad, expected[name]) == ("layers.0." not in name and "embed" not in name), name
 
 
+class Small(HostMemory):
+    """Of a host that has so many bytes for arenas altogether."""
+
+    def __init__(self, num_bytes: int | None, ranks: int = 1) -> None:
+        super().__init__(torch.device("cpu"), room=self.left, ranks=ranks)
+        self.most, self.made = num_bytes, list[Arena]()
+        self.asked = 0
+
+    def left(self) -> int | None:
+        self.asked += 1
+        return None if self.most is None else self.most - self.num_bytes
+
+    def arena(self) -> Arena:
+        found = super().arena()
+        self.made += [found] if all(found is not one for one in self.made) else []
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(arena.num_bytes for arena in self.made)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+@pytest.mark.parametrize("micros", [1, 3])
+def test_what_the_host_has_no_room_for_stays(recompute: Recompute, micros: int) -> None:
+    """Nothing, half and all of it leaves; no gradient and no number of runs changes, in the first pass and in later ones."""
+    blocks = Blocks(depth=5)
+    expected, _ = blocks.gradients(blocks.trunk("none"), micros)
+    _, here = blocks.gradients(blocks.trunk(recompute), micros)
+    model, whole = blocks.trunk(recompute), 0
+    for share in (None, 0.0, 0.5, 1.0):
+        host = model.host = Small(None if share is None else int(share * whole))
+        for _ in range(3):
+            before = host.stayed
+            found, there = blocks.gradients(model, micros)
+            assert worst_error(found, expected)[0] == EXACT
+            assert there == here
+            assert len(host.free) == len(host.made) == micros, "every arena came back, an empty one too"
+            stayed = host.stayed - before
+            if host.most is None:
+                whole = host.num_bytes
+                assert stayed == 0 < whole
+            else:
+                assert host.num_bytes <= host.most
+                assert whole - host.most <= stayed <= whole - host.num_bytes, "what does not leave is counted"
+                assert (share == 0.5) == (0 < host.num_bytes < whole)
+
+
+def test_the_first_blocks_leave_and_the_others_come_back_ahead() -> None:
+    """Each comes back when the block behind it is asked for, whether that one left or stayed."""
+    x = torch.randn(16, 8)
+    host = Small(2 * x.nbytes)
+    passage, kept = Passage(host, "full"), list[Waiting]()
+
+    def block() -> Tensor:
+        one = passage.put(x + len(kept))
+        assert isinstance(one, Waiting)
+        kept.append(one)
+        return x
+
+    for _ in range(4):
+        passage(block)
+    assert [one.host is None for one in kept] == [False, False, True, True]
+    assert [one.here is None for one in kept] == [True, True, False, False]
+    here = {3: [2], 2: [1], 1: [0], 0: []}
+    for number in here:
+        assert torch.equal(passage.get(kept[number]), x + number)
+        assert [i for i, one in enumerate(kept) if one.here is not None] == here[number]
+    assert host.free == [passage.arena] and host.stayed == 2 * x.nbytes
+
+
+def test_memory_that_is_there_is_used_without_asking() -> None:
+    blocks = Blocks()
+    model = blocks.trunk("selective")
+    host = model.host = Small(None)
+    blocks.gradients(model)
+    asked, host.most = host.asked, 0
+    assert asked > 0
+    blocks.gradients(model)
+    assert host.asked == asked and host.stayed == 0
+
+
+def test_no_rank_takes_the_share_of_another() -> None:
+    x, host = torch.zeros(16, dtype=torch.float64), Small(4 * 128, ranks=4)
+    arena = host.arena()
+    assert host.place(arena, x) is not None
+    assert host.place(arena, x) is None and host.place(arena, x[:8]) is not None
+
+
 def test_what_comes_back_lies_as_before() -> None:
     """Attention over [B, H, n, C] returns heads beside each other; a slice of something larger comes back dense."""
     passage, x = Passage(HostMemory(torch.device("cpu")), "full"), torch.randn(2, 3, 4, 5)

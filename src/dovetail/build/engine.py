@@ -55,7 +55,7 @@ class EngineOptions:
     tokens_per_batch: most tokens that one replica holds in a micro-batch, padding included; default: all in one.
     recompute: what backward computes again: none, light (all but products and attention), selective (all but attention)
         or full.
-    offload_activations: what is kept for that waits on the host, and comes back a block ahead.
+    offload_activations: what is kept for that waits on the host as far as that has room, and comes back a block ahead.
     offload_optimizer: AdamW's moments wait on the host, and pass through the device while parameters are updated.
     in_turns: whether micro-batches of several sequences are computed as two halves, each during the collectives of the other;
         default: on accelerators, where tp has collectives, ep none, and halves are large enough.
@@ -205,7 +205,7 @@ def _spare_memory(model: StagedModel, mesh: Mesh, options: EngineOptions) -> Non
             )
         if not isinstance(model.text, Trunk):
             raise ConfigError("offload_activations works with model.engine=native only; leave it out or set false")
-        model.text.host = HostMemory(mesh.device)
+        model.text.host = HostMemory(mesh.device, ranks=mesh["world"].size)
 
 
 def make_model(

@@ -151,6 +151,7 @@ class NativeEngine:
         if self._routing is not None:
             pairs = self._routing.charged(pairs, loss, len(batch))
         micros = _micros_of(pairs)
+        optimizer.adamw.reserve()  # what activations take of the host is what this leaves
         keep = partial(add_sums, sums)
         stages = Training(self.model, self.mesh, micros, self.dtype, loss, keep, residency)
         layout, costs = self.mesh.layout, stage_costs(self.model.spec, self.mesh.layout)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from dovetail.memory import Arena
+from dovetail.memory import Arena, host_room
 
 Recompute = Literal["none", "light", "selective", "full"]
 ATTENTION = ("attention", "varlen_attn")  # one of them is in the name of every kernel
@@ -109,25 +109,47 @@ class _Reuse(_Mode):
 
 
 class Waiting:
-    """A tensor that backward asks for once: on the device still, or again; on the host; or on its way."""
+    """A tensor that backward asks for once: on the device still, or again; on the host; or on its way.
 
-    def __init__(self, x: Tensor, host: Tensor, block: int) -> None:
+    host: its place there; None where it stays on the device.
+    """
+
+    def __init__(self, x: Tensor, host: Tensor | None, block: int) -> None:
         self.here: Tensor | None = x
         self.host, self.block = host, block
         self.copied: Any = None  # the event after the latest copy
 
 
 class HostMemory:
-    """A stream for copies to and from the host, and the arenas that one pass after another takes and gives back."""
+    """A stream for copies to and from the host, and the arenas that one pass after another takes and gives back.
 
-    def __init__(self, device: torch.device) -> None:
+    room: how many bytes of the host may be taken still, asked whenever an arena would grow; None: any number. Default:
+        what the kernel has; of tensors that are on the host anyway, any number.
+    ranks: of the job. Those on this host, one a device at most, may all take memory at the same moment: no arena grows by
+        more than its share of the room.
+    """
+
+    def __init__(self, device: torch.device, *, room: Callable[[], int | None] | None = None, ranks: int = 1) -> None:
         self.device = device
         self.module = torch.get_device_module(device)
         self.side = None if device.type == "cpu" else self.module.Stream(device)
+        self.room = room or (host_room if self.side is not None else lambda: None)
+        self.sharers = ranks if self.side is None else min(ranks, self.module.device_count())
         self.free: list[Arena] = []
+        self.stayed = 0  # bytes, of all passes, that there was no room for
 
     def arena(self) -> Arena:
         return self.free.pop() if self.free else Arena(pinned=self.side is not None)
+
+    def place(self, arena: Arena, x: Tensor) -> Tensor | None:
+        """Memory of an arena, in the strides of a copy of `x`; None where the host has no room for it."""
+        if not arena.has(x.nbytes):
+            room = self.room()
+            if room is not None and not arena.grow(x.nbytes, room // self.sharers):
+                self.stayed += x.nbytes
+                return None
+        strides = torch.empty_like(x, device="meta").stride()  # kernels look at them, and copies of equal ones are fast
+        return arena.take(x.dtype, (x.numel(),)).as_strided(x.shape, strides)
 
     def copy(self, to: Tensor, source: Tensor) -> Any:
         """Copy beside the computation, after all that it was asked to do before; the event says when."""
@@ -147,7 +169,8 @@ class HostMemory:
 
 class Passage:
     """What the blocks of one forward pass keep: their inputs, and what attention returned. It leaves for the host while the
-    block is computed, and comes back one block before backward needs it. The last block's is needed first, and stays.
+    block is computed, and comes back one block before backward needs it. The last block's is needed first, and stays; so does
+    what the host has no room for. First come, first placed: that is of the last blocks, whose memory backward frees first.
     """
 
     def __init__(self, host: HostMemory, recompute: Recompute) -> None:
@@ -169,15 +192,14 @@ class Passage:
         return found
 
     def put(self, x: Tensor) -> Tensor | Waiting:
-        """Send a tensor on its way; states of generators and the like stay."""
+        """Send a tensor on its way, if the host has room for it; states of generators and the like stay."""
         if not x.is_floating_point() or x.device.type != self.host.device.type:
             return x
         x = x.detach()
-        strides = torch.empty_like(x, device="meta").stride()  # kernels look at them, and copies of equal ones are fast
-        room = self.arena.take(x.dtype, (x.numel(),)).as_strided(x.shape, strides)
-        one = Waiting(x, room, len(self.blocks) - 1)
-        one.copied = self.host.copy(one.host, x)
-        self.blocks[-1].append(one)
+        one = Waiting(x, self.host.place(self.arena, x), len(self.blocks) - 1)
+        if one.host is not None:
+            one.copied = self.host.copy(one.host, x)
+            self.blocks[-1].append(one)
         self.missing += 1
         return one
 
@@ -202,6 +224,7 @@ class Passage:
             return
         for one in self.blocks[block]:
             if one.here is None:
+                assert one.host is not None
                 one.here = torch.empty_like(one.host, device=self.host.device)
                 one.copied = self.host.copy(one.here, one.host)
         self.blocks[block] = []

@@ -24,6 +24,9 @@ class StoppableAdamW(torch.optim.AdamW):
 
     found_inf: Tensor
 
+    def reserve(self) -> None:
+        """Take what memory of the host the moments need, before others take it."""
+
     def begin(self, steps: int = 0) -> None:
         """Give parameters without moments zeros, as after so many steps."""
         for group in self.param_groups:
@@ -74,14 +77,17 @@ class HostedAdamW(StoppableAdamW):
         # a queue of copies for each way, since a link carries both at once
         self._coming, self._leaving = HostMemory(self.device), HostMemory(self.device)
 
-    def begin(self, steps: int = 0) -> None:
-        """The same. Memory is taken the first time."""
-        if all(self.state.get(parameter) for bucket in self.buckets for parameter in bucket.params):
-            return
+    def reserve(self) -> None:
         if not self.hosts:
             arena = Arena(pinned=self.device.type != "cpu")
             arena.reserve(sum(bucket.num_bytes for bucket in self.buckets))
             self.hosts = [arena.take(torch.uint8, (bucket.num_bytes,)) for bucket in self.buckets]
+
+    def begin(self, steps: int = 0) -> None:
+        """The same. Memory is taken the first time, if it was not before."""
+        if all(self.state.get(parameter) for bucket in self.buckets for parameter in bucket.params):
+            return
+        self.reserve()
         for bucket, host in zip(self.buckets, self.hosts, strict=True):
             for parameter, *moments in zip(bucket.params, *bucket.views(host.zero_()), strict=True):
                 self._place(parameter, steps, moments)

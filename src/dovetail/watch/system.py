@@ -1,4 +1,4 @@
-"""What the kernel knows of processes: their states, their children, and whether it killed any for want of memory.
+"""What the kernel knows of processes: their states, their children, the memory left, and whether it killed any for want of it.
 
 Linux tells by /proc and prctl. Elsewhere each function gives the answer that costs least: nothing is known.
 """
@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -42,15 +42,25 @@ def children_of(roots: Iterable[int]) -> set[int]:
 def out_of_memory_kills() -> int:
     """A count that rises when the kernel kills a process of this machine, or of our control groups, for want of memory."""
     counters = [_PROC / "vmstat"]
-    membership = _PROC / "self/cgroup"
-    for line in membership.read_text().splitlines() if membership.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        inside = path.lstrip("/")
-        if not controllers:
-            counters.append(_CGROUPS / inside / "memory.events")
-        elif "memory" in controllers.split(","):
-            counters += [_CGROUPS / "memory" / inside / "memory.oom_control", _CGROUPS / "memory/memory.oom_control"]
-    return sum(_counter(path, "oom_kill") for path in counters)
+    for top, inside in _memory_groups():
+        if top == _CGROUPS:
+            counters.append(top / inside / "memory.events")
+        else:
+            counters += [top / inside / "memory.oom_control", top / "memory.oom_control"]
+    return sum(_counter(path, "oom_kill") or 0 for path in counters)
+
+
+def free_memory() -> int | None:
+    """Bytes that this process could take before the kernel kills one for it, of this machine and of our control groups.
+
+    What files left in memory counts as free. None where nothing is known.
+    """
+    available = _counter(_PROC / "meminfo", "MemAvailable:")
+    found = [] if available is None else [available << 10]
+    for top, inside in _memory_groups():
+        above = (top / parent for parent in Path(inside).parents)
+        found += [left for folder in (top / inside, *above) if (left := _left_of_group(folder)) is not None]
+    return max(min(found), 0) if found else None
 
 
 def adopt_orphans() -> None:
@@ -80,14 +90,36 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def _counter(path: Path, name: str) -> int:
-    """The value behind `name` in a file of lines `name value`; 0 where there is none."""
+def _memory_groups() -> Iterator[tuple[Path, str]]:
+    """The trees of control groups that bound memory (version 2, then 1), and where in each this process is."""
+    membership = _PROC / "self/cgroup"
+    for line in membership.read_text().splitlines() if membership.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield _CGROUPS, path.lstrip("/")
+        elif "memory" in controllers.split(","):
+            yield _CGROUPS / "memory", path.lstrip("/")
+
+
+def _left_of_group(folder: Path) -> int | None:
+    """Bytes up to the limit of a control group of either version; None where it has none."""
+    names = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
+    for limit, used, prefix in names:
+        with contextlib.suppress(OSError, ValueError):  # no such file; or "max"
+            left = int((folder / limit).read_text()) - int((folder / used).read_text())
+            files = (_counter(folder / "memory.stat", f"{prefix}{kind}_file") or 0 for kind in ("active", "inactive"))
+            return left + sum(files)
+    return None
+
+
+def _counter(path: Path, name: str) -> int | None:
+    """The value behind `name` in a file of lines `name value`, perhaps with a unit; None where there is none."""
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():
             key, _, value = line.partition(" ")
             if key == name:
-                return int(value)
-    return 0
+                return int(value.split()[0])
+    return None
 
 
 def _prctl(option: int, value: int) -> None:
