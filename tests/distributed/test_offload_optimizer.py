@@ -234,7 +234,7 @@ def before_activations(source: Path) -> None:
     def room() -> None:
         taken.append(len(hosted_of(engine).hosts))
 
-    text = engine.model.text
+    text: Any = engine.model.text
     text.recompute, text.host = "full", HostMemory(torch.device("cpu"), room=room)
     engine.score(ragged(0))
     assert not hosted_of(engine).hosts, "nothing is updated yet"
