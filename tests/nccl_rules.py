@@ -31,16 +31,18 @@ class RuleBroken(AssertionError):
     """Something that NCCL refuses, or hangs on, or gets wrong."""
 
 
-class Handle:
+class Handle(dist.Work):  # FSDP2 waits for what is one
     """A transfer under way, and a copy of what it reads."""
 
     def __init__(self, name: str, work: Any, read: Sequence[Tensor]) -> None:
+        super().__init__()
         self.name, self.work, self.done = name, work, False
         self.read = [(x, x.clone()) for x in read]
 
-    def wait(self) -> None:
+    def wait(self, *_: Any) -> bool:
         self.work.wait()
         self._end()
+        return True
 
     def is_completed(self) -> bool:
         if self.work.is_completed():

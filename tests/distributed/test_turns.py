@@ -32,19 +32,19 @@ from tests.probe import PROBE
 DENSE = (
     (Layout(tp=2), Case("llama", "ragged", "grpo", 1, in_turns=True)),
     (Layout(tp=2, dp=2), Case("qwen3", "ragged", "ppo", 3, in_turns=True, recompute="selective")),
-    (Layout(tp=2, cp=2), Case("qwen3_window", "few", "gspo", 1, in_turns=True)),
     (Layout(tp=2, cp=2, cp_mode="gather"), Case("qwen2_tied", "ragged", "grpo", 1, in_turns=True, recompute="full")),
     (Layout(tp=2, pp=2), Case("mistral", "ragged", "value", 3, in_turns=True)),
     (Layout(tp=2, pp=2, schedule="zero_bubble"), Case("llama", "ragged", "sft", 3, in_turns=True, recompute="light")),
+    (Layout(tp=2, cp=2), Case("qwen3_window", "few", "gspo", 1, in_turns=True)),
     (Layout(tp=4), Case("llama_dynamic", "few", "sft", 1, in_turns=True)),
     (Layout(dp=2), Case("qwen3", "ones", "grpo", 1, in_turns=True)),
 )
 MIXED = (
-    (Layout(dp=2, ep=2), Case("qwen3_moe", "ragged", "grpo", 1, in_turns=True)),
     (Layout(dp=4, ep=2), Case("qwen2_moe", "ragged", "sft", 3, in_turns=True, recompute="full")),
     (Layout(tp=2, dp=2, ep=2), Case("deepseek_v3", "few", "ppo", 1, in_turns=True, recompute="selective")),
-    (Layout(cp=2, ep=2), Case("mixtral", "ragged", "value", 1, in_turns=True)),
     (Layout(tp=2, pp=2, schedule="zero_bubble"), Case("deepseek_v2", "ragged", "grpo", 3, in_turns=True)),
+    (Layout(dp=2, ep=2), Case("qwen3_moe", "ragged", "grpo", 1, in_turns=True)),
+    (Layout(cp=2, ep=2), Case("mixtral", "ragged", "value", 1, in_turns=True)),
     (Layout(dp=4, ep=4), Case("qwen3_moe", "giant", "gspo", 1, in_turns=True)),
 )
 
@@ -63,12 +63,20 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("layout", "case"), DENSE, ids=lambda x: name_of(x) if isinstance(x, Layout) else str(x))
+def marked(cases: tuple[tuple[Layout, Case], ...], quick: int) -> list[Any]:
+    """The first ones, and the others for `make soak`."""
+    return [
+        pytest.param(layout, case, id=f"{name_of(layout)}-{case}", marks=[pytest.mark.soak] * (i >= quick))
+        for i, (layout, case) in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize(("layout", "case"), marked(DENSE, 5))
 def test_dense_layers_in_turns_equal_one_rank(dense: Path, layout: Layout, case: Case) -> None:
     check(dense, layout, (case,))
 
 
-@pytest.mark.parametrize(("layout", "case"), MIXED, ids=lambda x: name_of(x) if isinstance(x, Layout) else str(x))
+@pytest.mark.parametrize(("layout", "case"), marked(MIXED, 3))
 def test_mixtures_in_turns_equal_one_rank(mixed: Path, layout: Layout, case: Case) -> None:
     check(mixed, layout, (case,))
 
