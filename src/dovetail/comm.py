@@ -222,14 +222,11 @@ def gather_mirrored(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     first, second = x.contiguous().chunk(2)
-    turned = second.new_empty((len(second) * axis.size, *x.shape[1:]))
     out = x.new_empty((len(x) * axis.size, *x.shape[1:]))
-    late = _FLAT_GATHER(turned, second, group=axis.group, async_op=True)
-    early = _FLAT_GATHER(out[: len(turned)], first, group=axis.group, async_op=True)
-    late.wait()
-    torch.cat(turned.chunk(axis.size)[::-1], out=out[len(turned) :])
-    early.wait()
-    return out
+    half, late = len(out) // 2, begin_gather(second, axis)
+    early = Pending(out, _FLAT_GATHER(out[:half], first, group=axis.group, async_op=True), first)
+    torch.cat(late.take().chunk(axis.size)[::-1], out=out[half:])
+    return early.take()
 
 
 def tokens_to_heads(x: Tensor, axis: Axis) -> Tensor:
