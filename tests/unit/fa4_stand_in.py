@@ -1,6 +1,7 @@
 """Stands for flash-attn-4 on a CPU: its two functions, by their parameter names, computed by the formulas of attention.
 
-As the real ones they leave autograd alone, so both directions are written out.
+As the real ones they leave autograd alone, so both directions are written out; and they take a pack [T, heads, C] with
+`cu_seqlens`, or a dense batch [B, n, heads, C] without.
 """
 
 import sys
@@ -25,12 +26,26 @@ class StandIn(ModuleType):
         super().__init__(INTERFACE)
         self.calls: Counter[str] = Counter()
         self.deterministic = False
+        self.dense = 0  # calls
 
     def _flash_attn_fwd(
         self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **given: Any
     ) -> tuple[Tensor, Tensor, None, None, None]:
         self.calls["forward"] += 1
         assert return_lse
+        given.pop("pack_gqa")
+        if q.ndim == 4:
+            self.dense += 1
+            packed, ends = _packed(q, k, v)
+            out, lse, *_ = self._flash_attn_fwd(*packed, return_lse=True, pack_gqa=None, **given, **ends)
+            self.calls["forward"] -= 1
+            return (
+                out.view(*q.shape[:3], -1),
+                lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous(),
+                None,
+                None,
+                None,
+            )
         out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
         for i, j, scores in _scores(q, k, **given):
             lse[:, i] = scores.logsumexp(-1).to(torch.float32)
@@ -40,6 +55,12 @@ class StandIn(ModuleType):
     def _flash_attn_bwd(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, **given: Any
     ) -> tuple[Tensor, ...]:
+        if q.ndim == 4:
+            self.dense += 1
+            packed, ends = _packed(q, k, v)
+            rows = lse.transpose(0, 1).flatten(1)
+            grads = self._flash_attn_bwd(*packed, out.flatten(0, 1), dout.flatten(0, 1), rows, **given, **ends)
+            return tuple(x.view(like.shape) for x, like in zip(grads, (q, k, v), strict=True))
         self.calls["backward"] += 1
         self.deterministic = given.pop("deterministic")
         heads, wide = q.shape[1], torch.float64
@@ -52,6 +73,15 @@ class StandIn(ModuleType):
             dk[j] = _summed(inner.mT @ q[i].transpose(0, 1).to(wide), k.shape[1])
             dv[j] = _summed(weights.mT @ up, k.shape[1])
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _packed(*three: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
+    """A dense batch's q, k and v as a pack, and where its sequences lie."""
+    ends: dict[str, Any] = {}
+    for x, which in zip(three, "qk", strict=False):
+        batch, n = x.shape[:2]
+        ends |= {f"cu_seqlens_{which}": torch.arange(batch + 1, dtype=torch.int32) * n, f"max_seqlen_{which}": n}
+    return [x.flatten(0, 1) for x in three], ends
 
 
 def _scores(q: Tensor, k: Tensor, **given: Any) -> Iterator[tuple[slice, slice, Tensor]]:

@@ -60,7 +60,9 @@ LENGTHS = {
     "a sequence without queries": ((0, 3), (4, 5)),
     "equal queries, unequal keys": ((2, 2, 2), (5, 6, 6)),
     "longer than a block of queries": ((QUERY_BLOCK + 3,), (QUERY_BLOCK + 40,)),
+    "a dense batch with keys before": ((3, 3), (5, 5)),
 }
+DENSE = ("single tokens side by side", "longer than a block of queries", "a dense batch with keys before")  # for FA4
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 1000])
@@ -144,7 +146,7 @@ def test_head_dims_beyond_flash_attention_take_the_reference(head_dim: int) -> N
 
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize(("heads", "dims"), [((4, 2), (64, 64)), ((2, 2), (192, 128)), ((3, 1), (128, 128))], ids=str)
-@pytest.mark.parametrize("name", ["ragged", "fewer queries than keys", "a sequence without queries"])
+@pytest.mark.parametrize("name", ["ragged", "fewer queries than keys", "a sequence without queries", *DENSE])
 def test_fa4_is_asked_for_the_same(
     name: str, heads: tuple[int, int], dims: tuple[int, int], window: int | None
 ) -> None:
@@ -157,6 +159,7 @@ def test_fa4_is_asked_for_the_same(
         up = torch.randn(found.shape, generator=draw).to(torch.bfloat16)
         ours = torch.autograd.grad(found, (q, k, v), up)
         assert package.calls == {"forward": 1, "backward": 1} and not package.deterministic
+        assert package.dense == (2 if name in DENSE else 0)
     exact = [x.detach().to(torch.float64).requires_grad_() for x in (q, k, v)]
     expected = defined(exact[0], exact[1], exact[2], spans(*n), spans(*m), window)
     assert_close(found, expected, OP_BF16)
@@ -204,6 +207,8 @@ def test_the_operations_of_fa4_have_shapes_without_being_run() -> None:
     ends = cumulative((2, 3))
     with installed():
         torch.library.opcheck(fa4.packed_attention, (q, k, v, [ends, ends], [3, 3], None, False))
+        for n in (5, 1):
+            torch.library.opcheck(fa4.packed_attention, (q, k, v, [], [n, n], None, False))
 
 
 @pytest.mark.parametrize(

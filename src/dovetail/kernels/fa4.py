@@ -2,6 +2,9 @@
 
 Its forward and backward pass are operations with names, shapes and an autograd formula of their own: a checkpoint can keep
 what the forward one returns, and compilers need not look inside. Nothing of the package is imported before `usable` asks.
+
+Sequences of one length, above all a single one, go in as a dense batch [B, n, heads, C]: no tile searches for its sequence,
+and the longest tiles begin first. On an H200, forward + backward, 16 x 2048 takes 0.95 of the time of the same as a pack.
 """
 
 import importlib
@@ -15,6 +18,7 @@ from dovetail.kernels.reference import Spans
 
 INTERFACE = "flash_attn.cute.interface"
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128))  # of queries and keys, and of values
+FEW = 256  # queries of a sequence up to which the heads that share keys fill a tile together
 
 
 def usable(device: torch.device) -> bool:
@@ -31,12 +35,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
         q,
         k,
         v,
-        [q_spans.cu_seqlens, k_spans.cu_seqlens],
+        [] if _dense(q_spans) and _dense(k_spans) else [q_spans.cu_seqlens, k_spans.cu_seqlens],
         [q_spans.longest, k_spans.longest],
         None if window is None or window >= k_spans.longest else window,
         torch.are_deterministic_algorithms_enabled(),
     )
     return out
+
+
+def _dense(spans: Spans) -> bool:
+    """Whether there are tokens, and all sequences are of one length."""
+    return spans.longest > 0 and set(spans.lengths) == {spans.longest}
 
 
 @torch.library.custom_op("dovetail::fa4_attention", mutates_args=())
@@ -49,10 +58,15 @@ def packed_attention(
     window: int | None,
     deterministic: bool,  # noqa: ARG001 -- of the backward pass
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [Tq, H, Cv] and log-sum-exps [H, Tq] of bottom-right causal attention; `ends` and `longest` of q and of k."""
+    """Outputs [Tq, H, Cv] and log-sum-exps [H, Tq] of bottom-right causal attention; `ends` and `longest` of q and of k.
+
+    No ends: B sequences of `longest` tokens each, whose log-sum-exps are [B, H, n].
+    """
     forward = importlib.import_module(INTERFACE)._flash_attn_fwd
-    out, lse, *_ = forward(q, k, v, **_options(ends, longest, window), return_lse=True)
-    return out, lse
+    q, k, v = (x if ends else x.unflatten(0, (-1, n)) for x, n in zip((q, k, v), _each(longest), strict=True))
+    packed = None if longest[0] <= FEW else False
+    out, lse, *_ = forward(q, k, v, **_options(ends, longest, window), pack_gqa=packed, return_lse=True)
+    return out if ends else out.flatten(0, 1), lse
 
 
 @torch.library.custom_op("dovetail::fa4_attention_backward", mutates_args=())
@@ -66,30 +80,39 @@ def packed_attention_backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from (q, k, v) and what the forward pass returned."""
-    (out, lse), (q, k, v) = results, inputs
+    (out, lse), three = results, inputs
     backward = importlib.import_module(INTERFACE)._flash_attn_bwd
     options = {**_options(ends, longest, window), "deterministic": deterministic}
-    dq, dk, dv, *_ = backward(q, k, v, out, grad, lse, **options)
-    return dq, dk, dv
+    if not ends:
+        three = [x.unflatten(0, (-1, n)) for x, n in zip(inputs, _each(longest), strict=True)]
+        out, grad = (x.unflatten(0, (-1, longest[0])) for x in (out, grad))
+    dq, dk, dv, *_ = backward(*three, out, grad, lse, **options)
+    return (dq, dk, dv) if ends else (dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1))
+
+
+def _each(longest: list[int]) -> tuple[int, int, int]:
+    """The longest sequence of q, of k and of v."""
+    return longest[0], longest[1], longest[1]
 
 
 def _options(ends: list[Tensor], longest: list[int], window: int | None) -> dict[str, Any]:
     """The arguments that both passes share."""
-    return {
-        "cu_seqlens_q": ends[0],
-        "cu_seqlens_k": ends[1],
-        "max_seqlen_q": longest[0],
-        "max_seqlen_k": longest[1],
+    found: dict[str, Any] = {
         "causal": True,
         "window_size_left": None if window is None else window - 1,
         "window_size_right": 0 if window is not None else None,
     }
+    if ends:
+        found |= {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
+        found |= {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
+    return found
 
 
 @packed_attention.register_fake
-def _shapes(q: Tensor, _k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _shapes(q: Tensor, _k: Tensor, v: Tensor, ends: list[Tensor], longest: list[int], *_: Any) -> tuple[Tensor, Tensor]:
     tokens, heads, _dim = q.shape
-    return q.new_empty(tokens, heads, v.shape[-1]), q.new_empty(heads, tokens, dtype=torch.float32)
+    rows = (heads, tokens) if ends else (tokens // longest[0], heads, longest[0])
+    return q.new_empty(tokens, heads, v.shape[-1]), q.new_empty(rows, dtype=torch.float32)
 
 
 @packed_attention_backward.register_fake
