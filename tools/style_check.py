@@ -18,7 +18,7 @@ from tools.monkey_patches import find_patches
 
 ENVIRONMENT = ("os.environ", "os.getenv", "os.putenv")
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 80, 8
-PROCESS_GROUP_FILES = ("launch.py", "mesh.py", "comm.py", "pipeline/executor.py")
+PROCESS_GROUP_FILES = ("launch.py", "mesh.py", "comm.py", "symmetric.py", "pipeline/executor.py")
 SHARDING_MODULES = ("torch.distributed.fsdp", "torch.distributed.tensor")  # wrappers, not process groups
 RANKLESS_FILES = ("nn/decoder.py", "nn/attention.py", "nn/mlp.py")
 RANK_WORDS = ("dist", "group", "rank", "world")

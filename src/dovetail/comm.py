@@ -20,7 +20,7 @@ All that have gradients run in the order in which they were begun, on the group'
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,10 +33,17 @@ _FLAT_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else
 _FLAT_SCATTER = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
+class Work(Protocol):
+    """What is under way."""
+
+    def wait(self) -> object:
+        """Have what comes after go on with its result."""
+
+
 class Pending:
     """The result of a collective that has begun; other work may go on until `take`."""
 
-    def __init__(self, result: Tensor, work: dist.Work | None = None, source: Tensor | None = None) -> None:
+    def __init__(self, result: Tensor, work: Work | None = None, source: Tensor | None = None) -> None:
         self.result, self.work = result, work
         self.source = source  # the device may read it until the end
 
@@ -54,6 +61,8 @@ def begin_gather(x: Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
+    if axis.peers is not None and axis.peers.takes(x.nbytes):
+        return Pending(out, axis.peers.gather(out.chunk(axis.size), x), x)
     return Pending(out, _FLAT_GATHER(out, x, group=axis.group, async_op=True), x)
 
 
@@ -63,6 +72,8 @@ def begin_scatter(x: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return Pending(x)
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    if axis.peers is not None and axis.peers.takes(x.nbytes):
+        return Pending(out, axis.peers.scatter(out, x.chunk(axis.size)), x)
     return Pending(out, _FLAT_SCATTER(out, x, group=axis.group, async_op=True), x)
 
 

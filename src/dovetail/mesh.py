@@ -6,7 +6,7 @@ that hold the same ones, over which FSDP2 shards those. `ends` joins the first a
 table. `world` is every rank. Meshes of different layouts may live in one job.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
@@ -19,19 +19,25 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from dovetail.layout import Layout
+from dovetail.peers import Peers
 
 ORDER = ("pp", "dp", "cp", "tp")
+Reach = Callable[["Axis"], Peers | None]
 ROAD_BLOCKS = 4  # of a GPU that a transfer between pipeline ranks may occupy while it waits for its other end
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One parallel axis as this rank sees it. One of size 1 needs no group, and its collectives are the identity."""
+    """One parallel axis as this rank sees it. One of size 1 needs no group, and its collectives are the identity.
+
+    peers: other ways than the group's for large tensors, where there are any.
+    """
 
     name: str
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
+    peers: Peers | None = None
 
 
 class ContextAxes(NamedTuple):
@@ -66,6 +72,7 @@ class Links:
 class Mesh:
     """The axes of one model.
 
+    `peers` gives the ranks of an axis another way between them, for which each call makes memory of its own.
     `copies[n]` are the groups of n neighboring tp ranks that hold the same KV heads; `context[u]` is cp as u (Ulysses)
     x cp / u (gather); which n and u a model takes follows from its heads.
     """
@@ -77,6 +84,7 @@ class Mesh:
     fsdp: Mapping[str, DeviceMesh] = field(default_factory=dict)  # of the axes fsdp and expert_fsdp
     context: Mapping[int, ContextAxes] = field(default_factory=lambda: {1: ContextAxes()})
     links: Links = Links()
+    peers: Reach = lambda _: None
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
@@ -120,8 +128,11 @@ class Mesh:
         return cls(layout, torch.device(device), axes, {1: Axis("copies")})
 
     @classmethod
-    def build(cls, layout: Layout, device: torch.device | str = "cpu") -> "Mesh":
-        """Split the default process group into axes. Collective: every rank calls it, with the same layout."""
+    def build(cls, layout: Layout, device: torch.device | str = "cpu", peers: Reach = lambda _: None) -> "Mesh":
+        """Split the default process group into axes. Collective: every rank calls it, with the same layout.
+
+        peers: how the ranks of an axis reach each other beside their group; default: not at all.
+        """
         world, me = dist.get_world_size(), dist.get_rank()
         layout = layout.resolve(world)
         device = torch.device(device)
@@ -140,6 +151,7 @@ class Mesh:
         axes["ends"] = _axis("ends", [[line[0], line[-1]] for line in pp_lines if len(line) > 1], me)
         tp_lines = _lines(grid, ("tp",))
         copies = {n: _axis("copies", _neighbors(tp_lines, n), me) for n in _divisors(layout.tp)}
+        axes["tp"] = replace(axes["tp"], peers=peers(axes["tp"]))
         cp_lines = _lines(grid, ("cp",))
         context = {
             u: ContextAxes(
@@ -154,7 +166,7 @@ class Mesh:
             assert group is not None
             fsdp[name] = DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
         links = _links(pp_lines, me, device, ring=layout.virtual_stages > 1)
-        return cls(layout, device, axes, copies, fsdp, context, links)
+        return cls(layout, device, axes, copies, fsdp, context, links, peers)
 
 
 def coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -36,8 +36,8 @@ class StandIn(ModuleType):
         given.pop("pack_gqa")
         if q.ndim == 4:
             self.dense += 1
-            packed, ends = _packed(q, k, v)
-            out, lse, *_ = self._flash_attn_fwd(*packed, return_lse=True, pack_gqa=None, **given, **ends)
+            (a, b, c), ends = _packed(q, k, v)
+            out, lse, *_ = self._flash_attn_fwd(a, b, c, return_lse=True, pack_gqa=None, **given, **ends)
             self.calls["forward"] -= 1
             return (
                 out.view(*q.shape[:3], -1),
@@ -57,9 +57,9 @@ class StandIn(ModuleType):
     ) -> tuple[Tensor, ...]:
         if q.ndim == 4:
             self.dense += 1
-            packed, ends = _packed(q, k, v)
+            (a, b, c), ends = _packed(q, k, v)
             rows = lse.transpose(0, 1).flatten(1)
-            grads = self._flash_attn_bwd(*packed, out.flatten(0, 1), dout.flatten(0, 1), rows, **given, **ends)
+            grads = self._flash_attn_bwd(a, b, c, out.flatten(0, 1), dout.flatten(0, 1), rows, **given, **ends)
             return tuple(x.view(like.shape) for x, like in zip(grads, (q, k, v), strict=True))
         self.calls["backward"] += 1
         self.deterministic = given.pop("deterministic")
@@ -75,13 +75,14 @@ class StandIn(ModuleType):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _packed(*three: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
+def _packed(*three: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
     """A dense batch's q, k and v as a pack, and where its sequences lie."""
     ends: dict[str, Any] = {}
     for x, which in zip(three, "qk", strict=False):
         batch, n = x.shape[:2]
         ends |= {f"cu_seqlens_{which}": torch.arange(batch + 1, dtype=torch.int32) * n, f"max_seqlen_{which}": n}
-    return [x.flatten(0, 1) for x in three], ends
+    q, k, v = (x.flatten(0, 1) for x in three)
+    return (q, k, v), ends
 
 
 def _scores(q: Tensor, k: Tensor, **given: Any) -> Iterator[tuple[slice, slice, Tensor]]:

@@ -23,15 +23,17 @@ from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import kernels_for
 from dovetail.launch import ensure_process_group, num_ranks, pick_device
 from dovetail.layout import Layout
-from dovetail.mesh import Mesh
+from dovetail.mesh import Axis, Mesh
 from dovetail.nn.decoder import Decoder, Head, Trunk
 from dovetail.nn.model import Cut, StagedModel
 from dovetail.nn.recompute import HostMemory, Recompute
 from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.assembly import shards_of
 from dovetail.optim.optimizer import OptimSettings
+from dovetail.peers import Peers
 from dovetail.pipeline.partition import check_pipeline, partition
 from dovetail.placement import as_index
+from dovetail.symmetric import peers_of
 from dovetail.weights.experts import form_of
 from dovetail.weights.load import load
 from dovetail.weights.pretrained import (
@@ -127,7 +129,12 @@ def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
 
 def make_mesh(layout: Layout | None, device: torch.device) -> Mesh:
     """The mesh of a layout over the ranks of the job. Collective."""
-    return Mesh.build((layout or Layout(dp=None)).resolve(num_ranks()), device)
+    add = kernels_for(device).sum_in_order
+
+    def peers(axis: Axis) -> Peers | None:
+        return None if axis.group is None else peers_of(axis.group, axis.rank, axis.size, device, add)
+
+    return Mesh.build((layout or Layout(dp=None)).resolve(num_ranks()), device, peers)
 
 
 def make_engine(

@@ -11,6 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from dovetail.comm import stack_over
+from dovetail.engine.copying import copies_of
 from dovetail.gradients import Adder
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import memory_of
@@ -79,6 +80,7 @@ def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
         cast_forward_inputs=False,
     )
     options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": not keep}
+    copies = {name: copies_of(mesh, name) for name in mesh.fsdp}
     for module in (*model.groups(), model):
         axes = {placement.sharded_over for placement in placements_of(module).values()}
         axis = "expert_fsdp" if axes == {"expert_fsdp"} else "fsdp"
@@ -87,6 +89,9 @@ def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if (between := copies[axis]) is not None:
+                module.set_custom_all_gather(between.gather)
+                module.set_custom_reduce_scatter(between.scatter)
 
 
 def begin_gathers(model: StagedModel, mesh: Mesh) -> None:

@@ -44,11 +44,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return y
 
 
-def sum_in_order(parts: Tensor) -> Tensor:
+def sum_in_order(parts: Tensor, out: Tensor | None = None) -> Tensor:
     """As `reference.sum_in_order`, in one pass that reads each part once; equal bits."""
     if not taken(parts, parts):
-        return reference.sum_in_order(parts)
-    parts, total = parts.contiguous(), parts.new_empty(parts.shape[1:])
+        return reference.sum_in_order(parts, out)
+    parts, total = parts.contiguous(), parts.new_empty(parts.shape[1:]) if out is None else out
     _sum[(triton.cdiv(total.numel(), PIECE),)](parts, total, total.numel(), len(parts), PIECE, num_warps=4)
     return total
 

@@ -192,12 +192,15 @@ def _decode_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int |
     return out.flatten(1, 2)
 
 
-def sum_in_order(parts: Tensor) -> Tensor:
-    """[n, ...] -> [...]: the first part and the others added to it one after another, in `wide`; rounded once."""
+def sum_in_order(parts: Tensor, out: Tensor | None = None) -> Tensor:
+    """[n, ...] -> [...]: the first part and the others added to it one after another, in `wide`; rounded once.
+
+    out: dense memory for the result.
+    """
     total = parts[0].to(wide(parts.dtype), copy=True)
     for part in parts[1:]:
         total += part
-    return total.to(parts.dtype)
+    return total.to(parts.dtype) if out is None else out.copy_(total)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
