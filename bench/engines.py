@@ -96,6 +96,8 @@ def layout_of(text: str) -> dt.Layout:
         key, _, value = item.partition("=")
         if key in ("virtual_stages", "schedule", "cp_mode"):
             others[key] = int(value) if value.isdigit() else value
+        elif key == "copy_engines":
+            others[key] = {"True": True, "False": False}[value]
         else:
             degrees.append(item)
     return replace(dt.Layout.parse(",".join(degrees)), **others)
@@ -103,7 +105,7 @@ def layout_of(text: str) -> dt.Layout:
 
 def name_of(layout: dt.Layout) -> str:
     """As `layout_of` reads it."""
-    extras = {"virtual_stages": 1, "schedule": "1f1b", "cp_mode": "auto"}
+    extras = {"virtual_stages": 1, "schedule": "1f1b", "cp_mode": "auto", "copy_engines": True}
     return ",".join([str(layout), *(f"{k}={getattr(layout, k)}" for k, v in extras.items() if getattr(layout, k) != v)])
 
 

@@ -2,7 +2,7 @@
 
 `summarize` is a pure function of events; `recorded` gets them from a run, `events_of` from a Chrome trace of
 torch.profiler. Every instant of the step counts once: as compute where any kernel computes, as exposed communication
-where only NCCL runs, as copies where only they do, as idle where nothing runs. So the losses and the ideal add up to
+where only NCCL or copies between GPUs run, as copies where only they do, as idle where nothing runs. So the losses and the ideal add up to
 the step, but for what kinds of compute hide of each other on several streams.
 """
 
@@ -23,7 +23,7 @@ COMMUNICATION, COPY, OTHER = "communication", "copies", "other"
 # The first that is found in a kernel's name. Names: cuBLAS (nvjet, xmma, cutlass), cuDNN and FlashAttention, Triton's
 # and inductor's, torch's own.
 KINDS: tuple[tuple[str, str], ...] = (
-    (COMMUNICATION, r"nccl"),
+    (COMMUNICATION, r"nccl|^Memcpy PtoP"),
     (COPY, r"^Mem(cpy|set)"),
     ("attention", r"flash|sdpa|fmha|attention|attncute"),
     ("head rows", r"_row_stats|_row_grad|vocab"),

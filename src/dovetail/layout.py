@@ -12,7 +12,10 @@ DEGREES = ("tp", "pp", "cp", "dp", "ep")
 
 @dataclass(frozen=True)
 class Layout:
-    """The degrees of one model's parallelism. `dp=None` means: whatever the number of ranks leaves over."""
+    """The degrees of one model's parallelism. `dp=None` means: whatever the number of ranks leaves over.
+
+    copy_engines: whether GPUs of one host may gather and sum by copies between them (`peers`).
+    """
 
     tp: int = 1
     pp: int = 1
@@ -23,6 +26,7 @@ class Layout:
     cp_mode: str = "auto"
     pp_split: str | tuple[int, ...] = "auto"
     schedule: str = "1f1b"
+    copy_engines: bool = True
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, "virtual_stages"):

@@ -37,6 +37,7 @@ def as_nccl(ranks: int) -> None:
     mesh = make_mesh(Layout(dp=ranks), device)
     copies, axis = copies_of(mesh, "fsdp"), mesh["fsdp"]
     assert copies is not None
+    assert copies_of(make_mesh(Layout(dp=ranks, copy_engines=False), device), "fsdp") is None
     for numbers in (PIECE // 4 * 3 // ranks + 64, PIECE // 2, 100):
         shard = torch.randn(numbers, device=device).to(torch.bfloat16)
         whole, expected = (

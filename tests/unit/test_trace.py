@@ -14,6 +14,7 @@ NAMES = {
     "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits>": "attention",
     "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL": "communication",
     "Memcpy DtoH (Device -> Pageable)": "copies",
+    "Memcpy PtoP (Device -> Device)": "communication",
     "Memset (Device)": "copies",
     "_row_grad": "head rows",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>": "optimizer",

@@ -129,12 +129,15 @@ def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
 
 def make_mesh(layout: Layout | None, device: torch.device) -> Mesh:
     """The mesh of a layout over the ranks of the job. Collective."""
+    layout = (layout or Layout(dp=None)).resolve(num_ranks())
     add = kernels_for(device).sum_in_order
 
     def peers(axis: Axis) -> Peers | None:
-        return None if axis.group is None else peers_of(axis.group, axis.rank, axis.size, device, add)
+        if axis.group is None or not layout.copy_engines:
+            return None
+        return peers_of(axis.group, axis.rank, axis.size, device, add)
 
-    return Mesh.build((layout or Layout(dp=None)).resolve(num_ranks()), device, peers)
+    return Mesh.build(layout, device, peers)
 
 
 def make_engine(
