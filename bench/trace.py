@@ -2,8 +2,8 @@
 
 `summarize` is a pure function of events; `recorded` gets them from a run, `events_of` from a Chrome trace of
 torch.profiler. Every instant of the step counts once: as compute where any kernel computes, as exposed communication
-where only NCCL or copies between GPUs run, as copies where only they do, as idle where nothing runs. So the losses and the ideal add up to
-the step, but for what kinds of compute hide of each other on several streams.
+where only NCCL or copies between GPUs run, as copies where only other ones do, as idle where nothing runs. So the losses and
+the ideal add up to the step, but for what kinds of compute hide of each other on several streams.
 """
 
 import itertools
@@ -80,7 +80,8 @@ class TraceSummary:
     """Where one step's time went, in seconds.
 
     step: from the first kernel's start to the last one's end. by_kind: sums of kernels' times, which may overlap.
-    exposed: NCCL alone on the GPU. copying: copies alone, or beside NCCL. idle: nothing at all, in `gaps` pieces.
+    exposed: NCCL and copies between GPUs, alone on the GPU. copying: other copies alone, or beside these. idle: nothing at
+    all, in `gaps` pieces.
     ideal: of each kind that has one. losses: the largest, largest first. kernels: those that took longest.
     waits: how often the host waited for the device.
     """

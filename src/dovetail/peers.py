@@ -1,32 +1,33 @@
 """Gathers and sums between GPUs of one host by their copy engines, which leave the multiprocessors to products.
 
 NCCL's collectives run on multiprocessors, and a product beside one loses those. Here every rank of an axis has a ring of slots in
-memory that all of them reach (torch's symmetric memory). Collectives are numbered, and number k takes slot k % SLOTS of every
+memory that all of them reach (torch's symmetric memory). Collectives are numbered, and number k takes slot k % SLOTS of each
 ring:
 
-    gather    each rank copies its shard to its own slot and tells the others k; told by all, it copies their slots
-    scatter   each rank copies to every slot what that one's rank sums, and tells them k; told by all, it adds up its own slot
+    gather    each rank lays its shard into its own slot and tells the others k; told by all, it copies their slots
+    scatter   each rank copies to the slots of the others what they sum, and tells them k; told by all, it adds up its own slot
 
-What is told is a number in the other's memory, which the front end of a GPU writes and waits for between two copies.
-Multiprocessors are needed for the sum alone, in the computation's own stream, when it takes the result.
+What is told is a number in the other's memory, which the front end of a GPU writes and waits for between two copies. Copies
+within a GPU and sums need multiprocessors, and would wait for a long product beside them: they belong to the computation's
+own stream, before the copies of a gather and after those of a scatter.
 
-No slot is overwritten too early. What a rank does beside its computation is done in order, so it writes for k after all have told
-it k - 1. Whoever tells k - 1 has copied all that it copies for k - 2 and before; and has taken its own k - SLOTS, since it begins
-a collective when it has taken the one SLOTS - 1 before.
+No slot is overwritten too early. What a rank does beside its computation is done in order, and it begins a collective when it has
+taken the one SLOTS - 1 before. So when it lays a shard down for k, it was told k - SLOTS + 1 by all, who had copied k - SLOTS by
+then. And when it copies to a slot for k, it was told k - 1 by all: by its owner, who had taken k - SLOTS by then, and by the
+others, who had copied it.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 Add = Callable[[Tensor, Tensor], object]  # [size, ...] and [...], which becomes the sum of the first, in order
 SLOTS = 4
-LEAST, MOST = (
-    1 << 20,
-    1 << 28,
-)  # bytes of a slot: below it NCCL is as fast; SLOTS of them are what it costs on each rank
+LEAST = 1 << 19  # bytes; a smaller tensor is as fast otherwise
+MOST = 1 << 28  # bytes of a slot; a ring for larger tensors would take too much memory
 
 
 class Memory(Protocol):
@@ -106,13 +107,14 @@ class Peers:
     def gather(self, places: Sequence[Tensor], x: Tensor) -> Copying:
         """Begin to fill the places, one a rank and each like x, with the x of all ranks. All are dense."""
         memory, number = self._begin()
-        memory.copy(_like(memory.slot(self.rank, number), x), x)
+        _like(memory.slot(self.rank, number), x).copy_(x)
+        if places[self.rank].data_ptr() != x.data_ptr():
+            places[self.rank].copy_(x)
+        memory.follow()
         memory.tell(number)
         memory.wait(number)
         for peer in self.others:
             memory.copy(places[peer], _like(memory.slot(peer, number), x))
-        if places[self.rank].data_ptr() != x.data_ptr():
-            memory.copy(places[self.rank], x)
         return self._keep(Copying(number, memory.mark(), (x, *places)))
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor]) -> Copying:
@@ -120,24 +122,29 @@ class Peers:
         like out, and dense. They are added in rank order, wide, and rounded once.
         """
         memory, number = self._begin()
-        for peer in (*self.others, self.rank):
+        memory.follow()
+        for peer in self.others:
             memory.copy(self._parts(memory.slot(peer, number), out)[self.rank], parts[peer])
         memory.tell(number)
         memory.wait(number)
 
         def add() -> None:
-            self._add(self._parts(memory.slot(self.rank, number), out), out)
+            came, mine = self._parts(memory.slot(self.rank, number), out), parts[self.rank]
+            if self.size == 2:
+                torch.add(mine, came[1 - self.rank], out=out)
+            else:
+                came[self.rank].copy_(mine)
+                self._add(came, out)
             memory.follow()  # before anything else is told
 
         return self._keep(Copying(number, memory.mark(), (out, *parts), add))
 
     def _begin(self) -> tuple[Memory, int]:
-        """The next number, when those whose slots the one after it needs are taken."""
+        """The next number, when those are taken whose slots it needs."""
         assert self._memory is not None
         self.begun += 1
         while self._open and self._open[0].number <= self.begun - SLOTS + 1:
             self._open.popleft().wait()
-        self._memory.follow()
         return self._memory, self.begun
 
     def _keep(self, copying: Copying) -> Copying:
