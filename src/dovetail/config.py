@@ -87,7 +87,7 @@ class LayoutSection(Section):
     )
     schedule: Literal["1f1b", "interleaved", "gpipe", "zero_bubble"] = Field("1f1b", description="pipeline schedule")
     copy_engines: bool = Field(
-        True, description="GPUs of one host gather and sum by copies between them; false: by NCCL"
+        True, description="GPUs of one host gather and sum by copies between them, at ep=1; false: by NCCL"
     )
 
     def to_layout(self) -> Layout:

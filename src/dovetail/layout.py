@@ -14,7 +14,7 @@ DEGREES = ("tp", "pp", "cp", "dp", "ep")
 class Layout:
     """The degrees of one model's parallelism. `dp=None` means: whatever the number of ranks leaves over.
 
-    copy_engines: whether GPUs of one host may gather and sum by copies between them (`peers`).
+    copy_engines: whether GPUs of one host may gather and sum by copies between them (`peers`), at ep=1.
     """
 
     tp: int = 1

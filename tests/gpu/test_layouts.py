@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 LENGTHS = (700, 5, 300, 1, 64, 129, 17, 511, 2, 256, 333, 90)
 BUDGET = 768  # several micro-batches on every layout
-TIMEOUT = 90.0  # of one layout; a deadlock costs that
+TIMEOUT = 240.0  # of one layout; a deadlock costs that. Kernels of experts are compiled for more than a minute
 SMALL_STEP = replace(STEP, lr=2e-5)  # so small that hardly a token goes to another expert for rounding's sake
 DENSE = (
     *("tp=2,pp=2,cp=2", "tp=2,pp=2,dp=2", "tp=4,pp=2", "cp=8,cp_mode=gather", "cp=8"),
