@@ -2,9 +2,9 @@
 
 `@distributed(world=N)` turns a test function into one whose body runs on N ranks; `run(world, fn, *args)` calls any
 module-level function on N ranks and returns every rank's result. Both use the same workers: rank r is always worker r,
-so a session never has more processes than its widest test. Every call gets a fresh default process group (rendezvous
-through a file), a fixed seed and one thread. The first rank that reports an error gives the test its traceback, and the
-workers of a failed or late call are killed, because nobody knows what they still wait for.
+so a session never has more workers than its widest test; `tests.template` forks them. Every call gets a fresh default
+process group (rendezvous through a file), a fixed seed and one thread. The first rank that reports an error gives the
+test its traceback, and the workers of a failed or late call are killed, because nobody knows what they still wait for.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ import gc
 import importlib
 import inspect
 import io
-import multiprocessing
 import os
 import pickle
 import signal
@@ -26,7 +25,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,10 +34,11 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from dovetail.launch import BACKENDS, pick_device
+from tests.template import TEMPLATES, Template
 
 T = TypeVar("T")
 TIMEOUT = 300.0  # seconds for one body, on every rank: far more than any takes on a busy machine
-START_TIMEOUT = 180.0  # seconds for a worker to import torch on a busy machine
+START_TIMEOUT = 180.0  # seconds for a template to import on a busy machine, and a worker to come of it
 STACK_TIMEOUT = 10.0  # seconds for a worker to write its stacks
 
 
@@ -75,15 +74,19 @@ def distributed(world: int, *, timeout: float = TIMEOUT) -> Callable[[Callable[.
 
 @dataclass
 class _Worker:
-    process: BaseProcess
+    template: Template
+    pid: int
     pipe: Connection
     stacks: Path  # where the worker writes the stacks of its threads on SIGUSR1
 
+    def end(self) -> int:
+        """Kill it if it runs; its exit code, negative for a signal."""
+        self.pipe.close()
+        return self.template.end(self.pid)
+
     def stack(self) -> str:
         """Where a rank that does not answer is right now."""
-        if self.process.pid is None or not self.process.is_alive():
-            return "  (gone)"
-        os.kill(self.process.pid, signal.SIGUSR1)
+        os.kill(self.pid, signal.SIGUSR1)
         deadline, told = time.monotonic() + STACK_TIMEOUT, ""
         while time.monotonic() < deadline and (not told or told != self.stacks.read_text(errors="replace")):
             told = self.stacks.read_text(errors="replace")
@@ -95,6 +98,7 @@ class _Pool:
     """The worker processes of this session; rank r runs on worker r."""
 
     def __init__(self) -> None:
+        self.templates: list[Template] = []
         self.workers: dict[int, _Worker] = {}
         self.folder: tempfile.TemporaryDirectory[str] | None = None
         self.calls = 0
@@ -119,19 +123,20 @@ class _Pool:
         """Kill the workers of ranks 0 .. world - 1."""
         gone = [self.workers.pop(rank) for rank in range(world) if rank in self.workers]
         for worker in gone:
-            worker.process.kill()
-        for worker in gone:
-            worker.process.join()
-            worker.pipe.close()
+            worker.end()
 
     def close(self) -> None:
-        """End all workers, politely first."""
+        """End all workers, politely first, and their templates."""
         for worker in self.workers.values():
             with contextlib.suppress(OSError):
                 worker.pipe.send_bytes(b"")
         for worker in self.workers.values():
-            worker.process.join(5)
+            with contextlib.suppress(OSError, EOFError):
+                worker.pipe.poll(5)  # its end of the pipe closes
         self.discard(max(self.workers, default=-1) + 1)
+        for template in self.templates:
+            template.close()
+        self.templates = []
         if self.folder is not None:
             self.folder.cleanup()
             self.folder = None
@@ -140,25 +145,20 @@ class _Pool:
         """Have workers 0 .. world - 1 ready; those that are missing start together."""
         self.folder = self.folder or tempfile.TemporaryDirectory(prefix="ranks-")
         folder = Path(self.folder.name)
-        context = multiprocessing.get_context("spawn")
         fresh = [rank for rank in range(world) if rank not in self.workers]
-        for rank in fresh:
-            mine, theirs = context.Pipe()
-            stacks = folder / f"stacks-{rank}"
-            process = context.Process(target=_serve, args=(theirs, str(stacks)), name=f"rank {rank}", daemon=True)
-            process.start()
-            theirs.close()
-            self.workers[rank] = _Worker(process, mine, stacks)
+        while fresh and len(self.templates) < min(world, TEMPLATES):
+            self.templates.append(Template(_serve))
+        pipes = {rank: self.templates[rank % TEMPLATES].fork(folder / f"stacks-{rank}") for rank in fresh}
         deadline = time.monotonic() + START_TIMEOUT
-        for rank in fresh:
-            pipe = self.workers[rank].pipe
-            try:
+        try:
+            for rank, pipe in pipes.items():
                 if not pipe.poll(deadline - time.monotonic()):
                     raise RankFailed(f"worker {rank} did not start within {START_TIMEOUT:.0f} s")
-                pipe.recv_bytes()
-            except (EOFError, RankFailed):
-                self.discard(world)
-                raise
+                pid = int(pipe.recv_bytes())
+                self.workers[rank] = _Worker(self.templates[rank % TEMPLATES], pid, pipe, folder / f"stacks-{rank}")
+        except (EOFError, RankFailed):
+            self.close()
+            raise
         return folder
 
     def _collect(self, world: int, timeout: float) -> list[Any]:
@@ -177,9 +177,8 @@ class _Pool:
                 try:
                     kind, value = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    process = self.workers[rank].process
-                    process.join(5)
-                    raise RankFailed(f"rank {rank} of {world} died with exit code {process.exitcode}") from None
+                    code = self.workers.pop(rank).end()
+                    raise RankFailed(f"rank {rank} of {world} died with exit code {code}") from None
                 if kind == "skipped":
                     pytest.skip(value)
                 if kind == "failed":
@@ -196,22 +195,20 @@ def close_workers() -> None:
     _POOL.close()
 
 
-def worker_ids() -> dict[int, int | None]:
+def worker_ids() -> dict[int, int]:
     """Process id by rank of the workers that are alive."""
-    return {rank: worker.process.pid for rank, worker in _POOL.workers.items()}
+    return {rank: worker.pid for rank, worker in _POOL.workers.items()}
 
 
 def _serve(pipe: Connection, stacks: str) -> None:
     """A worker's life: one job after another until the pipe closes, or an empty message comes."""
-    torch.set_num_threads(1)
     with open(stacks, "w") as file, contextlib.suppress(EOFError):
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        pipe.send_bytes(b"ready")
+        pipe.send_bytes(b"%d" % os.getpid())
         while message := pipe.recv_bytes():
             pipe.send_bytes(_answer(*pickle.loads(message)))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # gloo's threads may abort a process that exits in the normal way
 
 
 def _answer(

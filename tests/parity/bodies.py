@@ -1,6 +1,6 @@
 """What one rank does in a parity test: outputs and gradients of an engine against a reference, and against mutants."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,12 @@ class Figures:
     mutants: dict[str, float]  # the same measure with a planted defect
 
 
-def compare(folders: dict[str, Path], layout: Layout) -> dict[str, Figures]:
-    """Every model of `folders` on one layout, against what `write_reference` wrote."""
-    return {name: _compare_one(folder, layout) for name, folder in folders.items()}
+def compare(folders: dict[str, Path], layout: Layout, unharmed: Container[str] = ()) -> dict[str, Figures]:
+    """Every model of `folders` on one layout, against what `write_reference` wrote. No defect is planted in `unharmed`."""
+    return {name: _compare_one(folder, layout, harm=name not in unharmed) for name, folder in folders.items()}
 
 
-def _compare_one(folder: Path, layout: Layout) -> Figures:
+def _compare_one(folder: Path, layout: Layout, *, harm: bool) -> Figures:
     outputs, grads = read_reference(folder)
     values = "values" in outputs
     options = EngineOptions(optim=PROBE, tokens_per_batch=BUDGET)
@@ -59,6 +59,8 @@ def _compare_one(folder: Path, layout: Layout) -> Figures:
         figures.grad = max(figures.grad, worst_error(found, grads)[0])
         figures.ratio = max(figures.ratio, worst_ratio(found, grads)[0])
         figures.stray = max(figures.stray, stray)
+    if not harm:
+        return figures
     right = engine.optimizer.shards
     for what, wrong in _defects(engine):
         engine.optimizer.shards = wrong
