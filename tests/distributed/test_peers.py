@@ -122,9 +122,12 @@ def test_what_is_left_to_the_group() -> None:
 
 MODELS = (
     (Layout(tp=2, dp=2), Case("llama", "ragged", "grpo", 1, in_turns=True)),
-    (Layout(tp=2, pp=2, schedule="zero_bubble"), Case("qwen2_tied", "ragged", "sft", 2, in_turns=True)),
-    (Layout(dp=4, ep=2), Case("qwen2_moe", "ragged", "ppo", 2, recompute="full")),
-    (Layout(tp=2, dp=2, ep=2), Case("deepseek_v3", "few", "sft", 1, in_turns=True)),
+    (
+        Layout(tp=2, pp=2, schedule="zero_bubble", copy_engines=True),
+        Case("qwen2_tied", "ragged", "sft", 2, in_turns=True),
+    ),
+    (Layout(dp=4, ep=2, copy_engines=True), Case("qwen2_moe", "ragged", "ppo", 2, recompute="full")),
+    (Layout(tp=2, dp=2, ep=2, copy_engines=True), Case("deepseek_v3", "few", "sft", 1, in_turns=True)),
 )
 
 

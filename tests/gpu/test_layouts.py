@@ -36,7 +36,16 @@ SMALL_STEP = replace(STEP, lr=2e-5)  # so small that hardly a token goes to anot
 DENSE = (
     *("tp=2,pp=2,cp=2", "tp=2,pp=2,dp=2", "tp=4,pp=2", "cp=8,cp_mode=gather", "cp=8"),
     *("pp=4,dp=2,virtual_stages=2,schedule=interleaved", "pp=4,dp=2,schedule=zero_bubble"),
-    *("tp=4", "tp=2,dp=2", "pp=4", "cp=4", "pp=2,dp=2,schedule=zero_bubble", "pp=2,cp=2"),
+    *(
+        "tp=4",
+        "tp=2,dp=2",
+        "tp=2,pp=2,copy_engines=True",
+        "tp=2,pp=2,schedule=zero_bubble,copy_engines=True",
+        "pp=4",
+        "cp=4",
+        "pp=2,dp=2,schedule=zero_bubble",
+        "pp=2,cp=2",
+    ),
     *("tp=2", "dp=2", "cp=2", "cp=2,cp_mode=gather", "pp=2"),
     *("pp=2,schedule=zero_bubble", "pp=2,virtual_stages=2,schedule=interleaved"),
 )
@@ -48,6 +57,7 @@ EXPERTS = (
     "ep=2,tp=2,dp=2",
     "ep=2,dp=2",
     "ep=2,cp=2",
+    "ep=2,dp=2,copy_engines=True",
 )
 
 

@@ -133,7 +133,7 @@ def make_mesh(layout: Layout | None, device: torch.device) -> Mesh:
     add = kernels_for(device).sum_in_order
 
     def peers(axis: Axis) -> Peers | None:
-        if axis.group is None or not layout.copy_engines or layout.ep > 1:  # with ep it was tried on CPUs alone
+        if axis.group is None or not layout.by_copies:
             return None
         return peers_of(axis.group, axis.rank, axis.size, device, add)
 
