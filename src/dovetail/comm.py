@@ -61,7 +61,7 @@ def begin_gather(x: Tensor, axis: Axis) -> Pending:
         return Pending(x)
     x = x.contiguous()
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    if axis.peers is not None and axis.peers.takes(x.nbytes):
+    if axis.peers is not None and axis.peers.takes(x):
         return Pending(out, axis.peers.gather(out.chunk(axis.size), x), x)
     return Pending(out, _FLAT_GATHER(out, x, group=axis.group, async_op=True), x)
 
@@ -72,7 +72,7 @@ def begin_scatter(x: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return Pending(x)
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    if axis.peers is not None and axis.peers.takes(x.nbytes):
+    if axis.peers is not None and axis.peers.takes(x):
         return Pending(out, axis.peers.scatter(out, x.chunk(axis.size)), x)
     return Pending(out, _FLAT_SCATTER(out, x, group=axis.group, async_op=True), x)
 

@@ -70,9 +70,6 @@ class ModelSection(Section):
     moe: MoeSection = Field(MoeSection(), description="balance of experts")
 
 
-OPEN = ("dp", "copy_engines")  # of a layout, where they are auto
-
-
 class LayoutSection(Section):
     """How a model is cut over ranks: ranks = tp x pp x cp x dp."""
 
@@ -89,14 +86,11 @@ class LayoutSection(Section):
         "auto", description="layers of each stage; auto: balanced by cost"
     )
     schedule: Literal["1f1b", "interleaved", "gpipe", "zero_bubble"] = Field("1f1b", description="pipeline schedule")
-    copy_engines: bool | Literal["auto"] = Field(
-        "auto", description="GPUs of one host gather and sum by copies between them, or by NCCL; auto: at pp=1 and ep=1"
-    )
+    copy_engines: bool = Field(False, description="GPUs of one host gather and sum by copies between them, not by NCCL")
 
     def to_layout(self) -> Layout:
-        """The same as a `Layout`; what is open there stays so: `dp` until the ranks are known."""
-        given: dict[str, Any] = {name: None if value == "auto" and name in OPEN else value for name, value in self}
-        return Layout(**given)
+        """The same as a `Layout`; `dp: auto` stays open until the ranks are known."""
+        return Layout(**{**dict(self), "dp": None if self.dp == "auto" else self.dp})
 
 
 class CriticSection(Section):

@@ -14,7 +14,7 @@ DEGREES = ("tp", "pp", "cp", "dp", "ep")
 class Layout:
     """The degrees of one model's parallelism. `dp=None` means: whatever the number of ranks leaves over.
 
-    copy_engines: whether GPUs of one host may gather and sum by copies between them (`peers`); None: at pp=1 and ep=1.
+    copy_engines: whether GPUs of one host gather and sum by copies between them (`peers`), where they can.
     """
 
     tp: int = 1
@@ -26,7 +26,7 @@ class Layout:
     cp_mode: str = "auto"
     pp_split: str | tuple[int, ...] = "auto"
     schedule: str = "1f1b"
-    copy_engines: bool | None = None
+    copy_engines: bool = False
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, "virtual_stages"):
@@ -53,11 +53,6 @@ class Layout:
     def model_ranks(self) -> int:
         """Ranks that hold one replica: tp x pp x cp."""
         return self.tp * self.pp * self.cp
-
-    @property
-    def by_copies(self) -> bool:
-        """Whether collectives may go by copies. Of pipelines and of ep it was tried on CPUs alone, so they have to ask for it."""
-        return self.pp == self.ep == 1 if self.copy_engines is None else self.copy_engines
 
     @property
     def num_ranks(self) -> int:

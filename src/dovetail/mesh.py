@@ -22,7 +22,8 @@ from dovetail.layout import Layout
 from dovetail.peers import Peers
 
 ORDER = ("pp", "dp", "cp", "tp")
-Reach = Callable[["Axis"], Peers | None]
+USES = ("gathers", "sums")  # of the axes fsdp and expert_fsdp
+Reach = Callable[["Axis", Mapping[str, "Axis"]], Mapping[str, Peers]]
 ROAD_BLOCKS = 4  # of a GPU that a transfer between pipeline ranks may occupy while it waits for its other end
 
 
@@ -72,7 +73,7 @@ class Links:
 class Mesh:
     """The axes of one model.
 
-    `peers` gives the ranks of an axis another way between them, for which each call makes memory of its own.
+    `rings` are other ways between the ranks of some axes, where there are any: one for tp, one for each of `USES` of FSDP2's.
     `copies[n]` are the groups of n neighboring tp ranks that hold the same KV heads; `context[u]` is cp as u (Ulysses)
     x cp / u (gather); which n and u a model takes follows from its heads.
     """
@@ -84,7 +85,7 @@ class Mesh:
     fsdp: Mapping[str, DeviceMesh] = field(default_factory=dict)  # of the axes fsdp and expert_fsdp
     context: Mapping[int, ContextAxes] = field(default_factory=lambda: {1: ContextAxes()})
     links: Links = Links()
-    peers: Reach = lambda _: None
+    rings: Mapping[str, Peers] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
@@ -128,10 +129,11 @@ class Mesh:
         return cls(layout, torch.device(device), axes, {1: Axis("copies")})
 
     @classmethod
-    def build(cls, layout: Layout, device: torch.device | str = "cpu", peers: Reach = lambda _: None) -> "Mesh":
+    def build(cls, layout: Layout, device: torch.device | str = "cpu", reach: Reach = lambda *_: {}) -> "Mesh":
         """Split the default process group into axes. Collective: every rank calls it, with the same layout.
 
-        peers: how the ranks of an axis reach each other beside their group; default: not at all.
+        reach: what makes another way between the ranks of the axes given to it, by name, where there is one. It gets the
+            world first, over which it is collective.
         """
         world, me = dist.get_world_size(), dist.get_rank()
         layout = layout.resolve(world)
@@ -151,7 +153,6 @@ class Mesh:
         axes["ends"] = _axis("ends", [[line[0], line[-1]] for line in pp_lines if len(line) > 1], me)
         tp_lines = _lines(grid, ("tp",))
         copies = {n: _axis("copies", _neighbors(tp_lines, n), me) for n in _divisors(layout.tp)}
-        axes["tp"] = replace(axes["tp"], peers=peers(axes["tp"]))
         cp_lines = _lines(grid, ("cp",))
         context = {
             u: ContextAxes(
@@ -166,7 +167,12 @@ class Mesh:
             assert group is not None
             fsdp[name] = DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
         links = _links(pp_lines, me, device, ring=layout.virtual_stages > 1)
-        return cls(layout, device, axes, copies, fsdp, context, links, peers)
+        used = {"tp": axes["tp"], **{f"{name} {use}": axes[name] for name in fsdp for use in USES}}
+        if layout.ep == 1:
+            used = {name: axis for name, axis in used.items() if not name.startswith("expert")}
+        rings = reach(axes["world"], used)
+        axes["tp"] = replace(axes["tp"], peers=rings.get("tp"))
+        return cls(layout, device, axes, copies, fsdp, context, links, rings)
 
 
 def coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:

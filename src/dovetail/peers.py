@@ -13,8 +13,11 @@ own stream, before the copies of a gather and after those of a scatter.
 
 No slot is overwritten too early. What a rank does beside its computation is done in order, and it begins a collective when it has
 taken the one SLOTS - 1 before. So when it lays a shard down for k, it was told k - SLOTS + 1 by all, who had copied k - SLOTS by
-then. And when it copies to a slot for k, it was told k - 1 by all: by its owner, who had taken k - SLOTS by then, and by the
-others, who had copied it.
+then, and its own sum of k - SLOTS is before it in the computation. And when it copies to a slot for k, it was told k - 1 by
+all: by its owner, who had taken k - SLOTS by then, and by the others, who had copied it.
+
+The computation may be in another stream for each collective, but takes it in the stream in which it began it. A record of a
+stream's work that is replayed, such as a CUDA graph, cannot have collectives in it: their numbers would be old.
 """
 
 from collections import deque
@@ -27,12 +30,12 @@ from torch import Tensor
 Add = Callable[[Tensor, Tensor], object]  # [size, ...] and [...], which becomes the sum of the first, in order
 SLOTS = 4
 LEAST = 1 << 19  # bytes; a smaller tensor is as fast otherwise
-MOST = 1 << 28  # bytes of a slot; a ring for larger tensors would take too much memory
 
 
 class Memory(Protocol):
     """The slots of all ranks, as this one reaches them, and the numbers that it is told."""
 
+    device: torch.device
     slot_bytes: int
 
     def slot(self, rank: int, number: int) -> Tensor:
@@ -53,60 +56,46 @@ class Memory(Protocol):
     def mark(self) -> Callable[[], None]:
         """What makes the computation, in whatever stream it is then, wait for all that was asked for beside it so far."""
 
-
-def _nothing() -> None:
-    pass
+    def here(self) -> Callable[[], None]:
+        """What makes the computation, in whatever stream it is then, wait for what it was asked for so far in this one."""
 
 
 class Copying:
     """A collective under way. It keeps what copies read and write until it is taken."""
 
     def __init__(
-        self, number: int, copied: Callable[[], None], used: tuple[Tensor, ...], end: Callable[[], None] = _nothing
+        self, number: int, memory: Memory, used: tuple[Tensor, ...], end: Callable[[], None] | None = None
     ) -> None:
-        self.number, self.copied, self.used, self.end = number, copied, used, end
+        """end: what the computation has to do when the copies are made."""
+        self.number, self.memory, self.used, self.end = number, memory, used, end
+        self.ready = memory.mark()
 
     def wait(self) -> None:
         """The computation goes on with the result."""
-        self.copied()
-        self.end()
-        self.used, self.end = (), _nothing
+        self.ready()
+        if self.end is not None:
+            self.end()
+            self.ready, self.end = self.memory.here(), None
+        self.used = ()
 
 
 class Peers:
     """The collectives of one axis, which all its ranks begin in the same order and of the same sizes."""
 
-    def __init__(
-        self, rank: int, size: int, make: Callable[[int], Memory | None], add: Add, least: int = LEAST
-    ) -> None:
-        """make: slots of so many bytes, collectively; None, on every rank, where they cannot be had. least: bytes of a tensor
-        that they are for.
-        """
-        self.rank, self.size, self.least, self._make, self._add = rank, size, least, make, add
+    def __init__(self, rank: int, size: int, memory: Memory, add: Add, least: int = LEAST) -> None:
+        """least: bytes of a tensor that they are for."""
+        self.rank, self.size, self.memory, self.least, self._add = rank, size, memory, least, add
         self.others = [(rank + step) % size for step in range(1, size)]  # each rank begins with another one
-        self.allowed, self.begun = True, 0
-        self._memory: Memory | None = None
-        self._open: deque[Copying] = deque()
+        self.begun = 0
+        self._latest: deque[Copying] = deque()
 
-    def takes(self, num_bytes: int) -> bool:
-        """Whether collectives are for these whose shard, or all parts of it, have so many bytes; on every rank alike.
-
-        Collective where memory must grow.
-        """
-        if not (self.allowed and self.least <= num_bytes <= MOST):
-            return False
-        if self._memory is None or self._memory.slot_bytes < num_bytes:
-            while self._open:
-                self._open.popleft().wait()
-            self._memory = self._make(
-                1 << (num_bytes - 1).bit_length()
-            )  # which waits for what others do with the old one
-            self.allowed = self._memory is not None
-        return self.allowed
+    def takes(self, x: Tensor) -> bool:
+        """Whether they are for a shard, or for all parts of a sum, such as x; on every rank alike."""
+        return x.device.type == self.memory.device.type and self.least <= x.nbytes <= self.memory.slot_bytes
 
     def gather(self, places: Sequence[Tensor], x: Tensor) -> Copying:
         """Begin to fill the places, one a rank and each like x, with the x of all ranks. All are dense."""
-        memory, number = self._begin()
+        number, memory = self._begin(), self.memory
         _like(memory.slot(self.rank, number), x).copy_(x)
         if places[self.rank].data_ptr() != x.data_ptr():
             places[self.rank].copy_(x)
@@ -115,13 +104,13 @@ class Peers:
         memory.wait(number)
         for peer in self.others:
             memory.copy(places[peer], _like(memory.slot(peer, number), x))
-        return self._keep(Copying(number, memory.mark(), (x, *places)))
+        return self._keep(Copying(number, memory, (x, *places)))
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor]) -> Copying:
         """Begin to fill out with the sum over the ranks of the part that each of them has for this one. Parts, one a rank, are
         like out, and dense. They are added in rank order, wide, and rounded once.
         """
-        memory, number = self._begin()
+        number, memory = self._begin(), self.memory
         memory.follow()
         for peer in self.others:
             memory.copy(self._parts(memory.slot(peer, number), out)[self.rank], parts[peer])
@@ -137,18 +126,20 @@ class Peers:
                 self._add(came, out)
             memory.follow()  # before anything else is told
 
-        return self._keep(Copying(number, memory.mark(), (out, *parts), add))
+        return self._keep(Copying(number, memory, (out, *parts), add))
 
-    def _begin(self) -> tuple[Memory, int]:
+    def _begin(self) -> int:
         """The next number, when those are taken whose slots it needs."""
-        assert self._memory is not None
         self.begun += 1
-        while self._open and self._open[0].number <= self.begun - SLOTS + 1:
-            self._open.popleft().wait()
-        return self._memory, self.begun
+        for copying in self._latest:
+            if copying.number <= self.begun - SLOTS + 1:
+                copying.wait()
+        return self.begun
 
     def _keep(self, copying: Copying) -> Copying:
-        self._open.append(copying)
+        self._latest.append(copying)
+        if len(self._latest) > SLOTS:
+            self._latest.popleft()
         return copying
 
     def _parts(self, slot: Tensor, out: Tensor) -> Tensor:

@@ -2,22 +2,28 @@
 
 The memory is torch's symmetric memory. A number is written into another GPU's memory, and waited for, by a stream's own
 operations (cuStreamWriteValue32, cuStreamWaitValue32), which torch does not have both of: they are asked of the driver.
+
+Rings are made all at once, by all ranks of the job together and of one size each: torch counts how many a process has made, and
+ranks that had made different numbers of them would wait for each other in vain.
 """
 
 import ctypes
+import json
 import platform
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric
 
+from dovetail.comm import gather_text
 from dovetail.errors import MachineError
+from dovetail.mesh import Axis
 from dovetail.peers import SLOTS, Add, Peers
 
 NUMBER = 4  # bytes of what is told
@@ -25,26 +31,41 @@ AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, in arithmetic that wraps around
 
 
 class SymmetricSlots:
-    """`peers.Memory` on a GPU. Made by all ranks of the group together; raises RuntimeError where the memory cannot be had."""
+    """`peers.Memory` on a GPU: of `memory`, which all ranks of the axis have made."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, device: torch.device, slot_bytes: int) -> None:
-        self.slot_bytes, self.rank = slot_bytes, rank
-        self.others = [other for other in range(size) if other != rank]
-        self._side = torch.cuda.Stream(device, priority=-1)
+    def __init__(self, axis: Axis, memory: Tensor, slot_bytes: int) -> None:
+        """Collective over the axis. Raises RuntimeError."""
+        self.device, self.slot_bytes, self.rank = memory.device, slot_bytes, axis.rank
+        self.others = [other for other in range(axis.size) if other != axis.rank]
         all_slots = SLOTS * slot_bytes
-        self._own = symmetric.empty(all_slots + NUMBER * size, dtype=torch.uint8, device=device)
-        self._handle = symmetric.rendezvous(self._own, group)
-        everyone = [self._handle.get_buffer(other, self._own.shape, torch.uint8) for other in range(size)]
-        self._slots = [memory[:all_slots].view(SLOTS, slot_bytes) for memory in everyone]
-        self._told = [memory.data_ptr() + all_slots for memory in everyone]  # where each rank is told, by rank
-        self._own[all_slots:].zero_()
-        torch.cuda.synchronize(device)
+        memory[all_slots:].zero_()
+        torch.cuda.synchronize(memory.device)
+        assert axis.group is not None
+        self._handle = symmetric.rendezvous(memory, axis.group)
+        everyone = [self._handle.get_buffer(rank, memory.shape, torch.uint8) for rank in range(axis.size)]
+        self._slots = [each[:all_slots].view(SLOTS, slot_bytes) for each in everyone]
+        self._told = [each.data_ptr() + all_slots for each in everyone]  # where each rank is told, by rank
+        self._side = torch.cuda.Stream(memory.device, priority=-1)
+
+    def sign(self) -> None:
+        """Leave this rank's number with all others, and try what streams are asked for. Raises RuntimeError."""
+        for other in (self.rank, *self.others):
+            self._slots[other][0][self.rank] = self.rank
+        self.tell(0)
+        self.wait(0)
+        torch.cuda.synchronize(self.device)
+
+    def signed(self) -> bool:
+        """Whether all have signed here: it is their memory that this rank reaches, and its own that they do."""
+        size = len(self._slots)
+        return self._slots[self.rank][0][:size].tolist() == list(range(size))
 
     def slot(self, rank: int, number: int) -> Tensor:
         return self._slots[rank][number % SLOTS]
 
     def follow(self) -> None:
-        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+        assert not torch.cuda.is_current_stream_capturing(), "numbers in a record would be old when it is replayed"
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
 
     def copy(self, to: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(self._side):
@@ -59,51 +80,118 @@ class SymmetricSlots:
             _ask("cuStreamWaitValue32_v2", self._side, self._told[self.rank] + NUMBER * other, number, AT_LEAST)
 
     def mark(self) -> Callable[[], None]:
-        done = self._side.record_event()
-        return lambda: torch.cuda.current_stream(self._side.device).wait_event(done)
+        return self._after(self._side)
+
+    def here(self) -> Callable[[], None]:
+        return self._after(torch.cuda.current_stream(self.device))
+
+    def _after(self, stream: torch.cuda.Stream) -> Callable[[], None]:
+        done = stream.record_event()
+        return lambda: torch.cuda.current_stream(self.device).wait_event(done)
 
 
-def peers_of(group: dist.ProcessGroup, rank: int, size: int, device: torch.device, add: Add) -> Peers | None:
-    """Of several GPUs; whether they reach each other shows when they are first needed. None for other devices."""
-    if device.type != "cuda" or torch.version.cuda is None or size == 1:
-        return None
-    return Peers(rank, size, partial(_slots, group, rank, size, device), add)
+def rings(
+    world: Axis, axes: Mapping[str, Axis], slot_bytes: Mapping[str, int], device: torch.device, add: Add
+) -> dict[str, Peers]:
+    """A ring for each of these axes whose GPUs reach each other, in all groups of that name. Collective over the world; a warning
+    says why where there are none.
+
+    slot_bytes: of each ring's slots. add: see `peers.Add`.
+    """
+    if device.type != "cuda" or torch.version.cuda is None:
+        return {}
+    told = partial(_everyone, world=world, device=device)
+    facts = [Facts(*each) for each in told(_facts(device))]
+    near = told([name for name, axis in axes.items() if _is_near(axis, facts)])
+    found: dict[str, Peers] = {}
+    for name in (name for name in axes if all(name in each for each in near)):
+        slots, problem = _slots(axes[name], slot_bytes[name], device, told)
+        if slots is None:
+            _warn(problem, world)
+            return {}
+        found[name] = Peers(axes[name].rank, axes[name].size, slots, add)
+    if not found and any(axis.size > 1 for axis in axes.values()):
+        _warn("they are of several hosts, or have no way to each other", world)
+    return found
 
 
-def _slots(
-    group: dist.ProcessGroup, rank: int, size: int, device: torch.device, slot_bytes: int
-) -> SymmetricSlots | None:
-    """Those of one axis, or None on all its ranks. Collective; afterwards nobody uses slots of before any more."""
-    told: list[Any] = [None] * size
-    dist.all_gather_object(told, _facts(device), group)
-    if (
-        len({host for host, *_ in told}) > 1
-        or len({gpu for _, gpu, _ in told}) < size
-        or not all(able for *_, able in told)
-    ):
-        return None
-    found, error = None, ""
-    try:
-        found = SymmetricSlots(group, rank, size, device, slot_bytes)
-    except RuntimeError as problem:
-        error = str(problem)
-    dist.all_gather_object(told, error, group)
-    if not any(told):
-        return found
-    if rank == 0:
-        first = next(filter(None, told)).splitlines()[0]
-        warnings.warn(f"GPUs do not share memory, so their collectives go by NCCL alone: {first}", stacklevel=2)
-    return None
+class Facts(NamedTuple):
+    """Where a rank is, and whether it has what it takes: the driver, and the way to the other GPUs that it sees."""
+
+    host: str
+    gpu: str
+    able: bool
 
 
-def _facts(device: torch.device) -> tuple[str, str, bool]:
-    """This rank's host and GPU, and whether it has what it takes: the driver, and the way to the other GPUs that it sees."""
+def _facts(device: torch.device) -> Facts:
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = boot.read_text() if boot.exists() else platform.node()
     index = torch.cuda.current_device() if device.index is None else device.index
     others = [other for other in range(torch.cuda.device_count()) if other != index]
     able = _driver() is not None and all(torch.cuda.can_device_access_peer(index, other) for other in others)
-    return host, str(torch.cuda.get_device_properties(index).uuid), able
+    return Facts(host, str(torch.cuda.get_device_properties(index).uuid), able)
+
+
+def _is_near(axis: Axis, facts: list[Facts]) -> bool:
+    """Whether it has several GPUs, all of one host, that may reach each other."""
+    if axis.group is None or axis.size == 1:
+        return False
+    mine = [facts[rank] for rank in dist.get_process_group_ranks(axis.group)]
+    own_gpus = len({each.gpu for each in mine}) == len(mine)
+    return len({each.host for each in mine}) == 1 and own_gpus and all(each.able for each in mine)
+
+
+def _slots(
+    axis: Axis, slot_bytes: int, device: torch.device, told: Callable[[Any], list[Any]]
+) -> tuple[SymmetricSlots | None, str]:
+    """Those of one axis, for all ranks of the job or for none, and then why."""
+    memory: Tensor | None = None
+    slots: SymmetricSlots | None = None
+
+    def allocate() -> None:
+        nonlocal memory
+        torch.cuda.empty_cache()
+        memory = symmetric.empty(SLOTS * slot_bytes + NUMBER * axis.size, dtype=torch.uint8, device=device)
+
+    def meet() -> None:
+        nonlocal slots
+        assert memory is not None
+        slots = SymmetricSlots(axis, memory, slot_bytes)
+
+    def sign() -> None:
+        assert slots is not None
+        slots.sign()
+
+    def read() -> None:
+        assert slots is not None
+        if not slots.signed():
+            raise MachineError("what one GPU wrote did not arrive at another")
+
+    for step in (allocate, meet, sign, read):
+        problems = [each for each in told(_problem_of(step)) if each]
+        if problems:
+            return None, problems[0]
+    return slots, ""
+
+
+def _problem_of(step: Callable[[], None]) -> str:
+    """What went wrong with it, if anything."""
+    try:
+        step()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0] or type(error).__name__
+    return ""
+
+
+def _everyone(mine: Any, world: Axis, device: torch.device) -> list[Any]:
+    """What each rank of the job says, in rank order; what json can say."""
+    return [json.loads(text) for text in gather_text(json.dumps(mine), world, device)]
+
+
+def _warn(problem: str, world: Axis) -> None:
+    if world.rank == 0:
+        text = f"layout.copy_engines: these GPUs cannot share memory, so NCCL moves everything: {problem}"
+        warnings.warn(text, stacklevel=2)
 
 
 @cache

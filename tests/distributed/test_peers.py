@@ -7,22 +7,24 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _symmetric_memory
 
+from dovetail import symmetric
 from dovetail.build import engine
 from dovetail.kernels.reference import sum_in_order
 from dovetail.layout import Layout
-from dovetail.mesh import Axis
-from dovetail.peers import MOST, SLOTS, Peers
+from dovetail.mesh import USES, Axis
+from dovetail.peers import SLOTS, Peers
 from tests.distributed.matrix import Case, Figures, compare, write_alone, write_models
 from tests.harness import run
 from tests.peer_collectives import any_order
@@ -36,7 +38,7 @@ class FileSlots:
     """`peers.Memory`, in a file a rank. A thread does what is asked for beside the computation, in its order."""
 
     def __init__(self, folder: Path, group: dist.ProcessGroup | None, rank: int, size: int, slot_bytes: int) -> None:
-        self.slot_bytes, self.rank = slot_bytes, rank
+        self.device, self.slot_bytes, self.rank = torch.device("cpu"), slot_bytes, rank
         self.others = [other for other in range(size) if other != rank]
         all_slots, everyone = SLOTS * slot_bytes, []
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,17 +88,15 @@ class FileSlots:
 
         return wait
 
+    def here(self) -> Callable[[], None]:
+        return lambda: None  # here the computation does at once what it is asked for
+
 
 def axis_of(folder: Path) -> Axis:
     """All ranks, with slots of their own."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    return Axis(
-        "tp",
-        size,
-        rank,
-        dist.group.WORLD,
-        Peers(rank, size, partial(FileSlots, folder, None, rank, size), sum_in_order, 1),
-    )
+    slots = FileSlots(folder, None, rank, size, 1 << 16)
+    return Axis("tp", size, rank, dist.group.WORLD, Peers(rank, size, slots, sum_in_order, 1))
 
 
 def each_gives_what_it_should(folder: Path) -> None:
@@ -110,47 +110,90 @@ def test_each_gives_what_it_should(ranks: int, tmp_path: Path) -> None:
 
 
 def test_what_is_left_to_the_group() -> None:
-    asked = list[int]()
-    peers = Peers(0, 2, asked.append, sum_in_order)  # slots that cannot be had
-    assert not peers.takes(100), "too small"
-    assert not peers.takes(MOST + 1), "too large"
-    assert not asked
-    for _ in range(2):
-        assert not peers.takes(3 << 20)
-    assert asked == [4 << 20], "asked again, or for another size"
+    memory = mock.Mock(device=torch.device("cuda"), slot_bytes=1 << 20)
+    peers = Peers(0, 2, memory, sum_in_order, 1 << 10)
+    for num_bytes, taken in ((1 << 10, True), (1 << 20, True), (1023, False), ((1 << 20) + 1, False)):
+        x = mock.Mock(device=torch.device("cuda"), nbytes=num_bytes)
+        assert peers.takes(x) == taken, num_bytes
+    assert not peers.takes(torch.empty(1 << 12, dtype=torch.uint8)), "what is not on the GPU"
 
 
+FSDP, EXPERTS = ({f"{axis} {use}" for use in USES} for axis in ("fsdp", "expert_fsdp"))
 MODELS = (
-    (Layout(tp=2, dp=2), Case("llama", "ragged", "grpo", 1, in_turns=True)),
+    (Layout(tp=2, dp=2), Case("llama", "ragged", "grpo", 1, in_turns=True), {"tp", *FSDP}),
     (
         Layout(tp=2, pp=2, schedule="zero_bubble", copy_engines=True),
         Case("qwen2_tied", "ragged", "sft", 2, in_turns=True),
+        {"tp"},
     ),
-    (Layout(dp=4, ep=2, copy_engines=True), Case("qwen2_moe", "ragged", "ppo", 2, recompute="full")),
-    (Layout(tp=2, dp=2, ep=2, copy_engines=True), Case("deepseek_v3", "few", "sft", 1, in_turns=True)),
+    (Layout(dp=4, ep=2), Case("qwen2_moe", "ragged", "ppo", 2, recompute="full"), {*FSDP, *EXPERTS}),
+    (Layout(tp=2, dp=2, ep=2), Case("deepseek_v3", "few", "sft", 1, in_turns=True), {"tp", *FSDP}),
 )
 
 
-def whole_model(folder: Path, slots: Path, layout: Layout, case: Case) -> tuple[Figures, int]:
-    """How far a layout whose ranks reach each other is from one rank, and how many collectives went that way."""
-    made = list[Peers]()
+def whole_model(folder: Path, slots: Path, layout: Layout, case: Case) -> tuple[Figures, dict[str, int]]:
+    """How far a layout whose ranks reach each other is from one rank, and how many collectives went by each ring."""
+    made = dict[str, Peers]()
 
-    def peers(group: dist.ProcessGroup, rank: int, size: int, *_: Any) -> Peers | None:
-        if size == 1:
-            return None
-        name = f"{len(made)}-{'-'.join(map(str, dist.get_process_group_ranks(group)))}"
-        made.append(Peers(rank, size, partial(FileSlots, slots / name, group, rank, size), sum_in_order, 1))
-        return made[-1]
+    def rings(_world: Axis, axes: Mapping[str, Axis], *_: object) -> dict[str, Peers]:
+        assert not made, "rings are made once"
+        for name, axis in axes.items():
+            if axis.group is not None and axis.size > 1:
+                ranks = "-".join(map(str, dist.get_process_group_ranks(axis.group)))
+                memory = FileSlots(slots / f"{name} {ranks}", axis.group, axis.rank, axis.size, 1 << 14)
+                made[name] = Peers(axis.rank, axis.size, memory, sum_in_order, 1)
+        return made
 
-    with mock.patch.object(engine, "peers_of", peers):
+    with mock.patch.object(engine, "rings", rings):
         (found,) = compare(str(folder), layout, (case,)).values()
-    return found, sum(each.begun for each in made)
+    return found, {name: each.begun for name, each in made.items()}
 
 
-@pytest.mark.parametrize(("layout", "case"), MODELS, ids=map(str, range(len(MODELS))))
-def test_whole_models_equal_one_rank(layout: Layout, case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "case", "expected"), MODELS, ids=map(str, range(len(MODELS))))
+def test_whole_models_equal_one_rank(layout: Layout, case: Case, expected: set[str], tmp_path: Path) -> None:
     write_models(tmp_path, [case.model])
     run(1, write_alone, str(tmp_path), (case.alone,))
+    layout = replace(layout, copy_engines=True)
     for figures, begun in run(layout.num_ranks, whole_model, tmp_path, tmp_path / "slots", layout, case):
         assert figures.worst <= SUM_ORDER and figures.stray == EXACT, figures
-        assert begun > 20
+        assert set(begun) == expected and min(begun.values()) > 5, begun
+
+
+def one_rank_has_no_room() -> None:
+    axis = Axis("tp", 2, dist.get_rank(), dist.group.WORLD)
+    told = partial(symmetric._everyone, world=axis, device=torch.device("cpu"))
+
+    def empty(*size: int, **_: object) -> Tensor:
+        if axis.rank == 1:
+            raise RuntimeError("no room\nand why")
+        return torch.empty(*size, dtype=torch.uint8)
+
+    with mock.patch.object(_symmetric_memory, "empty", empty), mock.patch.object(torch.cuda, "empty_cache"):
+        assert symmetric._slots(axis, 1024, torch.device("cpu"), told) == (None, "no room")
+
+
+def test_all_ranks_go_without_where_one_has_no_room() -> None:
+    run(2, one_rank_has_no_room)
+
+
+HERE = symmetric.Facts("a host", "GPU 0", able=True)
+
+
+@pytest.mark.parametrize(
+    ("other", "near"),
+    [
+        (HERE._replace(gpu="GPU 1"), True),
+        (HERE, False),  # two processes of one GPU
+        (symmetric.Facts("another", "GPU 1", able=True), False),
+        (symmetric.Facts("a host", "GPU 1", able=False), False),
+    ],
+)
+def test_who_is_near(other: symmetric.Facts, near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 2])
+    facts = [HERE, symmetric.Facts("a third", "GPU 5", able=False), other]
+    assert symmetric._is_near(Axis("tp", 2, 0, mock.Mock()), facts) == near
+    assert not symmetric._is_near(Axis("tp"), facts)
+
+
+def test_a_cpu_has_no_rings() -> None:
+    assert symmetric.rings(Axis("world"), {"tp": Axis("tp", 2)}, {"tp": 1024}, torch.device("cpu"), sum_in_order) == {}

@@ -1,5 +1,6 @@
 """From a directory's name to an engine. `build` is the only room that knows every constructor."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod, sqrt
@@ -33,7 +34,7 @@ from dovetail.optim.optimizer import OptimSettings
 from dovetail.peers import Peers
 from dovetail.pipeline.partition import check_pipeline, partition
 from dovetail.placement import as_index
-from dovetail.symmetric import peers_of
+from dovetail.symmetric import rings
 from dovetail.weights.experts import form_of
 from dovetail.weights.load import load
 from dovetail.weights.pretrained import (
@@ -91,6 +92,8 @@ class EngineOptions:
 DEFAULTS = EngineOptions()
 FAR_LARGER = 8
 HEADS = ("lm", "value")
+ACTIVATIONS = 1 << 27  # bytes of a slot for tp: of 16384 tokens of width 4096 in half precision
+PIECE = 1 << 26  # bytes of a slot for FSDP2, which goes piece by piece
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # that an engine computes in
 
 
@@ -130,14 +133,12 @@ def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
 def make_mesh(layout: Layout | None, device: torch.device) -> Mesh:
     """The mesh of a layout over the ranks of the job. Collective."""
     layout = (layout or Layout(dp=None)).resolve(num_ranks())
-    add = kernels_for(device).sum_in_order
 
-    def peers(axis: Axis) -> Peers | None:
-        if axis.group is None or not layout.by_copies:
-            return None
-        return peers_of(axis.group, axis.rank, axis.size, device, add)
+    def reach(world: Axis, axes: Mapping[str, Axis]) -> Mapping[str, Peers]:
+        sizes = {name: ACTIVATIONS if name == "tp" else PIECE for name in axes}
+        return rings(world, axes, sizes, device, kernels_for(device).sum_in_order) if layout.copy_engines else {}
 
-    return Mesh.build(layout, device, peers)
+    return Mesh.build(layout, device, reach)
 
 
 def make_engine(

@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from dovetail.mesh import Mesh
+from dovetail.mesh import USES, Mesh
 from dovetail.peers import Peers
-
-PIECE = 1 << 26  # bytes of a slot
 
 
 class PeerGather(DefaultAllGather):
@@ -21,16 +19,17 @@ class PeerGather(DefaultAllGather):
         self.peers = peers
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        if async_op or not self.peers.takes(min(input_tensor.nbytes, PIECE)):
+        most = self.peers.memory.slot_bytes // input_tensor.itemsize
+        if async_op or not self.peers.takes(input_tensor[:most]):
             return super().__call__(output_tensor, input_tensor, group, async_op)
-        most, shards = PIECE // input_tensor.itemsize, output_tensor.view(self.peers.size, -1)
+        shards = output_tensor.view(self.peers.size, -1)
         for x, places in zip(input_tensor.split(most), shards.split(most, dim=1), strict=True):
             self.peers.gather(list(places), x).wait()
         return None
 
 
 class PeerScatter(DefaultReduceScatter):
-    """The sum over the ranks of a part for each: of operations, the sum alone."""
+    """The sum over the ranks of a part for each."""
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
@@ -43,10 +42,11 @@ class PeerScatter(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        if async_op or not self.peers.takes(min(input_tensor.nbytes, PIECE)):
-            return super().__call__(output_tensor, input_tensor, group, op, async_op)
         size = self.peers.size
-        most, parts = PIECE // (size * input_tensor.itemsize), input_tensor.view(size, -1)
+        most = self.peers.memory.slot_bytes // (size * input_tensor.itemsize)
+        if async_op or op != type(op).SUM or not self.peers.takes(input_tensor[: size * most]):
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        parts = input_tensor.view(size, -1)
         for out, pieces in zip(output_tensor.split(most), parts.split(most, dim=1), strict=True):
             self.peers.scatter(out, list(pieces)).wait()
         return None
@@ -61,5 +61,5 @@ class Copies(NamedTuple):
 
 def copies_of(mesh: Mesh, name: str) -> Copies | None:
     """Those of an axis whose ranks reach each other; None of others."""
-    gathers, sums = (mesh.peers(mesh[name]) for _ in range(2))
+    gathers, sums = (mesh.rings.get(f"{name} {use}") for use in USES)
     return None if gathers is None or sums is None else Copies(PeerGather(gathers), PeerScatter(sums))

@@ -102,7 +102,8 @@ def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
     """
     for module in _first_groups(model):
         if isinstance(module, FSDPModule):
-            module.unshard(async_op=mesh["fsdp"].size > 1)  # of one rank it is a copy, which the device makes at once
+            # of one rank it is a copy, which the device makes at once; and `copying` has no gathers that nobody waits for
+            module.unshard(async_op=mesh["fsdp"].size > 1 and copies_of(mesh, "fsdp") is None)
 
 
 def _first_groups(model: StagedModel) -> Iterator[nn.Module]:
