@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import NoReturn
+from unittest import mock
 
 import torch
 
@@ -34,6 +35,7 @@ IMPORTED = (
     "tests.parity.bodies",
     "torch._dynamo",  # whatever has an optimizer or recomputes imports it sooner or later
 )
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 Body = Callable[[Connection, str], None]
 
 
@@ -46,7 +48,8 @@ class Template:
         # Some look at the accelerator on import, which no fork survives.
         given = (theirs, body, () if torch.accelerator.is_available() else IMPORTED)
         self.process: BaseProcess = context.Process(target=_live, args=given, name="template", daemon=True)
-        self.process.start()
+        with mock.patch.dict(os.environ, ONE_THREAD):  # libraries of arithmetic start theirs on import
+            self.process.start()
         theirs.close()
 
     def fork(self, stacks: Path) -> Connection:
