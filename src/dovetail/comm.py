@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.mesh import Axis
+from dovetail.peers import rows_of
 
 # torch 2.13 renames the two flat collectives and warns about the names that 2.11 has.
 _FLAT_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -73,7 +74,7 @@ def begin_scatter(x: Tensor, axis: Axis) -> Pending:
         return Pending(x)
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     if axis.peers is not None and axis.peers.takes(x):
-        return Pending(out, axis.peers.scatter(out, x.chunk(axis.size)), x)
+        return Pending(out, axis.peers.scatter(out, rows_of(x, axis.size)), x)
     return Pending(out, _FLAT_SCATTER(out, x, group=axis.group, async_op=True), x)
 
 

@@ -22,7 +22,7 @@ stream's work that is replayed, such as a CUDA graph, cannot have collectives in
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,13 @@ from torch import Tensor
 Add = Callable[[Tensor, Tensor], object]  # [size, ...] and [...], which becomes the sum of the first, in order
 SLOTS = 4
 LEAST = 1 << 19  # bytes; a smaller tensor is as fast otherwise
+
+
+class Piece(NamedTuple):
+    """Some of what a rank brings to a sum for another one: dense, and flat. What no piece has may be anything."""
+
+    at: int  # in what that rank is to get
+    numbers: Tensor
 
 
 class Memory(Protocol):
@@ -89,9 +96,9 @@ class Peers:
         self.begun = 0
         self._latest: deque[Copying] = deque()
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether they are for a shard, or for all parts of a sum, such as x; on every rank alike."""
-        return x.device.type == self.memory.device.type and self.least <= x.nbytes <= self.memory.slot_bytes
+    def takes(self, x: Tensor, times: int = 1) -> bool:
+        """Whether they are for a shard, or for all parts of a sum, such as x so many times; on every rank alike."""
+        return x.device.type == self.memory.device.type and self.least <= times * x.nbytes <= self.memory.slot_bytes
 
     def gather(self, places: Sequence[Tensor], x: Tensor) -> Copying:
         """Begin to fill the places, one a rank and each like x, with the x of all ranks. All are dense."""
@@ -106,27 +113,32 @@ class Peers:
             memory.copy(places[peer], _like(memory.slot(peer, number), x))
         return self._keep(Copying(number, memory, (x, *places)))
 
-    def scatter(self, out: Tensor, parts: Sequence[Tensor]) -> Copying:
-        """Begin to fill out with the sum over the ranks of the part that each of them has for this one. Parts, one a rank, are
-        like out, and dense. They are added in rank order, wide, and rounded once.
+    def scatter(self, out: Tensor, parts: Sequence[Sequence[Piece]]) -> Copying:
+        """Begin to fill out, which is dense, with the sum over the ranks of what each of them has for this one. Parts: what this
+        one has, by rank. They are added in rank order, wide, and rounded once.
         """
         number, memory = self._begin(), self.memory
         memory.follow()
         for peer in self.others:
-            memory.copy(self._parts(memory.slot(peer, number), out)[self.rank], parts[peer])
+            place = self._parts(memory.slot(peer, number), out)[self.rank]
+            for at, numbers in parts[peer]:
+                memory.copy(place[at : at + len(numbers)], numbers)
         memory.tell(number)
         memory.wait(number)
 
         def add() -> None:
-            came, mine = self._parts(memory.slot(self.rank, number), out), parts[self.rank]
-            if self.size == 2:
-                torch.add(mine, came[1 - self.rank], out=out)
-            else:
-                came[self.rank].copy_(mine)
-                self._add(came, out)
+            came, flat = self._parts(memory.slot(self.rank, number), out), out.view(-1)
+            for at, numbers in parts[self.rank]:
+                here = slice(at, at + len(numbers))
+                if self.size == 2:
+                    torch.add(numbers, came[1 - self.rank, here], out=flat[here])
+                else:
+                    came[self.rank, here].copy_(numbers)
+            if self.size > 2:
+                self._add(came, flat)
             memory.follow()  # before anything else is told
 
-        return self._keep(Copying(number, memory, (out, *parts), add))
+        return self._keep(Copying(number, memory, (out, *(piece.numbers for part in parts for piece in part)), add))
 
     def _begin(self) -> int:
         """The next number, when those are taken whose slots it needs."""
@@ -143,8 +155,13 @@ class Peers:
         return copying
 
     def _parts(self, slot: Tensor, out: Tensor) -> Tensor:
-        """What all ranks bring to a slot, by rank."""
-        return slot[: self.size * out.nbytes].view(out.dtype).view(self.size, *out.shape)
+        """What all ranks bring to a slot, by rank, flat."""
+        return slot[: self.size * out.nbytes].view(out.dtype).view(self.size, -1)
+
+
+def rows_of(x: Tensor, ranks: int) -> list[list[Piece]]:
+    """Of dense x [ranks rows, ...]: rows for every rank, in their order."""
+    return [[Piece(0, part)] for part in x.view(ranks, -1)]
 
 
 def _like(slot: Tensor, x: Tensor) -> Tensor:

@@ -5,9 +5,11 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce_scatter_copy_in
 
 from dovetail.build.engine import PIECE, make_mesh
-from dovetail.engine.copying import copies_of
+from dovetail.engine.copying import PeerScatter, copies_of, together
 from dovetail.layout import Layout
 from tests.harness import run
 from tests.peer_collectives import any_order
@@ -52,7 +54,29 @@ def as_nccl(ranks: int) -> None:
         copies.scatter(total, parts, axis.group, dist.ReduceOp.SUM)
         dist.reduce_scatter_tensor(expected, parts, group=axis.group)
         assert bool(((total - expected).abs() <= OP_FP32 * expected.abs().clamp(min=1.0)).all())
-    assert copies.gather.peers.begun and copies.scatter.peers.begun
+    before = copies.scatter.peers.begun
+    for shapes in (
+        ((5000, 600), (333, 77), (1, 5)),
+        ((9999, 800),),
+    ):  # of a group's gradients, not all with rows for every rank
+        gradients = [torch.randn(shape, device=device) for shape in shapes]
+        laid, plain = (laid_down(copies.scatter, gradients, ranks) for _ in range(2))
+        plain = together(plain, ranks)
+        total = copies.scatter.allocate((len(plain) // ranks,), dtype=torch.float32, device=device).fill_(float("nan"))
+        copies.scatter(total, laid, axis.group, dist.ReduceOp.SUM)
+        dist.reduce_scatter_tensor(expected := torch.empty_like(total), plain, group=axis.group)
+        close = (total - expected).abs() <= OP_FP32 * expected.abs().clamp(min=1.0)
+        assert bool((close | (plain.chunk(ranks)[axis.rank] == 0)).all())  # 0: where no gradient lies
+    assert copies.gather.peers.begun and copies.scatter.peers.begun > before > 0
+
+
+def laid_down(scatter: PeerScatter, gradients: list[Tensor], ranks: int) -> Tensor:
+    """As FSDP2 does it."""
+    rows = sum(-(-len(x) // ranks) * x[0].numel() for x in gradients)
+    scatter._laid = None  # as if the one before had been summed
+    laid = scatter.allocate((ranks * rows,), dtype=torch.float32, device=gradients[0].device)
+    foreach_reduce_scatter_copy_in(list(gradients), laid, ranks)
+    return laid
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -3,13 +3,15 @@
 Piece by piece, so that rings of slots are small: pieces wait for those before them, in streams of FSDP2's own.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from dovetail.mesh import USES, Mesh
-from dovetail.peers import Peers
+from dovetail.peers import Peers, Piece
 
 
 class PeerGather(DefaultAllGather):
@@ -29,10 +31,18 @@ class PeerGather(DefaultAllGather):
 
 
 class PeerScatter(DefaultReduceScatter):
-    """The sum over the ranks of a part for each."""
+    """The sum over the ranks of a part for each, copied from where the gradients lie."""
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
+        self._laid: Gradients | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2 asks for memory to lay gradients down in, and then for that of their sum."""
+        if self._laid is None:
+            self._laid = Gradients.like(size, dtype, device)
+            return self._laid
+        return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -42,14 +52,66 @@ class PeerScatter(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        size = self.peers.size
-        most = self.peers.memory.slot_bytes // (size * input_tensor.itemsize)
-        if async_op or op != type(op).SUM or not self.peers.takes(input_tensor[: size * most]):
-            return super().__call__(output_tensor, input_tensor, group, op, async_op)
-        parts = input_tensor.view(size, -1)
-        for out, pieces in zip(output_tensor.split(most), parts.split(most, dim=1), strict=True):
-            self.peers.scatter(out, list(pieces)).wait()
+        self._laid, size = None, self.peers.size
+        most = self.peers.memory.slot_bytes // (size * output_tensor.itemsize)
+        if async_op or op != type(op).SUM or not self.peers.takes(output_tensor[:most], size):
+            return super().__call__(output_tensor, together(input_tensor, size), group, op, async_op)
+        for start in range(0, len(output_tensor), most):
+            out = output_tensor[start : start + most]
+            pieces = [list(pieces_of(input_tensor, rank, size, start, start + len(out))) for rank in range(size)]
+            self.peers.scatter(out, pieces).wait()
         return None
+
+
+class Gradients(Tensor):
+    """What FSDP2 takes for the one tensor in which it lays down a group's gradients, rank by rank; it keeps them as they are."""
+
+    each: list[Tensor]
+
+    @classmethod
+    def like(cls, size: Sequence[int | torch.SymInt], dtype: torch.dtype, device: torch.device) -> "Gradients":
+        made: Gradients = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+        made.each = []
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # the base has one that does nothing
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func == torch.ops.aten.view.default:
+            whole, shape = args
+            seen = cls.like(torch.empty(whole.shape, device="meta").view(shape).shape, whole.dtype, whole.device)
+            seen.each = whole.each
+            return seen
+        if func == torch.ops.fsdp.chunk_cat.default:
+            laid = kwargs["out"]
+            laid.each[:] = (gradient.to(laid.dtype).contiguous() for gradient in args[0])
+            return None
+        raise NotImplementedError(f"layout.copy_engines: this version of torch asks for {func} of gradients")
+
+
+def together(laid: Tensor, size: int) -> Tensor:
+    """The tensor that was asked for."""
+    if not isinstance(laid, Gradients):
+        return laid
+    found = torch.empty(laid.shape, dtype=laid.dtype, device=laid.device)
+    torch.ops.fsdp.chunk_cat(laid.each, dim=0, num_chunks=size, out=found.view(size, -1))
+    return found
+
+
+def pieces_of(laid: Tensor, rank: int, size: int, start: int, stop: int) -> Iterator[Piece]:
+    """What a rank is to get, from start to stop: of each gradient's rows its share, as FSDP2 divides them, one after the other.
+
+    The last ranks may have fewer rows, or none; their places are as long.
+    """
+    each, at = (laid.each, 0) if isinstance(laid, Gradients) else ([laid], 0)
+    for gradient in each:
+        share = -(-len(gradient) // size) * gradient[0].numel()
+        mine = gradient.view(-1)[rank * share : (rank + 1) * share]
+        begin, end = max(start, at), min(stop, at + len(mine))
+        if begin < end:
+            yield Piece(begin - start, mine[begin - at : end - at])
+        at += share
 
 
 class Copies(NamedTuple):
