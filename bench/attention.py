@@ -1,13 +1,13 @@
 """Speed of packed causal attention, of every kernel that the engine may choose: python -m bench.attention
 
-Forward alone, and forward + backward. All kernels of a case run in turns in one process; figures are medians, and TFLOP/s
-are operations of the causal half, the backward counted as 2.5 forwards. The ceiling is a large product of the same run.
+Forward alone, and forward + backward. All kernels of a case run in turns in one process, timed by the device's clock (`timing`);
+figures are medians, and TFLOP/s are operations of the causal half, the backward counted as 2.5 forwards. The ceiling is a large
+product of the same run.
 `--device cpu --shrink 64` tries it out.
 """
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.harness import RESULTS, surroundings
+from bench.timing import milliseconds
 from dovetail.batch import cumulative
 from dovetail.kernels import fa4
 from dovetail.kernels.reference import Spans
@@ -54,7 +55,7 @@ CASES = (
     (LATENT, MIXED),
 )
 REPEATED = ((WIDE, (8192,)), (WIDE, MIXED))  # measured once more with deterministic algorithms
-SHORTEST_RUN = 0.02  # seconds that one measurement should take at least
+LONG = 1 << 16  # tokens of a sequence from which one run at a time is measured, and fewer of them
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 def rows(
-    heads: tuple[int, ...], lengths: tuple[int, ...], device: torch.device, seconds: float, *, again: bool
+    heads: tuple[int, ...], lengths: tuple[int, ...], device: torch.device, rounds: int, *, again: bool
 ) -> list[Row]:
     """Every kernel on one pack. again: with deterministic algorithms."""
     queries, groups, dim, dim_v = heads
@@ -122,9 +123,12 @@ def rows(
             apart = float((found - first[0]()).abs().max())  # type: ignore[operator]
             assert apart < 0.05, f"{name} is {apart} from the others; a comparison would mean nothing"
         timed[name] = forward, both
+    long = max(lengths) >= LONG
+    rounds, each = (max(1, rounds // 3), 1) if long else (rounds, 5)
+    runs = {f"{name} {i}": run for name, pair in timed.items() for i, run in enumerate(pair)}
     with deterministic(again):
-        found_seconds = measure({(name, i): run for name, pair in timed.items() for i, run in enumerate(pair)}, seconds)
-    work = 4 * queries * (dim + dim_v) / 2 * sum(n * n / 2 for n in lengths) / 1e12
+        ms = milliseconds(runs, device, rounds, each)
+    work = 4 * queries * (dim + dim_v) / 2 * sum(n * n / 2 for n in lengths) / 1e9
     pack = f"{len(lengths)} x {lengths[0]}" if len(set(lengths)) == 1 else f"{len(lengths)} ragged, {tokens}"
     return [
         Row(
@@ -132,9 +136,9 @@ def rows(
             pack,
             name,
             again,
-            round(work / statistics.median(found_seconds[name, 0]), 1),
-            round(3.5 * work / statistics.median(found_seconds[name, 1]), 1),
-            len(found_seconds[name, 1]),
+            round(work / ms[f"{name} 0"], 1),
+            round(3.5 * work / ms[f"{name} 1"], 1),
+            rounds,
         )
         for name in timed
     ]
@@ -150,40 +154,10 @@ def known(device: torch.device) -> dict[str, Callable[..., Tensor]]:
     return {name: kernels_for(device, name).attention for name in names}
 
 
-def measure(runs: dict[tuple[str, int], Callable[[], object]], seconds: float) -> dict[tuple[str, int], list[float]]:
-    """Seconds of each, in turns: after one round for compilation and one for an estimate, as many as time allows."""
-    for run in runs.values():
-        run()
-    once = {name: clock(run, 1) for name, run in runs.items()}
-    repeats = {name: max(1, int(SHORTEST_RUN / t)) for name, t in once.items()}
-    rounds = max(3, min(15, int(seconds / sum(once[name] * repeats[name] for name in runs))))
-    found: dict[tuple[str, int], list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            found[name].append(clock(run, repeats[name]))
-    return found
-
-
-def clock(run: Callable[[], object], repeats: int) -> float:
-    """Seconds of one of so many runs that follow each other."""
-    wait()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    wait()
-    return (time.perf_counter() - start) / repeats
-
-
-def wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def ceiling(device: torch.device, size: int) -> float:
     """TFLOP/s of a square product."""
     x, y = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)
-    found = measure({("product", 0): lambda: x @ y}, 1.0)["product", 0]
-    return 2 * size**3 / statistics.median(found) / 1e12
+    return 2 * size**3 / milliseconds({"product": lambda: x @ y}, device, 15)["product"] / 1e9
 
 
 def plan_seconds(device: torch.device, name: AttentionName) -> float:
@@ -191,8 +165,17 @@ def plan_seconds(device: torch.device, name: AttentionName) -> float:
     attention, n = kernels_for(device, name).attention, 5120
     spans = Spans(cumulative((n,)).to(device), (n,))
     q, k, v = (torch.randn(n, h, 128, device=device, dtype=torch.bfloat16).requires_grad_() for h in (28, 4, 4))
-    first, second = (clock(lambda: attention(q, k, v, spans, spans).sum().backward(), 1) for _ in range(2))
+    first, second = (clock(lambda: attention(q, k, v, spans, spans).sum().backward()) for _ in range(2))
     return first - second
+
+
+def clock(run: Callable[[], object]) -> float:
+    """Seconds by the host's clock."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -200,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.attention", description=__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths")
-    parser.add_argument("--seconds", type=float, default=2.0, help="about how long a case is measured")
+    parser.add_argument("--rounds", type=int, default=9, help="of a case; the median counts")
     parser.add_argument("--out", type=Path, default=RESULTS / "attention_h200.json")
     given = parser.parse_args()
     device = torch.device(given.device)
@@ -213,7 +196,7 @@ def main() -> None:
     for again, cases in ((False, CASES), (True, REPEATED)):
         for heads, lengths in cases:
             short = tuple(max(1, n // given.shrink) for n in lengths)
-            for row in rows(heads, short, device, given.seconds, again=again):
+            for row in rows(heads, short, device, given.rounds, again=again):
                 found.append(row)
                 shape, name = "/".join(map(str, heads)), row.kernel + "*" * again
                 share = row.both_tflops / limit
