@@ -102,9 +102,14 @@ class _Pool:
         self.workers: dict[int, _Worker] = {}
         self.folder: tempfile.TemporaryDirectory[str] | None = None
         self.calls = 0
+        self.gpus = 0  # of the last call that had some
 
     def call(self, world: int, job: tuple[Any, ...], timeout: float, device: str = "cpu") -> list[Any]:
         """Run `job` on ranks 0 .. world - 1. Workers of a call that does not succeed are killed."""
+        if device == "cuda" and world != self.gpus:
+            # torch numbers what GPUs share by process, and ranks with unequal numbers would wait for each other
+            self.discard(max(self.workers, default=-1) + 1)
+            self.gpus = world
         folder = self._start(world)
         self.calls += 1
         store = folder / f"store-{self.calls}"

@@ -86,7 +86,7 @@ class LayoutSection(Section):
         "auto", description="layers of each stage; auto: balanced by cost"
     )
     schedule: Literal["1f1b", "interleaved", "gpipe", "zero_bubble"] = Field("1f1b", description="pipeline schedule")
-    copy_engines: bool = Field(False, description="GPUs of one host gather and sum by copies between them, not by NCCL")
+    copy_engines: bool = Field(True, description="GPUs of one host gather and sum by copies between them; else by NCCL")
 
     def to_layout(self) -> Layout:
         """The same as a `Layout`; `dp: auto` stays open until the ranks are known."""

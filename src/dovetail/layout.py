@@ -26,7 +26,7 @@ class Layout:
     cp_mode: str = "auto"
     pp_split: str | tuple[int, ...] = "auto"
     schedule: str = "1f1b"
-    copy_engines: bool = False
+    copy_engines: bool = True
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, "virtual_stages"):

@@ -8,7 +8,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -122,7 +121,7 @@ FSDP, EXPERTS = ({f"{axis} {use}" for use in USES} for axis in ("fsdp", "expert_
 MODELS = (
     (Layout(tp=2, dp=2), Case("llama", "ragged", "grpo", 1, in_turns=True), {"tp", *FSDP}),
     (
-        Layout(tp=2, pp=2, schedule="zero_bubble", copy_engines=True),
+        Layout(tp=2, pp=2, schedule="zero_bubble"),
         Case("qwen2_tied", "ragged", "sft", 2, in_turns=True),
         {"tp"},
     ),
@@ -153,7 +152,6 @@ def whole_model(folder: Path, slots: Path, layout: Layout, case: Case) -> tuple[
 def test_whole_models_equal_one_rank(layout: Layout, case: Case, expected: set[str], tmp_path: Path) -> None:
     write_models(tmp_path, [case.model])
     run(1, write_alone, str(tmp_path), (case.alone,))
-    layout = replace(layout, copy_engines=True)
     for figures, begun in run(layout.num_ranks, whole_model, tmp_path, tmp_path / "slots", layout, case):
         assert figures.worst <= SUM_ORDER and figures.stray == EXACT, figures
         assert set(begun) == expected and min(begun.values()) > 5, begun

@@ -39,8 +39,9 @@ DENSE = (
     *(
         "tp=4",
         "tp=2,dp=2",
-        "tp=2,pp=2,copy_engines=True",
-        "tp=2,pp=2,schedule=zero_bubble,copy_engines=True",
+        "tp=2,dp=2,copy_engines=False",
+        "tp=2,pp=2",
+        "tp=2,pp=2,schedule=zero_bubble",
         "pp=4",
         "cp=4",
         "pp=2,dp=2,schedule=zero_bubble",
@@ -57,7 +58,7 @@ EXPERTS = (
     "ep=2,tp=2,dp=2",
     "ep=2,dp=2",
     "ep=2,cp=2",
-    "ep=2,dp=2,copy_engines=True",
+    "ep=2,dp=2,copy_engines=False",
 )
 
 

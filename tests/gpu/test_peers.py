@@ -23,7 +23,7 @@ ROWS = 40000  # of WIDTH numbers: slots grow several times
 
 def each_gives_what_it_should(ranks: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    axis, late = make_mesh(Layout(tp=ranks, copy_engines=True), device)["tp"], random.Random(dist.get_rank())
+    axis, late = make_mesh(Layout(tp=ranks), device)["tp"], random.Random(dist.get_rank())
     for dtype, bound in ((torch.float32, OP_FP32), (torch.bfloat16, OP_BF16)):
         before = axis.peers.begun if axis.peers is not None else 0
 
@@ -36,10 +36,10 @@ def each_gives_what_it_should(ranks: int) -> None:
 def as_nccl(ranks: int) -> None:
     """What FSDP2 asks for, in pieces of which the last one is smaller, and too little for this."""
     device = torch.device("cuda", torch.cuda.current_device())
-    mesh = make_mesh(Layout(dp=ranks, copy_engines=True), device)
+    mesh = make_mesh(Layout(dp=ranks), device)
     copies, axis = copies_of(mesh, "fsdp"), mesh["fsdp"]
     assert copies is not None
-    assert copies_of(make_mesh(Layout(dp=ranks), device), "fsdp") is None
+    assert copies_of(make_mesh(Layout(dp=ranks, copy_engines=False), device), "fsdp") is None
     for numbers in (PIECE // 4 * 3 // ranks + 64, PIECE // 2, 100):
         shard = torch.randn(numbers, device=device).to(torch.bfloat16)
         whole, expected = (
