@@ -1,7 +1,8 @@
 """Times of single operations on a device: interleaved, medians, and without what the host needs between two of them.
 
 An operation of some microseconds is over before the host has sent the next one, so several are sent between two marks on the
-device's own clock, after one that keeps it busy for that long.
+device's own clock, after one that keeps it waiting for that long. It only waits: products instead would heat the card, and
+what follows would run at a lower clock.
 """
 
 import time
@@ -9,35 +10,31 @@ from collections.abc import Callable, Mapping
 from statistics import median
 
 import torch
-from torch import Tensor
 
 Run = Callable[[], object]
-BUSY = 8192  # side of the products that are computed while the host sends
-PRODUCTS = 4
+WAIT = 12_000_000  # cycles, about 7 ms, in which the host sends what is timed
 
 
 def milliseconds(runs: Mapping[str, Run], device: torch.device, rounds: int = 7, each: int = 5) -> dict[str, float]:
     """The median over `rounds` of each run's time; a round takes every run in turn, `each` times in a row."""
-    busy = torch.empty(BUSY, BUSY, device=device, dtype=torch.bfloat16).normal_() if device.type == "cuda" else None
     for run in runs.values():
         run(), run()
     found: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            found[name].append(_time(run, each, busy))
+            found[name].append(_time(run, each, device))
     return {name: median(times) for name, times in found.items()}
 
 
-def _time(run: Run, each: int, busy: Tensor | None) -> float:
-    if busy is None:
+def _time(run: Run, each: int, device: torch.device) -> float:
+    if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(each):
             run()
         return 1e3 * (time.perf_counter() - start) / each
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    for _ in range(PRODUCTS):
-        torch.mm(busy, busy)
+    torch.cuda._sleep(WAIT)
     before.record()
     for _ in range(each):
         run()
