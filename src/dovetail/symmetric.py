@@ -94,7 +94,7 @@ def rings(
     world: Axis, axes: Mapping[str, Axis], slot_bytes: Mapping[str, int], device: torch.device, add: Add
 ) -> dict[str, Peers]:
     """A ring for each of these axes whose GPUs reach each other, in all groups of that name. Collective over the world; a warning
-    says why where there are none.
+    says why where GPUs that should do not.
 
     slot_bytes: of each ring's slots. add: see `peers.Add`.
     """
@@ -110,8 +110,6 @@ def rings(
             _warn(problem, world)
             return {}
         found[name] = Peers(axes[name].rank, axes[name].size, slots, add)
-    if not found and any(axis.size > 1 for axis in axes.values()):
-        _warn("they are of several hosts, or have no way to each other", world)
     return found
 
 
@@ -190,7 +188,10 @@ def _everyone(mine: Any, world: Axis, device: torch.device) -> list[Any]:
 
 def _warn(problem: str, world: Axis) -> None:
     if world.rank == 0:
-        text = f"layout.copy_engines: these GPUs cannot share memory, so NCCL moves everything: {problem}"
+        text = (
+            f"NCCL moves everything, since these GPUs could not share memory: {problem}; "
+            "layout.copy_engines: false does not try"
+        )
         warnings.warn(text, stacklevel=2)
 
 
