@@ -27,7 +27,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-Add = Callable[[Tensor, Tensor], object]  # [size, ...] and [...], which becomes the sum of the first, in order
 SLOTS = 4
 LEAST = 1 << 19  # bytes; a smaller tensor is as fast otherwise
 
@@ -67,6 +66,16 @@ class Memory(Protocol):
         """What makes the computation, in whatever stream it is then, wait for what it was asked for so far in this one."""
 
 
+class Kernels(Protocol):
+    """Of the computation, on the device of the memory: see `kernels.reference`."""
+
+    @property
+    def sum_in_order(self) -> Callable[..., Tensor]: ...
+
+    @property
+    def lay_twice(self) -> Callable[..., None]: ...
+
+
 class Copying:
     """A collective under way. It keeps what copies read and write until it is taken."""
 
@@ -89,9 +98,9 @@ class Copying:
 class Peers:
     """The collectives of one axis, which all its ranks begin in the same order and of the same sizes."""
 
-    def __init__(self, rank: int, size: int, memory: Memory, add: Add, least: int = LEAST) -> None:
+    def __init__(self, rank: int, size: int, memory: Memory, kernels: Kernels, least: int = LEAST) -> None:
         """least: bytes of a tensor that they are for."""
-        self.rank, self.size, self.memory, self.least, self._add = rank, size, memory, least, add
+        self.rank, self.size, self.memory, self.kernels, self.least = rank, size, memory, kernels, least
         self.others = [(rank + step) % size for step in range(1, size)]  # each rank begins with another one
         self.begun = 0
         self._latest: deque[Copying] = deque()
@@ -103,9 +112,11 @@ class Peers:
     def gather(self, places: Sequence[Tensor], x: Tensor) -> Copying:
         """Begin to fill the places, one a rank and each like x, with the x of all ranks. All are dense."""
         number, memory = self._begin(), self.memory
-        _like(memory.slot(self.rank, number), x).copy_(x)
-        if places[self.rank].data_ptr() != x.data_ptr():
-            places[self.rank].copy_(x)
+        slot, place = _like(memory.slot(self.rank, number), x), places[self.rank]
+        if place.data_ptr() == x.data_ptr():
+            slot.copy_(x)
+        else:
+            self.kernels.lay_twice(x, slot, place)
         memory.follow()
         memory.tell(number)
         memory.wait(number)
@@ -130,12 +141,7 @@ class Peers:
             came, flat = self._parts(memory.slot(self.rank, number), out), out.view(-1)
             for at, numbers in parts[self.rank]:
                 here = slice(at, at + len(numbers))
-                if self.size == 2:
-                    torch.add(numbers, came[1 - self.rank, here], out=flat[here])
-                else:
-                    came[self.rank, here].copy_(numbers)
-            if self.size > 2:
-                self._add(came, flat)
+                self.kernels.sum_in_order(came[:, here], out=flat[here], own=(self.rank, numbers))
             memory.follow()  # before anything else is told
 
         return self._keep(Copying(number, memory, (out, *(piece.numbers for part in parts for piece in part)), add))

@@ -24,7 +24,7 @@ from torch.distributed import _symmetric_memory as symmetric
 from dovetail.comm import gather_text
 from dovetail.errors import MachineError
 from dovetail.mesh import Axis
-from dovetail.peers import SLOTS, Add, Peers
+from dovetail.peers import SLOTS, Kernels, Peers
 
 NUMBER = 4  # bytes of what is told
 AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, in arithmetic that wraps around
@@ -91,12 +91,12 @@ class SymmetricSlots:
 
 
 def rings(
-    world: Axis, axes: Mapping[str, Axis], slot_bytes: Mapping[str, int], device: torch.device, add: Add
+    world: Axis, axes: Mapping[str, Axis], slot_bytes: Mapping[str, int], device: torch.device, kernels: Kernels
 ) -> dict[str, Peers]:
     """A ring for each of these axes whose GPUs reach each other, in all groups of that name. Collective over the world; a warning
     says why where GPUs that should do not.
 
-    slot_bytes: of each ring's slots. add: see `peers.Add`.
+    slot_bytes: of each ring's slots.
     """
     if device.type != "cuda" or torch.version.cuda is None:
         return {}
@@ -109,7 +109,7 @@ def rings(
         if slots is None:
             _warn(problem, world)
             return {}
-        found[name] = Peers(axes[name].rank, axes[name].size, slots, add)
+        found[name] = Peers(axes[name].rank, axes[name].size, slots, kernels)
     return found
 
 

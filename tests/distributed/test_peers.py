@@ -20,7 +20,7 @@ from torch.distributed import _symmetric_memory
 
 from dovetail import symmetric
 from dovetail.build import engine
-from dovetail.kernels.reference import sum_in_order
+from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
 from dovetail.mesh import USES, Axis
 from dovetail.peers import SLOTS, Peers
@@ -95,7 +95,7 @@ def axis_of(folder: Path) -> Axis:
     """All ranks, with slots of their own."""
     size, rank = dist.get_world_size(), dist.get_rank()
     slots = FileSlots(folder, None, rank, size, 1 << 16)
-    return Axis("tp", size, rank, dist.group.WORLD, Peers(rank, size, slots, sum_in_order, 1))
+    return Axis("tp", size, rank, dist.group.WORLD, Peers(rank, size, slots, KernelSet(), 1))
 
 
 def each_gives_what_it_should(folder: Path) -> None:
@@ -110,7 +110,7 @@ def test_each_gives_what_it_should(ranks: int, tmp_path: Path) -> None:
 
 def test_what_is_left_to_the_group() -> None:
     memory = mock.Mock(device=torch.device("cuda"), slot_bytes=1 << 20)
-    peers = Peers(0, 2, memory, sum_in_order, 1 << 10)
+    peers = Peers(0, 2, memory, KernelSet(), 1 << 10)
     for num_bytes, taken in ((1 << 10, True), (1 << 20, True), (1023, False), ((1 << 20) + 1, False)):
         x = mock.Mock(device=torch.device("cuda"), nbytes=num_bytes)
         assert peers.takes(x) == taken, num_bytes
@@ -140,7 +140,7 @@ def whole_model(folder: Path, slots: Path, layout: Layout, case: Case) -> tuple[
             if axis.group is not None and axis.size > 1:
                 ranks = "-".join(map(str, dist.get_process_group_ranks(axis.group)))
                 memory = FileSlots(slots / f"{name} {ranks}", axis.group, axis.rank, axis.size, 1 << 14)
-                made[name] = Peers(axis.rank, axis.size, memory, sum_in_order, 1)
+                made[name] = Peers(axis.rank, axis.size, memory, KernelSet(), 1)
         return made
 
     with mock.patch.object(engine, "rings", rings):
@@ -194,4 +194,4 @@ def test_who_is_near(other: symmetric.Facts, near: bool, monkeypatch: pytest.Mon
 
 
 def test_a_cpu_has_no_rings() -> None:
-    assert symmetric.rings(Axis("world"), {"tp": Axis("tp", 2)}, {"tp": 1024}, torch.device("cpu"), sum_in_order) == {}
+    assert symmetric.rings(Axis("world"), {"tp": Axis("tp", 2)}, {"tp": 1024}, torch.device("cpu"), KernelSet()) == {}

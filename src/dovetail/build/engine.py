@@ -136,7 +136,7 @@ def make_mesh(layout: Layout | None, device: torch.device) -> Mesh:
 
     def reach(world: Axis, axes: Mapping[str, Axis]) -> Mapping[str, Peers]:
         sizes = {name: ACTIVATIONS if name == "tp" else PIECE for name in axes}
-        return rings(world, axes, sizes, device, kernels_for(device).sum_in_order) if layout.copy_engines else {}
+        return rings(world, axes, sizes, device, kernels_for(device)) if layout.copy_engines else {}
 
     return Mesh.build(layout, device, reach)
 

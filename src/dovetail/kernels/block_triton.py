@@ -20,6 +20,7 @@ WIDEST = 16384  # numbers of a row that a program holds at once
 TILE = 2048  # numbers that a program holds where rows are shorter
 PROGRAMS = 512  # that share the rows of a gain's gradient
 PIECE = 1024  # numbers of a row of swiglu's, or of a sum, that a program computes
+LAID = 8192  # numbers that a program copies
 EXACT: Mapping[str, bool] = {"enable_fp_fusion": False}  # a product is rounded before it is added
 
 
@@ -44,13 +45,25 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return y
 
 
-def sum_in_order(parts: Tensor, out: Tensor | None = None) -> Tensor:
+def sum_in_order(parts: Tensor, out: Tensor | None = None, own: tuple[int, Tensor] | None = None) -> Tensor:
     """As `reference.sum_in_order`, in one pass that reads each part once; equal bits."""
     if not taken(parts, parts):
-        return reference.sum_in_order(parts, out)
-    parts, total = parts.contiguous(), parts.new_empty(parts.shape[1:]) if out is None else out
-    _sum[(triton.cdiv(total.numel(), PIECE),)](parts, total, total.numel(), len(parts), PIECE, num_warps=4)
+        return reference.sum_in_order(parts, out, own)
+    if not parts[0].is_contiguous():
+        parts = parts.contiguous()
+    total = parts.new_empty(parts.shape[1:]) if out is None else out
+    which, part = (-1, parts) if own is None else own
+    numbers, grid = total.numel(), (triton.cdiv(total.numel(), PIECE),)
+    _sum[grid](parts, part, total, numbers, parts.stride(0), which, len(parts), PIECE, num_warps=4)
     return total
+
+
+def lay_twice(x: Tensor, first: Tensor, second: Tensor) -> None:
+    """As `reference.lay_twice`, reading x once."""
+    if x.dtype not in DTYPES or x.numel() == 0:
+        return reference.lay_twice(x, first, second)
+    _lay[(triton.cdiv(x.numel(), LAID),)](x, first, second, x.numel(), LAID, num_warps=8)
+    return None
 
 
 def taken(x: Tensor, other: Tensor) -> bool:
@@ -230,13 +243,30 @@ def _swiglu_grad(
 
 
 @triton.jit
-def _sum(parts: tl.tensor, total: tl.tensor, numbers: tl.tensor, COUNT: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """A piece of the sum of COUNT parts of so many numbers."""
+def _sum(
+    parts: tl.tensor,
+    own: tl.tensor,
+    total: tl.tensor,
+    numbers: tl.tensor,
+    stride: tl.tensor,
+    WHICH: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A piece of the sum of COUNT parts of so many numbers, of which `own` is the one WHICH."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = parts + at
-    a = tl.load(place, mask=at < numbers, other=0.0)
-    found = a.to(tl.float32)
-    for _ in tl.static_range(1, COUNT):
-        place += numbers
-        found += tl.load(place, mask=at < numbers, other=0.0).to(tl.float32)
-    tl.store(total + at, found.to(a.dtype), mask=at < numbers)
+    found = tl.load(own + at if WHICH == 0 else place, mask=at < numbers, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, COUNT):
+        place += stride
+        found += tl.load(own + at if part == WHICH else place, mask=at < numbers, other=0.0).to(tl.float32)
+    tl.store(total + at, found.to(total.dtype.element_ty), mask=at < numbers)
+
+
+@triton.jit
+def _lay(x: tl.tensor, first: tl.tensor, second: tl.tensor, numbers: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """A piece of x, to both."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(x + at, mask=at < numbers)
+    tl.store(first + at, found, mask=at < numbers)
+    tl.store(second + at, found, mask=at < numbers)

@@ -192,15 +192,24 @@ def _decode_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int |
     return out.flatten(1, 2)
 
 
-def sum_in_order(parts: Tensor, out: Tensor | None = None) -> Tensor:
+def sum_in_order(parts: Tensor, out: Tensor | None = None, own: tuple[int, Tensor] | None = None) -> Tensor:
     """[n, ...] -> [...]: the first part and the others added to it one after another, in `wide`; rounded once.
 
-    out: dense memory for the result.
+    out: dense memory for the result. own: which part is not read, and a dense one in its place.
     """
-    total = parts[0].to(wide(parts.dtype), copy=True)
-    for part in parts[1:]:
+    each = list(parts)
+    if own is not None:
+        each[own[0]] = own[1]
+    total = each[0].to(wide(parts.dtype), copy=True)
+    for part in each[1:]:
         total += part
     return total.to(parts.dtype) if out is None else out.copy_(total)
+
+
+def lay_twice(x: Tensor, first: Tensor, second: Tensor) -> None:
+    """Copy x to both; all three are dense, and alike."""
+    first.copy_(x)
+    second.copy_(x)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ class KernelSet:
     rope: Callable[..., Tensor] = reference.rope
     swiglu: Callable[..., Tensor] = reference.swiglu
     sum_in_order: Callable[..., Tensor] = reference.sum_in_order
+    lay_twice: Callable[..., None] = reference.lay_twice
     grouped_mm: Callable[..., Tensor] = reference.grouped_mm
     top_k: Callable[..., Tensor] = reference.top_k
     router_logits: Callable[..., Tensor] = reference.router_logits
@@ -69,7 +70,7 @@ class KernelSet:
 # What triton computes on a GPU, by the module of `kernels` that has it.
 TRITON: Mapping[str, tuple[str, ...]] = {
     "head_triton": ("vocab_stats", "vocab_grad_"),
-    "block_triton": ("rms_norm", "add_norm", "swiglu", "sum_in_order"),
+    "block_triton": ("rms_norm", "add_norm", "swiglu", "sum_in_order", "lay_twice"),
     "qkv_triton": ("heads", "rope"),
     "moe_triton": ("top_k", "permute", "unpermute", "spread"),
     "decode_triton": ("decode_attention",),
