@@ -33,7 +33,7 @@ quickstart: $(VENV)/.quickstart ## train a real pretrained model by RL into runs
 	@$(BIN)/python -m examples.quickstart
 
 test: setup lint ## what CI runs: style, types and the test suite
-	@$(BIN)/python -m pytest -m "not gpu and not soak" -n $(JOBS) --dist loadfile --durations=15
+	@$(BIN)/python -m pytest -m "not gpu and not soak" -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15
 
 lint: setup ## style, types and the direction of imports
 	@$(BIN)/ruff check .

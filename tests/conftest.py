@@ -14,6 +14,63 @@ settings.register_profile("any machine", deadline=None, derandomize=True, suppre
 settings.load_profile("any machine")
 
 
+# Files that take longest, before all others: workers that take a file at a time then end together.
+LONGEST = (
+    "distributed/test_matrix.py",
+    "parity/test_transformers.py",
+    "hf/test_vision.py",
+    "distributed/test_training_pipelines.py",
+    "distributed/test_replay.py",
+    "distributed/test_sampler.py",
+    "distributed/test_resume.py",
+    "fault/test_stops.py",
+    "unit/test_launch.py",
+    "hf/test_edge_cases.py",
+    "distributed/test_weights.py",
+    "distributed/test_turns.py",
+    "commands/test_program.py",
+    "parity/test_moe.py",
+    "distributed/test_moe_layouts.py",
+    "fault/test_crashes.py",
+    "unit/test_recompute.py",
+    "golden/test_parts.py",
+    "distributed/test_training_layouts.py",
+    "fault/test_signals.py",
+    "unit/test_block_triton.py",
+    "unit/test_head_memory.py",
+    "hf/test_parity.py",
+    "distributed/test_weights_memory.py",
+    "commands/test_convert.py",
+    "commands/test_pipelines.py",
+    "golden/test_golden.py",
+    "fault/test_deaths.py",
+    "unit/test_sampler.py",
+    "distributed/test_peers.py",
+    "unit/test_no_waiting.py",
+    "distributed/test_reshard.py",
+    "distributed/test_layouts.py",
+    "distributed/test_value_heads.py",
+    "parity/test_half_precision.py",
+    "commands/test_train.py",
+    "fault/test_foreign_code.py",
+    "hf/test_media_training.py",
+    "distributed/test_training.py",
+    "distributed/test_train_command.py",
+    "unit/test_head_triton.py",
+    "unit/test_decode_triton.py",
+    "fault/test_rewards.py",
+    "fault/test_fuzz.py",
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several share the work; one alone keeps the order that it was given."""
+    if not hasattr(config, "workerinput"):
+        return
+    places = {f"tests/{name}": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _workers() -> Iterator[None]:
     torch.set_num_threads(1)

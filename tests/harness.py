@@ -101,7 +101,7 @@ class _Pool:
         self.templates: list[Template] = []
         self.workers: dict[int, _Worker] = {}
         self.folder: tempfile.TemporaryDirectory[str] | None = None
-        self.calls = 0
+        self.calls = self.apart = 0
         self.gpus = 0  # of the last call that had some
 
     def call(self, world: int, job: tuple[Any, ...], timeout: float, device: str = "cpu") -> list[Any]:
@@ -145,6 +145,18 @@ class _Pool:
         if self.folder is not None:
             self.folder.cleanup()
             self.folder = None
+
+    def fresh(self) -> _Worker:
+        """A worker that has run nothing and that no call will use; whoever asks for it ends it."""
+        self.folder = self.folder or tempfile.TemporaryDirectory(prefix="ranks-")
+        if not self.templates:
+            self.templates.append(Template(_serve))
+        self.apart += 1
+        stacks = Path(self.folder.name) / f"stacks-apart-{self.apart}"
+        pipe = self.templates[0].fork(stacks)
+        if not pipe.poll(START_TIMEOUT):
+            raise RankFailed(f"a worker did not start within {START_TIMEOUT:.0f} s")
+        return _Worker(self.templates[0], int(pipe.recv_bytes()), pipe, stacks)
 
     def _start(self, world: int) -> Path:
         """Have workers 0 .. world - 1 ready; those that are missing start together."""
@@ -195,6 +207,27 @@ class _Pool:
 _POOL = _Pool()
 
 
+class Apart:
+    """A process of its own, of no group, that does one thing after another: it has one thread, and may fork."""
+
+    def __init__(self) -> None:
+        self.worker = _POOL.fresh()
+
+    def __call__(self, fn: Callable[..., T], *args: Any) -> T:
+        """`fn(*args)` there; what `run` says of both. A failure ends the process."""
+        job: tuple[Any, ...] = (inspect.getmodule(fn).__name__, fn.__qualname__, args, {})  # type: ignore[union-attr]  # never None
+        self.worker.pipe.send_bytes(pickle.dumps((sys.path, 0, 0, "", TIMEOUT, "cpu", job)))
+        assert self.worker.pipe.poll(TIMEOUT), f"not done within {TIMEOUT:g} s\n{self.worker.stack()}"
+        kind, value = pickle.loads(self.worker.pipe.recv_bytes())
+        if kind != "ok":
+            raise RankFailed(value)
+        found: T = value
+        return found
+
+    def end(self) -> None:
+        self.worker.end()
+
+
 def close_workers() -> None:
     """End the session's workers; the next call starts new ones."""
     _POOL.close()
@@ -225,7 +258,7 @@ def _answer(
         module, name, args, kwargs = job
         fn = functools.reduce(getattr, name.split("."), importlib.import_module(module))
         fn = vars(fn).get("distributed_body", fn)
-        with _process_group(rank, world, store, timeout, device):
+        with _process_group(rank, world, store, timeout, device) if world else contextlib.nullcontext():
             result = fn(*args, **kwargs)
             return _pickled(("ok", result))
     except pytest.skip.Exception as skipped:

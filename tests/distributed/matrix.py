@@ -41,6 +41,9 @@ from tests.probe import gradients, parameters
 from tests.tolerances import tensor_error, worst_error, worst_ratio
 
 DEPTH = 9  # no pp divides it
+SHALLOW = (
+    5  # layers for no more than two stages: every kind that a model has comes, windows come again, 2 divides it no more
+)
 STEP = OptimSettings(lr=1e-3, betas=(0.0, 0.95), eps=1e-4, weight_decay=0.1, clip_norm=0.05)
 NO_CRITIC = "deepseek_v2"
 BALANCE = BalanceSettings(aux_coef=0.3, z_coef=0.1, bias_rate=0.01)  # of experts, where there are any
@@ -72,9 +75,15 @@ class Case:
     accumulation: int = 1
     in_turns: bool = False
     recompute: Recompute = "none"
+    depth: int = DEPTH
 
     def __str__(self) -> str:
         return f"{self.model}-{self.recipe}-{self.loss}-{self.accumulation}"
+
+    def on(self, layout: Layout) -> "Case":
+        """The same with few layers, unless there are many stages, or a split of nine by hand."""
+        few = layout.pp * layout.virtual_stages <= 2 and layout.pp_split == "auto"
+        return replace(self, depth=SHALLOW) if few else self
 
     @property
     def alone(self) -> "Case":
@@ -99,18 +108,19 @@ class Figures:
         return max(self.output, self.loss, self.norm, self.grad, self.trained)
 
 
-def models() -> dict[str, PreTrainedConfig]:
-    """Nine layers each: all families, biases, tied tables, windows, KV heads that are shared, copied and odd in number."""
-    mixed = ["sliding_attention", "full_attention", "full_attention"] * 3
+def models(depth: int = DEPTH) -> dict[str, PreTrainedConfig]:
+    """So many layers each: all families, biases, tied tables, windows, KV heads that are shared, copied and odd in number."""
+    mixed = ["full_attention" if i % 3 else "sliding_attention" for i in range(depth)]
+    tiny = partial(_tiny, depth)
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     return {
-        "llama": _tiny(LlamaConfig, attention_bias=True, mlp_bias=True),
-        "llama_dynamic": _tiny(LlamaConfig, max_position_embeddings=16, rope_parameters=dynamic, num_key_value_heads=8),
-        "llama_odd": _tiny(LlamaConfig, hidden_size=36, num_attention_heads=12, num_key_value_heads=6, head_dim=4),
-        "mistral": _tiny(MistralConfig, sliding_window=5, num_key_value_heads=1),
-        "qwen2_tied": _tiny(Qwen2Config, tie_word_embeddings=True),
-        "qwen3": _tiny(Qwen3Config, head_dim=8, num_key_value_heads=4),
-        "qwen3_window": _tiny(
+        "llama": tiny(LlamaConfig, attention_bias=True, mlp_bias=True),
+        "llama_dynamic": tiny(LlamaConfig, max_position_embeddings=16, rope_parameters=dynamic, num_key_value_heads=8),
+        "llama_odd": tiny(LlamaConfig, hidden_size=36, num_attention_heads=12, num_key_value_heads=6, head_dim=4),
+        "mistral": tiny(MistralConfig, sliding_window=5, num_key_value_heads=1),
+        "qwen2_tied": tiny(Qwen2Config, tie_word_embeddings=True),
+        "qwen3": tiny(Qwen3Config, head_dim=8, num_key_value_heads=4),
+        "qwen3_window": tiny(
             Qwen3Config,
             head_dim=8,
             use_sliding_window=True,
@@ -121,8 +131,9 @@ def models() -> dict[str, PreTrainedConfig]:
     }
 
 
-def expert_models() -> dict[str, PreTrainedConfig]:
-    """Nine layers each, all families with experts: dense layers between, tied tables, groups, biases of routing, windows."""
+def expert_models(depth: int = DEPTH) -> dict[str, PreTrainedConfig]:
+    """So many layers each, all families with experts: dense layers between, tied tables, groups, biases of routing, windows."""
+    tiny = partial(_tiny, depth)
     latent = {
         "num_key_value_heads": 8,
         "n_routed_experts": 16,
@@ -138,15 +149,13 @@ def expert_models() -> dict[str, PreTrainedConfig]:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
     dense = {"mlp_only_layers": [3], "decoder_sparse_step": 2, "shared_expert_intermediate_size": 16}
     return {
-        "qwen3_moe": _tiny(Qwen3MoeConfig, **experts, head_dim=8, num_key_value_heads=4, norm_topk_prob=True),
-        "qwen2_moe": _tiny(Qwen2MoeConfig, **experts, **dense, tie_word_embeddings=True),
-        "mixtral": _tiny(MixtralConfig, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
-        "deepseek_v2": _tiny(
+        "qwen3_moe": tiny(Qwen3MoeConfig, **experts, head_dim=8, num_key_value_heads=4, norm_topk_prob=True),
+        "qwen2_moe": tiny(Qwen2MoeConfig, **experts, **dense, tie_word_embeddings=True),
+        "mixtral": tiny(MixtralConfig, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
+        "deepseek_v2": tiny(
             DeepseekV2Config, **latent, q_lora_rank=10, first_k_dense_replace=0, topk_method="group_limited_greedy"
         ),
-        "deepseek_v3": _tiny(
-            DeepseekV3Config, **latent, q_lora_rank=None, first_k_dense_replace=2, attention_bias=True
-        ),
+        "deepseek_v3": tiny(DeepseekV3Config, **latent, q_lora_rank=None, first_k_dense_replace=2, attention_bias=True),
     }
 
 
@@ -172,12 +181,17 @@ def name_of(layout: Layout) -> str:
     return ",".join([str(layout), *extras])
 
 
-def write_models(folder: Path, names: Iterable[str]) -> None:
+def write_models(folder: Path, names: Iterable[str], depth: int = DEPTH) -> None:
     """Random checkpoints; a critic's lies beside its policy's, where transformers has one of the family."""
-    known = {**models(), **expert_models()}
+    known = {**models(depth), **expert_models(depth)}
     for name in names:
         for values in (False, True) if name != NO_CRITIC else (False,):
-            tiny_model(known[name], values=values).save_pretrained(folder / name / ("value" if values else "lm"))
+            tiny_model(known[name], values=values).save_pretrained(path_of(folder, name, depth, values=values))
+
+
+def path_of(folder: Path | str, name: str, depth: int, *, values: bool = False) -> Path:
+    """Where `write_models` writes a policy, or a critic."""
+    return Path(folder) / (name if depth == DEPTH else f"{name}-{depth}") / ("value" if values else "lm")
 
 
 def write_alone(folder: str, cases: Iterable[Case]) -> None:
@@ -258,11 +272,12 @@ def _engine(folder: str, case: Case, layout: Layout, batch: PackedBatch, dtype: 
         multiple = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
         share = len(batch) // ((layout.dp or 1) * case.accumulation)
         budget = -(-max(share, *batch.lengths) // multiple) * multiple
-    head: Any = "value" if case.loss == "value" else "lm"
+    values = case.loss == "value"
     options = EngineOptions(
         optim=STEP, tokens_per_batch=budget, balance=BALANCE, in_turns=case.in_turns, recompute=case.recompute
     )
-    path = Path(folder) / case.model / head
+    path = path_of(folder, case.model, case.depth, values=values)
+    head: Any = "value" if values else "lm"
     return from_pretrained(path, layout=layout, dtype=dtype, head=head, device="cpu", options=options)
 
 
@@ -283,15 +298,20 @@ def figures_of(found: dict[str, Any], stray: float, expected: dict[str, Any]) ->
 
 
 def _file(folder: str, case: Case) -> Path:
-    return Path(folder) / f"{case}.pt"
+    return Path(folder) / f"{case}-{case.depth}.pt"
 
 
-def _tiny(kind: type[PreTrainedConfig], **options: Any) -> PreTrainedConfig:
+def written(folder: Path, case: Case) -> bool:
+    """Whether one rank has computed the case."""
+    return _file(str(folder), case).exists()
+
+
+def _tiny(depth: int, kind: type[PreTrainedConfig], **options: Any) -> PreTrainedConfig:
     shape = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": DEPTH,
+        "num_hidden_layers": depth,
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,

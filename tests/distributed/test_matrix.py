@@ -1,6 +1,7 @@
 """Every layout of 1, 2, 4 and 8 ranks over tp x pp x cp x dp equals one rank, in float64 to the order of sums.
 
-`make test` runs some cases on every factorization; `make soak` all cases on all of them.
+`make test` runs some cases on every factorization, with few layers where there are few stages; `make soak` all cases on all
+of them.
 """
 
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ from dovetail.build.engine import check_layout
 from dovetail.errors import LayoutError
 from dovetail.layout import Layout
 from tests.distributed.matrix import (
+    DEPTH,
     LOSSES,
     RECIPES,
+    SHALLOW,
     Case,
     compare,
     layouts,
@@ -26,6 +29,7 @@ from tests.distributed.matrix import (
     step_error,
     write_alone,
     write_models,
+    written,
 )
 from tests.harness import run
 from tests.tolerances import GRAD_RATIO_FP32, SUM_ORDER
@@ -82,12 +86,13 @@ def marked(selected: tuple[Layout, tuple[Case, ...]]) -> Any:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("matrix")
-    write_models(folder, models())
+    for depth in (DEPTH, SHALLOW):
+        write_models(folder, models(), depth)
     return folder
 
 
 def check(folder: Path, layout: Layout, cases: tuple[Case, ...]) -> None:
-    alone = tuple(dict.fromkeys(case.alone for case in cases if not (folder / f"{case.alone}.pt").exists()))
+    alone = tuple(dict.fromkeys(case.alone for case in cases if not written(folder, case.alone)))
     run(1, write_alone, str(folder), alone)
     for rank, found in enumerate(run(layout.num_ranks, compare, str(folder), layout, cases)):
         for case, figures in found.items():
@@ -99,7 +104,7 @@ def check(folder: Path, layout: Layout, cases: tuple[Case, ...]) -> None:
 
 @pytest.mark.parametrize(("layout", "cases"), [*map(marked, SELECTED)], ids=[name_of(layout) for layout, _ in SELECTED])
 def test_equals_one_rank(folder: Path, layout: Layout, cases: tuple[Case, ...]) -> None:
-    check(folder, layout, cases)
+    check(folder, layout, tuple(case.on(layout) for case in cases))
 
 
 def test_a_step_is_adamws_and_decays_matrices_alone(folder: Path) -> None:

@@ -16,12 +16,15 @@ from dovetail.engine.routing import BalanceSettings
 from dovetail.layout import Layout
 from dovetail.rl.losses import SFTLoss, weight_fields
 from tests.distributed.matrix import (
+    DEPTH,
     LOSSES,
     NO_CRITIC,
     RECIPES,
+    SHALLOW,
     Case,
     expert_models,
     name_of,
+    path_of,
     random_batch,
     write_models,
 )
@@ -65,13 +68,14 @@ def selection(layouts: tuple[Layout, ...], each: int) -> list[Any]:
 @pytest.fixture(scope="session")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
-    write_models(folder, expert_models())
+    for depth in (DEPTH, SHALLOW):
+        write_models(folder, expert_models(), depth)
     return folder
 
 
 @pytest.mark.parametrize(("layout", "cases"), selection(QUICK, 1))
 def test_equals_one_rank(experts: Path, layout: Layout, cases: tuple[Case, ...]) -> None:
-    check(experts, layout, cases)
+    check(experts, layout, tuple(case.on(layout) for case in cases))
 
 
 @pytest.mark.soak
@@ -109,5 +113,5 @@ def slopes(path: str, aggregation: str) -> tuple[float, float]:
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
 def test_balance_terms_are_means_over_tokens_whatever_the_loss_counts(experts: Path, aggregation: str) -> None:
     for name in ("qwen3_moe", "deepseek_v3"):
-        ((measured, foretold),) = run(1, slopes, str(experts / name / "lm"), aggregation)
+        ((measured, foretold),) = run(1, slopes, str(path_of(experts, name, SHALLOW)), aggregation)
         assert foretold > 0 and measured == pytest.approx(foretold, rel=GRADCHECK * 10)

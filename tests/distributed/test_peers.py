@@ -126,7 +126,10 @@ MODELS = (
         {"tp"},
     ),
     (Layout(dp=4, ep=2), Case("qwen2_moe", "ragged", "ppo", 2, recompute="full"), {*FSDP, *EXPERTS}),
-    (Layout(tp=2, dp=2, ep=2), Case("deepseek_v3", "few", "sft", 1, in_turns=True), {"tp", *FSDP}),
+    pytest.param(
+        *(Layout(tp=2, dp=2, ep=2), Case("deepseek_v3", "few", "sft", 1, in_turns=True), {"tp", *FSDP}),
+        marks=pytest.mark.soak,
+    ),
 )
 
 

@@ -19,12 +19,22 @@ from dovetail.errors import DataError
 from dovetail.layout import Layout
 from dovetail.nn.moe import Router
 from dovetail.routing import RoutingTrace
-from tests.distributed.matrix import STEP, expert_models, figures_of, measure, name_of, random_batch, write_models
+from tests.distributed.matrix import (
+    STEP,
+    expert_models,
+    figures_of,
+    measure,
+    name_of,
+    path_of,
+    random_batch,
+    write_models,
+)
 from tests.harness import run
 from tests.parity.configs import tiny_model
 from tests.probe import gradients
 from tests.tolerances import EXACT, SUM_ORDER, max_abs, worst_error
 
+DEPTH = 6  # layers for four stages; two with experts in one model, four in the other
 LENGTHS = (7, 1, 19, 2, 33, 5)
 MODELS = ("qwen2_moe", "deepseek_v3")  # dense layers between, and first; shared experts in both
 LAYOUTS = (
@@ -41,7 +51,7 @@ QUICK = (("qwen2_moe", LAYOUTS[2]), ("deepseek_v3", LAYOUTS[3]), ("deepseek_v3",
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("replay")
-    write_models(folder, MODELS)
+    write_models(folder, MODELS, DEPTH)
     return folder
 
 
@@ -96,7 +106,7 @@ def _objective(stats: Any, batch: PackedBatch) -> Loss:
 @pytest.mark.parametrize("layout", [Layout(), *LAYOUTS], ids=name_of)
 def test_a_replayed_pass_is_the_recorded_one(folder: Path, layout: Layout) -> None:
     for name in MODELS:
-        path = str(folder / name / "lm")
+        path = str(path_of(folder, name, DEPTH))
         ((alone, *_),) = run(1, recorded, path, Layout())
         for trace, same_bits, live_same, replay_same, router in run(layout.num_ranks, recorded, path, layout):
             assert same_bits, name
@@ -117,7 +127,7 @@ def replayed(path: str, layout: Layout, options: dict[str, Any]) -> tuple[dict[s
     ids=[f"{name}-{name_of(layout)}" for name, layout in PAIRS],
 )
 def test_a_trace_means_the_same_under_every_layout(folder: Path, name: str, layout: Layout) -> None:
-    path = str(folder / name / "lm")
+    path = str(path_of(folder, name, DEPTH))
     ((alone, _),) = run(1, replayed, path, Layout(), {})
     ((live, _),) = run(1, _live, path)
     assert worst_error(live["grads"], alone["grads"])[0] > SUM_ORDER  # the trace does something
@@ -162,7 +172,7 @@ def tied(path: str, recompute: str, replay: bool) -> tuple[dict[str, Tensor], in
 @pytest.mark.parametrize("replay", [False, True])
 def test_recomputation_takes_the_experts_of_the_first_forward(folder: Path, replay: bool) -> None:
     """Tied logits: were the choice made again, it would be another one."""
-    path = str(folder / "qwen2_moe" / "lm")
+    path = str(path_of(folder, "qwen2_moe", DEPTH))
     ((kept, _),) = run(1, tied, path, "none", replay)
     for recompute in ("full", "selective"):
         ((found, calls),) = run(1, tied, path, recompute, replay)
@@ -234,7 +244,7 @@ def _refused(action: Callable[[], object]) -> bool:
 
 
 def test_edge_37_gaps_are_routed_live_and_what_is_missing_raises(folder: Path) -> None:
-    (found,) = run(1, _partly, str(folder / "deepseek_v3" / "lm"))
+    (found,) = run(1, _partly, str(path_of(folder, "deepseek_v3", DEPTH)))
     assert all(found.values()), found
 
 
@@ -245,7 +255,7 @@ def _loads(path: str, layout: Layout) -> dict[str, float]:
 
 def test_edge_37_padding_loads_no_expert(folder: Path) -> None:
     """Three tokens, padded to eight by the layout."""
-    path = str(folder / "qwen2_moe" / "lm")
+    path = str(path_of(folder, "qwen2_moe", DEPTH))
     (alone,) = run(1, _loads, path, Layout())
     for found in run(4, _loads, path, Layout(cp=2, tp=2)):
         assert found == pytest.approx(alone, rel=SUM_ORDER)
@@ -273,7 +283,7 @@ def _failing(stats: Any, _: PackedBatch) -> Loss:
 
 def test_edge_38_and_39_other_passes_and_models_leave_no_trace(folder: Path) -> None:
     for layout in (Layout(), Layout(dp=2, ep=2)):
-        path = str(folder / "deepseek_v3" / "lm")
+        path = str(path_of(folder, "deepseek_v3", DEPTH))
         for alone, found in zip(
             run(layout.num_ranks, _interrupted, path, layout, False),
             run(layout.num_ranks, _interrupted, path, layout, True),

@@ -21,7 +21,7 @@ from dovetail.layout import Layout
 from dovetail.weights.pieces import kept_buffers
 from dovetail.weights.pretrained import EngineName
 from dovetail.weights.stream import gather_whole
-from tests.distributed.matrix import expert_models, models
+from tests.distributed.matrix import DEPTH, expert_models, models
 from tests.distributed.test_resume import cut_back, done, inputs, numbers, recipe_of
 from tests.harness import run
 from tests.parity.configs import tiny_model
@@ -57,11 +57,7 @@ CUTS: dict[int, tuple[Cut, ...]] = {
     ),
     8: ((NATIVE, "tp=8"), (NATIVE, "tp=2,pp=2,dp=2"), (NATIVE, "pp=2,cp=2,dp=2"), (NATIVE, "tp=4,pp=2")),
 }
-FEW: dict[int, tuple[Cut, ...]] = {
-    1: CUTS[1][:1],
-    2: (CUTS[2][0], CUTS[2][2], CUTS[2][5]),
-    4: CUTS[4][:1],
-}
+FEW: dict[int, tuple[Cut, ...]] = {1: CUTS[1][:1], 2: (CUTS[2][2], CUTS[2][5]), 4: CUTS[4][:1]}
 EXPERTS: dict[int, tuple[Cut, ...]] = {
     1: CUTS[1],
     2: (
@@ -176,7 +172,8 @@ def test_every_layout_goes_on_from_every_other(
     name: str, head: str, cuts: dict[int, tuple[Cut, ...]], tmp_path: Path
 ) -> None:
     source = tmp_path / "source"
-    tiny_model({**models(), **expert_models()}[name]).save_pretrained(source)
+    depth = 5 if cuts is FEW else DEPTH
+    tiny_model({**models(depth), **expert_models(depth)}[name]).save_pretrained(source)
     (tmp_path / "saved").mkdir()
     (reference,) = run(1, write_reference, source, tmp_path / "reference", head)
     weights, *moments = ({key.partition(" ")[2] for key in reference if key.startswith(f"{kind} ")} for kind in KINDS)

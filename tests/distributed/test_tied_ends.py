@@ -30,7 +30,7 @@ LAYOUTS = (
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tied") / "model"
-    save_tiny(models()["qwen2_tied"], folder)
+    save_tiny(models(depth=5)["qwen2_tied"], folder)
     return folder
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import tensors_of
 from tests.commands.program import here
-from tests.distributed.test_training_layouts import RECIPES, assert_same_rl, assert_same_sft, played_on
+from tests.distributed.test_training_layouts import RECIPES, RL_STEPS, assert_same_rl, assert_same_sft, played_on
 from tests.golden.job import Played, rl, sft, write_inputs
 from tests.tolerances import CURVE_FP32, worst_error
 
@@ -93,9 +93,9 @@ def assert_same_model(path: Path, expected: Path, scratch: Path) -> None:
 
 
 def rl_recipe(inputs: Path, name: str, run_dir: Path, **sections: Any) -> dict[str, Any]:
-    """Five steps of one of the algorithms, with a reward that a random model gets some of."""
+    """Some steps of one of the algorithms, with a reward that a random model gets some of."""
     reward = {"import": "digit_rewards:share_of_digits"}
-    trainer = {"steps": STEPS, "tokens_per_batch": 128}
+    trainer = {"steps": RL_STEPS, "tokens_per_batch": 128}
     return rl(inputs, run_dir, name, algorithm=RECIPES[name], reward=reward, trainer=trainer, **sections)
 
 
@@ -110,7 +110,7 @@ def rl_alone(written: dict[str, Path]) -> dict[str, Played]:
     ("name", "cut"),
     [
         ("grpo", "all"),
-        ("ppo", "all"),
+        pytest.param("ppo", "all", marks=pytest.mark.soak),
         pytest.param("grpo", "interleaved", marks=pytest.mark.soak),
         pytest.param("ppo", "zero_bubble", marks=pytest.mark.soak),
         pytest.param("ppo", "interleaved", marks=pytest.mark.soak),

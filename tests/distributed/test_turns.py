@@ -16,12 +16,15 @@ from dovetail.layout import Layout
 from dovetail.nn import moe
 from dovetail.nn.linear import Linear
 from tests.distributed.matrix import (
+    DEPTH,
     LOSSES,
     RECIPES,
+    SHALLOW,
     Case,
     expert_models,
     models,
     name_of,
+    path_of,
     random_batch,
     write_models,
 )
@@ -52,14 +55,16 @@ MIXED = (
 @pytest.fixture(scope="session")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dense_turns")
-    write_models(folder, models())
+    for depth in (DEPTH, SHALLOW):
+        write_models(folder, models(), depth)
     return folder
 
 
 @pytest.fixture(scope="session")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixed_turns")
-    write_models(folder, expert_models())
+    for depth in (DEPTH, SHALLOW):
+        write_models(folder, expert_models(), depth)
     return folder
 
 
@@ -73,12 +78,12 @@ def marked(cases: tuple[tuple[Layout, Case], ...], quick: int) -> list[Any]:
 
 @pytest.mark.parametrize(("layout", "case"), marked(DENSE, 5))
 def test_dense_layers_in_turns_equal_one_rank(dense: Path, layout: Layout, case: Case) -> None:
-    check(dense, layout, (case,))
+    check(dense, layout, (case.on(layout),))
 
 
 @pytest.mark.parametrize(("layout", "case"), marked(MIXED, 3))
 def test_mixtures_in_turns_equal_one_rank(mixed: Path, layout: Layout, case: Case) -> None:
-    check(mixed, layout, (case,))
+    check(mixed, layout, (case.on(layout),))
 
 
 def covered(folder: Path, layout: Layout, *, in_turns: bool) -> dict[str, tuple[int, int]]:
@@ -138,9 +143,10 @@ def covered(folder: Path, layout: Layout, *, in_turns: bool) -> dict[str, tuple[
 
 def test_products_lie_under_three_of_four_collectives(dense: Path) -> None:
     """Of eight in a layer two, at its ends, have none; alone only the input gradients of column products have one."""
-    layers = 9
+    layers = SHALLOW
     alone, turns = (
-        run(2, covered, dense / "llama" / "lm", Layout(tp=2), in_turns=in_turns)[0] for in_turns in (False, True)
+        run(2, covered, path_of(dense, "llama", SHALLOW), Layout(tp=2), in_turns=in_turns)[0]
+        for in_turns in (False, True)
     )
     assert alone == {"begin": (0, 4 * layers), "begin_back": (2 * layers, 2 * layers)}
     assert turns == {"begin": (6 * layers, 2 * layers), "begin_back": (7 * layers, layers)}
@@ -150,6 +156,6 @@ def test_products_lie_under_exchanges_of_experts(mixed: Path) -> None:
     """Rows and notes there, rows back. Forward, what goes there begins when the host knows how much: on a device that is still
     busy with the other half. Backward, of six in a layer one has nothing under it.
     """
-    layers = 9
-    turns, *_ = run(2, covered, mixed / "qwen3_moe" / "lm", Layout(dp=2, ep=2), in_turns=True)
+    layers = SHALLOW
+    turns, *_ = run(2, covered, path_of(mixed, "qwen3_moe", SHALLOW), Layout(dp=2, ep=2), in_turns=True)
     assert turns == {"begin": (layers, 5 * layers), "begin_back": (5 * layers, layers)}

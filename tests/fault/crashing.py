@@ -11,28 +11,15 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 CHANGES = ("open", "fsync", "mkdir", "rename", "replace", "symlink", "unlink", "rmdir")
 DIED = 9
 WAIT = timedelta(seconds=60)
-T = TypeVar("T")
-
-
-class Apart:
-    """A fresh process that does one thing after another, and may fork."""
-
-    def __init__(self) -> None:
-        self.pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-
-    def __call__(self, fn: Callable[..., T], *args: Any) -> T:
-        return self.pool.submit(fn, *args).result()
 
 
 def _counting(original: Callable[..., Any], count: Callable[[], None]) -> Callable[..., Any]:

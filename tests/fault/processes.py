@@ -15,6 +15,7 @@ from tests.commands.program import start, write_recipe, write_rows
 
 SECONDS = 240.0  # for a program to come to some point, on a busy machine
 ENDLESS = 100000  # steps: days
+AT_REST, AT_WORK = 0.05, 0.001  # seconds between two looks at a rank that imports, and at one that has phases
 GRADER = """
 import time
 
@@ -112,6 +113,7 @@ def stopped_in(process: subprocess.Popen[str], rank: int, phase: Phase, step: in
         assert time.monotonic() < deadline, f"rank {rank} never came to {phase}: {state_of(rank, temporary)}"
         pid = ranks_of(process).get(rank) if phase in ("init", "load") or _is_at(rank, phase, step, temporary) else None
         if pid is None or not _is_at(rank, phase, step, temporary):
+            time.sleep(AT_REST if state_of(rank, temporary) is None else AT_WORK)
             continue
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)

@@ -11,8 +11,9 @@ import pytest
 from dovetail.checkpoint.steps import DEBRIS, Retention, saved_steps
 from dovetail.mesh import Mesh
 from dovetail.rl.run import Contents, RunDirectory, RunSettings
-from tests.fault.crashing import DIED, Apart, die_at, forked
+from tests.fault.crashing import DIED, die_at, forked
 from tests.fault.saves import Run
+from tests.harness import Apart
 
 RECIPE = {"trainer": {"steps": 9}, "optim": {"schedule": "constant", "warmup_steps": 0}}
 STEPS = 3
@@ -102,7 +103,7 @@ def deaths(base: Path, damaged: bool, resume: str) -> list[int]:
 def apart() -> Iterator[Apart]:
     apart = Apart()
     yield apart
-    apart.pool.shutdown()
+    apart.end()
 
 
 @pytest.mark.parametrize(("damaged", "resume"), [(False, "step=1"), (True, "auto")])

@@ -17,7 +17,6 @@ from dovetail.errors import CheckpointError
 from tests.checkpoints import assert_same_tensors, tensors_of, write_tiny
 from tests.fault.crashing import (
     DIED,
-    Apart,
     die_at,
     end_all,
     fill_disk_after,
@@ -28,6 +27,7 @@ from tests.fault.crashing import (
 )
 from tests.fault.saves import Run, recovered
 from tests.fault.training_checkpoint import fill, tiny_engine
+from tests.harness import Apart
 
 GRACE = 0.3  # seconds that the others have when a rank is gone, before they are ended, too
 SECONDS = 10.0  # within which an error must reach all ranks
@@ -58,7 +58,7 @@ SCENES = {
 def apart() -> Iterator[Apart]:
     apart = Apart()
     yield apart
-    apart.pool.shutdown()
+    apart.end()
 
 
 def prepare(folder: Path, scene: Scene) -> None:

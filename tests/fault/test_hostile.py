@@ -22,8 +22,8 @@ from dovetail.errors import CheckpointError
 from dovetail.weights.directory import INDEX, MANIFEST, side_files
 from dovetail.weights.files import TensorFile
 from dovetail.weights.reader import CheckpointReader
-from tests.fault.crashing import Apart
 from tests.fault.saves import Run
+from tests.harness import Apart
 
 SECONDS = 5.0  # of processor time for one mutant; none takes a hundredth of it
 MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle", "joblib"}
@@ -168,7 +168,7 @@ def escapes(base: Path) -> list[tuple[str, str, str, list[str]]]:
 def test_no_name_leads_out_of_a_directory(sound: Path) -> None:
     apart = Apart()
     found = apart(escapes, sound)
-    apart.pool.shutdown()
+    apart.end()
     assert len(found) == len(PLACES) * len(NAMES) >= 40
     for place, name, told, outside in found:
         assert told.startswith("refused: "), (place, name[:40], told)

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from dovetail.checkpoint.reader import ShardedReader
 from dovetail.watch.progress import Phase
 from dovetail.watch.system import children_of
 from tests.commands.program import read_rows
-from tests.fault.processes import GRADER, SECONDS, all_gone, ranks_of, rl_run, state_of, waited
+from tests.fault.processes import AT_REST, AT_WORK, GRADER, SECONDS, all_gone, ranks_of, rl_run, state_of, waited
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ranks are found by /proc")
 
@@ -57,7 +58,8 @@ def receivers(process: subprocess.Popen[str], target: str, rank: int) -> list[in
 def test_a_stop_at_any_moment_is_clean(target: str, phase: Phase, number: int, model: Path, tmp_path: Path) -> None:
     draw = random.Random(f"{target}{phase}{tmp_path.name}")
     process, rank = rl_run(model, tmp_path, "--layout", "dp=2", **OFTEN), draw.randrange(2)
-    assert waited(lambda: process.poll() is not None or _came_to(phase, rank, tmp_path / "tmp"), every=0.001)
+    for came, every in ((_tells, AT_REST), (partial(_came_to, phase), AT_WORK)):
+        assert waited(lambda came=came: process.poll() is not None or came(rank, tmp_path / "tmp"), every=every)  # type: ignore[misc]
     time.sleep(draw.random() * 0.1)
     assert waited(lambda: len(ranks_of(process)) == 2)
     below = children_of([process.pid])
@@ -96,6 +98,10 @@ def test_a_second_signal_does_not_wait_for_a_main_thread_that_is_stuck(
     assert time.monotonic() - asked < 2.5
     assert (process.returncode, err) == (143, "")
     assert all_gone(below, 20.0)
+
+
+def _tells(rank: int, temporary: Path) -> bool:
+    return state_of(rank, temporary) is not None
 
 
 def _came_to(phase: Phase, rank: int, temporary: Path) -> bool:

@@ -236,6 +236,7 @@ def test_the_fresh_value_head_is_the_same_on_every_rank_and_layout(given: Any) -
     assert not torch.equal(run(1, critic_weights, other_seed)[0][0]["score.weight"], first["score.weight"])
 
 
+@pytest.mark.soak  # its curve is among the committed ones, and GRPO learns in test_golden.py
 def test_ppo_learns(inputs: Path, tmp_path: Path) -> None:
     """From half-taught: 40 steps of the graded reward raise it by more than a tenth."""
     run(1, play, sft(inputs, tmp_path / "sft", trainer={"steps": 25, "prompts_per_step": 32}))

@@ -129,6 +129,6 @@ def test_training_a_family_that_only_transformers_knows(gemma: Path, tmp_path: P
 
 def test_convert_there_and_back(gemma: Path, tmp_path: Path) -> None:
     cut, back = tmp_path / "cut", tmp_path / "back"
-    assert here("convert", gemma, cut, "--to", "sharded", "--layout", "dp=3").code == 0
+    assert on_ranks(3, "convert", gemma, cut, "--to", "sharded", "--layout", "dp=3") == [(0, "", "")] * 3
     assert here("convert", cut, back, "--to", "hf").code == 0
     assert (back / "model.safetensors").read_bytes() == (gemma / "model.safetensors").read_bytes()

@@ -166,7 +166,7 @@ def trained(path: Path, layout: Layout, batch: PackedBatch, budget: int) -> dict
     return gradients(engine)[0]
 
 
-@pytest.mark.parametrize("layout", ["dp=4", "cp=2,dp=2"])
+@pytest.mark.parametrize("layout", [pytest.param("dp=4", marks=pytest.mark.soak), "cp=2,dp=2"])
 def test_edge_case_41_images_on_some_ranks_only(models: dict[str, Path], layout: str) -> None:
     """Text, an image and a video in micro-batches of their own: nobody waits, and gradients are those of one rank."""
     rows: Rows = ((9,), (1, SMALL, 4), (10,), (11,), (8,), (1, STILL, 3))

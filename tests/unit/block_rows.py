@@ -17,6 +17,7 @@ from dovetail.kernels import block_triton, moe_triton, qkv_triton, reference
 from tests.tolerances import OP_FP16, OP_FP32, tensor_error
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FEW = 12  # tokens, about, that stand for many
 Op = Callable[..., Any]
 Case = tuple[str, Op, Op, list[Tensor], list[Any]]  # name, ours, the reference, what is differentiated, the rest
 
@@ -100,35 +101,52 @@ def _constant(op: Op, *, turn: bool = False) -> Op:
 
 
 def experts(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
-    ours, theirs = moe_triton, reference
+    """The sort with more copies than one of its programs takes; what has a program for every token, with some of them."""
     assert moe_triton.SORTED < 50 * 4, "or nobody sees one block of the sort follow another"
-    for tokens, copies, count, width in ((1, 1, 1, 3), (50, 4, 9, 16), (8, 3, 300, moe_triton.PIECE + 2)):
-        x, weights = drawn(draw, dtype, tokens, width), torch.rand(tokens, copies, generator=draw)
+    for tokens, copies, count, width in ((1, 1, 1, 3), (50, 4, 9, 16), (5, 3, 300, moe_triton.PIECE + 2)):
         chosen = torch.rand(tokens, count, generator=draw).topk(copies).indices
         chosen[: tokens // 3] = torch.arange(copies)  # uneven: many to the first ones, which leaves some without any
-        rows = reference.permute(x, chosen, count)[1]
-        what = f"{tokens} x {copies} of {count}, {width}"
-        yield f"permute {what}", ours.permute, theirs.permute, [x], [chosen, count]
-        moved = drawn(draw, dtype, len(rows), width)
-        yield f"unpermute {what}", _weighed(ours.unpermute), _weighed(theirs.unpermute), [moved, weights], [rows]
-        places, wide = rows.view(chosen.shape), drawn(draw, dtype, tokens, width + 1)
-        yield f"unpermute, plain, {what}", ours.unpermute, theirs.unpermute, [moved], [places, None]
-        yield f"spread {what}", _later(ours.spread), _later(theirs.spread), [wide], [rows, copies]
-        few = torch.where(
-            torch.rand(chosen.shape, generator=draw) < 0.4, chosen, count + chosen % 3
-        )  # the rest nowhere
-        few[-1] = count
-        total = int((few < count).sum())
-        for room in sorted({total, (total + len(rows)) // 2, len(rows)}):
-            given = [few, count, room]
-            yield f"permute, to {room}, {what}", _read(ours.permute, total), _read(theirs.permute, total), [x], given
-        rows = reference.permute(x, few, count, total)[1]
-        left, what = moved[:total], f"of {total}, {what}"
-        yield f"unpermute {what}", _weighed(ours.unpermute), _weighed(theirs.unpermute), [left, weights], [rows]
-        places = rows.view(chosen.shape)
-        yield f"unpermute, plain, {what}", ours.unpermute, theirs.unpermute, [left], [places, None]
+        yield from sorts(draw, dtype, chosen, count, width)
+        yield from moves(draw, dtype, chosen[:: max(1, tokens // FEW)], count, width)
     scores = torch.randn(33, 9, generator=draw)
-    yield "top_k", _best(ours.top_k), _best(theirs.top_k), [scores], [4]
+    yield "top_k", _best(moe_triton.top_k), _best(reference.top_k), [scores], [4]
+
+
+def sorts(draw: torch.Generator, dtype: torch.dtype, chosen: Tensor, count: int, width: int) -> Iterator[Case]:
+    """Copies of all, and of some of them to as much room as they need or more."""
+    x, copies = drawn(draw, dtype, len(chosen), width), chosen.numel()
+    what, ours, theirs = f"{len(chosen)} x {chosen.shape[1]} of {count}, {width}", moe_triton.permute, reference.permute
+    yield f"permute {what}", ours, theirs, [x], [chosen, count]
+    few = partly(draw, chosen, count)
+    total = int((few < count).sum())
+    for room in sorted({total, (total + copies) // 2, copies}):
+        yield f"permute, to {room}, {what}", _read(ours, total), _read(theirs, total), [x], [few, count, room]
+
+
+def moves(draw: torch.Generator, dtype: torch.dtype, chosen: Tensor, count: int, width: int) -> Iterator[Case]:
+    """Rows to places and back, of all copies and of some."""
+    ours, theirs = moe_triton, reference
+    (tokens, copies), few = chosen.shape, partly(draw, chosen, count)
+    weights, moved = torch.rand(tokens, copies, generator=draw), drawn(draw, dtype, chosen.numel(), width)
+    x, wide = drawn(draw, dtype, tokens, width), drawn(draw, dtype, tokens, width + 1)
+    size = f"{tokens} x {copies} of {count}, {width}"
+    rows = reference.permute(x, chosen, count)[1]
+    yield f"spread {size}", _later(ours.spread), _later(theirs.spread), [wide], [rows, copies]
+    total = int((few < count).sum())
+    for what, left, at in (
+        (size, moved, rows),
+        (f"of {total}, {size}", moved[:total], reference.permute(x, few, count, total)[1]),
+    ):
+        yield f"unpermute {what}", _weighed(ours.unpermute), _weighed(theirs.unpermute), [left, weights], [at]
+        places = at.view(chosen.shape)
+        yield f"unpermute, plain, {what}", ours.unpermute, theirs.unpermute, [left], [places, None]
+
+
+def partly(draw: torch.Generator, chosen: Tensor, count: int) -> Tensor:
+    """The choice with most of it, and the last token's, beyond the experts that there are."""
+    few = torch.where(torch.rand(chosen.shape, generator=draw) < 0.4, chosen, count + chosen % 3)
+    few[-1] = count
+    return few
 
 
 def _weighed(op: Op) -> Op:

@@ -139,7 +139,7 @@ def compared(tokens: int, copies: int, experts: int, *, nowhere: bool, dtype: to
 
 def main() -> None:
     """Some shapes, with and without entries that are nowhere."""
-    cases = [(40, 4, 8, False), (33, 3, 5, True), (1, 2, 4, True), (90, 8, 16, True), (17, 1, 2, True)]
+    cases = [(40, 4, 8, False), (33, 3, 5, True), (1, 2, 4, True), (24, 8, 16, True), (17, 1, 2, True)]
     found = {
         f"{tokens} {copies} {experts} {nowhere}": compared(
             tokens, copies, experts, nowhere=nowhere, dtype=torch.bfloat16

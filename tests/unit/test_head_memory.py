@@ -7,7 +7,7 @@ import sys
 from tests.unit.head_memory import VOCAB
 
 LIMIT = 3 * 1024 * VOCAB * 4 // 2  # 1.5 chunks of 1024 tokens in float32
-SMALL = 4096  # bytes: the sums of six more chunks
+SMALL = 1024  # bytes: the sums of two more chunks
 
 
 def measured(tokens: int) -> dict[str, int]:
@@ -16,8 +16,8 @@ def measured(tokens: int) -> dict[str, int]:
     return found
 
 
-def test_peak_is_that_of_one_chunk_at_2048_and_8192_tokens() -> None:
-    few, many = measured(2048), measured(8192)
+def test_peak_is_that_of_one_chunk_at_2048_and_4096_tokens() -> None:
+    few, many = measured(2048), measured(4096)
     for found in (few, many):
         allowed = LIMIT + found["dx"] + found["dw"]
         assert found["tensors"] <= allowed, found

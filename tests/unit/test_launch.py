@@ -43,6 +43,7 @@ program.main()
 """
 
 Start = Callable[..., subprocess.Popen[str]]
+TWO = pytest.param("tp=2", marks=pytest.mark.soak)  # two ranks of real commands do the same in commands/ and fault/
 
 
 @pytest.fixture
@@ -74,6 +75,7 @@ def wait_for_file(path: Path) -> str:
     return path.read_text()
 
 
+@pytest.mark.soak  # test_program.py and test_train_command.py start ranks that do
 def test_ranks_meet_and_end_well(start: Start) -> None:
     body = """
     x = __import__("torch").ones(1)
@@ -89,7 +91,7 @@ def test_one_rank_runs_in_this_process_with_a_group(start: Start) -> None:
     assert ended(start("print(dist.get_world_size(), 'RANK' in os.environ)"))[:2] == (0, "1 False\n")
 
 
-@pytest.mark.parametrize("layout", ["tp=1", "tp=2"])
+@pytest.mark.parametrize("layout", ["tp=1", TWO])
 def test_users_mistake_on_every_rank_is_told_once(start: Start, layout: str) -> None:
     code, out, err = ended(start("raise DataError('row 3 has no tokens')", "--layout", layout))
     assert (code, out, err) == (2, "", "dovetail: row 3 has no tokens")
@@ -117,6 +119,7 @@ def test_defect_shows_the_first_failing_ranks_traceback_once(start: Start) -> No
     assert err.endswith("KeyError: 'planted'")
 
 
+@pytest.mark.soak  # fault/test_deaths.py kills a rank at work
 def test_killed_rank_is_named_and_ends_the_others(start: Start) -> None:
     body = """
     if rank == 1:
@@ -130,7 +133,7 @@ def test_killed_rank_is_named_and_ends_the_others(start: Start) -> None:
     assert len(err.splitlines()) == 1, "the others failed because of it, so they say nothing"
 
 
-@pytest.mark.parametrize("layout", ["tp=1", "tp=2"])
+@pytest.mark.parametrize("layout", ["tp=1", TWO])
 def test_sigterm_reaches_the_ranks_for_a_clean_stop(start: Start, layout: str, tmp_path: Path) -> None:
     body = """
     from dovetail.launch import StopSignal
@@ -150,7 +153,7 @@ def test_sigterm_reaches_the_ranks_for_a_clean_stop(start: Start, layout: str, t
     assert (tmp_path / "stopped1").exists() == (layout == "tp=2")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT])
 def test_signal_ends_a_command_without_a_handler(start: Start, number: signal.Signals, tmp_path: Path) -> None:
     process = start("open(f'ready{rank}', 'w').write('x'); time.sleep(600)", "--layout", "tp=2")
     wait_for_file(tmp_path / "ready0")
@@ -188,6 +191,7 @@ def test_no_rank_outlives_a_killed_parent(start: Start, tmp_path: Path) -> None:
     assert all_gone(set(pids), SECONDS), "a rank outlived its parent"
 
 
+@pytest.mark.soak  # commands/test_program.py gives the real command one
 def test_product_other_than_the_launchers_ranks_is_refused_by_rank_0_alone(start: Start) -> None:
     both = {rank: start("pass", "--layout", "tp=2,dp=2", env={"RANK": rank, "WORLD_SIZE": "2"}) for rank in "01"}
     told = {rank: ended(process) for rank, process in both.items()}
