@@ -65,7 +65,7 @@ def test_small_and_odd_ones_equal_the_reference() -> None:
     poison()
     check(measure("cuda"), GAIN, rounds=True)
     chosen = kernels_for(torch.device("cuda")).describe()
-    assert {chosen[op] for op in ("rms_norm", "add_norm", "swiglu", "sum_in_order")} == {"block_triton"}
+    assert {chosen[op] for op in ("rms_norm", "add_norm", "swiglu", "sum_in_order", "lay_twice")} == {"block_triton"}
     assert {chosen[op] for op in ("heads", "rope")} == {"qkv_triton"}
     assert {chosen[op] for op in ("permute", "unpermute", "spread", "top_k")} == {"moe_triton"}
 
