@@ -32,8 +32,9 @@ $(VENV)/.quickstart: $(VENV)/.setup-$(TORCH)
 quickstart: $(VENV)/.quickstart ## train a real pretrained model by RL into runs/quickstart, and show what it learned
 	@$(BIN)/python -m examples.quickstart
 
+# Bytecode is written, or each of the many programs that tests start would compile our modules anew.
 test: setup lint ## what CI runs: style, types and the test suite
-	@$(BIN)/python -m pytest -m "not gpu and not soak" -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -m "not gpu and not soak" -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15
 
 lint: setup ## style, types and the direction of imports
 	@$(BIN)/ruff check .

@@ -109,6 +109,7 @@ def test_rl_curves_are_those_of_one_rank(inputs: Path, alone: tuple[str, Played]
     assert_same_rl(played_on(layout, rl_recipe(inputs, name, inputs.parent / f"{name}-{layout}")), expected)
 
 
+@pytest.mark.soak  # test_training_pipelines.py has one with stages, too
 def test_every_model_may_have_a_layout_of_its_own(inputs: Path) -> None:
     """Policy tp=2,dp=2; critic tp=4; reference dp=4; sampler tp=2,dp=2: the numbers of one rank."""
     given = rl_recipe(inputs, "ppo", inputs.parent / "ppo-one")

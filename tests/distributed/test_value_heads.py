@@ -80,7 +80,9 @@ def transformed(kind: Any, path: Path) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(), Layout(tp=2), pytest.param(Layout(tp=2, dp=2), marks=pytest.mark.soak)], ids=str
+    "layout",
+    [Layout(tp=2), *(pytest.param(layout, marks=pytest.mark.soak) for layout in (Layout(), Layout(tp=2, dp=2)))],
+    ids=str,
 )
 def test_heads_of_every_name_come_and_go(tmp_path: Path, layout: Layout) -> None:
     tensors = {name: write_case(tmp_path / "in" / name, stem, bias) for name, (stem, bias) in CASES.items()}

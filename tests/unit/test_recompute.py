@@ -82,7 +82,7 @@ class Small(HostMemory):
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTES)
-@pytest.mark.parametrize("micros", [1, 3])
+@pytest.mark.parametrize("micros", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_what_the_host_has_no_room_for_stays(recompute: Recompute, micros: int) -> None:
     """Nothing, half and all of it leaves; no gradient and no number of runs changes, in the first pass and in later ones."""
     blocks = Blocks(depth=5)
