@@ -90,14 +90,12 @@ MOE_BAR = 8655  # published tokens/s/GPU of the 30b-a3b shape, natural routing, 
 
 
 def layout_of(text: str) -> dt.Layout:
-    """Degrees and other keys of a layout: `Layout.parse` knows the degrees alone."""
+    """Also with the keys that `Layout.parse` does not know."""
     degrees, others = [], dict[str, Any]()
     for item in text.split(","):
         key, _, value = item.partition("=")
         if key in ("virtual_stages", "schedule", "cp_mode"):
             others[key] = int(value) if value.isdigit() else value
-        elif key == "copy_engines":
-            others[key] = {"True": True, "False": False}[value]
         else:
             degrees.append(item)
     return replace(dt.Layout.parse(",".join(degrees)), **others)

@@ -3,11 +3,13 @@
 Ranks = tp x pp x cp x dp. `ep` adds none: it divides dp x cp. Rank order, outermost first: pp, dp, cp, tp.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from dovetail.errors import LayoutError
 
 DEGREES = ("tp", "pp", "cp", "dp", "ep")
+YES_NO: Mapping[str, bool] = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,21 @@ class Layout:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise LayoutError(f"layout {name}={value!r}: expected a whole number of 1 or more")
+        if not isinstance(self.copy_engines, bool):
+            raise LayoutError(f"layout copy_engines={self.copy_engines!r}: expected True or False")
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """`"tp=2,dp=2"` -> Layout(tp=2, dp=2). Any subset, any order; an unnamed dp is left to the launcher."""
+        """`"tp=2,dp=2"` -> Layout(tp=2, dp=2). Any subset, any order; an unnamed dp is left to the launcher.
+
+        Besides degrees, `copy_engines=false`.
+        """
         degrees: dict[str, int | None] = {"dp": None}
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = item.partition("=")
+            if name == "copy_engines" and value.lower() in YES_NO:
+                degrees[name] = YES_NO[value.lower()]
+                continue
             if name not in DEGREES or not equals:
                 raise LayoutError(f"layout {text!r}: {item!r} is not one of {', '.join(d + '=N' for d in DEGREES)}")
             if not value.isdecimal() or int(value) < 1:

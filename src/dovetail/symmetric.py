@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from dovetail.mesh import Axis
 from dovetail.peers import SLOTS, Kernels, Peers
 
 NUMBER = 4  # bytes of what is told
+FAILED = Event()  # then nobody of this job tries again: its ranks may have made unequal numbers of rings
 AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, in arithmetic that wraps around
 
 
@@ -98,7 +100,7 @@ def rings(
 
     slot_bytes: of each ring's slots.
     """
-    if device.type != "cuda" or torch.version.cuda is None:
+    if device.type != "cuda" or torch.version.cuda is None or FAILED.is_set():
         return {}
     told = partial(_everyone, world=world, device=device)
     facts = [Facts(*each) for each in told(_facts(device))]
@@ -107,6 +109,7 @@ def rings(
     for name in (name for name in axes if all(name in each for each in near)):
         slots, problem = _slots(axes[name], slot_bytes[name], device, told)
         if slots is None:
+            FAILED.set()
             _warn(problem, world)
             return {}
         found[name] = Peers(axes[name].rank, axes[name].size, slots, kernels)

@@ -60,10 +60,11 @@ def as_nccl(ranks: int) -> None:
         ((9999, 800),),
     ):  # of a group's gradients, not all with rows for every rank
         gradients = [torch.randn(shape, device=device) for shape in shapes]
-        laid, plain = (laid_down(copies.scatter, gradients, ranks) for _ in range(2))
-        plain = together(plain, ranks)
-        total = copies.scatter.allocate((len(plain) // ranks,), dtype=torch.float32, device=device).fill_(float("nan"))
-        copies.scatter(total, laid, axis.group, dist.ReduceOp.SUM)
+        scatter = PeerScatter(copies.scatter.peers)
+        laid = laid_down(scatter, gradients, ranks)
+        plain = together(laid, ranks)
+        total = scatter.allocate((len(plain) // ranks,), dtype=torch.float32, device=device).fill_(float("nan"))
+        scatter(total, laid, axis.group, dist.ReduceOp.SUM)
         dist.reduce_scatter_tensor(expected := torch.empty_like(total), plain, group=axis.group)
         close = (total - expected).abs() <= OP_FP32 * expected.abs().clamp(min=1.0)
         assert bool((close | (plain.chunk(ranks)[axis.rank] == 0)).all())  # 0: where no gradient lies
@@ -73,7 +74,6 @@ def as_nccl(ranks: int) -> None:
 def laid_down(scatter: PeerScatter, gradients: list[Tensor], ranks: int) -> Tensor:
     """As FSDP2 does it."""
     rows = sum(-(-len(x) // ranks) * x[0].numel() for x in gradients)
-    scatter._laid = None  # as if the one before had been summed
     laid = scatter.allocate((ranks * rows,), dtype=torch.float32, device=gradients[0].device)
     foreach_reduce_scatter_copy_in(list(gradients), laid, ranks)
     return laid

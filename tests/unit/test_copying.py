@@ -1,11 +1,14 @@
 """What FSDP2 hands over to be summed, in pieces from where gradients lie: the tensor that it would have made of them."""
 
+from unittest.mock import Mock
+from weakref import ref
+
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce_scatter_copy_in
 
-from dovetail.engine.copying import Gradients, pieces_of, together
+from dovetail.engine.copying import Gradients, PeerScatter, cut, parts_of, together
 
 SIZE = 4
 SHAPES = ((8, 3), (9, 2), (3,), (1, 5, 2), (4,), (6, 7))  # by 4 ranks: evenly, unevenly, with none for the last
@@ -40,15 +43,26 @@ def test_pieces_are_what_each_rank_would_get(most: int) -> None:
     expected = laid_in(torch.empty(numel())).view(SIZE, -1)
     laid = laid_in(Gradients.like((numel(),), torch.float32, torch.device("cpu")))
     share = numel() // SIZE
-    for rank, mine in enumerate(expected):
+    for part, mine, plain in zip(parts_of(laid, SIZE), expected, parts_of(expected.flatten(), SIZE), strict=True):
         found = torch.zeros(share)
         for start in range(0, share, most):
             stop = min(start + most, share)
-            for at, numbers in pieces_of(laid, rank, SIZE, start, stop):
+            for at, numbers in cut(part, start, stop):
                 found[start:stop][at : at + len(numbers)] = numbers
-        assert torch.equal(found, mine), f"rank {rank}"  # what no piece has is zero there
-        whole = list(pieces_of(expected.flatten(), rank, SIZE, 3, 7))
-        assert [at for at, _ in whole] == [0] and torch.equal(whole[0].numbers, mine[3:7])
+        assert torch.equal(found, mine)  # what no piece has is zero there
+        ((at, numbers),) = cut(plain, 3, 7)
+        assert at == 0 and torch.equal(numbers, mine[3:7])
+
+
+def test_an_error_leaves_no_gradients() -> None:
+    """Between what FSDP2 asks for first and the sum; the next ones are taken from where they lie again."""
+    scatter = PeerScatter(Mock())
+    first = laid_in(scatter.allocate((numel(),), dtype=torch.float32, device=torch.device("cpu")))
+    kept = ref(first.each[0])  # type: ignore[attr-defined]
+    assert type(scatter.allocate((numel(),), dtype=torch.float32, device=torch.device("cpu"))) is Tensor
+    del first
+    assert kept() is None
+    assert isinstance(scatter.allocate((numel(),), dtype=torch.float32, device=torch.device("cpu")), Gradients)
 
 
 def test_what_it_does_not_know_is_refused() -> None:

@@ -130,13 +130,16 @@ def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def make_mesh(layout: Layout | None, device: torch.device) -> Mesh:
-    """The mesh of a layout over the ranks of the job. Collective."""
+def make_mesh(layout: Layout | None, device: torch.device, *, engine: bool = True) -> Mesh:
+    """The mesh of a layout over the ranks of the job. Collective.
+
+    engine: whether an engine may run over it, which has so much to send that rings are worth their memory (`peers`).
+    """
     layout = (layout or Layout(dp=None)).resolve(num_ranks())
 
     def reach(world: Axis, axes: Mapping[str, Axis]) -> Mapping[str, Peers]:
         sizes = {name: ACTIVATIONS if name == "tp" else PIECE for name in axes}
-        return rings(world, axes, sizes, device, kernels_for(device)) if layout.copy_engines else {}
+        return rings(world, axes, sizes, device, kernels_for(device)) if engine and layout.copy_engines else {}
 
     return Mesh.build(layout, device, reach)
 

@@ -23,7 +23,7 @@ Backend = Literal["native", "transformers"]
 def backend_layout(source: Pretrained, layout: Layout, backend: Backend) -> Layout:
     """How a backend uses the ranks of a layout whose dp is known: transformers has the whole model on every rank."""
     if backend == "transformers":
-        return Layout(dp=layout.num_ranks)
+        return Layout(dp=layout.num_ranks, copy_engines=layout.copy_engines)
     named = source.config.get("model_type")
     if named not in FAMILIES:
         known_config(source.config, source.code)  # nobody is sent to transformers that does not know the family either
@@ -41,7 +41,7 @@ def sampling_layout(spec: ArchSpec, layout: Layout) -> Layout:
     """
     check_layout(spec, layout)
     assert layout.dp is not None
-    folded = Layout(tp=layout.tp * layout.pp, dp=layout.dp * layout.cp)
+    folded = Layout(tp=layout.tp * layout.pp, dp=layout.dp * layout.cp, copy_engines=layout.copy_engines)
     try:
         validate_layout(spec, folded)
     except LayoutError as error:

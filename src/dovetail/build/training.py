@@ -246,17 +246,24 @@ class Builder:
     def _sampler_mesh(self) -> Mesh:
         section = self.recipe.rollout.layout or LayoutSection()
         backend = self.recipe.rollout.backend
-        return self._mesh(section, "rollout.layout", lambda layout: backend_layout(self.source, layout, backend))
+        folded = partial(backend_layout, self.source, backend=backend)
+        return self._mesh(section, "rollout.layout", folded, engine=False)
 
     def _mesh(
-        self, section: LayoutSection, name: str = "layout", change: Callable[[Layout], Layout] = lambda layout: layout
+        self,
+        section: LayoutSection,
+        name: str = "layout",
+        change: Callable[[Layout], Layout] = lambda layout: layout,
+        *,
+        engine: bool = True,
     ) -> Mesh:
+        """One for every layout: engines ask before the sampler, which has theirs where it can."""
         try:
             layout = change(section.to_layout().resolve(num_ranks()))
         except LayoutError as error:
             raise LayoutError(f"{name}: {error}") from error
         if layout not in self.meshes:
-            self.meshes[layout] = make_mesh(layout, self.device)
+            self.meshes[layout] = make_mesh(layout, self.device, engine=engine)
         return self.meshes[layout]
 
     @property

@@ -18,7 +18,7 @@ from dovetail.weights.pretrained import Pretrained, locate, stored_head
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
     """Cut or rejoin; every rank copies its own rectangles."""
-    mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
+    mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device), engine=False)
     progress.phase("run")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     if args.to == "hf":

@@ -22,7 +22,7 @@ from dovetail.weights.pretrained import Pretrained
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
     """Sample every row; noise depends on seed, row, sample and position alone."""
-    mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
+    mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device), engine=False)
     with agreed(mesh):
         check_out(args.out, mesh)
         source = Pretrained.open(args.model, args.engine, trust_remote_code=args.trust_remote_code)
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         rows = load_prompts(args.data, tokenizer, limits, answers=False, processor=processor)
         backend: Backend = "transformers" if isinstance(source.spec, ForeignSpec) else "native"
         layout = backend_layout(source, mesh.layout, backend)
-    sampler_mesh = mesh if layout == mesh.layout else make_mesh(layout, mesh.device)
+    sampler_mesh = mesh if layout == mesh.layout else make_mesh(layout, mesh.device, engine=False)
     reader = open_checkpoint(source.path, mesh)
     refuse_other_weights(source, reader)
     stops = stop_ids(source, tokenizer)

@@ -3,8 +3,10 @@
 Piece by piece, so that rings of slots are small: pieces wait for those before them, in streams of FSDP2's own.
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -35,13 +37,16 @@ class PeerScatter(DefaultReduceScatter):
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
-        self._laid: Gradients | None = None
+        self._laid: Callable[[], Gradients | None] = lambda: None  # what was asked for first, while anybody has it
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2 asks for memory to lay gradients down in, and then for that of their sum."""
-        if self._laid is None:
-            self._laid = Gradients.like(size, dtype, device)
-            return self._laid
+        """FSDP2 asks for memory to lay gradients down in, and then for that of their sum. Should an error come between and keep
+        the first alive, the next gradients are laid down as FSDP2 would.
+        """
+        if self._laid() is None:
+            laid = Gradients.like(size, dtype, device)
+            self._laid = ref(laid)
+            return laid
         return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(
@@ -52,14 +57,14 @@ class PeerScatter(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        self._laid, size = None, self.peers.size
+        self._laid, size = lambda: None, self.peers.size
         most = self.peers.memory.slot_bytes // (size * output_tensor.itemsize)
         if async_op or op != type(op).SUM or not self.peers.takes(output_tensor[:most], size):
             return super().__call__(output_tensor, together(input_tensor, size), group, op, async_op)
+        parts = parts_of(input_tensor, size)
         for start in range(0, len(output_tensor), most):
             out = output_tensor[start : start + most]
-            pieces = [list(pieces_of(input_tensor, rank, size, start, start + len(out))) for rank in range(size)]
-            self.peers.scatter(out, pieces).wait()
+            self.peers.scatter(out, [cut(part, start, start + len(out)) for part in parts]).wait()
         return None
 
 
@@ -99,19 +104,32 @@ def together(laid: Tensor, size: int) -> Tensor:
     return found
 
 
-def pieces_of(laid: Tensor, rank: int, size: int, start: int, stop: int) -> Iterator[Piece]:
-    """What a rank is to get, from start to stop: of each gradient's rows its share, as FSDP2 divides them, one after the other.
+def parts_of(laid: Tensor, size: int) -> list[list[Piece]]:
+    """What each rank is to get: of each gradient's rows its share, as FSDP2 divides them, one after the other.
 
     The last ranks may have fewer rows, or none; their places are as long.
     """
-    each, at = (laid.each, 0) if isinstance(laid, Gradients) else ([laid], 0)
+    each = laid.each if isinstance(laid, Gradients) else [laid]
+    parts: list[list[Piece]] = [[] for _ in range(size)]
+    at = 0
     for gradient in each:
-        share = -(-len(gradient) // size) * gradient[0].numel()
-        mine = gradient.view(-1)[rank * share : (rank + 1) * share]
-        begin, end = max(start, at), min(stop, at + len(mine))
-        if begin < end:
-            yield Piece(begin - start, mine[begin - at : end - at])
+        share, flat = -(-len(gradient) // size) * gradient[0].numel(), gradient.view(-1)
+        for part, mine in zip(parts, flat.split(share), strict=False):
+            part.append(Piece(at, mine))
         at += share
+    return parts
+
+
+def cut(part: Sequence[Piece], start: int, stop: int) -> list[Piece]:
+    """From start to stop."""
+    found = []
+    for i in range(max(0, bisect_right(part, start, key=lambda piece: piece.at) - 1), len(part)):
+        at, numbers = part[i]
+        if at >= stop:
+            break
+        if (mine := numbers[max(0, start - at) : stop - at]).numel():
+            found.append(Piece(max(0, at - start), mine))
+    return found
 
 
 class Copies(NamedTuple):
