@@ -103,7 +103,9 @@ def _objective(stats: Any, batch: PackedBatch) -> Loss:
     return Loss((stats.logprob + stats.entropy**2).sum(), batch.mask.sum())
 
 
-@pytest.mark.parametrize("layout", [Layout(), *LAYOUTS], ids=name_of)
+@pytest.mark.parametrize(
+    "layout", [Layout(), *(pytest.param(x, marks=[pytest.mark.soak] * (x == LAYOUTS[1])) for x in LAYOUTS)], ids=name_of
+)
 def test_a_replayed_pass_is_the_recorded_one(folder: Path, layout: Layout) -> None:
     for name in MODELS:
         path = str(path_of(folder, name, DEPTH))

@@ -101,7 +101,7 @@ def assert_same_run(resumed: Path, straight: Path) -> None:
 CASES = [
     ("sft", "", {}),
     ("grpo", "dp=2", {"trainer": {"async_save": False}}),
-    ("ppo", "tp=2", {}),
+    pytest.param(("ppo", "tp=2", {}), marks=pytest.mark.soak),
     ("ppo", "pp=2", {"model": {"dtype": "bfloat16", "save_dtype": "bfloat16"}}),
 ]
 LAYOUTS = ("", "dp=4", "tp=2,dp=2", "pp=2,dp=2", "cp=2,dp=2")

@@ -106,7 +106,7 @@ def apart() -> Iterator[Apart]:
     apart.end()
 
 
-@pytest.mark.parametrize(("damaged", "resume"), [(False, "step=1"), (True, "auto")])
+@pytest.mark.parametrize(("damaged", "resume"), [pytest.param(False, "step=1", marks=pytest.mark.soak), (True, "auto")])
 def test_every_death_while_a_directory_is_put_in_order(
     damaged: bool, resume: str, apart: Apart, tmp_path: Path
 ) -> None:

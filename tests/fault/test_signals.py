@@ -29,7 +29,7 @@ def trained(process: subprocess.Popen[str], path: Path, count: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are counted by /proc")
-@pytest.mark.parametrize(("layout", "save_every"), [("tp=1", 0), ("dp=2", 1000)])
+@pytest.mark.parametrize(("layout", "save_every"), [("tp=1", 0), pytest.param("dp=2", 1000, marks=pytest.mark.soak)])
 def test_sigterm(layout: str, save_every: int, model: Path, tmp_path: Path) -> None:
     flags = ["--layout", layout]
     process = rl_run(model, tmp_path, *flags, grader=REWARD, answer=str(tmp_path), save_every=save_every)

@@ -207,6 +207,7 @@ def half(folder: Path, layout: Layout, name: str) -> Tensor:
     return engine.score(sights(name)).logprob
 
 
+@pytest.mark.soak
 def test_bfloat16_is_as_near_as_that_of_transformers(seen: dict[str, Path]) -> None:
     """Mean distance of log-probs from the float32 reference, over all families."""
     ours, theirs = [], []

@@ -1,12 +1,14 @@
 """What NVIDIA GPUs do differently from the reference: packed flash attention, grouped products, fp32 logits."""
 
+import importlib
 import inspect
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from dovetail.kernels import reference
 from dovetail.kernels.reference import Spans
@@ -14,8 +16,6 @@ from dovetail.kernels.reference import Spans
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_MULTIPLE, FLASH_LONGEST = 8, 256  # of head dims that flash attention takes
 GROUPED_MULTIPLE = 8  # bf16 numbers in 16 bytes
-# torch 2.11 shares KV heads without being asked; later ones ask for a flag that it does not know.
-_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
@@ -28,7 +28,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
         return reference.attention(q, k, v, q_spans, k_spans, window)
     narrow = v.shape[-1]
     left = -1 if window is None or window >= k_spans.longest else window - 1
-    out = varlen_attn(
+    out = _packed()(
         q,
         k,
         v if narrow == head_dim else reference.as_wide_as(k, v),
@@ -37,10 +37,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
         q_spans.longest,
         k_spans.longest,
         window_size=(left, 0),
-        **_GQA,
     )
     assert isinstance(out, Tensor)
     return out[..., :narrow]
+
+
+@cache
+def _packed() -> Callable[..., Any]:
+    """torch's, which shares KV heads. Its module brings torch's compiler along, which takes longer to import than all of ours."""
+    found: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    # torch 2.11 shares KV heads without being asked; later ones ask for a flag that it does not know.
+    return partial(found, enable_gqa=True) if "enable_gqa" in inspect.signature(found).parameters else found
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
