@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ra
 
 ONCE: tuple[Phase, ...] = ("init", "load")
 OFTEN: dict[str, Any] = {"save_every": 3, "eval_every": 2}
-IN_SHORT: tuple[tuple[str, Phase, int], ...] = (("rank", "update", 15), ("all", "rollout", 15))
-LOADING = (("rank", "load", 15), ("command", "load", 15))  # test_signals stops the command, too
+IN_SHORT: tuple[tuple[str, Phase, int], ...] = (("rank", "update", 15),)
+MORE = (("all", "rollout", 15), ("rank", "load", 15), ("command", "load", 15))  # test_signals stops the command, too
 PHASES: tuple[Phase, ...] = (
     "init",
     "load",
@@ -51,7 +51,7 @@ def receivers(process: subprocess.Popen[str], target: str, rank: int) -> list[in
 
 @pytest.mark.parametrize(
     ("target", "phase", "number"),
-    [*IN_SHORT, *(pytest.param(*case, marks=pytest.mark.soak) for case in [*LOADING, *AT_LENGTH])],
+    [*IN_SHORT, *(pytest.param(*case, marks=pytest.mark.soak) for case in [*MORE, *AT_LENGTH])],
 )
 def test_a_stop_at_any_moment_is_clean(target: str, phase: Phase, number: int, model: Path, tmp_path: Path) -> None:
     draw = random.Random(f"{target}{phase}{tmp_path.name}")

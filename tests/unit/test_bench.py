@@ -81,6 +81,7 @@ def test_moments_of_a_7b_take_a_second_from_the_host() -> None:
     assert apart - tied == pytest.approx(8 * 151936 * 2048 / 50e9)
 
 
+@pytest.mark.soak
 def test_a_rank_that_fails_or_is_late_ends_all(tmp_path: Path) -> None:
     """The standard library's timeit stands for a benchmark: rank 0 fails, or all sleep."""
     sleep = ["-n1", "-r1", "import time; time.sleep(300)"]
