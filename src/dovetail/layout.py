@@ -53,7 +53,8 @@ class Layout:
                 degrees[name] = YES_NO[value.lower()]
                 continue
             if name not in DEGREES or not equals:
-                raise LayoutError(f"layout {text!r}: {item!r} is not one of {', '.join(d + '=N' for d in DEGREES)}")
+                known = ", ".join((*(f"{degree}=N" for degree in DEGREES), "copy_engines=false"))
+                raise LayoutError(f"layout {text!r}: {item!r} is not one of {known}")
             if not value.isdecimal() or int(value) < 1:
                 raise LayoutError(f"layout {text!r}: {name} must be a whole number of 1 or more, not {value!r}")
             degrees[name] = int(value)
