@@ -11,7 +11,7 @@
     all_reduce          identity         partial in, whole out; consumers compute the same thing
 
 Those of heads work on dims 0 and 1, the others on dim 0, and each is the identity on an axis of size 1, so callers never
-test sizes. What has no gradient (`begin_gather` and its like, `gather_mirrored`, `sum_over`, `stack_over`, `exchange`,
+test sizes. What has no gradient (`begin_gather` and its like, `gather_mirrored`, `sum_over`, `stack_over`,
 `gather_text`, `stack_numbers` and `all_reduce_`) is for statistics, for agreeing on errors and counts, for gradients
 themselves, and for those who have their own (`crossing`).
 
@@ -19,7 +19,7 @@ All that have gradients run in the order in which they were begun, on the group'
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.mesh import Axis
-from dovetail.peers import rows_of
+from dovetail.peers import Piece, rows_of
 
 # torch 2.13 renames the two flat collectives and warns about the names that 2.11 has.
 _FLAT_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -54,6 +54,10 @@ class Pending:
             self.work.wait()
             self.work = self.source = None
         return self.result
+
+
+def nothing() -> None:
+    """What goes on beside a collective that has nothing beside it."""
 
 
 def begin_gather(x: Tensor, axis: Axis) -> Pending:
@@ -98,11 +102,56 @@ def _scatter_sum(x: Tensor, axis: Axis) -> Tensor:
     return begin_scatter(x, axis).take()
 
 
-def _exchange(x: Tensor, axis: Axis) -> Tensor:
-    """The i-th of `size` equal blocks of dim 0 goes to rank i; what comes lies in rank order."""
+def begin_sum_in_order(parts: Tensor, axis: Axis, add: Callable[..., Tensor]) -> Pending:
+    """Begin to add up what the ranks have for this one, in rank order and rounded once: of parts [size, ...], by rank, which
+    is what this one has -> [...]. Without a gradient. add: `kernels.reference.sum_in_order`.
+    """
+    parts = parts.contiguous()
+    if axis.size == 1:
+        return Pending(parts[0])
+    out = parts.new_empty(parts.shape[1:])
+    if axis.peers is not None:
+        flat, rows = out.view(-1), parts.view(axis.size, -1)
+        most = axis.peers.memory.slot_bytes // (axis.size * out.itemsize)
+        if axis.peers.takes(flat[:most], axis.size):
+            pieces = zip(flat.split(most), rows.split(most, dim=1), strict=True)
+            begun = [axis.peers.scatter(to, [[Piece(0, row)] for row in some]) for to, some in pieces]
+            return Pending(out, Works(begun), parts)
+    return Pending(out, _Adding(begin_exchange(parts, axis), add, out))
+
+
+class Works:
+    """Several, as one."""
+
+    def __init__(self, each: Sequence[Work]) -> None:
+        self.each = each
+
+    def wait(self) -> None:
+        for work in self.each:
+            work.wait()
+
+
+class _Adding:
+    """An exchange, and the sum of what comes."""
+
+    def __init__(self, coming: Pending, add: Callable[..., Tensor], out: Tensor) -> None:
+        self.coming, self.add, self.out = coming, add, out
+
+    def wait(self) -> None:
+        self.add(self.coming.take(), out=self.out)
+
+
+def begin_exchange(x: Tensor, axis: Axis) -> Pending:
+    """Begin to send the i-th of `size` equal blocks of dim 0 to rank i; what comes lies in rank order. Without a gradient."""
     x = x.contiguous()
+    if axis.size == 1:
+        return Pending(x)
     out = torch.empty_like(x)
-    return Pending(out, dist.all_to_all_single(out, x, group=axis.group, async_op=True), x).take()
+    return Pending(out, dist.all_to_all_single(out, x, group=axis.group, async_op=True), x)
+
+
+def _exchange(x: Tensor, axis: Axis) -> Tensor:
+    return begin_exchange(x, axis).take()
 
 
 class _AllGather(torch.autograd.Function):
@@ -148,13 +197,14 @@ class _GatherInOrder(torch.autograd.Function):
     """forward: all_gather on dim 0. backward: all_to_all, then the sum of what came, in rank order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, add: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, add: Callable[..., Tensor]) -> Tensor:
         ctx.axis, ctx.add = axis, add
         return _gather(x, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.add(_exchange(grads[0], ctx.axis).unflatten(0, (ctx.axis.size, -1))), None, None
+        parts = grads[0].unflatten(0, (ctx.axis.size, -1))
+        return begin_sum_in_order(parts, ctx.axis, ctx.add).take(), None, None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -173,34 +223,38 @@ class _TokensToHeads(torch.autograd.Function):
     """forward: all_to_all, [n, H, C] -> [n * size, H / size, C]. backward: the inverse all_to_all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+    def forward(ctx: Any, x: Tensor, axis: Axis, during: Callable[[], None]) -> Tensor:
+        ctx.axis, ctx.during = axis, during
         return _to_heads(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(grads[0], ctx.axis), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _to_tokens(grads[0], ctx.axis, ctx.during), None, None
 
 
 class _HeadsToTokens(torch.autograd.Function):
     """forward: all_to_all, [n * size, h, C] -> [n, h * size, C]. backward: the inverse all_to_all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+    def forward(ctx: Any, x: Tensor, axis: Axis, during: Callable[[], None]) -> Tensor:
+        ctx.axis, ctx.during = axis, during
         return _to_tokens(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grads[0], ctx.axis), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _to_heads(grads[0], ctx.axis, ctx.during), None, None
 
 
-def _to_heads(x: Tensor, axis: Axis) -> Tensor:
-    return _exchange(x.unflatten(1, (axis.size, -1)).movedim(1, 0).flatten(0, 1), axis)
+def _to_heads(x: Tensor, axis: Axis, during: Callable[[], None] = nothing) -> Tensor:
+    begun = begin_exchange(x.unflatten(1, (axis.size, -1)).movedim(1, 0).flatten(0, 1), axis)
+    during()
+    return begun.take()
 
 
-def _to_tokens(x: Tensor, axis: Axis) -> Tensor:
-    return _exchange(x, axis).unflatten(0, (axis.size, -1)).movedim(0, 1).flatten(1, 2)
+def _to_tokens(x: Tensor, axis: Axis, during: Callable[[], None] = nothing) -> Tensor:
+    begun = begin_exchange(x, axis)
+    during()
+    return begun.take().unflatten(0, (axis.size, -1)).movedim(0, 1).flatten(1, 2)
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -218,37 +272,49 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _ReduceScatter.apply(x, axis)
 
 
-def gather_in_order(x: Tensor, axis: Axis, add: Callable[[Tensor], Tensor]) -> Tensor:
+def gather_in_order(x: Tensor, axis: Axis, add: Callable[..., Tensor]) -> Tensor:
     """As `all_gather`, with gradients that do not depend on how a reduction is scheduled.
 
-    add: [size, ...] -> [...], the sum in rank order.
+    add: `kernels.reference.sum_in_order`.
     """
     return x if axis.size == 1 else _GatherInOrder.apply(x, axis, add)
 
 
-def gather_mirrored(x: Tensor, axis: Axis) -> Tensor:
+def gather_mirrored(x: Tensor, axis: Axis) -> tuple[Tensor, Callable[[], None]]:
     """Concatenate the first halves of the shards [2 n, ...] of dim 0 in rank order, and then the second ones from the last
-    rank to the first: [2 n * size, ...], without a gradient. Two collectives; while the first halves come, which lie as
-    they should, the second ones are turned round.
+    rank to the first: [2 n * size, ...], without a gradient. Two collectives.
+
+    The first half of the result is there. What is returned with it has to be called before anything reads the second one.
     """
     if axis.size == 1:
-        return x
+        return x, nothing
     first, second = x.contiguous().chunk(2)
     out = x.new_empty((len(x) * axis.size, *x.shape[1:]))
+    if axis.peers is not None and axis.peers.takes(first):
+        places = out.data.chunk(2 * axis.size)  # they change later, and who has kept the first half finds it unchanged
+        begun = axis.peers.gather(places[: axis.size], first)
+        rest = axis.peers.gather(places[: axis.size - 1 : -1], second)
+        begun.wait()
+        return out, rest.wait
+    # NCCL would not begin the second one before attention to the first half ends: the second one first, and turned round
+    # while the first halves come, which lie as they should
     half, late = len(out) // 2, begin_gather(second, axis)
     early = Pending(out, _FLAT_GATHER(out[:half], first, group=axis.group, async_op=True), first)
     torch.cat(late.take().chunk(axis.size)[::-1], out=out[half:])
-    return early.take()
+    return early.take(), nothing
 
 
-def tokens_to_heads(x: Tensor, axis: Axis) -> Tensor:
-    """Trade heads for tokens: [n, H, C] -> [n * size, H / size, C], tokens in rank order."""
-    return x if axis.size == 1 else _TokensToHeads.apply(x, axis)
+def tokens_to_heads(x: Tensor, axis: Axis, during: Callable[[], None] = nothing) -> Tensor:
+    """Trade heads for tokens: [n, H, C] -> [n * size, H / size, C], tokens in rank order.
+
+    during: what goes on beside the collective of the backward pass.
+    """
+    return x if axis.size == 1 else _TokensToHeads.apply(x, axis, during)
 
 
-def heads_to_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """Trade tokens for heads: [n * size, h, C] -> [n, h * size, C], heads in rank order."""
-    return x if axis.size == 1 else _HeadsToTokens.apply(x, axis)
+def heads_to_tokens(x: Tensor, axis: Axis, during: Callable[[], None] = nothing) -> Tensor:
+    """Trade tokens for heads: [n * size, h, C] -> [n, h * size, C], heads in rank order. As `tokens_to_heads`."""
+    return x if axis.size == 1 else _HeadsToTokens.apply(x, axis, during)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -268,11 +334,6 @@ def sum_over(x: Tensor, axis: Axis) -> Tensor:
 def stack_over(x: Tensor, axis: Axis) -> Tensor:
     """Every rank's `x`, in rank order: [...] -> [size, ...], without a gradient."""
     return x[None] if axis.size == 1 else _gather(x.detach()[None], axis)
-
-
-def exchange(x: Tensor, axis: Axis) -> Tensor:
-    """The i-th of `size` equal blocks of dim 0 goes to rank i; what comes lies in rank order. Without a gradient."""
-    return x if axis.size == 1 else _exchange(x, axis)
 
 
 class OnTheWay:

@@ -73,7 +73,8 @@ class Links:
 class Mesh:
     """The axes of one model.
 
-    `rings` are other ways between the ranks of some axes, where there are any: one for tp, one for each of `USES` of FSDP2's.
+    `rings` are other ways between the ranks of some axes, where there are any: one for tp, one for cp where all of it gathers
+    keys, one for each of `USES` of FSDP2's.
     `copies[n]` are the groups of n neighboring tp ranks that hold the same KV heads; `context[u]` is cp as u (Ulysses)
     x cp / u (gather); which n and u a model takes follows from its heads.
     """
@@ -167,11 +168,16 @@ class Mesh:
             assert group is not None
             fsdp[name] = DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
         links = _links(pp_lines, me, device, ring=layout.virtual_stages > 1)
-        used = {"tp": axes["tp"], **{f"{name} {use}": axes[name] for name in fsdp for use in USES}}
+        used = {
+            "tp": axes["tp"],
+            **({"cp": context[1].gather} if layout.cp_mode == "gather" else {}),
+            **{f"{name} {use}": axes[name] for name in fsdp for use in USES},
+        }
         if layout.ep == 1:
             used = {name: axis for name, axis in used.items() if not name.startswith("expert")}
         rings = reach(axes["world"], used)
         axes["tp"] = replace(axes["tp"], peers=rings.get("tp"))
+        context[1] = context[1]._replace(gather=replace(context[1].gather, peers=rings.get("cp")))
         return cls(layout, device, axes, copies, fsdp, context, links, rings)
 
 

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -21,6 +22,8 @@ from torch.distributed import _symmetric_memory
 
 from dovetail import symmetric
 from dovetail.build import engine
+from dovetail.comm import begin_sum_in_order, gather_mirrored
+from dovetail.kernels import reference
 from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
 from dovetail.mesh import USES, Axis
@@ -118,6 +121,32 @@ def test_each_gives_what_it_should(ranks: int, tmp_path: Path) -> None:
     run(ranks, each_gives_what_it_should, tmp_path)
 
 
+def keys_come_and_gradients_return(folder: Path) -> None:
+    """As by the group, bit for bit: the first half of the keys before the second, and sums of more than a slot holds."""
+    torch.set_num_threads(1)
+    axis, draw = axis_of(folder), torch.Generator().manual_seed(dist.get_rank())
+    assert axis.peers is not None
+    plain = replace(axis, peers=None)
+    for chunk in (1, 7, 64, 300):
+        x = torch.randn(2 * chunk, 4, 5, generator=draw).to(torch.bfloat16)
+        (found, arrive), (expected, _) = gather_mirrored(x, axis), gather_mirrored(x, plain)
+        half = len(found) // 2
+        assert torch.equal(found[:half], expected[:half]), f"first half, {chunk}"
+        arrive()
+        assert torch.equal(found, expected), f"second half, {chunk}"
+    for tokens in (3, 500, 6000):
+        parts = torch.randn(axis.size, 2, tokens, 8, generator=draw).to(torch.bfloat16)
+        begun, before = begin_sum_in_order(parts, axis, reference.sum_in_order), axis.peers.begun
+        assert torch.equal(begun.take(), begin_sum_in_order(parts, plain, reference.sum_in_order).take()), tokens
+        assert axis.peers.begun == before
+    assert before > 2 * 4 + 3 + SLOTS, "a sum takes more collectives than a ring has slots"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_keys_come_and_their_gradients_return(ranks: int, tmp_path: Path) -> None:
+    run(ranks, keys_come_and_gradients_return, tmp_path)
+
+
 def test_what_is_left_to_the_group() -> None:
     memory = mock.Mock(device=torch.device("cuda"), slot_bytes=1 << 20)
     peers = Peers(0, 2, memory, KernelSet(), 1 << 10)
@@ -137,6 +166,7 @@ MODELS = (
     ),
     (Layout(dp=4, ep=2), Case("qwen2_moe", "ragged", "ppo", 2, recompute="full"), {*FSDP, *EXPERTS}),
     (Layout(dp=3), Case("qwen2_tied", "ragged", "value", 2), {*FSDP}),
+    (Layout(cp=2, cp_mode="gather"), Case("qwen3_window", "ragged", "grpo", 2), {"cp", *FSDP}),
     pytest.param(
         *(Layout(tp=2, dp=2, ep=2), Case("deepseek_v3", "few", "sft", 1, in_turns=True), {"tp", *FSDP}),
         marks=pytest.mark.soak,

@@ -1,23 +1,32 @@
 """Attention cut over cp against all tokens on one rank: values and every gradient, for documents of any length, and bits."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from dovetail import comm
 from dovetail.batch import PackedBatch
-from dovetail.comm import gather_in_order, gather_mirrored
+from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.comm import Pending, gather_in_order, gather_mirrored
+from dovetail.gradients import add_product
 from dovetail.kernels import reference
 from dovetail.kernels.reference import sum_in_order
 from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
 from dovetail.mesh import Axis, Mesh
 from dovetail.micro import Share
+from dovetail.nn.beside import Beside
 from dovetail.nn.context import PackedAttention, SharedAttention, cut_chunks
 from dovetail.nn.sharing import share_keys
+from tests.distributed.matrix import LOSSES, SHALLOW, path_of, random_batch, write_models
 from tests.harness import run
 from tests.nccl_rules import kept
+from tests.probe import PROBE
 from tests.tolerances import SUM_ORDER, assert_close
 from tests.unit.test_sharing import poisoned
 
@@ -55,12 +64,12 @@ def compare(layout: Layout, ulysses: int) -> None:
     for lengths, window, values in cases():
         q, k, v, up = drawn(torch.float64, values)
         whole = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-        expected = PackedAttention(spans(lengths), KernelSet()).attend(*whole, window)
+        expected = PackedAttention(spans(lengths), KernelSet()).attend(*whole, window, Beside())
         wanted = torch.autograd.grad(expected, whole, up)
         own = q.detach()[mine].requires_grad_(), k.detach()[mine].requires_grad_(), v.detach()[mine].requires_grad_()
         shared = SharedAttention(cut_chunks(lengths, share, CPU), mesh.context[ulysses], KernelSet())
         with poisoned(), kept():
-            actual = shared.attend(*own, window)
+            actual = shared.attend(*own, window, Beside())
             found = torch.autograd.grad(actual, own, up[mine])
         what = f"{layout}, {lengths}, window {window}"
         assert_close(actual, expected[mine], SUM_ORDER, what)
@@ -92,7 +101,7 @@ def bits(dtype: torch.dtype) -> None:
         q, k, v, _ = drawn(dtype)
         own = k[mine].requires_grad_(), v[mine].requires_grad_()
         draw = torch.Generator().manual_seed(share.rank)
-        made = [share_keys(*own, stretches, axis, sum_in_order), plainly(*own, stretches, axis)]
+        made = [list(share_keys(*own, stretches, axis, sum_in_order)), plainly(*own, stretches, axis)]
         up = [torch.randn(x.shape, generator=draw).to(dtype) for pair in made[0] for x in pair]
         grads = []
         for pairs in made:
@@ -103,8 +112,58 @@ def bits(dtype: torch.dtype) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)), (dtype, lengths)
         assert torch.equal(made[0][0][0], k[stretches[0]]) and torch.equal(made[0][1][1], v[stretches[1]])
         with kept() as rules:
-            assert torch.equal(gather_mirrored(q[mine], axis), q)
+            everything, arrive = gather_mirrored(q[mine], axis)
+            assert torch.equal(everything[: len(q) // 2], q[: len(q) // 2])
+            arrive()
+            assert torch.equal(everything, q)
         assert sum(rules.seen.values()) == 2
+
+
+def beside_collectives(folder: str, layout: Layout) -> list[int]:
+    """How many weight gradients were computed beside each exchange of one backward pass, in its order."""
+    open_now, found = list[int](), list[int]()
+    begin = comm.begin_exchange
+
+    class Noted(Pending):
+        def take(self) -> Tensor:
+            if self.work is not None:
+                found.append(open_now.pop())
+            return super().take()
+
+    def begun(x: Tensor, axis: Axis) -> Pending:
+        open_now.append(0)
+        made = begin(x, axis)
+        return Noted(made.result, made.work, made.source)
+
+    def added(*given: Any) -> None:
+        open_now[:] = [n + 1 for n in open_now]
+        add_product(*given)
+
+    options = EngineOptions(optim=PROBE)
+    engine = from_pretrained(folder, layout=layout, dtype=torch.float64, device="cpu", options=options)
+    batch = random_batch((TOKENS,), "sft", torch.float64)
+    engine.train_step(batch, LOSSES["sft"])  # the first one makes the optimizer
+    with mock.patch.object(comm, "begin_exchange", begun), mock.patch("dovetail.nn.linear.add_product", added):
+        engine.train_step(batch, LOSSES["sft"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "forward", "backward"),
+    [
+        (Layout(cp=2, cp_mode="gather"), 0, [2]),
+        (Layout(cp=2, cp_mode="ulysses"), 2, [1, 1]),
+        (Layout(cp=4, cp_mode="product"), 2, [1, 1, 0]),
+    ],
+    ids=lambda value: str(value.cp_mode) if isinstance(value, Layout) else "",
+)
+def test_weight_gradients_lie_under_exchanges(
+    layout: Layout, forward: int, backward: list[int], tmp_path: Path
+) -> None:
+    """Of attention's output and of the MLP's, both behind attention: what has to wait for other ranks has them meanwhile."""
+    write_models(tmp_path, ["llama"], SHALLOW)
+    for found in run(layout.num_ranks, beside_collectives, path_of(tmp_path, "llama", SHALLOW), layout):
+        assert found == [0] * forward * SHALLOW + backward * SHALLOW
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -93,9 +93,9 @@ def covered(folder: Path, layout: Layout, *, in_turns: bool) -> dict[str, tuple[
     def noting(cls: type, method: str, what: str) -> Any:
         original = getattr(cls, method)
 
-        def noted(self: Any, *given: Any) -> Any:
+        def noted(self: Any, *given: Any, **named: Any) -> Any:
             events.append((what, id(self)))
-            return original(self, *given)
+            return original(self, *given, **named)
 
         return mock.patch.object(cls, method, noted)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from dovetail.kernels.reference import add_weight_grad_
 from dovetail.kernels.registry import KernelSet, gated_products, kernels_for
 from dovetail.layout import Layout
 from dovetail.mesh import Axis, Mesh
+from dovetail.nn.beside import Beside
 from dovetail.nn.mlp import GatedMLP
 from dovetail.nn.recompute import Recompute
 from dovetail.nn.tiling import Tiled
+from dovetail.nn.turns import straight
 from dovetail.rollout.native import NativeSampler
 from tests.parity.configs import tiny_configs
 from tests.tolerances import SUM_ORDER, assert_all_close
@@ -118,6 +121,17 @@ def test_weight_gradients_that_wait_come_later_in_their_order() -> None:
             counts.append([len(dy) for dy, _, _ in layer.waiting])
             layer.add_weight_gradient()
     assert counts[::2] == counts[1::2] == [[8, 1, 13], [1, 13], [13]]
+    found |= {name: p.grad for name, p in gating.named_parameters() if p.grad is not None}
+    assert_all_close(found, played(plain, plain), SUM_ORDER)
+
+
+def test_downs_weight_gradient_may_come_beside_something_else() -> None:
+    plain, gating, beside = make(KernelSet()), make(everywhere()), Beside()
+    beside.awaited = True
+    run = mock.Mock(side_effect=lambda x: straight(gating.turns(x, beside)))
+    found = played(run, gating)
+    assert [name for name in found if "weight" in name] == ["gate_up_proj.weight"]
+    beside.rest()
     found |= {name: p.grad for name, p in gating.named_parameters() if p.grad is not None}
     assert_all_close(found, played(plain, plain), SUM_ORDER)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from dovetail.gradients import Adder, add_to, spend_on
 from dovetail.kernels.reference import add_weight_grad_
 from dovetail.mesh import Mesh
+from dovetail.nn import linear
+from dovetail.nn.beside import Beside
 from dovetail.nn.embedding import VocabEmbedding
 from dovetail.nn.linear import ColumnLinear, Linear, RowLinear, TokenLinear
 from dovetail.nn.tiling import Tiled
+from dovetail.nn.turns import straight
 from tests.tolerances import EXACT, OP_BF16, OP_FP32, SUM_ORDER, assert_close, tensor_error
 from tests.unit.test_tiling import make, tokens
 
@@ -113,6 +117,45 @@ def test_those_that_wait_come_later_in_their_order(frozen: bool) -> None:
     if waiting.weight.grad is not None:
         found["weight"] = waiting.weight.grad
     assert_same(found, played(expected, plainly))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_put_off_comes_beside_something_else(frozen: bool) -> None:
+    """In its order, one and then the rest; at once where nobody waits for it; and later still where a schedule says so."""
+    expected, adding, beside = layer("row"), layer("row"), Beside()
+    adding.adds = add_weight_grad_
+    for made in (expected, adding):
+        made.weight.requires_grad_(not frozen)
+    assert isinstance(adding, RowLinear)
+
+    def run(made: nn.Module, x: Tensor) -> Any:
+        assert isinstance(made, RowLinear)
+        return straight(made.turns(x, beside))
+
+    wanted = played(expected, plainly)
+    assert_same(played(adding, run), wanted)
+    adding.zero_grad()
+    beside.awaited, seen = True, []
+    with mock.patch.object(linear, "add_product", lambda _weight, dy, *_: seen.append(len(dy))):
+        assert "weight" not in played(adding, run)
+        assert not seen
+        beside.one()
+        assert seen == ([] if frozen else [7]), "the latest micro-batch has the first backward pass"
+        beside.rest()
+        assert seen == ([] if frozen else [7, 6, 5])
+        adding.waits = True
+        played(adding, run)
+        beside.rest()
+    assert len(adding.waiting) == (0 if frozen else MICROS)
+    adding.waits = False
+    adding.waiting.clear()
+    adding.zero_grad()
+    found = played(adding, run)
+    with torch.no_grad():
+        beside.rest()
+    if adding.weight.grad is not None:
+        found["weight"] = adding.weight.grad
+    assert_same(found, wanted)
 
 
 def test_nothing_is_kept_where_nothing_learns() -> None:

@@ -92,7 +92,7 @@ class EngineOptions:
 DEFAULTS = EngineOptions()
 FAR_LARGER = 8
 HEADS = ("lm", "value")
-ACTIVATIONS = 1 << 27  # bytes of a slot for tp: of 16384 tokens of width 4096 in half precision
+ACTIVATIONS = 1 << 27  # bytes of a slot for tp and cp: of 16384 tokens of width 4096 in half precision
 PIECE = 1 << 26  # bytes of a slot for FSDP2, which goes piece by piece
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # that an engine computes in
 
@@ -138,7 +138,7 @@ def make_mesh(layout: Layout | None, device: torch.device, *, engine: bool = Tru
     layout = (layout or Layout(dp=None)).resolve(num_ranks())
 
     def reach(world: Axis, axes: Mapping[str, Axis]) -> Mapping[str, Peers]:
-        sizes = {name: ACTIVATIONS if name == "tp" else PIECE for name in axes}
+        sizes = {name: ACTIVATIONS if name in ("tp", "cp") else PIECE for name in axes}
         return rings(world, axes, sizes, device, kernels_for(device)) if engine and layout.copy_engines else {}
 
     return Mesh.build(layout, device, reach)

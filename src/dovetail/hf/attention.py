@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from dovetail.errors import ModelError
+from dovetail.nn.beside import Beside
 from dovetail.nn.context import BatchAttention
 
 NAME = "dovetail"
@@ -48,7 +49,7 @@ def attention(
     width = q.shape[-1]
     if scaling is not None and scaling != width**-0.5:
         q = q * (scaling * width**0.5)
-    return context.attend(q, k, v, options.get("sliding_window"))[None], None
+    return context.attend(q, k, v, options.get("sliding_window"), Beside())[None], None
 
 
 def no_mask(*_: object, **__: object) -> None:

@@ -10,7 +10,7 @@ A line's queries are two chunks of the batch. A chunk's keys are one contiguous 
 that its first token belongs to up to its own end, so each is one call of packed, bottom-right causal attention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from dovetail.kernels.reference import Spans, as_wide_as
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import ContextAxes, Mesh
 from dovetail.micro import MicroBatch, Share
+from dovetail.nn.beside import Beside
 from dovetail.nn.rope import rope_tables
 from dovetail.nn.sharing import share_keys
 from dovetail.routing import Routes
@@ -37,7 +38,14 @@ class PackedAttention:
     spans: Spans
     kernels: KernelSet
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        _beside: Beside,
+    ) -> Tensor:
         """q [T, H, C], k [T, G, C], v [T, G, Cv] -> [T, H, Cv]."""
         return self.kernels.attention(q, k, v, self.spans, self.spans, window)
 
@@ -61,23 +69,29 @@ class SharedAttention:
     axes: ContextAxes
     kernels: KernelSet
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """q [t, H, C], k [t, G, C], v [t, G, Cv] -> [t, H, Cv]. Keys and values travel as one."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, beside: Beside) -> Tensor:
+        """q [t, H, C], k [t, G, C], v [t, G, Cv] -> [t, H, Cv]. Keys and values travel as one.
+
+        Of what the backward pass has beside its collectives, the last of them takes all that is left.
+        """
+        beside.awaited = beside.awaited or k.requires_grad
         narrow, v = v.shape[-1], as_wide_as(k, v)
-        q, k, v = self._all_tokens(q, k, v)
+        q, k, v = self._all_tokens(q, k, v, beside)
         rows: Sequence[Tensor] = (q,)
-        seen = [(k, v)]
+        seen: Iterable[tuple[Tensor, Tensor]] = ((k, v),)
         if self.axes.gather.size > 1:
             rows = q.split([chunk.queries.stop - chunk.queries.start for chunk in self.chunks])
             keys = [chunk.keys for chunk in self.chunks]
-            seen = share_keys(k, v, keys, self.axes.gather, self.kernels.sum_in_order)
+            last = self.axes.ulysses.size == 1
+            during = beside.rest if last else beside.one
+            seen = share_keys(k, v, keys, self.axes.gather, self.kernels.sum_in_order, during)
         out = [
             self.kernels.attention(queries, *found, chunk.q_spans, chunk.k_spans, window)
             for queries, found, chunk in zip(rows, seen, self.chunks, strict=True)
         ]
-        return heads_to_tokens(out[0] if len(out) == 1 else torch.cat(out), self.axes.ulysses)[..., :narrow]
+        return heads_to_tokens(out[0] if len(out) == 1 else torch.cat(out), self.axes.ulysses, beside.one)[..., :narrow]
 
-    def _all_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    def _all_tokens(self, q: Tensor, k: Tensor, v: Tensor, beside: Beside) -> tuple[Tensor, ...]:
         """Some heads of all tokens of the Ulysses group, in one exchange. Too few KV heads are repeated."""
         size = self.axes.ulysses.size
         if size == 1:
@@ -86,7 +100,8 @@ class SharedAttention:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         parts = [x.unflatten(1, (size, -1)) for x in (q, k, v)]
         heads = [part.shape[2] for part in parts]
-        return tokens_to_heads(torch.cat(parts, dim=2).flatten(1, 2), self.axes.ulysses).split(heads, dim=1)
+        everything = torch.cat(parts, dim=2).flatten(1, 2)
+        return tokens_to_heads(everything, self.axes.ulysses, beside.rest).split(heads, dim=1)
 
 
 BatchAttention = PackedAttention | SharedAttention
@@ -101,8 +116,8 @@ class BatchContext:
     attention: BatchAttention
     routes: Routes
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        return self.attention.attend(q, k, v, window)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, beside: Beside) -> Tensor:
+        return self.attention.attend(q, k, v, window, beside)
 
 
 def context_of(micro: MicroBatch, rope: RopeSpec, dtype: torch.dtype, mesh: Mesh, kernels: KernelSet) -> BatchContext:

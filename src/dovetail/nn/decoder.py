@@ -16,6 +16,7 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
 from dovetail.micro import MicroBatch
 from dovetail.nn.attention import Attention, Context
+from dovetail.nn.beside import Beside
 from dovetail.nn.context import context_of
 from dovetail.nn.embedding import VocabEmbedding
 from dovetail.nn.heads import LMHead, ValueHead, shared
@@ -62,10 +63,11 @@ class Block(nn.Module):
         """[t, D] -> [t, D], as a generator."""
         first, second = (self.get_submodule(name) for name in self.norm_names)
         assert isinstance(first, RMSNorm) and isinstance(second, RMSNorm)
+        beside = Beside()
         x, part = first.beside(x)
-        part = yield from self.self_attn.turns(part, context)
+        part = yield from self.self_attn.turns(part, context, beside)
         x, part = second.beside(x, part)
-        mlp = self.mlp.turns(part, context.routes) if isinstance(self.mlp, MoE) else self.mlp.turns(part)
+        mlp = self.mlp.turns(part, context.routes) if isinstance(self.mlp, MoE) else self.mlp.turns(part, beside)
         return x + (yield from mlp)
 
 

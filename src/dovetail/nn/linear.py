@@ -12,6 +12,7 @@ All backwards also give dw = dy.T x, at once or, where a pipeline schedule wants
 """
 
 from collections import deque
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from dovetail.crossing import Crossing, arrive, gathering, leave
 from dovetail.gradients import Adder, AddProduct, add_product
 from dovetail.kernels.reference import wide
 from dovetail.mesh import Mesh
+from dovetail.nn.beside import Beside
 from dovetail.nn.turns import Turns, pause, scattered, straight
 from dovetail.placement import Part, Placement, Split
 
@@ -41,11 +43,13 @@ class Linear(Adder):
         self.waits = False
         self.waiting: deque[tuple[Tensor, Tensor, AddProduct]] = deque()  # dy [T, out], x [T, in], and what adds
 
-    def product(self, x: Tensor, bias: Tensor | None, crossing: Crossing | None = None) -> Tensor:
-        """x w.T + bias, where x is what arrives by the crossing."""
+    def product(
+        self, x: Tensor, bias: Tensor | None, crossing: Crossing | None = None, beside: Beside | None = None
+    ) -> Tensor:
+        """x w.T + bias, where x is what arrives by the crossing. dw may be computed beside something else."""
         if self.adds is None or not torch.is_grad_enabled():
             return F.linear(arrive(x, crossing), self.weight, bias)
-        y: Tensor = _Product.apply(x, self.weight, bias, self, crossing)
+        y: Tensor = _Product.apply(x, self.weight, bias, self, crossing, beside)
         return y
 
     def add_weight_gradient(self) -> None:
@@ -54,12 +58,16 @@ class Linear(Adder):
             with torch.no_grad():
                 add_product(self.weight, *self.waiting.popleft())
 
-    def add_or_wait(self, dy: Tensor, x: Tensor, adds: AddProduct | None = None) -> None:
-        """dy.T x, summed into `weight.grad` by `adds`, default: the layer's; while the layer waits, later."""
+    def add_or_wait(self, dy: Tensor, x: Tensor, adds: AddProduct | None = None, beside: Beside | None = None) -> None:
+        """dy.T x, summed into `weight.grad` by `adds`, default: the layer's; while the layer waits, later; otherwise beside
+        a collective that is awaited, if there is one.
+        """
         adds = adds or self.adds
         assert adds is not None
         if self.waits:
             self.waiting.append((dy, x, adds))
+        elif beside is not None and beside.awaited:
+            beside.put_off(partial(add_product, self.weight, dy, x, adds))
         else:
             add_product(self.weight, dy, x, adds)
 
@@ -74,22 +82,28 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, crossing: Crossing | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: Linear,
+        crossing: Crossing | None,
+        beside: Beside | None,
     ) -> Tensor:
-        ctx.layer, ctx.crossing, ctx.shape = layer, crossing, x.shape
+        ctx.layer, ctx.crossing, ctx.beside, ctx.shape = layer, crossing, beside, x.shape
         x = x if crossing is None else crossing.take()
         ctx.save_for_backward(x if weight.requires_grad else None)
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
         dy, (x,), layer = grads[0], ctx.saved_tensors, ctx.layer
         for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
         dx = sent_back(dy @ layer.weight, ctx.crossing, ctx.shape) if for_x else None
         if for_weight:
-            layer.add_or_wait(dy, x)
+            layer.add_or_wait(dy, x, beside=ctx.beside)
         db = dy.sum(0, dtype=wide(dy.dtype)) if for_bias else None
-        return dx, None, db, None, None
+        return dx, None, db, None, None, None
 
 
 def sent_back(dx: Tensor, crossing: Crossing | None, shape: torch.Size) -> Tensor:
@@ -148,9 +162,9 @@ class RowLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         return straight(self.turns(x))
 
-    def turns(self, x: Tensor) -> Turns[Tensor]:
-        """The same: sums are scattered during other work, if there is any."""
-        y = yield from scattered(self.product(x, None), self.axis)
+    def turns(self, x: Tensor, beside: Beside | None = None) -> Turns[Tensor]:
+        """The same: sums are scattered during other work, if there is any, and dw may be computed beside some."""
+        y = yield from scattered(self.product(x, None, beside=beside), self.axis)
         return y if self.bias is None else y + self.bias
 
 

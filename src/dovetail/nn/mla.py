@@ -18,6 +18,7 @@ from dovetail.comm import all_gather
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
 from dovetail.nn.attention import Context
+from dovetail.nn.beside import Beside
 from dovetail.nn.linear import ColumnLinear, RowLinear, TokenLinear
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.turns import Turns
@@ -49,8 +50,8 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = ColumnLinear(latent.kv_rank, {"kv_b_proj": kv_heads}, mesh)
         self.o_proj = RowLinear(a.num_heads * latent.v_dim, spec.width, mesh, bias=a.o_bias)
 
-    def turns(self, x: Tensor, context: Context) -> Turns[Tensor]:
-        """[t, D] -> [t, D], as a generator."""
+    def turns(self, x: Tensor, context: Context, beside: Beside) -> Turns[Tensor]:
+        """As `Attention.turns`."""
         q_nope, q_rope = (yield from self._queries(x)).split((self.latent.nope_dim, self.latent.rope_dim), dim=-1)
         kv, k_rope = self.kv_a_proj_with_mqa(x).split((self.latent.kv_rank, self.latent.rope_dim), dim=-1)
         expanded = yield from self.kv_b_proj.turns(self.kv_a_layernorm(kv))
@@ -62,8 +63,8 @@ class LatentAttention(nn.Module):
         k = torch.cat((k_nope, k_rope), dim=-1)
         if missing := self.head_dim - self.latent.key_dim:
             q, k = F.pad(q, (0, missing)), F.pad(k, (0, missing))
-        mixed = context.attend(self.layer, q, k, v, self.window)
-        return (yield from self.o_proj.turns(mixed.flatten(1)))
+        mixed = context.attend(self.layer, q, k, v, self.window, beside)
+        return (yield from self.o_proj.turns(mixed.flatten(1), beside))
 
     def _queries(self, x: Tensor) -> Turns[Tensor]:
         if self.latent.q_rank is None:

@@ -10,6 +10,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.crossing import Crossing, arrive, gathering, leave
 from dovetail.kernels.registry import GatedProducts, KernelSet
 from dovetail.mesh import Mesh
+from dovetail.nn.beside import Beside
 from dovetail.nn.keeping import Kept, keep
 from dovetail.nn.linear import ColumnLinear, RowLinear, sent_back
 from dovetail.nn.turns import Turns, pause, scattered, straight
@@ -33,13 +34,13 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return straight(self.turns(x))
 
-    def turns(self, x: Tensor) -> Turns[Tensor]:
-        """The same, as a generator."""
+    def turns(self, x: Tensor, beside: Beside | None = None) -> Turns[Tensor]:
+        """The same, as a generator; down's weight gradient may be computed beside something else."""
         up, down, products = self.gate_up_proj, self.down_proj, self._gating(x)
         if products is None:
             both = yield from up.turns(x)
             yield from pause(up.axis)
-            return (yield from down.turns(self.kernels.swiglu(both)))
+            return (yield from down.turns(self.kernels.swiglu(both), beside))
         left = leave(x, crossing := gathering(up.axis))
         yield from pause(up.axis)
         if not torch.is_grad_enabled():
@@ -49,7 +50,7 @@ class GatedMLP(nn.Module):
         both, gated = _GateUp.apply(left, up.weight, up, products, crossing)
         both, kept = keep(both)
         yield from pause(up.axis)
-        return (yield from scattered(_Down.apply(both, gated, down.weight, kept, down, products), down.axis))
+        return (yield from scattered(_Down.apply(both, gated, down.weight, kept, down, products, beside), down.axis))
 
     def _gating(self, x: Tensor) -> GatedProducts | None:
         """The products that gate inside, where they do what this call asks for."""
@@ -97,18 +98,25 @@ class _Down(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, _both: Tensor, gated: Tensor, weight: Tensor, kept: Kept, layer: RowLinear, products: GatedProducts
+        ctx: Any,
+        _both: Tensor,
+        gated: Tensor,
+        weight: Tensor,
+        kept: Kept,
+        layer: RowLinear,
+        products: GatedProducts,
+        beside: Beside | None,
     ) -> Tensor:
-        ctx.kept, ctx.layer, ctx.products = kept, layer, products
+        ctx.kept, ctx.layer, ctx.products, ctx.beside = kept, layer, products, beside
         return F.linear(gated, weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         dz, layer = grads[0].contiguous(), ctx.layer
         d_both, gated, _ = ctx.products.gated_gradient(dz, layer.weight, ctx.kept.take())
         if ctx.needs_input_grad[2]:
-            layer.add_or_wait(dz, gated, ctx.products.add_weight_grad_)
-        return d_both, None, None, None, None, None
+            layer.add_or_wait(dz, gated, ctx.products.add_weight_grad_, ctx.beside)
+        return d_both, None, None, None, None, None, None
 
 
 class XIELU(nn.Module):
@@ -148,11 +156,11 @@ class PlainMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return straight(self.turns(x))
 
-    def turns(self, x: Tensor) -> Turns[Tensor]:
-        """The same, as a generator."""
+    def turns(self, x: Tensor, beside: Beside | None = None) -> Turns[Tensor]:
+        """As `GatedMLP.turns`."""
         y = yield from self.up_proj.turns(x)
         yield from pause(self.up_proj.axis)
-        return (yield from self.down_proj.turns(self.act_fn(y)))
+        return (yield from self.down_proj.turns(self.act_fn(y), beside))
 
 
 def make_mlp(spec: ArchSpec, mesh: Mesh, kernels: KernelSet) -> GatedMLP | PlainMLP:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec, MoeSpec
-from dovetail.comm import OnTheWay, all_gather, begin_all_to_all, exchange, stack_over
+from dovetail.comm import OnTheWay, all_gather, begin_all_to_all, begin_exchange, stack_over
 from dovetail.crossing import Crossing, arrive, gathering, leave
 from dovetail.gradients import Adder
 from dovetail.kernels.registry import KernelSet
@@ -105,7 +105,7 @@ class Experts(Adder):
             return kernels.mixture(kernels, x, chosen, weights, gate_up, down)
         here = len(gate_up)
         ranks, counts = destinations(chosen // here, ep.size)
-        coming = exchange(counts, ep)
+        coming = begin_exchange(counts, ep).take()
         numbers = OnTheWay(torch.stack((counts[:, 0], coming[:, 0], coming[:, 1])))
         room = ranks.numel()  # for a row of each; how many there are, the host learns while they are written
         rows, places, _ = kernels.permute(x, ranks, ep.size, room)

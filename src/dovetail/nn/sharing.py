@@ -9,27 +9,38 @@ of the keys and values of all T = 2 L c tokens. A rank then reads or writes, bes
                (1 + 1 / L) M      for the sum of what comes
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dovetail.comm import exchange, gather_mirrored
+from dovetail.comm import begin_sum_in_order, gather_mirrored, nothing
 from dovetail.mesh import Axis
 
 
 def share_keys(
-    k: Tensor, v: Tensor, stretches: Sequence[slice], axis: Axis, add: Callable[[Tensor], Tensor]
-) -> list[tuple[Tensor, Tensor]]:
+    k: Tensor,
+    v: Tensor,
+    stretches: Sequence[slice],
+    axis: Axis,
+    add: Callable[..., Tensor],
+    during: Callable[[], None] = nothing,
+) -> Iterator[tuple[Tensor, Tensor]]:
     """This line's k and v [t, G, C] -> the keys and the values of each stretch [n, G, C] of all lines' T tokens.
 
-    The results are views of one tensor, and nobody may write to them. Gradients are rounded to k's dtype on the rank whose
-    queries ask for them and then summed by `add`, [L, ...] -> [...], in rank order.
+    They come one by one, as far as they have arrived: those of the first half of all tokens before the second half has. They
+    are views of one tensor, and nobody may write to them. Gradients are rounded to k's dtype on the rank whose
+    queries ask for them and then summed by `add`, [L, ...] -> [...], in rank order. `during` goes on while they travel.
     """
-    found = _SharedKeys.apply(k, v, tuple(stretches), axis, add)
-    return list(zip(found[::2], found[1::2], strict=True))
+    *found, arrive = _SharedKeys.apply(k, v, tuple(stretches), axis, add, during)
+    half, arrived = len(k) * axis.size // 2, False
+    for stretch, key, value in zip(stretches, found[::2], found[1::2], strict=True):
+        if stretch.stop > half and not arrived:
+            arrive()
+            arrived = True
+        yield key, value
 
 
 class _SharedKeys(torch.autograd.Function):
@@ -37,17 +48,25 @@ class _SharedKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, k: Tensor, v: Tensor, stretches: tuple[slice, ...], axis: Axis, add: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, ...]:
-        ctx.stretches, ctx.axis, ctx.add, ctx.own = stretches, axis, add, len(k)
-        everything = gather_mirrored(torch.cat((k, v), dim=1), axis)
-        return tuple(x for stretch in stretches for x in everything[stretch].chunk(2, dim=1))
+        ctx: Any,
+        k: Tensor,
+        v: Tensor,
+        stretches: tuple[slice, ...],
+        axis: Axis,
+        add: Callable[..., Tensor],
+        during: Callable[[], None],
+    ) -> tuple[Any, ...]:
+        ctx.stretches, ctx.axis, ctx.add, ctx.during, ctx.own = stretches, axis, add, during, len(k)
+        everything, arrive = gather_mirrored(torch.cat((k, v), dim=1), axis)
+        return *(x for stretch in stretches for x in everything[stretch].chunk(2, dim=1)), arrive
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        parts = lay_down(grads, ctx.stretches, ctx.own, ctx.axis.size)
-        dk, dv = ctx.add(exchange(parts, ctx.axis))
-        return dk, dv, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        parts = lay_down(grads[:-1], ctx.stretches, ctx.own, ctx.axis.size)
+        begun = begin_sum_in_order(parts, ctx.axis, ctx.add)
+        ctx.during()
+        dk, dv = begun.take()
+        return dk, dv, None, None, None, None
 
 
 def lay_down(grads: Sequence[Tensor], stretches: Sequence[slice], own: int, lines: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dovetail.errors import ModelError
 from dovetail.kernels.reference import wide
+from dovetail.nn.beside import Beside
 from dovetail.nn.keeping import Kept, keep
 from dovetail.nn.linear import Linear
 from dovetail.nn.turns import Turns
@@ -30,8 +31,8 @@ class Tiled(nn.Module):
         for name, part in mlp.named_children():
             self.add_module(name, part)
 
-    def turns(self, x: Tensor) -> Turns[Tensor]:
-        """As of any MLP; tiles take no turns."""
+    def turns(self, x: Tensor, _beside: Beside | None = None) -> Turns[Tensor]:
+        """As of any MLP; tiles take no turns, and put nothing off."""
         yield from ()
         return self(x)
 

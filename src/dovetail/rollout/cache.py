@@ -11,6 +11,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
+from dovetail.nn.beside import Beside
 from dovetail.routing import Routes
 
 
@@ -65,7 +66,7 @@ class PrefillContext:
     offsets: Tensor
     routes: Routes
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, _beside: Beside) -> Tensor:
         self.cache.write(layer, self.pages, self.offsets, (k, v))
         return self.kernels.attention(q, k, v, self.spans, self.spans, window)
 
@@ -87,7 +88,7 @@ class DecodeContext:
     offsets: Tensor
     routes: Routes
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, _beside: Beside) -> Tensor:
         n = len(self.lengths)
         self.cache.write(layer, self.pages, self.offsets, (k[:n], v[:n]))
         out = self.kernels.decode_attention(q[:n], *self.cache.layer(layer), self.table, self.lengths, window)
