@@ -1,6 +1,7 @@
 # Every target works from a bare checkout: the environment is made on first use and kept until pyproject.toml changes.
 #   PYTHON=...  the interpreter to start from (3.11 or newer)
 #   JOBS=2       test files that run at a time; many start several processes of their own
+#   RANKS_PER_GPU=1  how many ranks of `make test-gpu` may share a GPU where there are too few of them
 #   TORCH=cpu   small CPU wheels of torch (about 200 MB); TORCH=default: what pip chooses (CUDA on Linux, about 3 GB)
 
 TORCH ?= default

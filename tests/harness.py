@@ -52,10 +52,17 @@ def run(
     """`fn(*args, **kwargs)` on ranks 0 .. world - 1 of a default process group; the results in rank order.
 
     `fn` must be importable by name, arguments and results must pickle; tensors come back detached, on the CPU.
-    device: "cuda" gives each rank a GPU of its own, and the group NCCL.
+    device: "cuda" gives each rank a GPU, of its own where there are enough, and the group NCCL.
     """
     job = (inspect.getmodule(fn).__name__, fn.__qualname__, args, kwargs)  # type: ignore[union-attr]  # never None
     return _POOL.call(world, job, timeout, device)
+
+
+def needs_gpus(ranks: int) -> None:
+    """Skip a test that `run` cannot run: each rank has a GPU, or RANKS_PER_GPU of them share one."""
+    found, sharing = torch.cuda.device_count(), int(os.environ.get("RANKS_PER_GPU", "1"))
+    if ranks > found * sharing:
+        pytest.skip(f"{ranks} ranks, {found} GPUs; RANKS_PER_GPU={-(-ranks // max(1, found))} lets them share")
 
 
 def distributed(world: int, *, timeout: float = TIMEOUT) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -276,7 +283,11 @@ def _process_group(rank: int, world: int, store: str, timeout: float, device: st
     limit = timedelta(seconds=timeout + 30)  # the parent's limit comes first
     bound = None
     if device != "cpu":
-        os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+        places = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+        if device == "cuda" and world > (gpus := torch.cuda.device_count()):
+            # NCCL lets ranks of several hosts share a GPU, for it does not notice; it then sends through sockets
+            places = {"LOCAL_RANK": rank % gpus, "LOCAL_WORLD_SIZE": gpus, "NCCL_HOSTID": rank}
+        os.environ |= {name: str(value) for name, value in places.items()}
         bound = pick_device(device)
     dist.init_process_group(BACKENDS[device], store=file, rank=rank, world_size=world, timeout=limit, device_id=bound)
     yield

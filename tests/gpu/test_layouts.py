@@ -23,7 +23,7 @@ from dovetail.optim.replicas import hash_bits
 from dovetail.weights.pretrained import Pretrained
 from tests.distributed.matrix import LOSSES, STEP, random_batch
 from tests.distributed.test_executor import check_all, every_schedule, random_plans
-from tests.harness import run
+from tests.harness import needs_gpus, run
 from tests.parity.configs import VOCAB
 from tests.tolerances import CURVE_FP32, HALF_SHARE, MODEL_FP32, STEP_BF16
 
@@ -159,15 +159,9 @@ def check(shown: list[Shown], one: Shown, exact: Shown, dtype: torch.dtype) -> N
             assert relative <= (MODEL_FP32 if i < 2 else CURVE_FP32), f"output {i}: {relative:.2e}"
 
 
-def needs(gpus: int) -> None:
-    found = torch.cuda.device_count()
-    if found < gpus:
-        pytest.skip(f"needs {gpus} GPUs, there are {found}")
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_every_plan_over_nccl(ranks: int) -> None:
-    needs(ranks)
+    needs_gpus(ranks)
     for plans in (every_schedule(ranks), random_plans(ranks)):
         run(ranks, check_all, ranks, plans, "cuda", device="cuda", timeout=TIMEOUT)
 
@@ -177,7 +171,7 @@ def test_every_plan_over_nccl(ranks: int) -> None:
 )
 def test_layout_equals_one_gpu(model: str, text: str, alone: dict[str, tuple[str, dict[torch.dtype, Shown]]]) -> None:
     ranks = layout_of(text).num_ranks
-    needs(ranks)
+    needs_gpus(ranks)
     folder, one = alone[model]
     shown = run(ranks, trained, folder, text, tuple(one), device="cuda", timeout=TIMEOUT)
     for dtype in one:
