@@ -2,10 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen3MoeConfig
 
@@ -143,6 +147,37 @@ def test_what_stays_whole_changes_no_gradient(folder: Path, layout: Layout) -> N
     for found in run(2, resident, folder / "experts", layout):
         assert len(found) == 3
         assert max(found.values()) <= SUM_ORDER
+
+
+def gathers(path: Path, layout: Layout, *, again: bool, tiles: int) -> tuple[int, int, int]:
+    """Groups of parameters, and how often a step of one micro-batch gathers one where parameters may stay, and where not."""
+    options = EngineOptions(optim=PROBE, recompute="selective" if again else "none", mlp_tile_tokens=tiles)
+    engine = from_pretrained(path, layout=layout, dtype=torch.float64, device="cpu", options=options)
+    assert isinstance(engine, NativeEngine)
+    groups, found, batch = (
+        sum(isinstance(part, FSDPModule) for part in engine.model.modules()),
+        [0, 0],
+        batch_of(torch.float64),
+    )
+    original = DefaultAllGather.__call__
+    for i, gathered in enumerate((True, False)):
+        engine.residency = Residency(gathered, True)
+
+        def counting(*given: Any, i: int = i, **named: Any) -> Any:
+            found[i] += 1
+            return original(*given, **named)
+
+        with mock.patch.object(DefaultAllGather, "__call__", counting):
+            engine.train_step(batch, objective)
+        assert all(isinstance(parameter, DTensor) for parameter in engine.model.parameters())
+    return groups, found[0], found[1]
+
+
+@pytest.mark.parametrize(("again", "tiles"), [(False, 0), (True, 0), (False, 16)])
+def test_one_micro_batch_gathers_once_where_blocks_spare_no_memory(folder: Path, again: bool, tiles: int) -> None:
+    for groups, may, may_not in run(2, gathers, folder / "tied", Layout(dp=2), again=again, tiles=tiles):
+        assert may_not > groups
+        assert may == (may_not if again or tiles else groups)
 
 
 @pytest.mark.parametrize(

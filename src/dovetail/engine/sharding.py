@@ -27,10 +27,10 @@ SHARE = 1 / 3  # of a device's memory, for what a step may keep whole to spare c
 
 @dataclass(frozen=True)
 class Residency:
-    """What stays whole between the micro-batches of a step, where there are several.
+    """What stays whole between the micro-batches of a step.
 
-    gathered: parameters, so that they are gathered once a step; else by every pass. summed: the sums of gradients, so
-    that they are reduced once a step; else after every micro-batch.
+    gathered: parameters, so that they are gathered once a step; else by every pass, and so also in a step of one micro-batch
+    whose blocks spare memory. summed: the sums of gradients, so that they are reduced once a step; else after every micro-batch.
     """
 
     gathered: bool

@@ -17,6 +17,7 @@ from dovetail.engine.sharding import Residency
 from dovetail.mesh import Mesh
 from dovetail.micro import MicroBatch
 from dovetail.nn.model import StagedModel
+from dovetail.nn.tiling import Tiled
 from dovetail.pipeline.schedule import Action
 
 Result = TypeVar("Result")
@@ -87,7 +88,8 @@ class Training(_Stages):
         self.loss, self.keep = loss, keep
         self.residency = residency or Residency.of(model, mesh, dtype)
         several = mesh["pp"].size > 1 or len(micros) > 1
-        self.stays = self.residency.gathered and several  # what is gathered, from one pass to the next
+        # what is gathered, from one pass to the next
+        self.stays = self.residency.gathered and (several or not _spares_memory(model))
         self._stay_gathered(True)
         self.alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # what each stage got and gave
         self.reduced = False
@@ -138,3 +140,8 @@ class Training(_Stages):
         model.set_is_last_backward(last)
         model.set_reshard_after_backward(last or not self.stays)
         self.reduced = last
+
+
+def _spares_memory(model: StagedModel) -> bool:
+    """Whether blocks forget between forward and backward what they could keep, because memory ends before time does."""
+    return model.recompute != "none" or any(isinstance(part, Tiled) for part in model.modules())

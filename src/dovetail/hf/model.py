@@ -90,7 +90,7 @@ class ForeignDecoder(StagedModel):
         tied = head == "lm" and own_head.weight is words.weight
         super().__init__(spec, mesh, Cut.whole(spec), tied=tied)
         self.logit_scale = logit_scale(whole, spec.width) if head == "lm" else 1.0
-        self.kernels, self.is_critic = kernels, head != "lm"
+        self.kernels, self.is_critic, self.recompute = kernels, head != "lm", recompute
         self.model: transformers.PreTrainedModel = base
         self.vision = Vision(base, mesh["cp"]) if is_sighted(base.config) else None
         if recompute != "none":

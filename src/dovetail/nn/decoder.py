@@ -126,7 +126,7 @@ class Decoder(StagedModel):
     ) -> None:
         tied = head == "lm" and spec.tie_embeddings
         super().__init__(spec, mesh, cut or Cut.whole(spec), tied=tied)
-        self.rope, self.kernels, self.is_critic = spec.rope, kernels, head != "lm"
+        self.rope, self.kernels, self.is_critic, self.recompute = spec.rope, kernels, head != "lm", recompute
         self.model = Trunk(spec, mesh, kernels, recompute, self.cut, tied=tied)
         if head == "lm" and (self.cut.last or (tied and self.cut.first)):
             self.lm_head = LMHead(spec.vocab_size, spec.width, mesh, kernels, tied=tied)

@@ -17,6 +17,7 @@ from dovetail.memory import ask_once
 from dovetail.mesh import Mesh
 from dovetail.nn.heads import LMHead, ValueHead
 from dovetail.nn.linear import Linear
+from dovetail.nn.recompute import Recompute
 from dovetail.routing import RoutingTrace
 
 # How a checkpoint has a layer's experts: see `weights.experts`.
@@ -45,6 +46,7 @@ class StagedModel(nn.Module):
 
     kernels: KernelSet
     is_critic: bool  # its head gives values
+    recompute: Recompute = "none"
 
     def __init__(self, spec: AnySpec, mesh: Mesh, cut: Cut, *, tied: bool) -> None:
         super().__init__()
