@@ -38,14 +38,7 @@ class PackedAttention:
     spans: Spans
     kernels: KernelSet
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None,
-        _beside: Beside,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, _beside: Beside) -> Tensor:
         """q [T, H, C], k [T, G, C], v [T, G, Cv] -> [T, H, Cv]."""
         return self.kernels.attention(q, k, v, self.spans, self.spans, window)
 
