@@ -18,9 +18,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("convert") / "bf16", dtype=torch.bfloat16, tie_word_embeddings=True)
 
 
-def test_through_two_ranks_of_our_own_and_back(source: Path, tmp_path: Path) -> None:
+def test_through_two_ranks_and_back(source: Path, tmp_path: Path) -> None:
     cut, back = tmp_path / "c\u00fct", tmp_path / "back"
-    assert program("convert", source, cut, "--to", "sharded", "--layout", "tp=2") == (0, "", "")
+    assert on_ranks(2, "convert", source, cut, "--to", "sharded", "--layout", "tp=2") == [(0, "", "")] * 2
     assert len(list(cut.glob("pieces-*"))) == 2
     ended = program("inspect", cut, "--verify", env={"PYTHONIOENCODING": "ascii"})  # of a terminal
     assert (ended.code, ended.err) == (0, "")

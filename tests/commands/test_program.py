@@ -123,7 +123,7 @@ def test_more_ranks_than_devices_are_refused_by_the_rank_that_speaks(monkeypatch
     assert "2 ranks on this machine need a cuda device each, there are 1; use fewer ranks a machine, or" in told
 
 
-@pytest.mark.parametrize("layout", ["tp=1", "tp=2"])
+@pytest.mark.parametrize("layout", [pytest.param("tp=1", marks=pytest.mark.soak), "tp=2"])
 def test_sigterm_ends_any_command_with_143_and_leaves_nothing(
     layout: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

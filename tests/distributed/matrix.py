@@ -42,8 +42,9 @@ from tests.tolerances import tensor_error, worst_error, worst_ratio
 
 DEPTH = 9  # no pp divides it
 SHALLOW = (
-    5  # layers for no more than two stages: every kind that a model has comes, windows come again, 2 divides it no more
+    5  # layers for up to four stages: every kind that a model has comes, windows come again, 2 and 4 divide it no more
 )
+FLAT = 2  # layers of a dense model for one stage: nobody deals them out, and either kind comes
 STEP = OptimSettings(lr=1e-3, betas=(0.0, 0.95), eps=1e-4, weight_decay=0.1, clip_norm=0.05)
 NO_CRITIC = "deepseek_v2"
 BALANCE = BalanceSettings(aux_coef=0.3, z_coef=0.1, bias_rate=0.01)  # of experts, where there are any
@@ -82,8 +83,10 @@ class Case:
 
     def on(self, layout: Layout) -> "Case":
         """The same with few layers, unless there are many stages, or a split of nine by hand."""
-        few = layout.pp * layout.virtual_stages <= 2 and layout.pp_split == "auto"
-        return replace(self, depth=SHALLOW) if few else self
+        stages = layout.pp * layout.virtual_stages
+        if stages > 4 or layout.pp_split != "auto":
+            return self
+        return replace(self, depth=FLAT if stages == 1 and self.model in models() else SHALLOW)
 
     @property
     def alone(self) -> "Case":

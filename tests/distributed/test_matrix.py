@@ -17,15 +17,14 @@ from dovetail.build.engine import check_layout
 from dovetail.errors import LayoutError
 from dovetail.layout import Layout
 from tests.distributed.matrix import (
-    DEPTH,
     LOSSES,
     RECIPES,
-    SHALLOW,
     Case,
     compare,
     layouts,
     models,
     name_of,
+    path_of,
     step_error,
     write_alone,
     write_models,
@@ -85,13 +84,14 @@ def marked(selected: tuple[Layout, tuple[Case, ...]]) -> Any:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("matrix")
-    for depth in (DEPTH, SHALLOW):
-        write_models(folder, models(), depth)
-    return folder
+    """Where models are written when a case first asks for them, and what one rank gives for it."""
+    return tmp_path_factory.mktemp("matrix")
 
 
 def check(folder: Path, layout: Layout, cases: tuple[Case, ...]) -> None:
+    for case in cases:
+        if not path_of(folder, case.model, case.depth).exists():
+            write_models(folder, [case.model], case.depth)
     alone = tuple(dict.fromkeys(case.alone for case in cases if not written(folder, case.alone)))
     run(1, write_alone, str(folder), alone)
     for rank, found in enumerate(run(layout.num_ranks, compare, str(folder), layout, cases)):
@@ -109,6 +109,7 @@ def test_equals_one_rank(folder: Path, layout: Layout, cases: tuple[Case, ...]) 
 
 def test_a_step_is_adamws_and_decays_matrices_alone(folder: Path) -> None:
     """What the comparison of layouts cannot see, since every layout would have it."""
+    write_models(folder, ["llama"])
     (error,) = run(1, step_error, str(folder), Case("llama", "few", "sft"))
     assert error <= SUM_ORDER
 

@@ -16,7 +16,6 @@ from dovetail.engine.routing import BalanceSettings
 from dovetail.layout import Layout
 from dovetail.rl.losses import SFTLoss, weight_fields
 from tests.distributed.matrix import (
-    DEPTH,
     LOSSES,
     NO_CRITIC,
     RECIPES,
@@ -67,10 +66,8 @@ def selection(layouts: tuple[Layout, ...], each: int) -> list[Any]:
 
 @pytest.fixture(scope="session")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("experts")
-    for depth in (DEPTH, SHALLOW):
-        write_models(folder, expert_models(), depth)
-    return folder
+    """Where `check` writes models."""
+    return tmp_path_factory.mktemp("experts")
 
 
 @pytest.mark.parametrize(("layout", "cases"), selection(QUICK, 1))
@@ -113,5 +110,6 @@ def slopes(path: str, aggregation: str) -> tuple[float, float]:
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
 def test_balance_terms_are_means_over_tokens_whatever_the_loss_counts(experts: Path, aggregation: str) -> None:
     for name in ("qwen3_moe", "deepseek_v3"):
+        write_models(experts, [name], SHALLOW)
         ((measured, foretold),) = run(1, slopes, str(path_of(experts, name, SHALLOW)), aggregation)
         assert foretold > 0 and measured == pytest.approx(foretold, rel=GRADCHECK * 10)

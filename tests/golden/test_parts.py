@@ -122,7 +122,7 @@ def test_a_step_may_leave_nothing_to_train(given: Any, sections: dict[str, Any],
 
 def test_rows_fit_the_micro_batches_of_every_model_or_are_refused_before_any_step(given: Any) -> None:
     """7 tokens fit the policy's 7; the critic's tp = 4 would pad them to 8."""
-    trainer = {"tokens_per_batch": 7}
+    trainer = {"tokens_per_batch": 7, "steps": 1, "prompts_per_step": 2}
     run(4, play, given("ppo", trainer=trainer, folder="fits"))
     with pytest.raises(RankFailed, match="4 tokens, but at most 1 fit"):
         run(4, play, given("ppo", trainer=trainer, critic={"layout": {"tp": 4}}, folder="refused"))

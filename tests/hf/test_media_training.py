@@ -37,10 +37,10 @@ def rl_rows(folder: Path) -> Path:
 
 
 def trained(folder: Path, model: Path, data: Path, layout: str, **sections: Any) -> list[dict[str, Any]]:
-    """The metrics of three steps on a layout."""
+    """The metrics of two steps on a layout."""
     folder.mkdir()
     (folder / "variety.py").write_text(REWARD)
-    sections = {"rollout": {"backend": "transformers", "temperature": 1.5}, "trainer": {"steps": 3}, **sections}
+    sections = {"rollout": {"backend": "transformers", "temperature": 1.5}, "trainer": {"steps": 2}, **sections}
     recipe = write_recipe(folder / "r.yaml", model, data, reward={"import": "variety:of_characters"}, **sections)
     world = {"dp=1": 1, "cp=2,dp=2": 4, "dp=2": 2}[layout]
     ended = on_ranks(world, "train", recipe, "--layout", layout)

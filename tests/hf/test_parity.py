@@ -21,7 +21,7 @@ from tests.tolerances import GRAD_RATIO_FP32, MODEL_FP32, max_abs, worst_error, 
 
 BUDGET = 80
 NOISY = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.5}
-LAYOUTS = ("dp=1", "cp=2,dp=2")
+FOUR = ("gemma3-lm", "qwen3-value")  # on four ranks: windows, and a critic
 
 
 def figures(
@@ -75,12 +75,18 @@ def check(found: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.soak) for name in ("cp=4", "cp=8"))]
+    "layout", ["dp=1", "cp=2", *(pytest.param(name, marks=pytest.mark.soak) for name in ("cp=2,dp=2", "cp=4", "cp=8"))]
 )
 def test_every_family_equals_transformers(references: dict[str, Path], layout: str) -> None:
     parsed = Layout.parse(layout)
     for folder in references.values():
         for found in run(parsed.num_ranks, figures, str(folder), parsed):
+            check(found)
+
+
+def test_ranks_to_a_sequence_and_replicas(references: dict[str, Path]) -> None:
+    for name in FOUR:
+        for found in run(4, figures, str(references[name]), Layout(cp=2, dp=2)):
             check(found)
 
 

@@ -17,7 +17,7 @@ from tests.hf.families import TEXT
 from tests.parity.configs import tiny_model
 from tests.tolerances import CURVE_FP32
 
-STEPS = 10
+STEPS = 6
 
 
 def curve(path: Path, engine: EngineName, layout: Layout, rate: float = 1e-3) -> Tensor:

@@ -4,13 +4,11 @@
 """
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 from tests.parity.configs import moe_configs
-from tests.parity.reference import write_reference
-from tests.parity.test_transformers import VALUES, check
+from tests.parity.test_transformers import VALUES, References, check
 
 QUICK = {
     "tp=1,dp=1": (*moe_configs(), VALUES + "qwen3_moe"),
@@ -18,6 +16,7 @@ QUICK = {
     "pp=2,cp=2,ep=2": ("qwen2_moe", "deepseek_v3_halves"),
     "cp=4,ep=4": ("mixtral_window", "deepseek_v2_greedy"),
 }
+ALL = (*moe_configs(), *(VALUES + name for name in ("qwen3_moe", "deepseek_v3")))
 PRODUCT = tuple(
     f"tp={tp},pp={pp},cp={cp},dp={dp},ep={ep}"
     for tp, pp, cp, dp, ep in product((1, 2), (1, 2), (1, 2), (1, 2, 4), (1, 2, 4))
@@ -26,21 +25,16 @@ PRODUCT = tuple(
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("experts")
-    names = [*moe_configs(), *(VALUES + name for name in ("qwen3_moe", "deepseek_v3"))]
-    return {
-        name: write_reference(name.removeprefix(VALUES), folder / name.replace(" ", "_"), values=VALUES in name)
-        for name in names
-    }
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("experts"))
 
 
 @pytest.mark.parametrize("layout", QUICK)
-def test_parity(references: dict[str, Path], layout: str) -> None:
+def test_parity(references: References, layout: str) -> None:
     check({name: references[name] for name in QUICK[layout]}, layout)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", PRODUCT)
-def test_parity_of_the_whole_product(references: dict[str, Path], layout: str) -> None:
-    check(references, layout)
+def test_parity_of_the_whole_product(references: References, layout: str) -> None:
+    check({name: references[name] for name in ALL}, layout)

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is public
 
 from dovetail import launch
+from tests.commands.program import here, refusal
 from tests.fault.processes import SECONDS, all_gone, waited
 
 START = """
@@ -91,7 +92,8 @@ def test_one_rank_runs_in_this_process_with_a_group(start: Start) -> None:
     assert ended(start("print(dist.get_world_size(), 'RANK' in os.environ)"))[:2] == (0, "1 False\n")
 
 
-@pytest.mark.parametrize("layout", ["tp=1", TWO])
+@pytest.mark.soak  # so do mistakes of real commands in commands/test_program.py
+@pytest.mark.parametrize("layout", ["tp=1", "tp=2"])
 def test_users_mistake_on_every_rank_is_told_once(start: Start, layout: str) -> None:
     code, out, err = ended(start("raise DataError('row 3 has no tokens')", "--layout", layout))
     assert (code, out, err) == (2, "", "dovetail: row 3 has no tokens")
@@ -203,11 +205,10 @@ def test_product_other_than_the_launchers_ranks_is_refused_by_rank_0_alone(start
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="a CUDA device is here")
-def test_missing_device_is_refused(start: Start) -> None:
-    code, _, err = ended(start("pass", "--device", "cuda"))
-    assert code == 2
-    assert "device 'cuda': torch" in err
-    assert "sees none here; use --device cpu or auto" in err
+def test_missing_device_is_refused() -> None:
+    told = refusal(here("score", "--model", "m", "--data", "d", "--out", "o", "--device", "cuda"))
+    assert "device 'cuda': torch" in told
+    assert "sees none here; use --device cpu or auto" in told
 
 
 @pytest.mark.parametrize("world", [1, 2])

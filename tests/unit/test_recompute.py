@@ -92,7 +92,7 @@ def test_what_the_host_has_no_room_for_stays(recompute: Recompute, micros: int) 
     model, whole = blocks.trunk(recompute), 0
     for share in (None, 0.0, 0.5, 1.0):
         host = model.host = Small(None if share is None else int(share * whole))
-        for _ in range(3):
+        for _ in range(2):
             before = host.stayed
             found, there = blocks.gradients(model, micros)
             assert worst_error(found, expected)[0] == EXACT
