@@ -62,7 +62,7 @@ def needs_gpus(ranks: int) -> None:
     """Skip a test that `run` cannot run: each rank has a GPU, or RANKS_PER_GPU of them share one."""
     found, sharing = torch.cuda.device_count(), int(os.environ.get("RANKS_PER_GPU", "1"))
     if ranks > found * sharing:
-        pytest.skip(f"{ranks} ranks, {found} GPUs; RANKS_PER_GPU={-(-ranks // max(1, found))} lets them share")
+        pytest.skip(f"{ranks} ranks, {found} GPUs, of which each takes {sharing} (RANKS_PER_GPU)")
 
 
 def distributed(world: int, *, timeout: float = TIMEOUT) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -15,10 +15,11 @@ test sizes. What has no gradient (`begin_gather` and its like, `gather_mirrored`
 `gather_text`, `stack_numbers` and `all_reduce_`) is for statistics, for agreeing on errors and counts, for gradients
 themselves, and for those who have their own (`crossing`).
 
-All that have gradients run in the order in which they were begun, on the group's own stream.
+All that have gradients run in the order in which they were begun, on the group's own stream, or a ring's (`peers`).
 """
 
 import json
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.mesh import Axis
-from dovetail.peers import Piece, rows_of
+from dovetail.peers import SLOTS, Peers, Piece, rows_of
 
 # torch 2.13 renames the two flat collectives and warns about the names that 2.11 has.
 _FLAT_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -114,20 +115,28 @@ def begin_sum_in_order(parts: Tensor, axis: Axis, add: Callable[..., Tensor]) ->
         flat, rows = out.view(-1), parts.view(axis.size, -1)
         most = axis.peers.memory.slot_bytes // (axis.size * out.itemsize)
         if axis.peers.takes(flat[:most], axis.size):
-            pieces = zip(flat.split(most), rows.split(most, dim=1), strict=True)
-            begun = [axis.peers.scatter(to, [[Piece(0, row)] for row in some]) for to, some in pieces]
-            return Pending(out, Works(begun), parts)
+            return Pending(out, _Pieces(axis.peers, flat.split(most), rows.split(most, dim=1)), parts)
     return Pending(out, _Adding(begin_exchange(parts, axis), add, out))
 
 
-class Works:
-    """Several, as one."""
+class _Pieces:
+    """A sum of more than a slot of a ring holds: as many pieces at once as it has room for, the others in the end."""
 
-    def __init__(self, each: Sequence[Work]) -> None:
-        self.each = each
+    def __init__(self, peers: Peers, to: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+        """to: dense parts of the result; rows [size, n] for each."""
+        self.peers, self.left = peers, deque(zip(to, rows, strict=True))
+        self.begun: list[Work] = []
+        while self.left and len(self.begun) < SLOTS - 1:
+            self._begin()
+
+    def _begin(self) -> None:
+        to, rows = self.left.popleft()
+        self.begun.append(self.peers.scatter(to, [[Piece(0, row)] for row in rows]))
 
     def wait(self) -> None:
-        for work in self.each:
+        while self.left:
+            self._begin()
+        for work in self.begun:
             work.wait()
 
 
@@ -148,10 +157,6 @@ def begin_exchange(x: Tensor, axis: Axis) -> Pending:
         return Pending(x)
     out = torch.empty_like(x)
     return Pending(out, dist.all_to_all_single(out, x, group=axis.group, async_op=True), x)
-
-
-def _exchange(x: Tensor, axis: Axis) -> Tensor:
-    return begin_exchange(x, axis).take()
 
 
 class _AllGather(torch.autograd.Function):
@@ -290,18 +295,33 @@ def gather_mirrored(x: Tensor, axis: Axis) -> tuple[Tensor, Callable[[], None]]:
         return x, nothing
     first, second = x.contiguous().chunk(2)
     out = x.new_empty((len(x) * axis.size, *x.shape[1:]))
-    if axis.peers is not None and axis.peers.takes(first):
-        places = out.data.chunk(2 * axis.size)  # they change later, and who has kept the first half finds it unchanged
-        begun = axis.peers.gather(places[: axis.size], first)
-        rest = axis.peers.gather(places[: axis.size - 1 : -1], second)
-        begun.wait()
-        return out, rest.wait
+    peers = axis.peers
+    if peers is not None and peers.takes(first.view(-1)[: (most := peers.memory.slot_bytes // x.itemsize)]):
+        # of `data`: attention saves views of the first half while the second is still being written, and autograd would take
+        # that for a change of what it saved
+        places = list(out.data.view(2 * axis.size, -1))
+        begun = _gathers(peers, places[: axis.size], first, most)
+        rest = _gathers(peers, places[: axis.size - 1 : -1], second, most)
+        begun()
+        return out, rest
     # NCCL would not begin the second one before attention to the first half ends: the second one first, and turned round
     # while the first halves come, which lie as they should
     half, late = len(out) // 2, begin_gather(second, axis)
     early = Pending(out, _FLAT_GATHER(out[:half], first, group=axis.group, async_op=True), first)
     torch.cat(late.take().chunk(axis.size)[::-1], out=out[half:])
     return early.take(), nothing
+
+
+def _gathers(peers: Peers, places: Sequence[Tensor], x: Tensor, most: int) -> Callable[[], None]:
+    """Begin to fill the flat places, one a rank, with dense x of all ranks, so many numbers at a time; what waits for them."""
+    parts = zip(x.view(-1).split(most), *(place.split(most) for place in places), strict=True)
+    begun = [peers.gather(to, part) for part, *to in parts]
+
+    def wait() -> None:
+        for work in begun:
+            work.wait()
+
+    return wait
 
 
 def tokens_to_heads(x: Tensor, axis: Axis, during: Callable[[], None] = nothing) -> Tensor:

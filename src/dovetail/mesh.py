@@ -73,8 +73,8 @@ class Links:
 class Mesh:
     """The axes of one model.
 
-    `rings` are other ways between the ranks of some axes, where there are any: one for tp, one for cp where all of it gathers
-    keys, one for each of `USES` of FSDP2's.
+    `rings` are other ways between the ranks of some axes, where there are any: one for tp, one for cp with cp_mode gather, one
+    for each of `USES` of FSDP2's.
     `copies[n]` are the groups of n neighboring tp ranks that hold the same KV heads; `context[u]` is cp as u (Ulysses)
     x cp / u (gather); which n and u a model takes follows from its heads.
     """

@@ -127,7 +127,7 @@ def keys_come_and_gradients_return(folder: Path) -> None:
     axis, draw = axis_of(folder), torch.Generator().manual_seed(dist.get_rank())
     assert axis.peers is not None
     plain = replace(axis, peers=None)
-    for chunk in (1, 7, 64, 300):
+    for chunk in (1, 7, 64, 300, 4000):
         x = torch.randn(2 * chunk, 4, 5, generator=draw).to(torch.bfloat16)
         (found, arrive), (expected, _) = gather_mirrored(x, axis), gather_mirrored(x, plain)
         half = len(found) // 2
@@ -136,10 +136,12 @@ def keys_come_and_gradients_return(folder: Path) -> None:
         assert torch.equal(found, expected), f"second half, {chunk}"
     for tokens in (3, 500, 6000):
         parts = torch.randn(axis.size, 2, tokens, 8, generator=draw).to(torch.bfloat16)
-        begun, before = begin_sum_in_order(parts, axis, reference.sum_in_order), axis.peers.begun
-        assert torch.equal(begun.take(), begin_sum_in_order(parts, plain, reference.sum_in_order).take()), tokens
-        assert axis.peers.begun == before
-    assert before > 2 * 4 + 3 + SLOTS, "a sum takes more collectives than a ring has slots"
+        before = axis.peers.begun
+        found = begin_sum_in_order(parts, axis, reference.sum_in_order).take()
+        assert torch.equal(found, begin_sum_in_order(parts, plain, reference.sum_in_order).take()), tokens
+        pieces = axis.peers.begun - before
+        assert pieces == -(-found.nbytes // (axis.peers.memory.slot_bytes // axis.size)), tokens
+    assert pieces > SLOTS, "more than a ring has room for"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -153,7 +153,7 @@ def beside_collectives(folder: str, layout: Layout) -> list[int]:
     [
         (Layout(cp=2, cp_mode="gather"), 0, [2]),
         (Layout(cp=2, cp_mode="ulysses"), 2, [1, 1]),
-        (Layout(cp=4, cp_mode="product"), 2, [1, 1, 0]),
+        (Layout(cp=4, cp_mode="product"), 2, [1, 0, 1]),
     ],
     ids=lambda value: str(value.cp_mode) if isinstance(value, Layout) else "",
 )

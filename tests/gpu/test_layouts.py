@@ -106,7 +106,12 @@ def trained(folder: str, text: str, dtypes: tuple[torch.dtype, ...], device: str
     mesh = make_mesh(layout, pick_device(device))
     for ring in mesh.rings.values():
         ring.least = 1  # whatever a ring is for goes by it, however small
-    return {dtype: _trained(Path(folder), mesh, dtype) for dtype in dtypes}
+    found = {dtype: _trained(Path(folder), mesh, dtype) for dtype in dtypes}
+    apart = layout.num_ranks <= torch.cuda.device_count()  # ranks that share a GPU have no rings, or some axes alone
+    cut = mesh["tp"].size > 1 or mesh["fsdp"].size > 1
+    assert not apart or bool(mesh.rings) == (cut and layout.copy_engines)
+    assert all(ring.begun for ring in mesh.rings.values()), "a ring that nothing goes by"
+    return found
 
 
 def _trained(folder: Path, mesh: Mesh, dtype: torch.dtype) -> Shown:

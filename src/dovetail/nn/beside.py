@@ -12,8 +12,8 @@ from collections.abc import Callable
 class Beside:
     """What a block has put off in one backward pass, and does beside the collectives of that pass.
 
-    A layer puts something off if `awaited`: a collective before it, in the order of the forward pass, has said so then, because
-    it will come, and will do what is left.
+    `awaited` is set in the forward pass, by whoever calls `rest` in the backward pass; where it is not, layers compute their
+    weight gradients at once.
     """
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dovetail.arch.spec import RopeSpec
 from dovetail.batch import carried, cumulative
-from dovetail.comm import heads_to_tokens, tokens_to_heads
+from dovetail.comm import heads_to_tokens, nothing, tokens_to_heads
 from dovetail.kernels.reference import Spans, as_wide_as
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import ContextAxes, Mesh
@@ -65,9 +65,9 @@ class SharedAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None, beside: Beside) -> Tensor:
         """q [t, H, C], k [t, G, C], v [t, G, Cv] -> [t, H, Cv]. Keys and values travel as one.
 
-        Of what the backward pass has beside its collectives, the last of them takes all that is left.
+        Of what the backward pass has beside its exchanges, the first takes one, and the last all that is left.
         """
-        beside.awaited = beside.awaited or k.requires_grad
+        beside.awaited = k.requires_grad
         narrow, v = v.shape[-1], as_wide_as(k, v)
         q, k, v = self._all_tokens(q, k, v, beside)
         rows: Sequence[Tensor] = (q,)
@@ -75,8 +75,8 @@ class SharedAttention:
         if self.axes.gather.size > 1:
             rows = q.split([chunk.queries.stop - chunk.queries.start for chunk in self.chunks])
             keys = [chunk.keys for chunk in self.chunks]
-            last = self.axes.ulysses.size == 1
-            during = beside.rest if last else beside.one
+            # where heads are exchanged too, theirs is the last exchange of the backward pass, and a larger one
+            during = beside.rest if self.axes.ulysses.size == 1 else nothing
             seen = share_keys(k, v, keys, self.axes.gather, self.kernels.sum_in_order, during)
         out = [
             self.kernels.attention(queries, *found, chunk.q_spans, chunk.k_spans, window)

@@ -63,11 +63,11 @@ class Block(nn.Module):
         """[t, D] -> [t, D], as a generator."""
         first, second = (self.get_submodule(name) for name in self.norm_names)
         assert isinstance(first, RMSNorm) and isinstance(second, RMSNorm)
-        beside = Beside()
+        later = Beside()
         x, part = first.beside(x)
-        part = yield from self.self_attn.turns(part, context, beside)
+        part = yield from self.self_attn.turns(part, context, later)
         x, part = second.beside(x, part)
-        mlp = self.mlp.turns(part, context.routes) if isinstance(self.mlp, MoE) else self.mlp.turns(part, beside)
+        mlp = self.mlp.turns(part, context.routes) if isinstance(self.mlp, MoE) else self.mlp.turns(part, later)
         return x + (yield from mlp)
 
 

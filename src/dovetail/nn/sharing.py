@@ -4,7 +4,7 @@ A line holds two chunks of c tokens: of L lines the i-th holds the i-th of 2 L c
 of the keys and values of all T = 2 L c tokens. A rank then reads or writes, beside attention and what the network brings:
 
     forward    2 M / L            for the join of its own keys and values
-               M                  for the later half turned round, while the earlier half still comes
+               M                  for the later half turned round, while the earlier half still comes (copy engines: M / L)
     backward   (2 + 1 / (2 L)) M  for the gradients of both stretches of keys of one document, laid down as they leave
                (1 + 1 / L) M      for the sum of what comes
 """
