@@ -28,7 +28,7 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
 from dovetail.mesh import USES, Axis
 from dovetail.peers import SLOTS, Peers
-from tests.distributed.matrix import SHALLOW, Case, Figures, compare, write_alone, write_models
+from tests.distributed.matrix import Case, Figures, compare, write_alone, write_models
 from tests.harness import run
 from tests.peer_collectives import any_order
 from tests.tolerances import EXACT, OP_FP32, SUM_ORDER
@@ -196,12 +196,11 @@ def whole_model(folder: Path, slots: Path, layout: Layout, case: Case) -> tuple[
 
 @pytest.mark.parametrize(("layout", "case", "expected"), MODELS, ids=map(str, range(len(MODELS))))
 def test_whole_models_equal_one_rank(layout: Layout, case: Case, expected: set[str], tmp_path: Path) -> None:
-    case = replace(case, depth=SHALLOW)
-    write_models(tmp_path, [case.model], SHALLOW)
+    write_models(tmp_path, [case.model])
     run(1, write_alone, str(tmp_path), (case.alone,))
     for figures, begun in run(layout.num_ranks, whole_model, tmp_path, tmp_path / "slots", layout, case):
         assert figures.worst <= SUM_ORDER and figures.stray == EXACT, figures
-        assert set(begun) == expected and min(begun.values()) > 2, begun
+        assert set(begun) == expected and min(begun.values()) > 5, begun
 
 
 def one_rank_has_no_room() -> None:

@@ -17,7 +17,7 @@ from dovetail.kernels import block_triton, moe_triton, qkv_triton, reference
 from tests.tolerances import OP_FP16, OP_FP32, tensor_error
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-FEW = 6  # tokens, about, that stand for many
+FEW = 12  # tokens, about, that stand for many
 SEEN = 292  # errors of each dtype
 Op = Callable[..., Any]
 Case = tuple[str, Op, Op, list[Tensor], list[Any]]  # name, ours, the reference, what is differentiated, the rest
@@ -126,8 +126,8 @@ def _constant(op: Op, *, turn: bool = False) -> Op:
 
 def experts(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
     """The sort with more copies than one of its programs takes; what has a program for every token, with some of them."""
-    assert moe_triton.SORTED < 34 * 4, "or nobody sees one block of the sort follow another"
-    for tokens, copies, count, width in ((1, 1, 1, 3), (34, 4, 9, 16), (5, 3, 300, moe_triton.PIECE + 2)):
+    assert moe_triton.SORTED < 50 * 4, "or nobody sees one block of the sort follow another"
+    for tokens, copies, count, width in ((1, 1, 1, 3), (50, 4, 9, 16), (5, 3, 300, moe_triton.PIECE + 2)):
         chosen = torch.rand(tokens, count, generator=draw).topk(copies).indices
         chosen[: tokens // 3] = torch.arange(copies)  # uneven: many to the first ones, which leaves some without any
         yield from sorts(draw, dtype, chosen, count, width)
