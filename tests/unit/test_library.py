@@ -182,6 +182,19 @@ def test_engines_say_which_head_they_have(folder: Path) -> None:
             getattr(made(folder, head="value"), call)(batch)
 
 
+@pytest.mark.parametrize(("master", "dtype"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_results_have_the_wide_dtype_of_the_computation(
+    folder: Path, head: str, master: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Whatever the weights are held in, and whether they are gathered."""
+    batch, options = dt.PackedBatch.pack(ROWS), dt.EngineOptions(master_dtype=master, fresh_head_seed=0)
+    engine = made(folder, options, head, dtype)
+    for _ in range(2):
+        found = engine.values(batch) if head == "value" else engine.score(batch).logprob
+        assert found.dtype == dtype
+
+
 def test_dtypes_may_be_named(folder: Path) -> None:
     assert made(folder, dtype="bfloat16").dtype == torch.bfloat16
     for wrong in ("half", torch.float16, torch.int64):

@@ -353,7 +353,8 @@ class NativeEngine:
 
     @property
     def _wide(self) -> torch.dtype:
-        return wide(next(self.model.parameters()).dtype)
+        """The dtype of statistics and values. Not by the parameters': while they are gathered, it is another."""
+        return wide(self.dtype)
 
 
 def _micros_of(pairs: Placed) -> OnDemand[MicroBatch]:
