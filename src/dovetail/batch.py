@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -287,7 +288,7 @@ def _kind(x: object) -> str:
 
 
 def _shifted(values: float | Seq[float], n: int, name: str, index: int) -> list[float]:
-    if isinstance(values, (int, float)):
+    if isinstance(values, (int, float, Real)) or (isinstance(values, Tensor) and not values.dim()):
         return [float(values)] * n
     if len(values) != n:
         raise DataError(f"sequence {index} has {n} tokens but {len(values)} entries in field {name!r}")

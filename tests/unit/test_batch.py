@@ -1,7 +1,9 @@
 """Packing, padding, compaction and planning: properties over many random batches."""
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -117,6 +119,11 @@ def test_selecting_is_packing_again(lengths: list[int], data: st.DataObject) -> 
 def test_rows_that_do_not_fit_are_named(row: Sequence, message: str) -> None:
     with pytest.raises(DataError, match=message):
         PackedBatch.pack([Sequence([1, 2, 3], fields={"a": 1.0}), row])
+
+
+@pytest.mark.parametrize("number", [3, 3.0, np.float32(3), np.int64(3), torch.tensor(3.0)])
+def test_a_number_as_a_field_may_be_of_any_library(number: Any) -> None:
+    assert PackedBatch.pack([Sequence([1, 2], fields={"a": number})]).fields["a"].tolist() == [3.0, 3.0]
 
 
 def test_media_travel_with_their_sequences() -> None:
