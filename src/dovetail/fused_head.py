@@ -169,11 +169,11 @@ class _GradientsInHand(torch.autograd.Function):
 
 
 def _sum_of(losses: list[Loss]) -> Loss:
-    """The loss of all parts together: sums of sums. The parts have the same metrics."""
+    """The loss of all parts together: sums of sums, a metric's of the parts that have it."""
     totals, counts, metrics = zip(*losses, strict=True)
     summed = {}
-    for name in metrics[0]:
-        parts = zip(*(each[name] for each in metrics), strict=True)
+    for name in dict.fromkeys(name for each in metrics for name in each):
+        parts = zip(*(each[name] for each in metrics if name in each), strict=True)
         summed[name] = Sum(*(torch.stack(part).sum(0) for part in parts))
     return Loss(torch.stack(totals).sum(0), torch.stack(counts).sum(0), summed)
 

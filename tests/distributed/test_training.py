@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dovetail.batch import Loss, PackedBatch
+from dovetail.batch import Loss, PackedBatch, Sum
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.errors import ConfigError
 from dovetail.layout import Layout
@@ -164,6 +164,29 @@ def unlearned(path: Path, layout: Layout) -> None:
 def test_a_batch_without_counted_tokens_is_no_step(folder: Path) -> None:
     for layout in (Layout(), Layout(tp=2, dp=2)):
         run(layout.num_ranks, unlearned, folder / "llama", layout)
+
+
+def named_by_tokens(stats: TokenStats, batch: PackedBatch) -> Loss:
+    """Of a likelihood, with a metric for targets of each kind that there is."""
+    even = batch.targets % 2 == 0
+    kinds = {"even": even, "odd": ~even}
+    metrics = {name: Sum(stats.logprob[kind].sum(), kind.sum()) for name, kind in kinds.items() if kind.any()}
+    return Loss(-stats.logprob.sum(), batch.mask.sum(), metrics)
+
+
+def told_metrics(path: Path, layout: Layout) -> dict[str, float]:
+    """Of a step in which a replica has no even targets, another no odd ones."""
+    batch = PackedBatch.pack([[1, 2, 4, 6, 8, 10], [2, 1, 3, 5]], dtype=torch.float64)
+    return dict(made(path, layout).train_step(batch, named_by_tokens).metrics)
+
+
+def test_a_metric_counts_where_a_loss_has_it(folder: Path) -> None:
+    """On replicas with others, or with none; and the other ranks of a pipeline are told."""
+    (expected,) = run(1, told_metrics, folder / "llama", Layout())
+    assert expected.keys() == {"even", "odd"}
+    for layout in (Layout(dp=2), Layout(dp=4), Layout(pp=2, dp=2)):
+        for found in run(layout.num_ranks, told_metrics, folder / "llama", layout):
+            assert found == pytest.approx(expected, rel=SUM_ORDER)
 
 
 class Watching:

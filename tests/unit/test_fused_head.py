@@ -182,3 +182,21 @@ def test_half_precision_weights_sum_their_gradient_in_float32() -> None:
     assert seen == {torch.float32}
     assert weight.grad is not None
     assert_close(weight.grad[0].to(torch.float32), torch.full((WIDTH,), -n * 0.5 * (1 - 1 / VOCAB)), OP_BF16)
+
+
+class Named(Tokenwise):
+    """Tokenwise, with a metric for each target that there is."""
+
+    def __call__(self, stats: TokenStats, batch: PackedBatch) -> Loss:
+        ones = torch.ones_like(stats.logprob)
+        metrics = {str(y): Sum(stats.logprob[batch.targets == y].sum(), ones.sum()) for y in batch.targets.tolist()}
+        return super().__call__(stats, batch)._replace(metrics=metrics)
+
+
+def test_chunks_may_have_different_metrics() -> None:
+    x, shard, batch = made(head_chunk=1)
+    found = fused_loss(x, shard, batch, Named())
+    whole = fused_loss(*made(head_chunk=99), Named())
+    assert found.metrics.keys() == whole.metrics.keys()
+    for name, expected in whole.metrics.items():
+        assert_close(found.metrics[name].total, expected.total, SUM_ORDER)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +18,7 @@ from dovetail.batch import Loss, LossFn, PackedBatch, carried, start_reading
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.training import export_training, load_training
 from dovetail.checkpoint.writer import save_sharded
-from dovetail.comm import gather_text, stack_over, sum_over
+from dovetail.comm import gather_text, stack_numbers, stack_over, sum_over
 from dovetail.dealing import middle, plan_microbatches
 from dovetail.engine.base import StepReport
 from dovetail.engine.checks import Checked, check_same
@@ -157,6 +158,7 @@ class NativeEngine:
         layout, costs = self.mesh.layout, stage_costs(self.model.spec, self.mesh.layout)
         execute(make_plan(layout.schedule, layout.pp, layout.virtual_stages, len(micros), costs), stages, self.mesh)
         stages.finish()
+        self._name_alike(sums)
         rows = self._reduce_sums(sums)
         losses = [*sums[""]] if sums else []  # and what they counted
         everywhere = stack_over(rows[:1, 1].sum(), self.mesh["pp"])[-1]  # the loss's count: its name comes first
@@ -337,6 +339,17 @@ class NativeEngine:
     def _complete(self, mine: Tensor, batch: PackedBatch) -> Tensor:
         """Everybody's tokens, on every rank and on the batch's device."""
         return sum_over(sum_over(mine, self.mesh["fsdp"]), self.mesh["pp"]).to(batch.tokens.device)
+
+    def _name_alike(self, sums: Sums) -> None:
+        """Have zeros under the names that other replicas have metrics of: a loss may have none of what its tokens lack.
+        Collective: a number, between hosts.
+        """
+        mine, world, device = json.dumps(sorted(sums)), self.mesh["world"], self.mesh.device
+        seen = stack_numbers([zlib.crc32(mine.encode()) if sums else 0], world, device)
+        if len({number for (number,) in seen if number}) > 1:  # 0: of stages without a loss
+            names = {name for text in gather_text(mine, world, device) for name in json.loads(text)}
+            zero = torch.zeros((), dtype=torch.float64, device=device)
+            sums |= {name: (zero, zero) for name in names - sums.keys() if sums}
 
     def _reduce_sums(self, sums: Sums) -> Tensor:
         """All tokens' sums in the order of their names: float64 [n, 2] on ranks of the last stage, [0, 2] on others."""
