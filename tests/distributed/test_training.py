@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.models import one_rank
 from dovetail.batch import Loss, PackedBatch, Sum
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.errors import ConfigError
@@ -100,7 +101,7 @@ def test_offloading_is_refused_where_it_would_do_nothing(folder: Path) -> None:
         "mlp_tile_tokens": EngineOptions(recompute="light", mlp_tile_tokens=4),
     }
     for told, options in refused.items():
-        with pytest.raises(ConfigError, match=told):
+        with one_rank(), pytest.raises(ConfigError, match=told):
             from_pretrained(folder / "llama", device="cpu", options=options)
 
 
