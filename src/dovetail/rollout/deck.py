@@ -75,7 +75,7 @@ class Deck:
         how = replace(params, samples=1, max_new_tokens=1, seed=0, step=0, stop_ids=())
         if how == self.params:
             return
-        self.params, self._steps = how, {}
+        self.params, self._steps, self.chosen = how, {}, None
         self.banned = banned_of(how, self.mesh.device)
         moe = self.spec.moe if how.trace else None
         if moe is not None:

@@ -29,18 +29,16 @@ from dovetail.weights.agree import agreed
 from dovetail.weights.experts import FUSED
 from dovetail.weights.reader import TensorSource
 
-MAX_TOKENS = 1 << 15
+MAX_TOKENS = 1 << 15  # rows times the longest of them that a rank runs at a time
 
 
 class TransformersSampler:
     """A whole model in the compute dtype on every rank. Implements `Sampler`; every call is collective."""
 
-    def __init__(
-        self, config: Mapping[str, Any], mesh: Mesh, dtype: torch.dtype, *, max_tokens: int = MAX_TOKENS
-    ) -> None:
-        """config: of the checkpoint. max_tokens: rows times the longest of them that a rank runs at a time."""
+    def __init__(self, config: Mapping[str, Any], mesh: Mesh, dtype: torch.dtype) -> None:
+        """config: of the checkpoint."""
         assert mesh["tp"].size == mesh["pp"].size == 1, "build.sampling makes all ranks replicas"
-        self.mesh, self.dtype, self.max_tokens = mesh, dtype, max_tokens
+        self.mesh, self.dtype = mesh, dtype
         if is_foreign(config):
             raise ModelError(
                 f"model_type {config['model_type']!r} is code that comes with the model, which scores and trains by sft; its own "
@@ -98,7 +96,7 @@ class TransformersSampler:
         dealt = plan_microbatches(costs, replicas.size, None)[replicas.rank]
         mine = {i: len(prompts[i].ids) for batch in dealt for i in batch}
         found = Found(len(prompts) * params.samples, new, self.mesh.device)
-        for wave in plan_waves(mine, params.samples, new, self.max_tokens):
+        for wave in plan_waves(mine, params.samples, new, MAX_TOKENS):
             self._run(wave, prompts, params, found)
         return found.completions(prompts, params, self.mesh)
 
