@@ -1,7 +1,9 @@
 """Arenas hand out aligned views that never overlap; what steps aside comes back bit for bit, and takes no room meanwhile."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +11,10 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from dovetail import memory
+from dovetail.batch import PackedBatch
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.engine.native import NativeEngine
+from dovetail.errors import ModelError
 from dovetail.layout import Layout
 from dovetail.memory import ALIGNMENT, CHUNK_BYTES, HOST_RESERVE, Arena, Parked, aligned, host_room, view_at
 from dovetail.optim.optimizer import OptimSettings
@@ -124,6 +128,34 @@ def _twice(source: Path) -> None:
     with pytest.raises(AssertionError, match="twice"):
         engine.offload()
     engine.onload()
+
+
+def test_an_engine_that_is_away_says_so(tmp_path: Path) -> None:
+    """Whatever would read its weights."""
+    run(1, _asked_while_away, write_tiny(tmp_path / "source", "llama"), tmp_path)
+
+
+def _asked_while_away(source: Path, folder: Path) -> None:
+    engine, batch = from_pretrained(source, device="cpu"), PackedBatch.pack([[1, 2, 3]])
+    nobody: Any = None  # nothing is read
+    before = engine.score(batch).logprob
+    engine.offload()
+    calls: list[Callable[[], object]] = [
+        lambda: engine.score(batch),
+        lambda: engine.train_step(batch, tokenwise),
+        lambda: list(engine.weights()),
+        lambda: engine.save_pretrained(folder / "hf"),
+        lambda: engine.save_sharded(folder / "pieces"),
+        lambda: engine.export_training("policy", with_model=True),
+        lambda: engine.load_training("policy", nobody, 1),
+        engine.check_replicas,
+    ]
+    for call in calls:
+        with pytest.raises(ModelError, match=r"stepped aside by offload\(\), .*; call onload\(\) first"):
+            call()
+    engine.onload()
+    assert torch.equal(engine.score(batch).logprob, before)
+    assert engine.updates == 0
 
 
 class Promised(Arena):

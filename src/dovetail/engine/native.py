@@ -144,7 +144,7 @@ class NativeEngine:
     def _step(self, batch: PackedBatch, loss: LossFn, *, trace: bool) -> StepReport:
         optimizer, residency, progress = self.optimizer, self.residency, self.watch.progress
         progress.phase("update")
-        begin_gathers(self.model, self.mesh)
+        begin_gathers(self._here, self.mesh)
         sums: Sums = {}
         pairs = self.micro_batches(batch)
         if not pairs:
@@ -188,37 +188,38 @@ class NativeEngine:
 
     def check_replicas(self) -> None:
         """Raise MachineError on every rank where ranks hold different bits of what they hold copies of."""
-        check_replicas(self.model, self.mesh, self._optimizer)
+        check_replicas(self._here, self.mesh, self._optimizer)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(HF name, whole tensor in `dtype`, default: its saved one) of every parameter, a bounded bucket at a time."""
         dtype_of = self.origin.dtype_of if dtype is None else lambda _: dtype
-        return stream(self.model, self.mesh, dtype_of=dtype_of, listed=self.origin.listed)
+        return stream(self._here, self.mesh, dtype_of=dtype_of, listed=self.origin.listed)
 
     def save_pretrained(self, path: Path | str) -> None:
         """Write an HF directory, by all ranks, complete or not at all."""
         origin = self.origin
-        save(self.model, path, self.mesh, sides=origin.sides, dtype_of=origin.dtype_of, listed=origin.listed)
+        save(self._here, path, self.mesh, sides=origin.sides, dtype_of=origin.dtype_of, listed=origin.listed)
 
     def save_sharded(self, path: Path | str) -> Path:
         """Write each rank's pieces and their manifest into `path`, complete or not at all."""
         origin = self.origin
         return save_sharded(
-            self.model, path, self.mesh, sides=origin.sides, dtype_of=origin.dtype_of, listed=origin.listed
+            self._here, path, self.mesh, sides=origin.sides, dtype_of=origin.dtype_of, listed=origin.listed
         )
 
     def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
         """The weights as they are trained and AdamW's moments; `with_model`: the weights as they are saved, too."""
         saved = None
         if with_model:
-            saved = export(self.model, self.mesh, dtype_of=self.origin.dtype_of, listed=self.origin.listed)
-        state = export_training(self.model, self.mesh, role, self.optimizer.moments(), saved)
+            saved = export(self._here, self.mesh, dtype_of=self.origin.dtype_of, listed=self.origin.listed)
+        state = export_training(self._here, self.mesh, role, self.optimizer.moments(), saved)
         return state if saved is None else [saved, *state]
 
     def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
         """Go on from a training checkpoint of any layout, after that many optimizer steps."""
+        model = self._here
         self.optimizer.resume(updates)
-        load_training(self.model, self.mesh, role, self.optimizer.moments(), reader)
+        load_training(model, self.mesh, role, self.optimizer.moments(), reader)
 
     @property
     def updates(self) -> int:
@@ -234,6 +235,13 @@ class NativeEngine:
         assert self._parked is not None, "onload() without offload()"
         self._parked.restore()
         self._parked = None
+
+    @property
+    def _here(self) -> StagedModel:
+        """The model, for whoever needs its weights: without their memory a read would end the process."""
+        if self._parked is not None:
+            raise ModelError("this engine stepped aside by offload(), and its weights with it; call onload() first")
+        return self.model
 
     def _resident(self) -> list[Tensor]:
         """Everything that this engine keeps on the device between calls."""
@@ -279,7 +287,7 @@ class NativeEngine:
     def _begun(self, batch: PackedBatch) -> Placed:
         """The micro-batches of a call that only looks at them, while its first parameters are gathered."""
         with self._undone_on_error():
-            begin_gathers(self.model, self.mesh)
+            begin_gathers(self._here, self.mesh)
             pairs = self.micro_batches(batch)
         if not pairs:
             forget_step(self.model, self.mesh)
