@@ -49,6 +49,8 @@ class Layout:
         degrees: dict[str, int | None] = {"dp": None}
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = item.partition("=")
+            if degrees.get(name) is not None:
+                raise LayoutError(f"layout {text!r}: {name} is given twice; leave one out")
             if name == "copy_engines" and value.lower() in YES_NO:
                 degrees[name] = YES_NO[value.lower()]
                 continue

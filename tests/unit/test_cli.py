@@ -80,6 +80,7 @@ def test_defaults_of_score_and_generate() -> None:
         ),
         ([*SCORE, "--layout", "tp=two"], "layout 'tp=two': tp must be a whole number of 1 or more, not 'two'"),
         ([*SCORE, "--layout", "tp=\u00b2"], "tp must be a whole number of 1 or more, not '\u00b2'"),
+        ([*SCORE, "--layout", "tp=2,dp=2,tp=4"], "layout 'tp=2,dp=2,tp=4': tp is given twice; leave one out"),
         ([*SCORE, "--layout", "tp=2,ep=3"], "ep=3 does not divide dp x cp = 1"),
         ([*SCORE, "--temperature", "0"], "argument --temperature: 0 is not more than 0"),
         ([*SCORE, "--temperature", "inf"], "argument --temperature: inf is not finite"),
