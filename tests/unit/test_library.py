@@ -1,7 +1,9 @@
 """What scripts get wrong, in one process: steps that raise, losses and batches of a wrong form, steps that count nothing."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,6 +43,17 @@ def made(folder: Path, options: dt.EngineOptions = OPTIONS, head: Any = "lm", dt
 
 def likelihood(stats: dt.TokenStats, batch: dt.PackedBatch) -> dt.Loss:
     return LOSS(-stats.logprob.sum(), batch.mask.sum(), {"entropy": SUM(stats.entropy.sum(), len(batch))})
+
+
+def times_first(stats: dt.TokenStats, batch: dt.PackedBatch) -> dt.Loss:
+    return LOSS((stats.logprob * batch.fields["first"]).sum(), batch.mask.sum(), {})
+
+
+def values_times_first(values: Tensor, batch: dt.PackedBatch) -> dt.Loss:
+    return LOSS((values * batch.fields["first"]).sum(), batch.mask.sum(), {})
+
+
+TIMES: Mapping[str, Any] = {"lm": times_first, "value": values_times_first}
 
 
 class Broken(torch.autograd.Function):
@@ -193,6 +206,30 @@ def test_results_have_the_wide_dtype_of_the_computation(
     for _ in range(2):
         found = engine.values(batch) if head == "value" else engine.score(batch).logprob
         assert found.dtype == dtype
+
+
+MODES: Mapping[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": partial(torch.autocast, "cpu", dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_scripts_modes_change_nothing(folder: Path, name: str) -> None:
+    """Neither what engines compute in them, nor what they compute after that."""
+    batch = dt.PackedBatch.pack(ROWS)
+
+    def numbers(head: str, mode: Callable[[], Any]) -> list[float]:
+        with mode():
+            engine, own = made(folder, head=head), dt.PackedBatch.pack(ROWS)
+            first = engine.values(own) if head == "value" else engine.score(own).logprob
+            reports = [engine.train_step(own.with_fields(first=first), TIMES[head])]
+        reports.append(engine.train_step(batch.with_fields(first=first), TIMES[head]))
+        return [float(first.sum()), *(number for r in reports for number in (r.loss, r.grad_norm))]
+
+    for head in TIMES:
+        assert numbers(head, MODES[name]) == numbers(head, contextlib.nullcontext)
 
 
 def test_dtypes_may_be_named(folder: Path) -> None:

@@ -97,6 +97,7 @@ PIECE = 1 << 26  # bytes of a slot for FSDP2, which goes piece by piece
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # that an engine computes in
 
 
+@torch.inference_mode(mode=False)  # what is made in it can never be trained
 def from_pretrained(
     path: str | Path,
     *,

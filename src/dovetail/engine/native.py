@@ -24,6 +24,7 @@ from dovetail.engine.base import StepReport
 from dovetail.engine.checks import Checked, check_same
 from dovetail.engine.faults import StepWatch, inputs_of, spoiled
 from dovetail.engine.halving import Halving
+from dovetail.engine.modes import in_own_modes
 from dovetail.engine.ondemand import OnDemand
 from dovetail.engine.routing import BalanceSettings, Placed, Routing
 from dovetail.engine.sharding import Residency, begin_gathers, forget_step, sum_where_they_lie
@@ -101,11 +102,13 @@ class NativeEngine:
     def residency(self, residency: Residency) -> None:
         self._residency = residency
 
+    @in_own_modes
     def score(self, batch: PackedBatch) -> TokenStats:
         """Log-prob and entropy of `batch.targets` [T]; 0 where the mask is False."""
         self._check_head(critic=False)
         return self._score(batch, self._begun(batch))
 
+    @in_own_modes
     def score_and_trace(self, batch: PackedBatch) -> tuple[TokenStats, RoutingTrace]:
         """The same, and the experts that every token went to, chosen or given."""
         self._check_head(critic=False)
@@ -121,6 +124,7 @@ class NativeEngine:
         self._infer(pairs, keep)
         return TokenStats(*self._complete(out, batch))
 
+    @in_own_modes
     def values(self, batch: PackedBatch) -> Tensor:
         """The value head's output at every token [T]."""
         self._check_head(critic=True)
@@ -133,6 +137,7 @@ class NativeEngine:
         self._infer(list(self._begun(batch)), keep)  # `keep` waits, and so nothing is made beside it
         return self._complete(out, batch)[0]
 
+    @in_own_modes
     def train_step(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> StepReport:
         """Forward, backward and one optimizer step over the whole batch, whatever its micro-batches.
 
