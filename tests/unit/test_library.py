@@ -232,6 +232,17 @@ def test_a_scripts_modes_change_nothing(folder: Path, name: str) -> None:
         assert numbers(head, MODES[name]) == numbers(head, contextlib.nullcontext)
 
 
+def test_updates_are_counted_in_float32(folder: Path) -> None:
+    """Whatever a script's default dtype is: bfloat16 knows no 257."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        optimizer = made(folder).optimizer
+        optimizer.resume(256)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {state["step"].dtype for state in optimizer.adamw.state.values()} == {torch.float32}
+
+
 def test_dtypes_may_be_named(folder: Path) -> None:
     assert made(folder, dtype="bfloat16").dtype == torch.bfloat16
     for wrong in ("half", torch.float16, torch.int64):

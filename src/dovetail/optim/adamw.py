@@ -35,7 +35,7 @@ class StoppableAdamW(torch.optim.AdamW):
                     self._place(parameter, steps, [torch.zeros_like(parameter) for _ in MOMENTS])
 
     def _place(self, parameter: nn.Parameter, steps: int, moments: Sequence[Tensor]) -> None:
-        count = torch.tensor(float(steps), device=parameter.device)
+        count = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)
         self.state[parameter] = {"step": count, **dict(zip(MOMENTS, moments, strict=True))}
 
 
