@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -230,6 +230,25 @@ def test_a_scripts_modes_change_nothing(folder: Path, name: str) -> None:
 
     for head in TIMES:
         assert numbers(head, MODES[name]) == numbers(head, contextlib.nullcontext)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recompute": "selectiv"}, "recompute='selectiv'; expected one of none, light, selective, full"),
+        ({"engine": "nativ"}, "engine='nativ'; expected one of auto, native, transformers"),
+        ({"save_dtype": "bfloat16"}, "save_dtype='bfloat16'; expected one of torch's, such as torch.bfloat16"),
+        ({"mlp_tile_tokens": -1}, "mlp_tile_tokens=-1; expected 0"),
+    ],
+)
+def test_options_of_a_wrong_value_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dt.EngineOptions(**options)
+
+
+def test_a_schedule_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="schedule='cosin'; expected one of constant, linear, cosine, wsd"):
+        dt.OptimSettings(schedule=cast("Any", "cosin"))
 
 
 def test_updates_are_counted_in_float32(folder: Path) -> None:

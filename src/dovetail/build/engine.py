@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod, sqrt
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -87,6 +87,17 @@ class EngineOptions:
     engine: EngineName = "auto"
     trust_remote_code: bool = False
     resume: tuple[ShardedReader, str, int] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for what is none of the values that an option takes."""
+        for name, known in {"recompute": get_args(Recompute), "engine": get_args(EngineName)}.items():
+            if vars(self)[name] not in known:
+                raise ConfigError(f"{name}={vars(self)[name]!r}; expected one of {', '.join(known)}")
+        for name in ("master_dtype", "save_dtype"):
+            if not isinstance(vars(self)[name], (torch.dtype, type(None))):
+                raise ConfigError(f"{name}={vars(self)[name]!r}; expected one of torch's, such as torch.bfloat16")
+        if self.mlp_tile_tokens < 0:
+            raise ConfigError(f"mlp_tile_tokens={self.mlp_tile_tokens}; expected 0 (all at once) or more")
 
 
 DEFAULTS = EngineOptions()

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
+from dovetail.errors import ConfigError
 from dovetail.mesh import Mesh
 from dovetail.optim.adamw import MOMENTS
 from dovetail.optim.assembly import adamw, shards_of
@@ -31,6 +33,10 @@ class OptimSettings:
     min_lr_ratio: float = 0.0
     decay_steps: int | None = None
     on_host: bool = False
+
+    def __post_init__(self) -> None:
+        if self.schedule not in get_args(Schedule):
+            raise ConfigError(f"schedule={self.schedule!r}; expected one of {', '.join(get_args(Schedule))}")
 
 
 @dataclass(frozen=True)
