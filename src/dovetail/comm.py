@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.mesh import Axis
-from dovetail.peers import SLOTS, Peers, Piece, rows_of
+from dovetail.peers import Peers, Piece, rows_of
 
 # torch 2.13 renames the two flat collectives and warns about the names that 2.11 has.
 _FLAT_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -113,7 +113,7 @@ def begin_sum_in_order(parts: Tensor, axis: Axis, add: Callable[..., Tensor]) ->
     out = parts.new_empty(parts.shape[1:])
     if axis.peers is not None:
         flat, rows = out.view(-1), parts.view(axis.size, -1)
-        most = axis.peers.memory.slot_bytes // (axis.size * out.itemsize)
+        most = axis.peers.memory.ring.slot_bytes // (axis.size * out.itemsize)
         if axis.peers.takes(flat[:most], axis.size):
             return Pending(out, _Pieces(axis.peers, flat.split(most), rows.split(most, dim=1)), parts)
     return Pending(out, _Adding(begin_exchange(parts, axis), add, out))
@@ -126,7 +126,7 @@ class _Pieces:
         """to: dense parts of the result; rows [size, n] for each."""
         self.peers, self.left = peers, deque(zip(to, rows, strict=True))
         self.begun: list[Work] = []
-        while self.left and len(self.begun) < SLOTS - 1:
+        while self.left and len(self.begun) < peers.memory.ring.slots - 1:
             self._begin()
 
     def _begin(self) -> None:
@@ -296,7 +296,7 @@ def gather_mirrored(x: Tensor, axis: Axis) -> tuple[Tensor, Callable[[], None]]:
     first, second = x.contiguous().chunk(2)
     out = x.new_empty((len(x) * axis.size, *x.shape[1:]))
     peers = axis.peers
-    if peers is not None and peers.takes(first.view(-1)[: (most := peers.memory.slot_bytes // x.itemsize)]):
+    if peers is not None and peers.takes(first.view(-1)[: (most := peers.memory.ring.slot_bytes // x.itemsize)]):
         # of `data`: attention saves views of the first half while the second is still being written, and autograd would take
         # that for a change of what it saved
         places = list(out.data.view(2 * axis.size, -1))

@@ -1,8 +1,8 @@
 """Gathers and sums between GPUs of one host by their copy engines, which leave the multiprocessors to products.
 
 NCCL's collectives run on multiprocessors, and a product beside one loses those. Here every rank of an axis has a ring of slots in
-memory that all of them reach (torch's symmetric memory). Collectives are numbered, and number k takes slot k % SLOTS of each
-ring:
+memory that all of them reach (torch's symmetric memory). Collectives are numbered, and of n slots number k takes slot k % n of
+each ring:
 
     gather    each rank lays its shard into its own slot and tells the others k; told by all, it copies their slots
     scatter   each rank copies to the slots of the others what they sum, and tells them k; told by all, it adds up its own slot
@@ -12,9 +12,9 @@ within a GPU and sums need multiprocessors, and would wait for a long product be
 own stream, before the copies of a gather and after those of a scatter.
 
 No slot is overwritten too early. What a rank does beside its computation is done in order, and it begins a collective when it has
-taken the one SLOTS - 1 before. So when it lays a shard down for k, it was told k - SLOTS + 1 by all, who had copied k - SLOTS by
-then, and its own sum of k - SLOTS is before it in the computation. And when it copies to a slot for k, it was told k - 1 by
-all: by its owner, who had taken k - SLOTS by then, and by the others, who had copied it.
+taken the one n - 1 before. So when it lays a shard down for k, it was told k - n + 1 by all, who had copied k - n by then, and
+its own sum of k - n is before it in the computation. And when it copies to a slot for k, it was told k - 1 by all: by its
+owner, who had taken k - n by then, and by the others, who had copied it.
 
 The computation may be in another stream for each collective, but takes it in the stream in which it began it. A record of a
 stream's work that is replayed, such as a CUDA graph, cannot have collectives in it: their numbers would be old.
@@ -27,8 +27,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-SLOTS = 4
 LEAST = 1 << 19  # bytes; a smaller tensor is as fast otherwise
+
+
+class Ring(NamedTuple):
+    """What every rank has of one. Two slots are enough where each collective is taken before the next one begins."""
+
+    slots: int
+    slot_bytes: int
 
 
 class Piece(NamedTuple):
@@ -42,7 +48,7 @@ class Memory(Protocol):
     """The slots of all ranks, as this one reaches them, and the numbers that it is told."""
 
     device: torch.device
-    slot_bytes: int
+    ring: Ring
 
     def slot(self, rank: int, number: int) -> Tensor:
         """The slot of that rank for a collective of that number, as bytes."""
@@ -107,7 +113,8 @@ class Peers:
 
     def takes(self, x: Tensor, times: int = 1) -> bool:
         """Whether they are for a shard, or for all parts of a sum, such as x so many times; on every rank alike."""
-        return x.device.type == self.memory.device.type and self.least <= times * x.nbytes <= self.memory.slot_bytes
+        most, here = self.memory.ring.slot_bytes, x.device.type == self.memory.device.type
+        return here and self.least <= times * x.nbytes <= most
 
     def gather(self, places: Sequence[Tensor], x: Tensor) -> Copying:
         """Begin to fill the places, one a rank and each like x, with the x of all ranks. All are dense."""
@@ -150,13 +157,13 @@ class Peers:
         """The next number, when those are taken whose slots it needs."""
         self.begun += 1
         for copying in self._latest:
-            if copying.number <= self.begun - SLOTS + 1:
+            if copying.number <= self.begun - self.memory.ring.slots + 1:
                 copying.wait()
         return self.begun
 
     def _keep(self, copying: Copying) -> Copying:
         self._latest.append(copying)
-        if len(self._latest) > SLOTS:
+        if len(self._latest) > self.memory.ring.slots:
             self._latest.popleft()
         return copying
 

@@ -3,7 +3,7 @@
 The memory is torch's symmetric memory. A number is written into another GPU's memory, and waited for, by a stream's own
 operations (cuStreamWriteValue32, cuStreamWaitValue32), which torch does not have both of: they are asked of the driver.
 
-Rings are made all at once, by all ranks of the job together and of one size each: torch counts how many a process has made, and
+Rings are made all at once, by all ranks of the job together, and do not grow: torch counts how many a process has made, and
 ranks that had made different numbers of them would wait for each other in vain.
 """
 
@@ -25,7 +25,7 @@ from torch.distributed import _symmetric_memory as symmetric
 from dovetail.comm import gather_text
 from dovetail.errors import MachineError
 from dovetail.mesh import Axis
-from dovetail.peers import SLOTS, Kernels, Peers
+from dovetail.peers import Kernels, Peers, Ring
 
 NUMBER = 4  # bytes of what is told
 FAILED = Event()  # then nobody of this job tries again: its ranks may have made unequal numbers of rings
@@ -35,17 +35,17 @@ AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, in arithmetic that wraps around
 class SymmetricSlots:
     """`peers.Memory` on a GPU: of `memory`, which all ranks of the axis have made."""
 
-    def __init__(self, axis: Axis, memory: Tensor, slot_bytes: int) -> None:
+    def __init__(self, axis: Axis, memory: Tensor, ring: Ring) -> None:
         """Collective over the axis. Raises RuntimeError."""
-        self.device, self.slot_bytes, self.rank = memory.device, slot_bytes, axis.rank
+        self.device, self.ring, self.rank = memory.device, ring, axis.rank
         self.others = [other for other in range(axis.size) if other != axis.rank]
-        all_slots = SLOTS * slot_bytes
+        all_slots = ring.slots * ring.slot_bytes
         memory[all_slots:].zero_()
         torch.cuda.synchronize(memory.device)
         assert axis.group is not None
         self._handle = symmetric.rendezvous(memory, axis.group)
         everyone = [self._handle.get_buffer(rank, memory.shape, torch.uint8) for rank in range(axis.size)]
-        self._slots = [each[:all_slots].view(SLOTS, slot_bytes) for each in everyone]
+        self._slots = [each[:all_slots].view(*ring) for each in everyone]
         self._told = [each.data_ptr() + all_slots for each in everyone]  # where each rank is told, by rank
         self._side = torch.cuda.Stream(memory.device, priority=-1)
 
@@ -63,7 +63,7 @@ class SymmetricSlots:
         return self._slots[self.rank][0][:size].tolist() == list(range(size))
 
     def slot(self, rank: int, number: int) -> Tensor:
-        return self._slots[rank][number % SLOTS]
+        return self._slots[rank][number % self.ring.slots]
 
     def follow(self) -> None:
         assert not torch.cuda.is_current_stream_capturing(), "numbers in a record would be old when it is replayed"
@@ -93,12 +93,12 @@ class SymmetricSlots:
 
 
 def rings(
-    world: Axis, axes: Mapping[str, Axis], slot_bytes: Mapping[str, int], device: torch.device, kernels: Kernels
+    world: Axis, axes: Mapping[str, Axis], sizes: Mapping[str, Ring], device: torch.device, kernels: Kernels
 ) -> dict[str, Peers]:
     """A ring for each of these axes whose GPUs reach each other, in all groups of that name. Collective over the world; a warning
     says why where GPUs that should do not.
 
-    slot_bytes: of each ring's slots.
+    sizes: of the rings.
     """
     if device.type != "cuda" or torch.version.cuda is None or FAILED.is_set():
         return {}
@@ -107,7 +107,7 @@ def rings(
     near = told([name for name, axis in axes.items() if _is_near(axis, facts)])
     found: dict[str, Peers] = {}
     for name in (name for name in axes if all(name in each for each in near)):
-        slots, problem = _slots(axes[name], slot_bytes[name], device, told)
+        slots, problem = _slots(axes[name], sizes[name], device, told)
         if slots is None:
             FAILED.set()
             _warn(problem, world)
@@ -143,7 +143,7 @@ def _is_near(axis: Axis, facts: list[Facts]) -> bool:
 
 
 def _slots(
-    axis: Axis, slot_bytes: int, device: torch.device, told: Callable[[Any], list[Any]]
+    axis: Axis, ring: Ring, device: torch.device, told: Callable[[Any], list[Any]]
 ) -> tuple[SymmetricSlots | None, str]:
     """Those of one axis, for all ranks of the job or for none, and then why."""
     memory: Tensor | None = None
@@ -152,12 +152,12 @@ def _slots(
     def allocate() -> None:
         nonlocal memory
         torch.cuda.empty_cache()
-        memory = symmetric.empty(SLOTS * slot_bytes + NUMBER * axis.size, dtype=torch.uint8, device=device)
+        memory = symmetric.empty(ring.slots * ring.slot_bytes + NUMBER * axis.size, dtype=torch.uint8, device=device)
 
     def meet() -> None:
         nonlocal slots
         assert memory is not None
-        slots = SymmetricSlots(axis, memory, slot_bytes)
+        slots = SymmetricSlots(axis, memory, ring)
 
     def sign() -> None:
         assert slots is not None

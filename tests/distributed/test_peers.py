@@ -27,30 +27,31 @@ from dovetail.kernels import reference
 from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
 from dovetail.mesh import USES, Axis
-from dovetail.peers import SLOTS, Peers
+from dovetail.peers import Peers, Ring
 from tests.distributed.matrix import Case, Figures, compare, write_alone, write_models
 from tests.harness import run
 from tests.peer_collectives import any_order
 from tests.tolerances import EXACT, OP_FP32, SUM_ORDER
 
 ROUNDS = 80
+FOUR, TWO = Ring(4, 1 << 16), Ring(2, 1 << 16)
 SECONDS = 60.0  # for copies to end, on a busy machine
 
 
 class FileSlots:
     """`peers.Memory`, in a file a rank. A thread does what is asked for beside the computation, in its order."""
 
-    def __init__(self, folder: Path, group: dist.ProcessGroup | None, rank: int, size: int, slot_bytes: int) -> None:
-        self.device, self.slot_bytes, self.rank = torch.device("cpu"), slot_bytes, rank
+    def __init__(self, folder: Path, group: dist.ProcessGroup | None, rank: int, size: int, ring: Ring) -> None:
+        self.device, self.ring, self.rank = torch.device("cpu"), ring, rank
         self.others = [other for other in range(size) if other != rank]
-        all_slots, everyone = SLOTS * slot_bytes, []
+        all_slots, everyone = ring.slots * ring.slot_bytes, []
         folder.mkdir(parents=True, exist_ok=True)
         for other in range(size):
-            with open(path := folder / f"{slot_bytes}-{other}", "ab") as file:
+            with open(path := folder / f"{all_slots}-{other}", "ab") as file:
                 file.truncate(all_slots + 4 * size)
             everyone.append(torch.from_file(str(path), shared=True, size=all_slots + 4 * size, dtype=torch.uint8))
         self._mapped = {memory.untyped_storage().data_ptr() for memory in everyone}
-        self._slots = [memory[:all_slots].view(SLOTS, slot_bytes) for memory in everyone]
+        self._slots = [memory[:all_slots].view(*ring) for memory in everyone]
         self._told = [memory[all_slots:].view(torch.int32) for memory in everyone]
         self._draw, self._jobs = random.Random(rank), queue.Queue[Callable[[], object]]()
         threading.Thread(target=self._serve, daemon=True).start()
@@ -64,7 +65,7 @@ class FileSlots:
             job()
 
     def slot(self, rank: int, number: int) -> Tensor:
-        return self._slots[rank][number % SLOTS]
+        return self._slots[rank][number % self.ring.slots]
 
     def follow(self) -> None:
         time.sleep(self._draw.choice((0, 0, 0.004)))
@@ -104,21 +105,21 @@ class FileSlots:
         return lambda: None  # here the computation does at once what it is asked for
 
 
-def axis_of(folder: Path) -> Axis:
+def axis_of(folder: Path, ring: Ring = FOUR) -> Axis:
     """All ranks, with slots of their own."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    slots = FileSlots(folder, None, rank, size, 1 << 16)
+    slots = FileSlots(folder, None, rank, size, ring)
     return Axis("tp", size, rank, dist.group.WORLD, Peers(rank, size, slots, KernelSet(), 1))
 
 
-def each_gives_what_it_should(folder: Path) -> None:
+def each_gives_what_it_should(folder: Path, ring: Ring) -> None:
     torch.set_num_threads(1)
-    assert any_order(axis_of(folder), torch.device("cpu"), ROUNDS, 64, torch.float32, OP_FP32) == ROUNDS
+    assert any_order(axis_of(folder, ring), torch.device("cpu"), ROUNDS, 64, torch.float32, OP_FP32) == ROUNDS
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_each_gives_what_it_should(ranks: int, tmp_path: Path) -> None:
-    run(ranks, each_gives_what_it_should, tmp_path)
+@pytest.mark.parametrize(("ranks", "ring"), [(2, FOUR), (3, FOUR), (3, TWO)])
+def test_each_gives_what_it_should(ranks: int, ring: Ring, tmp_path: Path) -> None:
+    run(ranks, each_gives_what_it_should, tmp_path, ring)
 
 
 def keys_come_and_gradients_return(folder: Path) -> None:
@@ -140,8 +141,8 @@ def keys_come_and_gradients_return(folder: Path) -> None:
         found = begin_sum_in_order(parts, axis, reference.sum_in_order).take()
         assert torch.equal(found, begin_sum_in_order(parts, plain, reference.sum_in_order).take()), tokens
         pieces = axis.peers.begun - before
-        assert pieces == -(-found.nbytes // (axis.peers.memory.slot_bytes // axis.size)), tokens
-    assert pieces > SLOTS, "more than a ring has room for"
+        assert pieces == -(-found.nbytes // (axis.peers.memory.ring.slot_bytes // axis.size)), tokens
+    assert pieces > FOUR.slots, "more than a ring has room for"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -150,7 +151,7 @@ def test_keys_come_and_their_gradients_return(ranks: int, tmp_path: Path) -> Non
 
 
 def test_what_is_left_to_the_group() -> None:
-    memory = mock.Mock(device=torch.device("cuda"), slot_bytes=1 << 20)
+    memory = mock.Mock(device=torch.device("cuda"), ring=Ring(2, 1 << 20))
     peers = Peers(0, 2, memory, KernelSet(), 1 << 10)
     for num_bytes, taken in ((1 << 10, True), (1 << 20, True), (1023, False), ((1 << 20) + 1, False)):
         x = mock.Mock(device=torch.device("cuda"), nbytes=num_bytes)
@@ -180,12 +181,13 @@ def whole_model(folder: Path, slots: Path, layout: Layout, case: Case) -> tuple[
     """How far a layout whose ranks reach each other is from one rank, and how many collectives went by each ring."""
     made = dict[str, Peers]()
 
-    def rings(_world: Axis, axes: Mapping[str, Axis], *_: object) -> dict[str, Peers]:
+    def rings(_world: Axis, axes: Mapping[str, Axis], sizes: Mapping[str, Ring], *_: object) -> dict[str, Peers]:
         assert not made, "rings are made once"
         for name, axis in axes.items():
             if axis.group is not None and axis.size > 1:
                 ranks = "-".join(map(str, dist.get_process_group_ranks(axis.group)))
-                memory = FileSlots(slots / f"{name} {ranks}", axis.group, axis.rank, axis.size, 1 << 14)
+                ring = sizes[name]._replace(slot_bytes=1 << 14)
+                memory = FileSlots(slots / f"{name} {ranks}", axis.group, axis.rank, axis.size, ring)
                 made[name] = Peers(axis.rank, axis.size, memory, KernelSet(), 1)
         return made
 
@@ -213,7 +215,7 @@ def one_rank_has_no_room() -> None:
         return torch.empty(*size, dtype=torch.uint8)
 
     with mock.patch.object(_symmetric_memory, "empty", empty), mock.patch.object(torch.cuda, "empty_cache"):
-        assert symmetric._slots(axis, 1024, torch.device("cpu"), told) == (None, "no room")
+        assert symmetric._slots(axis, Ring(2, 1024), torch.device("cpu"), told) == (None, "no room")
 
 
 def test_all_ranks_go_without_where_one_has_no_room() -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce_scatter_copy_in
 
-from dovetail.build.engine import PIECE, make_mesh
+from dovetail.build.engine import make_mesh
 from dovetail.engine.copying import PeerScatter, copies_of, together
 from dovetail.layout import Layout
 from tests.harness import run
@@ -40,7 +40,8 @@ def as_nccl(ranks: int) -> None:
     copies, axis = copies_of(mesh, "fsdp"), mesh["fsdp"]
     assert copies is not None
     assert copies_of(make_mesh(Layout(dp=ranks, copy_engines=False), device), "fsdp") is None
-    for numbers in (PIECE // 4 * 3 // ranks + 64, PIECE // 2, 100):
+    longest = copies.gather.peers.memory.ring.slot_bytes // 2
+    for numbers in (copies.scatter.peers.memory.ring.slot_bytes // 4 * 3 // ranks + 64, longest + longest // 4, 100):
         shard = torch.randn(numbers, device=device).to(torch.bfloat16)
         whole, expected = (
             torch.full((ranks * numbers,), float("nan"), device=device).to(torch.bfloat16) for _ in range(2)

@@ -24,14 +24,14 @@ from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import kernels_for
 from dovetail.launch import ensure_process_group, num_ranks, pick_device
 from dovetail.layout import Layout
-from dovetail.mesh import Axis, Mesh
+from dovetail.mesh import USES, Axis, Mesh
 from dovetail.nn.decoder import Decoder, Head, Trunk
 from dovetail.nn.model import Cut, StagedModel
 from dovetail.nn.recompute import HostMemory, Recompute
 from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.assembly import shards_of
 from dovetail.optim.optimizer import OptimSettings
-from dovetail.peers import Peers
+from dovetail.peers import Peers, Ring
 from dovetail.pipeline.partition import check_pipeline, partition
 from dovetail.placement import as_index
 from dovetail.symmetric import rings
@@ -103,8 +103,8 @@ class EngineOptions:
 DEFAULTS = EngineOptions()
 FAR_LARGER = 8
 HEADS = ("lm", "value")
-ACTIVATIONS = 1 << 27  # bytes of a slot for tp and cp: of 16384 tokens of width 4096 in half precision
-PIECE = 1 << 26  # bytes of a slot for FSDP2, which goes piece by piece
+ACTIVATIONS = Ring(4, 1 << 27)  # for tp and cp: 16384 tokens of width 4096 in half precision
+GATHERS, SUMS = Ring(2, 1 << 27), Ring(2, 1 << 28)  # for FSDP2, which goes piece by piece: see `engine.copying`
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # that an engine computes in
 
 
@@ -150,7 +150,8 @@ def make_mesh(layout: Layout | None, device: torch.device, *, engine: bool = Tru
     layout = (layout or Layout(dp=None)).resolve(num_ranks())
 
     def reach(world: Axis, axes: Mapping[str, Axis]) -> Mapping[str, Peers]:
-        sizes = {name: ACTIVATIONS if name in ("tp", "cp") else PIECE for name in axes}
+        of_use = dict(zip(USES, (GATHERS, SUMS), strict=True))
+        sizes = {name: of_use.get(name.rpartition(" ")[2], ACTIVATIONS) for name in axes}
         return rings(world, axes, sizes, device, kernels_for(device)) if engine and layout.copy_engines else {}
 
     return Mesh.build(layout, device, reach)

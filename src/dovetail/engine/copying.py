@@ -1,6 +1,8 @@
 """FSDP2's gathers and sums by the copy engines of GPUs that reach each other: see `peers`.
 
-Piece by piece, so that rings of slots are small: pieces wait for those before them, in streams of FSDP2's own.
+Piece by piece, so that rings of slots are small: pieces wait for those before them, in streams of FSDP2's own. What a piece
+asks of multiprocessors, to lay a shard down or to add up, waits for the end of a kernel of the computation that has all of
+them. So pieces are large: a layer has to have fewer of them than kernels, or the computation waits.
 """
 
 from bisect import bisect_right
@@ -23,7 +25,7 @@ class PeerGather(DefaultAllGather):
         self.peers = peers
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        most = self.peers.memory.slot_bytes // input_tensor.itemsize
+        most = self.peers.memory.ring.slot_bytes // input_tensor.itemsize
         if async_op or not self.peers.takes(input_tensor[:most]):
             return super().__call__(output_tensor, input_tensor, group, async_op)
         shards = output_tensor.view(self.peers.size, -1)
@@ -58,7 +60,7 @@ class PeerScatter(DefaultReduceScatter):
         async_op: bool = False,
     ) -> Any:
         self._laid, size = lambda: None, self.peers.size
-        most = self.peers.memory.slot_bytes // (size * output_tensor.itemsize)
+        most = self.peers.memory.ring.slot_bytes // (size * output_tensor.itemsize)
         if async_op or op != type(op).SUM or not self.peers.takes(output_tensor[:most], size):
             return super().__call__(output_tensor, together(input_tensor, size), group, op, async_op)
         parts = parts_of(input_tensor, size)
