@@ -242,4 +242,4 @@ def test_who_is_near(other: symmetric.Facts, near: bool, monkeypatch: pytest.Mon
 
 
 def test_a_cpu_has_no_rings() -> None:
-    assert symmetric.rings(Axis("world"), {"tp": Axis("tp", 2)}, {"tp": 1024}, torch.device("cpu"), KernelSet()) == {}
+    assert symmetric.rings(Axis("world"), {"tp": Axis("tp", 2)}, {"tp": FOUR}, torch.device("cpu"), KernelSet()) == {}

@@ -126,7 +126,7 @@ def test_a_number_of_tokens_never_compiles_again() -> None:
 
     kernels = kernels_for(torch.device("cuda"))
     jitted: list[Any] = [block_triton._norm, block_triton._norm_grad, block_triton._swiglu, block_triton._swiglu_grad]
-    jitted += [qkv_triton._turn, qkv_triton._turn_grad]
+    jitted += [block_triton._columns, qkv_triton._turn, qkv_triton._turn_grad]
 
     def variants() -> list[int]:
         return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in jitted]

@@ -6,6 +6,7 @@ compiled in, counts of tokens are not. Importing this needs triton.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from dovetail.kernels import reference
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 16384  # numbers of a row that a program holds at once
 TILE = 2048  # numbers that a program holds where rows are shorter
-PROGRAMS = 512  # that share the rows of a gain's gradient
+PROGRAMS = 264  # that share the rows of a gain's gradient: two for each of an H200's multiprocessors
+STAGES = 3  # rows that such a program has on their way, or at work
+COLUMN_TILE = (64, 16)  # rows and columns of a column's sum
 PIECE = 1024  # numbers of a row of swiglu's, or of a sum, that a program computes
 LAID = 8192  # numbers that a program copies
 EXACT: Mapping[str, bool] = {"enable_fp_fusion": False}  # a product is rounded before it is added
@@ -76,6 +79,26 @@ def tile(width: int) -> tuple[tuple[int, int, int], int]:
     return (width, max(1, TILE // columns), columns), min(16, max(4, columns // 512))
 
 
+def stages(tensors: int, size: tuple[int, int, int], like: Tensor) -> int:
+    """How many tiles of so many tensors a program may have in its shared memory: 1 where there is no room for more."""
+    return max(1, min(STAGES, _shared_bytes(like.device) // (tensors * size[1] * size[2] * like.itemsize)))
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """That a program may have, but for what the compiler needs itself."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin * 3 // 4)
+
+
+def column_sums(found: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dense float32 [n, ...] -> [...] in `dtype`: each number's sum over n, in one order."""
+    total, numbers = torch.empty_like(found[0], dtype=dtype), found[0].numel()
+    _columns[(triton.cdiv(numbers, COLUMN_TILE[1]),)](found, total, len(found), numbers, COLUMN_TILE, num_warps=4)
+    return total
+
+
 def _dense_rows(x: Tensor) -> Tensor:
     """[..., D] as [n, D] whose rows are dense, copied only where they are not."""
     x = x.reshape(-1, x.shape[-1])
@@ -111,10 +134,10 @@ class _AddNorm(torch.autograd.Function):
         dx = rows.new_empty(rows.shape)
         programs = min(PROGRAMS, triton.cdiv(len(rows), size[1]))
         found = rows.new_empty((programs, rows.shape[1]), dtype=torch.float32)
-        given = (rows, weight, inverse, dy, ds)
-        _norm_grad[(programs,)](given, dx, found, len(rows), rows.stride(0), size, num_warps=warps, **EXACT)
+        given, ahead = (rows, weight, inverse, dy, ds), stages(3, size, rows)
+        _norm_grad[(programs,)](given, dx, found, len(rows), rows.stride(0), size, ahead, num_warps=warps, **EXACT)
         dx = dx.view(dn.shape)
-        return dx, None if ctx.alone else dx, found.sum(0).to(weight.dtype), None
+        return dx, None if ctx.alone else dx, column_sums(found, weight.dtype), None
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -152,9 +175,15 @@ def _norm(
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_grad(
-    given: tl.tensor, dx: tl.tensor, found: tl.tensor, rows: tl.tensor, stride: tl.tensor, SIZE: tl.constexpr
+    given: tl.tensor,
+    dx: tl.tensor,
+    found: tl.tensor,
+    rows: tl.tensor,
+    stride: tl.tensor,
+    SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
-    """Every so manieth tile of rows: their gradients, and the sum of what they ask of the gain."""
+    """Every so manieth tile of rows, while the next ones come: their gradients, and the sum of what they ask of the gain."""
     width: tl.constexpr = SIZE[0]
     ROWS: tl.constexpr = SIZE[1]
     COLUMNS: tl.constexpr = SIZE[2]
@@ -162,8 +191,7 @@ def _norm_grad(
     at = tl.arange(0, COLUMNS)
     w = tl.load(weight + at, mask=at < width, other=0.0).to(tl.float32)
     dw = tl.zeros((ROWS, COLUMNS), tl.float32)
-    first = tl.program_id(0) * ROWS
-    while first < rows:
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS).to(tl.int64)
         mask = (row < rows)[:, None] & (at < width)[None, :]
         out = row[:, None] * width + at[None, :]
@@ -176,8 +204,20 @@ def _norm_grad(
             d += tl.load(ds + out, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + out, d.to(a.dtype), mask=mask)
         dw += g * n.to(a.dtype).to(tl.float32)
-        first += tl.num_programs(0) * ROWS
     tl.store(found + tl.program_id(0) * width + at, tl.sum(dw, 0), mask=at < width)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _columns(found: tl.tensor, total: tl.tensor, count: tl.tensor, numbers: tl.constexpr, SIZE: tl.constexpr) -> None:
+    """Some columns of `count` rows."""
+    ROWS: tl.constexpr = SIZE[0]
+    at = tl.program_id(0) * SIZE[1] + tl.arange(0, SIZE[1])
+    sums = tl.zeros((ROWS, SIZE[1]), tl.float32)
+    for first in range(0, count, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < count)[:, None] & (at < numbers)[None, :]
+        sums += tl.load(found + row[:, None] * numbers + at[None, :], mask=mask, other=0.0)
+    tl.store(total + at, tl.sum(sums, 0).to(total.dtype.element_ty), mask=at < numbers)
 
 
 class _SwiGLU(torch.autograd.Function):
