@@ -84,7 +84,8 @@ class Row:
     ratio_to_dense: float | None = None
     bubble: float | None = None
     predicted_bubble: float | None = None
-    trace: dict[str, Any] | None = None
+    trace: dict[str, Any] | None = None  # of the rank that waited least
+    waiting: list[float] | None = None  # seconds of that step in which each rank's GPU waited
 
 
 def main() -> int:
@@ -147,10 +148,11 @@ def measure(layout: dt.Layout, session: Session) -> None:
         row["bubble"], row["predicted_bubble"] = bubbles(engine, batch, given.steps)
     _keep(session, row)
     if given.profile:
-        summary = traced(engine, spec, batch, session, row)
+        summaries = traced(engine, spec, batch, session, row)
+        summary = min(summaries, key=lambda each: each.waiting)
         session.say(summary.table())
         session.rows.pop()
-        row["trace"] = summary.as_dict()
+        row["trace"], row["waiting"] = summary.as_dict(), [each.waiting for each in summaries]
         _keep(session, row)
     if given.ragged:
         ragged_tokens = ragged_batch(spec, given.length, given.length * given.sequences)
@@ -211,22 +213,27 @@ def outside_gib(device: torch.device) -> float:
 
 def traced(
     engine: NativeEngine, spec: ArchSpec, batch: dt.PackedBatch, session: Session, row: Mapping[str, Any]
-) -> TraceSummary:
-    """One step of the first rank under the profiler: its trace on the disk, and where its time went."""
+) -> list[TraceSummary]:
+    """One step under the profiler: each rank's trace on the disk, and where its time went.
+
+    Ranks wait for the slowest GPU: a step takes as long as the one that waits least.
+    """
     ranks = engine.mesh.layout.num_ranks
     attention = attention_flops_of(spec, batch) / ranks
     rates = {"attention": (attention * 7 / 6, ATTENTION_RATE)}  # its backward pass computes the scores again
     if session.gemm:
         rates["gemm"] = (flops_of(spec, batch) / ranks - attention, session.gemm)
-    if dist.get_rank() or session.device.type != "cuda":
-        timed(session.device, lambda: engine.train_step(batch, SFTLoss()))
-        return summarize([])
+    if session.device.type != "cuda":
+        return [summarize([])]
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         timed(session.device, lambda: engine.train_step(batch, SFTLoss()))
     session.given.out.mkdir(parents=True, exist_ok=True)
-    path = session.given.out / f"{session.given.name}_{row['layout'].replace('=', '').replace(',', '_')}.trace.json.gz"
+    layout = row["layout"].replace("=", "").replace(",", "_")
+    path = session.given.out / f"{session.given.name}_{layout}_{dist.get_rank()}.trace.json.gz"
     profiler.export_chrome_trace(str(path))
-    return summarize(events_of(json.loads(gzip.decompress(path.read_bytes()))), ideal_of(rates))
+    mine = summarize(events_of(json.loads(gzip.decompress(path.read_bytes()))), ideal_of(rates))
+    told = gather_text(json.dumps(mine.as_dict()), engine.mesh["world"], session.device)
+    return [TraceSummary.of_dict(json.loads(text)) for text in told]
 
 
 @dataclass
@@ -322,7 +329,9 @@ def figures(row: Row) -> Iterator[str]:
     if row.bubble is not None:
         yield f"| bubble {_percent(row.bubble)}, simulated {_percent(row.predicted_bubble)}"
     if row.trace:
-        yield f"| exposed communication {1000 * row.trace['exposed']:.0f} ms, losses"
+        if row.waiting:
+            yield f"| ranks wait {1000 * min(row.waiting):.0f} to {1000 * max(row.waiting):.0f} ms;"
+        yield f"exposed communication {1000 * row.trace['exposed']:.0f} ms, losses"
         yield ", ".join(f"{x['name']} {1000 * x['seconds']:.0f}" for x in row.trace["losses"])
 
 

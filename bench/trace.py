@@ -102,6 +102,17 @@ class TraceSummary:
         """As JSON takes it."""
         return asdict(self)
 
+    @classmethod
+    def of_dict(cls, found: Mapping[str, Any]) -> "TraceSummary":
+        """What `as_dict` gave."""
+        losses, kernels = (Loss(**x) for x in found["losses"]), (Kernel(**x) for x in found["kernels"])
+        return cls(**{**found, "losses": tuple(losses), "kernels": tuple(kernels)})
+
+    @property
+    def waiting(self) -> float:
+        """Seconds in which nothing computes and nothing is copied within the GPU."""
+        return self.exposed + self.idle
+
     def table(self) -> str:
         """What a person reads, in milliseconds."""
         rows = [f"{'step':40}{_ms(self.step)}"]

@@ -83,7 +83,9 @@ def test_nothing_ran() -> None:
 def test_shown_and_stored() -> None:
     found = made_up()
     assert "exposed communication                       2000.0" in found.table()
-    assert json.loads(json.dumps(found.as_dict()))["losses"][0]["seconds"] == pytest.approx(2.0)
+    told = json.loads(json.dumps(found.as_dict()))
+    assert told["losses"][0]["seconds"] == pytest.approx(2.0)
+    assert TraceSummary.of_dict(told) == found and found.waiting == pytest.approx(3.0)
 
 
 def test_ideal_is_flops_over_rate() -> None:
