@@ -89,7 +89,8 @@ def _shared_bytes(device: torch.device) -> int:
     """That a program may have, but for what the compiler needs itself."""
     if device.type != "cuda":
         return 0
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin * 3 // 4)
+    found = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return int(found["max_shared_mem"]) * 3 // 4
 
 
 def column_sums(found: Tensor, dtype: torch.dtype) -> Tensor:
