@@ -212,8 +212,9 @@ def _norm_grad(
 def _columns(found: tl.tensor, total: tl.tensor, count: tl.tensor, numbers: tl.constexpr, SIZE: tl.constexpr) -> None:
     """Some columns of `count` rows."""
     ROWS: tl.constexpr = SIZE[0]
-    at = tl.program_id(0) * SIZE[1] + tl.arange(0, SIZE[1])
-    sums = tl.zeros((ROWS, SIZE[1]), tl.float32)
+    COLUMNS: tl.constexpr = SIZE[1]
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, count, ROWS):
         row = first + tl.arange(0, ROWS)
         mask = (row < count)[:, None] & (at < numbers)[None, :]
