@@ -72,6 +72,7 @@ class Row:
     first_seconds: float
     seconds: float
     all_seconds: list[float]
+    seconds_in_a_row: float | None  # of each of as many steps, with no pause between them
     tokens_per_second_per_rank: float
     mfu: float | None
     peak_memory_gib: float
@@ -176,7 +177,9 @@ def _steps(
     spec: Any = engine.model.spec
     first = timed(device, lambda: engine.train_step(warm, SFTLoss()))
     seconds = [timed(device, lambda: engine.train_step(batch, SFTLoss())) for _ in range(given.steps)]
-    middle = statistics.median(seconds)
+    middle, in_a_row = statistics.median(seconds), None
+    if given.steps > 2:
+        in_a_row = timed(device, lambda: [engine.train_step(batch, SFTLoss()) for _ in seconds]) / given.steps
     ranks, peak = layout.num_ranks, peak_flops(device)
     memory = stack_over(torch.tensor(peak_memory_gib(device), device=device), engine.mesh["world"])
     is_7b = given.shape == "7b" and given.length == 8192 and not given.depth and name != "ragged"
@@ -193,6 +196,7 @@ def _steps(
         first_seconds=first,
         seconds=middle,
         all_seconds=seconds,
+        seconds_in_a_row=in_a_row,
         tokens_per_second_per_rank=len(batch) / middle / ranks,
         mfu=flops_of(spec, batch) / middle / ranks / peak if peak else None,
         peak_memory_gib=float(memory.max()),
@@ -318,6 +322,8 @@ def _elapsed(pair: tuple[Any, Any]) -> float:
 def figures(row: Row) -> Iterator[str]:
     """What a person reads of a row."""
     yield f"{row.seconds:.3f} s a step, {row.tokens_per_second_per_rank:.0f} tokens/s a rank, MFU {_percent(row.mfu)},"
+    if row.seconds_in_a_row:
+        yield f"{row.seconds_in_a_row:.3f} s in a row of them,"
     yield f"{row.peak_memory_gib:.1f} GiB + {row.outside_gib:.1f}, {row.micro_batches} micro-batches, first step"
     yield f"{row.first_seconds:.1f} s"
     if row.goal:

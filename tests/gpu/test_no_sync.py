@@ -3,11 +3,12 @@
 `tests/unit/test_no_waiting.py` shows the same of the model alone, without a GPU.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from dovetail.batch import LossFn, PackedBatch
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.engine.native import NativeEngine, Sums, add_sums
 from dovetail.engine.stages import Training
+from dovetail.optim.optimizer import OptimSettings
 from dovetail.pipeline.executor import run as execute
 from dovetail.pipeline.schedule import make_plan
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
@@ -69,6 +71,32 @@ def batch() -> PackedBatch:
 @pytest.mark.parametrize("name", MODELS)
 def test_micro_batches_of_a_step(tmp_path: Path, name: str, loss: str) -> None:
     play(tmp_path, MODELS[name], *LOSSES[loss], "cuda", no_waiting())
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_step_returns_before_its_update_ends(tmp_path: Path, on_host: bool) -> None:
+    """Unless the moments are to be in host memory by then. Steps that begin meanwhile have the same bits."""
+    tiny_model(MODELS["qwen2"]).save_pretrained(tmp_path)
+    options = EngineOptions(tokens_per_batch=256, optim=OptimSettings(lr=1e-3), offload_optimizer=on_host)
+    found = []
+    for late in (False, True):
+        engine = from_pretrained(tmp_path, dtype=torch.bfloat16, device="cuda", options=options)
+        assert isinstance(engine, NativeEngine)
+        engine.train_step(batch(), SFTLoss())
+        adamw = engine.optimizer.adamw
+        with mock.patch.object(adamw, "step", partial(updated_late, adamw.step) if late else adamw.step):
+            for _step in range(3):
+                engine.train_step(batch(), SFTLoss())
+            done = torch.cuda.current_stream().query()
+        assert not late or done == on_host
+        found.append([parameter.detach().clone() for parameter in engine.model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def updated_late(step: Callable[[], object]) -> None:
+    """Parameters are, some tenths of a second after the device could."""
+    torch.cuda._sleep(500_000_000)
+    step()
 
 
 def play(

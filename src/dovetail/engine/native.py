@@ -18,7 +18,7 @@ from dovetail.batch import Loss, LossFn, PackedBatch, carried, start_reading
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.training import export_training, load_training
 from dovetail.checkpoint.writer import save_sharded
-from dovetail.comm import gather_text, stack_numbers, stack_over, sum_over
+from dovetail.comm import OnTheWay, gather_text, stack_numbers, stack_over, sum_over
 from dovetail.dealing import middle, plan_microbatches
 from dovetail.engine.base import StepReport
 from dovetail.engine.checks import Checked, check_same
@@ -164,13 +164,13 @@ class NativeEngine:
         execute(make_plan(layout.schedule, layout.pp, layout.virtual_stages, len(micros), costs), stages, self.mesh)
         stages.finish()
         self._name_alike(sums)
-        rows = self._reduce_sums(sums)
+        told = OnTheWay(rows := self._reduce_sums(sums))  # before the update, so that the host need not wait for that
         losses = [*sums[""]] if sums else []  # and what they counted
         everywhere = stack_over(rows[:1, 1].sum(), self.mesh["pp"])[-1]  # the loss's count: its name comes first
         progress.phase("optimizer")  # for the host: a GPU may still be at the last backward passes
         loads = None if self._routing is None else self._routing.totals(pairs)
         update = optimizer.step(everywhere, [*losses, *inputs_of(micros).values()])
-        totals = self._told(sorted(sums), rows)
+        totals = self._told(sorted(sums), told.take())
         loss_total, count = totals.pop("")
         faults: dict[int, list[str]] = {}
         if update.skipped:
@@ -371,9 +371,9 @@ class NativeEngine:
         flat = torch.stack([torch.stack([x.to(torch.float64) for x in sums[name]]) for name in sorted(sums)])
         return sum_over(flat, self.mesh["fsdp"])
 
-    def _told(self, names: list[str], rows: Tensor) -> dict[str, tuple[float, float]]:
-        """The sums as numbers. Under a pipeline ranks of the last stage tell those of the others."""
-        mine = json.dumps(dict(zip(names, rows.tolist(), strict=True)))
+    def _told(self, names: list[str], rows: list[list[float]]) -> dict[str, tuple[float, float]]:
+        """The sums by name. Under a pipeline ranks of the last stage tell those of the others."""
+        mine = json.dumps(dict(zip(names, rows, strict=True)))
         told = json.loads(gather_text(mine, self.mesh["pp"], self.mesh.device)[-1])
         return {name: (total, count) for name, (total, count) in told.items()}
 

@@ -7,6 +7,7 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
+from dovetail.comm import OnTheWay
 from dovetail.errors import ConfigError
 from dovetail.mesh import Mesh
 from dovetail.optim.adamw import MOMENTS
@@ -70,7 +71,7 @@ class Optimizer:
         Collective. A number that is not finite, in a gradient, a parameter or one of `suspects` (whatever the gradients
         came from) of any rank, skips the update on every rank, and so does a count of nothing. The device decides: the host
         reads the norm when all work is on its way, so that the device has no pause between the last backward pass and the
-        update.
+        update, and goes on while parameters are updated. Moments in host memory are updated when this returns.
         """
         s = self.settings
         count = torch.as_tensor(count, dtype=torch.float64, device=self.mesh.device)
@@ -91,9 +92,10 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.found_inf = (~finite).to(torch.float32)
-        fresh = not self.adamw.state
+        fresh, numbers = not self.adamw.state, torch.stack([norm, ~finite])
+        early = None if s.on_host else OnTheWay(numbers)
         self.adamw.step()
-        grad_norm, skipped = torch.stack([norm, ~finite]).tolist()
+        grad_norm, skipped = (early or OnTheWay(numbers)).take()
         skipped = bool(skipped)
         self.steps += not skipped
         if skipped and fresh:
