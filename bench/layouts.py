@@ -47,8 +47,9 @@ from bench.trace import TraceSummary, events_of, ideal_of, summarize
 from dovetail.arch.spec import ArchSpec
 from dovetail.comm import gather_text, stack_over
 from dovetail.engine.halving import Halving
-from dovetail.engine.native import NativeEngine, add_sums
+from dovetail.engine.native import NativeEngine
 from dovetail.engine.stages import Training
+from dovetail.engine.sums import add_sums
 from dovetail.kernels.registry import peak_flops, peak_memory_gib
 from dovetail.pipeline.executor import run as execute
 from dovetail.pipeline.schedule import Action, Costs, make_plan, simulate

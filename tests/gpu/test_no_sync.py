@@ -17,8 +17,9 @@ from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeCon
 from bench.models import one_rank
 from dovetail.batch import LossFn, PackedBatch
 from dovetail.build.engine import EngineOptions, from_pretrained
-from dovetail.engine.native import NativeEngine, Sums, add_sums
+from dovetail.engine.native import NativeEngine
 from dovetail.engine.stages import Training
+from dovetail.engine.sums import Sums, add_sums
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.pipeline.executor import run as execute
 from dovetail.pipeline.schedule import make_plan

@@ -23,8 +23,8 @@ from bench.engines import layout_of
 from dovetail import comm
 from dovetail.arch.registry import spec_from_config, ulysses_degree
 from dovetail.batch import Loss, LossFn, PackedBatch
-from dovetail.engine.native import Sums, add_sums
 from dovetail.engine.routing import BalanceSettings, Routing
+from dovetail.engine.sums import Sums, add_sums
 from dovetail.gradients import Adder
 from dovetail.kernels.reference import add_weight_grad_
 from dovetail.kernels.registry import KernelSet

@@ -1,8 +1,5 @@
 """Our parallel engine: one decoder cut over tp and pp, its rows sharded over dp x cp, fed with packed micro-batches."""
 
-import json
-import math
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,11 +11,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dovetail.arch.registry import ulysses_degree
-from dovetail.batch import Loss, LossFn, PackedBatch, carried, start_reading
+from dovetail.batch import LossFn, PackedBatch, carried, start_reading
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.training import export_training, load_training
 from dovetail.checkpoint.writer import save_sharded
-from dovetail.comm import OnTheWay, gather_text, stack_numbers, stack_over, sum_over
+from dovetail.comm import OnTheWay, stack_over, sum_over
 from dovetail.dealing import middle, plan_microbatches
 from dovetail.engine.base import StepReport
 from dovetail.engine.checks import Checked, check_same
@@ -29,6 +26,7 @@ from dovetail.engine.ondemand import OnDemand
 from dovetail.engine.routing import BalanceSettings, Placed, Routing
 from dovetail.engine.sharding import Residency, begin_gathers, forget_step, sum_where_they_lie
 from dovetail.engine.stages import Inference, Training
+from dovetail.engine.sums import Sums, add_sums, by_name, mean, name_alike, reduce_sums
 from dovetail.errors import DataError, ModelError
 from dovetail.kernels.reference import wide
 from dovetail.memory import Parked
@@ -47,7 +45,6 @@ from dovetail.weights.pretrained import Origin
 from dovetail.weights.save import save
 from dovetail.weights.stream import Export, export, stream
 
-Sums = dict[str, tuple[Tensor, Tensor]]
 MICROS_A_STAGE = 2  # micro-batches a step for each pipeline rank, where the sequences are enough: bubbles below a third
 
 
@@ -163,24 +160,25 @@ class NativeEngine:
         layout, costs = self.mesh.layout, stage_costs(self.model.spec, self.mesh.layout)
         execute(make_plan(layout.schedule, layout.pp, layout.virtual_stages, len(micros), costs), stages, self.mesh)
         stages.finish()
-        self._name_alike(sums)
-        told = OnTheWay(rows := self._reduce_sums(sums))  # before the update, so that the host need not wait for that
+        name_alike(sums, self.mesh)
+        rows = reduce_sums(sums, self.mesh)
+        told = OnTheWay(rows)  # before the update, so that the host need not wait for that
         losses = [*sums[""]] if sums else []  # and what they counted
         everywhere = stack_over(rows[:1, 1].sum(), self.mesh["pp"])[-1]  # the loss's count: its name comes first
         progress.phase("optimizer")  # for the host: a GPU may still be at the last backward passes
         loads = None if self._routing is None else self._routing.totals(pairs)
         update = optimizer.step(everywhere, [*losses, *inputs_of(micros).values()])
-        totals = self._told(sorted(sums), told.take())
+        totals = by_name(sorted(sums), told.take(), self.mesh)
         loss_total, count = totals.pop("")
         faults: dict[int, list[str]] = {}
         if update.skipped:
             mine = [*spoiled(micros, losses), *update.faults]
             faults = self.watch.keep(mine, micros, self.mesh)
-        metrics = {name: _mean(*sums) for name, sums in totals.items()}
+        metrics = {name: mean(*sums) for name, sums in totals.items()}
         if self._routing is not None and loads is not None:
             metrics |= self._routing.settle(loads, len(batch), skipped=update.skipped)
         return StepReport(
-            loss=_mean(loss_total, count),
+            loss=mean(loss_total, count),
             grad_norm=update.grad_norm,
             lr=update.lr,
             tokens=len(batch),
@@ -353,30 +351,6 @@ class NativeEngine:
         """Everybody's tokens, on every rank and on the batch's device."""
         return sum_over(sum_over(mine, self.mesh["fsdp"]), self.mesh["pp"]).to(batch.tokens.device)
 
-    def _name_alike(self, sums: Sums) -> None:
-        """Have zeros under the names that other replicas have metrics of: a loss may have none of what its tokens lack.
-        Collective: a number, between hosts.
-        """
-        mine, world, device = json.dumps(sorted(sums)), self.mesh["world"], self.mesh.device
-        seen = stack_numbers([zlib.crc32(mine.encode()) if sums else 0], world, device)
-        if len({number for (number,) in seen if number}) > 1:  # 0: of stages without a loss
-            names = {name for text in gather_text(mine, world, device) for name in json.loads(text)}
-            zero = torch.zeros((), dtype=torch.float64, device=device)
-            sums |= {name: (zero, zero) for name in names - sums.keys() if sums}
-
-    def _reduce_sums(self, sums: Sums) -> Tensor:
-        """All tokens' sums in the order of their names: float64 [n, 2] on ranks of the last stage, [0, 2] on others."""
-        if self.mesh["pp"].rank < self.mesh["pp"].size - 1:
-            return torch.zeros(0, 2, dtype=torch.float64, device=self.mesh.device)
-        flat = torch.stack([torch.stack([x.to(torch.float64) for x in sums[name]]) for name in sorted(sums)])
-        return sum_over(flat, self.mesh["fsdp"])
-
-    def _told(self, names: list[str], rows: list[list[float]]) -> dict[str, tuple[float, float]]:
-        """The sums by name. Under a pipeline ranks of the last stage tell those of the others."""
-        mine = json.dumps(dict(zip(names, rows, strict=True)))
-        told = json.loads(gather_text(mine, self.mesh["pp"], self.mesh.device)[-1])
-        return {name: (total, count) for name, (total, count) in told.items()}
-
     @property
     def _wide(self) -> torch.dtype:
         """The dtype of statistics and values. Not by the parameters': while they are gathered, it is another."""
@@ -385,16 +359,3 @@ class NativeEngine:
 
 def _micros_of(pairs: Placed) -> OnDemand[MicroBatch]:
     return OnDemand(len(pairs), lambda number: pairs[number][1])
-
-
-def add_sums(sums: Sums, value: Loss) -> None:
-    """Add one micro-batch's loss (under the name "") and metrics, detached, to the running sums."""
-    for name, (total, count) in {"": (value.total, value.count), **value.metrics}.items():
-        before = sums.get(name)
-        now = total.detach(), torch.as_tensor(count, device=total.device).detach()
-        sums[name] = now if before is None else (before[0] + now[0], before[1] + now[1])
-
-
-def _mean(total: float, count: float) -> float:
-    """Not a number where nothing was counted."""
-    return total / count if count else math.nan
