@@ -12,7 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dovetail.kernels import reference
-from dovetail.kernels.block_triton import EXACT, PROGRAMS, WIDEST, column_sums, stages, taken, tile
+from dovetail.kernels.block_triton import EXACT, WIDEST, column_sums, taken, tile
+
+PROGRAMS = 512  # that share the heads of a gain's gradient
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -80,8 +82,7 @@ class _Heads(torch.autograd.Function):
         given, strides = (dq, dk, dv, cos, sin), tuple(g.stride(0) for g in (dq, dk, dv))
         of_norm = (x, q_gain, k_gain, inverse, *((0, 0) if x is None else x.stride()[:2]))
         model = (*ctx.counts, cos.shape[1])
-        made, ahead = (dx, found), 1 if x is None else stages(5, size, dq)
-        _turn_grad[(programs,)](given, of_norm, made, tokens, strides, model, size, ahead, num_warps=warps, **EXACT)
+        _turn_grad[(programs,)](given, of_norm, (dx, found), tokens, strides, model, size, num_warps=warps, **EXACT)
         gains = (None, None) if found is None else column_sums(found, dx.dtype).unbind()
         return dx, None, None, None, *gains, None
 
@@ -160,7 +161,6 @@ def _turn_grad(
     strides: tl.tensor,
     MODEL: tl.constexpr,
     SIZE: tl.constexpr,
-    STAGES: tl.constexpr,
 ) -> None:
     """Every so manieth tile of heads: turned back and through the norm, or a value's as it is; and the gains' sums."""
     width: tl.constexpr = SIZE[0]
@@ -179,7 +179,8 @@ def _turn_grad(
     other = tl.where(at < HALF, at + HALF, at - HALF)
     dw_q = tl.zeros((ROWS, COLUMNS), tl.float32)
     dw_k = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in tl.range(tl.program_id(0) * ROWS, tokens * HEADS, tl.num_programs(0) * ROWS, num_stages=STAGES):
+    first = tl.program_id(0) * ROWS
+    while first < tokens * HEADS:
         row = first + tl.arange(0, ROWS)
         live = row < tokens * HEADS
         token, head = (row // HEADS).to(tl.int64), row % HEADS
@@ -209,6 +210,7 @@ def _turn_grad(
             dn = d * _gain(q_gain, k_gain, at, at < width, of_query)
             d = tl.where(of_value[:, None], d, (dn - n * (tl.sum(dn * n, 1) / width)[:, None]) * scale)
         tl.store(dx + row.to(tl.int64)[:, None] * width + at[None, :], d.to(dtype), mask=mask)
+        first += tl.num_programs(0) * ROWS
     if q_gain is not None:
         mine = found + tl.program_id(0) * 2 * width + at
         tl.store(mine, tl.sum(dw_q, 0), mask=at < width)
