@@ -142,5 +142,5 @@ class Routes:
         at = b.owner[:, None] * experts + self.chosen[layer]
         mine = count_rows(at.flatten(), len(b.lengths) * experts, b.counted[:, None].expand_as(at).flatten())
         self.loads[layer] = self.shared[layer] = mine.view(-1, experts)
-        for axis in b.axes if b.aux_coef else ():
+        for axis in b.axes if b.aux_coef or b.z_coef else ():
             self.shared[layer] = sum_over(self.shared[layer], axis)

@@ -30,7 +30,7 @@ from tests.distributed.matrix import (
 from tests.distributed.test_matrix import check
 from tests.harness import run
 from tests.probe import PROBE
-from tests.tolerances import GRADCHECK
+from tests.tolerances import GRADCHECK, SUM_ORDER
 
 STEP_SIZE = 1e-5  # of a finite difference, along a gradient
 
@@ -113,3 +113,21 @@ def test_balance_terms_are_means_over_tokens_whatever_the_loss_counts(experts: P
         write_models(experts, [name], SHALLOW)
         ((measured, foretold),) = run(1, slopes, str(path_of(experts, name, SHALLOW)), aggregation)
         assert foretold > 0 and measured == pytest.approx(foretold, rel=GRADCHECK * 10)
+
+
+def told(path: str, layout: Layout, coefs: tuple[float, float]) -> tuple[float, float]:
+    """Both costs of a step, as its metrics tell them."""
+    options = EngineOptions(optim=PROBE, balance=BalanceSettings(aux_coef=coefs[0], z_coef=coefs[1]))
+    engine = from_pretrained(path, layout=layout, dtype=torch.float64, device="cpu", options=options)
+    metrics = engine.train_step(random_batch((9, 4, 17, 1), "sft", torch.float64), SFTLoss()).metrics
+    return metrics["balance_loss"], metrics["router_z_loss"]
+
+
+@pytest.mark.parametrize("coefs", [(0.0, 0.2), (0.7, 0.0)])
+def test_both_costs_are_told_alike_where_only_one_is_paid(experts: Path, coefs: tuple[float, float]) -> None:
+    write_models(experts, ["qwen3_moe"], SHALLOW)
+    path = str(path_of(experts, "qwen3_moe", SHALLOW))
+    (alone,) = run(1, told, path, Layout(), (0.7, 0.2))
+    for layout in (Layout(tp=2), Layout(cp=2)):
+        for found in run(2, told, path, layout, coefs):
+            assert found == pytest.approx(alone, rel=SUM_ORDER)
