@@ -1,25 +1,31 @@
 """The transformers engine equals plain transformers: log-probs, entropies, values and every gradient, packed and shared."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import MixtralConfig, PreTrainedConfig, Starcoder2Config
+from transformers import MixtralConfig, OlmoeConfig, PreTrainedConfig, Starcoder2Config
 
+from dovetail.arch.foreign import foreign_spec
 from dovetail.batch import PackedBatch
 from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.hf.model import ForeignDecoder
+from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
+from dovetail.mesh import Mesh
 from dovetail.nn.recompute import Recompute
 from tests.harness import run
 from tests.hf.families import TEXT, _make
-from tests.parity.configs import tiny_model
+from tests.parity.configs import tiny, tiny_model
 from tests.parity.reference import make_batch, objective, read_reference, value_objective, write_outputs
 from tests.probe import PROBE, gradients
-from tests.tolerances import GRAD_RATIO_FP32, MODEL_FP32, max_abs, worst_error, worst_ratio
+from tests.tolerances import GRAD_RATIO_FP32, MODEL_FP32, STEP_BF16, max_abs, worst_error, worst_ratio
 
 BUDGET = 80
+ODD = {"intermediate_size": 21, "num_experts": 4, "num_experts_per_tok": 2}
 NOISY = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.5}
 FOUR = ("gemma3-lm", "qwen3-value")  # on four ranks: windows, and a critic
 
@@ -114,6 +120,26 @@ def test_recomputing_lets_no_noise_of_training_in(make: Callable[[], PreTrainedC
     write_outputs(model, tmp_path)
     for found in run(1, figures, str(tmp_path), Layout(), "full"):
         check(found)
+
+
+def test_experts_of_any_width(tmp_path: Path) -> None:
+    """torch's grouped products want rows of 16 bytes, on which plain transformers insists."""
+    model = tiny_model(tiny(OlmoeConfig, **ODD))
+    model.save_pretrained(tmp_path / "model")
+    model.set_experts_implementation("eager")
+    write_outputs(model, tmp_path)
+    for found in run(2, figures, str(tmp_path), Layout(cp=2), "full"):
+        check(found)
+    engine = from_pretrained(tmp_path / "model", dtype=torch.bfloat16, device="cpu")
+    loss, expected = engine.train_step(make_batch(), objective).loss, float(read_reference(tmp_path)[0]["loss"])
+    assert abs(loss - expected) <= STEP_BF16 * (1 + abs(expected))
+
+
+def test_recomputing_warns_of_nothing() -> None:
+    config = TEXT["llama"]().to_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ForeignDecoder(foreign_spec(config), config, Mesh.solo(), KernelSet(), recompute="full")
 
 
 def test_a_mutation_is_noticed(references: dict[str, Path]) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import OlmoeConfig
 
 from dovetail.batch import PackedBatch
 from dovetail.build.engine import EngineOptions, from_pretrained, make_mesh
@@ -18,7 +19,7 @@ from dovetail.weights.pretrained import Pretrained
 from tests.harness import run
 from tests.hf.families import TEXT
 from tests.hf.sights import stored_name, tiny_sighted
-from tests.parity.configs import tiny_model
+from tests.parity.configs import tiny, tiny_model
 from tests.tolerances import MODEL_FP32
 
 PROMPTS = [Prompt(0, (3, 4, 5, 6)), Prompt(1, (9,)), Prompt(5, (7, 8, 9, 10, 11, 12, 13))]
@@ -55,6 +56,16 @@ def test_equals_the_embedded_sampler(name: str, tmp_path: Path) -> None:
     for found, distance in run(2, sampled, tmp_path, "transformers"):
         assert [c.ids for c in found] == [c.ids for c in expected]
         assert distance <= MODEL_FP32
+
+
+ODD = {"intermediate_size": 21, "num_experts": 4, "num_experts_per_tok": 2}  # no width for torch's grouped products
+
+
+def test_experts_of_any_width(tmp_path: Path) -> None:
+    tiny_model(tiny(OlmoeConfig, **ODD)).save_pretrained(tmp_path)
+    ((found, distance),) = run(1, sampled, tmp_path, "transformers")
+    assert len(found) == 9
+    assert distance <= MODEL_FP32
 
 
 def test_a_family_that_only_transformers_knows(tmp_path: Path) -> None:

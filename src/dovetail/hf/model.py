@@ -63,6 +63,7 @@ REFUSALS = (
     *(OSError, SyntaxError, StrictDataclassError),
 )
 LONG = 1000  # characters of a message
+GROUPED = 8  # what divides the widths of experts whose products torch groups: 16 bytes, in half precision too
 PACKING_ROPES = ("dynamic", "longrope")  # their tables follow the longest sequence that happens to be in the batch
 
 
@@ -232,7 +233,14 @@ def make_model(config: Mapping[str, Any], code: Path | None = None) -> "transfor
     _refuse_modules(model.get_decoder() if sighted else model)
     _hold_frozen(model)
     model.set_attn_implementation({"text_config": NAME} if sighted else NAME)
+    group_even_experts(model)
     return model.eval()
+
+
+def group_even_experts(model: "transformers.PreTrainedModel") -> None:
+    """Have experts of a width that torch's grouped products do not take computed one after another."""
+    if any(n % GROUPED for p in model.parameters() if p.dim() == 3 for n in p.shape[1:]):
+        model.set_experts_implementation("eager")
 
 
 def _remote(config: Mapping[str, Any], code: Path | None) -> "transformers.PreTrainedModel":
@@ -349,7 +357,10 @@ def _recompute(model: "transformers.PreTrainedModel", recompute: Recompute) -> N
     """Checkpointing as transformers does it: by blocks in training mode. Nothing in them is, so dropout stays off."""
     if not model.supports_gradient_checkpointing:
         raise ModelError(f"{type(model).__name__} recomputes nothing; set activation_checkpointing=none")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options(recompute))
+    if hasattr(model, "activation_checkpointing_enable"):  # where that is there, its older name warns
+        model.activation_checkpointing_enable(options(recompute))
+    else:
+        model.gradient_checkpointing_enable(options(recompute))
     for block in model.modules():
         if isinstance(block, transformers.GradientCheckpointingLayer):
             block.train()

@@ -16,7 +16,7 @@ from torch import Tensor
 from dovetail.batch import start_reading
 from dovetail.dealing import plan_microbatches
 from dovetail.errors import CheckpointError, ModelError, listing
-from dovetail.hf.model import OLD_STEMS, is_sighted, known_config, renamed
+from dovetail.hf.model import OLD_STEMS, group_even_experts, is_sighted, known_config, renamed
 from dovetail.hf.remote import is_foreign
 from dovetail.hf.vision import kinds_of
 from dovetail.mesh import Mesh
@@ -48,6 +48,7 @@ class TransformersSampler:
         sighted = is_sighted(known)
         kind = transformers.AutoModelForImageTextToText if sighted else transformers.AutoModelForCausalLM
         model: transformers.PreTrainedModel = kind.from_config(known, dtype=dtype)
+        group_even_experts(model)
         self.model = model.to(mesh.device).eval().requires_grad_(False)
         self.vocab_size: int = known.get_text_config().vocab_size
         self._filled = False
