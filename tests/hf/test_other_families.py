@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from dovetail.batch import PackedBatch
+from dovetail.build.engine import from_pretrained
 from dovetail.hf.model import make_model, renamed
 from dovetail.layout import Layout
 from dovetail.nn.recompute import Recompute
@@ -15,6 +18,7 @@ from tests.harness import run
 from tests.hf.test_parity import check, figures
 from tests.parity.configs import VOCAB, tiny_model
 from tests.parity.reference import GRAD, write_outputs
+from tests.tolerances import MODEL_FP32, max_abs
 
 # Three key-value heads, heads of 24 channels, windows shorter than the sequences, dropout of every kind.
 SIZES: dict[str, Any] = {
@@ -83,3 +87,19 @@ def test_equals_transformers(family: str, tmp_path: Path) -> None:
     for recompute in ways:
         for found in run(1, figures, str(tmp_path), Layout(), recompute):
             check(found)
+
+
+def test_one_sequence_alone(tmp_path: Path) -> None:
+    """Its attention is computed as it lies, and Afmoe views what comes back."""
+    if "afmoe" not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers has no afmoe")
+    model = tiny_model(small("afmoe"))
+    model.save_pretrained(tmp_path)
+    rows = [[5, 6, 7, 8, 9, 10, 11, 12], [13, 14, 15, 16, 17, 18, 19, 20]]
+    engine = from_pretrained(tmp_path, device="cpu")
+    for batch in (rows[:1], rows):
+        found = engine.score(PackedBatch.pack(batch)).logprob.unflatten(0, (-1, 8))[:, :-1]
+        with torch.no_grad():
+            logp = model(torch.tensor(batch)).logits[:, :-1].log_softmax(-1)
+        expected = logp.gather(2, torch.tensor(batch)[:, 1:, None])[..., 0]
+        assert max_abs((found - expected) / expected.abs().clamp(min=1.0)) <= MODEL_FP32

@@ -49,7 +49,8 @@ def attention(
     width = q.shape[-1]
     if scaling is not None and scaling != width**-0.5:
         q = q * (scaling * width**0.5)
-    return context.attend(q, k, v, options.get("sliding_window"), Beside())[None], None
+    found = context.attend(q, k, v, options.get("sliding_window"), Beside())
+    return found.contiguous()[None], None  # some models view it: transformers' own functions return no other
 
 
 def no_mask(*_: object, **__: object) -> None:
