@@ -2,7 +2,7 @@
 
 Piece by piece, so that rings of slots are small: pieces wait for those before them, in streams of FSDP2's own. What a piece
 asks of multiprocessors, to lay a shard down or to add up, waits for the end of a kernel of the computation that has all of
-them. So pieces are large: a layer has to have fewer of them than kernels, or the computation waits.
+them. So pieces are large, and a layer has fewer of them than kernels.
 """
 
 from bisect import bisect_right

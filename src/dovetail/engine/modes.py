@@ -12,13 +12,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Placed(Protocol):
+class OnMesh(Protocol):
     """Whoever computes on a mesh."""
 
     mesh: Mesh
 
 
-E = TypeVar("E", bound=Placed)
+E = TypeVar("E", bound=OnMesh)
 
 
 def in_own_modes(call: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
