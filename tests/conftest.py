@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from tests.harness import close_workers
@@ -90,6 +91,15 @@ def _no_second_look() -> None:
     """What is imported stays: no collection of garbage goes through it again, which takes half a second each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_stays() -> Iterator[None]:
+    """No file leaves this process in a process group: which file comes next is for the schedule to say."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("a test of this file leaves a process group in the process of pytest; see bench.models.one_rank")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

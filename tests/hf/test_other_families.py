@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from bench.models import one_rank
 from dovetail.batch import PackedBatch
 from dovetail.build.engine import from_pretrained
 from dovetail.hf.model import make_model, renamed
@@ -96,9 +97,11 @@ def test_one_sequence_alone(tmp_path: Path) -> None:
     model = tiny_model(small("afmoe"))
     model.save_pretrained(tmp_path)
     rows = [[5, 6, 7, 8, 9, 10, 11, 12], [13, 14, 15, 16, 17, 18, 19, 20]]
-    engine = from_pretrained(tmp_path, device="cpu")
-    for batch in (rows[:1], rows):
-        found = engine.score(PackedBatch.pack(batch)).logprob.unflatten(0, (-1, 8))[:, :-1]
+    with one_rank():
+        engine = from_pretrained(tmp_path, device="cpu")
+        scored = [engine.score(PackedBatch.pack(batch)).logprob for batch in (rows[:1], rows)]
+    for batch, logprob in zip((rows[:1], rows), scored, strict=True):
+        found = logprob.unflatten(0, (-1, 8))[:, :-1]
         with torch.no_grad():
             logp = model(torch.tensor(batch)).logits[:, :-1].log_softmax(-1)
         expected = logp.gather(2, torch.tensor(batch)[:, 1:, None])[..., 0]
