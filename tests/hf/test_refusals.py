@@ -100,6 +100,8 @@ def test_a_degree_that_the_heads_do_not_allow_is_gathered_instead(tmp_path: Path
     check_layout(spec, Layout(cp=4))
     with pytest.raises(LayoutError, match="heads can be exchanged over 1, 2 of cp=4 ranks; use cp_mode=auto or gather"):
         check_layout(spec, Layout(cp=4, cp_mode="ulysses"))
+    with pytest.raises(LayoutError, match="cp_mode='ulises' is not known; use one of auto, gather, ulysses, product"):
+        check_layout(spec, Layout(cp=4, cp_mode="ulises"))
 
 
 def test_an_attention_function_that_needs_more_is_refused(tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ def ulysses_degree(spec: AnySpec, layout: Layout) -> int:
         "ulysses": [d for d in found if d == layout.cp],
         "product": [d for d in found if 1 < d < layout.cp],
     }
-    if degrees := wanted.get(layout.cp_mode):
+    if layout.cp_mode not in wanted:
+        raise LayoutError(f"layout: cp_mode={layout.cp_mode!r} is not known; use one of {', '.join(wanted)}")
+    if degrees := wanted[layout.cp_mode]:
         return degrees[-1]
     heads = f"{spec.attention.num_heads} attention and {spec.attention.num_kv_heads} key-value heads"
     raise LayoutError(
