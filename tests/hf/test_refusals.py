@@ -22,6 +22,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from bench.models import one_rank
 from dovetail.arch.foreign import foreign_spec
 from dovetail.build.engine import EngineOptions, check_layout, from_pretrained
 from dovetail.errors import LayoutError, ModelError
@@ -108,7 +109,7 @@ def test_an_attention_function_that_needs_more_is_refused(tmp_path: Path) -> Non
     """Soft-capped scores come as an argument of the attention function."""
     config = _make(Gemma2Config, head_dim=8, final_logit_softcapping=None, attn_logit_softcapping=50.0)()
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"attn_logit_softcapping=50\.0"):
+    with one_rank(), pytest.raises(ModelError, match=r"attn_logit_softcapping=50\.0"):
         from_pretrained(tmp_path, device="cpu", options=EngineOptions(engine="transformers"))
 
 
