@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import MixtralConfig, OlmoeConfig, PreTrainedConfig, Starcoder2Config
+from transformers import MixtralConfig, OlmoConfig, OlmoeConfig, PreTrainedConfig, Starcoder2Config
 
 from bench.models import one_rank
 from dovetail.arch.foreign import foreign_spec
@@ -120,6 +120,15 @@ def test_recomputing_lets_no_noise_of_training_in(make: Callable[[], PreTrainedC
     model.save_pretrained(tmp_path / "model")
     write_outputs(model, tmp_path)
     for found in run(1, figures, str(tmp_path), Layout(), "full"):
+        check(found)
+
+
+def test_products_that_are_clipped_where_they_lie(tmp_path: Path) -> None:
+    """As OLMo's queries, keys and values: the level that keeps products computes them again."""
+    model = tiny_model(tiny(OlmoConfig, clip_qkv=0.3))
+    model.save_pretrained(tmp_path / "model")
+    write_outputs(model, tmp_path)
+    for found in run(1, figures, str(tmp_path), Layout(), "light"):
         check(found)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from dovetail.kernels import fa4
 from dovetail.kernels.registry import KernelSet
 from dovetail.memory import Arena
-from dovetail.nn.recompute import HostMemory, Passage, Recompute, Waiting, is_attention
+from dovetail.nn.recompute import HostMemory, Passage, Recompute, Waiting, is_attention, runner
 from tests.tolerances import EXACT, worst_error
 from tests.unit.blocks import Blocks
 from tests.unit.fa4_stand_in import installed
@@ -165,6 +165,22 @@ def test_what_comes_back_lies_as_before() -> None:
     assert all(torch.equal(one, before) for one, before in zip(found, given, strict=True))
     assert [one.stride() for one in found] == [x.stride(), x.transpose(1, 2).stride(), (36, 12, 3, 1), (1,)]
     assert kept[3] is given[3], "states of generators stay where they are"
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+def test_a_product_that_a_block_writes_to_is_computed_again(recompute: Recompute) -> None:
+    """OLMo clips its products where they lie, and the gradient asks what they were before."""
+    x, *weights = (torch.randn(1, 8, 8, requires_grad=True) for _ in range(4))
+
+    def block(x: Tensor) -> Tensor:
+        clipped, other = (torch.nn.functional.linear(x, weight[0]) for weight in weights[:2])
+        clipped.view(4, 16).clamp_(-0.5, 0.5)
+        return (torch.nn.functional.linear(clipped * other, weights[2][0]).sin() @ x[0]).sin()
+
+    def gradients(recompute: Recompute) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(runner(recompute)(block, x).sum(), (x, *weights))
+
+    assert all(map(torch.equal, gradients(recompute), gradients("none")))
 
 
 def test_a_pass_that_is_given_up_harms_no_other() -> None:

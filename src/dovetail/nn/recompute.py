@@ -5,7 +5,7 @@
     selective   all but attention
     full        everything; only the block's input is kept
 
-What an operation returned is kept as it is, so nothing in a block may write to it.
+A product that the block then wrote to, as some of transformers' models do, is computed again.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from dovetail.memory import Arena, host_room
@@ -90,8 +90,15 @@ class _Keep(_Mode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         if is_kept(self.recompute, name := str(func)):
-            put = self.carry if is_attention(name) else Tensor.detach
-            self.kept.append((name, tree_map_only(Tensor, lambda x: put(x.detach()), found)))
+            if is_attention(name):
+                self.kept.append((name, tree_map_only(Tensor, lambda x: self.carry(x.detach()), found)))
+            else:
+                self.kept.append((name, Product(found.detach())))
+        elif func._schema.is_mutable:
+            places = written(func, args, kwargs or {})
+            for _, one in self.kept:
+                if isinstance(one, Product) and one.place in places:
+                    one.x = None
         return found
 
 
@@ -105,7 +112,32 @@ class _Reuse(_Mode):
             return func(*args, **(kwargs or {}))
         before, found = self.kept.popleft()
         assert name == before, f"recomputation runs {name}, where the forward pass ran {before}"
+        if isinstance(found, Product):
+            return func(*args, **(kwargs or {})) if found.x is None else found.x.detach()
         return tree_map_only((Tensor, Waiting), lambda x: self.carry(x).detach(), found)
+
+
+class Product:
+    """What a product returned; None once the block has written to it. (What attention returns autograd saves, and so it
+    raises where a block writes to that.)
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.x: Tensor | None = x
+        self.place = place_of(x)
+
+
+def place_of(x: Tensor) -> int:
+    """A number for its memory, whatever view it is of that."""
+    return x.untyped_storage()._cdata
+
+
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+    """The places that an operation writes to."""
+    arguments = func._schema.arguments
+    given = {**{argument.name: x for argument, x in zip(arguments, args, strict=False)}, **kwargs}
+    changed = [given.get(each.name) for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    return {place_of(x) for x in tree_leaves(changed) if isinstance(x, Tensor)}
 
 
 class Waiting:
