@@ -81,11 +81,11 @@ def tile(width: int) -> tuple[tuple[int, int, int], int]:
 
 def stages(tensors: int, size: tuple[int, int, int], like: Tensor) -> int:
     """How many tiles of so many tensors a program may have in its shared memory: 1 where there is no room for more."""
-    return max(1, min(STAGES, _shared_bytes(like.device) // (tensors * size[1] * size[2] * like.itemsize)))
+    return max(1, min(STAGES, shared_bytes(like.device) // (tensors * size[1] * size[2] * like.itemsize)))
 
 
 @cache
-def _shared_bytes(device: torch.device) -> int:
+def shared_bytes(device: torch.device) -> int:
     """That a program may have, but for what the compiler needs itself."""
     if device.type != "cuda":
         return 0

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dovetail.kernels import reference
+from dovetail.kernels.block_triton import shared_bytes
 
 BLOCK = tl.constexpr(64)  # entries that one step of a program reads
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -36,8 +37,9 @@ def decode_attention(
     queries, width = heads // groups, max(16, triton.next_power_of_2(dim))
     shape = (queries, max(LEAST_QUERIES, triton.next_power_of_2(queries)), dim, width, page, window or 0)
     found = torch.empty(rows * heads * splits * (dim + 2), dtype=torch.float32, device=q.device)
+    ahead = stages_for(shape[1], width, q.itemsize, shared_bytes(q.device))
     _partial[(rows, groups, splits)](
-        q.contiguous(), keys, values, table, lengths, found, table.stride(0), shape, num_warps=WARPS, num_stages=STAGES
+        q.contiguous(), keys, values, table, lengths, found, table.stride(0), shape, num_warps=WARPS, num_stages=ahead
     )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _join[(rows, heads)](found, out, dim, width, splits, num_warps=WARPS)
@@ -48,6 +50,12 @@ def splits_for(pairs: int, capacity: int) -> int:
     """Programs for each pair of row and KV head, a power of two: as many as fill the GPU and may find something to read."""
     wanted = min(-(-PROGRAMS // pairs), -(-capacity // BLOCK.value), MOST_SPLITS)
     return 1 << (wanted - 1).bit_length()
+
+
+def stages_for(queries: int, width: int, itemsize: int, room: int) -> int:
+    """STAGES, or 1 where a program's shared memory has no room for keys and values of a block, the queries and their weights."""
+    held = STAGES * BLOCK.value * width + queries * (width + BLOCK.value)
+    return STAGES if held * itemsize <= room else 1
 
 
 @triton.jit
