@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from dovetail.layout import Layout
 from dovetail.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.draw import cut, draw, inverse_cdf
-from dovetail.rollout.native import NativeSampler
+from dovetail.rollout.native import NativeSampler, recorder_for
 from dovetail.rollout.noise import uniforms
 from dovetail.rollout.waves import plan_waves
 from tests.parity.configs import MAX_POSITIONS, VOCAB, tiny_configs, tiny_model
@@ -92,6 +93,17 @@ def test_waves_and_order_of_prompts_change_no_sample(budget: int) -> None:
             same = expected[c.row, c.sample]
             assert (c.ids, c.finish) == (same.ids, same.finish)
             assert_close(torch.tensor(c.log_probs), torch.tensor(same.log_probs), SUM_ORDER)
+
+
+def test_no_step_is_recorded_that_asks_the_device() -> None:
+    """Longer heads than those of the kernels take the reference, which asks for lengths."""
+    spec, mesh = spec_from_config(tiny_configs()["llama"].to_dict()), Mesh.imagined(Layout(), 0, "cuda")
+    kernels = KernelSet(decode_attention=lambda q, *_: q)
+    long = replace(spec, attention=replace(spec.attention, head_dim=264))
+    assert recorder_for(spec, mesh, kernels, torch.float32) is not None
+    assert recorder_for(long, mesh, kernels, torch.float32) is None
+    assert recorder_for(spec, mesh, kernels, torch.float64) is None
+    assert recorder_for(spec, mesh, KernelSet(), torch.float32) is None
 
 
 def test_rows_that_stop_leave_at_any_step_and_change_nothing_for_the_others() -> None:

@@ -21,7 +21,6 @@ WARPS, STAGES = 4, 2
 LEAST_QUERIES = 16  # rows of the smallest product on tensor cores
 PROGRAMS = 528  # that fill a GPU of 132 multiprocessors
 MOST_SPLITS = 32
-LONGEST_HEAD = 256
 
 
 def decode_attention(
@@ -29,7 +28,7 @@ def decode_attention(
 ) -> Tensor:
     """As `reference.decode_attention`, without asking the device for anything; float64 and longer heads take the reference."""
     rows, heads, dim = q.shape
-    if q.dtype == torch.float64 or dim > LONGEST_HEAD or not rows:
+    if q.dtype == torch.float64 or dim > reference.LONGEST_PAGED or not rows:
         return reference.decode_attention(q, keys, values, table, lengths, window)
     assert keys.is_contiguous() and values.is_contiguous(), "pages are expected as the cache holds them"
     _, groups, page, _ = keys.shape

@@ -21,6 +21,7 @@ QUERY_BLOCK = 256  # queries that share one attention mask, where a mask is need
 CPU_BLOCK = 1 << 20  # logits that one elementwise pass touches: a core's cache
 GPU_BLOCK = 1 << 27  # enough of them to fill a GPU
 GATHERED = 1 << 19  # numbers of cached keys that are gathered at a time
+LONGEST_PAGED = 256  # channels up to which others compute attention to a paged cache
 
 
 @dataclass(frozen=True)

@@ -218,9 +218,10 @@ class NativeSampler:
 def recorder_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Recorder | None:
     """What records steps: on one GPU, where no operation of a step asks the device for anything; otherwise None.
 
-    Those that may: reference attention to a cache, which float64 takes, too, and grouped products of experts.
+    Those that may: reference attention to a cache, which float64 and long heads take, too, and grouped products of experts.
     """
-    asks = kernels.decode_attention is reference.decode_attention or dtype == torch.float64 or spec.moe is not None
+    plain = dtype == torch.float64 or spec.attention.head_dim > reference.LONGEST_PAGED
+    asks = kernels.decode_attention is reference.decode_attention or plain or spec.moe is not None
     return None if mesh.device.type != "cuda" or mesh["tp"].size > 1 or asks else cuda_recorder()
 
 
