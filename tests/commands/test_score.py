@@ -161,6 +161,17 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: P
         assert why in told
 
 
+@pytest.mark.parametrize("command", ["score", "generate"])
+def test_rows_are_not_replaced_by_what_comes_of_them(command: str, tmp_path: Path) -> None:
+    data, link = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "link.jsonl"
+    link.symlink_to(data)
+    before = data.read_bytes()
+    for out in (data, link):
+        told = refusal(here(command, "--model", tmp_path / "absent", "--data", data, "--out", out))
+        assert told == f"--out {out} is the file that --data names, and would replace it; give another path\n"
+    assert data.read_bytes() == before
+
+
 def test_an_output_is_replaced_whole(model: Path, tmp_path: Path) -> None:
     data, out = write_rows(tmp_path / "rows.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
     out.write_text("old\n")

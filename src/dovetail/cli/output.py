@@ -12,19 +12,24 @@ from dovetail.weights.agree import agreed
 from dovetail.weights.staging import refuse_unwritable
 
 
-def check_out(path: Path | str, mesh: Mesh) -> None:
-    """Refuse a place where `write_rows` could not write, before the work is done. The first rank looks."""
+def check_out(path: Path | str, data: Path | str, mesh: Mesh) -> None:
+    """Refuse a place where `write_rows` could not write, and the file `data` itself, before the work is done.
+
+    The first rank looks.
+    """
     path = Path(path)
     if mesh["world"].rank == 0:
         if path.is_dir():
             raise ConfigError(f"--out {path} is a directory; give the path of a file")
+        if path.exists() and Path(data).exists() and path.samefile(data):
+            raise ConfigError(f"--out {path} is the file that --data names, and would replace it; give another path")
         refuse_unwritable(path, "--out")
 
 
 def write_rows(path: Path | str, rows: Iterable[Mapping[str, Any]], mesh: Mesh) -> None:
     """Write `rows` to `path` by the first rank. Collective: what goes wrong there is raised everywhere."""
     path = Path(path)
-    with agreed(mesh):
+    with agreed(mesh, path):
         if mesh["world"].rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             staged = path.with_name(f".{path.name}.part")

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
     dtype = getattr(torch, args.dtype)
     with agreed(mesh):
-        check_out(args.out, mesh)
+        check_out(args.out, args.data, mesh)
         source = Pretrained.open(args.model, args.engine, trust_remote_code=args.trust_remote_code)
         tokenizer = None
         if needs_text(args.data):
