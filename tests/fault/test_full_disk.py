@@ -3,6 +3,8 @@
 import errno
 import os
 import resource
+import shutil
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,11 @@ from dovetail.rl import records, run
 from dovetail.rl.records import MOST_WAITING, Records
 from dovetail.rl.trainer import RLTask
 from dovetail.weights.files import TensorFileWriter
-from tests.commands.program import here, read_rows, write_recipe, write_rows
+from dovetail.weights.reader import CheckpointReader
+from tests.commands.program import here, read_rows, refusal, write_recipe, write_rows
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+usage = namedtuple("usage", "total used free")
 
 
 def test_rows_samples_and_events_wait_while_the_disk_is_full(
@@ -89,11 +93,41 @@ def test_a_command_whose_rows_do_not_fit_leaves_nothing(tmp_path: Path) -> None:
         yield {"id": 0}
         raise FULL
 
-    with pytest.raises(CheckpointError, match="No space left"):
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}/out.jsonl: .*No space left"):
         write_out(tmp_path / "out.jsonl", rows(), Mesh.solo())
     assert list(tmp_path.iterdir()) == []
     write_out(tmp_path / "out.jsonl", [{"id": "\ud800"}], Mesh.solo())
     assert read_rows(tmp_path / "out.jsonl") == [{"id": "\ud800"}]
+
+
+def test_a_model_that_does_not_fit_is_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise FULL
+
+    monkeypatch.setattr(TensorFileWriter, "write", fail)
+    for form in ("hf", "sharded"):
+        told = refusal(here("convert", model, tmp_path / "out", "--to", form))
+        assert told == f"{tmp_path}/out: [Errno 28] No space left on device\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("every", "words"), [(0, "are free, but the final model takes"), (1, "are free, but 2 checkpoints take")]
+)
+def test_a_run_whose_result_would_not_fit_does_not_begin(
+    every: int, words: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = CheckpointReader(model)
+    size = sum(weights.read(name).nbytes for name in weights.names)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
+    recipe = write_recipe(tmp_path / "r.yaml", model, rows, trainer={"save_every": every})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12, size // 2))
+    told = refusal(here("train", recipe))
+    assert words in told
+    assert every or f"takes {size / 1e9:.2g} GB; free some, or choose another run_dir" in told
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12, 20 * size))
+    assert here("train", recipe).code == 0
 
 
 def test_no_line_is_ever_half_there(tmp_path: Path) -> None:

@@ -125,18 +125,20 @@ class RunDirectory:
             self.resumed = find(self.path, self.mesh, mode, self.settings.config, damaged)
 
     def check_space(self, contents: Contents) -> None:
-        """Refuse to start where two checkpoints would not fit on the disk. Collective."""
-        if not self.settings.saves:
-            return
-        needed = ROOM_FOR * sum(spec.num_bytes for e in _exports(contents) for spec in e.specs.values())
+        """Refuse to start where two checkpoints, or without any the final model, would not fit on the disk. Collective."""
+        saves, exports = self.settings.saves, _exports(contents)
+        needed = sum(spec.num_bytes for e in (exports if saves else exports[:1]) for spec in e.specs.values())
+        needed *= ROOM_FOR if saves else 1
+        wanted = f"{ROOM_FOR} checkpoints take" if saves else "the final model takes"
+        otherwise = "choose another run_dir, or set trainer.save_every=0" if saves else "or choose another run_dir"
         with agreed(self.mesh):
             if self.lead:
                 folder = next(f for f in (self.path.absolute(), *self.path.absolute().parents) if f.exists())
                 free = shutil.disk_usage(folder).free
                 if free < needed:
                     raise ConfigError(
-                        f"run_dir {self.path}: {free / 1e9:.2g} GB are free, but {ROOM_FOR} checkpoints take {needed / 1e9:.2g} "
-                        "GB; free some, choose another run_dir, or set trainer.save_every=0"
+                        f"run_dir {self.path}: {free / 1e9:.2g} GB are free, but {wanted} {needed / 1e9:.2g} GB; free some, "
+                        f"{otherwise}"
                     )
 
     def open(self, contents: Contents) -> None:

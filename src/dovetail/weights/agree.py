@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from dovetail.comm import gather_text
@@ -13,11 +14,12 @@ from dovetail.mesh import Mesh
 class Verdict:
     """Keeps this rank's errors until `settle`, where all ranks raise all of them together.
 
-    After its first error a rank skips the rest of its own work, but it still takes part in every collective.
+    After its first error a rank skips the rest of its own work, but it still takes part in every collective. `path` is
+    what the work is on: the system names no file where a write fails.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, path: Path | None = None) -> None:
+        self.mesh, self.path = mesh, path
         self.problem = ""
 
     @contextmanager
@@ -26,7 +28,8 @@ class Verdict:
         try:
             yield
         except (UserError, OSError) as error:
-            self.problem = self.problem or str(error)
+            unnamed = self.path is not None and isinstance(error, OSError) and error.filename is None
+            self.problem = self.problem or (f"{self.path}: {error}" if unnamed else str(error))
 
     def settle(self) -> None:
         """Raise the same `CheckpointError` on every rank if any rank has a problem. Collective."""
@@ -45,9 +48,12 @@ class Verdict:
 
 
 @contextmanager
-def agreed(mesh: Mesh) -> Iterator[None]:
-    """Run a block without collectives on every rank; if it fails on one, all raise. Collective at the end."""
-    verdict = Verdict(mesh)
+def agreed(mesh: Mesh, path: Path | None = None) -> Iterator[None]:
+    """Run a block without collectives on every rank; if it fails on one, all raise. Collective at the end.
+
+    `path`: as `Verdict` takes it.
+    """
+    verdict = Verdict(mesh, path)
     with verdict.keep():
         yield
     verdict.settle()

@@ -39,7 +39,7 @@ def staged(target: Path, mesh: Mesh) -> Iterator[Stage]:
             refuse_occupied(target)
             refuse_unwritable(target, "the directory")
             hidden.mkdir(parents=True)
-    stage = Stage(Path(gather_text(str(hidden), mesh["world"], mesh.device)[0]), Verdict(mesh), lead)
+    stage = Stage(Path(gather_text(str(hidden), mesh["world"], mesh.device)[0]), Verdict(mesh, target), lead)
     complete = False
     try:
         yield stage
