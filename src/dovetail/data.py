@@ -34,18 +34,23 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: list[Any], **options: Any) -> Any: ...
 
 
+def _quiet(_: str) -> None:
+    """For who is not told what is left out."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What every row must respect: ids below `vocab_size`, at most `max_tokens`, and what befalls a longer row.
 
     `max_tokens` is what one row may hold: for a prompt, what the response's longest leaves of `tokens_per_batch`.
-    `remedy` is what its author may do beside shortening it.
+    `remedy` is what its author may do beside shortening it. `tell` is given one line about a file of which rows are dropped.
     """
 
     vocab_size: int
     max_tokens: int | None = None
     overlong: Literal["error", "drop"] = "error"
     remedy: str = "raise trainer.tokens_per_batch, or set data.overlong=drop"
+    tell: Callable[[str], None] = _quiet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +176,11 @@ def _load(
         raise DataError(
             f"{path}: all {seen} rows are longer than {limits.max_tokens} tokens and dropped by data.overlong=drop; "
             "raise trainer.tokens_per_batch"
+        )
+    if len(examples) < seen:
+        limits.tell(
+            f"data.overlong=drop leaves out {seen - len(examples)} of {seen} rows of {path}: they have more than "
+            f"{limits.max_tokens} tokens"
         )
     return examples
 

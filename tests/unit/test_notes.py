@@ -26,7 +26,7 @@ def test_nothing_of_a_run_that_is_as_it_should_be(name: str) -> None:
         ),
         (
             {"algorithm": {"name": "sft"}, "reward": {"import": "a:b"}},
-            "without effect, since algorithm.name is sft: reward.name, reward.import",
+            "without effect, since algorithm.name is sft: reward.import",
         ),
         ({"trainer": {"eval_every": 2}}, "without effect, since there is no data.eval: trainer.eval_every"),
         (

@@ -6,9 +6,10 @@ from typing import Any
 from dovetail.config import PPO, SFT, Recipe, RewardSection
 
 
-def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int]) -> list[str]:
-    """One line each. `config`: the policy's config.json; `lengths`: tokens of every row to train on."""
-    told, algorithm, trainer = [], recipe.algorithm, recipe.trainer
+def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], dropped: Sequence[str] = ()) -> list[str]:
+    """One line each. `config`: the policy's config.json; `lengths`: tokens of every row to train on; `dropped`: lines about
+    rows that are left out, some perhaps twice."""
+    told, algorithm, trainer = list(dict.fromkeys(dropped)), recipe.algorithm, recipe.trainer
     idle = []
     if not isinstance(algorithm, PPO):
         idle += [f"critic.{key}" for key, value in recipe.critic if value is not None]
@@ -17,7 +18,7 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int]) -> 
         idle += [
             f"reward.{'import' if key == 'function' else key}"
             for key, value in recipe.reward
-            if value != dict(default)[key]
+            if value not in (None, dict(default)[key])
         ]
     if idle:
         told.append(f"without effect, since algorithm.name is {algorithm.name}: {', '.join(idle)}")

@@ -53,7 +53,7 @@ class Job:
     loop: LoopSettings
     contents: Contents
     judge: Judge | None
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
 
     def start(self) -> None:
         """Write the run's first files, and say what its user should know. Collective."""
@@ -86,6 +86,7 @@ class Builder:
         self.stop_requested, self.resume = stop_requested, resume
         self.resumed: Resumed | None = None
         self.lengths: list[int] = []  # of the rows to train on, in tokens
+        self.dropped: list[str] = []  # what is told of those left out
         self.meshes: dict[Layout, Mesh] = {}
         self.mesh = self._mesh(recipe.layout)
         self.dtype = getattr(torch, recipe.model.dtype)
@@ -125,7 +126,7 @@ class Builder:
             contents = Contents(engines=engines, sides=sides, model=model, data=rows, cursor=loop.cursor)
             run.check_space(contents)
             on_failure.pop_all()
-        return Job(task, run, loop, contents, judge, tuple(notes(recipe, self.source.config, self.lengths)))
+        return Job(task, run, loop, contents, judge, notes(recipe, self.source.config, self.lengths, self.dropped))
 
     def _sft(self, loop: LoopSettings) -> tuple[Task, str, Engines]:
         limits = self._limits(self._budget)
@@ -279,7 +280,7 @@ class Builder:
             )
         kept = "" if max_tokens == self._budget else "lower rollout.max_new_tokens, which is kept free behind it, "
         remedy = f"{kept}raise trainer.tokens_per_batch, or set data.overlong=drop"
-        return Limits(self.source.spec.vocab_size, max_tokens, self.recipe.data.overlong, remedy)
+        return Limits(self.source.spec.vocab_size, max_tokens, self.recipe.data.overlong, remedy, self.dropped.append)
 
     def _loop(self) -> LoopSettings:
         trainer, algorithm = self.recipe.trainer, self.recipe.algorithm
