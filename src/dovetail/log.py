@@ -16,6 +16,7 @@ SHOWN = (  # key of a row, its label, its format
     ("critic_loss", "critic", ".4f"),
     ("reward_mean", "reward", ".3f"),
     ("eval_reward_mean", "eval", ".3f"),
+    ("eval_loss", "eval", ".4f"),
     ("grad_norm", "grad", ".3g"),
     ("entropy_mean", "entropy", ".3f"),
     ("kl_mean", "kl", ".4f"),
@@ -65,6 +66,9 @@ class Console:
         notes = [f"UPDATE SKIPPED: {row['fault']}"] if row.get("skipped") else []
         if row["tokens"] == 0:  # nothing was learned: what is said of an update has no meaning
             known = {key: value for key, value in known.items() if key not in UPDATED and not math.isnan(value)}
+        elif "critic_loss" in known and "loss" in known and math.isnan(known["loss"]) and not notes:
+            known = {key: value for key, value in known.items() if key not in UPDATED or key == "tokens_per_second"}
+            notes.append("the critic alone")
         if row.get("equal_groups") == 1.0:
             notes.append(
                 ("no update: " if row["tokens"] == 0 else "") + "all samples of every prompt have equal rewards"

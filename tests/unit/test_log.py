@@ -35,6 +35,12 @@ def test_a_critic_shows_its_loss(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == "step 1/2  loss 0.5000  critic 0.2500  lr 1.00e-06"
 
 
+def test_an_evaluation_shows_in_its_step(capsys: pytest.CaptureFixture[str]) -> None:
+    for key, shown in (("eval_loss", "0.2500"), ("eval_reward_mean", "0.250")):
+        Console(speaks=True, steps=2).step({"step": 1, "tokens": 9, "loss": 0.5, key: 0.25})
+        assert capsys.readouterr().out.strip() == f"step 1/2  loss 0.5000  eval {shown}"
+
+
 NOTHING = {**EMPTY_UPDATE, "step": 1, "response_length_mean": 4.0, "reward_mean": 0.5, "tokens_per_second": 0.0}
 
 
@@ -50,6 +56,10 @@ NOTHING = {**EMPTY_UPDATE, "step": 1, "response_length_mean": 4.0, "reward_mean"
             {"tokens": 9, "loss": 0.0, "entropy_mean": 1.0, "kl_mean": 0.0, "equal_groups": 1.0},
             "all samples of every prompt have equal rewards  loss 0.0000  reward 0.500  grad 0  entropy 1.000  kl 0.0000  "
             "length 4.0  lr 0.00e+00  tok/s 0",
+        ),
+        (
+            {"tokens": 9, "critic_loss": 0.25, "tokens_per_second": 3.0},
+            "the critic alone  critic 0.2500  reward 0.500  length 4.0  tok/s 3",
         ),
         (
             {
