@@ -59,7 +59,7 @@ def read_rows(path: Path | str) -> Iterator[Row]:
             if not text.strip():
                 continue
             try:
-                values = json.loads(text)
+                values = json.loads(text.rstrip())
             except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or nested beyond reading
                 raise DataError(f"{path}:{line}: not JSON ({error}); each line must be one JSON object") from error
             if not isinstance(values, dict):

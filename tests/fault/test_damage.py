@@ -73,6 +73,8 @@ def expect_damage(step: Path, path: Path, folder: Path, *, falls_back: bool = Tr
     assert path.name in passed_over[0], passed_over
     with pytest.raises(CheckpointError, match="has no whole training state of step 2"):
         open_whole(folder, Mesh.solo(), step=2)
+    with pytest.raises(CheckpointError, match="has no whole training state of step 7; it has step 1"):
+        open_whole(folder, Mesh.solo(), step=7)
     return told
 
 

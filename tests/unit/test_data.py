@@ -150,6 +150,7 @@ def test_score_rows(tmp_path: Path) -> None:
     ("loader", "row", "words"),
     [
         (load_prompts, "{not json", "not JSON .*one JSON object"),
+        (load_prompts, '{"prompt": ', r"not JSON .*line 1 column 11 \(char 10\)"),
         (load_prompts, "[" * 100000, "not JSON"),
         (load_prompts, "[1]", "a list, not a JSON object"),
         (load_prompts, {"prompt": "a"}, r"lacks 'answer' \(it has 'prompt'\)"),

@@ -212,6 +212,16 @@ def test_a_finished_run_is_not_begun_again(folder: Path) -> None:
     assert [row["step"] for row in read_rows(folder / "run/metrics.jsonl")] == [1, 2, 3]
 
 
+def test_a_finished_run_without_checkpoints_is_not_said_to_go_on(folder: Path) -> None:
+    assert here("train", folder / "r.yaml", "trainer.save_every=0", "run_dir=" + str(folder / "b")).code == 0
+    for given, why in (
+        ([], "this run, which is finished"),
+        (["trainer.steps=3"], "another recipe that saved no checkpoint"),
+    ):
+        told = refusal(here("train", folder / "r.yaml", "trainer.save_every=0", "run_dir=" + str(folder / "b"), *given))
+        assert "choose another run_dir, or move that one away" in told and why in told, told
+
+
 def newest(folder: Path) -> Path:
     return saved_steps(folder / "run/checkpoints")[0][0].path
 

@@ -65,6 +65,9 @@ def neither(x, y):
 def two_for_one(prompts, completions):
     return [1.0, 2.0]
 
+def no_list(prompts, completions):
+    return None if completions == ["nothing"] else 0.5
+
 not_a_function = 3
 """
 
@@ -199,6 +202,10 @@ def test_messages_name_lines_of_the_user_only(directory: Path) -> None:
         assert str(result.error).endswith(f" ({directory}/my_rewards.py:{line})")
     with RewardRunner(function="my_rewards:two_for_one", directory=directory) as runner:
         assert runner.score([sample("x")])[0].error == "ValueError: expected a list of 1 reward for 1 completion, got 2"
+    with RewardRunner(function="my_rewards:no_list", directory=directory) as runner:
+        for text, got in (("x", "0.5"), ("nothing", "None")):
+            told = f"TypeError: expected a list of 1 reward for 1 completion, got {got}"
+            assert runner.score([sample(text)])[0].error == told
     with RewardRunner("numeric_match") as runner:
         assert runner.score([Judged(completion="1", answer="none")])[0].error == (
             "ValueError: the answer 'none' holds no number"

@@ -86,13 +86,16 @@ def open_newest(
     names of their directories. Raises where there are steps and none can be read.
     """
     named: list[str] = []
+    others: list[int] = []
     problems: list[str] = []
     with agreed(mesh):
         if mesh["world"].rank == 0:
             steps, problems = saved_steps(folder)
+            others = sorted({saved.step for saved in steps if saved.order >= 0})
             named = [saved.path.name for saved in steps if step in (None, saved.step) and saved.order >= 0]
             problems += [f"{saved.path} holds weights without training state" for saved in steps if saved.order < 0]
-    named, problems = json.loads(gather_text(json.dumps([named, problems]), mesh["world"], mesh.device)[0])
+    told = json.dumps([named, others, problems])
+    named, others, problems = json.loads(gather_text(told, mesh["world"], mesh.device)[0])
     for name in named:
         try:
             if name not in damaged:
@@ -101,7 +104,10 @@ def open_newest(
         except CheckpointError as error:
             problems.append(str(error))
     if step is not None:
-        raise CheckpointError(f"{folder} has no whole training state of step {step}\n{listing(problems)}".rstrip())
+        there = f"; it has step {', '.join(map(str, others))}" if others and step not in others else ""
+        raise CheckpointError(
+            f"{folder} has no whole training state of step {step}{there}\n{listing(problems)}".rstrip()
+        )
     if problems:
         raise CheckpointError(f"no checkpoint in {folder} can be read; move it away to start anew\n{listing(problems)}")
     return None, []

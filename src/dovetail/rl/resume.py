@@ -64,9 +64,10 @@ def find(
         begun_with = changed(read_mapping(path / CONFIG), recipe)
         finished = (path / HF).exists() and exact is None
         if finished and not begun_with:
+            further = "raise trainer.steps to train on" if _saved(path) else "move that one away"
             raise ConfigError(
-                f"run_dir {path} is not empty; choose another run_dir, or raise trainer.steps to train on: it holds this "
-                f"run, which is finished ({path / HF})"
+                f"run_dir {path} is not empty; choose another run_dir, or {further}: it holds this run, which is finished "
+                f"({path / HF})"
             )
     reader, passed_over = open_newest(path / CHECKPOINTS, mesh, exact, damaged)
     if reader is None:
@@ -95,6 +96,11 @@ def find(
         changes["ranks"] = was, now
     told = tuple(f"{key}: {before!r} -> {after!r}" for key, (before, after) in changes.items())
     return Resumed(reader, state, told, tuple(passed_over))
+
+
+def _saved(path: Path) -> bool:
+    """Whether a run left checkpoints to train on from; one with save_every=0 did not."""
+    return any((path / CHECKPOINTS).glob("step_*"))
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

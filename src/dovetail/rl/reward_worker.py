@@ -12,7 +12,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
@@ -165,7 +165,10 @@ def _batch_of_one(
     columns = {**sample["columns"], "answer": sample["answer"], "finish": sample["finish"]}
     columns |= {"prompts": sample["prompt"], "completions": completion}
     given = {**{key: [value] for key, value in columns.items()}, **options}
-    rewards = list(function(**_only(given, accepted)))
+    returned = function(**_only(given, accepted))
+    if not isinstance(returned, Iterable) or isinstance(returned, (str, bytes, Mapping)):
+        raise TypeError(f"expected a list of 1 reward for 1 completion, got {returned!r:.100}")
+    rewards = list(returned)
     if len(rewards) != 1:
         raise ValueError(f"expected a list of 1 reward for 1 completion, got {len(rewards)}")
     return rewards[0]
