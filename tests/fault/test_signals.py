@@ -40,6 +40,7 @@ def test_sigterm(layout: str, save_every: int, model: Path, tmp_path: Path) -> N
     out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (143, "")
     assert "not written: stopped" in out
+    assert ("trainer.save_every=0 leaves no checkpoint" in out) == (save_every == 0)
     steps = len(read_rows(tmp_path / "run/metrics.jsonl"))
     assert not (tmp_path / "run/hf").exists()
     if save_every:

@@ -140,6 +140,9 @@ def test_allowed_changes_by_command(folder: Path) -> None:
     assert "changed since then: ranks: 'one' -> 'tp=2'" in ended[0].out
     (event,) = (row for row in read_rows(folder / "run/events.jsonl") if row["kind"] == "resumed")
     assert event["step"] == 2 and "trainer.steps: 2 -> 3" in event["changes"]
+    assert re.fullmatch(r"[0-9T:-]{19}\.[0-9]{3}\+00:00", event["time"]), (
+        "as the incidents of a death or a hang are dated"
+    )
     assert [row["lr"] for row in read_rows(folder / "run/metrics.jsonl")] == [1e-3, 1e-3, 0.5]
 
 

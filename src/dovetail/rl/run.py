@@ -9,11 +9,11 @@ import json
 import os
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -219,7 +219,7 @@ class RunDirectory:
         """One line in events.jsonl: what befell the run beside its steps. Collective."""
         with agreed(self.mesh):
             if self.lead:
-                row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "kind": kind, **facts}
+                row = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **facts}
                 self._records.write(partial(append, self.path / EVENTS, row))
 
     def finish(self, outcome: Outcome) -> None:
@@ -243,7 +243,10 @@ class RunDirectory:
         seconds = sum(row["step_seconds"] for row in outcome.rows)
         tokens = sum(row["tokens"] for row in outcome.rows)
         self.say(f"{'tokens/s':<18} {tokens / max(seconds, 1e-9):,.0f} ({seconds:.0f} s)")
-        self.say(f"{'model':<18} " + ("not written: stopped" if outcome.stopped else str(self.path / HF)))
+        stopped = "not written: stopped" + (
+            "" if self.settings.saves else "; trainer.save_every=0 leaves no checkpoint"
+        )
+        self.say(f"{'model':<18} {stopped if outcome.stopped else self.path / HF}")
 
     def close(self) -> None:
         """End the display and the loggers, and leave the directory to others; may be called twice.
