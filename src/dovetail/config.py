@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -39,6 +40,15 @@ def _listed(given: Any) -> Any:
     return (given,) if isinstance(given, str) else given
 
 
+def _whole(path: str) -> str:
+    if path == "~" or path.startswith("~/"):
+        raise ValueError(f"{path!r} begins with ~, which only a shell replaces; write the whole path")
+    return path
+
+
+PathText = Annotated[str, AfterValidator(_whole)]
+
+
 class Section(BaseModel):
     """What all parts of a recipe have in common: frozen, no unknown keys, no silent conversions."""
 
@@ -58,7 +68,9 @@ class MoeSection(Section):
 class ModelSection(Section):
     """The policy."""
 
-    path: str = Field(description="HF directory, sharded checkpoint, or hub name pinned to a commit (name@revision)")
+    path: PathText = Field(
+        description="HF directory, sharded checkpoint, or hub name pinned to a commit (name@revision)"
+    )
     engine: Literal["auto", "native", "transformers"] = Field(
         "auto", description="auto: native where it knows the family"
     )
@@ -96,7 +108,7 @@ class LayoutSection(Section):
 class CriticSection(Section):
     """The value model of ppo."""
 
-    path: str | None = Field(None, description="null: the policy's trunk weights with a fresh value head")
+    path: PathText | None = Field(None, description="null: the policy's trunk weights with a fresh value head")
     layout: LayoutSection | None = Field(None, description="empty: the policy's layout")
     lr: PositiveFloat | None = Field(None, description="null: optim.lr")
 
@@ -104,7 +116,7 @@ class CriticSection(Section):
 class ReferenceSection(Section):
     """The model that a KL term holds the policy to."""
 
-    path: str | None = Field(None, description="null: the starting policy")
+    path: PathText | None = Field(None, description="null: the starting policy")
     layout: LayoutSection | None = Field(None, description="empty: the policy's layout")
 
 
@@ -173,8 +185,8 @@ class PPO(PolicyGradient):
 class DataSection(Section):
     """Rows to learn from."""
 
-    train: str = Field(description="JSONL or parquet file of rows")
-    eval: str | None = Field(None, description="JSONL or parquet file of held-out rows")
+    train: PathText = Field(description="JSONL or parquet file of rows")
+    eval: PathText | None = Field(None, description="JSONL or parquet file of held-out rows")
     overlong: Literal["error", "drop"] = Field(
         "error", description="what to do with rows over trainer.tokens_per_batch"
     )
@@ -310,7 +322,7 @@ class Recipe(Section):
     reward: RewardSection = RewardSection()
     optim: OptimSection = OptimSection()
     trainer: TrainerSection = TrainerSection()
-    run_dir: str = Field(description="where the run writes: new, or the directory of this run, which then goes on")
+    run_dir: PathText = Field(description="where the run writes: new, or the directory of this run, which then goes on")
 
     @model_validator(mode="before")
     @classmethod

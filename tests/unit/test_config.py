@@ -13,7 +13,7 @@ from dovetail.layout import Layout
 from dovetail.recipe_keys import FOREIGN
 from dovetail.recipe_yaml import parse_overrides
 
-SMALLEST = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
+SMALLEST: dict[str, Any] = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
 
 
 def write(folder: Path, text: str) -> Path:
@@ -235,3 +235,18 @@ def test_every_key_is_described() -> None:
     described = known_keys()
     assert {key.split(".")[0] for key in described} == sections | {"run_dir"}
     assert [key.name for key in described.values() if not key.text] == []
+
+
+@pytest.mark.parametrize("key", ["model.path", "critic.path", "reference.path", "data.train", "data.eval", "run_dir"])
+def test_a_home_directory_is_written_out(key: str) -> None:
+    """Or a run would write into a folder of the name ~, here."""
+    whole = re.escape(f"recipe: {key}: '~/x' begins with ~, which only a shell replaces; write the whole path")
+    with pytest.raises(ConfigError, match=f"^{whole}$"):
+        make_recipe(merge_at(key, "~/x"))
+    make_recipe(merge_at(key, "./~/x"))
+
+
+def merge_at(key: str, value: str) -> dict[str, Any]:
+    """The smallest recipe with one more key."""
+    section, _, leaf = key.rpartition(".")
+    return {**SMALLEST, section: {**SMALLEST.get(section, {}), leaf: value}} if section else {**SMALLEST, leaf: value}
