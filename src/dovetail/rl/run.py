@@ -134,8 +134,8 @@ class RunDirectory:
         with agreed(self.mesh):
             if self.lead:
                 folder = next(f for f in (self.path.absolute(), *self.path.absolute().parents) if f.exists())
-                free = shutil.disk_usage(folder).free
-                if free < needed:
+                total, _, free = shutil.disk_usage(folder)
+                if free < needed and total:  # a total of 0: the system does not tell
                     raise ConfigError(
                         f"run_dir {self.path}: {free / 1e9:.2g} GB are free, but {wanted} {needed / 1e9:.2g} GB; free some, "
                         f"{otherwise}"
