@@ -188,6 +188,8 @@ def test_engines_say_which_head_they_have(folder: Path) -> None:
     batch = dt.PackedBatch.pack(ROWS)
     with pytest.raises(ConfigError, match="head='critic'; expected one of lm, value"):
         made(folder, head="critic")
+    with pytest.raises(ConfigError, match=r"layout='tp=2'; expected dt.Layout, as in dt.Layout\(tp=2\)"):
+        dt.from_pretrained(folder, layout=cast("Any", "tp=2"))
     with pytest.raises(ModelError, match=r"language model's head, so it has score\(batch\) and no values"):
         made(folder).values(batch)
     for call in ("score", "score_and_trace"):
@@ -249,6 +251,13 @@ def test_options_of_a_wrong_value_are_refused(options: dict[str, Any], message: 
 def test_a_schedule_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ConfigError, match="schedule='cosin'; expected one of constant, linear, cosine, wsd"):
         dt.OptimSettings(schedule=cast("Any", "cosin"))
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "clip_norm"])
+def test_a_step_uphill_is_refused(name: str) -> None:
+    for value in (-1e-6, math.nan):
+        with pytest.raises(ConfigError, match=f"{name}={value!r}; expected"):
+            dt.OptimSettings(**cast("Any", {name: value}))
 
 
 def test_updates_are_counted_in_float32(folder: Path) -> None:

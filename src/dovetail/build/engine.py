@@ -126,6 +126,8 @@ def from_pretrained(
     """
     if head not in HEADS:
         raise ConfigError(f"head={head!r}; expected one of {', '.join(HEADS)}: log-probs and entropies, or values")
+    if not isinstance(layout, (Layout, type(None))):
+        raise ConfigError(f"layout={layout!r}; expected dt.Layout, as in dt.Layout(tp=2)")
     dtype = dtype_named(dtype)
     where = pick_device(device)
     ensure_process_group(where)

@@ -1,5 +1,6 @@
 """One optimizer step from summed gradients: divide by the count, clip by the true norm, update, or skip."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -38,6 +39,11 @@ class OptimSettings:
     def __post_init__(self) -> None:
         if self.schedule not in get_args(Schedule):
             raise ConfigError(f"schedule={self.schedule!r}; expected one of {', '.join(get_args(Schedule))}")
+        for name in ("lr", "weight_decay"):
+            if not 0 <= vars(self)[name] < math.inf:
+                raise ConfigError(f"{name}={vars(self)[name]!r}; expected 0 or more")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"clip_norm={self.clip_norm!r}; expected more than 0, or None for no limit")
 
 
 @dataclass(frozen=True)
