@@ -64,6 +64,9 @@ class Console:
         """One step's line."""
         known = {key: row[key] for key, _, _ in SHOWN if row.get(key) is not None}
         notes = [f"UPDATE SKIPPED: {row['fault']}"] if row.get("skipped") else []
+        failed = (
+            f"{row['reward_errors']} rewards failed, the first: {row['reward_error']}" if "reward_error" in row else ""
+        )
         if row["tokens"] == 0:  # nothing was learned: what is said of an update has no meaning
             known = {key: value for key, value in known.items() if key not in UPDATED and not math.isnan(value)}
         elif "critic_loss" in known and "loss" in known and math.isnan(known["loss"]) and not notes:
@@ -76,6 +79,7 @@ class Console:
         elif row["tokens"] == 0:
             notes.append("no update: no sample has a reward")
         shown = [f"{label} {known[key]:{form}}" for key, label, form in SHOWN if key in known]
+        notes += [" ".join(failed.split())] if failed else []
         self.say(f"step {row['step']}/{self._steps}  " + "  ".join(notes + shown))
         if self._progress is not None:
             self._progress.update(self._bar, completed=row["step"])

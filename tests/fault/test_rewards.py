@@ -66,9 +66,20 @@ def test_one_failure_in_twenty_is_counted_and_survived(what: str, model: Path, t
     assert ended.code == 0, ended.err
     for row in read_rows(tmp_path / "run/metrics.jsonl"):
         assert row["reward_errors"] == 2, "one prompt's two samples of 40"
+        assert FAILURES[what] in row["reward_error"]
+    assert ended.out.count(f"  2 rewards failed, the first: {FAILURES[what]}") == 2
     kept = read_rows(tmp_path / "run/rollouts/step_000001.jsonl")
     assert len(kept) == 38
     assert 0 not in {row["id"] for row in kept}
+
+
+def test_failures_in_an_evaluation_are_counted_too(model: Path, tmp_path: Path) -> None:
+    recipe = make(tmp_path, model, "raise", share=0.05)
+    given = [f"data.eval={tmp_path / 'rows.jsonl'}", "trainer.eval_every=1"]
+    ended = here("train", recipe, *given)
+    assert ended.code == 0, ended.err
+    assert "eval_reward_errors 1.000" in ended.out.splitlines()[0], "one prompt's only sample of 20"
+    assert [row["eval_reward_errors"] for row in read_rows(tmp_path / "run/metrics.jsonl")] == [1, 1]
 
 
 @pytest.mark.parametrize("what", FAILURES)

@@ -176,10 +176,10 @@ class RLTask:
         chosen = self.loop.rows(len(self.prompts), step)
         prompts = [self.prompts[i] for i in chosen]
         self.loop.progress.phase("push", step + 1)
-        samples, errors = self._sample(prompts, replace(self.settings.sampling, step=step))
+        samples, failed = self._sample(prompts, replace(self.settings.sampling, step=step))
         self.samples = samples
         compared = self.settings.advantages.kind != "ppo"
-        row = {**describe(samples, compared=compared), "reward_errors": errors}
+        row = {**describe(samples, compared=compared), **failed}
         if self.settings.skip_equal_groups:
             samples = drop_equal_groups(samples)
         if not samples:  # nothing to learn from: every group agrees, or the reward dropped every sample
@@ -222,14 +222,15 @@ class RLTask:
             step=step,
         )
         self.loop.progress.phase("eval", step)
-        samples, _ = self._sample(self.held_out, params, "eval")
+        samples, failed = self._sample(self.held_out, params, "eval")
         rewards = [sample.reward for sample in samples]
-        return {"eval_reward_mean": mean(rewards), "eval_solved": mean([float(r >= SOLVED) for r in rewards])}
+        row = {"eval_reward_mean": mean(rewards), "eval_solved": mean([float(r >= SOLVED) for r in rewards])}
+        return {**row, "eval_reward_errors": failed["reward_errors"]} if failed["reward_errors"] else row
 
     def _sample(
         self, prompts: Seq[Prompt], params: SamplingParams, phase: Phase | None = None
-    ) -> tuple[list[Sample], int]:
-        """Completions with their rewards; those whose reward failed are dropped and counted.
+    ) -> tuple[list[Sample], Row]:
+        """Completions with their rewards; those whose reward failed are dropped, counted, and the first one's cause kept.
 
         phase: that all of this belongs to; default: rollout, then reward.
         """
@@ -252,7 +253,7 @@ class RLTask:
             for c, text, result in zip(completions, texts, results, strict=True)
             if result.value is not None
         ]
-        return samples, errors
+        return samples, {"reward_errors": errors, **({} if cause is None else {"reward_error": cause})}
 
     def _monitor(self, samples: Seq[Sample]) -> Row:
         """How far the policy is from what it is said to have sampled, where that is asked for."""
