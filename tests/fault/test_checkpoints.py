@@ -251,3 +251,16 @@ def test_a_broken_tokenizer_is_refused(text: str, copy: Path, tmp_path: Path) ->
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
     told = refused_on(1, "score", "--model", copy, "--data", rows, "--out", tmp_path / "o")
     assert "its tokenizer does not load" in told
+
+
+def test_weights_that_are_not_finite_are_scored_and_told_of(copy: Path, tmp_path: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.embed_tokens.weight"][7] = torch.nan
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    rows, out = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 8]}, *IDS]), tmp_path / "out.jsonl"
+    ended = here("score", "--model", copy, "--data", rows, "--out", out)
+    assert ended.code == 0, ended
+    assert f"1 of 2 rows of {out} hold numbers that are not finite, written as null" in ended.err
+    clean, odd = (json.loads(line)["entropy"] for line in out.read_text().splitlines())
+    assert None not in clean
+    assert odd[1] is None

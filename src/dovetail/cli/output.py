@@ -1,6 +1,8 @@
 """Where a command's rows go: a JSONL file, written whole or not at all, by one rank for all."""
 
+import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,15 +29,30 @@ def check_out(path: Path | str, data: Path | str, mesh: Mesh) -> None:
 
 
 def write_rows(path: Path | str, rows: Iterable[Mapping[str, Any]], mesh: Mesh) -> None:
-    """Write `rows` to `path` by the first rank. Collective: what goes wrong there is raised everywhere."""
+    """Write `rows` to `path` by the first rank. Collective: what goes wrong there is raised everywhere.
+
+    A line on stderr counts the rows with numbers that are not finite, which become null.
+    """
     path = Path(path)
     with agreed(mesh, path):
         if mesh["world"].rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             staged = path.with_name(f".{path.name}.part")
+            odd = written = 0
             try:
                 with staged.open("w", encoding="utf-8", errors=ODD_LETTERS) as out:
-                    out.writelines(map(json_line, rows))
+                    for row in rows:
+                        out.write(json_line(row))
+                        odd, written = odd + (not _is_finite(row)), written + 1
                 os.replace(staged, path)
             finally:  # where the disk is full, or a signal ends the command
                 staged.unlink(missing_ok=True)
+            if odd:
+                sys.stderr.write(
+                    f"dovetail: {odd} of {written} rows of {path} hold numbers that are not finite, written as null; look for "
+                    "such numbers in the weights, or try --dtype float32\n"
+                )
+
+
+def _is_finite(row: Mapping[str, Any]) -> bool:
+    return all(all(map(math.isfinite, value)) for value in row.values() if isinstance(value, list))
