@@ -55,4 +55,5 @@ def write_rows(path: Path | str, rows: Iterable[Mapping[str, Any]], mesh: Mesh) 
 
 
 def _is_finite(row: Mapping[str, Any]) -> bool:
-    return all(all(map(math.isfinite, value)) for value in row.values() if isinstance(value, list))
+    numbers = (x for value in row.values() if isinstance(value, list) for x in value if isinstance(x, float))
+    return all(map(math.isfinite, numbers))
