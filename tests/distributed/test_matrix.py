@@ -107,6 +107,12 @@ def test_equals_one_rank(folder: Path, layout: Layout, cases: tuple[Case, ...]) 
     check(folder, layout, tuple(case.on(layout) for case in cases))
 
 
+def test_micro_batches_of_one_shape_are_told_apart(folder: Path) -> None:
+    """Values and gradients of another one would fit as well."""
+    layout = Layout(pp=2)
+    check(folder, layout, (Case("llama", "alike", "value", 3).on(layout),))
+
+
 def test_a_step_is_adamws_and_decays_matrices_alone(folder: Path) -> None:
     """What the comparison of layouts cannot see, since every layout would have it."""
     write_models(folder, ["llama"])
