@@ -1,5 +1,7 @@
 """Built-in rewards, both signatures of a user's function, and what a bad one cannot do to a run."""
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -11,7 +13,8 @@ import pytest
 from dovetail.errors import ConfigError
 from dovetail.rl.reward_functions import final_number, format_match, number_only, numbers, numeric_match
 from dovetail.rl.rewards import Judged, RewardResult, RewardRunner, count_errors
-from tests.fault.processes import SECONDS, all_gone, is_alive
+from dovetail.watch.system import kernel_state
+from tests.fault.processes import SECONDS, all_gone, is_alive, waited
 
 HANG = 3.0  # seconds that a reward may take; any but the one that hangs takes none, on a busy machine, too
 MODULE = """
@@ -304,3 +307,27 @@ def test_close_ends_what_a_reward_left_running(tmp_path: Path) -> None:
         child = int(marker.read_text())
         assert is_alive(child)
     assert all_gone({child}, SECONDS), "the child of the reward function outlived the runner"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_worker_that_ends_itself_leaves_nothing_running(tmp_path: Path) -> None:
+    source = """
+        import os, subprocess
+        def f(data_source, solution_str, ground_truth, extra_info):
+            child = subprocess.Popen(["sleep", "1000"])
+            open(solution_str, "w").write(str(child.pid))
+            os._exit(7)
+    """
+    (tmp_path / "spawns.py").write_text(textwrap.dedent(source))
+    marker = tmp_path / "pid"
+    with RewardRunner(function="spawns:f", directory=tmp_path) as runner:
+        (worker,) = runner._workers
+        worker.send(vars(sample(str(marker))))
+        assert waited(lambda: kernel_state(worker._process.pid) == "Z", SECONDS)
+        child = int(marker.read_text())
+        worker.kill()
+        try:
+            assert all_gone({child}, 5.0), "the run goes on, and so did what its reward had started"
+        finally:
+            if is_alive(child):
+                os.kill(child, signal.SIGKILL)

@@ -4,6 +4,7 @@ A reward is a built-in (`reward_functions.BUILT_IN`) or a user's `module:functio
 signature of docs/contract.md, section `train` (called as `reward_worker` says). This module and the workers load no torch.
 """
 
+import contextlib
 import difflib
 import json
 import os
@@ -197,9 +198,10 @@ class _Worker:
         return answer
 
     def kill(self) -> None:
-        """End the child and everything it started."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """End the child and everything it started, which is still there where the child has ended by itself."""
+        if self._process.returncode is None:  # until `wait` its number is nobody else's
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._requests.close()
         self.answers.close()
