@@ -134,3 +134,20 @@ def first_deaths(base: Path) -> int:
 
 def test_every_death_of_a_run_that_begins(apart: Apart, tmp_path: Path) -> None:
     assert apart(first_deaths, tmp_path) > 5
+
+
+def gone_back_twice(path: Path) -> None:
+    """A run that went back before, of which somebody removed the first part to make room."""
+    prepare(path, damaged=False)
+    (path / "superseded/002/hf").mkdir(parents=True)
+    (path / "superseded/002/hf/config.json").write_text("earlier")
+    (path / "superseded/002/metrics.jsonl").write_text("earlier")
+    opened(path, "step=1")
+
+
+def test_what_was_set_aside_before_stays_where_an_older_part_was_removed(apart: Apart, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    assert apart(forked, partial(gone_back_twice, path)) == 0
+    earlier, now = path / "superseded/002", path / "superseded/003"
+    assert (earlier / "metrics.jsonl").read_text() == (earlier / "hf/config.json").read_text() == "earlier"
+    assert (now / "metrics.jsonl").read_text().startswith(line(2) + line(3)) and (now / "hf/config.json").is_file()

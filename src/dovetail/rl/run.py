@@ -321,7 +321,8 @@ class RunDirectory:
         clear_debris(self.path)
         clear_debris(self.path / CHECKPOINTS)
         aside = self.path / SUPERSEDED
-        aside = aside / f"{1 + sum(1 for _ in aside.glob('*')):03}"
+        taken = [int(path.name) for path in aside.glob("*") if path.name.isdecimal()]
+        aside = aside / f"{1 + max(taken, default=0):03}"  # older ones may be gone, to make room
         set_aside(self.path / CHECKPOINTS, self._order, aside / CHECKPOINTS)
         self._earlier, kept, rest = _rows(self.path / METRICS, step)
         numbered = [(path, NUMBERED.match(path.name)) for path in (self.path / ROLLOUTS).glob("step_*")]
