@@ -7,9 +7,10 @@ import importlib
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,10 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         raise DataError(f"{path}: not readable as parquet ({error}); write it again, or give JSONL") from error
 
 
-def _epoch_order(num_rows: int, seed: int | None, epoch: int) -> list[int]:
+@lru_cache(maxsize=2)  # every step asks; to shuffle a million rows takes half a second
+def _epoch_order(num_rows: int, seed: int | None, epoch: int) -> Sequence[int]:
+    if seed is None:
+        return range(num_rows)
     order = list(range(num_rows))
-    if seed is not None:
-        random.Random(f"{seed}/{epoch}").shuffle(order)
+    random.Random(f"{seed}/{epoch}").shuffle(order)
     return order

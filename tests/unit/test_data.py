@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -244,3 +245,17 @@ def test_a_step_depends_on_seed_and_step_alone() -> None:
     assert batch_rows(100, 4, 0, 30) != batch_rows(100, 4, 1, 30)
     assert batch_rows(6, 3, 0, 0) == GOLDEN[:3], "the stream changed: resumed runs would see other rows"
     assert batch_rows(6, 3, 0, 3) == GOLDEN[3:]
+
+
+def test_a_step_does_not_shuffle_all_rows_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    shuffle = random.Random.shuffle
+
+    def counted(self: random.Random, rows: list[int]) -> None:
+        calls.append(len(rows))
+        shuffle(self, rows)
+
+    monkeypatch.setattr(random.Random, "shuffle", counted)
+    for step in range(8):
+        batch_rows(1009, 200, 77, step * 200)
+    assert calls == [1009, 1009], "once an epoch; with a million rows it takes half a second"
