@@ -52,15 +52,17 @@ class PretendedTask:
 
 
 class PretendedRun:
-    def __init__(self, stop_after: int = 1000) -> None:
+    def __init__(self, stop_after: int = 1000, done: Seq[Row] = ()) -> None:
+        self.done = list(done)
         self.rows: list[Row] = []
         self.said: list[str] = []
         self.checkpoints: list[int] = []
         self.started: list[Row] = []
         self.stop_after = stop_after
 
-    def earlier(self) -> None:
-        """Nothing: these runs begin anew."""
+    def earlier(self) -> tuple[int, list[Row], Row] | None:
+        """Nothing where a run begins anew."""
+        return (len(self.done), list(self.done), {"eval_reward_mean": 0.0}) if self.done else None
 
     def start(self, evaluation: Row) -> None:
         self.started.append(evaluation)
@@ -117,6 +119,22 @@ def test_a_reached_reward_ends_the_run(clock: Clock) -> None:
     outcome = train(PretendedTask(clock), run, replace(LOOP, stop_at_reward=0.3, save_every=2))
     assert len(run.rows) == 3 and not outcome.stopped and outcome.after
     assert run.checkpoints == [2, 3], "the last state is saved whatever its number"
+
+
+@pytest.mark.parametrize(("reward", "steps"), [(0.3, 0), (0.2, 1), (None, 1)])
+def test_a_run_that_goes_on_knows_that_its_reward_was_reached(clock: Clock, reward: float | None, steps: int) -> None:
+    """It was stopped, or killed, between its last step and its final model."""
+    done = [{"step": n, "tokens": 10, "loss": 0.0, "reward_mean": r} for n, r in ((1, 0.9), (2, 0.1), (3, reward))]
+    run, task = PretendedRun(done=done), PretendedTask(clock)
+    outcome = train(task, run, replace(LOOP, stop_at_reward=0.3))
+    assert len(run.rows) == steps and not outcome.stopped and outcome.after == {"eval_reward_mean": 3.0 + steps}
+    assert len(run.said) == (not steps)
+
+
+def test_a_last_evaluation_that_was_no_number_is_made_again(clock: Clock) -> None:
+    """metrics.jsonl says null for it, which the summary of a run that goes on could not print."""
+    done = [{"step": 5, "tokens": 10, "loss": 0.0, "eval_reward_mean": None}] * 5
+    assert train(PretendedTask(clock), PretendedRun(done=done), LOOP).after == {"eval_reward_mean": 5.0}
 
 
 def test_a_stop_that_is_asked_for_ends_after_the_step_with_a_checkpoint(clock: Clock) -> None:

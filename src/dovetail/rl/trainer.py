@@ -4,7 +4,6 @@ RL step:   refill the sampler; sample; judge; score old and reference log-probs;
 SFT step:  take rows; update
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -70,6 +69,13 @@ class LoopSettings:
     def cursor(self, step: int) -> int:
         """How many rows of the endless stream have been taken before `step` (from 0)."""
         return self.first_row + step * self.rows_per_step
+
+    def reached(self, rows: Seq[Row]) -> bool:
+        """Whether the last of the steps done is good enough to stop; a row that was read again says null for no number."""
+        if self.stop_at_reward is None or not rows:
+            return False
+        reward = rows[-1].get("reward_mean")
+        return reward is not None and bool(reward >= self.stop_at_reward)
 
     def after(self, step: int, cursor: int) -> "LoopSettings":
         """The same for a run that took `cursor` rows in its first `step` steps."""
@@ -321,7 +327,9 @@ def train(task: Task, run: Run, loop: LoopSettings) -> Outcome:
     run.start(before)
     first = saved = step
     last, started = loop.steps, time.monotonic()
-    stop, reached, guard = run.stopping(), False, Guard(loop.max_skipped_steps, loop.check_replicas_every)
+    stop, reached, guard = run.stopping(), loop.reached(rows), Guard(loop.max_skipped_steps, loop.check_replicas_every)
+    if reached and step < last:
+        run.say(f"step {step} has reached trainer.stop_at_reward={loop.stop_at_reward}: no further step is taken")
     while step < last and not (stop or reached):
         begun = time.monotonic()
         done = task.step(step, run.stopping)
@@ -337,7 +345,7 @@ def train(task: Task, run: Run, loop: LoopSettings) -> Outcome:
         run.record(row, task.samples)
         guard.look(row, task.trained)
         stop = run.stopping()
-        reached = loop.stop_at_reward is not None and row.get("reward_mean", -math.inf) >= loop.stop_at_reward
+        reached = loop.reached(rows)
         if loop.save_every and step % loop.save_every == 0:
             loop.progress.phase("save", step)
             run.checkpoint(step)
@@ -350,7 +358,7 @@ def train(task: Task, run: Run, loop: LoopSettings) -> Outcome:
         run.checkpoint(step)
     if stop:
         return Outcome(before, {}, rows, stop)
-    evaluated = {name: rows[-1][name] for name in before if name in rows[-1]} if rows else {}
+    evaluated = {name: rows[-1][name] for name in before if rows[-1].get(name) is not None} if rows else {}
     return Outcome(before, evaluated or task.evaluate(step), rows, stop)
 
 
