@@ -160,6 +160,14 @@ def test_what_is_not_finite_on_one_rank_changes_no_bit_on_any(layout: str, folde
         assert json.loads((place / "fault.json").read_text())["faults"] == {str(r): f for r, f in faults.items()}
 
 
+def test_what_cannot_be_kept_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A disk that is full on one rank: the others would wait for it in the next collective."""
+    (tmp_path / "full").write_text("no folder")
+    watch = StepWatch(Progress(), tmp_path / "full/faults")
+    assert watch.keep(["loss"], [], Mesh.solo()) == {0: ["loss"]}
+    assert "what rank 0 computed on, is not kept" in capsys.readouterr().err
+
+
 class Raising:
     """Raises at its second call, on every rank."""
 

@@ -1,6 +1,8 @@
 """What a training step leaves behind when a number was not finite: which rank saw what, and what it computed on."""
 
 import json
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,14 +36,18 @@ class StepWatch:
         causes = [[fault for fault in found if not fault.startswith(GRADIENT)] for found in everyone]
         faults = {rank: found for rank, found in enumerate(causes if any(causes) else everyone) if found}
         if self.folder is not None and mesh["world"].rank in faults:
-            self._write(self.folder, faults, micros, mesh)
+            step, rank = self.progress.state.step or 0, mesh["world"].rank
+            name = f"step_{step:06}.rank_{rank}"
+            number = len([*self.folder.glob(name), *self.folder.glob(f"{name}.*")])  # a step may have several updates
+            place = self.folder / (f"{name}.{number + 1}" if number else name)
+            try:
+                self._write(place, faults, micros, mesh)
+            except OSError as error:  # a full disk, perhaps: the other ranks go on, and so does the run
+                shutil.rmtree(place, ignore_errors=True)
+                sys.stderr.write(f"dovetail: {place}, what rank {rank} computed on, is not kept: {error}\n")
         return faults
 
-    def _write(self, folder: Path, faults: dict[int, list[str]], micros: Sequence[MicroBatch], mesh: Mesh) -> None:
-        step, rank = self.progress.state.step or 0, mesh["world"].rank
-        name = f"step_{step:06}.rank_{rank}"
-        number = len([*folder.glob(name), *folder.glob(f"{name}.*")])  # a step may have several updates
-        place = folder / (f"{name}.{number + 1}" if number else name)
+    def _write(self, place: Path, faults: dict[int, list[str]], micros: Sequence[MicroBatch], mesh: Mesh) -> None:
         place.mkdir(parents=True)
         tensors = {f"{i}.{key}": x for i, micro in enumerate(micros) for key, x in _tensors(micro).items()}
         specs = [TensorSpec(key, x.dtype, tuple(x.shape)) for key, x in tensors.items()]
@@ -49,6 +55,7 @@ class StepWatch:
         for key, x in tensors.items():
             writer.write(key, x)
         writer.close()
+        step, rank = self.progress.state.step or 0, mesh["world"].rank
         told = {"step": step, "rank": rank, "layout": str(mesh.layout), "coords": mesh.coords}
         lengths = [list(micro.batch.lengths) for micro in micros]
         faults_by_rank = {str(other): found for other, found in faults.items()}
