@@ -55,9 +55,7 @@ RECIPES = {
     "giant": (61,),  # one sequence: all replicas but one are empty
     "few": (4, 13, 3),
 }
-ALIKE = (
-    6,
-) * 6  # the recipe "alike", which the matrix does not take: no shape tells one of its micro-batches from another
+ALIKE = (6, 6, 6, 6, 6, 6)  # the recipe "alike", not of the matrix: no shape tells its micro-batches apart
 LOSSES: dict[str, Any] = {
     "sft": SFTLoss(),
     "grpo": PolicyLoss(clip_high=0.28, kl_coef=0.05, kl_estimator="k3"),
