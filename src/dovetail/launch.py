@@ -59,17 +59,18 @@ class ProcessGroup:
     """The default process group for the length of a `with` block; one that is already there is used as it is.
 
     At the end all ranks wait for each other. A failure leaves the group as it is, since the process is about to end.
+    `patience`: after which who waits in a collective of it gives up.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, patience: timedelta = TIMEOUT) -> None:
+        self.device, self.patience = device, patience
         self.store: Store | None = None
 
     def __enter__(self) -> Self:
         if not dist.is_initialized():
             store, rank, world = _meet()
             with _OneReport(store):
-                _initialize(self.device, store, rank, world)
+                _initialize(self.device, store, rank, world, self.patience)
             self.store = store
         return self
 
@@ -157,7 +158,7 @@ def _meet() -> tuple[Store, int, int]:
     return store, rank, world
 
 
-def _initialize(device: torch.device, store: Store, rank: int, world: int) -> None:
+def _initialize(device: torch.device, store: Store, rank: int, world: int, patience: timedelta = TIMEOUT) -> None:
     """Make the default process group."""
     if world > 1:
         _allow_open_files()
@@ -166,7 +167,7 @@ def _initialize(device: torch.device, store: Store, rank: int, world: int) -> No
         store=PrefixStore("dovetail/group", store),
         rank=rank,
         world_size=world,
-        timeout=TIMEOUT,
+        timeout=patience,
         device_id=None if device.type == "cpu" else device,
     )
 

@@ -9,13 +9,13 @@ table. `world` is every rank. Meshes of different layouts may live in one job.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from dovetail.layout import Layout
@@ -24,6 +24,7 @@ from dovetail.peers import Peers
 ORDER = ("pp", "dp", "cp", "tp")
 USES = ("gathers", "sums")  # of the axes fsdp and expert_fsdp
 Reach = Callable[["Axis", Mapping[str, "Axis"]], Mapping[str, Peers]]
+PATIENCE = timedelta(minutes=30)  # of a rank that waits for others
 ROAD_BLOCKS = 4  # of a GPU that a transfer between pipeline ranks may occupy while it waits for its other end
 
 
@@ -130,35 +131,43 @@ class Mesh:
         return cls(layout, torch.device(device), axes, {1: Axis("copies")})
 
     @classmethod
-    def build(cls, layout: Layout, device: torch.device | str = "cpu", reach: Reach = lambda *_: {}) -> "Mesh":
+    def build(
+        cls,
+        layout: Layout,
+        device: torch.device | str = "cpu",
+        reach: Reach = lambda *_: {},
+        patience: timedelta = PATIENCE,
+    ) -> "Mesh":
         """Split the default process group into axes. Collective: every rank calls it, with the same layout.
 
         reach: what makes another way between the ranks of the axes given to it, by name, where there is one. It gets the
-            world first, over which it is collective.
+            world first, over which it is collective. patience: after which who waits in a collective of any axis gives up;
+            the world's is that of the default group.
         """
         world, me = dist.get_world_size(), dist.get_rank()
+        make_axis = partial(_axis, patience=patience)
         layout = layout.resolve(world)
         device = torch.device(device)
         grid = torch.arange(world).view([getattr(layout, name) for name in ORDER])
         axes = {"world": Axis("world", world, me, dist.group.WORLD)}
         for name in ORDER:
-            axes[name] = _axis(name, _lines(grid, (name,)), me)
+            axes[name] = make_axis(name, _lines(grid, (name,)), me)
         data = _lines(grid, ("dp", "cp"))
-        axes["fsdp"] = _axis("fsdp", data, me, always=True)
-        axes["ep"] = _axis("ep", _neighbors(data, layout.ep), me)
+        axes["fsdp"] = make_axis("fsdp", data, me, always=True)
+        axes["ep"] = make_axis("ep", _neighbors(data, layout.ep), me)
         axes["expert_fsdp"] = axes["fsdp"]
         if layout.ep > 1:
             shared = [line[i :: layout.ep] for line in data for i in range(layout.ep)]
-            axes["expert_fsdp"] = _axis("expert_fsdp", shared, me, always=True)
+            axes["expert_fsdp"] = make_axis("expert_fsdp", shared, me, always=True)
         pp_lines = _lines(grid, ("pp",))
-        axes["ends"] = _axis("ends", [[line[0], line[-1]] for line in pp_lines if len(line) > 1], me)
+        axes["ends"] = make_axis("ends", [[line[0], line[-1]] for line in pp_lines if len(line) > 1], me)
         tp_lines = _lines(grid, ("tp",))
-        copies = {n: _axis("copies", _neighbors(tp_lines, n), me) for n in _divisors(layout.tp)}
+        copies = {n: make_axis("copies", _neighbors(tp_lines, n), me) for n in _divisors(layout.tp)}
         cp_lines = _lines(grid, ("cp",))
         context = {
             u: ContextAxes(
-                _axis("ulysses", _neighbors(cp_lines, u), me),
-                _axis("gather", [line[i::u] for line in cp_lines for i in range(u)], me),
+                make_axis("ulysses", _neighbors(cp_lines, u), me),
+                make_axis("gather", [line[i::u] for line in cp_lines for i in range(u)], me),
             )
             for u in _divisors(layout.cp)
         }
@@ -167,7 +176,7 @@ class Mesh:
             group = axes[name].group
             assert group is not None
             fsdp[name] = DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
-        links = _links(pp_lines, me, device, ring=layout.virtual_stages > 1)
+        links = _links(pp_lines, me, device, patience, ring=layout.virtual_stages > 1)
         used = {
             "tp": axes["tp"],
             **({"cp": context[1].gather} if layout.cp_mode == "gather" else {}),
@@ -208,23 +217,24 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _axis(name: str, lines: list[list[int]], me: int, *, always: bool = False) -> Axis:
+def _axis(name: str, lines: list[list[int]], me: int, *, patience: timedelta, always: bool = False) -> Axis:
     """This rank's axis among `lines`. `new_group` is collective, so every rank makes every group."""
     mine = Axis(name)
     for line in lines:
-        group = dist.new_group(line) if len(line) > 1 or always else None
+        group = dist.new_group(line, timeout=patience) if len(line) > 1 or always else None
         if me in line:
             mine = Axis(name, len(line), line.index(me), group)
     return mine
 
 
-def _links(lines: list[list[int]], me: int, device: torch.device, *, ring: bool) -> Links:
+def _links(lines: list[list[int]], me: int, device: torch.device, patience: timedelta, *, ring: bool) -> Links:
     """This rank's roads along its line. Every rank makes every road, in the same order."""
     mine: dict[str, Link] = {}
     for line in lines:
         hops = list(pairwise(line)) + ([(line[-1], line[0])] if ring else [])
         for first, second in hops if len(line) > 1 else ():
-            down, up = (dist.new_group([first, second], pg_options=_road_options(device)) for _ in range(2))
+            options = (_road_options(device, patience) for _ in range(2))
+            down, up = (dist.new_group([first, second], timeout=patience, pg_options=each) for each in options)
             if me == first:
                 mine |= {"to_next": Link(second, down), "from_next": Link(second, up)}
             if me == second:
@@ -232,11 +242,11 @@ def _links(lines: list[list[int]], me: int, device: torch.device, *, ring: bool)
     return Links(**mine)
 
 
-def _road_options(device: torch.device) -> Any:
+def _road_options(device: torch.device, patience: timedelta) -> Any:
     """NCCL's of one road; they are not shared, torch writes the group's name into them. Other backends have none."""
     if device.type != "cuda":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = ROAD_BLOCKS
-    options._timeout = default_pg_timeout  # what `new_group` takes; torch warns where they differ
+    options._timeout = patience  # as given to `new_group`; torch warns where they differ
     return options

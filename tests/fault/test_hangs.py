@@ -1,17 +1,21 @@
 """Ranks that hang in six ways: found within their limit, the odd one named, with the stacks of all."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from dovetail.watch.progress import read_state
+from dovetail.watch.progress import LIMITS, read_state
 from dovetail.watch.system import children_of
-from tests.commands.program import start, write_recipe, write_rows
+from tests.commands.program import here, make_model, start, write_recipe, write_rows
 from tests.fault.processes import all_gone, ranks_of, stopped_in
 
 LIMIT = 5.0  # seconds in a phase; no sound one takes so long on a busy machine
@@ -176,3 +180,25 @@ def told_after(err: str) -> float:
 def _in_reward(temporary: Path) -> bool:
     states = [read_state(path) for path in temporary.glob("dovetail-watch-*/rank_0.state")]
     return any(state is not None and state.phase == "reward" for state in states)
+
+
+def test_ranks_wait_for_each_other_as_long_as_any_phase_may_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reward that is given two hours keeps the other ranks in a collective, which gave up after half an hour."""
+    waits: list[Any] = []
+    for name in ("init_process_group", "new_group"):
+        made = getattr(dist, name)
+
+        def noted(*args: Any, made: Any = made, **options: Any) -> Any:
+            waits.append(options.get("timeout"))
+            return made(*args, **options)
+
+        monkeypatch.setattr(dist, name, noted)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "c"}])
+    recipe = write_recipe(tmp_path / "r.yaml", make_model(tmp_path / "model"), rows, algorithm={"name": "grpo"})
+    assert here("train", recipe, "trainer.timeouts.reward=7200", "--dry-run").code == 0
+    assert len(waits) > 1 and all(wait is not None and wait > timedelta(hours=2) for wait in waits), waits
+    waits.clear()
+    assert here("train", recipe, "--dry-run").code == 0
+    assert {wait > timedelta(seconds=max(s for s in LIMITS.values() if s < math.inf)) for wait in waits} == {True}

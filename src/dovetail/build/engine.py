@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from math import prod, sqrt
 from pathlib import Path
@@ -24,7 +25,7 @@ from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import kernels_for
 from dovetail.launch import ensure_process_group, num_ranks, pick_device
 from dovetail.layout import Layout
-from dovetail.mesh import USES, Axis, Mesh
+from dovetail.mesh import PATIENCE, USES, Axis, Mesh
 from dovetail.nn.decoder import Decoder, Head, Trunk
 from dovetail.nn.model import Cut, StagedModel
 from dovetail.nn.recompute import HostMemory, Recompute
@@ -144,10 +145,13 @@ def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def make_mesh(layout: Layout | None, device: torch.device, *, engine: bool = True) -> Mesh:
+def make_mesh(
+    layout: Layout | None, device: torch.device, *, engine: bool = True, patience: timedelta = PATIENCE
+) -> Mesh:
     """The mesh of a layout over the ranks of the job. Collective.
 
     engine: whether an engine may run over it, which has so much to send that rings are worth their memory (`peers`).
+    patience: that of `Mesh.build`.
     """
     layout = (layout or Layout(dp=None)).resolve(num_ranks())
 
@@ -156,7 +160,7 @@ def make_mesh(layout: Layout | None, device: torch.device, *, engine: bool = Tru
         sizes = {name: of_use.get(name.rpartition(" ")[2], ACTIVATIONS) for name in axes}
         return rings(world, axes, sizes, device, kernels_for(device)) if engine and layout.copy_engines else {}
 
-    return Mesh.build(layout, device, reach)
+    return Mesh.build(layout, device, reach, patience)
 
 
 def make_engine(

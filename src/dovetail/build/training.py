@@ -36,7 +36,7 @@ from dovetail.rl.run import CRITIC, POLICY, Contents, RunDirectory, RunSettings
 from dovetail.rl.state import model_fingerprint, rows_fingerprint
 from dovetail.rl.trainer import LoopSettings, RLModels, RLSettings, RLTask, SupervisedTask, Task
 from dovetail.rollout.base import SamplingParams
-from dovetail.watch.progress import Progress
+from dovetail.watch.progress import Progress, patience
 from dovetail.weights.agree import agreed
 from dovetail.weights.pretrained import Pretrained
 
@@ -246,8 +246,7 @@ class Builder:
 
     def _sampler_mesh(self) -> Mesh:
         section = self.recipe.rollout.layout or LayoutSection()
-        backend = self.recipe.rollout.backend
-        folded = partial(backend_layout, self.source, backend=backend)
+        folded = partial(backend_layout, self.source, backend=self.recipe.rollout.backend)
         return self._mesh(section, "rollout.layout", folded, engine=False)
 
     def _mesh(
@@ -264,7 +263,8 @@ class Builder:
         except LayoutError as error:
             raise LayoutError(f"{name}: {error}") from error
         if layout not in self.meshes:
-            self.meshes[layout] = make_mesh(layout, self.device, engine=engine)
+            limit = patience(self.recipe.trainer.timeouts)
+            self.meshes[layout] = make_mesh(layout, self.device, engine=engine, patience=limit)
         return self.meshes[layout]
 
     @property

@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
@@ -30,7 +31,7 @@ from dovetail.cli.ranks import (
 )
 from dovetail.cli.supervisor import run_ranks
 from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError
-from dovetail.watch.progress import Progress
+from dovetail.watch.progress import Progress, patience
 
 UNWINDING_SECONDS = 30.0  # from the first signal, for all that is half-written to be removed
 
@@ -74,7 +75,7 @@ def run_command(argv: Sequence[str], me: Membership | None = None) -> int:
                         "(torchrun --max-restarts N); drop the flag"
                     )
                 with rank.watched(watch.limits) if me else contextlib.nullcontext():
-                    outcome.code = _run_as_rank(args, rank)
+                    outcome.code = _run_as_rank(args, rank, patience(watch.limits))
     return outcome.code
 
 
@@ -110,10 +111,11 @@ def _interpreter() -> list[str]:
     return [sys.executable] if os.getcwd() in map(os.path.abspath, sys.path) else [sys.executable, "-P"]
 
 
-def _run_as_rank(args: argparse.Namespace, rank: Membership) -> int:
+def _run_as_rank(args: argparse.Namespace, rank: Membership, waits: timedelta) -> int:
+    """Run a command as one of its ranks, which wait for each other at most so long."""
     launch = importlib.import_module("dovetail.launch")
     device = launch.pick_device(args.device)
-    with _Outcome(rank.say) as outcome, launch.ProcessGroup(device):
+    with _Outcome(rank.say) as outcome, launch.ProcessGroup(device, waits):
         rank.progress.phase("load")
         run: Callable[[argparse.Namespace, Progress], int | None]
         run = importlib.import_module(f"dovetail.cli.{args.command}").run

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -23,6 +24,8 @@ LIMITS: Mapping[Phase, float] = {
     "init": 600.0, "load": 1800.0, "run": float("inf"), "push": 900.0, "rollout": 3600.0, "reward": 1800.0,
     "score": 1200.0, "update": 1200.0, "optimizer": 600.0, "save": 1800.0, "eval": 3600.0, "exit": 600.0,
 }  # fmt: skip
+
+SLACK_SECONDS, LONGEST_SECONDS = 120.0, 30 * 86400.0  # of `patience`
 
 BEAT_SECONDS = 0.5
 READ_ATTEMPTS = 5
@@ -87,6 +90,15 @@ class Progress:
         finally:
             done.set()
             thread.join()
+
+
+def patience(limits: Mapping[Phase, float]) -> timedelta:
+    """After which a rank gives up waiting for the others in a collective: later than any phase of training may last.
+
+    `limits`: of phases that have others than `LIMITS`. It is they that find a hang and name the odd rank.
+    """
+    longest = max(seconds for phase, seconds in {**LIMITS, **limits}.items() if phase != "run")
+    return timedelta(seconds=min(longest + SLACK_SECONDS, LONGEST_SECONDS))
 
 
 def read_state(path: Path) -> State | None:
