@@ -222,6 +222,7 @@ def test_going_back_to_an_older_step_leaves_one_past(trained: tuple[Path, Path])
     later = [saved.path.name for saved in saved_steps(run_dir / "checkpoints")[0]][:2]
     assert here("train", recipe, "--resume", "step=1", "optim.lr=0.5", "trainer.steps=1").code == 0
     assert [saved.step for saved in saved_steps(run_dir / "checkpoints")[0]] == [1]
+    assert (run_dir / "checkpoints/latest").read_text().strip() == newest(run_dir / "checkpoints").name
     assert {path.name for path in (run_dir / "superseded/001/checkpoints").iterdir()} == set(later)
     assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == [1]
     assert [row["step"] for row in read_rows(run_dir / "superseded/001/metrics.jsonl")] == [2, 3]

@@ -22,11 +22,13 @@ from dovetail.errors import CheckpointError, DamagedError, listing
 from dovetail.mesh import Mesh
 from dovetail.weights.agree import agreed
 from dovetail.weights.directory import MANIFEST, contained
+from dovetail.weights.staging import replace_file
 
 T = TypeVar("T")
 NONE: Mapping[str, str] = MappingProxyType({})
 NAME = re.compile(r"step_(\d{6,})\.\w+")
 ORDER, SCORE = "order", "score"  # keys of a manifest's state: the how-manieth save of the run, and how good it is
+LATEST = "latest"  # names the newest step's directory, for people and scripts; readers go by the manifests
 DEBRIS = (".tmp-*", ".trash-*")  # what a save or a removal leaves that did not come to its end
 
 
@@ -159,6 +161,10 @@ def set_aside(folder: Path, order: int, aside: Path) -> None:
             aside.mkdir(parents=True, exist_ok=True)
             path.rename(aside / path.name)
             _unlink(path)
+    latest = folder / LATEST
+    if latest.is_file() and not (folder / latest.read_text(errors="replace").strip()).is_dir():
+        left = [saved.path.name for saved in steps if saved.order <= order]
+        replace_file(latest, f"{left[0]}\n".encode()) if left else latest.unlink()
 
 
 def _unlink(path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from dovetail.checkpoint.manifest import Manifest, StoredFile, StoredRegion, StoredTensor
+from dovetail.checkpoint.steps import LATEST
 from dovetail.comm import gather_text
 from dovetail.layout import DEGREES, Layout
 from dovetail.mesh import Mesh
@@ -25,8 +26,6 @@ from dovetail.weights.files import TensorFileWriter, TensorSpec
 from dovetail.weights.pieces import Dtypes, Piece, own_dtype, tensor_of
 from dovetail.weights.staging import Stage, replace_file, staged, sync_directory, write_file, write_sides
 from dovetail.weights.stream import export
-
-LATEST = "latest"  # names the newest step's directory, for people and scripts; readers go by the manifests
 
 
 def save_sharded(
