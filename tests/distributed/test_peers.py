@@ -27,7 +27,7 @@ from dovetail.kernels import reference
 from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
 from dovetail.mesh import USES, Axis
-from dovetail.peers import Peers, Ring
+from dovetail.peers import Peers, Ring, rows_of
 from tests.distributed.matrix import Case, Figures, compare, write_alone, write_models
 from tests.harness import run
 from tests.peer_collectives import any_order
@@ -157,6 +157,43 @@ def test_what_is_left_to_the_group() -> None:
         x = mock.Mock(device=torch.device("cuda"), nbytes=num_bytes)
         assert peers.takes(x) == taken, num_bytes
     assert not peers.takes(torch.empty(1 << 12, dtype=torch.uint8)), "what is not on the GPU"
+    for times, taken in ((1, False), (2, True), (1 << 11, True), ((1 << 11) + 1, False)):
+        part = mock.Mock(device=torch.device("cuda"), nbytes=1 << 9)
+        assert peers.takes(part, times) == taken, "a slot holds the parts of all ranks"
+
+
+def test_what_is_asked_for_after_what() -> None:
+    """The slots in files have a computation that is always at its end; a GPU's may be anywhere. Where it is waited for, the order
+    tells.
+    """
+    asked = list[str]()
+
+    def note(name: str, later: str = "") -> mock.Mock:
+        def noting(*_: object, **__: object) -> Callable[[], None]:
+            asked.append(name)
+            return partial(asked.append, later)
+
+        return mock.Mock(side_effect=noting)
+
+    memory = mock.Mock(device=torch.device("cpu"), ring=Ring(3, 64), follow=note("follow"), tell=note("tell"))
+    memory.slot.side_effect = lambda *_: torch.zeros(64, dtype=torch.uint8)
+    memory.wait, memory.copy = note("told"), note("copy")
+    memory.mark, memory.here = note("mark", "copied"), note("here", "added")
+    peers = Peers(0, 2, memory, mock.Mock(lay_twice=note("lay"), sum_in_order=note("add")))
+    gathered = peers.gather(list(torch.empty(2, 4)), torch.ones(4))
+    assert asked == ["lay", "follow", "tell", "told", "copy", "mark"]
+    asked.clear()
+    gathered.wait()
+    assert asked == ["copied"]
+    asked.clear()
+    summed = peers.scatter(torch.empty(4), rows_of(torch.ones(8), 2))
+    assert asked == ["follow", "copy", "tell", "told", "mark"]
+    asked.clear()
+    summed.wait()
+    assert asked == ["copied", "add", "follow", "here"]
+    asked.clear()
+    summed.wait()
+    assert asked == ["added"], "whoever takes it once more waits for the sum"
 
 
 FSDP, EXPERTS = ({f"{axis} {use}" for use in USES} for axis in ("fsdp", "expert_fsdp"))
@@ -239,6 +276,14 @@ def test_who_is_near(other: symmetric.Facts, near: bool, monkeypatch: pytest.Mon
     facts = [HERE, symmetric.Facts("a third", "GPU 5", able=False), other]
     assert symmetric._is_near(Axis("tp", 2, 0, mock.Mock()), facts) == near
     assert not symmetric._is_near(Axis("tp"), facts)
+
+
+@pytest.mark.parametrize(("signatures", "whole"), [((0, 1, 2), True), ((0, 0, 2), False), ((0, 0, 0), False)])
+def test_a_ring_is_used_where_all_have_signed(signatures: tuple[int, ...], whole: bool) -> None:
+    slots = object.__new__(symmetric.SymmetricSlots)
+    slots.rank, slots._slots = 1, [torch.zeros(2, 8, dtype=torch.uint8) for _ in signatures]
+    slots._slots[1][0, :3] = torch.tensor(signatures, dtype=torch.uint8)
+    assert slots.signed() == whole
 
 
 def test_a_cpu_has_no_rings() -> None:
