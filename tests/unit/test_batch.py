@@ -46,6 +46,12 @@ def test_plans_balance_replicas(lengths: list[int], replicas: int) -> None:
     assert all(len(mine) <= 1 for mine in plan)
 
 
+def test_attention_weighs_in_what_replicas_are_dealt() -> None:
+    """The narrower the model, the more: 24 tokens at a width of 1 cost more than 13 and 12."""
+    assert plan_microbatches([24, 13, 12, 6], 2, None) == [[[0, 3]], [[1, 2]]]
+    assert plan_microbatches([24, 13, 12, 6], 2, None, width=1) == [[[0]], [[1, 2, 3]]]
+
+
 def test_a_sequence_above_the_budget_is_refused_by_number() -> None:
     with pytest.raises(DataError, match=r"sequence 1 has 9 tokens \(12 with padding\), more than tokens_per_batch=10"):
         plan_microbatches([4, 9], 2, 10, multiple=4)

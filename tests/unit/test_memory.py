@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
 
 from dovetail import memory
@@ -214,6 +214,19 @@ def test_an_arena_grows_within_the_room(sizes: list[int], room: int) -> None:
             assert arena.num_bytes == grown, "it was there"
     assert arena.num_bytes <= room
     assert all(len(chunk).bit_count() == 1 for chunk in arena._chunks)
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 3 << 28), max_size=20), reserved=st.integers(0, 1 << 32))
+@example(sizes=[3 << 28, 1 << 29], reserved=3 << 29)
+def test_an_arena_has_what_it_gives_without_more_memory(sizes: list[int], reserved: int) -> None:
+    """In chunks that lie ahead, too."""
+    arena = Promised("meta", pinned=True)
+    arena.reserve(reserved)
+    for size in sizes:
+        had, before = arena.has(size), arena.num_bytes
+        arena.take(torch.uint8, (size,))
+        assert had == (arena.num_bytes == before)
 
 
 @pytest.mark.parametrize("free", [None, 0, HOST_RESERVE, HOST_RESERVE + 7])

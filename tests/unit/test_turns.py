@@ -3,6 +3,7 @@
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch
 from bench.engines import spec_of
 from dovetail.batch import PackedBatch
 from dovetail.build.engine import make_decoder
+from dovetail.comm import Pending
+from dovetail.crossing import Crossing
 from dovetail.dealing import middle
 from dovetail.engine.halving import LEAST, Halving
 from dovetail.mesh import Axis, Mesh
@@ -81,6 +84,18 @@ def test_layers_over_tp_take_turns_on_accelerators() -> None:
     ):
         mesh: Any = Axes(device=torch.device(device), sizes=sizes)
         assert Halving.of(model, mesh, given) == Halving(least), (device, sizes, given)
+
+
+def test_a_crossing_keeps_nothing_of_what_was_taken() -> None:
+    """Autograd has it until the backward pass ends, and would hold what came as long."""
+    crossing = Crossing(lambda x: Pending(x + 1), lambda grad: Pending(2 * grad))
+    crossing.begin(torch.zeros(3))
+    crossing.begin_back(torch.ones(3), torch.Size([3]))
+    came, back = crossing.take(), crossing.take_back()
+    assert (came.tolist(), back.tolist()) == ([1.0] * 3, [2.0] * 3)
+    held = ref(came), ref(back)
+    del came, back
+    assert [each() for each in held] == [None, None]
 
 
 def layer(name: str, turns: int, told: list[str]) -> Turns[str]:
