@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -262,6 +263,22 @@ def _refused(action: Callable[[], object]) -> bool:
 def test_edge_37_gaps_are_routed_live_and_what_is_missing_raises(folder: Path) -> None:
     (found,) = run(1, _partly, str(path_of(folder, "deepseek_v3", DEPTH)))
     assert all(found.values()), found
+
+
+def _in_mode(path: str, mode: Callable[[], AbstractContextManager[Any]]) -> dict[str, Tensor]:
+    """The gradients of a step along routes that were told in that mode."""
+    engine, batch = engine_of(path), batch_of()
+    with mode():
+        _, trace = engine.score_and_trace(batch)
+    engine.train_step(batch.with_routing(trace), _objective)
+    return gradients(engine)[0]
+
+
+def test_a_scripts_modes_do_not_reach_what_tells_routes(folder: Path) -> None:
+    path = str(path_of(folder, "qwen2_moe", DEPTH))
+    (plain,) = run(1, _in_mode, path, nullcontext)
+    (found,) = run(1, _in_mode, path, torch.inference_mode)
+    assert worst_error(found, plain)[0] == EXACT
 
 
 def _loads(path: str, layout: Layout) -> dict[str, float]:
