@@ -1,21 +1,28 @@
 """The loop around the steps, with tasks that only pretend to work; and the batches that a step makes of its samples."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from dovetail.batch import PackedBatch
 from dovetail.data import Prompt
-from dovetail.engine.base import Engine
+from dovetail.engine.base import Engine, StepReport
+from dovetail.errors import NumericsError
 from dovetail.rl import trainer
 from dovetail.rl.experience import AdvantageSettings, Sample, drop_equal_groups, pack_samples, with_advantages
-from dovetail.rl.trainer import LoopSettings, inner_batches, never, train, weighted
+from dovetail.rl.guard import Guard
+from dovetail.rl.replay import mismatch
+from dovetail.rl.rewards import RewardResult
+from dovetail.rl.trainer import LoopSettings, RLModels, RLSettings, RLTask, inner_batches, never, train, weighted
 from dovetail.rl.updates import Row, describe
-from dovetail.rollout.base import Completion
+from dovetail.rollout.base import Completion, SamplingParams
+from dovetail.tokenstats import TokenStats
 from tests.tolerances import OP_FP32, assert_close
 
 LOOP = LoopSettings(steps=5, seed=0, rows_per_step=4, epochs=1, minibatches=1, aggregation="token")
@@ -233,6 +240,48 @@ def test_rows_of_a_step_come_from_one_stream() -> None:
         seen.update(LOOP.rows(10, step))
     assert set(seen.values()) == {2} and len(seen) == 10
     assert replace(LOOP, shuffle=False).rows(10, 2) == [8, 9, 0, 1]
+
+
+def test_what_the_sampler_drew_from_is_compared_with_the_policy() -> None:
+    """Schulman's k3 is of KL(sampler || policy): the tokens are the sampler's."""
+    batch = batch_of().with_fields(rollout_logprob=torch.full((len(batch_of()),), -1.0))
+    stats = TokenStats(torch.full((len(batch),), -1.5), torch.zeros(len(batch)))
+    found = mismatch(batch, stats, "replayed_")
+    expected = {"mean": 0.5, "p99": 0.5, "k3": math.exp(-0.5) - 1 + 0.5}
+    assert found == {f"replayed_mismatch_{name}": pytest.approx(x, rel=OP_FP32) for name, x in expected.items()}
+
+
+def test_operations_of_a_step_are_those_of_policy_and_critic() -> None:
+    """Of all their updates; mfu is made of them."""
+
+    def engine(flops: float) -> mock.Mock:
+        report = StepReport(1.0, 1.0, 0.1, 5, flops, skipped=False, metrics={})
+        return mock.Mock(train_step=mock.Mock(return_value=report), values=lambda batch: torch.zeros(len(batch)))
+
+    prompts = [Prompt(id=i, ids=(5, 6)) for i in range(4)]
+    sampler = mock.Mock(sample=lambda asked, _: [Completion(p.row, 0, (1, 2), (-1.0, -1.0), "stop") for p in asked])
+    settings = RLSettings(sampling=SamplingParams(), advantages=AdvantageSettings(kind="ppo"), old_logprobs=False)
+    task = RLTask(
+        RLModels(policy=engine(1.0), sampler=sampler, critic=engine(10.0)),
+        (mock.Mock(), mock.Mock()),
+        prompts,
+        [],
+        mock.Mock(return_value=[RewardResult(1.0)] * 4),
+        lambda _: "",
+        settings,
+        replace(LOOP, epochs=2, minibatches=2),
+    )
+    row = task.step(0)
+    assert row is not None and row["flops"] == 4 * 1.0 + 4 * 10.0
+    assert "critic_flops" not in row and row["critic_loss"] == 1.0
+
+
+def test_skipped_updates_end_a_run_where_they_come_in_a_row() -> None:
+    guard, skipped = Guard(2, 0), {"skipped": True, "fault": "a reason"}
+    for row in (skipped, {}, skipped, {}, skipped):
+        guard.look({"step": 1, **row}, [])
+    with pytest.raises(NumericsError, match=r"the updates of 2 steps in a row were skipped: a reason"):
+        guard.look({"step": 6, **skipped}, [])
 
 
 def test_groups_of_equal_rewards_are_dropped() -> None:
