@@ -1,5 +1,6 @@
 """What a supervisor concludes from what it sees, without any rank; and what it does with ranks that are small scripts."""
 
+import faulthandler
 import json
 import os
 import signal
@@ -7,12 +8,16 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from dovetail.cli.supervisor import PORTS
+from dovetail.comm import Pending
 from dovetail.watch.progress import LIMITS, PHASES, Phase, Progress, State, read_state
 from dovetail.watch.stacks import Frame, Stack, main_stack
 from dovetail.watch.verdict import Seen, odd_ranks
@@ -63,6 +68,15 @@ def test_the_main_threads_stack_is_read_from_what_faulthandler_writes() -> None:
     assert [frame.line for frame in stack.frames] == ["83", "12", "40"]
     assert str(stack) == "distributed/distributed_c10d.py:83 wrapper < app.py:12 step < app.py:40 <module>"
     assert not main_stack("").frames
+
+
+def test_who_takes_the_result_of_a_collective_waits(tmp_path: Path) -> None:
+    """torch's `wait` has no frame of its own."""
+    with (tmp_path / "stacks").open("w") as file:
+        work = SimpleNamespace(wait=partial(faulthandler.dump_traceback, file, all_threads=True))
+        Pending(torch.zeros(1), cast("Any", work)).take()
+    stack = main_stack((tmp_path / "stacks").read_text())
+    assert stack.waits, str(stack)
 
 
 def test_progress_is_what_the_main_thread_told_last(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 ASK = signal.SIGUSR2  # USR1 is what batch systems send before they end a job
-WAITING_IN = ("/torch/distributed/", "/dovetail/pipeline/executor.py")  # where the newest frame lies in a collective
+# Where the newest frame of a rank lies that is in a collective.
+WAITING_IN = ("/torch/distributed/", "/dovetail/comm.py", "/dovetail/pipeline/executor.py")
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
 _THREADS_BEGIN_IN = "threading.py"
 SHOWN = 4  # frames of the short form
