@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # they are public
 
 from dovetail.errors import ConfigError, LayoutError, SecondaryFailure
+from dovetail.mesh import PATIENCE
 
 BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
-TIMEOUT = timedelta(minutes=30)
 TICKET = "dovetail/failures"
 # One queue for each stream of a GPU, of which FSDP2 and NCCL's groups have more than the default 8. In a queue that two
 # share, computation waits for a transfer whose other end may wait for that computation. CUDA reads it at its first use.
@@ -62,7 +62,7 @@ class ProcessGroup:
     `patience`: after which who waits in a collective of it gives up.
     """
 
-    def __init__(self, device: torch.device, patience: timedelta = TIMEOUT) -> None:
+    def __init__(self, device: torch.device, patience: timedelta = PATIENCE) -> None:
         self.device, self.patience = device, patience
         self.store: Store | None = None
 
@@ -154,11 +154,11 @@ def _meet() -> tuple[Store, int, int]:
             f"RANK and WORLD_SIZE say that a launcher started this process, but {' and '.join(missing)} is not set; set "
             "it, start with torchrun, or unset RANK to have dovetail start its own ranks"
         )
-    store, rank, world = next(rendezvous("env://", timeout=TIMEOUT))
+    store, rank, world = next(rendezvous("env://", timeout=PATIENCE))
     return store, rank, world
 
 
-def _initialize(device: torch.device, store: Store, rank: int, world: int, patience: timedelta = TIMEOUT) -> None:
+def _initialize(device: torch.device, store: Store, rank: int, world: int, patience: timedelta = PATIENCE) -> None:
     """Make the default process group."""
     if world > 1:
         _allow_open_files()
