@@ -287,7 +287,10 @@ def test_edge_case_46_adapters_are_refused(tmp_path: Path) -> None:
         with one_rank(), pytest.raises(CheckpointError, match=rf"holds an adapter \({adapted}\).*merge_and_unload"):
             from_pretrained(tmp_path, device="cpu", options=EngineOptions(engine=engine))
     (tmp_path / "adapter_config.json").write_text("{}")
-    with one_rank(), pytest.raises(CheckpointError, match=r"an adapter \(adapter_config.json\).*merge_and_unload"):
+    with (
+        one_rank(),
+        pytest.raises(CheckpointError, match=r"holds an adapter \(adapter_config.json\).*merge_and_unload"),
+    ):
         from_pretrained(tmp_path, device="cpu")
 
 
