@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from dovetail import symmetric
 from dovetail.build import engine
@@ -206,6 +208,7 @@ MODELS = (
     ),
     (Layout(dp=4, ep=2), Case("qwen2_moe", "ragged", "ppo", 2, recompute="full"), {*FSDP, *EXPERTS}),
     (Layout(dp=3), Case("qwen2_tied", "ragged", "value", 2), {*FSDP}),
+    (Layout(dp=2), Case("qwen2_moe", "ragged", "grpo", 2), {*FSDP}),
     (Layout(cp=2, cp_mode="gather"), Case("qwen3_window", "ragged", "grpo", 2), {"cp", *FSDP}),
     pytest.param(
         *(Layout(tp=2, dp=2, ep=2), Case("deepseek_v3", "few", "sft", 1, in_turns=True), {"tp", *FSDP}),
@@ -215,8 +218,14 @@ MODELS = (
 
 
 def whole_model(folder: Path, slots: Path, layout: Layout, case: Case) -> tuple[Figures, dict[str, int]]:
-    """How far a layout whose ranks reach each other is from one rank, and how many collectives went by each ring."""
+    """How far a layout whose ranks reach each other is from one rank, and how many collectives went by each ring.
+
+    What FSDP2 has to move goes by rings alone, where there are any.
+    """
     made = dict[str, Peers]()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("FSDP2 asked the group")
 
     def rings(_world: Axis, axes: Mapping[str, Axis], sizes: Mapping[str, Ring], *_: object) -> dict[str, Peers]:
         assert not made, "rings are made once"
@@ -228,7 +237,11 @@ def whole_model(folder: Path, slots: Path, layout: Layout, case: Case) -> tuple[
                 made[name] = Peers(axis.rank, axis.size, memory, KernelSet(), 1)
         return made
 
-    with mock.patch.object(engine, "rings", rings):
+    with ExitStack() as patched:
+        patched.enter_context(mock.patch.object(engine, "rings", rings))
+        if layout.dp * layout.cp > 1:
+            for default in (DefaultAllGather, DefaultReduceScatter):
+                patched.enter_context(mock.patch.object(default, "__call__", refuse))
         (found,) = compare(str(folder), layout, (case,)).values()
     return found, {name: each.begun for name, each in made.items()}
 

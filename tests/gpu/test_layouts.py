@@ -57,6 +57,7 @@ EXPERTS = (
     "ep=4,dp=4",
     "ep=2,tp=2,dp=2",
     "ep=2,dp=2",
+    "dp=2",
     "ep=2,cp=2",
     "ep=2,dp=2,copy_engines=False",
 )

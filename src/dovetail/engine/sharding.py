@@ -83,7 +83,7 @@ def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
     copies = {name: copies_of(mesh, name) for name in mesh.fsdp}
     for module in (*model.groups(), model):
         axes = {placement.sharded_over for placement in placements_of(module).values()}
-        axis = "expert_fsdp" if axes == {"expert_fsdp"} else "fsdp"
+        axis = "expert_fsdp" if axes == {"expert_fsdp"} and mesh["ep"].size > 1 else "fsdp"  # or else the same ranks
         fully_shard(module, mesh=mesh.fsdp[axis], **options)
         if mesh[axis].size > 1:  # the sum of one is itself, and FSDP would divide by 1.0 into a copy of every gradient
             assert isinstance(module, FSDPModule)
