@@ -239,7 +239,7 @@ def whole_model(folder: Path, slots: Path, layout: Layout, case: Case) -> tuple[
 
     with ExitStack() as patched:
         patched.enter_context(mock.patch.object(engine, "rings", rings))
-        if layout.dp * layout.cp > 1:
+        if layout.num_ranks > layout.tp * layout.pp:
             for default in (DefaultAllGather, DefaultReduceScatter):
                 patched.enter_context(mock.patch.object(default, "__call__", refuse))
         (found,) = compare(str(folder), layout, (case,)).values()
