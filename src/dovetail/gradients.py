@@ -34,18 +34,24 @@ class Adder(nn.Module):
         found: Tensor = _Summed.apply(weight, self, name)
         return found
 
+    def add(self, name: str, dz: Tensor, x: Tensor, add: AddProduct) -> None:
+        """The gradient of the parameter of that name, dz.T @ x, from whoever hands none to autograd."""
+        add_product(self.get_parameter(name), dz, x, add)
+
 
 class _Summed(torch.autograd.Function):
-    """forward: the weight. backward: its gradient is added, and autograd gets none."""
+    """forward: the weight. backward: its gradient, if one comes, is added, and autograd gets none."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, owner: Adder, name: str) -> Tensor:
         ctx.owner, ctx.name = owner, name
+        ctx.set_materialize_grads(False)
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        add_to(ctx.owner.get_parameter(ctx.name), grads[0])
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        if grads[0] is not None:
+            add_to(ctx.owner.get_parameter(ctx.name), grads[0])
         return None, None, None
 
 

@@ -14,6 +14,7 @@ from dovetail.arch.registry import spec_from_config
 from dovetail.gradients import Adder
 from dovetail.kernels import quack, reference
 from dovetail.kernels.cuda import add_weight_grad_
+from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet, kernels_for
 from dovetail.mesh import Mesh
 from dovetail.nn.linear import Linear
@@ -23,6 +24,7 @@ from tests.gpu.test_block import poison
 from tests.gpu.test_head import no_waiting
 from tests.parity.configs import tiny_configs
 from tests.tolerances import EXACT, HALF_SHARE, OP_BF16, OP_FP32, assert_close
+from tests.unit.held import Held
 
 pytestmark = [
     pytest.mark.gpu,
@@ -144,6 +146,10 @@ class Mixture:
         edges = pairwise(self.starts.tolist())
         return [compute(e, slice(start, end)) for e, (start, end) in enumerate(edges)]
 
+    def sums(self, dz: Tensor, x: Tensor) -> Tensor:
+        """dz.T x over each expert's rows."""
+        return torch.stack(self.each(lambda _, rows: dz[rows].T @ exact(x[rows])))
+
 
 @pytest.mark.parametrize("by_source", [True, False])
 def test_grouped_products(by_source: bool) -> None:
@@ -179,16 +185,24 @@ def test_grouped_gradients(scaled: bool) -> None:
     )
 
 
-def test_grouped_weight_gradients() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_weight_gradients_are_added(dtype: torch.dtype) -> None:
     m = Mixture()
-    dy, half = drawn(m.n, WIDTH), drawn(m.n, FFN, seed=1)
-    found = quack.grouped_weight_grad(dy, half, m.starts)
-    want = torch.stack(m.each(lambda _, rows: exact(dy[rows]).T @ exact(half[rows])))
-    assert_close(found, want, OP_BF16, "down")
-    d_both, x = drawn(m.n, 2 * FFN, seed=2), drawn(m.n, WIDTH, seed=3)
-    joint = quack.grouped_joint_grad(d_both, x, m.starts)
-    wanted = torch.stack(m.each(lambda _, rows: gates_first(exact(d_both[rows])).T @ exact(x[rows])))
-    assert_close(joint, wanted, OP_BF16, "gate and up")
+    found, joint = (
+        torch.full((len(LENGTHS), *shape), float("nan"), device="cuda", dtype=dtype)
+        for shape in ((WIDTH, FFN), (2 * FFN, WIDTH))
+    )
+    want, wanted = torch.zeros_like(found, dtype=torch.float64), torch.zeros_like(joint, dtype=torch.float64)
+    bound = WIDE_SUM if dtype == torch.float32 else OP_BF16
+    for turn in range(3):
+        dy, half = drawn(m.n, WIDTH, seed=turn), drawn(m.n, FFN, seed=10 + turn)
+        quack.add_grouped_grad_(found, dy, half, starts=m.starts, first=turn == 0)
+        want += m.sums(exact(dy), half)
+        assert_close(found, want, bound, f"turn {turn}, down")
+        d_both, x = drawn(m.n, 2 * FFN, seed=20 + turn), drawn(m.n, WIDTH, seed=30 + turn)
+        quack.add_grouped_joint_grad_(joint, d_both, x, starts=m.starts, first=turn == 0)
+        wanted += m.sums(gates_first(exact(d_both)), x)
+        assert_close(joint, wanted, bound, f"turn {turn}, gate and up")
     for e, length in enumerate(LENGTHS):
         assert length or not (found[e].any() or joint[e].any()), "an expert without rows learns nothing"
 
@@ -293,10 +307,23 @@ def test_a_mixture_equals_the_plain_one(tokens: int) -> None:
     for kernels in (plain, fused, fused):
         poison()
         leaves = [each.detach().requires_grad_() for each in (x, weights, gate_up, down)]
-        y = kernels.mixture(kernels, leaves[0], chosen, *leaves[1:], copies)
+        y = kernels.mixture(kernels, leaves[0], chosen, leaves[1], (leaves[2], leaves[3]), copies)
         found.append([y, *torch.autograd.grad(y, leaves, up)])
     with torch.no_grad():
-        assert torch.equal(fused.mixture(fused, x, chosen, weights, gate_up, down, copies), found[1][0])
+        assert torch.equal(fused.mixture(fused, x, chosen, weights, (gate_up, down), copies), found[1][0])
+    sums = []
+    for kernels, dtype, handed in ((KernelSet(), torch.float64, True), (fused, x.dtype, False), (fused, x.dtype, True)):
+        held = Held(gate_up.to(dtype), down.to(dtype))
+        for turn in range(2):
+            scale, dy = weights.to(x.dtype).to(wide(dtype)), drawn(tokens, width, seed=5 + turn).to(dtype)
+            y = kernels.mixture(kernels, x.to(dtype), chosen, scale, held.both(), copies, held.add if handed else None)
+            y.backward(dy)
+        sums.append(held.sums())
+    for name, want in sums[0].items():
+        error, added = (float((found[name] - want).norm()) for found in (sums[2], sums[1]))
+        assert error <= 2 * OP_BF16 * float(want.norm()) and error <= added, (
+            f"sum of {name}: {error}, {added} by autograd"
+        )
     for name, want, got, again in zip(("y", "dx", "dw", "d gate up", "d down"), *found, strict=True):
         assert torch.equal(got, again), name
         assert float((got - want).norm()) <= 2 * OP_BF16 * float(want.norm()), name

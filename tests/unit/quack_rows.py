@@ -15,6 +15,7 @@ from torch import Tensor
 from dovetail.kernels import moe_triton, reference
 from dovetail.kernels.quack_moe import Products, mixture
 from dovetail.kernels.registry import KernelSet
+from tests.unit.held import Held
 
 WIDTH, FEATURES = 64, 24
 
@@ -82,18 +83,20 @@ def input_gradient(d_both: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     return joined(found, len(d_both)).to(d_both.dtype)
 
 
-def weight_grad(dy: Tensor, x: Tensor, starts: Tensor) -> Tensor:
-    """dy.T x by expert."""
-    return torch.stack([dy[span].float().T @ x[span].float() for span in spans(starts)]).to(x.dtype)
+def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, starts: Tensor, first: bool = False) -> None:
+    """dz.T x by expert."""
+    dw = torch.stack([dz[span].float().T @ x[span].float() for span in spans(starts)])
+    total.copy_(dw) if first else total.add_(dw)
 
 
-def joint_weight_grad(d_both: Tensor, x: Tensor, starts: Tensor) -> Tensor:
+def add_joint_grad_(total: Tensor, d_both: Tensor, x: Tensor, *, starts: Tensor, first: bool = False) -> None:
     """d_both.T x by expert, gates first."""
     pairs = torch.stack([d_both[span].float().T @ x[span].float() for span in spans(starts)])
-    return pairs.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2).to(x.dtype)
+    dw = pairs.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    total.copy_(dw) if first else total.add_(dw)
 
 
-PLAIN = Products(gated_product_into, gated, gated_gradient, product, input_gradient, weight_grad, joint_weight_grad)
+PLAIN = Products(gated_product_into, gated, gated_gradient, product, input_gradient, add_weight_grad_, add_joint_grad_)
 TRITON = KernelSet(permute=moe_triton.permute, unpermute=moe_triton.unpermute)
 
 
@@ -123,18 +126,31 @@ def compared(tokens: int, copies: int, experts: int, *, nowhere: bool, dtype: to
         leaves = {k: (x.double() if wide else x).detach().requires_grad_() for k, x in inputs.items()}
         x, weights, gate_up, down = leaves.values()
         if wide:
-            y = reference.mixture(KernelSet(), x, chosen, weights.to(dtype).double(), gate_up, down, somewhere)
+            y = reference.mixture(KernelSet(), x, chosen, weights.to(dtype).double(), (gate_up, down), somewhere)
         else:
-            y = mixture(TRITON, x, chosen, weights, gate_up, down, somewhere, PLAIN)
+            y = mixture(TRITON, x, chosen, weights, (gate_up, down), somewhere, products=PLAIN)
         grads = torch.autograd.grad(y, tuple(leaves.values()), up.to(y.dtype))
         found.append({"y": y, **{f"d {name}": g for name, g in zip(leaves, grads, strict=True)}})
         with torch.no_grad():
             scoring = replace(PLAIN, gated_product_into=never)
-            again = y if wide else mixture(TRITON, x, chosen, weights, gate_up, down, somewhere, scoring)
+            again = y if wide else mixture(TRITON, x, chosen, weights, (gate_up, down), somewhere, products=scoring)
         assert torch.equal(again, y)
     ours, exact = found
     zeros = float(ours["d weights"][chosen >= experts].abs().sum())
-    return {name: error(ours[name], exact[name]) for name in ours} | {"of nowhere": zeros}
+    added = handed_over(inputs, chosen, somewhere, up)
+    sums = {f"sum of d {name}": error(x, 2 * exact[f"d {name}"]) for name, x in added.items()}
+    return {name: error(ours[name], exact[name]) for name in ours} | sums | {"of nowhere": zeros}
+
+
+def handed_over(inputs: dict[str, Tensor], chosen: Tensor, somewhere: int, up: Tensor) -> dict[str, Tensor]:
+    """The sums over two equal micro-batches of both weights' gradients. No second one comes from autograd."""
+    held = Held(inputs["gate_up"], inputs["down"])
+    for _ in range(2):
+        y = mixture(TRITON, inputs["x"], chosen, inputs["weights"], held.both(), somewhere, held.add, PLAIN)
+        y.backward(up.to(y.dtype))
+    found = {name.removesuffix("_proj"): x for name, x in held.sums().items()}
+    assert len(found) == 2 and all(x.dtype == torch.float32 for x in found.values())
+    return found
 
 
 def main() -> None:

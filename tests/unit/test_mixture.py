@@ -109,7 +109,7 @@ def test_a_mixture_is_the_weighted_sum_of_the_experts_that_are_there(name: str) 
     expected_grads = torch.autograd.grad(expected, leaves, up, allow_unused=True)
     x, *others = leaves
     for given in (copies, None) if name == "all" else (copies,):
-        y = mixture(KernelSet(), x, chosen, others[0], others[1], others[2], given)
+        y = mixture(KernelSet(), x, chosen, others[0], (others[1], others[2]), given)
         assert_close(y, expected, OP_FP64)
         for a, b in zip(torch.autograd.grad(y, leaves, up), expected_grads, strict=True):
             assert_close(a, torch.zeros_like(a) if b is None else b, OP_FP64)

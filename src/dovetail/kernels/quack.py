@@ -140,18 +140,17 @@ def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = Fals
     _add(total, dz.T, x, first)
 
 
-def grouped_weight_grad(dy: Tensor, x: Tensor, starts: Tensor) -> Tensor:
-    """For every expert dy.T x over its rows, [E, D, F]: dy [n, D], x [n, F]."""
-    dw = x.new_empty(len(starts) - 1, dy.shape[1], x.shape[1])
-    _write(dw, dy.T, x, cu_seqlens_k=starts)
-    return dw
+def add_grouped_grad_(total: Tensor, dz: Tensor, x: Tensor, *, starts: Tensor, first: bool = False) -> None:
+    """For every expert total[e] [D, F] += dz.T x over its rows, in the dtype of the sum: dz [n, D], x [n, F].
+
+    The first one finds nothing in total; of an expert without rows it writes zeros.
+    """
+    _write(total, dz.T, x, cu_seqlens_k=starts, add_to_output=not first)
 
 
-def grouped_joint_grad(d_both: Tensor, x: Tensor, starts: Tensor) -> Tensor:
-    """For every expert d_both.T x over its rows, [E, 2F, D], gates first: d_both [n, 2F] in pairs, x [n, D]."""
-    dw = x.new_empty(len(starts) - 1, d_both.shape[1], x.shape[1])
-    _write(dw, d_both.T, x, cu_seqlens_k=starts, concat_layout=("out",))
-    return dw
+def add_grouped_joint_grad_(total: Tensor, d_both: Tensor, x: Tensor, *, starts: Tensor, first: bool = False) -> None:
+    """The same of a joint product: total[e] [2F, D], gates first; d_both [n, 2F] in pairs, x [n, D]."""
+    _write(total, d_both.T, x, cu_seqlens_k=starts, add_to_output=not first, concat_layout=("out",))
 
 
 def _add(total: Tensor, a: Tensor, b: Tensor, first: bool, concat: tuple[str, str] | None = None) -> None:

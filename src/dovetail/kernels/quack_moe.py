@@ -9,7 +9,9 @@ Backward, the product with down's weight also gives the gates' gradient, the wei
 pairs are all that is kept.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +34,8 @@ class Products:
     gated_gradient: Any = quack.gated_gradient
     product: Any = quack.grouped_product
     input_gradient: Any = quack.input_gradient
-    weight_grad: Any = quack.grouped_weight_grad
-    joint_weight_grad: Any = quack.grouped_joint_grad
+    add_weight_grad_: Any = quack.add_grouped_grad_
+    add_joint_grad_: Any = quack.add_grouped_joint_grad_
 
 
 QUACK = Products()
@@ -44,19 +46,22 @@ def mixture(
     x: Tensor,
     chosen: Tensor,
     weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    experts: tuple[Tensor, Tensor],
     copies: int | None = None,
+    add: Callable[..., None] | None = None,
     products: Products = QUACK,
 ) -> Tensor:
-    """As `reference.mixture`, which takes what is not bfloat16, has odd widths or no rows at all."""
-    total = chosen.numel() if copies is None else copies
+    """As `reference.mixture`, which takes what is not bfloat16, has odd widths or no rows at all.
+
+    Handed over by `add`, a weight's gradient is rounded once, when the product adds it to its sum.
+    """
+    (gate_up, down), total = experts, chosen.numel() if copies is None else copies
     odd = any(n % quack.MULTIPLE for n in (*gate_up.shape[1:], *down.shape[1:]))
     if x.dtype != torch.bfloat16 or not total or odd or chosen.shape[1] > moe_triton.MOST_COPIES:
-        return reference.mixture(ops, x, chosen, weights, gate_up, down, copies)
+        return reference.mixture(ops, x, chosen, weights, experts, copies, add)
     rows, ends = moe_triton.sort_rows(chosen, len(gate_up))
     room = min(rounded(total), chosen.numel())  # quack plans anew for every shape, for a millisecond of the host
-    how = rows, ends, room, products, torch.is_grad_enabled()
+    how = rows, ends, room, products, add, torch.is_grad_enabled()
     y: Tensor = _Mixture.apply(x, weights, gate_up, down, how)
     return y
 
@@ -66,7 +71,7 @@ class _Mixture(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, how: Any) -> Tensor:
-        rows, ends, room, products, learns = how
+        rows, ends, room, products, add, learns = how
         x, weights = x.contiguous(), weights.contiguous()
         source, scale = _by_row(rows, weights, room)
         starts = torch.nn.functional.pad(ends.to(torch.int32), (1, 0))
@@ -77,7 +82,7 @@ class _Mixture(torch.autograd.Function):
         else:
             half = products.gated(x, gate_up, starts, source)
         back = products.product(half, down, starts)
-        ctx.products, ctx.shape = products, weights.shape
+        ctx.products, ctx.add, ctx.shape = products, add, weights.shape
         return moe_triton.collect_rows(back, rows, weights.shape[1], weights)
 
     @staticmethod
@@ -87,16 +92,28 @@ class _Mixture(torch.autograd.Function):
         for_x, for_weights, for_gate_up, for_down, _ = ctx.needs_input_grad
         moved = moe_triton.spread_rows(grads[0], rows, copies, room)  # both products take longer to gather them
         d_both, half, d_scale = products.gated_gradient(moved, down, both, starts, scale)
-        d_down = products.weight_grad(moved, half, starts) if for_down else None
-        d_gate_up = dx = d_weights = None
+        d_down = d_gate_up = dx = d_weights = None
+        if for_down:
+            add = partial(products.add_weight_grad_, starts=starts)
+            d_down = _handed_over(ctx.add, "down_proj", down, moved, half, add)
         if for_gate_up:
-            moved = moe_triton.spread_rows(x, rows, copies, room)
-            d_gate_up = products.joint_weight_grad(d_both, moved, starts)
+            moved, add = moe_triton.spread_rows(x, rows, copies, room), partial(products.add_joint_grad_, starts=starts)
+            d_gate_up = _handed_over(ctx.add, "gate_up_proj", gate_up, d_both, moved, add)
         if for_x:
             dx = moe_triton.collect_rows(products.input_gradient(d_both, gate_up, starts), rows, copies)
         if for_weights:
             d_weights = _by_copy(rows, d_scale).view(tokens, copies)
         return dx, d_weights, d_gate_up, d_down, None
+
+
+def _handed_over(
+    to: Callable[..., None] | None, name: str, weight: Tensor, dz: Tensor, x: Tensor, add: Callable[..., None]
+) -> Tensor | None:
+    """A weight's gradient, to who adds it, or as autograd wants it."""
+    if to is not None:
+        return to(name, dz, x, add)
+    add(dw := torch.empty_like(weight), dz, x, first=True)
+    return dw
 
 
 def _by_row(rows: Tensor, weights: Tensor, total: int) -> tuple[Tensor, Tensor]:

@@ -275,14 +275,22 @@ def unpermute(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def mixture(
-    ops: Any, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, copies: int | None = None
+    ops: Any,
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    experts: tuple[Tensor, Tensor],
+    copies: int | None = None,
+    _add: Callable[..., None] | None = None,
 ) -> Tensor:
     """Each token's weighted sum over its experts, x [n, D] -> [n, D]: down_e(swiglu(gate_up_e x)) for each e of chosen.
 
-    chosen int [n, K], weights [n, K] in `wide`; gate_up [E, 2 F, D] and down [E, D, F] are the experts'. copies: how many
+    chosen int [n, K], weights [n, K] in `wide`; the experts': gate_up [E, 2 F, D] and down [E, D, F]. copies: how many
     of `chosen` are below E; the others are nowhere: they cost nothing and add nothing, and the gradient of their weight
-    is 0. Without it all are. ops: the kernels that the parts are computed by.
+    is 0. Without it all are. ops: the kernels that the parts are computed by. add: takes the gradient of "gate_up_proj" or
+    "down_proj", which autograd then does not get, as what it is a product of and what adds that (`gradients.Adder.add`).
     """
+    gate_up, down = experts
     rows, places, ends = ops.permute(x, chosen, len(gate_up), copies)
     hidden = ops.swiglu(ops.grouped_mm(rows, gate_up.transpose(1, 2), ends))
     found: Tensor = ops.unpermute(ops.grouped_mm(hidden, down.transpose(1, 2), ends), places, weights)

@@ -100,10 +100,11 @@ class Experts(Adder):
     def turns(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Turns[Tensor]:
         """What this module is for, as a generator. The host learns how many rows go where while the other half computes."""
         ep, kernels = self.ep, self.kernels
-        gate_up, down = self.summed("gate_up_proj"), self.summed("down_proj")
+        matrices = self.summed("gate_up_proj"), self.summed("down_proj")
+        add = None if self.adds is None else self.add
         if ep.size == 1:
-            return kernels.mixture(kernels, x, chosen, weights, gate_up, down)
-        here = len(gate_up)
+            return kernels.mixture(kernels, x, chosen, weights, matrices, None, add)
+        here = len(self.gate_up_proj)
         ranks, counts = destinations(chosen // here, ep.size)
         coming = begin_exchange(counts, ep).take()
         numbers = OnTheWay(torch.stack((counts[:, 0], coming[:, 0], coming[:, 1])))
@@ -123,7 +124,7 @@ class Experts(Adder):
         chosen, weights = read(notes)
         chosen = (chosen - ep.rank * here) % (ep.size * here)  # experts of other ranks lie behind those of this one
         chosen[came:] = here
-        y = kernels.mixture(kernels, rows, chosen, weights, gate_up, down, sum(copies))
+        y = kernels.mixture(kernels, rows, chosen, weights, matrices, sum(copies), add)
         home = Crossing(
             partial(begin_all_to_all, to=by, by=to, axis=ep),
             partial(begin_all_to_all, to=to, by=by, axis=ep, room=len(y)),
