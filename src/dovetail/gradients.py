@@ -4,6 +4,9 @@ Autograd hands a gradient over in the weight's dtype, and whoever sums several o
 Added here, nothing is rounded to the weight's dtype before the sum, and a product adds while it computes.
 """
 
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +28,7 @@ class Adder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.adds: AddProduct | None = None
+        self.put_off: deque[Callable[[], None]] = deque()  # gradients that a backward pass adds in a moment
 
     def summed(self, name: str) -> Tensor:
         """The parameter of that name, whose gradient autograd computes and this module adds."""
@@ -35,12 +39,14 @@ class Adder(nn.Module):
         return found
 
     def add(self, name: str, dz: Tensor, x: Tensor, add: AddProduct) -> None:
-        """The gradient of the parameter of that name, dz.T @ x, from whoever hands none to autograd."""
-        add_product(self.get_parameter(name), dz, x, add)
+        """The gradient of a parameter that was `summed`, dz.T @ x, from whoever hands none to autograd. It is added when the
+        backward pass comes to where that was: whatever it began in between, such as a collective, goes on beside the product.
+        """
+        self.put_off.append(partial(add_product, self.get_parameter(name), dz, x, add))
 
 
 class _Summed(torch.autograd.Function):
-    """forward: the weight. backward: its gradient, if one comes, is added, and autograd gets none."""
+    """forward: the weight. backward: its gradient is added, and what was put off; autograd gets none."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, owner: Adder, name: str) -> Tensor:
@@ -50,8 +56,11 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        owner = ctx.owner
+        while owner.put_off:
+            owner.put_off.popleft()()
         if grads[0] is not None:
-            add_to(ctx.owner.get_parameter(ctx.name), grads[0])
+            add_to(owner.get_parameter(ctx.name), grads[0])
         return None, None, None
 
 

@@ -1,5 +1,6 @@
 """Rows to experts and back where some go nowhere, against plain loops; and experts over several ranks of ep in one process."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -15,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.kernels.reference import mixture, permute, spread, unpermute
+from dovetail.kernels.reference import add_weight_grad_, mixture, permute, spread, unpermute
 from dovetail.kernels.registry import KernelSet
 from dovetail.kernels.rows import rounded
 from dovetail.mesh import Axis, Mesh
 from dovetail.nn.moe import Experts
-from dovetail.nn.turns import straight
+from dovetail.nn.turns import side_by_side, straight
 from tests.parity.configs import moe_configs
 from tests.tolerances import EXACT, GRADCHECK, OP_FP64, SUM_ORDER, assert_close
 
@@ -219,6 +220,81 @@ def test_experts_over_ranks_are_those_of_one(name: str, skewed: bool) -> None:
     sent = sum(len(set((row // (count // size)).tolist())) for row in chosen)
     for width, each_way in ((64, 2), (2 * top, 1)):  # rows there and back, notes there; backward the same
         assert sum(n for w, n in rooms[0].rows if w == width) == 2 * each_way * sent
+
+
+class _Handing(torch.autograd.Function):
+    """The reference, whose weights' gradients are handed over, as `quack_moe` has them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, how: Any) -> Tensor:
+        ctx.given = [one.detach().requires_grad_() for one in (x, weights, gate_up, down)]
+        ops, chosen, copies, ctx.add = how
+        with torch.enable_grad():
+            ctx.y = mixture(ops, ctx.given[0], chosen, ctx.given[1], tuple(ctx.given[2:]), copies)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dx, d_weights, *both = torch.autograd.grad(ctx.y, ctx.given, grads[0])
+        for name, dw in zip(("gate_up_proj", "down_proj"), both, strict=True):
+            ctx.add(name, dw, dw, plain_add_)
+        return dx, d_weights, None, None, None
+
+
+def handing(ops: Any, x: Tensor, chosen: Tensor, weights: Tensor, experts: Any, copies: Any, add: Any) -> Tensor:
+    y: Tensor = _Handing.apply(x, weights, *experts, (ops, chosen, copies, add))
+    return y
+
+
+EVENTS = threading.local()
+
+
+def plain_add_(total: Tensor, dw: Tensor, _x: Tensor, *, first: bool = False) -> None:
+    EVENTS.seen.append("add")
+    total.copy_(dw) if first else total.add_(dw)
+
+
+class LoggedRoom(Room):
+    """A room that tells each rank's thread what it began and waited for."""
+
+    def all_to_all(self, out: Tensor, x: Tensor, *how: Any, **which: Any) -> Any:
+        seen, rows = EVENTS.seen, x.is_floating_point()
+        super().all_to_all(out, x, *how, **which)
+        if rows:
+            seen.append("begin")
+        return SimpleNamespace(wait=lambda: seen.append("wait") if rows else None)
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+def test_gradients_that_are_handed_over_come_beside_the_last_exchange(halves: int) -> None:
+    """And are the others' sums: of both halves of a batch, and of a part that autograd has."""
+    size, count, top, n = 2, 8, 3, 12
+    x, weights, scores = drawn(size * n, 64), drawn(size * n, top, seed=1), drawn(size * n, count, seed=2)
+    chosen = scores.topk(top).indices
+    _, _, _, *expected = both_ways(experts_of(None, 0, count, top), x, chosen, weights)
+
+    def rank_in(room: Room, rank: int) -> tuple[list[str], list[Tensor | None]]:
+        EVENTS.seen = []
+        experts = experts_of(room, rank, count, top)
+        experts.adds = add_weight_grad_
+        experts.kernels = replace(KernelSet(), mixture=handing)
+        mine = [whole.chunk(size)[rank].chunk(halves) for whole in (x, chosen, weights)]
+        leaves = [(a.clone().requires_grad_(), b, c.clone().requires_grad_()) for a, b, c in zip(*mine, strict=True)]
+        y = torch.cat(side_by_side([experts.turns(*one) for one in leaves]))
+        EVENTS.seen.clear()
+        y.backward(y.detach().cos())
+        assert not experts.put_off
+        return EVENTS.seen, [parameter.grad for parameter in experts.parameters()]
+
+    room = LoggedRoom(size)
+    for rank, (seen, grads) in enumerate(room.run(partial(rank_in, room))):
+        for got, whole in zip(grads, expected, strict=True):
+            assert got is not None
+            assert_close(got, whole.chunk(size)[rank], SUM_ORDER)
+        assert seen.count("add") == 2 * halves
+        last = len(seen) - seen[::-1].index("begin")
+        assert seen[last : last + 2 * halves] == ["add"] * 2 * halves, seen
+        assert seen[last + 2 * halves] == "wait", seen
 
 
 def test_there_is_room_for_an_eighth_more_rows_at_most() -> None:

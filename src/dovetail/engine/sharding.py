@@ -124,6 +124,8 @@ def forget_step(model: StagedModel, mesh: Mesh) -> None:
     gradients that are not reduced; its last callback of a backward pass does the rest in every version.
     """
     for module in model.modules():
+        if isinstance(module, Adder):
+            module.put_off.clear()
         if isinstance(module, Linear):
             module.waiting.clear()
             module.waits = False

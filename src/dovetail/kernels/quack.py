@@ -5,9 +5,9 @@ A joint product of gate and up returns its columns in pairs, gate and up of one 
 weight's gradient stay as the checkpoint has them, gates first. Products are grouped where `starts` are given, int32 [E + 1]:
 expert e's rows are those from starts[e] to starts[e + 1]. `source` names the row of x that each row of the product takes.
 
-Dense products hand their tiles out as SMs become free: collectives beside them hold some, and what was dealt to these ahead
-would wait until they end. Nothing of the package is imported before `usable` asks. The operations have names and shapes, so
-that a checkpoint can keep what they return.
+Dense products and those of weight gradients hand their tiles out as SMs become free: collectives beside them hold some, and
+what was dealt to these ahead would wait until they end. Nothing of the package is imported before `usable` asks. The operations
+have names and shapes, so that a checkpoint can keep what they return.
 """
 
 import importlib
@@ -145,12 +145,13 @@ def add_grouped_grad_(total: Tensor, dz: Tensor, x: Tensor, *, starts: Tensor, f
 
     The first one finds nothing in total; of an expert without rows it writes zeros.
     """
-    _write(total, dz.T, x, cu_seqlens_k=starts, add_to_output=not first)
+    _write(total, dz.T, x, cu_seqlens_k=starts, add_to_output=not first, dynamic_scheduler=True)
 
 
 def add_grouped_joint_grad_(total: Tensor, d_both: Tensor, x: Tensor, *, starts: Tensor, first: bool = False) -> None:
     """The same of a joint product: total[e] [2F, D], gates first; d_both [n, 2F] in pairs, x [n, D]."""
-    _write(total, d_both.T, x, cu_seqlens_k=starts, add_to_output=not first, concat_layout=("out",))
+    how = {"cu_seqlens_k": starts, "concat_layout": ("out",), "dynamic_scheduler": True}
+    _write(total, d_both.T, x, add_to_output=not first, **how)
 
 
 def _add(total: Tensor, a: Tensor, b: Tensor, first: bool, concat: tuple[str, str] | None = None) -> None:

@@ -93,27 +93,35 @@ class _Mixture(torch.autograd.Function):
         moved = moe_triton.spread_rows(grads[0], rows, copies, room)  # both products take longer to gather them
         d_both, half, d_scale = products.gated_gradient(moved, down, both, starts, scale)
         d_down = d_gate_up = dx = d_weights = None
-        if for_down:
-            add = partial(products.add_weight_grad_, starts=starts)
-            d_down = _handed_over(ctx.add, "down_proj", down, moved, half, add)
-        if for_gate_up:
-            moved, add = moe_triton.spread_rows(x, rows, copies, room), partial(products.add_joint_grad_, starts=starts)
-            d_gate_up = _handed_over(ctx.add, "gate_up_proj", gate_up, d_both, moved, add)
         if for_x:
             dx = moe_triton.collect_rows(products.input_gradient(d_both, gate_up, starts), rows, copies)
         if for_weights:
             d_weights = _by_copy(rows, d_scale).view(tokens, copies)
+        if for_down:
+            add = partial(products.add_weight_grad_, starts=starts)
+            d_down = _handed_over(ctx.add, "down_proj", down, (moved, half), add)
+        if for_gate_up:
+            spread = partial(moe_triton.spread_rows, rows=rows, copies=copies, total=room)
+            add = partial(_add_spread, spread, partial(products.add_joint_grad_, starts=starts))
+            d_gate_up = _handed_over(ctx.add, "gate_up_proj", gate_up, (d_both, x), add)
         return dx, d_weights, d_gate_up, d_down, None
 
 
 def _handed_over(
-    to: Callable[..., None] | None, name: str, weight: Tensor, dz: Tensor, x: Tensor, add: Callable[..., None]
+    to: Callable[..., None] | None, name: str, weight: Tensor, of: tuple[Tensor, Tensor], add: Callable[..., None]
 ) -> Tensor | None:
     """A weight's gradient, to who adds it, or as autograd wants it."""
     if to is not None:
-        return to(name, dz, x, add)
-    add(dw := torch.empty_like(weight), dz, x, first=True)
+        return to(name, *of, add)
+    add(dw := torch.empty_like(weight), *of, first=True)
     return dw
+
+
+def _add_spread(
+    spread: Callable[[Tensor], Tensor], add: Callable[..., None], total: Tensor, dz: Tensor, x: Tensor, *, first: bool
+) -> None:
+    """The gradient of a product whose rows are copies of x: they are made when they are needed."""
+    add(total, dz, spread(x), first=first)
 
 
 def _by_row(rows: Tensor, weights: Tensor, total: int) -> tuple[Tensor, Tensor]:

@@ -100,10 +100,9 @@ class Experts(Adder):
     def turns(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Turns[Tensor]:
         """What this module is for, as a generator. The host learns how many rows go where while the other half computes."""
         ep, kernels = self.ep, self.kernels
-        matrices = self.summed("gate_up_proj"), self.summed("down_proj")
         add = None if self.adds is None else self.add
         if ep.size == 1:
-            return kernels.mixture(kernels, x, chosen, weights, matrices, None, add)
+            return kernels.mixture(kernels, x, chosen, weights, self._matrices(), None, add)
         here = len(self.gate_up_proj)
         ranks, counts = destinations(chosen // here, ep.size)
         coming = begin_exchange(counts, ep).take()
@@ -113,6 +112,7 @@ class Experts(Adder):
         notes = kernels.spread(noted(chosen, weights), places, ranks.shape[1], room)
         to_experts = [Crossing(None, None), Crossing(None, None)]
         sent = [leave(each, crossing) for each, crossing in zip((rows, notes), to_experts, strict=True)]
+        matrices = self._matrices()  # after what leaves, so that their gradients come before it is waited for
         yield
         to, by, copies = numbers.take()  # the host waits once
         came, room = sum(by), rounded(sum(by))
@@ -132,6 +132,9 @@ class Experts(Adder):
         left = leave(y, home)
         yield
         return kernels.unpermute(arrive(left, home), places.view(ranks.shape), None)
+
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        return self.summed("gate_up_proj"), self.summed("down_proj")
 
 
 def destinations(owners: Tensor, size: int) -> tuple[Tensor, Tensor]:
