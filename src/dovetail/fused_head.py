@@ -7,6 +7,8 @@ statistics, and from them dX and dW. Three products a token instead of four, mem
                dz = (g [j = y] - p (g + h (z - mean))) / tau;  dx_c = dz w;  dw += dz.T x_c
     backward   hands out dx and dw, times the upstream gradient
 
+Where somebody adds up the weight's gradients, dw is added to that sum while it is computed: backward begins with 1 then.
+
 A loss that needs whole sequences first gets all statistics, then the chunks are computed once more (four products).
 One collective of [chunk, 4] a chunk in each pass; dx is this rank's part of a sum over the vocabulary axis.
 """
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from dovetail.batch import Loss, LossFn, PackedBatch, Sum, is_separable
 from dovetail.comm import stack_over
-from dovetail.gradients import Adder, spend_on
+from dovetail.gradients import Adder, sum_of
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Axis
@@ -63,25 +65,40 @@ def fused_loss(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -
     """
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or shard.weight.requires_grad)
     with torch.no_grad():
-        w = shard.weight
-        gradients = _Gradients(torch.empty_like(x), torch.empty_like(w, dtype=wide(w.dtype))) if needs_grad else None
+        gradients = _Gradients.of(x, shard) if needs_grad else None
         run = _separable if is_separable(loss) else _whole
         result = run(x, shard, batch, loss, gradients)
     if gradients is None:
         return result
-    dw = gradients.dw if shard.owner else gradients.dw.to(shard.weight.dtype)
-    return result._replace(total=_GradientsInHand.apply(result.total, x, shard.weight, gradients.dx, dw, shard.owner))
+    dx, dw, added = gradients.dx, gradients.dw, False
+    if dw is not None:
+        dw, added = (None, True) if shard.owner else (dw.to(shard.weight.dtype), False)
+    return result._replace(total=_GradientsInHand.apply(result.total, x, shard.weight, dx, dw, added))
 
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Where the chunks leave their gradients: rows of dx [n, D], and a sum dw [columns, D] in the wide dtype.
+    """Where the chunks leave their gradients: rows of dx [n, D], and a sum dw [columns, D] in the wide dtype; None for a weight
+    that is frozen.
 
-    Nothing is in them before the first chunk.
+    fresh: nothing is in dw before the first chunk.
     """
 
     dx: Tensor
-    dw: Tensor
+    dw: Tensor | None
+    fresh: bool = True
+
+    @classmethod
+    def of(cls, x: Tensor, shard: VocabShard) -> "_Gradients":
+        w, dx = shard.weight, torch.empty_like(x)
+        if not w.requires_grad:
+            return cls(dx, None)
+        if shard.owner is None:
+            return cls(dx, torch.empty_like(w, dtype=wide(w.dtype)))
+        total, fresh = sum_of(shard.owner.get_parameter("weight"))
+        if fresh:
+            total[len(w) :].zero_()
+        return cls(dx, total[: len(w)], fresh)
 
 
 def _separable(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradients: _Gradients | None) -> Loss:
@@ -142,30 +159,32 @@ def _backward_chunk(
     """Turn the logits z of some rows into their gradient, and leave dx and dw."""
     local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows)
     dz = shard.kernels.vocab_grad_(z, local_targets, *normalizer, *gh, temperature, dtype=x.dtype)
-    shard.kernels.add_weight_grad_(gradients.dw, dz, x[rows], first=rows.start == 0)
+    if gradients.dw is not None:
+        shard.kernels.add_weight_grad_(gradients.dw, dz, x[rows], first=gradients.fresh and rows.start == 0)
     torch.mm(dz, shard.weight, out=gradients.dx[rows])
 
 
 class _GradientsInHand(torch.autograd.Function):
-    """forward: the total, whose gradients are known already. backward: dx and dw times the upstream gradient."""
+    """forward: the total, whose gradients are known already. backward: dx and dw times the upstream gradient, which is 1 where dw
+    was added to its sum.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, total: Tensor, _x: Tensor, _weight: Tensor, dx: Tensor, dw: Tensor, owner: Adder | None
+        ctx: Any, total: Tensor, _x: Tensor, _weight: Tensor, dx: Tensor, dw: Tensor | None, added: bool
     ) -> Tensor:
         ctx.save_for_backward(dx, dw)
-        ctx.owner = owner
+        ctx.added = added
         return total.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
-        (upstream,), owner = grads, ctx.owner
-        dx.mul_(upstream.to(dx.dtype))
-        if owner is None or not ctx.needs_input_grad[2]:
-            return None, dx, dw.mul_(upstream.to(dw.dtype)), None, None, None
-        spend_on(owner.get_parameter("weight"), dw, upstream.to(dw.dtype))
-        return None, dx, None, None, None, None
+        (upstream,) = grads
+        if ctx.added and upstream.device.type == "cpu":
+            assert float(upstream) == 1, "dw is in its sum already"
+        dx, dw = (each if each is None else each.mul_(upstream.to(each.dtype)) for each in (dx, dw))
+        return None, dx, dw, None, None, None
 
 
 def _sum_of(losses: list[Loss]) -> Loss:

@@ -66,19 +66,19 @@ class _Summed(torch.autograd.Function):
 
 def add_product(weight: Tensor, dy: Tensor, x: Tensor, add: AddProduct) -> None:
     """weight.grad += dy.T @ x."""
-    total, first = _total(weight)
+    total, first = sum_of(weight)
     add(total, dy, x, first=first)
 
 
 def add_to(weight: Tensor, dw: Tensor) -> None:
     """weight.grad += dw."""
-    total, first = _total(weight)
+    total, first = sum_of(weight)
     total.copy_(dw) if first else total.add_(dw)
 
 
 def add_rows(weight: Tensor, rows: Tensor, at: Tensor) -> None:
     """weight.grad[at] += rows: those that are not named are not touched. Equal inputs give equal bits."""
-    total, first = _total(weight)
+    total, first = sum_of(weight)
     if first:
         total.zero_()
     rows = rows.to(total.dtype)
@@ -88,18 +88,7 @@ def add_rows(weight: Tensor, rows: Tensor, at: Tensor) -> None:
         total.index_put_((at,), rows, accumulate=True)  # sorted first
 
 
-def spend_on(weight: Tensor, dw: Tensor, factor: Tensor) -> None:
-    """weight.grad += factor dw, of the first rows where dw has fewer. dw is nobody else's, and may become the gradient."""
-    if weight.grad is None and (dw.shape, dw.dtype) == (weight.shape, weight.grad_dtype):
-        weight.grad = dw.mul_(factor)
-        return
-    total, first = _total(weight)
-    if first:
-        total.zero_()
-    total[: len(dw)].addcmul_(dw, factor)
-
-
-def _total(weight: Tensor) -> tuple[Tensor, bool]:
+def sum_of(weight: Tensor) -> tuple[Tensor, bool]:
     """`weight.grad`, and whether it is new memory that nobody wrote."""
     if weight.grad is not None:
         return weight.grad, False

@@ -1,6 +1,7 @@
 """Weight gradients added where they lie: those of autograd, in the dtype in which they are reduced."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -10,16 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dovetail.gradients import Adder, add_to, spend_on
+from dovetail.batch import Loss, PackedBatch
+from dovetail.fused_head import VocabShard, fused_loss
+from dovetail.gradients import Adder
 from dovetail.kernels.reference import add_weight_grad_
-from dovetail.mesh import Mesh
+from dovetail.kernels.registry import KernelSet
+from dovetail.mesh import Axis, Mesh
 from dovetail.nn import linear
 from dovetail.nn.beside import Beside
 from dovetail.nn.embedding import VocabEmbedding
 from dovetail.nn.linear import ColumnLinear, Linear, RowLinear, TokenLinear
 from dovetail.nn.tiling import Tiled
 from dovetail.nn.turns import straight
-from tests.tolerances import EXACT, OP_BF16, OP_FP32, SUM_ORDER, assert_close, tensor_error
+from dovetail.tokenstats import TokenStats
+from tests.tolerances import OP_BF16, SUM_ORDER, assert_close, tensor_error
 from tests.unit.test_tiling import make, tokens
 
 MICROS = 3
@@ -183,30 +188,61 @@ def test_half_precision_weights_sum_in_float32() -> None:
     assert errors[1] <= OP_BF16 < errors[0]
 
 
-def test_a_table_s_and_a_head_s_are_added_too() -> None:
-    """Both uses of a tied table, of which the head knows the first rows only."""
-    table = VocabEmbedding(7, 4, Mesh.solo()).to(torch.bfloat16)
-    table.weight.grad_dtype, table.adds = torch.float32, add_weight_grad_
-    nn.init.zeros_(table.weight)
-    draw = torch.Generator().manual_seed(0)
-    ids, dy, dw = torch.tensor([3, 1, 3]), torch.randn(3, 4, generator=draw).to(torch.bfloat16), torch.randn(5, 4)
-    want = torch.zeros(7, 4)
-    for turn in range(2):
-        spend_on(table.weight, dw.clone(), torch.tensor(0.5))
-        table(ids).backward(dy)
-        want[:5] += 0.5 * dw
-        want.index_add_(0, ids, dy.to(torch.float32))
-        assert table.weight.grad is not None
-        assert table.weight.grad.dtype == torch.float32
-        assert_close(table.weight.grad, want, OP_FP32, f"turn {turn}")
+def head(table: VocabEmbedding, rows: int) -> tuple[Tensor, VocabShard, PackedBatch]:
+    """Hidden states, a head that has the first rows of a table, and what it is to predict, some tokens at a time."""
+    batch = PackedBatch.pack([[3, 1, 4, 0, 2], [2, 2, 0]], dtype=torch.float64)
+    counted = batch.compact(batch.mask.nonzero()[:, 0])
+    x = torch.randn(len(counted), 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64).requires_grad_()
+    return x, VocabShard(table.weight[:rows], 0, Axis("tp"), KernelSet(head_chunk=4), table), counted
 
 
-def test_a_gradient_that_is_nobody_else_s_becomes_the_sum() -> None:
-    weight, dw = nn.Parameter(torch.zeros(3, 2)), torch.ones(3, 2)
-    spend_on(weight, dw, torch.tensor(2.0))
-    assert weight.grad is dw
-    add_to(weight, torch.ones(3, 2))
-    assert_close(dw, torch.full((3, 2), 3.0), EXACT)
+def surprise(stats: TokenStats, batch: PackedBatch) -> Loss:
+    return Loss(-stats.logprob.sum(), batch.mask.sum())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_table_s_and_a_head_s_are_added_too(tied: bool) -> None:
+    """Both uses of a tied table, of which the head knows the first rows only; the head adds during its forward pass."""
+    table = VocabEmbedding(7, 4, Mesh.solo()).to(torch.float64)
+    table.adds, ids, dy = add_weight_grad_, torch.tensor([3, 1, 3]), micros()[0][0][:3, :4]
+    nn.init.normal_(table.weight, generator=torch.Generator().manual_seed(2))
+    want = torch.zeros_like(table.weight)
+    x, shard, batch = head(table, 5)
+    logprobs = (x @ table.weight[:5].T).log_softmax(-1)
+    from_x, by_head = torch.autograd.grad(-logprobs.gather(1, batch.targets[:, None]).sum(), (x, table.weight))
+    for turn in range(3):
+        x, shard, batch = head(table, 5)
+        found = fused_loss(x, shard, batch, surprise)
+        if tied:
+            table(ids).backward(dy)
+            want.index_add_(0, ids, dy)
+        found.total.backward()
+        want += by_head
+        assert x.grad is not None and table.weight.grad is not None
+        assert_close(x.grad, from_x, SUM_ORDER, f"turn {turn}")
+        assert_close(table.weight.grad, want, SUM_ORDER, f"turn {turn}")
+
+
+def test_a_frozen_head_leaves_its_weight_alone() -> None:
+    table = VocabEmbedding(7, 4, Mesh.solo()).to(torch.float64).requires_grad_(False)
+    table.adds = add_weight_grad_
+    nn.init.normal_(table.weight)
+    x, shard, batch = head(table, 7)
+    (2 * fused_loss(x, shard, batch, surprise).total).backward()
+    assert x.grad is not None and table.weight.grad is None
+    other, shard, batch = head(table, 7)
+    fused_loss(other, replace(shard, owner=None), batch, surprise).total.backward()
+    assert other.grad is not None and table.weight.grad is None
+    assert_close(x.grad, 2 * other.grad, SUM_ORDER)
+
+
+def test_what_a_head_has_added_cannot_be_scaled_afterwards() -> None:
+    table = VocabEmbedding(7, 4, Mesh.solo()).to(torch.float64)
+    table.adds = add_weight_grad_
+    nn.init.normal_(table.weight)
+    total = fused_loss(*head(table, 7), surprise).total
+    with pytest.raises(AssertionError, match="in its sum"):
+        (2 * total).backward()
 
 
 @pytest.mark.parametrize("family", ["llama_biases", "apertus"])
