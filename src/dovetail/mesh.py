@@ -88,6 +88,7 @@ class Mesh:
     context: Mapping[int, ContextAxes] = field(default_factory=lambda: {1: ContextAxes()})
     links: Links = Links()
     rings: Mapping[str, Peers] = field(default_factory=dict)
+    patience: timedelta = PATIENCE  # after which who waits in a collective gives up
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
@@ -102,10 +103,10 @@ class Mesh:
         """The size of every axis, by name."""
         return {name: axis.size for name, axis in self.axes.items()}
 
-    def on_host(self, timeout: timedelta) -> "Mesh":
-        """The same mesh for talk between hosts: its world has a gloo group of its own, with that timeout. Collective."""
+    def on_host(self) -> "Mesh":
+        """The same mesh for talk between hosts: its world has a gloo group of its own, as patient. Collective."""
         world = self["world"]
-        group = None if world.size == 1 else dist.new_group(backend="gloo", timeout=timeout)
+        group = None if world.size == 1 else dist.new_group(backend="gloo", timeout=self.patience)
         return replace(self, device=torch.device("cpu"), axes={**self.axes, "world": replace(world, group=group)})
 
     @property
@@ -187,7 +188,7 @@ class Mesh:
         rings = reach(axes["world"], used)
         axes["tp"] = replace(axes["tp"], peers=rings.get("tp"))
         context[1] = context[1]._replace(gather=replace(context[1].gather, peers=rings.get("cp")))
-        return cls(layout, device, axes, copies, fsdp, context, links, rings)
+        return cls(layout, device, axes, copies, fsdp, context, links, rings, patience)
 
 
 def coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -4,16 +4,19 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.saver import Saver
 from dovetail.checkpoint.steps import Retention, SavedStep, open_newest, saved_steps
 from dovetail.errors import CheckpointError, DataError
-from dovetail.mesh import Mesh
+from dovetail.mesh import Axis, Mesh
 from dovetail.rl.trainer import SupervisedTask
 from dovetail.rl.updates import Row
 from dovetail.weights.files import TensorFileWriter
@@ -71,6 +74,16 @@ def test_snapshots_use_the_same_memory_again(tmp_path: Path) -> None:
         saver.settle()
         sizes.add(saver._arena.num_bytes)
     assert sizes == {len(NAMES) * 192}
+
+
+def test_ranks_wait_for_each_other_as_long_as_the_mesh_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`trainer.timeouts` may give a save more than the half hour that groups are made with."""
+    asked = []
+    monkeypatch.setattr(dist, "new_group", lambda **how: asked.append(how))
+    solo = Mesh.solo()
+    mesh = replace(solo, axes={**solo.axes, "world": Axis("world", 2)}, patience=timedelta(hours=5))
+    Saver(tmp_path, mesh, Retention(1), background=True)
+    assert asked == [{"backend": "gloo", "timeout": timedelta(hours=5)}]
 
 
 def runs(folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch, fails: set[int]) -> Ended:

@@ -1,14 +1,13 @@
 """Saves a run's checkpoints, in the background where it is told to: training goes on while a snapshot is written.
 
 `save` returns when the snapshot is taken. One save is under way at a time; what goes wrong with it is told at the next
-`settle`, on every rank alike. Ranks agree over a gloo group of their own, whose timeout is the saver's.
+`settle`, on every rank alike. Ranks agree over a gloo group of their own: a rank writes its pieces while the others wait.
 """
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,15 +24,13 @@ from dovetail.weights.directory import SideFiles
 from dovetail.weights.pieces import Piece
 from dovetail.weights.stream import Export
 
-TIMEOUT = timedelta(minutes=30)  # for a rank to write its pieces while the others wait
-
 
 class Saver:
     """Writes the checkpoints of one run into `folder`. Made and used by all ranks alike."""
 
     def __init__(self, folder: Path, mesh: Mesh, retention: Retention, *, background: bool) -> None:
         self.folder, self.mesh, self.retention, self.background = folder, mesh, retention, background
-        self._host = mesh.on_host(TIMEOUT)
+        self._host = mesh.on_host()
         self._arena = Arena(pinned=mesh.device.type != "cpu")
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
@@ -65,7 +62,7 @@ class Saver:
     def wait(self) -> None:
         """Let the save that is under way come to its end, whatever that is: for a run that ends by an error of its own."""
         if self._thread is not None:
-            self._thread.join(TIMEOUT.total_seconds())
+            self._thread.join(self.mesh.patience.total_seconds())
 
     def settle(self) -> bool:
         """Wait for the save that is under way, and raise what went wrong with it: the same on every rank.
