@@ -211,9 +211,12 @@ class RLTask:
             update.setdefault("kl_mean", update["approx_kl"])
         row |= {**EMPTY_UPDATE, **update, **found, "tokens": len(batch)}
         if critic is not None:
-            flops = row.get("flops", 0.0) + sum(report.flops for report in critic.reports)
-            row |= {f"critic_{name}": value for name, value in critic.row().items() if name != "flops"}
+            told = critic.row()
+            flops = row.get("flops", 0.0) + told.pop("flops")
+            row |= {f"critic_{name}": value for name, value in told.items()}
             row["flops"] = flops
+            if "skipped" in told:
+                row = {"skipped": True, "fault": f"the critic's update: {told['fault']}", **row}
         return row
 
     def evaluate(self, step: int) -> Row:
