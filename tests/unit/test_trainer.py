@@ -13,7 +13,7 @@ import torch
 from dovetail.batch import PackedBatch
 from dovetail.data import Prompt
 from dovetail.engine.base import Engine, StepReport
-from dovetail.errors import NumericsError
+from dovetail.errors import DataError, NumericsError
 from dovetail.rl import trainer
 from dovetail.rl.experience import AdvantageSettings, Sample, drop_equal_groups, pack_samples, with_advantages
 from dovetail.rl.guard import Guard
@@ -290,6 +290,13 @@ def test_skipped_updates_end_a_run_where_they_come_in_a_row() -> None:
         guard.look({"step": 1, **row}, [])
     with pytest.raises(NumericsError, match=r"the updates of 2 steps in a row were skipped: a reason"):
         guard.look({"step": 6, **skipped}, [])
+
+
+def test_too_many_failed_rewards_of_an_evaluation_are_told_as_such() -> None:
+    task = pretended_ppo(report(1.0), report(1.0))
+    task.held_out, task.judge = task.prompts[:1], mock.Mock(return_value=[RewardResult(None, "a cause")])
+    with pytest.raises(DataError, match=r"^the evaluation after step 10: the reward failed on 1 of 1 .* a cause"):
+        task.evaluate(10)
 
 
 def test_a_skipped_update_of_the_critic_is_one_of_its_step() -> None:

@@ -253,8 +253,9 @@ class RLTask:
         results = self.judge([prompts[c.row] for c in completions], completions, texts)
         errors, cause = count_errors(results)
         if errors > MOST_REWARD_ERRORS * len(results):
+            where = f"the evaluation after step {params.step}" if phase == "eval" else f"step {params.step + 1}"
             raise DataError(
-                f"step {params.step + 1}: the reward failed on {errors} of {len(results)} samples, more than "
+                f"{where}: the reward failed on {errors} of {len(results)} samples, more than "
                 f"{MOST_REWARD_ERRORS:.0%}; first cause: {cause}; mend the reward function"
             )
         samples = [
