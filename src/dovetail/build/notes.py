@@ -29,6 +29,11 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], dro
                 f"algorithm.kl_estimator={estimator} with kl_in={place} hardly pulls towards the reference; take k1 in the "
                 "reward, k2 or k3 in the loss"
             )
+    if isinstance(algorithm, PPO) and algorithm.critic_warmup >= trainer.steps:
+        told.append(
+            f"the policy is never trained: algorithm.critic_warmup={algorithm.critic_warmup} steps train the critic alone, and "
+            f"trainer.steps is {trainer.steps}"
+        )
     if trainer.eval_every and recipe.data.eval is None:
         told.append("without effect, since there is no data.eval: trainer.eval_every")
     if trainer.prompts_per_step > len(lengths):
