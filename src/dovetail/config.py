@@ -149,9 +149,19 @@ class PolicyGradient(Algorithm):
     ratio: Literal["token", "sequence"] = Field("token", description="sequence: one ratio for a response (GSPO)")
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
     kl_coef: NonNegativeFloat = Field(0.0, description="weight of the KL term to the reference")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of the KL term")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="estimator of the KL term; not given beside kl_in: k1 in the reward, k3 in the loss"
+    )
     kl_in: Literal["reward", "loss"] = Field("loss", description="where the KL term is added")
     normalize_advantage: bool = Field(False, description="whiten advantages over all tokens of a step")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _estimator(cls, given: Any) -> Any:
+        """The one that pulls where the KL term is (`rl.losses.kl_estimate`)."""
+        if not isinstance(given, Mapping) or "kl_in" not in given:
+            return given
+        return {"kl_estimator": "k1" if given["kl_in"] == "reward" else "k3", **given}
 
 
 class GRPO(PolicyGradient):

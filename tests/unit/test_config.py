@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dovetail.config import GRPO, PPO, Recipe, known_keys, load_recipe, make_recipe
+from dovetail.config import GRPO, PPO, PolicyGradient, Recipe, known_keys, load_recipe, make_recipe
 from dovetail.errors import ConfigError
 from dovetail.layout import Layout
 from dovetail.recipe_keys import FOREIGN
@@ -66,6 +66,15 @@ def test_empty_sections_take_their_defaults() -> None:
     assert recipe.critic.layout is None
     assert isinstance(recipe.algorithm, GRPO)
     assert recipe.layout.to_layout().dp is None
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "ppo"])
+def test_the_estimator_of_a_kl_term_is_the_one_that_pulls_where_it_is(name: str) -> None:
+    for place, kind in (("reward", "k1"), ("loss", "k3")):
+        algorithm = make_recipe({**SMALLEST, "algorithm": {"name": name, "kl_in": place}}).algorithm
+        assert isinstance(algorithm, PolicyGradient) and algorithm.kl_estimator == kind, place
+        given = make_recipe({**SMALLEST, "algorithm": {"name": name, "kl_in": place, "kl_estimator": "k2"}}).algorithm
+        assert isinstance(given, PolicyGradient) and given.kl_estimator == "k2"
 
 
 def test_sections_are_frozen() -> None:

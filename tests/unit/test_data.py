@@ -5,6 +5,7 @@ import json
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dovetail.batch import PackedBatch
+from dovetail.build.text import banned_ids
 from dovetail.data import Limits, load_prompts, load_score, load_sft
 from dovetail.errors import DataError
 from dovetail.rows import batch_rows, read_rows
@@ -138,6 +140,15 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> No
     path = write(tmp_path, {"messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT, USER, ASSISTANT]})
     with pytest.raises(DataError, match=r"rows.jsonl:2: message 1 \(assistant\).*writes this turn differently"):
         load_sft(path, make_tokenizer(template=FORGETFUL), LIMITS)
+
+
+def test_ids_that_the_tokenizer_lacks_are_banned_and_no_others() -> None:
+    """Also where its ids have holes, so that they go further than they are many."""
+    inner = Tokenizer(models.WordLevel(vocab={"a": 0, "b": 1, "</s>": 2, "c": 5, "d": 7}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+    source: Any = SimpleNamespace(spec=SimpleNamespace(vocab_size=10))
+    assert banned_ids(source, tokenizer, None, [2, 9]) == (3, 4, 6, 8)
+    assert banned_ids(source, PLAIN, None, []) == ()
 
 
 def test_score_rows(tmp_path: Path) -> None:

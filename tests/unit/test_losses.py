@@ -165,6 +165,8 @@ def test_kl_estimators_have_the_expected_values_and_gradients() -> None:
     assert_close(gradient((weight * kl_estimate(p, q, "k2")).sum()), gradient(forward), SUM_ORDER)
     assert_close(gradient((weight * kl_estimate(p, q, "k3")).sum()), gradient(backward), SUM_ORDER)
     assert float(gradient((weight * kl_estimate(p, q, "k1")).sum()).abs().max()) < SUM_ORDER
+    in_reward = gradient((p.exp() * kl_estimate(p, q, "k1").detach()).sum())  # that of a policy whose reward it lowers
+    assert_close(in_reward, gradient(forward), SUM_ORDER)
 
 
 LOSSES: dict[str, LossFn] = {

@@ -28,6 +28,20 @@ def test_nothing_of_a_run_that_is_as_it_should_be(name: str) -> None:
             {"algorithm": {"name": "sft"}, "reward": {"import": "a:b"}},
             "without effect, since algorithm.name is sft: reward.import",
         ),
+        (
+            {"algorithm": {"name": "rloo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k3"}},
+            "algorithm.kl_estimator=k3 with kl_in=reward hardly pulls towards the reference; take k1 in the reward, k2 or k3 in "
+            "the loss",
+        ),
+        (
+            {"algorithm": {"name": "grpo", "kl_coef": 0.1, "kl_estimator": "k1"}},
+            "algorithm.kl_estimator=k1 with kl_in=loss hardly pulls towards the reference; take k1 in the reward, k2 or k3 in "
+            "the loss",
+        ),
+        (
+            {"algorithm": {"name": "ppo", "critic_warmup": 3}, "trainer": {"steps": 3}},
+            "the policy is never trained: algorithm.critic_warmup=3 steps train the critic alone, and trainer.steps is 3",
+        ),
         ({"trainer": {"eval_every": 2}}, "without effect, since there is no data.eval: trainer.eval_every"),
         (
             {"trainer": {"prompts_per_step": 17}},

@@ -206,6 +206,13 @@ def test_other_contents_under_the_same_names_are_refused(
     assert sorted((folder / "run").rglob("*")) == before
 
 
+def test_rows_that_were_dropped_follow_more_than_their_file(folder: Path) -> None:
+    """Who lowers trainer.tokens_per_batch has other rows, and is told which keys to look at."""
+    other_rows(folder)
+    told = refusal(here("train", folder / "r.yaml", "data.overlong=drop"))
+    assert "restore what data.train, trainer.tokens_per_batch, rollout.max_new_tokens and layouts, by which" in told
+
+
 def test_a_finished_run_is_not_begun_again(folder: Path) -> None:
     assert here("train", folder / "r.yaml").code == 0, "killed before its final model was written"
     for given in ([], ["trainer.keep=5"], ["optim.lr=0.5"]):

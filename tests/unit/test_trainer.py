@@ -13,7 +13,7 @@ import torch
 from dovetail.batch import PackedBatch
 from dovetail.data import Prompt
 from dovetail.engine.base import Engine, StepReport
-from dovetail.errors import NumericsError
+from dovetail.errors import DataError, NumericsError
 from dovetail.rl import trainer
 from dovetail.rl.experience import AdvantageSettings, Sample, drop_equal_groups, pack_samples, with_advantages
 from dovetail.rl.guard import Guard
@@ -251,18 +251,21 @@ def test_what_the_sampler_drew_from_is_compared_with_the_policy() -> None:
     assert found == {f"replayed_mismatch_{name}": pytest.approx(x, rel=OP_FP32) for name, x in expected.items()}
 
 
-def test_operations_of_a_step_are_those_of_policy_and_critic() -> None:
-    """Of all their updates; mfu is made of them."""
+def report(flops: float) -> StepReport:
+    return StepReport(1.0, 1.0, 0.1, 5, flops, skipped=False, metrics={})
 
-    def engine(flops: float) -> mock.Mock:
-        report = StepReport(1.0, 1.0, 0.1, 5, flops, skipped=False, metrics={})
-        return mock.Mock(train_step=mock.Mock(return_value=report), values=lambda batch: torch.zeros(len(batch)))
+
+def pretended_ppo(policy: StepReport, critic: StepReport) -> RLTask:
+    """Whose engines do nothing but report so."""
+
+    def engine(told: StepReport) -> mock.Mock:
+        return mock.Mock(train_step=mock.Mock(return_value=told), values=lambda batch: torch.zeros(len(batch)))
 
     prompts = [Prompt(id=i, ids=(5, 6)) for i in range(4)]
     sampler = mock.Mock(sample=lambda asked, _: [Completion(p.row, 0, (1, 2), (-1.0, -1.0), "stop") for p in asked])
     settings = RLSettings(sampling=SamplingParams(), advantages=AdvantageSettings(kind="ppo"), old_logprobs=False)
-    task = RLTask(
-        RLModels(policy=engine(1.0), sampler=sampler, critic=engine(10.0)),
+    return RLTask(
+        RLModels(policy=engine(policy), sampler=sampler, critic=engine(critic)),
         (mock.Mock(), mock.Mock()),
         prompts,
         [],
@@ -271,9 +274,14 @@ def test_operations_of_a_step_are_those_of_policy_and_critic() -> None:
         settings,
         replace(LOOP, epochs=2, minibatches=2),
     )
-    row = task.step(0)
+
+
+def test_operations_of_a_step_are_those_of_policy_and_critic() -> None:
+    """Of all their updates; mfu is made of them."""
+    row = pretended_ppo(report(1.0), report(10.0)).step(0)
     assert row is not None and row["flops"] == 4 * 1.0 + 4 * 10.0
     assert "critic_flops" not in row and row["critic_loss"] == 1.0
+    assert "skipped" not in row
 
 
 def test_skipped_updates_end_a_run_where_they_come_in_a_row() -> None:
@@ -282,6 +290,21 @@ def test_skipped_updates_end_a_run_where_they_come_in_a_row() -> None:
         guard.look({"step": 1, **row}, [])
     with pytest.raises(NumericsError, match=r"the updates of 2 steps in a row were skipped: a reason"):
         guard.look({"step": 6, **skipped}, [])
+
+
+def test_too_many_failed_rewards_of_an_evaluation_are_told_as_such() -> None:
+    task = pretended_ppo(report(1.0), report(1.0))
+    task.held_out, task.judge = task.prompts[:1], mock.Mock(return_value=[RewardResult(None, "a cause")])
+    with pytest.raises(DataError, match=r"^the evaluation after step 10: the reward failed on 1 of 1 .* a cause"):
+        task.evaluate(10)
+
+
+def test_a_skipped_update_of_the_critic_is_one_of_its_step() -> None:
+    """A critic whose gradients are never finite would learn nothing, and the policy from what it says."""
+    task = pretended_ppo(report(1.0), replace(report(10.0), skipped=True, faults={1: ["gradient"]}))
+    row = task.step(0)
+    assert row is not None and row["skipped"] is True
+    assert row["fault"] == "the critic's update: not finite: rank 1: gradient"
 
 
 def test_groups_of_equal_rewards_are_dropped() -> None:

@@ -22,6 +22,18 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], dro
         ]
     if idle:
         told.append(f"without effect, since algorithm.name is {algorithm.name}: {', '.join(idle)}")
+    if not isinstance(algorithm, SFT) and algorithm.kl_coef:
+        estimator, place = algorithm.kl_estimator, algorithm.kl_in
+        if (estimator == "k1") != (place == "reward"):
+            told.append(
+                f"algorithm.kl_estimator={estimator} with kl_in={place} hardly pulls towards the reference; take k1 in the "
+                "reward, k2 or k3 in the loss"
+            )
+    if isinstance(algorithm, PPO) and algorithm.critic_warmup >= trainer.steps:
+        told.append(
+            f"the policy is never trained: algorithm.critic_warmup={algorithm.critic_warmup} steps train the critic alone, and "
+            f"trainer.steps is {trainer.steps}"
+        )
     if trainer.eval_every and recipe.data.eval is None:
         told.append("without effect, since there is no data.eval: trainer.eval_every")
     if trainer.prompts_per_step > len(lengths):

@@ -101,8 +101,11 @@ def banned_ids(
     source: Pretrained, tokenizer: Any, processor: Processor | None, stops: Sequence[int]
 ) -> tuple[int, ...]:
     """Ids that no completion may have: those that stand for images and videos, and those that the tokenizer lacks."""
-    vocab_size = source.spec.vocab_size
-    found = set() if tokenizer is None else set(range(len(tokenizer), vocab_size)) - set(stops)
+    vocab_size, found = source.spec.vocab_size, set[int]()
+    if tokenizer is not None:
+        known = set(tokenizer.get_vocab().values())  # with holes, perhaps; or fewer, where several ids have one text
+        known = known if len(known) >= len(tokenizer) else set(range(len(tokenizer)))
+        found = set(range(vocab_size)) - known - set(stops)
     if processor is not None:
         found |= {i for i in processor.stand_ins if i < vocab_size}
     return tuple(sorted(found))

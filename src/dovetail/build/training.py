@@ -30,7 +30,7 @@ from dovetail.optim.optimizer import OptimSettings
 from dovetail.rl.experience import AdvantageSettings
 from dovetail.rl.judging import Judge
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss
-from dovetail.rl.resume import CHECKPOINTS, Resumed, refuse_other
+from dovetail.rl.resume import CHECKPOINTS, ROWS, Resumed, refuse_other
 from dovetail.rl.rewards import RewardRunner
 from dovetail.rl.run import CRITIC, POLICY, Contents, RunDirectory, RunSettings
 from dovetail.rl.state import model_fingerprint, rows_fingerprint
@@ -176,7 +176,7 @@ class Builder:
             held_out = load(data.eval) if data.eval else []
         told, self.lengths = rows_fingerprint(rows), [len(vars(row)["ids"]) for row in rows]
         if self.resumed is not None:
-            refuse_other("the rows of data.train", self.resumed.state.data, told, "data.train")
+            refuse_other("the rows of data.train", self.resumed.state.data, told, ROWS[data.overlong])
         return rows, held_out, told
 
     def _role(self, section: CriticSection | ReferenceSection, name: str) -> tuple[Pretrained, Mesh]:

@@ -170,7 +170,8 @@ def kl_estimate(logprob: Tensor, reference: Tensor, kind: KLEstimator) -> Tensor
 
     Schulman 2020, "Approximating KL divergence". As a term of a loss, what counts is the expected gradient: k1's is 0
     (use it in the reward instead), k2's is the gradient of KL(policy || reference), k3's (GRPO's choice, equation 4 of
-    the paper) that of KL(reference || policy); the two agree to first order near the reference.
+    the paper) that of KL(reference || policy); the two agree to first order near the reference. As a part of the reward
+    only k1 gives the gradient of KL(policy || reference): those of k2 and k3 vanish to first order near the reference.
     """
     difference = _limited(widened(logprob) - reference)
     if kind == "k1":

@@ -24,6 +24,10 @@ FIXED: Mapping[str, str] = {  # keys that make another run of it, and why
     "data.shuffle": "rows would be taken twice, or not at all",
     "critic.path": "the critic goes on from the weights that it has learned, so another's would be ignored",
 }
+ROWS: Mapping[str, str] = {  # by data.overlong: what decides which rows are fed
+    "error": "data.train",
+    "drop": "data.train, trainer.tokens_per_batch, rollout.max_new_tokens and layouts, by which data.overlong=drop drops rows,",
+}
 SOURCES = frozenset({"model.path", "data.train", "critic.path", "reference.path"})  # a run is known by, before it saves
 COUNTED = ("algorithm.epochs", "algorithm.minibatches")  # optimizer steps of a step, by which schedules count
 

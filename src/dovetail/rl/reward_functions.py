@@ -12,6 +12,9 @@ _NUMBER = re.compile(
 )
 _BARE = re.compile(rf"[-+]?{_DIGITS}(?:/[0-9]+)?\.?")
 _LATEX_FRACTION = re.compile(r"(-?)\\[dt]?frac\{\s*(-?[0-9]+)\s*\}\{\s*([0-9]+)\s*\}")
+_BEFORE_FRACTION = re.compile(r"(?<=\w)(?=\\[dt]?frac)")
+_LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3})")
+_EXPONENT = re.compile(r"\^(?:\{[-+]?[0-9]+\}|[-+]?[0-9]+)")
 _BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 _MOST_DIGITS = 400  # longer ones are babble, and Python refuses to read integers of thousands of digits
 
@@ -72,8 +75,10 @@ def final_number(text: str) -> Fraction | None:
 
 
 def numbers(text: str) -> list[Fraction]:
-    r"""All numbers of a text in order: 1,234.5  $3  -7  .5  2e-3  3/4  \frac{3}{4}."""
-    plain = _LATEX_FRACTION.sub(r"\1\2/\3", text.replace("\u2212", "-"))
+    r"""All numbers of a text in order: 1,234.5  $3  -7  .5  2e-3  3/4  \frac{3}{4}  1{,}234. An exponent is none: cm^2."""
+    plain = _LATEX_COMMA.sub(",", text.replace("\u2212", "-"))
+    plain = _LATEX_FRACTION.sub(r"\1\2/\3", _BEFORE_FRACTION.sub(" ", plain))
+    plain = _EXPONENT.sub("_", plain)  # a letter, so that a minus behind it is no sign
     return [number for found in _NUMBER.finditer(plain) if (number := _fraction(found)) is not None]
 
 

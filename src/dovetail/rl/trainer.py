@@ -211,9 +211,12 @@ class RLTask:
             update.setdefault("kl_mean", update["approx_kl"])
         row |= {**EMPTY_UPDATE, **update, **found, "tokens": len(batch)}
         if critic is not None:
-            flops = row.get("flops", 0.0) + sum(report.flops for report in critic.reports)
-            row |= {f"critic_{name}": value for name, value in critic.row().items() if name != "flops"}
+            told = critic.row()
+            flops = row.get("flops", 0.0) + told.pop("flops")
+            row |= {f"critic_{name}": value for name, value in told.items()}
             row["flops"] = flops
+            if "skipped" in told:
+                row = {"skipped": True, "fault": f"the critic's update: {told['fault']}", **row}
         return row
 
     def evaluate(self, step: int) -> Row:
@@ -250,8 +253,9 @@ class RLTask:
         results = self.judge([prompts[c.row] for c in completions], completions, texts)
         errors, cause = count_errors(results)
         if errors > MOST_REWARD_ERRORS * len(results):
+            where = f"the evaluation after step {params.step}" if phase == "eval" else f"step {params.step + 1}"
             raise DataError(
-                f"step {params.step + 1}: the reward failed on {errors} of {len(results)} samples, more than "
+                f"{where}: the reward failed on {errors} of {len(results)} samples, more than "
                 f"{MOST_REWARD_ERRORS:.0%}; first cause: {cause}; mend the reward function"
             )
         samples = [
