@@ -75,7 +75,7 @@ CASES = (
     (Layout(dp=2, ep=2), Case("qwen3_moe", "ragged", "ppo", 2, in_turns=True, recompute="selective", depth=FLAT)),
     (Layout(dp=2, ep=2), Case("qwen3_moe", "giant", "sft", depth=FLAT)),
     (Layout(dp=2, ep=2), Case("qwen3_moe", "ones", "value", recompute="light", depth=FLAT)),
-    (Layout(pp=2, schedule="zero_bubble"), Case("qwen2_moe", "ragged", "sft", 2, recompute="light", depth=SHALLOW)),
+    (Layout(pp=2, schedule="zero_bubble"), Case("qwen3_moe", "ragged", "sft", 2, recompute="light", depth=SHALLOW)),
     (
         Layout(pp=2, virtual_stages=2, schedule="interleaved", dp=2, ep=2),
         Case("qwen3_moe", "ragged", "gspo", 2, recompute="full", depth=SHALLOW),
