@@ -26,7 +26,7 @@ ADAPTER = "adapter_config.json"
 ADAPTED = ("lora_", ".base_layer.", ".modules_to_save.")  # in names of tensors that peft writes
 EngineName = Literal["auto", "native", "transformers"]
 FETCHED = ("*.safetensors", "*.json")
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tiktoken.model")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # Names that value heads have in the wild, ours first; TRL and OpenRLHF among them.
 HEAD_STEMS = ("score", "v_head.summary", "v_head", "value_head.summary", "value_head", "classifier", "lm_head")
