@@ -163,7 +163,8 @@ def saved_config(config: Mapping[str, Any], head: Head, dtype: torch.dtype | Non
     if head == "lm":
         return changed
     kind = "ForTokenClassification" if head == "value" else "ForSequenceClassification"
-    (first, *_) = config.get("architectures") or [f"{str(config['model_type']).capitalize()}ForCausalLM"]
+    named = "".join(word.capitalize() for word in str(config["model_type"]).split("_"))  # as transformers names classes
+    (first, *_) = config.get("architectures") or [f"{named}ForCausalLM"]
     if head == "value" or not first.endswith(kind):  # a sequence classifier's own config stays as it is
         changed |= {
             "architectures": [re.sub(r"(For\w+|Model)$", "", first) + kind],
