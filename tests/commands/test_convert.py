@@ -102,10 +102,30 @@ def test_a_place_that_is_taken_is_refused(source: Path, tmp_path: Path) -> None:
     assert "the following arguments are required: --to" in refusal(here("convert", source, tmp_path / "x"))
 
 
+def test_a_place_that_no_directory_can_replace(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume, or where the user stands: renames of directories end there with an error of the system's."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for place in (".", tmp_path / "empty"):
+        told = refusal(here("convert", source, place, "--to", "sharded"))
+        assert "is a mount point or the working directory, which cannot be replaced; give a path inside it" in told
+    assert {path.name for path in tmp_path.rglob("*")} == {"empty"}
+    assert here("convert", source, "inside", "--to", "sharded").code == 0
+
+
 @pytest.fixture
 def cut(source: Path, tmp_path: Path) -> Path:
     assert here("convert", source, tmp_path / "cut", "--to", "sharded").code == 0
     return tmp_path / "cut"
+
+
+@pytest.mark.parametrize("to", ["sharded", "hf"])
+def test_a_place_that_is_taken_is_told_before_the_source_is_read(to: str, cut: Path, tmp_path: Path) -> None:
+    (piece,) = cut.glob("pieces-*")
+    whole = piece.read_bytes()
+    piece.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert "cut is there already" in refusal(here("convert", cut, cut, "--to", to))
+    assert "is damaged" in refusal(here("convert", cut, tmp_path / "new", "--to", to))
 
 
 def test_inspect_finds_a_flipped_bit_only_when_it_verifies(cut: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,20 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: P
     ):
         told = refusal(here("score", "--model", tmp_path / "absent", "--data", data, "--out", out))
         assert why in told
+
+
+def test_an_output_that_is_no_file_stays_what_it_is(model: Path, tmp_path: Path) -> None:
+    """A rename would make a file of /dev/null itself, and of a link, where its owner may."""
+    data, pipe, link = write_rows(tmp_path / "rows.jsonl", ROWS[:1]), tmp_path / "pipe", tmp_path / "link.jsonl"
+    os.mkfifo(pipe)
+    told = refusal(here("score", "--model", tmp_path / "absent", "--data", data, "--out", pipe))
+    assert told == f"--out {pipe} is a device or a pipe, which a file would replace; give the path of a file\n"
+    assert pipe.is_fifo()
+    (tmp_path / "far").mkdir()
+    link.symlink_to("far/out.jsonl")
+    assert here("score", "--model", model, "--data", data, "--out", link).code == 0
+    assert link.is_symlink()
+    assert len(read_rows(tmp_path / "far/out.jsonl")) == 1
 
 
 @pytest.mark.parametrize("command", ["score", "generate"])

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -17,6 +18,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from dovetail.arch.registry import FAMILIES
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.errors import CheckpointError, ModelError
 from dovetail.layout import Layout
@@ -133,6 +135,12 @@ def test_a_score_without_bias_is_saved_as_a_sequence_classifier(architecture: st
     assert saved["architectures"] == ["LlamaForSequenceClassification"]
     assert (saved == given) == (architecture == "LlamaForSequenceClassification")
     assert saved.get("num_labels", 1) == 1
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_config_without_architectures_gets_those_that_transformers_has(family: str) -> None:
+    name = CONFIG_MAPPING[family]().__class__.__name__.removesuffix("Config")
+    assert saved_config({"model_type": family}, "value", None)["architectures"] == [f"{name}ForTokenClassification"]
 
 
 def test_a_head_of_another_shape_is_refused_on_every_rank(tmp_path: Path) -> None:

@@ -12,6 +12,26 @@ from tests.commands.program import here, on_ranks, program, refusal, write_recip
 
 TRAP = "import pathlib\npathlib.Path({sentinel!r}).write_text('executed')\n"
 TOKENIZER = "from transformers import PreTrainedTokenizerFast\nclass Trap(PreTrainedTokenizerFast):\n    pass\n"
+WORDS = """
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizer
+class Words(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "tiktoken.model"}
+    def __init__(self, vocab_file, **options):
+        self.words = Tokenizer.from_file(vocab_file)
+        super().__init__(**options)
+    @property
+    def vocab_size(self):
+        return self.words.get_vocab_size()
+    def get_vocab(self):
+        return self.words.get_vocab()
+    def _tokenize(self, text, **_):
+        return self.words.encode(text, add_special_tokens=False).tokens
+    def _convert_token_to_id(self, token):
+        return self.words.token_to_id(token)
+    def _convert_id_to_token(self, index):
+        return self.words.id_to_token(index)
+"""
 
 
 class Bomb:
@@ -91,6 +111,22 @@ def test_a_tokenizer_that_only_its_own_code_knows_is_refused_and_runs_with_the_f
         assert "its tokenizer does not load" in refusal(ended)
     ended = here(*argv, "--trust-remote-code")
     assert sentinel.read_text() == "executed", ended
+
+
+def test_a_tokenizer_whose_words_only_its_own_code_reads(model: Path, tmp_path: Path) -> None:
+    """As Moonlight's and Kimi's, which come without tokenizer.json."""
+    path = Path(shutil.copytree(model, tmp_path / "model"))
+    (path / "tokenizer.json").rename(path / "tiktoken.model")
+    (path / "tokenization_words.py").write_text(WORDS)
+    named = {"tokenizer_class": "Words", "auto_map": {"AutoTokenizer": ["tokenization_words.Words", None]}}
+    (path / "tokenizer_config.json").write_text(json.dumps({**named, "eos_token": "<|im_end|>"}))
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
+    argv = ["score", "--data", rows, "--out", tmp_path / "o"]
+    assert "its tokenizer does not load" in refusal(here(*argv, "--model", path))
+    assert here(*argv, "--model", path, "--trust-remote-code") == (0, "", "")
+    found = (tmp_path / "o").read_text()
+    assert here(*argv, "--model", model).code == 0
+    assert found == (tmp_path / "o").read_text()
 
 
 def test_pickles_alone_are_refused_unread(trapped: Path, sentinel: Path, tmp_path: Path) -> None:

@@ -84,6 +84,30 @@ def test_a_family_that_recomputes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"text_config": None, "hidden_size": None}, "but its config has no hidden_size$"),
+        ({"text_config": "sizes", "vocab_size": "9"}, "but its config has vocab_size '9'$"),
+        ({"num_attention_heads": 0, "hidden_size": -1}, "but its config has hidden_size -1, num_attention_heads 0$"),
+        ({"num_hidden_layers": 1 << 40}, "but its config has num_hidden_layers 1099511627776$"),
+    ],
+)
+def test_sizes_that_are_none(given: dict[str, Any], words: str) -> None:
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with pytest.raises(ModelError, match=words):
+        foreign_spec({"model_type": "gemma", **sizes, **given})
+
+
+def test_sizes_that_differ_by_layer_are_estimated() -> None:
+    """As some families list them; transformers says what it makes of them."""
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    given = {"intermediate_size": [16, 24], "num_key_value_heads": [1, 2]}
+    plain = foreign_spec({"model_type": "gemma", "text_config": None, **sizes})
+    assert foreign_spec({"model_type": "gemma", **sizes, **given}) == plain
+    assert plain.layer_params == (4 * 8 * 8 + 3 * 8 * 32,) * 2
+
+
+@pytest.mark.parametrize(
     ("layout", "words"), [("tp=2", "set tp=1, pp=1 and ep=1"), ("pp=2", "are cut by cp and dp alone")]
 )
 def test_layouts(layout: str, words: str, tmp_path: Path) -> None:

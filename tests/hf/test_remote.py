@@ -15,6 +15,7 @@ from dovetail.batch import PackedBatch, Sequence
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.hf.remote import LOCK
 from dovetail.layout import Layout
+from tests.checkpoints import digests
 from tests.commands.program import here, on_ranks, read_rows, refusal, write_recipe, write_rows
 from tests.harness import run
 from tests.hf.eyes import IMAGE_ID, SEEN, VOCAB, encoded, picture, said, seeing_tokenizer, user
@@ -171,6 +172,15 @@ def test_it_trains_and_comes_back(folder: Path, tmp_path: Path) -> None:
     assert after.keys() == before.keys()
     for name in ("vision_tower.encoder.blocks.0.wqkv.weight", "multi_modal_projector.linear_1.weight"):
         assert not torch.equal(after[name], before[name])
+
+
+def test_it_is_cut_and_comes_back(folder: Path, tmp_path: Path) -> None:
+    """Its code says how it is cut; rejoining needs none of it."""
+    command = ["convert", folder, tmp_path / "cut", "--to", "sharded"]
+    assert "'kimi_vl' is code that comes with the model; --trust-remote-code" in refusal(here(*command))
+    assert here(*command, TRUST) == (0, "", "")
+    assert here("convert", tmp_path / "cut", tmp_path / "back", "--to", "hf") == (0, "", "")
+    assert digests(tmp_path / "back") == digests(folder)
 
 
 def test_its_own_generate_is_not_run(folder: Path, tmp_path: Path) -> None:

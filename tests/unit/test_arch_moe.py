@@ -88,6 +88,9 @@ def test_the_cut_into_stages_knows_that_layers_differ() -> None:
     assert [len(stage) for stage in partition(spec, Layout(pp=2))] == [2, 7]
 
 
+YARN = {"type": "yarn", "factor": 4.0, "mscale_all_dim": 1.0}
+
+
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
@@ -106,6 +109,14 @@ def test_the_cut_into_stages_knows_that_layers_differ() -> None:
         ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads is 8; supported: num_attention_heads=128"),
         ("deepseek_v3", {"qk_rope_head_dim": 63}, "an even number of rotated channels"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("deepseek_v3", {"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; supported: one flat set for all layers"),
+        ("deepseek_v2", {"rope_parameters": [4.0]}, r"rope_parameters is \[4.0\]; supported: one flat set"),
+        (
+            "deepseek_v3",
+            {"rope_scaling": {**YARN, "mscale_all_dim": "1"}},
+            "mscale_all_dim is '1'; supported: a number",
+        ),
+        ("deepseek_v2", {"rope_scaling": {**YARN, "factor": [4]}}, r"factor is \[4\]; supported: a number"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(family: str, options: dict[str, Any], message: str) -> None:

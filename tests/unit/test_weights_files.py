@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import struct
 from pathlib import Path
 from typing import Any
@@ -198,3 +199,18 @@ def test_an_index_must_match_its_files(tmp_path: Path) -> None:
     _indexed(model, {"a": "pytorch_model.bin"})
     with pytest.raises(CheckpointError, match="not safetensors"):
         CheckpointReader(model)
+
+
+def test_more_files_than_a_process_may_open_at_first(tmp_path: Path) -> None:
+    """Of a checkpoint that a thousand ranks wrote, under the limit of 1024 that many systems begin with."""
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.ones(2)}, path)
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + 8
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        files = [TensorFile(path) for _ in range(2 * few)]
+        assert all(torch.equal(file.read("a"), torch.ones(2)) for file in files)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > few
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))

@@ -171,20 +171,30 @@ def qwen_windows(c: Fields) -> tuple[int | None, ...]:
     return layer_windows(c, window, first=c.integer("max_window_layers", least=0))
 
 
-def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
-    """`rope_scaling` (the older form) wins over `rope_parameters`; what they say wins over top-level keys."""
+def rope_given(c: Fields) -> Mapping[str, Any]:
+    """What a config says of rotary positions: `rope_scaling` (the older form) wins over `rope_parameters`."""
     given = c.get("rope_scaling") or c.get("rope_parameters") or {}
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise c.refusal("rope_scaling" if c.get("rope_scaling") else "rope_parameters", "one flat set for all layers")
+    return given
+
+
+def rope_fields(c: Fields, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Fields:
+    """The same with the defaults of what it leaves out."""
+    return Fields(f"the rotary embedding in {c.where}", given, {"rope_type": given.get("type", "default"), **defaults})
+
+
+def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
+    """What `rope_given` says wins over top-level keys."""
+    given = rope_given(c)
     max_positions = c.integer("max_position_embeddings")
     defaults = {
-        "rope_type": given.get("type", "default"),
         "rope_theta": c.given.get("rope_theta", DEFAULT_THETA),
         "partial_rotary_factor": c.get("partial_rotary_factor"),
         "original_max_position_embeddings": max_positions,
         "truncate": True,
     }
-    r = Fields(f"the rotary embedding in {c.where}", given, defaults)
+    r = rope_fields(c, given, defaults)
     kind = r.get("rope_type")
     if kind not in ROPE_KINDS:
         raise r.refusal("rope_type", ", ".join(ROPE_KINDS))

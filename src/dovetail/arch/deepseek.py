@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dovetail.arch.common import Fields, dense_spec, family_fields, layer_windows, with_experts
+from dovetail.arch.common import Fields, dense_spec, family_fields, layer_windows, rope_fields, rope_given, with_experts
 from dovetail.arch.spec import ArchSpec, LatentSpec, MoeSpec
 
 SHARED: Mapping[str, Any] = {
@@ -143,11 +143,11 @@ def _latent(c: Fields, *, interleaved: bool = True, mlp_bias: bool = False) -> A
 
 def _stretch(c: Fields) -> float:
     """Yarn's mscale, squared: what a longer context sharpens the scores by, where `mscale_all_dim` says so."""
-    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
-    weight, factor = rope.get("mscale_all_dim"), rope.get("factor")
-    if rope.get("rope_type", rope.get("type", "default")) == "default" or not weight or not factor or factor <= 1:
+    r = rope_fields(c, rope_given(c), {})
+    if r.get("rope_type") == "default" or not r.get("mscale_all_dim") or not r.get("factor"):
         return 1.0
-    return float(0.1 * weight * math.log(factor) + 1.0) ** 2
+    weight, factor = r.number("mscale_all_dim"), r.number("factor")
+    return (0.1 * weight * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
 
 
 def _only(c: Fields, key: str, value: object) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from dovetail.arch.spec import ArchSpec
 from dovetail.errors import ModelError
@@ -46,27 +46,37 @@ class ForeignSpec:
 
 
 AnySpec = ArchSpec | ForeignSpec
+MOST, MOST_LAYERS = 1 << 31, 1 << 16  # channels or words; layers, since costs are told for each
 
 
 def foreign_spec(config: Mapping[str, Any]) -> ForeignSpec:
-    """The sizes in a raw config.json, or in its `text_config`. Raises ModelError where one is missing."""
+    """The sizes in a raw config.json, or in its `text_config`. Raises ModelError where one is missing or none."""
     family = config.get("model_type")
-    text = {**config, **config.get("text_config", {})}
+    inner = config.get("text_config")
+    text = {**config, **(inner if isinstance(inner, Mapping) else {})}
     wanted = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    missing = [name for name in wanted if not isinstance(text.get(name), int)]
-    if not isinstance(family, str) or missing:
-        lacks = f"its config has no {', '.join(missing)}" if missing else "that is no name"
+    most = {"num_hidden_layers": MOST_LAYERS}
+    wrong = [name for name in wanted if not _counts(text.get(name), most.get(name, MOST))]
+    if not isinstance(family, str) or wrong:
+        told = [f"no {name}" if text.get(name) is None else f"{name} {text[name]!r:.40}" for name in wrong]
+        lacks = f"its config has {', '.join(told)}" if wrong else "that is no name"
         raise ModelError(
             f"config.json: model_type is {family!r}; the transformers engine runs causal language models, alone or inside a "
             f"vision-language model, but {lacks}"
         )
-    heads = text["num_attention_heads"]
+    heads: int = text["num_attention_heads"]
+    kv_heads, ffn_width = text.get("num_key_value_heads"), text.get("intermediate_size")
     return ForeignSpec(
         family=family,
         vocab_size=text["vocab_size"],
         width=text["hidden_size"],
         depth=text["num_hidden_layers"],
-        ffn_width=text.get("intermediate_size") or 4 * text["hidden_size"],
-        attention=ForeignHeads(num_heads=heads, num_kv_heads=text.get("num_key_value_heads") or heads),
+        ffn_width=ffn_width if _counts(ffn_width) else 4 * text["hidden_size"],  # some families have one for each layer
+        attention=ForeignHeads(num_heads=heads, num_kv_heads=kv_heads if _counts(kv_heads) else heads),
         tie_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
     )
+
+
+def _counts(value: Any, most: int = MOST) -> TypeGuard[int]:
+    """Whether it is a number of things, at least one, that memory could hold."""
+    return type(value) is int and 1 <= value <= most

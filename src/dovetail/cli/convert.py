@@ -1,6 +1,7 @@
 """`dovetail convert`: an HF checkpoint to a sharded one and back, bit for bit."""
 
 import argparse
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,7 @@ from dovetail.nn.model import StagedModel
 from dovetail.watch.progress import Progress
 from dovetail.weights.agree import agreed
 from dovetail.weights.pretrained import Pretrained, locate, stored_head
+from dovetail.weights.staging import refuse_occupied, refuse_unwritable
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
@@ -21,13 +23,16 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device), engine=False)
     progress.phase("run")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    with agreed(mesh):  # to be told so after all of a large source has been read would be late
+        refuse_occupied(Path(args.destination))
+        refuse_unwritable(Path(args.destination), "the directory")
     if args.to == "hf":
         with agreed(mesh):
             path = locate(args.source)
         convert_to_hf(path, args.destination, mesh, dtype=dtype)
         return
     with agreed(mesh):
-        source = Pretrained.open(args.source)
+        source = Pretrained.open(args.source, trust_remote_code=args.trust_remote_code)
         check_layout(source.spec, mesh.layout)
     reader = open_checkpoint(source.path, mesh)
     refuse_other_weights(source, reader)

@@ -23,17 +23,22 @@ def check_out(path: Path | str, data: Path | str, mesh: Mesh) -> None:
     if mesh["world"].rank == 0:
         if path.is_dir():
             raise ConfigError(f"--out {path} is a directory; give the path of a file")
+        if path.exists() and not path.is_file():
+            raise ConfigError(
+                f"--out {path} is a device or a pipe, which a file would replace; give the path of a file"
+            )
         if path.exists() and Path(data).exists() and path.samefile(data):
             raise ConfigError(f"--out {path} is the file that --data names, and would replace it; give another path")
         refuse_unwritable(path, "--out")
 
 
 def write_rows(path: Path | str, rows: Iterable[Mapping[str, Any]], mesh: Mesh) -> None:
-    """Write `rows` to `path` by the first rank. Collective: what goes wrong there is raised everywhere.
+    """Write `rows` to `path`, or where it leads as a link, by the first rank. Collective: what goes wrong there is raised
+    everywhere.
 
     A line on stderr counts the rows with numbers that are not finite, which become null.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     with agreed(mesh, path):
         if mesh["world"].rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,12 +9,14 @@ first, from shapes and dtypes alone, then tensor by tensor.
 import ctypes
 import json
 import os
+import resource
 import stat
 import struct
 import threading
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from errno import EMFILE
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -50,6 +52,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 CODES: Mapping[torch.dtype, str] = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 MAX_LENGTH = 2**62  # of one dim; torch cannot count further
+OPEN_FILES = 1 << 16  # that a reader may want: one for each rank that wrote a checkpoint
 CHUNK = 1 << 26  # bytes of one read or write; the kernel moves at most 2 GiB at once
 
 
@@ -111,7 +114,7 @@ class TensorFile:
         self._fd, self._counting = -1, threading.Lock()
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             raise CheckpointError(f"{path} is not a regular file")
-        self._fd = os.open(path, os.O_RDONLY)
+        self._fd = _opened(path)
         self.size = os.fstat(self._fd).st_size
         length = struct.unpack("<Q", self._bytes(0, 8))[0] if self.size >= 8 else -1
         if not 2 <= length <= min(MAX_HEADER, self.size - 8):
@@ -199,6 +202,20 @@ class TensorFile:
 
     def _cut(self, end: int) -> CheckpointError:
         return CheckpointError(f"{self.path} ends before byte {end}: it was cut while being read")
+
+
+def _opened(path: Path) -> int:
+    """A descriptor to read from. Checkpoints of a thousand ranks have more files than many systems let a process open at
+    first: where that is so, this process's limit rises as far as they let it."""
+    try:
+        return os.open(path, os.O_RDONLY)
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+        if error.errno != EMFILE or not 0 <= soft < wanted:
+            raise
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return os.open(path, os.O_RDONLY)
 
 
 def memory_of(tensor: Tensor) -> memoryview:

@@ -26,7 +26,7 @@ ADAPTER = "adapter_config.json"
 ADAPTED = ("lora_", ".base_layer.", ".modules_to_save.")  # in names of tensors that peft writes
 EngineName = Literal["auto", "native", "transformers"]
 FETCHED = ("*.safetensors", "*.json")
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tiktoken.model")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # Names that value heads have in the wild, ours first; TRL and OpenRLHF among them.
 HEAD_STEMS = ("score", "v_head.summary", "v_head", "value_head.summary", "value_head", "classifier", "lm_head")
@@ -163,7 +163,8 @@ def saved_config(config: Mapping[str, Any], head: Head, dtype: torch.dtype | Non
     if head == "lm":
         return changed
     kind = "ForTokenClassification" if head == "value" else "ForSequenceClassification"
-    (first, *_) = config.get("architectures") or [f"{str(config['model_type']).capitalize()}ForCausalLM"]
+    named = "".join(word.capitalize() for word in str(config["model_type"]).split("_"))  # as transformers names classes
+    (first, *_) = config.get("architectures") or [f"{named}ForCausalLM"]
     if head == "value" or not first.endswith(kind):  # a sequence classifier's own config stays as it is
         changed |= {
             "architectures": [re.sub(r"(For\w+|Model)$", "", first) + kind],

@@ -62,6 +62,10 @@ def refuse_occupied(target: Path) -> None:
         raise CheckpointError(
             f"{target} is there already and is not an empty directory; remove it or choose another path"
         )
+    if target.is_dir() and (target.is_mount() or target.samefile(os.curdir)):
+        raise CheckpointError(
+            f"{target} is a mount point or the working directory, which cannot be replaced; give a path inside it"
+        )
 
 
 def refuse_unwritable(path: Path, what: str) -> None:
