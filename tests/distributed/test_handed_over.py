@@ -18,28 +18,7 @@ from tests.distributed.matrix import FLAT, SHALLOW, Case, Figures, compare, path
 from tests.harness import run
 from tests.probe import PROBE, gradients
 from tests.tolerances import EXACT, GRAD_RATIO_FP32, SUM_ORDER, worst_error
-
-
-class _Handing(torch.autograd.Function):
-    """The reference, which keeps what `quack_moe` keeps and hands over what it does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, compute: Any, add: Any) -> Tensor:
-        ctx.save_for_backward(x, weights, gate_up, down)
-        ctx.compute, ctx.add = compute, add
-        y: Tensor = compute(x, weights, gate_up, down)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        leaves = [one.detach().requires_grad_() for one in ctx.saved_tensors]
-        with torch.enable_grad():
-            y = ctx.compute(*leaves)
-        dx, d_weights, *both = torch.autograd.grad(y, leaves, grads[0])
-        for name, dw, wanted in zip(("gate_up_proj", "down_proj"), both, ctx.needs_input_grad[2:4], strict=True):
-            if wanted:
-                ctx.add(name, dw, dw, add_)
-        return dx, d_weights, None, None, None, None
+from tests.unit.held import HandingOver
 
 
 class Handing:
@@ -58,7 +37,7 @@ class Handing:
             self.plain += torch.is_grad_enabled()
             return compute(x, weights, *experts)
         self.handed += torch.is_grad_enabled()
-        y: Tensor = _Handing.apply(x, weights, *experts, compute, add)
+        y: Tensor = HandingOver.apply(x, weights, *experts, compute, (add, add_))
         return y
 
 

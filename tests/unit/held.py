@@ -1,5 +1,9 @@
-"""Weights of experts, whose gradients their module adds where they lie."""
+"""Weights of experts, whose gradients their module adds where they lie; and a mixture that hands them over to be added."""
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from dovetail.gradients import Adder
@@ -22,3 +26,30 @@ class Held(Adder):
     def sums(self) -> dict[str, Tensor]:
         """The gradients, by name."""
         return {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+
+
+class HandingOver(torch.autograd.Function):
+    """Any mixture of (x, weights, gate_up, down), which keeps what `quack_moe` keeps and hands over what it does.
+
+    handed: `gradients.Adder.add`, and what it is to add with, of the gradient twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, compute: Callable[..., Tensor], handed: Any
+    ) -> Tensor:
+        ctx.save_for_backward(x, weights, gate_up, down)
+        ctx.compute, ctx.handed = compute, handed
+        return compute(x, weights, gate_up, down)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        leaves = [one.detach().requires_grad_() for one in ctx.saved_tensors]
+        with torch.enable_grad():
+            y = ctx.compute(*leaves)
+        dx, d_weights, *both = torch.autograd.grad(y, leaves, grads[0])
+        add, add_ = ctx.handed
+        for name, dw, wanted in zip(("gate_up_proj", "down_proj"), both, ctx.needs_input_grad[2:4], strict=True):
+            if wanted:
+                add(name, dw, dw, add_)
+        return dx, d_weights, None, None, None, None

@@ -24,7 +24,7 @@ from dovetail.nn.linear import ColumnLinear, Linear, RowLinear, TokenLinear
 from dovetail.nn.tiling import Tiled
 from dovetail.nn.turns import straight
 from dovetail.tokenstats import TokenStats
-from tests.tolerances import OP_BF16, SUM_ORDER, assert_close, tensor_error
+from tests.tolerances import OP_BF16, OP_FP32, SUM_ORDER, assert_close, tensor_error
 from tests.unit.test_tiling import make, tokens
 
 MICROS = 3
@@ -221,6 +221,31 @@ def test_a_table_s_and_a_head_s_are_added_too(tied: bool) -> None:
         assert x.grad is not None and table.weight.grad is not None
         assert_close(x.grad, from_x, SUM_ORDER, f"turn {turn}")
         assert_close(table.weight.grad, want, SUM_ORDER, f"turn {turn}")
+
+
+def test_sums_of_a_bfloat16_table_and_head_are_float32() -> None:
+    """And rounded nowhere else: what both gave once, three times over."""
+    table = VocabEmbedding(7, 4, Mesh.solo()).to(torch.bfloat16)
+    table.weight.grad_dtype, table.adds = torch.float32, add_weight_grad_
+    nn.init.normal_(table.weight, generator=torch.Generator().manual_seed(2))
+    ids, dy = torch.tensor([3, 1, 3]), micros()[0][0][:3, :4].to(torch.bfloat16)
+    table(ids).backward(dy)
+    assert table.weight.grad is not None and table.weight.grad.dtype == torch.float32
+    assert_close(table.weight.grad, torch.zeros(7, 4).index_add_(0, ids, dy.to(torch.float32)), OP_FP32)
+    sums = []
+    for _ in range(3):
+        x, shard, batch = head(table, 5)
+        half = x.detach().to(torch.bfloat16).requires_grad_()
+        fused_loss(half, shard, batch, surprise).total.backward()
+        sums.append(table.weight.grad.clone())
+    by_head = sums[1] - sums[0]
+    assert by_head[:5].any() and not by_head[5:].any()
+    assert_close(sums[2] - sums[1], by_head, OP_FP32)
+    exact, _, _ = head(table, 5)
+    wide = table.weight[:5].detach().double().requires_grad_()
+    logprobs = (exact.detach().to(torch.bfloat16).double() @ wide.T).log_softmax(-1)
+    (want,) = torch.autograd.grad(-logprobs.gather(1, batch.targets[:, None]).sum(), wide)
+    assert_close(by_head[:5], want, OP_BF16)
 
 
 def test_a_frozen_head_leaves_its_weight_alone() -> None:

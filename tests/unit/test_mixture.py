@@ -24,6 +24,7 @@ from dovetail.nn.moe import Experts
 from dovetail.nn.turns import side_by_side, straight
 from tests.parity.configs import moe_configs
 from tests.tolerances import EXACT, GRADCHECK, OP_FP64, SUM_ORDER, assert_close
+from tests.unit.held import HandingOver
 
 E, K, D, F = 4, 3, 6, 5
 HERE = torch.tensor([[0, 4, 3], [9, 4, 4], [3, 0, 0], [4, 5, 1]])  # six of twelve, one of them again; expert 2 has none
@@ -222,27 +223,11 @@ def test_experts_over_ranks_are_those_of_one(name: str, skewed: bool) -> None:
         assert sum(n for w, n in rooms[0].rows if w == width) == 2 * each_way * sent
 
 
-class _Handing(torch.autograd.Function):
-    """The reference, whose weights' gradients are handed over, as `quack_moe` has them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, how: Any) -> Tensor:
-        ctx.given = [one.detach().requires_grad_() for one in (x, weights, gate_up, down)]
-        ops, chosen, copies, ctx.add = how
-        with torch.enable_grad():
-            ctx.y = mixture(ops, ctx.given[0], chosen, ctx.given[1], tuple(ctx.given[2:]), copies)
-        return ctx.y.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dx, d_weights, *both = torch.autograd.grad(ctx.y, ctx.given, grads[0])
-        for name, dw in zip(("gate_up_proj", "down_proj"), both, strict=True):
-            ctx.add(name, dw, dw, plain_add_)
-        return dx, d_weights, None, None, None
-
-
 def handing(ops: Any, x: Tensor, chosen: Tensor, weights: Tensor, experts: Any, copies: Any, add: Any) -> Tensor:
-    y: Tensor = _Handing.apply(x, weights, *experts, (ops, chosen, copies, add))
+    def compute(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return mixture(ops, x, chosen, weights, (gate_up, down), copies)
+
+    y: Tensor = HandingOver.apply(x, weights, *experts, compute, (add, plain_add_))
     return y
 
 
