@@ -73,7 +73,7 @@ class Work:
     def shard(self) -> VocabShard:
         kernels = replace(kernels_for(self.x.device), head_chunk=self.chunk)
         if self.plain:
-            kernels = replace(kernels, vocab_stats=reference.vocab_stats, vocab_grad_=reference.vocab_grad_)
+            kernels = replace(kernels, head=None, vocab_stats=reference.vocab_stats, vocab_grad_=reference.vocab_grad_)
         return VocabShard(self.weight, 0, Axis("tp"), kernels)
 
     def gradients(self, total: Tensor) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ from dovetail.batch import Loss, LossFn, PackedBatch, Sum, is_separable
 from dovetail.comm import stack_over
 from dovetail.gradients import Adder, sum_of
 from dovetail.kernels.reference import wide
-from dovetail.kernels.registry import KernelSet
+from dovetail.kernels.registry import HeadProducts, KernelSet
 from dovetail.mesh import Axis
 from dovetail.tokenstats import Normalizer, TokenStats, combine
 
@@ -39,22 +39,32 @@ class VocabShard:
     kernels: KernelSet
     owner: Adder | None = None  # who adds the weight's gradient, its first rows', where autograd is not to get it
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[n, D] -> [n, columns], before any temperature."""
-        return self.kernels.logits(x, self.weight)
+    def stats(
+        self, x: Tensor, batch: PackedBatch, rows: slice, *, keep: bool
+    ) -> tuple[Tensor | None, TokenStats, Normalizer]:
+        """Statistics over the whole vocabulary of some of the batch's rows, whose hidden states are among x [n, D].
 
-    def stats(self, z: Tensor, targets: Tensor, temperature: Tensor | None) -> tuple[TokenStats, Normalizer]:
-        """Statistics of the whole vocabulary from this rank's logits [n, columns] over the temperature [n]."""
-        return combine(stack_over(self.kernels.vocab_stats(z, targets - self.first, temperature), self.axis))
+        The first are this rank's logits of these rows, before any temperature, or None: `keep` says whether they are needed.
+        """
+        targets, temperature = batch.targets[rows] - self.first, _temperature(batch, rows)
+        products, x, z = self.products(x), x[rows], None
+        if products is not None:
+            z, stats = products.logit_stats(x, self.weight, targets, temperature, keep=keep)
+        else:
+            z = self.kernels.logits(x, self.weight)
+            stats = self.kernels.vocab_stats(z, targets, temperature)
+        return z, *combine(stack_over(stats, self.axis))
+
+    def products(self, x: Tensor) -> HeadProducts | None:
+        """Those made for a head, where they take hidden states like x."""
+        products = self.kernels.head
+        return products if products is not None and products.takes(x, self.weight) else None
 
 
 def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
     """Statistics of `batch.targets` [n] from hidden states [n, D]; one product a token, no gradient."""
     with torch.no_grad():
-        found = [
-            shard.stats(shard.logits(x[rows]), batch.targets[rows], _temperature(batch, rows))[0]
-            for rows in _chunks(len(batch), shard.kernels.head_chunk)
-        ]
+        found = [shard.stats(x, batch, rows, keep=False)[1] for rows in _chunks(len(batch), shard.kernels.head_chunk)]
         return TokenStats(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 
@@ -105,14 +115,13 @@ def _separable(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, g
     """One pass: each chunk's logits give its loss and, while they are there, its gradients."""
     values = []
     for rows in _chunks(len(batch), shard.kernels.head_chunk):
-        z = shard.logits(x[rows])
-        stats, normalizer = shard.stats(z, batch.targets[rows], _temperature(batch, rows))
+        z, stats, normalizer = shard.stats(x, batch, rows, keep=gradients is not None)
         here = batch
-        if len(z) < len(batch):
+        if rows.stop - rows.start < len(batch):
             here = batch.compact(torch.arange(rows.start, rows.stop, device=x.device))
         value, g, h = _loss_gradients(loss, stats, here, gradients is not None)
         values.append(value)
-        if gradients is not None:
+        if gradients is not None and z is not None:
             _backward_chunk(x, rows, z, shard, batch, normalizer, (g, h), gradients)
         del z  # or two chunks of logits live at once
     return values[0] if len(values) == 1 else _sum_of(values)
@@ -123,8 +132,8 @@ def _whole(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradi
     value, g, h = _loss_gradients(loss, fused_token_stats(x, shard, batch), batch, gradients is not None)
     if gradients is not None:
         for rows in _chunks(len(batch), shard.kernels.head_chunk):
-            z = shard.logits(x[rows])
-            _, normalizer = shard.stats(z, batch.targets[rows], _temperature(batch, rows))
+            z, _, normalizer = shard.stats(x, batch, rows, keep=True)
+            assert z is not None
             gh = (g[rows], None if h is None else h[rows])
             _backward_chunk(x, rows, z, shard, batch, normalizer, gh, gradients)
             del z
@@ -159,8 +168,12 @@ def _backward_chunk(
     """Turn the logits z of some rows into their gradient, and leave dx and dw."""
     local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows)
     dz = shard.kernels.vocab_grad_(z, local_targets, *normalizer, *gh, temperature, dtype=x.dtype)
+    first, products = gradients.fresh and rows.start == 0, shard.products(x)
+    if products is not None:
+        products.logit_grads_(dz, x[rows], shard.weight, gradients.dx[rows], gradients.dw, first=first)
+        return
     if gradients.dw is not None:
-        shard.kernels.add_weight_grad_(gradients.dw, dz, x[rows], first=gradients.fresh and rows.start == 0)
+        shard.kernels.add_weight_grad_(gradients.dw, dz, x[rows], first=first)
     torch.mm(dz, shard.weight, out=gradients.dx[rows])
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dovetail.batch import Loss, PackedBatch
 from dovetail.fused_head import VocabShard, fused_loss, fused_token_stats
-from dovetail.kernels import reference
-from dovetail.kernels.registry import kernels_for
+from dovetail.kernels import head_triton, reference
+from dovetail.kernels.registry import head_products, kernels_for
 from dovetail.mesh import Axis
 from dovetail.tokenstats import TokenStats, combine
 from tests.tolerances import HEAD_LOGPROB, OP_BF16, OP_FP32, assert_close, max_abs
@@ -110,11 +110,68 @@ def test_old_log_probs_and_an_update_see_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+PRODUCTS = [
+    (1000, 896, 151936),
+    (777, 3584, 19008),
+    (1, 64, 8),
+    (1024, 128, 1024),
+    (130, 72, 200),
+]  # rows, width, columns
+
+
+def needs_quack() -> None:
+    if kernels_for(torch.device("cuda")).head is None:
+        pytest.skip("needs quack-kernels and Hopper")
+
+
+@pytest.mark.parametrize("sizes", PRODUCTS, ids=str)
+@pytest.mark.parametrize("temperature", [False, True], ids=["plain", "temperature"])
+def test_a_product_that_takes_statistics(sizes: tuple[int, int, int], temperature: bool) -> None:
+    needs_quack()
+    (n, width, columns), draw = sizes, torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(n, width, device="cuda", generator=draw).to(torch.bfloat16)
+    weight = torch.randn(columns, width, device="cuda", generator=draw).mul_(3 * width**-0.5).to(torch.bfloat16)
+    targets = torch.randint(-columns // 4, columns + columns // 4 + 1, (n,), device="cuda", generator=draw)
+    tau = torch.linspace(0.2, 3.0, n, device="cuda") if temperature else None
+    torch.empty(1 << 28, device="cuda").fill_(float("nan"))
+    given = (x, weight, targets, tau)
+    z, stats = head_products().logit_stats(*given, keep=True)
+    assert z is not None
+    assert_close(z, x.to(torch.float64) @ weight.to(torch.float64).T, 30 * OP_FP32)
+    exactly = reference.vocab_stats(z.to(torch.float64), targets, tau)
+    for got, true in zip(combine(stats[None]), combine(exactly[None]), strict=True):
+        for a, b in zip(got, true, strict=True):
+            assert_close(a, b, OP_FP32)
+    nothing, again = head_products().logit_stats(*given, keep=False)
+    assert nothing is None and torch.equal(again, stats), "what is scored is not what is trained"
+    assert torch.equal(head_products().logit_stats(*given, keep=False)[1], stats)
+
+
+def test_a_sure_token_has_no_positive_log_prob() -> None:
+    needs_quack()
+    x, shard, _batch = made(300, (256, 4096), 300, None)
+    z = shard.kernels.logits(x, shard.weight)
+    sure = torch.full((len(x),), 1e-3, device="cuda")
+    _, stats = head_products().logit_stats(x, shard.weight, z.argmax(-1), sure, keep=False)
+    logprob = combine(stats[None])[0].logprob
+    assert (logprob <= 0).all() and (logprob == 0).any()
+
+
+def test_what_is_no_number_stays_in_its_row() -> None:
+    needs_quack()
+    x, shard, batch = made(300, (256, 4096), 300, None)
+    with torch.no_grad():
+        x[7], x[11] = float("nan"), float("inf")
+    _, stats = head_products().logit_stats(x, shard.weight, batch.targets, None, keep=False)
+    bad = (~torch.isfinite(combine(stats[None])[0].logprob)).nonzero()[:, 0]
+    assert bad.tolist() == [7, 11]
+
+
 def test_two_shards_combine_to_the_whole() -> None:
-    kernels, draw = kernels_for(torch.device("cuda")), torch.Generator("cuda").manual_seed(0)
+    draw = torch.Generator("cuda").manual_seed(0)
     z, cut = 5 * torch.randn(50, 9001, device="cuda", generator=draw), 4099
     targets = torch.randint(9001, (50,), device="cuda", generator=draw)
-    parts = [kernels.vocab_stats(z[:, :cut], targets), kernels.vocab_stats(z[:, cut:], targets - cut)]
+    parts = [head_triton.vocab_stats(z[:, :cut], targets), head_triton.vocab_stats(z[:, cut:], targets - cut)]
     stats, normalizer = combine(torch.stack(parts))
     whole, alone = combine(reference.vocab_stats(z.to(torch.float64), targets)[None])
     for a, b in zip((*stats, *normalizer), (*whole, *alone), strict=True):
@@ -128,7 +185,7 @@ def test_more_than_two_to_the_31_logits() -> None:
     assert z.numel() > 1 << 31
     targets = torch.arange(rows, device="cuda")
     tail = z[last].to(torch.float64)
-    _stats, (lse, mean) = combine(kernels.vocab_stats(z, targets, None)[None])
+    _stats, (lse, mean) = combine(head_triton.vocab_stats(z, targets, None)[None])
     _, exactly = combine(reference.vocab_stats(tail, targets[last])[None])
     assert_close(lse[last], exactly.lse, OP_FP32)
     g, h = torch.ones_like(lse), torch.full_like(lse, 0.1)

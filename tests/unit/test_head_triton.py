@@ -14,8 +14,7 @@ from tests.tolerances import OP_BF16, OP_FP32
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_row_kernels_equal_the_reference() -> None:
     """In a process of its own: interpreted kernels and compiled ones cannot live in one."""
-    command, env = [sys.executable, "-m", "tests.unit.head_rows"], {**os.environ, "TRITON_INTERPRET": "1"}
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout)
+    found = interpreted("tests.unit.head_rows")
     assert len(found) == 15
     for case, errors in found.items():
         for what, error in errors.items():
@@ -23,8 +22,25 @@ def test_row_kernels_equal_the_reference() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_what_a_product_leaves_by_tile_joins_to_whole_rows() -> None:
+    found = interpreted("tests.unit.head_products")
+    assert len(found) == 12
+    for case, errors in found.items():
+        for what, error in errors.items():
+            assert error <= (OP_BF16 if "bfloat16" in what else OP_FP32), (case, what)
+
+
+def interpreted(module: str) -> dict[str, dict[str, float]]:
+    command, env = [sys.executable, "-m", module], {**os.environ, "TRITON_INTERPRET": "1"}
+    found: dict[str, dict[str, float]] = json.loads(
+        subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+    )
+    return found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_row_kernels_compile_for_hopper() -> None:
     """Without a GPU: the interpreter takes Python that the compiler refuses."""
     command = [sys.executable, "-m", "tests.unit.head_compiled"]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    assert set(found) == {"_row_stats", "_row_grad"} and all(found.values())
+    assert set(found) == {"_row_stats", "_row_grad", "_join"} and all(found.values())

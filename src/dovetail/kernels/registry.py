@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dovetail.errors import ConfigError
 from dovetail.kernels import cuda, cudnn, fa4, quack, reference
+from dovetail.kernels.extras import HOPPER
 from dovetail.kernels.npu import NpuKernels
 
 AttentionName = Literal["auto", "fa4", "cudnn", "torch"]
@@ -32,9 +33,18 @@ class GatedProducts:
 
 
 @dataclass(frozen=True)
+class HeadProducts:
+    """A head's products, the first of which takes its rows' statistics by the way. What each computes: `quack_head`."""
+
+    takes: Callable[..., bool]
+    logit_stats: Callable[..., tuple[Tensor | None, Tensor]]
+    logit_grads_: Callable[..., None]
+
+
+@dataclass(frozen=True)
 class KernelSet:
     """One implementation of every op of `reference`, how many tokens the head computes at a time, and, where there are any,
-    products that gate inside.
+    products that gate inside or take statistics.
     """
 
     attention: Callable[..., Tensor] = reference.attention
@@ -59,11 +69,12 @@ class KernelSet:
     add_weight_grad_: Callable[..., None] = reference.add_weight_grad_
     head_chunk: int = 1024
     gated: GatedProducts | None = None
+    head: HeadProducts | None = None
 
     def describe(self) -> dict[str, str]:
         """Op -> the module that computes it."""
         ops = {f.name: getattr(self, f.name) for f in fields(self)}
-        ops["gated"] = self.gated and self.gated.gated
+        ops |= {"gated": self.gated and self.gated.gated, "head": self.head and self.head.logit_stats}
         return {name: op.__module__.rpartition(".")[2] for name, op in ops.items() if callable(op)}
 
 
@@ -91,7 +102,7 @@ def kernels_for(device: torch.device, attention: AttentionName = "auto") -> Kern
             add_weight_grad_=cuda.add_weight_grad_,
             head_chunk=8192,
             **triton_kernels(),
-            **(quack_kernels() if quack.usable(device) else {}),
+            **(quack_kernels(device) if quack.usable(device) else {}),
         )
     if device.type == "npu":
         return npu_kernels(importlib.import_module("torch_npu"), device)
@@ -118,11 +129,19 @@ def gated_products() -> GatedProducts:
     return GatedProducts(**{f.name: getattr(quack, f.name) for f in fields(GatedProducts)})
 
 
-def quack_kernels() -> dict[str, Any]:
-    """What quack's products are for: gated MLPs and, where triton moves rows, mixtures of them."""
+def head_products() -> HeadProducts:
+    """Those of `quack_head`, which needs triton."""
+    head = importlib.import_module("dovetail.kernels.quack_head")
+    return HeadProducts(**{f.name: getattr(head, f.name) for f in fields(HeadProducts)})
+
+
+def quack_kernels(device: torch.device) -> dict[str, Any]:
+    """What quack's products are for: gated MLPs and, where triton does the rest, mixtures of them and, on Hopper, the head."""
     if importlib.util.find_spec("triton") is None:
         return {"gated": gated_products()}
-    return {"gated": gated_products(), "mixture": importlib.import_module("dovetail.kernels.quack_moe").mixture}
+    mixture = importlib.import_module("dovetail.kernels.quack_moe").mixture
+    head = head_products() if torch.cuda.get_device_capability(device)[0] == HOPPER else None
+    return {"gated": gated_products(), "mixture": mixture, "head": head}
 
 
 def triton_kernels() -> dict[str, Any]:

@@ -1,0 +1,158 @@
+"""A product of rows and vocabulary that takes each row's statistics in its epilogue. Importing this needs quack and its compiler.
+
+A tile of logits is in registers when its columns' part of a row's maximum, sum and first moment is taken and the target's
+logit is written: no pass reads the logits for it, and where nobody wants the logits they are never in memory. The package
+compiles `RowStatistics` into its kernel, as it does operations of its own that gather over columns, and calls its methods.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, const_expr
+from quack.compile_utils import make_fake_tensor
+from quack.epilogue.frontend import EpiMod
+from quack.epilogue.ops import ColVecLoad, ColVecReduce, ColVecSelect, OnlineLSEReduce
+from quack.layout_utils import convert_layout_zero_stride
+from torch import Tensor
+
+NEVER = -math.inf
+LOWEST = torch.finfo(torch.float32).min / 2  # as in the reference: e^-inf (-inf) is 0
+PLANES = 3  # m, s and u of `reference.vocab_stats`
+
+
+class RowStatistics(OnlineLSEReduce):
+    """m, s and u of every row over each tile's columns, float32 [3, rows, tiles], rows side by side in memory."""
+
+    reduce_planes = PLANES
+    host_finalize = None
+
+    def sink_alloc_shape(self, lead: tuple[int, ...], n: int, _tile_m: int, tile_n: int, **_: Any) -> tuple[int, ...]:
+        return (PLANES, *lead, -(-n // tile_n))
+
+    def host_fake_arg(self, key: tuple[Any, int], fctx: Any) -> Any:
+        return make_fake_tensor(key[0], (PLANES, fctx.m, cute.sym_int()), leading_dim=1, divisibility=1)
+
+    @cute.jit
+    def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> Any:
+        """Registers for a tile: m, s, u, then the exchange's memory, each element's place, and where the columns end."""
+        m, s, *rest = OnlineLSEReduce.begin(self, gemm, param, smem_tensor, ctx)
+        return (m, s, cute.make_rmem_tensor(m.layout, Float32), *rest)
+
+    @cute.jit
+    def begin_loop(self, gemm: Any, state: Any, epi_coord: Any) -> Any:
+        """Those of a part of the tile; a row's first part begins with nothing."""
+        m, s, u = self._end_loop_values(state, epi_coord)
+        if const_expr(epi_coord[1] == 0):
+            cute.filter_zeros(m).fill(NEVER)
+            cute.filter_zeros(s).fill(0.0)
+            cute.filter_zeros(u).fill(0.0)
+        return (m, s, u, state[4][None, None, None, epi_coord[0], epi_coord[1]], state[5])
+
+    @cute.jit
+    def fn_sink_flush(self, gemm: Any, state: Any, frag: Any) -> None:
+        """Take in a part's logits: their maximum, then one exponential for each."""
+        m_part, s_part, u_part, places, columns = state
+        column = cute.composition(cute.make_layout(gemm.cta_tile_shape_mnk[:2], stride=(0, 1)), places.layout)
+        left = columns - places[0][1]
+        for i in cutlass.range(cute.size(frag), unroll_full=True):
+            at = cute.crd2idx(i, column)
+            frag[i] = frag[i] if at < left else NEVER
+        by_row = m_part.layout
+        z = convert_layout_zero_stride(frag, by_row)
+        m, s, u = (convert_layout_zero_stride(x, by_row)[None, 0] for x in (m_part, s_part, u_part))
+        for row in cutlass.range(cute.size(m), unroll_full=True):
+            peak = m[row]
+            for j in cutlass.range_constexpr(cute.size(z, mode=[1])):
+                peak = cute.arch.fmax(peak, z[row, j])
+            base = self._guard_neg_inf(peak)
+            total = Float32(0.0)
+            moment = Float32(0.0)
+            for j in cutlass.range_constexpr(cute.size(z, mode=[1])):
+                shifted = z[row, j] - base
+                weight = cute.math.exp(shifted, fastmath=True)
+                total = total + weight
+                moment = moment + weight * cute.arch.fmax(shifted, Float32(LOWEST))
+            m[row], s[row], u[row] = self._merge((m[row], s[row], u[row]), (peak, total, moment))
+
+    @cute.jit
+    def _merge(self, vals: Any, others: Any) -> Any:
+        """Both together, at the higher of their maxima."""
+        (m, s, u), (om, os, ou) = vals, others
+        peak = cute.arch.fmax(m, om)
+        base = self._guard_neg_inf(peak)
+        behind, other_behind = self._behind(m, base), self._behind(om, base)
+        shrink, other_shrink = cute.math.exp(behind, fastmath=True), cute.math.exp(other_behind, fastmath=True)
+        moment = shrink * (u + s * behind) + other_shrink * (ou + os * other_behind)
+        return (peak, s * shrink + os * other_shrink, moment)
+
+    @cute.jit
+    def _behind(self, m: Any, base: Any) -> Any:
+        """m - base, and 0 where nothing has come yet: nothing times e^0 is nothing, -inf would be no number."""
+        return Float32(cutlass.select_(m == Float32(NEVER), Float32(0.0), m - base))
+
+    @cute.jit
+    def _end_loop_values(self, state: Any, epi_coord: Any) -> Any:
+        return tuple(x[None, None, None, epi_coord[0], epi_coord[1]] for x in state[:PLANES])
+
+    @cute.jit
+    def _end_loop_smem(self, state: Any) -> Any:
+        return state[PLANES]
+
+    @cute.jit
+    def _finalize(self, vals: Any) -> Any:
+        return vals[0]
+
+    @cute.jit
+    def end_loop_finish(self, gemm: Any, param: Any, staged: Any, tile_coord_mnkl: Any, varlen_manager: Any) -> None:
+        """Write the three, one plane after the other, as the package writes one."""
+        values, *how = staged
+        assert how[2] == 1, "a row's columns are dealt to several warps"
+        for plane in cutlass.range_constexpr(PLANES):
+            there, one = cute.domain_offset((plane, 0, 0), param), ((values[plane],), *how)
+            ColVecReduce.end_loop_finish(self, gemm, there, one, tile_coord_mnkl, varlen_manager)
+
+
+TARGETS = ColVecLoad("targets")
+
+
+def _plain(acc: Any) -> dict[str, Any]:
+    return {"D": acc, "planes": acc, "picked": acc}
+
+
+def _tempered(acc: Any, inverse: Any) -> dict[str, Any]:
+    return {"D": acc, "planes": acc * inverse, "picked": acc * inverse}
+
+
+def _epilogue(function: Callable[..., dict[str, Any]], *columns: str) -> EpiMod:
+    sinks = {"planes": RowStatistics("planes"), "picked": ColVecSelect("picked", idx_op=TARGETS)}
+    return EpiMod(function, outs=sinks, ops={name: ColVecLoad(name) for name in columns}, extra_ops=(TARGETS,))
+
+
+PLAIN, TEMPERED = _epilogue(_plain), _epilogue(_tempered, "inverse")
+
+
+def product(
+    x: Tensor, weight: Tensor, targets: Tensor, inverse: Tensor | None, out: tuple[Tensor | None, ...], tile: Any
+) -> None:
+    """Write `out`: logits x weight.T [n, V] where they are wanted, planes [3, n, tiles] and picked [n], the logit of each row's
+    target, where that is a column. inverse [n] multiplies what planes and picked are of. tile: (rows, columns) of a tile.
+    """
+    z, planes, picked = out
+    given = {"planes": planes, "picked": picked, "targets": targets}
+    if inverse is not None:
+        given["inverse"] = inverse[None]
+    (PLAIN if inverse is None else TEMPERED).gemm(
+        x,
+        weight,
+        z,
+        epi_args=given,
+        tile_M=tile[0],
+        tile_N=tile[1],
+        pingpong=True,
+        is_dynamic_persistent=True,
+        tile_count_semaphore=torch.zeros(1, dtype=torch.int32, device=x.device),
+    )
