@@ -18,7 +18,7 @@ from dovetail.dealing import plan_microbatches
 from dovetail.errors import CheckpointError, ModelError, listing
 from dovetail.hf.model import OLD_STEMS, group_even_experts, is_sighted, known_config, renamed
 from dovetail.hf.remote import is_foreign
-from dovetail.hf.vision import kinds_of
+from dovetail.hf.vision import as_images, family_of, kinds_of
 from dovetail.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams, check_prompts
 from dovetail.rollout.draw import draw
@@ -134,11 +134,15 @@ class TransformersSampler:
         if not seen:
             return {}
         start_reading(seen)
+        kinds = kinds_of(ids, self.model.config)
+        if family_of(self.model.config).marks:
+            shown = [(row, prompt.media) for row, prompt in zip(ids, rows, strict=True) if prompt.media is not None]
+            seen, kinds = [as_images(row, media, self.model.config) for row, media in shown], kinds.clamp(max=1)
         names = {name: None for media in seen for name in media}
         found = {name: torch.cat([media[name] for media in seen if name in media]) for name in names}
         found = {name: x.to(self.dtype) if name.startswith("pixel") else x for name, x in found.items()}
         if hasattr(self.model.model, "get_rope_index"):
-            found["mm_token_type_ids"] = kinds_of(ids, self.model.config)
+            found["mm_token_type_ids"] = kinds
         return {name: x.to(self.mesh.device) for name, x in found.items()}
 
     def _places(self) -> dict[str, tuple[Tensor, Tensor]]:
