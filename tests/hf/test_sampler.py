@@ -80,6 +80,18 @@ def test_a_family_that_only_transformers_knows(tmp_path: Path) -> None:
         backend_layout(source, Layout(), "native")
 
 
+def test_the_config_has_no_say_in_what_is_drawn(tmp_path: Path) -> None:
+    """Its end ends nothing that the call does not end, and its options of `generate` do nothing."""
+    (plain, ended) = (tiny_model(TEXT["gemma3"]()) for _ in range(2))
+    vars(ended.config).update(eos_token_id=list(range(40, 90)), guidance_scale=2.0, min_new_tokens=9)
+    found = []
+    for model in (plain, ended):
+        sampler = TransformersSampler(model.config.to_dict(), Mesh.solo(), torch.float32)
+        sampler.refill(model.state_dict().items())
+        found.append([sampler.sample(PROMPTS, replace(PARAMS, stop_ids=stops)) for stops in ((), PARAMS.stop_ids)])
+    assert found[0] == found[1]
+
+
 def sighted(family: str, folder: Path) -> tuple[list[Prompt], list[Completion], float]:
     """Completions of `BESIDE`, and how far their log-probs are from those of the engine, which takes each row as it is."""
     save_sighted(family, folder)

@@ -49,6 +49,7 @@ class TransformersSampler:
         kind = transformers.AutoModelForImageTextToText if sighted else transformers.AutoModelForCausalLM
         model: transformers.PreTrainedModel = kind.from_config(known, dtype=dtype)
         group_even_experts(model)
+        model.generation_config = transformers.GenerationConfig()  # generate fills in what a call leaves open
         self.model = model.to(mesh.device).eval().requires_grad_(False)
         self.vocab_size: int = known.get_text_config().vocab_size
         self._filled = False
