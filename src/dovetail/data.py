@@ -193,7 +193,7 @@ def _shown(row: Row, key: str, processor: Processor | None) -> tuple[Any, Shown]
         given = _messages(row, key)
     if processor is None:
         _refuse_media(row, given if is_chat else [])
-        return given, Shown()
+        return [_as_string(row, message) for message in given] if is_chat else given, Shown()
     with row.told():
         finder = Finder(row.values, row.path.parent)
         return (finder.messages(given), finder.all()) if is_chat else (given, finder.rest())
@@ -211,6 +211,18 @@ def _refuse_media(row: Row, messages: Seq[Message]) -> None:
 
 def _expanded(
     row: Row, ids: list[int], mask: list[bool] | None, shown: Shown, processor: Processor | None
+def _as_string(row: Row, message: Message) -> Message:
+    """The message with its parts of text put together: templates of models that read text only write strings."""
+    content = message["content"]
+    if not isinstance(content, list):
+        return message
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    for part, text in zip(content, texts, strict=True):
+        if not isinstance(text, str):
+            raise row.error(f'a content part is {part!r:.80}; expected {{"type": "text", "text": ...}}')
+    return {**message, "content": "".join(map(str, texts))}
+
+
 ) -> tuple[list[int], list[bool] | None, Media | None]:
     """Ids and mask with room for what the row shows."""
     if processor is None:

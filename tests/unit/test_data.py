@@ -87,6 +87,18 @@ def test_messages_go_through_the_template(tmp_path: Path) -> None:
     assert spelled(continued.ids) == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\nIt is"
 
 
+def test_parts_of_text_are_written_as_text(tmp_path: Path) -> None:
+    """Templates of models that read text only would write the list itself."""
+    parts = {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?", "image": None}]}
+    path = write(tmp_path, {"prompt": [parts], "answer": 4}, {"prompt": [USER], "answer": 4})
+    given, plain = load_prompts(path, PLAIN, LIMITS)
+    assert (given.ids, given.prompt) == (plain.ids, plain.prompt)
+    for part in ({"type": "text"}, {"type": "audio", "audio": "a.wav"}, "2+2?"):
+        path = write(tmp_path, {"prompt": [{"role": "user", "content": [part]}], "answer": 4})
+        with pytest.raises(DataError, match=r'rows.jsonl:1: a content part is .*; expected \{"type": "text"'):
+            load_prompts(path, PLAIN, LIMITS)
+
+
 def test_rows_to_generate_from_need_no_answer(tmp_path: Path) -> None:
     path = write(tmp_path, {"prompt": "a"}, {"input_ids": [5, 6], "id": "ids"})
     text, ids = load_prompts(path, PLAIN, LIMITS, answers=False)
