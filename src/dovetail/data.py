@@ -119,11 +119,12 @@ def load_sft(
         else:
             row.require("prompt", "completion")
             text, shown = _shown(row, "prompt", processor)
-            prompt, completion = _encode_prompt(row, tokenizer, text), _encode_completion(row, tokenizer)
+            prompt, completion = _encode_prompt(row, tokenizer, text), _encode_completion(row, tokenizer, text)
             if tokenizer.eos_token_id is None:
                 raise row.error("the tokenizer has no EOS token to end the completion with; set its eos_token")
-            ids = [*prompt, *completion, tokenizer.eos_token_id]
-            mask = [False] * len(prompt) + [True] * (len(completion) + 1)
+            end = [] if completion[-1:] == [tokenizer.eos_token_id] else [tokenizer.eos_token_id]
+            ids = [*prompt, *completion, *end]
+            mask = [False] * len(prompt) + [True] * (len(ids) - len(prompt))
         longer, kept, media = _expanded(row, ids, mask, shown, processor)
         return Sequence(longer, mask=kept, media=media)
 
@@ -141,7 +142,7 @@ def load_score(
         else:
             row.require("prompt", "completion")
             text, shown = _shown(row, "prompt", processor)
-            short = [*_encode_prompt(row, tokenizer, text), *_encode_completion(row, tokenizer)]
+            short = [*_encode_prompt(row, tokenizer, text), *_encode_completion(row, tokenizer, text)]
             ids, _, media = _expanded(row, short, None, shown, processor)
         if not ids:
             raise row.error("the sequence has no tokens; a sequence needs at least one")
@@ -254,12 +255,18 @@ def _encode_prompt(row: Row, tokenizer: Tokenizer | None, prompt: str | list[Mes
     return _render(row, tokenizer, prompt, continue_final_message=continued, add_generation_prompt=not continued)
 
 
-def _encode_completion(row: Row, tokenizer: Tokenizer | None) -> list[int]:
+def _encode_completion(row: Row, tokenizer: Tokenizer | None, prompt: str | list[Message]) -> list[int]:
+    """As it stands behind a prompt that is a string: some tokenizers write a space in front of every text, which the row
+    does not have there. Behind messages it is a text of its own, as what the template writes for a turn."""
     completion = row.values["completion"]
     if not isinstance(completion, str):
         raise row.error(f"completion must be a string, not {json.dumps(completion, default=str):.80}")
     assert tokenizer is not None  # the prompt came first
     return tokenizer.encode(completion, add_special_tokens=False)
+    for before in (prompt, "\n") if isinstance(prompt, str) else ():
+        start, whole = _encode_text(before, tokenizer), _encode_text(before + completion, tokenizer)
+        if whole[: len(start)] == start:
+            return whole[len(start) :]
 
 
 def _encode_text(text: str, tokenizer: Tokenizer) -> list[int]:

@@ -118,6 +118,28 @@ def test_sft_trains_the_completion_and_one_eos(tmp_path: Path, prompt: object) -
     assert list(row.mask) == sorted(row.mask), "the trained tokens come last"
 
 
+def test_an_eos_that_the_row_writes_is_the_only_one(tmp_path: Path) -> None:
+    (row,) = load_sft(write(tmp_path, {"prompt": "2+2?", "completion": " 4<|im_end|>"}), PLAIN, LIMITS)
+    assert spelled(row.ids) == "2+2? 4<|im_end|>"
+    assert spelled(row.ids, row.mask) == " 4<|im_end|>"
+
+
+@pytest.mark.parametrize("prompt", ["2+2=", "2+2", ""])
+@pytest.mark.parametrize("completion", ["4", " 4", "=4"])
+def test_no_space_comes_between_a_prompt_and_its_completion(tmp_path: Path, prompt: str, completion: str) -> None:
+    """Tokenizers such as Llama 2's put a space in front of every text; those of the second prompt merge it with `=4`."""
+    pieces = ["<unk>", "</s>", "\u2581", "2", "+", "=", "4", "\n", "2=", "\u25812", "\u25814"]
+    merges = [("2", "="), ("\u2581", "2"), ("\u2581", "4")]
+    inner = Tokenizer(models.BPE(vocab={x: i for i, x in enumerate(pieces)}, merges=merges, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    inner.decoder = decoders.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>")
+    path = write(tmp_path, {"prompt": prompt, "completion": completion})
+    (scored,), (trained,) = load_score(path, tokenizer, LIMITS), load_sft(path, tokenizer, LIMITS)
+    assert scored.ids == tuple(trained.ids[:-1])
+    assert tokenizer.decode(scored.ids) == (prompt + completion).removeprefix(" ")
+
+
 def test_sft_with_nothing_before_or_nothing_after(tmp_path: Path) -> None:
     path = write(tmp_path, {"prompt": "", "completion": "ab"}, {"prompt": "ab", "completion": ""})
     bare, silent = load_sft(path, PLAIN, LIMITS)
