@@ -8,6 +8,7 @@ file and line.
 import json
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -210,8 +211,6 @@ def _refuse_media(row: Row, messages: Seq[Message]) -> None:
             )
 
 
-def _expanded(
-    row: Row, ids: list[int], mask: list[bool] | None, shown: Shown, processor: Processor | None
 def _as_string(row: Row, message: Message) -> Message:
     """The message with its parts of text put together: templates of models that read text only write strings."""
     content = message["content"]
@@ -224,6 +223,8 @@ def _as_string(row: Row, message: Message) -> Message:
     return {**message, "content": "".join(map(str, texts))}
 
 
+def _expanded(
+    row: Row, ids: list[int], mask: list[bool] | None, shown: Shown, processor: Processor | None
 ) -> tuple[list[int], list[bool] | None, Media | None]:
     """Ids and mask with room for what the row shows."""
     if processor is None:
@@ -262,11 +263,11 @@ def _encode_completion(row: Row, tokenizer: Tokenizer | None, prompt: str | list
     if not isinstance(completion, str):
         raise row.error(f"completion must be a string, not {json.dumps(completion, default=str):.80}")
     assert tokenizer is not None  # the prompt came first
-    return tokenizer.encode(completion, add_special_tokens=False)
     for before in (prompt, "\n") if isinstance(prompt, str) else ():
         start, whole = _encode_text(before, tokenizer), _encode_text(before + completion, tokenizer)
         if whole[: len(start)] == start:
             return whole[len(start) :]
+    return tokenizer.encode(completion, add_special_tokens=False)
 
 
 def _encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -300,11 +301,23 @@ def _messages(row: Row, key: str) -> list[Message]:
     return messages
 
 
+def _opening(row: Row, tokenizer: Tokenizer, earlier: list[Message], message: Message, through: list[int]) -> list[int]:
+    """What the template writes before the text of an assistant's turn, `through` being all up to the turn's end."""
+    if earlier:
+        return _render(row, tokenizer, earlier, add_generation_prompt=True)
+    parts = isinstance(message["content"], list)
+    texts: list[Any] = [[{"type": "text", "text": text}] if parts else text for text in "ab"]
+    others = [_render(row, tokenizer, [{**message, "content": text}]) for text in texts]
+    shared = takewhile(lambda ids: len(set(ids)) == 1, zip(through, *others, strict=False))
+    return [ids[0] for ids in shared]
+
+
 def _conversation(row: Row, tokenizer: Tokenizer, messages: list[Message]) -> tuple[list[int], list[bool]]:
     """The whole conversation's ids, and its mask: trained where an assistant speaks.
 
-    A turn begins where the template's rendering of what came before it, with the generation prompt, ends; and it ends
-    where its own rendering does, or before that at its EOS (what the template writes after an EOS no model produces).
+    A turn begins where the template's rendering of what came before it, with the generation prompt, ends, or in the first
+    message where turns of other texts begin to differ; and it ends where its own rendering does, or before that at its EOS
+    (what the template writes after an EOS no model produces).
     Both must be beginnings of the whole: a template that writes a turn otherwise once more follows is refused.
     """
     ids = _render(row, tokenizer, messages)
@@ -312,12 +325,17 @@ def _conversation(row: Row, tokenizer: Tokenizer, messages: list[Message]) -> tu
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _render(row, tokenizer, messages[:turn], add_generation_prompt=True) if turn else []
         through = _render(row, tokenizer, messages[: turn + 1])
-        if ids[: len(before)] != before or ids[: len(through)] != through or len(before) > len(through):
+        before = _opening(row, tokenizer, messages[:turn], message, through)
+        why = ""
+        if ids[: len(through)] != through:
+            why = "writes this turn differently once more messages follow it"
+        elif through[: len(before)] != before:
+            why = "opens a turn with a generation prompt that it does not write before this one"
+        if why:
             raise row.error(
-                f"message {turn} (assistant): the chat template writes this turn differently once more messages follow "
-                'it, so its tokens cannot be told apart; give one row a turn: {"prompt": messages, "completion": text}'
+                f"message {turn} (assistant): the chat template {why}, so its tokens cannot be told apart; give one row a "
+                'turn: {"prompt": messages, "completion": text}'
             )
         end = len(through)
         if tokenizer.eos_token_id in ids[len(before) : end]:

@@ -80,9 +80,9 @@ def test_a_family_that_only_transformers_knows(tmp_path: Path) -> None:
         backend_layout(source, Layout(), "native")
 
 
-def test_the_config_has_no_say_in_what_is_drawn(tmp_path: Path) -> None:
+def test_the_config_has_no_say_in_what_is_drawn() -> None:
     """Its end ends nothing that the call does not end, and its options of `generate` do nothing."""
-    (plain, ended) = (tiny_model(TEXT["gemma3"]()) for _ in range(2))
+    plain, ended = (tiny_model(TEXT["gemma3"]()) for _ in range(2))
     vars(ended.config).update(eos_token_id=list(range(40, 90)), guidance_scale=2.0, min_new_tokens=9)
     found = []
     for model in (plain, ended):

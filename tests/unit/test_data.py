@@ -170,6 +170,23 @@ def test_a_template_without_eos_trains_the_whole_turn(tmp_path: Path) -> None:
     assert spelled(row.ids, row.mask) == "It is 4<|im_end|>\n"
 
 
+def test_a_conversation_that_an_assistant_opens_trains_no_header(tmp_path: Path) -> None:
+    """Nor what a template says before a conversation without a system message."""
+    system = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}"
+    path = write(tmp_path, {"messages": [ASSISTANT, USER, ASSISTANT]})
+    (row,) = load_sft(path, make_tokenizer(template=system + CHATML), LIMITS)
+    assert spelled(row.ids).startswith("<|im_start|>system\nHelp.<|im_end|>\n<|im_start|>assistant\nIt is 4")
+    assert spelled(row.ids, row.mask) == "It is 4<|im_end|>It is 4<|im_end|>"
+
+
+def test_a_generation_prompt_that_no_turn_has_is_named(tmp_path: Path) -> None:
+    thinking = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:1: message 1 \(assistant\).*opens a turn with a generation prompt"
+    ):
+        load_sft(write(tmp_path, {"messages": [USER, ASSISTANT]}), make_tokenizer(template=thinking), LIMITS)
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, {"messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT, USER, ASSISTANT]})
     with pytest.raises(DataError, match=r"rows.jsonl:2: message 1 \(assistant\).*writes this turn differently"):
