@@ -20,6 +20,7 @@ from dovetail.weights.pretrained import Pretrained
 from tests.harness import run
 from tests.hf.families import TEXT, WORDS
 from tests.hf.sights import CLIP, FILM, SMALL, Rows, save_sighted, sights, stored_name, tiny_sighted
+from tests.hf.test_other_families import small
 from tests.parity.configs import VOCAB, tiny, tiny_model
 from tests.tolerances import MODEL_FP32
 
@@ -78,6 +79,36 @@ def test_a_family_that_only_transformers_knows(tmp_path: Path) -> None:
     source = Pretrained.open(tmp_path)
     with pytest.raises(ModelError, match=r"not gemma3_text; set rollout\.backend=transformers"):
         backend_layout(source, Layout(), "native")
+
+
+def chosen_by(path: Path, backend: Backend, layout: Layout) -> dict[str, torch.Tensor]:
+    """The biases of a bfloat16 sampler's routers after a refill from a bfloat16 engine."""
+    source = Pretrained.open(path, "native" if backend == "native" else "transformers")
+    options = EngineOptions(engine="native" if backend == "native" else "transformers")
+    engine = from_pretrained(path, layout=layout, device="cpu", dtype=torch.bfloat16, options=options)
+    within = backend_layout(source, engine.mesh.layout, backend)
+    sampler = make_sampler(source, make_mesh(within, torch.device("cpu")), torch.bfloat16, backend)
+    sampler.refill(engine.weights(sampler.dtype))
+    return {name: x for name, x in sampler.model.named_buffers() if name.endswith("e_score_correction_bias")}
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    [("native", Layout()), ("native", Layout(pp=2)), ("transformers", Layout()), ("transformers", None)],
+)
+def test_what_routers_choose_by_is_not_rounded(backend: Backend, layout: Layout | None, tmp_path: Path) -> None:
+    """Biases far from 0 differ by less than bfloat16 tells apart."""
+    config = small("deepseek_v3" if layout else "dots1")
+    config.attention_dropout = 0.0
+    model = tiny_model(config)
+    listed = {name: x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    assert listed
+    for number, bias in enumerate(listed.values()):
+        bias.copy_(5.0 + 0.01 * torch.arange(len(bias)) + 0.001 * number)
+    model.save_pretrained(tmp_path)
+    for found in run(1 if layout is None else layout.pp, chosen_by, tmp_path, backend, layout or Layout()):
+        assert found.keys() == listed.keys()
+        assert all(torch.equal(found[name], bias) for name, bias in listed.items())
 
 
 def test_the_config_has_no_say_in_what_is_drawn() -> None:

@@ -5,6 +5,7 @@ is ours: a logits processor draws it from counter-based noise, as the embedded s
 possible one.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ class TransformersSampler:
         kind = transformers.AutoModelForImageTextToText if sighted else transformers.AutoModelForCausalLM
         model: transformers.PreTrainedModel = kind.from_config(known, dtype=dtype)
         group_even_experts(model)
+        _widen_choices(model)
         model.generation_config = transformers.GenerationConfig()  # generate fills in what a call leaves open
         self.model = model.to(mesh.device).eval().requires_grad_(False)
         self.vocab_size: int = known.get_text_config().vocab_size
@@ -160,6 +162,16 @@ class TransformersSampler:
         if not self._filled:
             raise CheckpointError("the sampler holds no weights; call refill(engine.weights()) before sample()")
         check_prompts(prompts, self.vocab_size)
+
+
+def _widen_choices(model: transformers.PreTrainedModel) -> None:
+    """Hold in float32 what transformers keeps so whatever dtype it loads: biases that routers choose by, for instance."""
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel):
+            wide = [re.compile(rf"(^|\.)({name})($|\.)") for name in part._keep_in_fp32_modules_strict or ()]
+            for name, tensor in (*part.named_parameters(), *part.named_buffers()):
+                if any(pattern.search(name) for pattern in wide):
+                    tensor.data = tensor.data.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _experts(name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
