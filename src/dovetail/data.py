@@ -8,6 +8,7 @@ file and line.
 import json
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -119,11 +120,12 @@ def load_sft(
         else:
             row.require("prompt", "completion")
             text, shown = _shown(row, "prompt", processor)
-            prompt, completion = _encode_prompt(row, tokenizer, text), _encode_completion(row, tokenizer)
+            prompt, completion = _encode_prompt(row, tokenizer, text), _encode_completion(row, tokenizer, text)
             if tokenizer.eos_token_id is None:
                 raise row.error("the tokenizer has no EOS token to end the completion with; set its eos_token")
-            ids = [*prompt, *completion, tokenizer.eos_token_id]
-            mask = [False] * len(prompt) + [True] * (len(completion) + 1)
+            end = [] if completion[-1:] == [tokenizer.eos_token_id] else [tokenizer.eos_token_id]
+            ids = [*prompt, *completion, *end]
+            mask = [False] * len(prompt) + [True] * (len(ids) - len(prompt))
         longer, kept, media = _expanded(row, ids, mask, shown, processor)
         return Sequence(longer, mask=kept, media=media)
 
@@ -141,7 +143,7 @@ def load_score(
         else:
             row.require("prompt", "completion")
             text, shown = _shown(row, "prompt", processor)
-            short = [*_encode_prompt(row, tokenizer, text), *_encode_completion(row, tokenizer)]
+            short = [*_encode_prompt(row, tokenizer, text), *_encode_completion(row, tokenizer, text)]
             ids, _, media = _expanded(row, short, None, shown, processor)
         if not ids:
             raise row.error("the sequence has no tokens; a sequence needs at least one")
@@ -193,7 +195,7 @@ def _shown(row: Row, key: str, processor: Processor | None) -> tuple[Any, Shown]
         given = _messages(row, key)
     if processor is None:
         _refuse_media(row, given if is_chat else [])
-        return given, Shown()
+        return [_as_string(row, message) for message in given] if is_chat else given, Shown()
     with row.told():
         finder = Finder(row.values, row.path.parent)
         return (finder.messages(given), finder.all()) if is_chat else (given, finder.rest())
@@ -207,6 +209,18 @@ def _refuse_media(row: Row, messages: Seq[Message]) -> None:
             raise row.error(
                 f"the row has {kind}s, but this model reads text only; drop them, or give a model that sees"
             )
+
+
+def _as_string(row: Row, message: Message) -> Message:
+    """The message with its parts of text put together: templates of models that read text only write strings."""
+    content = message["content"]
+    if not isinstance(content, list):
+        return message
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    for part, text in zip(content, texts, strict=True):
+        if not isinstance(text, str):
+            raise row.error(f'a content part is {part!r:.80}; expected {{"type": "text", "text": ...}}')
+    return {**message, "content": "".join(map(str, texts))}
 
 
 def _expanded(
@@ -242,11 +256,17 @@ def _encode_prompt(row: Row, tokenizer: Tokenizer | None, prompt: str | list[Mes
     return _render(row, tokenizer, prompt, continue_final_message=continued, add_generation_prompt=not continued)
 
 
-def _encode_completion(row: Row, tokenizer: Tokenizer | None) -> list[int]:
+def _encode_completion(row: Row, tokenizer: Tokenizer | None, prompt: str | list[Message]) -> list[int]:
+    """As it stands behind a prompt that is a string: some tokenizers write a space in front of every text, which the row
+    does not have there. Behind messages it is a text of its own, as what the template writes for a turn."""
     completion = row.values["completion"]
     if not isinstance(completion, str):
         raise row.error(f"completion must be a string, not {json.dumps(completion, default=str):.80}")
     assert tokenizer is not None  # the prompt came first
+    for before in (prompt, "\n") if isinstance(prompt, str) else ():
+        start, whole = _encode_text(before, tokenizer), _encode_text(before + completion, tokenizer)
+        if whole[: len(start)] == start:
+            return whole[len(start) :]
     return tokenizer.encode(completion, add_special_tokens=False)
 
 
@@ -281,11 +301,23 @@ def _messages(row: Row, key: str) -> list[Message]:
     return messages
 
 
+def _opening(row: Row, tokenizer: Tokenizer, earlier: list[Message], message: Message, through: list[int]) -> list[int]:
+    """What the template writes before the text of an assistant's turn, `through` being all up to the turn's end."""
+    if earlier:
+        return _render(row, tokenizer, earlier, add_generation_prompt=True)
+    parts = isinstance(message["content"], list)
+    texts: list[Any] = [[{"type": "text", "text": text}] if parts else text for text in "ab"]
+    others = [_render(row, tokenizer, [{**message, "content": text}]) for text in texts]
+    shared = takewhile(lambda ids: len(set(ids)) == 1, zip(through, *others, strict=False))
+    return [ids[0] for ids in shared]
+
+
 def _conversation(row: Row, tokenizer: Tokenizer, messages: list[Message]) -> tuple[list[int], list[bool]]:
     """The whole conversation's ids, and its mask: trained where an assistant speaks.
 
-    A turn begins where the template's rendering of what came before it, with the generation prompt, ends; and it ends
-    where its own rendering does, or before that at its EOS (what the template writes after an EOS no model produces).
+    A turn begins where the template's rendering of what came before it, with the generation prompt, ends, or in the first
+    message where turns of other texts begin to differ; and it ends where its own rendering does, or before that at its EOS
+    (what the template writes after an EOS no model produces).
     Both must be beginnings of the whole: a template that writes a turn otherwise once more follows is refused.
     """
     ids = _render(row, tokenizer, messages)
@@ -293,12 +325,17 @@ def _conversation(row: Row, tokenizer: Tokenizer, messages: list[Message]) -> tu
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _render(row, tokenizer, messages[:turn], add_generation_prompt=True) if turn else []
         through = _render(row, tokenizer, messages[: turn + 1])
-        if ids[: len(before)] != before or ids[: len(through)] != through or len(before) > len(through):
+        before = _opening(row, tokenizer, messages[:turn], message, through)
+        why = ""
+        if ids[: len(through)] != through:
+            why = "writes this turn differently once more messages follow it"
+        elif through[: len(before)] != before:
+            why = "opens a turn with a generation prompt that it does not write before this one"
+        if why:
             raise row.error(
-                f"message {turn} (assistant): the chat template writes this turn differently once more messages follow "
-                'it, so its tokens cannot be told apart; give one row a turn: {"prompt": messages, "completion": text}'
+                f"message {turn} (assistant): the chat template {why}, so its tokens cannot be told apart; give one row a "
+                'turn: {"prompt": messages, "completion": text}'
             )
         end = len(through)
         if tokenizer.eos_token_id in ids[len(before) : end]:

@@ -1,13 +1,14 @@
 """Sampling by a model's own `generate`: the same tokens as the embedded sampler draws, whatever the number of ranks."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import OlmoeConfig
 
-from dovetail.batch import PackedBatch
+from dovetail.batch import PackedBatch, Sequence
 from dovetail.build.engine import EngineOptions, from_pretrained, make_mesh
 from dovetail.build.sampling import Backend, backend_layout, make_sampler
 from dovetail.errors import CheckpointError, ModelError
@@ -17,13 +18,15 @@ from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.transformers import TransformersSampler
 from dovetail.weights.pretrained import Pretrained
 from tests.harness import run
-from tests.hf.families import TEXT
-from tests.hf.sights import stored_name, tiny_sighted
-from tests.parity.configs import tiny, tiny_model
+from tests.hf.families import TEXT, WORDS
+from tests.hf.sights import CLIP, FILM, SMALL, Rows, save_sighted, sights, stored_name, tiny_sighted
+from tests.hf.test_other_families import small
+from tests.parity.configs import VOCAB, tiny, tiny_model
 from tests.tolerances import MODEL_FP32
 
 PROMPTS = [Prompt(0, (3, 4, 5, 6)), Prompt(1, (9,)), Prompt(5, (7, 8, 9, 10, 11, 12, 13))]
 PARAMS = SamplingParams(samples=3, max_new_tokens=9, seed=7, step=2, stop_ids=(1, 2, 11, 30, 50, 90))
+BESIDE: Rows = ((2, CLIP, 3, SMALL, 2), (3, SMALL, 5), (2, FILM, 4), (7,))
 
 
 def sampled(path: Path, backend: Backend) -> tuple[list[Completion], float]:
@@ -76,6 +79,77 @@ def test_a_family_that_only_transformers_knows(tmp_path: Path) -> None:
     source = Pretrained.open(tmp_path)
     with pytest.raises(ModelError, match=r"not gemma3_text; set rollout\.backend=transformers"):
         backend_layout(source, Layout(), "native")
+
+
+def chosen_by(path: Path, backend: Backend, layout: Layout) -> dict[str, torch.Tensor]:
+    """The biases of a bfloat16 sampler's routers after a refill from a bfloat16 engine."""
+    source = Pretrained.open(path, "native" if backend == "native" else "transformers")
+    options = EngineOptions(engine="native" if backend == "native" else "transformers")
+    engine = from_pretrained(path, layout=layout, device="cpu", dtype=torch.bfloat16, options=options)
+    within = backend_layout(source, engine.mesh.layout, backend)
+    sampler = make_sampler(source, make_mesh(within, torch.device("cpu")), torch.bfloat16, backend)
+    sampler.refill(engine.weights(sampler.dtype))
+    return {name: x for name, x in sampler.model.named_buffers() if name.endswith("e_score_correction_bias")}
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    [("native", Layout()), ("native", Layout(pp=2)), ("transformers", Layout()), ("transformers", None)],
+)
+def test_what_routers_choose_by_is_not_rounded(backend: Backend, layout: Layout | None, tmp_path: Path) -> None:
+    """Biases far from 0 differ by less than bfloat16 tells apart."""
+    config = small("deepseek_v3" if layout else "dots1")
+    config.attention_dropout = 0.0
+    model = tiny_model(config)
+    listed = {name: x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    assert listed
+    for number, bias in enumerate(listed.values()):
+        bias.copy_(5.0 + 0.01 * torch.arange(len(bias)) + 0.001 * number)
+    model.save_pretrained(tmp_path)
+    for found in run(1 if layout is None else layout.pp, chosen_by, tmp_path, backend, layout or Layout()):
+        assert found.keys() == listed.keys()
+        assert all(torch.equal(found[name], bias) for name, bias in listed.items())
+
+
+def test_the_config_has_no_say_in_what_is_drawn() -> None:
+    """Its end ends nothing that the call does not end, and its options of `generate` do nothing."""
+    plain, ended = (tiny_model(TEXT["gemma3"]()) for _ in range(2))
+    vars(ended.config).update(eos_token_id=list(range(40, 90)), guidance_scale=2.0, min_new_tokens=9)
+    found = []
+    for model in (plain, ended):
+        sampler = TransformersSampler(model.config.to_dict(), Mesh.solo(), torch.float32)
+        sampler.refill(model.state_dict().items())
+        found.append([sampler.sample(PROMPTS, replace(PARAMS, stop_ids=stops)) for stops in ((), PARAMS.stop_ids)])
+    assert found[0] == found[1]
+
+
+def sighted(family: str, folder: Path) -> tuple[list[Prompt], list[Completion], float]:
+    """Completions of `BESIDE`, and how far their log-probs are from those of the engine, which takes each row as it is."""
+    save_sighted(family, folder)
+    source, batch = Pretrained.open(folder), sights(family, BESIDE)
+    engine = from_pretrained(folder, device="cpu", options=EngineOptions(engine="transformers"))
+    sampler = make_sampler(source, Mesh.solo(), torch.float32, "transformers")
+    sampler.refill(engine.weights(sampler.dtype))
+    rows = enumerate(zip(batch.tokens.split(batch.lengths), batch.media, strict=True))
+    prompts = [Prompt(row, ids.tolist(), media) for row, (ids, media) in rows]
+    found = sampler.sample(prompts, replace(PARAMS, samples=2, max_new_tokens=5, banned_ids=tuple(range(WORDS, VOCAB))))
+    whole = [Sequence((*prompts[c.row].ids, *c.ids), media=prompts[c.row].media) for c in found]
+    stats = engine.score(PackedBatch.pack(whole))
+    worst = 0.0
+    for c, scored in zip(found, stats.logprob.split([len(row.ids) for row in whole]), strict=True):
+        mine = torch.tensor(c.log_probs)
+        worst = max(worst, float((scored[-len(mine) - 1 : -1] - mine).abs().max()))
+    return prompts, found, worst
+
+
+@pytest.mark.parametrize("family", ["glm4v", pytest.param("glm4v_moe", marks=pytest.mark.soak)])
+def test_images_beside_videos_whose_tokens_are_images(family: str, tmp_path: Path) -> None:
+    """Also in one row; transformers itself takes images or videos, not both."""
+    ((prompts, found, distance),) = run(1, sighted, family, tmp_path)
+    kinds = [set(prompt.media or ()) & {"pixel_values", "pixel_values_videos"} for prompt in prompts]
+    assert sorted(map(len, kinds)) == [0, 1, 1, 1, 2]
+    assert len(found) == 2 * len(prompts)
+    assert distance <= MODEL_FP32
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -87,6 +87,18 @@ def test_messages_go_through_the_template(tmp_path: Path) -> None:
     assert spelled(continued.ids) == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\nIt is"
 
 
+def test_parts_of_text_are_written_as_text(tmp_path: Path) -> None:
+    """Templates of models that read text only would write the list itself."""
+    parts = {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?", "image": None}]}
+    path = write(tmp_path, {"prompt": [parts], "answer": 4}, {"prompt": [USER], "answer": 4})
+    given, plain = load_prompts(path, PLAIN, LIMITS)
+    assert (given.ids, given.prompt) == (plain.ids, plain.prompt)
+    for part in ({"type": "text"}, {"type": "audio", "audio": "a.wav"}, "2+2?"):
+        path = write(tmp_path, {"prompt": [{"role": "user", "content": [part]}], "answer": 4})
+        with pytest.raises(DataError, match=r'rows.jsonl:1: a content part is .*; expected \{"type": "text"'):
+            load_prompts(path, PLAIN, LIMITS)
+
+
 def test_rows_to_generate_from_need_no_answer(tmp_path: Path) -> None:
     path = write(tmp_path, {"prompt": "a"}, {"input_ids": [5, 6], "id": "ids"})
     text, ids = load_prompts(path, PLAIN, LIMITS, answers=False)
@@ -104,6 +116,28 @@ def test_sft_trains_the_completion_and_one_eos(tmp_path: Path, prompt: object) -
     assert spelled(row.ids, row.mask) == " 4<|im_end|>"
     assert row.mask is not None
     assert list(row.mask) == sorted(row.mask), "the trained tokens come last"
+
+
+def test_an_eos_that_the_row_writes_is_the_only_one(tmp_path: Path) -> None:
+    (row,) = load_sft(write(tmp_path, {"prompt": "2+2?", "completion": " 4<|im_end|>"}), PLAIN, LIMITS)
+    assert spelled(row.ids) == "2+2? 4<|im_end|>"
+    assert spelled(row.ids, row.mask) == " 4<|im_end|>"
+
+
+@pytest.mark.parametrize("prompt", ["2+2=", "2+2", ""])
+@pytest.mark.parametrize("completion", ["4", " 4", "=4"])
+def test_no_space_comes_between_a_prompt_and_its_completion(tmp_path: Path, prompt: str, completion: str) -> None:
+    """Tokenizers such as Llama 2's put a space in front of every text; those of the second prompt merge it with `=4`."""
+    pieces = ["<unk>", "</s>", "\u2581", "2", "+", "=", "4", "\n", "2=", "\u25812", "\u25814"]
+    merges = [("2", "="), ("\u2581", "2"), ("\u2581", "4")]
+    inner = Tokenizer(models.BPE(vocab={x: i for i, x in enumerate(pieces)}, merges=merges, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    inner.decoder = decoders.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>")
+    path = write(tmp_path, {"prompt": prompt, "completion": completion})
+    (scored,), (trained,) = load_score(path, tokenizer, LIMITS), load_sft(path, tokenizer, LIMITS)
+    assert scored.ids == tuple(trained.ids[:-1])
+    assert tokenizer.decode(scored.ids) == (prompt + completion).removeprefix(" ")
 
 
 def test_sft_with_nothing_before_or_nothing_after(tmp_path: Path) -> None:
@@ -134,6 +168,23 @@ def test_a_template_without_eos_trains_the_whole_turn(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(eos="</s>")
     (row,) = load_sft(write(tmp_path, {"messages": [USER, ASSISTANT]}), tokenizer, LIMITS)
     assert spelled(row.ids, row.mask) == "It is 4<|im_end|>\n"
+
+
+def test_a_conversation_that_an_assistant_opens_trains_no_header(tmp_path: Path) -> None:
+    """Nor what a template says before a conversation without a system message."""
+    system = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}"
+    path = write(tmp_path, {"messages": [ASSISTANT, USER, ASSISTANT]})
+    (row,) = load_sft(path, make_tokenizer(template=system + CHATML), LIMITS)
+    assert spelled(row.ids).startswith("<|im_start|>system\nHelp.<|im_end|>\n<|im_start|>assistant\nIt is 4")
+    assert spelled(row.ids, row.mask) == "It is 4<|im_end|>It is 4<|im_end|>"
+
+
+def test_a_generation_prompt_that_no_turn_has_is_named(tmp_path: Path) -> None:
+    thinking = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:1: message 1 \(assistant\).*opens a turn with a generation prompt"
+    ):
+        load_sft(write(tmp_path, {"messages": [USER, ASSISTANT]}), make_tokenizer(template=thinking), LIMITS)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from dovetail.pipeline.partition import stage_costs
 from dovetail.pipeline.schedule import make_plan
 from dovetail.routing import RoutingTrace
 from dovetail.tokenstats import TokenStats
-from dovetail.weights.pieces import local_tensor, reshard
+from dovetail.weights.pieces import local_tensor, parameters_in, reshard
 from dovetail.weights.pretrained import Origin
 from dovetail.weights.save import save
 from dovetail.weights.stream import Export, export, stream
@@ -194,8 +194,11 @@ class NativeEngine:
         check_replicas(self._here, self.mesh, self._optimizer)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor in `dtype`, default: its saved one) of every parameter, a bounded bucket at a time."""
-        dtype_of = self.origin.dtype_of if dtype is None else lambda _: dtype
+        """(HF name, whole tensor in `dtype`, default: its saved one) of every parameter, a bounded bucket at a time.
+
+        Buffers, such as biases that routers choose by, keep their own dtype.
+        """
+        dtype_of = self.origin.dtype_of if dtype is None else parameters_in(dtype, self._here)
         return stream(self._here, self.mesh, dtype_of=dtype_of, listed=self.origin.listed)
 
     def save_pretrained(self, path: Path | str) -> None:

@@ -245,6 +245,33 @@ def kinds_of(tokens: Tensor, config: "transformers.PreTrainedConfig") -> Tensor:
     return kinds + 2 * (tokens == config.video_token_id).long()
 
 
+def as_images(tokens: Tensor, media: Media, config: "transformers.PreTrainedConfig") -> Media:
+    """One sequence's images and its videos' frames, all as images in the order of their runs of tokens [n].
+
+    For families whose videos are image tokens: transformers gives features to all of them or to none. Raises DataError.
+    """
+    codes = [code for code in kinds_of(tokens, config).unique_consecutive().tolist() if code]
+    frames = {kind.code: _frames(media, kind) for kind in KINDS}
+    for kind in KINDS:
+        if codes.count(kind.code) != len(frames[kind.code]):
+            raise DataError(
+                f"a prompt has {codes.count(kind.code)} runs of {kind.name} tokens, but {len(frames[kind.code])} images or "
+                "frames for them; give it the tokens and the media that the processor made together, uncut"
+            )
+    left = {code: iter(each) for code, each in frames.items()}
+    pixels, grids = zip(*(next(left[code]) for code in codes), strict=True)
+    image = KINDS[0]
+    return {image.pixels: torch.cat(pixels), image.grid: torch.tensor(grids)}
+
+
+def _frames(media: Media, kind: Kind) -> list[tuple[Tensor, tuple[int, int, int]]]:
+    """The patches and the grid of each frame of all images, or of all videos."""
+    if kind.grid not in media:
+        return []
+    grids = [(1, h, w) for frames, h, w in media[kind.grid].tolist() for _ in range(frames)]
+    return list(zip(media[kind.pixels].split([h * w for _, h, w in grids]), grids, strict=True))
+
+
 def _sequences(batch: PackedBatch) -> Iterator[tuple[Tensor, Media | None]]:
     """Tokens, on the host, and media of each sequence."""
     media = batch.media or (None,) * batch.num_sequences

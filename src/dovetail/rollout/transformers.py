@@ -5,6 +5,7 @@ is ours: a logits processor draws it from counter-based noise, as the embedded s
 possible one.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from dovetail.dealing import plan_microbatches
 from dovetail.errors import CheckpointError, ModelError, listing
 from dovetail.hf.model import OLD_STEMS, group_even_experts, is_sighted, known_config, renamed
 from dovetail.hf.remote import is_foreign
-from dovetail.hf.vision import kinds_of
+from dovetail.hf.vision import as_images, family_of, kinds_of
 from dovetail.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams, check_prompts
 from dovetail.rollout.draw import draw
@@ -49,6 +50,8 @@ class TransformersSampler:
         kind = transformers.AutoModelForImageTextToText if sighted else transformers.AutoModelForCausalLM
         model: transformers.PreTrainedModel = kind.from_config(known, dtype=dtype)
         group_even_experts(model)
+        _widen_choices(model)
+        model.generation_config = transformers.GenerationConfig()  # generate fills in what a call leaves open
         self.model = model.to(mesh.device).eval().requires_grad_(False)
         self.vocab_size: int = known.get_text_config().vocab_size
         self._filled = False
@@ -134,11 +137,15 @@ class TransformersSampler:
         if not seen:
             return {}
         start_reading(seen)
+        kinds = kinds_of(ids, self.model.config)
+        if family_of(self.model.config).marks:
+            shown = [(row, prompt.media) for row, prompt in zip(ids, rows, strict=True) if prompt.media is not None]
+            seen, kinds = [as_images(row, media, self.model.config) for row, media in shown], kinds.clamp(max=1)
         names = {name: None for media in seen for name in media}
         found = {name: torch.cat([media[name] for media in seen if name in media]) for name in names}
         found = {name: x.to(self.dtype) if name.startswith("pixel") else x for name, x in found.items()}
         if hasattr(self.model.model, "get_rope_index"):
-            found["mm_token_type_ids"] = kinds_of(ids, self.model.config)
+            found["mm_token_type_ids"] = kinds
         return {name: x.to(self.mesh.device) for name, x in found.items()}
 
     def _places(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -155,6 +162,16 @@ class TransformersSampler:
         if not self._filled:
             raise CheckpointError("the sampler holds no weights; call refill(engine.weights()) before sample()")
         check_prompts(prompts, self.vocab_size)
+
+
+def _widen_choices(model: transformers.PreTrainedModel) -> None:
+    """Hold in float32 what transformers keeps so whatever dtype it loads: biases that routers choose by, for instance."""
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel):
+            wide = [re.compile(rf"(^|\.)({name})($|\.)") for name in part._keep_in_fp32_modules_strict or ()]
+            for name, tensor in (*part.named_parameters(), *part.named_buffers()):
+                if any(pattern.search(name) for pattern in wide):
+                    tensor.data = tensor.data.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _experts(name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -69,6 +69,14 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffers[name] for name in model.state_dict(keep_vars=True) if name in buffers} if buffers else {}
 
 
+def parameters_in(dtype: torch.dtype, model: nn.Module) -> Dtypes:
+    """The `Dtypes` that computes products in `dtype`: buffers keep their own, since rounding what routers choose by changes
+    the choice."""
+    stored: Callable[[str], str] = model.stored_name if isinstance(model, StagedModel) else str
+    kept = {stored(name) for name in kept_buffers(model)}
+    return lambda name: None if name in kept else dtype
+
+
 def local_tensor(x: Tensor) -> Tensor:
     """The part of a tensor that lies on this rank."""
     return x.to_local() if isinstance(x, DTensor) else x
