@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # they are public
 
-from dovetail.errors import ConfigError, LayoutError, SecondaryFailure
+from dovetail.errors import ConfigError, LayoutError, MachineError, SecondaryFailure
 from dovetail.mesh import PATIENCE
 
 BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
@@ -154,7 +154,17 @@ def _meet() -> tuple[Store, int, int]:
             f"RANK and WORLD_SIZE say that a launcher started this process, but {' and '.join(missing)} is not set; set "
             "it, start with torchrun, or unset RANK to have dovetail start its own ranks"
         )
-    store, rank, world = next(rendezvous("env://", timeout=PATIENCE))
+    place, port = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not (port.isdecimal() and int(port) < 1 << 16):
+        raise ConfigError(f"MASTER_PORT={port}: expected a whole number below 65536, a port of MASTER_ADDR={place}")
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=PATIENCE))
+    except dist.DistError as error:
+        reason = str(error).partition("\n")[0]
+        raise MachineError(
+            f"the ranks could not meet at MASTER_ADDR={place}, MASTER_PORT={port}: {reason}\nstart all of them again, with a "
+            "port that nobody listens at and an address that all machines reach"
+        ) from error
     return store, rank, world
 
 

@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from transformers import Qwen3MoeConfig
 
 from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.errors import ModelError
 from dovetail.layout import Layout
 from tests.harness import run
 from tests.hf.families import TEXT
-from tests.parity.configs import tiny_model
+from tests.parity.configs import EXPERTS, tiny, tiny_model
 from tests.parity.reference import make_batch, objective
 from tests.probe import PROBE, gradients
 from tests.tolerances import GRAD_RATIO_FP32, MODEL_FP32, worst_error, worst_ratio
@@ -49,3 +51,21 @@ def test_edge_case_45(
     for error, stray in run(layout.num_ranks, figures, tmp_path, layout, engine, recompute):
         assert error <= MODEL_FP32
         assert stray <= GRAD_RATIO_FP32
+
+
+def refused(folder: Path) -> str:
+    """Why a model whose layers all have experts has no tiles."""
+    with pytest.raises(ModelError) as caught:
+        from_pretrained(folder, layout=Layout(pp=2), device="cpu", options=EngineOptions(mlp_tile_tokens=TILE))
+    return str(caught.value)
+
+
+def test_a_stage_may_have_no_dense_mlp(tmp_path: Path) -> None:
+    """One rank alone refused, and the others waited for it: of two stages the first has the dense layer, if any has."""
+    for name, dense in (("some", [0]), ("none", [])):
+        config = tiny(Qwen3MoeConfig, **EXPERTS, head_dim=16, mlp_only_layers=dense, num_hidden_layers=2)
+        tiny_model(config).save_pretrained(tmp_path / name)
+    for error, stray in run(2, figures, tmp_path / "some", Layout(pp=2), "native", "none", timeout=60):
+        assert error <= MODEL_FP32
+        assert stray <= GRAD_RATIO_FP32
+    assert all("no MLP of up_proj and down_proj alone" in told for told in run(2, refused, tmp_path / "none"))

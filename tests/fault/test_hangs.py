@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from dovetail.cli import supervisor
 from dovetail.watch.progress import LIMITS, read_state
 from dovetail.watch.system import children_of
 from tests.commands.program import here, make_model, start, write_recipe, write_rows
@@ -89,6 +91,28 @@ def test_ranks_that_part_in_a_collective_are_told_apart(kind: str, tmp_path: Pat
     assert err.count("stack of rank") >= 2
     assert "rank.py" in err
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ranks are found by /proc")
+def test_a_rank_that_cannot_be_killed_is_told_and_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One that waits inside a driver: the report of the hang that it caused came only when the driver let it go."""
+    ranks = supervisor._Ranks(tmp_path, LIMITS, supervisor._Stop())
+    rank = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    ranks.add(rank)
+    monkeypatch.setattr(supervisor, "KILLED_SECONDS", 0.5, raising=False)
+    with monkeypatch.context() as patch:
+        for name in ("kill", "killpg"):
+            patch.setattr(os, name, lambda *_: None)
+        for _ in range(2):
+            kill = threading.Thread(target=ranks.kill, daemon=True)
+            kill.start()
+            kill.join(20)
+            assert not kill.is_alive(), "it waits for what never comes"
+    assert capfd.readouterr().err.count(f"not gone after 0.5 s: pid {rank.pid};") == 1
+    ranks.kill()
+    assert rank.poll() is not None
 
 
 GRADER = """

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is public
 
 from dovetail import launch
+from dovetail.errors import ConfigError, MachineError
 from tests.commands.program import here, refusal
 from tests.fault.processes import SECONDS, all_gone, waited
 
@@ -202,6 +203,43 @@ def test_product_other_than_the_launchers_ranks_is_refused_by_rank_0_alone(start
         "change the degrees or the number of ranks"
     )
     assert told == {"0": (2, "", message), "1": (2, "", "")}
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_one_signal_ends_a_rank_that_waits_for_others_to_join(number: int, code: int, tmp_path: Path) -> None:
+    """Its main thread is inside torch, where no handler runs, and waited for ten minutes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = tmp_path / "program.py"
+    program.write_text("from dovetail.cli import main as program\nprogram.UNWINDING_SECONDS = 2.0\nprogram.main()\n")
+    where = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    flags = ["score", "--model", "m", "--data", "d", "--out", "o", "--device", "cpu", "--layout", "dp=2"]
+    process = subprocess.Popen([sys.executable, str(program), *flags], env={**os.environ, **where}, cwd=tmp_path)
+    try:
+        assert waited(lambda: process.poll() is not None or _listens(port)), "it never came to wait"
+        process.send_signal(number)
+        assert process.wait(timeout=30) == code
+    finally:
+        process.kill()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as other:
+        return other.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize("port", ["abc", "99999", "taken"])
+def test_a_port_at_which_nobody_can_meet_is_told(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        given = str(other.getsockname()[1]) if port == "taken" else port
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": given}.items():
+            monkeypatch.setenv(name, value)
+        kind, words = (MachineError, "already in use") if port == "taken" else (ConfigError, "a whole number below")
+        with pytest.raises(kind, match=f"MASTER_PORT={given}.*{words}"):
+            launch._meet()
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="a CUDA device is here")

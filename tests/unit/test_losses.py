@@ -261,6 +261,17 @@ def test_the_value_loss(clip: float | None) -> None:
         assert 0 < clipped == float(loss.metrics["value_clip_fraction"].total)
 
 
+def test_values_that_moved_little_are_not_clipped() -> None:
+    """A fresh head's: smaller than what they moved by, so that float32 does not give them back from the old ones."""
+    draw = torch.Generator().manual_seed(0)
+    ids = [1] * 1001
+    old, values, goal = (0.03 * torch.randn(len(ids), generator=draw) for _ in range(3))
+    batch = PackedBatch.pack([ids]).with_fields(old_value=old, **{"return": goal})
+    loss = ValueLoss(0.2)(values, batch)
+    assert float(loss.metrics["value_clip_fraction"].total) == 0
+    assert torch.equal(loss.total, ValueLoss(None)(values, batch).total)
+
+
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_gradients_equal_finite_differences(name: str) -> None:
     batch = counted(full_batch("sequence"))

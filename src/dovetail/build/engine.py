@@ -229,7 +229,9 @@ def _spare_memory(model: StagedModel, mesh: Mesh, options: EngineOptions) -> Non
                 "mlp_tile_tokens forgets what activation_checkpointing=light (in the library recompute) keeps; set that to "
                 "selective or full"
             )
-        tile_mlps(model.text, options.mlp_tile_tokens)
+        spec = model.spec  # of all stages: where one alone refused, the others would wait for it
+        dense = isinstance(spec, ArchSpec) and not all(map(spec.is_moe, range(spec.depth)))
+        tile_mlps(model.text, options.mlp_tile_tokens, elsewhere=dense)
     if options.offload_activations:
         if options.recompute == "none":
             raise ConfigError(

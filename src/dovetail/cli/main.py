@@ -41,7 +41,7 @@ def main() -> NoReturn:
     stop = _Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop.unwind)
-    end_at_second_signal()
+    end_at_second_signal(stop.unwind, UNWINDING_SECONDS)
     stop.me = me = Membership.take()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -14,9 +14,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import IO, NamedTuple
 
 from dovetail.errors import ConfigError
@@ -28,6 +29,8 @@ DEFECT, USER_ERROR, INTERRUPTED, STOPPED = 1, 2, 130, 143  # exit codes
 SAME_WISH_SECONDS = 1.0  # a rank may get one signal twice, straight and by its launcher
 UNWINDING_SECONDS = 1.5  # after the second signal, for what is half-written to be removed
 LOOK_SECONDS = 0.5
+
+Handler = Callable[[int, FrameType | None], object]
 
 
 class RankFiles(NamedTuple):
@@ -99,26 +102,38 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def end_at_second_signal() -> None:
+def end_at_second_signal(unwind: Handler, seconds: float) -> None:
     """Have a second SIGTERM or SIGINT end this process soon, even where its main thread never returns to Python.
 
-    The interpreter notes signals in a pipe as they come, in whatever thread; handlers run in the main thread alone.
+    The interpreter notes signals in a pipe as they come, in whatever thread; handlers run in the main thread alone. The
+    first signal ends it, too, where `unwind` is what handles it and has not begun after so many seconds, such as in a rank
+    that waits for others to join it: nobody may be there to ask again.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=_count_signals, args=(reader,), daemon=True).start()
+    threading.Thread(target=_count_signals, args=(reader, unwind, seconds), daemon=True).start()
 
 
-def _count_signals(reader: int) -> None:
+def _count_signals(reader: int, unwind: Handler, seconds: float) -> None:
     first = None
     while True:
         numbers = [number for number in os.read(reader, 1) if number in (signal.SIGTERM, signal.SIGINT)]
+        if first is None and numbers and signal.getsignal(numbers[0]) == unwind:
+            end = threading.Timer(seconds, _end_unheard, [numbers[0], unwind])
+            end.daemon = True
+            end.start()
         if first is not None and numbers and ("RANK" not in os.environ or time.monotonic() - first > SAME_WISH_SECONDS):
             break
         first = time.monotonic() if numbers and first is None else first
     time.sleep(UNWINDING_SECONDS)
     os._exit(STOPPED)
+
+
+def _end_unheard(number: int, unwind: Handler) -> None:
+    """Where the handler that replaces itself when it begins is still there."""
+    if signal.getsignal(number) == unwind:
+        os._exit(INTERRUPTED if number == signal.SIGINT else STOPPED)
 
 
 def _watch_oneself(progress: Progress, limits: Mapping[Phase, float], done: threading.Event) -> None:

@@ -33,6 +33,7 @@ GRACE_SECONDS = 3.0  # after the first failure, for the others to notice
 STOP_SECONDS = 10.0  # after a rank has ended as it was told to, for the others to end, too
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 0.5  # between two looks at where the ranks are
+KILLED_SECONDS = 60.0  # for what is killed to be gone; its memory may have to be unpinned first
 STACK_SECONDS = 5.0  # for the ranks to write their stacks, at most; a stopped one is not waited for
 WRITING_SECONDS = 0.5  # from a stack's first frames to its last
 PAUSE_SECONDS, LONGEST_PAUSE = 1.0, 30.0  # before the first restart, doubled before each further one
@@ -160,6 +161,7 @@ class _Ranks:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.ended: dict[int, int] = {}  # exit codes, in the order in which they were seen
         self.first: list[int] = []  # the ranks that were seen failing first, together
+        self.left: set[int] = set()  # what was killed and is still there
         self.spared = system.children_of([os.getpid()])  # what runs below this process is not ours to end
         self.begun = time.monotonic()
         self.kills_before = system.out_of_memory_kills()
@@ -198,13 +200,21 @@ class _Ranks:
         return time.monotonic() + STOP_SECONDS if any(code in ASKED for code in self.ended.values()) else None
 
     def kill(self) -> None:
-        """End every rank that still runs, with all that they started."""
+        """End every rank that still runs, with all that they started. Who cannot be killed is told, once, and left."""
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+        until = time.monotonic() + KILLED_SECONDS * (not self.left)
         for process in self.processes:
-            process.wait()
-        system.end_children(self.spared)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(until - time.monotonic(), 0.0))
+        left = system.end_children(self.spared, max(until - time.monotonic(), 1.0)) - self.left
+        if left:
+            self.left |= left
+            sys.stderr.write(
+                f"dovetail: killed, but not gone after {KILLED_SECONDS:g} s: pid {', '.join(map(str, sorted(left)))}; such a "
+                "process waits inside the kernel, for a driver or a file system, and keeps its device until that lets it go\n"
+            )
 
     def _collect(self) -> None:
         """Note who has ended. A rank that was told to stop stops the others; a failure is what starts the grace."""

@@ -88,14 +88,17 @@ class _Tiles(torch.autograd.Function):
         return dx, None, None, *given
 
 
-def tile_mlps(model: nn.Module, tokens: int) -> None:
-    """Have every dense MLP of a model's blocks run by tiles of that many tokens. Raises ModelError if there is none."""
+def tile_mlps(model: nn.Module, tokens: int, *, elsewhere: bool = False) -> None:
+    """Have every dense MLP of a model's blocks run by tiles of that many tokens. Raises ModelError if there is none.
+
+    elsewhere: other pipeline stages have some, so there need not be one here.
+    """
     found = [
         (block, mlp) for block in model.modules() if (mlp := block._modules.get("mlp")) is not None and _dense(mlp)
     ]
     for block, mlp in found:
         block.add_module("mlp", Tiled(mlp, tokens))
-    if not found:
+    if not found and not elsewhere:
         raise ModelError(
             f"mlp_tile_tokens={tokens}, but the model has no MLP of up_proj and down_proj alone; leave it out or set 0"
         )

@@ -155,7 +155,9 @@ class ValueLoss:
         metrics = {"value_error": _metric(loss), "value_mean": _metric(values), "return_mean": _metric(target)}
         if self.clip is not None:
             old = batch.fields["old_value"]
-            near = old + (values - old).clamp(-self.clip, self.clip)
+            moved = values - old
+            # where it did not move far it is itself: old + moved would be another by a rounding, and count as clipped
+            near = torch.where(moved.abs() > self.clip, old + moved.clamp(-self.clip, self.clip), values)
             clipped = (near - target) ** 2
             metrics["value_clip_fraction"] = _metric(clipped > loss)
             loss = torch.maximum(loss, clipped)

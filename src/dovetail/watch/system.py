@@ -5,9 +5,11 @@ Linux tells by /proc and prctl. Elsewhere each function gives the answer that co
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -73,13 +75,18 @@ def die_with_parent() -> None:
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
-def end_children(spared: Iterable[int] = ()) -> None:
-    """Kill every process below this one, but for `spared` and what they started, until there is none."""
-    kept = set(spared) | children_of(spared)
+def end_children(spared: Iterable[int] = (), seconds: float = math.inf) -> set[int]:
+    """Kill every process below this one, but for `spared` and what they started, until there is none. Those that are left
+    after so many seconds wait inside the kernel, and end when that lets them.
+    """
+    kept, until = set(spared) | children_of(spared), time.monotonic() + seconds
     while left := {pid for pid in children_of([os.getpid()]) - kept if kernel_state(pid) not in ("Z", "X")}:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > until:
+            return left
+    return set()
 
 
 def _stat(pid: int) -> list[str]:
