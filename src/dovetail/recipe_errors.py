@@ -97,6 +97,8 @@ def _line(key: str, details: list[ErrorDetails], known: Mapping[str, Key]) -> st
             f"; that one is {{{', '.join(f'{name}: {scalar(value)}' for name, value in keys.items())}}}" if keys else ""
         )
         return f"{key}.name is {tag!r}; expected one of {first['ctx']['expected_tags']}{hint}"
+    if first["type"] == "invalid_key":
+        return f"{key}: the key {first['input']!r} is not text; expected the name of a key"
     if first["type"] in ("model_type", "model_attributes_type"):
         return f"{key or 'the recipe'} is {first['input']!r}; expected a mapping of keys"
     expected = [_expected(detail["msg"]) for detail in details]

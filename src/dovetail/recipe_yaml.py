@@ -54,8 +54,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
     value = _parse(text, f"recipe {str(path)!r}")
     if value is None:
         return {}
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+    if not isinstance(value, dict):
         raise ConfigError(f"recipe {str(path)!r} holds a {type(value).__name__}; expected a mapping of sections")
+    for key in value:
+        if not isinstance(key, str):
+            raise ConfigError(f"recipe {str(path)!r}: the key {key!r} is not text; expected the name of a section")
     return value
 
 

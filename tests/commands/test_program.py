@@ -89,6 +89,9 @@ def test_a_product_other_than_the_launchers_ranks_names_both_numbers(model: Path
             "RANK=0 and WORLD_SIZE=two: expected whole numbers, RANK below WORLD_SIZE",
         ),
         ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR and MASTER_PORT is not set; set it, start with torchrun"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK=one and WORLD_SIZE=2: expected whole numbers"),
+        ({"RANK": "", "WORLD_SIZE": ""}, "RANK= and WORLD_SIZE=: expected whole numbers"),
+        ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK=3 and WORLD_SIZE=2: expected whole numbers, RANK below WORLD_SIZE"),
     ],
 )
 def test_half_a_launcher_is_refused(env: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +107,10 @@ def test_a_rank_without_a_world_is_no_launcher(model: Path, tmp_path: Path, monk
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5]}])
     assert here("score", "--model", model, "--data", rows, "--out", tmp_path / "o") == (0, "", "")
+    monkeypatch.setenv("RANK", "3")  # and speaks for itself
+    assert "no such data file" in refusal(
+        here("score", "--model", model, "--data", "none.jsonl", "--out", tmp_path / "o")
+    )
 
 
 def test_unknown_commands_and_flags() -> None:

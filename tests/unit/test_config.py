@@ -177,6 +177,8 @@ def test_all_mistakes_come_together() -> None:
     [
         ("model: [", "is not valid YAML"),
         ("- a", "holds a list; expected a mapping of sections"),
+        ("on: 2", "recipe.yaml': the key True is not text; expected the name of a section"),  # as YAML reads it
+        (yaml.safe_dump({**SMALLEST, "optim": {7: 2}}), "optim: the key 7 is not text; expected the name of a key"),
         ("optim: {lr: 1, lr: 2}", "the key 'lr' is given twice"),
         (
             "optim:\n  lr: 1\n  eps: 2\n  lr: 2\n",

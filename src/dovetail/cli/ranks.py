@@ -98,8 +98,11 @@ def ranks_given() -> int | None:
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for all ranks."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this process speaks for all ranks. One that is none of them, whatever its RANK says, speaks for itself."""
+    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE")
+    if world is None or not rank.isdecimal():
+        return True
+    return int(rank) == 0 or (world.isdecimal() and int(rank) >= int(world))
 
 
 def end_at_second_signal(unwind: Handler, seconds: float) -> None:
