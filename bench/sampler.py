@@ -25,7 +25,7 @@ from dovetail.mesh import Mesh
 from dovetail.rollout.base import Prompt, SamplingParams
 from dovetail.rollout.native import NativeSampler, SamplerOptions
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, int | bool]] = {
     "7b": {
         "vocab_size": 152064,
         "hidden_size": 3584,
@@ -33,6 +33,19 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_hidden_layers": 28,
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
+    },
+    "30b-a3b, 12 layers": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
     },
     "tiny": {
         "vocab_size": 1024,
@@ -77,7 +90,8 @@ class Contest:
     """The two models and the work that all do."""
 
     def __init__(self, shape: str, device: torch.device, dtype: torch.dtype, prompts: int, length: int) -> None:
-        config = transformers.Qwen2Config(**SHAPES[shape], max_position_embeddings=8192, tie_word_embeddings=False)
+        family = transformers.Qwen3MoeConfig if "num_experts" in SHAPES[shape] else transformers.Qwen2Config
+        config = family(**SHAPES[shape], max_position_embeddings=8192, tie_word_embeddings=False)
         torch.manual_seed(0)
         with device:
             self.hf = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dovetail.comm import sum_over
 from dovetail.errors import DataError
-from dovetail.kernels.reference import count_rows
+from dovetail.kernels.rows import count_rows
 from dovetail.mesh import Axis
 
 

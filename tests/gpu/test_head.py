@@ -1,8 +1,11 @@
 """The head on a CUDA device against float64: row kernels, log-probs, gradients, memory, and no waiting for the host."""
 
+import hashlib
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from tests.unit.head_memory import Policy
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 QWEN_7B = (3584, 152064)  # width and vocabulary
+EVEN = (40, 1000)
 ODD = (40, 1003)  # a vocabulary whose rows start at no multiple of 16 bytes
 
 
@@ -77,7 +81,9 @@ def test_the_row_kernels_are_chosen_and_equal_the_reference() -> None:
 
 @pytest.mark.parametrize("loss", [ByToken(), BySequence()], ids=["three products", "four products"])
 @pytest.mark.parametrize("temperature", [None, 0.4], ids=["plain", "temperature"])
-@pytest.mark.parametrize(("sizes", "tokens", "chunk"), [(ODD, 200, 64), (QWEN_7B, 384, 100)], ids=["odd", "7B"])
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "chunk"), [(ODD, 200, 64), (EVEN, 200, 64), (QWEN_7B, 384, 100)], ids=["odd", "even", "7B"]
+)
 def test_head_against_float64(
     sizes: tuple[int, int], tokens: int, chunk: int, temperature: float | None, loss: ByToken
 ) -> None:
@@ -94,7 +100,8 @@ def test_head_against_float64(
         assert_close(got, true, OP_BF16, what)
 
 
-def test_old_log_probs_and_an_update_see_the_same_bits() -> None:
+@pytest.mark.parametrize("sizes", [ODD, EVEN], ids=str)
+def test_old_log_probs_and_an_update_see_the_same_bits(sizes: tuple[int, int]) -> None:
     seen = []
 
     class Keep(ByToken):
@@ -102,7 +109,7 @@ def test_old_log_probs_and_an_update_see_the_same_bits() -> None:
             seen.append(stats.logprob.detach().clone())
             return super().__call__(stats, batch)
 
-    x, shard, batch = made(300, ODD, 64, None)
+    x, shard, batch = made(300, sizes, 64, None)
     old = fused_token_stats(x, shard, batch).logprob
     totals = [fused_loss(x, shard, batch, Keep()).total for _ in range(2)]
     first, second = (torch.autograd.grad(total, (x, shard.weight)) for total in totals)
@@ -145,6 +152,62 @@ def test_a_product_that_takes_statistics(sizes: tuple[int, int, int], temperatur
     nothing, again = head_products().logit_stats(*given, keep=False)
     assert nothing is None and torch.equal(again, stats), "what is scored is not what is trained"
     assert torch.equal(head_products().logit_stats(*given, keep=False)[1], stats)
+    order = torch.roll(torch.randperm(n, device="cuda", generator=draw), 8)
+    _, moved = head_products().logit_stats(
+        x[order], weight, targets[order], None if tau is None else tau[order], keep=False
+    )
+    assert torch.equal(moved, stats[order]), "a row's bits depend on where it lies"
+
+
+@pytest.mark.parametrize("sizes", PRODUCTS, ids=str)
+def test_gradients_of_logits_ask_for_their_products(sizes: tuple[int, int, int]) -> None:
+    needs_quack()
+    (n, width, columns), draw = sizes, torch.Generator("cuda").manual_seed(0)
+    x, weight = (torch.randn(m, width, device="cuda", generator=draw).to(torch.bfloat16) for m in (n, columns))
+    dz = torch.full((n, columns), float("nan"), device="cuda").view(torch.bfloat16)[:, :columns]
+    dz.copy_(torch.randn(n, columns, device="cuda", generator=draw))
+    held = torch.randn(columns, width, device="cuda", generator=draw)
+    asked = dz.to(torch.float64).T @ x.to(torch.float64)
+    for dw, first in ((held.clone(), False), (torch.full_like(held, float("nan")), True), (None, True)):
+        dx = torch.full_like(x, float("nan"))
+        head_products().logit_grads_(dz, x, weight, dx, dw, first=first)
+        assert_close(dx, dz.to(torch.float64) @ weight.to(torch.float64), OP_BF16)
+        if dw is not None:
+            assert_close(dw, asked if first else held + asked, 30 * OP_FP32)
+
+
+def test_products_of_more_than_two_to_the_31_logits() -> None:
+    needs_quack()
+    (_width, vocab), rows, last = QWEN_7B, 14_400, slice(14_300, 14_400)
+    x = torch.randn(rows, 64, device="cuda").to(torch.bfloat16)
+    weight = torch.randn(vocab, 64, device="cuda").mul_(0.3).to(torch.bfloat16)
+    targets = torch.arange(rows, device="cuda")
+    z, stats = head_products().logit_stats(x, weight, targets, keep=True)
+    assert z is not None and z.numel() > 1 << 31
+    tail = x[last].to(torch.float64) @ weight.to(torch.float64).T
+    assert_close(z[last], tail, OP_FP32 * 30)
+    expected, found = (combine(one[None]) for one in (reference.vocab_stats(tail, targets[last]), stats[last]))
+    for got, true in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
+        assert_close(got, true, OP_FP32 * 30)
+
+
+def test_scoring_keeps_no_logits() -> None:
+    needs_quack()
+    x, shard, batch = made(3072, QWEN_7B, 4096, None)
+    fused_token_stats(x, shard, batch)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fused_token_stats(x, shard, batch)
+    extra = torch.cuda.max_memory_allocated() - before
+    assert extra < len(batch) * QWEN_7B[1] * 4 / 20, f"{extra / 2**20:.0f} MiB"
+
+
+def test_what_the_package_keeps_compiled_is_known_by_our_source() -> None:
+    needs_quack()
+    epilogue = importlib.import_module("dovetail.kernels.quack_epilogue")
+    key = epilogue.RowStatistics("planes").config_key()
+    assert hashlib.sha256(Path(str(epilogue.__file__)).read_bytes()).hexdigest() in key
+    assert repr(key[-1]) in repr(epilogue.PLAIN.semantic_key)
 
 
 def test_a_sure_token_has_no_positive_log_prob() -> None:

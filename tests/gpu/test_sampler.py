@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
 from dovetail.batch import PackedBatch, Sequence
+from dovetail.kernels import cuda
 from dovetail.kernels.registry import kernels_for
 from dovetail.mesh import Mesh
 from dovetail.micro import MicroBatch
@@ -24,6 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 PARAMS = SamplingParams(samples=3, max_new_tokens=40, temperature=1.3, stop_ids=tuple(range(0, VOCAB, 40)), seed=4)
 DTYPES = [torch.float32, torch.bfloat16]
+ON_DEVICE = torch.cuda.is_available() and cuda.grouped_stays(torch.device("cuda"), torch.bfloat16, 8)
 
 
 def unrecorded(fn: Callable[[], Any]) -> Callable[[], Any]:
@@ -57,9 +59,9 @@ def drawn(done: list[Completion]) -> Tensor:
 
 def test_kernels_equal_the_reference() -> None:
     pytest.importorskip("triton")
-    from tests.unit.decode_rows import measure  # triton is there only where a GPU may be
+    from tests.unit.decode_rows import measure, written  # triton is there only where a GPU may be
 
-    for case, error in measure("cuda").items():
+    for case, error in {**measure("cuda"), **written("cuda")}.items():
         assert error <= (OP_FP32 if "float32" in case else OP_BF16), case
 
 
@@ -78,6 +80,23 @@ def test_recorded_steps_give_what_plain_ones_give(name: str, top_p: float, dtype
         assert recorded.sample(prompts, params) == expected
     other = replace(params, seed=9, step=7)
     assert recorded.sample(prompts, other) == plain.sample(prompts, other) != expected
+
+
+@pytest.mark.skipif(not ON_DEVICE, reason="elsewhere torch reads where experts' rows end")
+@pytest.mark.parametrize("trace", [False, True], ids=["", "trace"])
+@pytest.mark.parametrize("name", ["mixtral_window", "qwen3_moe_many", "qwen2_moe", "deepseek_v3"])
+def test_recorded_experts_give_what_plain_ones_give(name: str, trace: bool) -> None:
+    prompts, params = some_prompts(), replace(PARAMS, trace=trace)
+    recorded = sampler_of(name, torch.bfloat16, hold=True)
+    assert recorded.recorder is not None
+    expected = sampler_of(name, torch.bfloat16, unrecorded).sample(prompts, params)
+    for _ in range(2):
+        found = recorded.sample(prompts, params)
+        assert [(c.ids, c.log_probs) for c in found] == [(c.ids, c.log_probs) for c in expected]
+        for got, true in zip(found, expected, strict=True):
+            assert (got.routing is not None) == trace
+            if got.routing is not None and true.routing is not None:
+                assert torch.equal(got.routing.indices, true.routing.indices)
 
 
 def test_records_die_with_their_cache() -> None:
@@ -149,7 +168,7 @@ def test_pages_that_others_left_change_nothing(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral_window", "deepseek_v3"])
-def test_experts_and_latent_attention_run_unrecorded(name: str) -> None:
+def test_float32_experts_and_latent_attention_run_unrecorded(name: str) -> None:
     prompts, sampler = some_prompts(), sampler_of(name, torch.float32)
     assert sampler.recorder is None
     done = sampler.sample(prompts, PARAMS)

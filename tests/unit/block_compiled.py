@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dovetail.kernels import block_triton as block, moe_triton as moe, qkv_triton as qkv
+from dovetail.kernels import block_triton as block, decode_triton as decode, moe_triton as moe, qkv_triton as qkv
 
 HOPPER = GPUTarget("cuda", 90, 32)
 B, F, L, J = "*bf16", "*fp32", "*i64", "*i32"  # pointers to memory that begins at whole 16 bytes
@@ -43,6 +43,7 @@ CASES: list[tuple[Any, int, tuple[Any, ...]]] = [
     (moe._count, 4, (L, J, N, N, N, moe.SORTED)),
     (moe._place, 4, (L, L, J, N, N, N, moe.SORTED)),
     (moe._top_k, 4, (F, L, N, (128, 16, 128), 8)),
+    (decode._write, 1, ((B, B), (L, L), (B, B), (S, S, S, S), (64, 128, 128, 128, 128))),
 ]
 
 

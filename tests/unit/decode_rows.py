@@ -52,6 +52,22 @@ def measure(device: str) -> dict[str, float]:
     return found
 
 
+def written(device: str) -> dict[str, float]:
+    """New entries by the kernel against the reference, of keys and values that are views, and of narrower values."""
+    found = {}
+    for dim, narrow in ((64, 64), (48, 32)):
+        draw = torch.Generator().manual_seed(dim)
+        held = torch.randn(2, 9, 3, 16, dim, generator=draw)
+        joint = torch.randn(5, 3, 2 * dim, generator=draw)
+        pages, offsets = torch.tensor([3, 1, 8, 2, 3]), torch.tensor([15, 0, 7, 3, 4])
+        entries = [x.to(device) for x in (pages, offsets, joint[..., :dim], joint[..., dim : dim + narrow])]
+        expected, actual = held.to(device), held.to(device, copy=True)
+        decode_triton.write_entries(*actual, *entries)
+        reference.write_entries(*expected, *entries)
+        found[f"written {dim} and {narrow}, float32"] = float(not torch.equal(actual, expected))
+    return found
+
+
 def _call(op: Callable[..., Tensor], given: tuple[Tensor, ...], window: int | None) -> Tensor:
     return op(*given, window)
 
@@ -63,4 +79,4 @@ def whole_range(*bounds: tl.tensor | int) -> range:
 
 if __name__ == "__main__":
     vars(decode_triton)["range"] = whole_range
-    sys.stdout.write(json.dumps(measure("cpu")) + "\n")
+    sys.stdout.write(json.dumps(measure("cpu") | written("cpu")) + "\n")

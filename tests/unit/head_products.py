@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.kernels import quack_head, reference
+from dovetail.kernels import quack, quack_head, reference
 from dovetail.tokenstats import combine
 from tests.tolerances import tensor_error
 from tests.unit.quack_stand_in import StandIn
@@ -47,11 +47,12 @@ class Epilogue(ModuleType):
 
 def measure() -> dict[str, dict[str, float]]:
     """Case -> what -> error."""
-    epilogue, package, found = Epilogue(quack_head.EPILOGUE), StandIn(), {}
+    epilogue, package, found = Epilogue(quack.EPILOGUE), StandIn(), {}
     sys.modules |= {epilogue.__name__: epilogue, package.__name__: package}
     for n, width, columns in SIZES:
         draw = torch.Generator().manual_seed(n)
         x = torch.randn(n, width, generator=draw).to(torch.bfloat16)
+        assert not quack_head.takes(x, x[:0]), "a rank without columns has no product"
         weight = torch.randn(columns, width, generator=draw).mul_(2 * width**-0.5).to(torch.bfloat16)
         targets = torch.randint(-columns // 2, 2 * columns, (n,), generator=draw)
         for temperature in (None, torch.linspace(0.3, 3.0, n)):

@@ -21,7 +21,7 @@ from dovetail.rollout.draw import cut, draw, inverse_cdf
 from dovetail.rollout.native import NativeSampler, recorder_for
 from dovetail.rollout.noise import uniforms
 from dovetail.rollout.waves import plan_waves
-from tests.parity.configs import MAX_POSITIONS, VOCAB, tiny_configs, tiny_model
+from tests.parity.configs import MAX_POSITIONS, VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.tolerances import MODEL_FP32, SUM_ORDER, assert_close
 
 LENGTHS = (9, 3, 17, 9, 1, 12)
@@ -104,6 +104,8 @@ def test_no_step_is_recorded_that_asks_the_device() -> None:
     assert recorder_for(long, mesh, kernels, torch.float32) is None
     assert recorder_for(spec, mesh, kernels, torch.float64) is None
     assert recorder_for(spec, mesh, KernelSet(), torch.float32) is None
+    experts = spec_from_config(moe_configs()["mixtral"].to_dict())
+    assert recorder_for(experts, mesh, kernels, torch.bfloat16) is None  # the reference reads where their rows end
 
 
 def test_rows_that_stop_leave_at_any_step_and_change_nothing_for_the_others() -> None:

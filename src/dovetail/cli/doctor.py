@@ -10,9 +10,20 @@ import torch
 from dovetail.kernels import reference
 from dovetail.kernels.registry import kernels_for
 from dovetail.launch import pick_device
+from dovetail.tokenstats import combine
 
 PACKAGES = ("dovetail", "torch", "transformers", "safetensors", "pydantic", "numpy")
-EXTRAS = ("gguf", "accelerate", "pillow", "torchvision", "flash-attn-4", "pyarrow", "wandb", "tensorboard")
+EXTRAS = (
+    "gguf",
+    "accelerate",
+    "pillow",
+    "torchvision",
+    "flash-attn-4",
+    "quack-kernels",
+    "pyarrow",
+    "wandb",
+    "tensorboard",
+)
 BF16_ERROR = 0.02  # relative to the largest value; one rounding is 0.004
 
 
@@ -52,9 +63,16 @@ def _devices() -> str:
 
 
 def _product_error(device: torch.device, dtype: torch.dtype) -> float:
-    """How far the head's product on `device` is from the reference in float64, relative to the largest value."""
+    """How far the head's logits on `device` and their log-sum-exp are from the reference in float64, relative to the largest."""
     torch.manual_seed(0)
     x, weight = torch.randn(64, 256, dtype=torch.float64), torch.randn(512, 256, dtype=torch.float64)
+    targets, kernels = torch.arange(64), kernels_for(device)
+    here = (x.to(device, dtype), weight.to(device, dtype))
+    z = kernels.logits(*here)
+    stats = kernels.vocab_stats(z, targets.to(device))
+    if kernels.head is not None and kernels.head.takes(*here):
+        z, stats = kernels.head.logit_stats(*here, targets.to(device), keep=True)
+    assert z is not None
     exact = reference.logits(x, weight)
-    found = kernels_for(device).logits(x.to(device, dtype), weight.to(device, dtype)).to("cpu", torch.float64)
-    return float((found - exact).abs().max() / exact.abs().max())
+    pairs = ((z, exact), (combine(stats[None])[1].lse, combine(reference.vocab_stats(exact, targets)[None])[1].lse))
+    return max(float((got.to("cpu", torch.float64) - true).abs().max() / true.abs().max()) for got, true in pairs)

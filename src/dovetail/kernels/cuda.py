@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.kernels import reference
+from dovetail.kernels.extras import ARCHITECTURES
 from dovetail.kernels.reference import Spans
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -55,6 +56,12 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if x.dtype != torch.bfloat16 or not len(x) or any(n % GROUPED_MULTIPLE for n in weight.shape[1:]):
         return reference.grouped_mm(x, weight, offsets)
     return F.grouped_mm(x, weight, offs=offsets.to(torch.int32))
+
+
+def grouped_stays(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
+    """Whether `grouped_mm` of these widths asks the host for nothing: elsewhere torch reads where experts' rows end."""
+    fits = dtype == torch.bfloat16 and not any(n % GROUPED_MULTIPLE for n in widths)
+    return fits and torch.cuda.get_device_capability(device)[0] in ARCHITECTURES
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:

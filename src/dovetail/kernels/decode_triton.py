@@ -18,6 +18,7 @@ from dovetail.kernels.block_triton import shared_bytes
 BLOCK = tl.constexpr(64)  # entries that one step of a program reads
 LOG2_E = tl.constexpr(math.log2(math.e))
 WARPS, STAGES = 4, 2
+JOIN_WARPS = 1
 LEAST_QUERIES = 16  # rows of the smallest product on tensor cores
 PROGRAMS = 528  # that fill a GPU of 132 multiprocessors
 MOST_SPLITS = 32
@@ -41,8 +42,20 @@ def decode_attention(
         q.contiguous(), keys, values, table, lengths, found, table.stride(0), shape, num_warps=WARPS, num_stages=ahead
     )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _join[(rows, heads)](found, out, dim, width, splits, num_warps=WARPS)
+    _join[(rows, heads)](found, out, dim, width, splits, num_warps=JOIN_WARPS)
     return out
+
+
+def write_entries(keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+    """As `reference.write_entries`, keys and values in one pass."""
+    n, groups, dim = k.shape
+    if not n:
+        return
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    assert keys.is_contiguous() and values.is_contiguous(), "pages are expected as the cache holds them"
+    shape = (keys.shape[2], keys.shape[3], dim, v.shape[2], triton.next_power_of_2(dim))
+    strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+    _write[(n, groups)]((keys, values), (pages, offsets), (k, v), strides, shape, num_warps=1)
 
 
 def splits_for(pairs: int, capacity: int) -> int:
@@ -55,6 +68,27 @@ def stages_for(queries: int, width: int, itemsize: int, room: int) -> int:
     """STAGES, or 1 where a program's shared memory has no room for keys and values of a block, the queries and their weights."""
     held = STAGES * BLOCK.value * width + queries * (width + BLOCK.value)
     return STAGES if held * itemsize <= room else 1
+
+
+@triton.jit
+def _write(held: tl.tensor, places: tl.tensor, new: tl.tensor, strides: tl.tensor, SHAPE: tl.constexpr) -> None:
+    """A token's key and value under one KV head. SHAPE: entries of a page, channels of an entry, of a key, of a value, and of a
+    key filled up to a power of 2.
+    """
+    PAGE: tl.constexpr = SHAPE[0]
+    HELD: tl.constexpr = SHAPE[1]
+    keys, values = held
+    pages, offsets = places
+    k, v = new
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    page = tl.load(pages + token).to(tl.int64)
+    place = ((page * tl.num_programs(1) + group) * PAGE + tl.load(offsets + token)) * HELD
+    channel = tl.arange(0, SHAPE[4])
+    key = tl.load(k + token * strides[0] + group * strides[1] + channel, mask=channel < SHAPE[2])
+    value = tl.load(v + token * strides[2] + group * strides[3] + channel, mask=channel < SHAPE[3])
+    tl.store(keys + place + channel, key, mask=channel < SHAPE[2])
+    tl.store(values + place + channel, value, mask=channel < SHAPE[3])
 
 
 @triton.jit

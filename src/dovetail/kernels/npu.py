@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dovetail.kernels import reference
 from dovetail.kernels.reference import Spans
+from dovetail.kernels.rows import count_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LONGEST_HEAD, MOST_HEADS = 768, 256  # of fused attention
@@ -110,7 +111,7 @@ class NpuKernels:
         if x.dtype not in DTYPES or not x.numel() or total is not None:
             return reference.permute(x, experts, count, total)
         copies, rows = self.ops.npu_moe_token_permute(x, experts)
-        return copies, rows, reference.count_rows(experts.flatten(), count).cumsum(0)
+        return copies, rows, count_rows(experts.flatten(), count).cumsum(0)
 
     def unpermute(self, x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
         if x.dtype not in DTYPES or not x.numel() or weights is None or len(x) < len(rows):

@@ -21,14 +21,12 @@ from dovetail.kernels.extras import HOPPER
 
 INTERFACE = "quack.gemm_interface"
 CONFIGS = "quack.gemm_config"
+EPILOGUE = "dovetail.kernels.quack_epilogue"  # ours, whose import needs the package
 ALIGNMENT = 16  # bytes
 MULTIPLE = 8  # bf16 numbers in as many
 Tiles = tuple[int, int, bool]  # rows, columns, and whether two groups of warps take turns
-WIDE: Tiles = (
-    128,
-    256,
-    False,
-)  # of a long inner dimension: 3.17 ms, and 12.1 in a head; the package's choice takes 3.56 and 13.3
+# Of a long inner dimension: 3.17 ms and, in a head, 12.1, where the package's choice takes 3.56 and 13.3.
+WIDE: Tiles = (128, 256, False)
 SCALED: Tiles = (128, 128, True)  # of results that are scaled and summed as well: 1.53 ms for 2.68
 GATES_FIRST = "B"  # of a weight [K, 2F] whose columns are gates, then ups
 
@@ -43,7 +41,7 @@ def takes(x: Tensor, *weights: Tensor) -> bool:
     given = (x, *weights)
     widths = (n for one in (x[:0], *weights) for n in one.shape)
     whole = all(one.dtype == torch.bfloat16 and one.data_ptr() % ALIGNMENT == 0 for one in given)
-    return whole and len(x) > 0 and not any(n % MULTIPLE for n in widths)
+    return whole and all(one.numel() for one in given) and not any(n % MULTIPLE for n in widths)
 
 
 @torch.library.custom_op("dovetail::gated_product_into", mutates_args=("gated",))

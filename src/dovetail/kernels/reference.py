@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.kernels.rows import Collect, Spread, inverse_of
+from dovetail.kernels.rows import Collect, Spread, count_rows, inverse_of
 
 SHORT = 128  # tokens of a sequence up to which a CPU is faster without flash attention in half precision
 QUERY_BLOCK = 256  # queries that share one attention mask, where a mask is needed
@@ -182,6 +182,12 @@ def decode_attention(
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
+def write_entries(keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+    """New tokens' k [n, G, C] and v [n, G, Cv <= C] into keys and values [P, G, page, C], at pages and offsets [n]."""
+    keys[pages, :, offsets] = k
+    values[pages, :, offsets, : v.shape[-1]] = v
+
+
 def _decode_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int | None) -> Tensor:
     """q [B, H, C] on k and v [B, G, N, C], of which row b holds `lengths[b]`."""
     at = torch.arange(k.shape[2], device=k.device)[None, :]
@@ -229,12 +235,6 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     assert ends[-1] == len(x), f"the last expert's tokens end at {ends[-1]} of {len(x)}"
     lengths = [end - start for start, end in itertools.pairwise([0, *ends])]
     return torch.cat([rows @ w for rows, w in zip(x.split(lengths), weight.unbind(), strict=True)])
-
-
-def count_rows(groups: Tensor, size: int, counted: Tensor | None = None) -> Tensor:
-    """int64 [size]: how many rows, or counted rows, each group has. Unlike bincount it never asks a GPU for anything."""
-    ones = torch.ones_like(groups) if counted is None else counted.to(groups.dtype)
-    return torch.zeros(size, dtype=groups.dtype, device=groups.device).scatter_add_(0, groups, ones)
 
 
 def permute(x: Tensor, experts: Tensor, count: int, total: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

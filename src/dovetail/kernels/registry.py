@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import ConfigError
-from dovetail.kernels import cuda, cudnn, fa4, quack, reference
+from dovetail.kernels import cuda, cudnn, extras, fa4, quack, reference
 from dovetail.kernels.extras import HOPPER
 from dovetail.kernels.npu import NpuKernels
 
@@ -49,6 +49,7 @@ class KernelSet:
 
     attention: Callable[..., Tensor] = reference.attention
     decode_attention: Callable[..., Tensor] = reference.decode_attention
+    write_entries: Callable[..., None] = reference.write_entries
     rms_norm: Callable[..., Tensor] = reference.rms_norm
     add_norm: Callable[..., tuple[Tensor, Tensor]] = reference.add_norm
     heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = reference.heads
@@ -84,7 +85,7 @@ TRITON: Mapping[str, tuple[str, ...]] = {
     "block_triton": ("rms_norm", "add_norm", "swiglu", "sum_in_order", "lay_twice"),
     "qkv_triton": ("heads", "rope"),
     "moe_triton": ("top_k", "permute", "unpermute", "spread"),
-    "decode_triton": ("decode_attention",),
+    "decode_triton": ("decode_attention", "write_entries"),
 }
 
 
@@ -140,7 +141,8 @@ def quack_kernels(device: torch.device) -> dict[str, Any]:
     if importlib.util.find_spec("triton") is None:
         return {"gated": gated_products()}
     mixture = importlib.import_module("dovetail.kernels.quack_moe").mixture
-    head = head_products() if torch.cuda.get_device_capability(device)[0] == HOPPER else None
+    hopper = torch.cuda.get_device_capability(device)[0] == HOPPER
+    head = head_products() if hopper and extras.usable(quack.EPILOGUE, "quack-kernels", device) else None
     return {"gated": gated_products(), "mixture": mixture, "head": head}
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from dovetail.batch import Loss, PackedBatch, Sum
 from dovetail.errors import ConfigError
-from dovetail.kernels.reference import count_rows, widened
+from dovetail.kernels.reference import widened
+from dovetail.kernels.rows import count_rows
 from dovetail.tokenstats import TokenStats
 
 Aggregation = Literal["token", "sequence", "sequence_sum"]

@@ -30,11 +30,6 @@ class PagedCache:
         """Keys and values."""
         return self.entries[layer, 0], self.entries[layer, 1]
 
-    def write(self, layer: int, pages: Tensor, offsets: Tensor, new: tuple[Tensor, Tensor]) -> None:
-        """Keys and values [n, G, C] of tokens to their places, pages [n] and offsets [n]. Values may have fewer channels."""
-        for held, x in zip(self.layer(layer), new, strict=True):
-            held[pages, :, offsets, : x.shape[-1]] = x
-
     def copy(self, pages: Sequence[tuple[int, int]]) -> None:
         """Whole pages, (from, to)."""
         if pages:
@@ -67,7 +62,7 @@ class PrefillContext:
     routes: Routes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, _beside: Beside) -> Tensor:
-        self.cache.write(layer, self.pages, self.offsets, (k, v))
+        self.kernels.write_entries(*self.cache.layer(layer), self.pages, self.offsets, k, v)
         return self.kernels.attention(q, k, v, self.spans, self.spans, window)
 
 
@@ -90,7 +85,8 @@ class DecodeContext:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, _beside: Beside) -> Tensor:
         n = len(self.lengths)
-        self.cache.write(layer, self.pages, self.offsets, (k[:n], v[:n]))
-        out = self.kernels.decode_attention(q[:n], *self.cache.layer(layer), self.table, self.lengths, window)
+        held = self.cache.layer(layer)
+        self.kernels.write_entries(*held, self.pages, self.offsets, k[:n], v[:n])
+        out = self.kernels.decode_attention(q[:n], *held, self.table, self.lengths, window)
         out = out[..., : v.shape[-1]]
         return F.pad(out, (0, 0, 0, 0, 0, len(q) - n)) if len(q) > n else out

@@ -14,7 +14,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.comm import stack_over
 from dovetail.dealing import plan_microbatches
 from dovetail.errors import CheckpointError, ModelError, listing
-from dovetail.kernels import reference
+from dovetail.kernels import cuda, reference
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
 from dovetail.nn.decoder import Decoder
@@ -220,9 +220,13 @@ def recorder_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dt
 
     Those that may: reference attention to a cache, which float64 and long heads take, too, and grouped products of experts.
     """
+    alone = mesh.device.type == "cuda" and mesh["tp"].size == mesh["ep"].size == 1
     plain = dtype == torch.float64 or spec.attention.head_dim > reference.LONGEST_PAGED
-    asks = kernels.decode_attention is reference.decode_attention or plain or spec.moe is not None
-    return None if mesh.device.type != "cuda" or mesh["tp"].size > 1 or asks else cuda_recorder()
+    asks = plain or kernels.decode_attention is reference.decode_attention
+    if spec.moe is not None and alone:
+        widths = (spec.width, spec.moe.ffn_width)
+        asks |= kernels.grouped_mm is not cuda.grouped_mm or not cuda.grouped_stays(mesh.device, dtype, *widths)
+    return cuda_recorder() if alone and not asks else None
 
 
 def _empty_decoder(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Decoder:
