@@ -68,7 +68,7 @@ def _product_error(device: torch.device, dtype: torch.dtype) -> float:
     x, weight = torch.randn(64, 256, dtype=torch.float64), torch.randn(512, 256, dtype=torch.float64)
     targets, kernels = torch.arange(64), kernels_for(device)
     here = (x.to(device, dtype), weight.to(device, dtype))
-    z = kernels.logits(*here)
+    z: torch.Tensor | None = kernels.logits(*here)
     stats = kernels.vocab_stats(z, targets.to(device))
     if kernels.head is not None and kernels.head.takes(*here):
         z, stats = kernels.head.logit_stats(*here, targets.to(device), keep=True)
