@@ -28,6 +28,6 @@ def test_one_gpu(tmp_path: Path) -> None:
 def test_several_gpus(tmp_path: Path, ranks: int, layout: str) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA devices")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     run = [*launch, "-m", "bench.parity", "--device", "cuda", "--layout", layout, "--out", str(tmp_path)]
     assert subprocess.run(run, cwd=ROOT, check=False).returncode == 0
