@@ -3,6 +3,7 @@
 import math
 import weakref
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig
 from dovetail.arch.registry import spec_from_config
 from dovetail.build.sampling import sampling_layout
 from dovetail.errors import CheckpointError, ConfigError, DataError, LayoutError, ModelError
+from dovetail.kernels import cuda
 from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
@@ -106,6 +108,11 @@ def test_no_step_is_recorded_that_asks_the_device() -> None:
     assert recorder_for(spec, mesh, KernelSet(), torch.float32) is None
     experts = spec_from_config(moe_configs()["mixtral"].to_dict())
     assert recorder_for(experts, mesh, kernels, torch.bfloat16) is None  # the reference reads where their rows end
+    grouped = replace(kernels, grouped_mm=cuda.grouped_mm)
+    for stays in (False, True):
+        with mock.patch.object(cuda, "grouped_stays", return_value=stays):
+            assert (recorder_for(experts, mesh, grouped, torch.bfloat16) is not None) == stays
+            assert recorder_for(experts, Mesh.imagined(Layout(dp=2, ep=2), 0, "cuda"), grouped, torch.bfloat16) is None
 
 
 def test_rows_that_stop_leave_at_any_step_and_change_nothing_for_the_others() -> None:

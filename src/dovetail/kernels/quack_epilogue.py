@@ -158,7 +158,7 @@ def product(
         epi_args=given,
         tile_M=tile[0],
         tile_N=tile[1],
-        pingpong=True,
+        pingpong=True,  # groups of warps that take turns: the memory of a tile's targets is the next one's
         is_dynamic_persistent=True,
         tile_count_semaphore=torch.zeros(1, dtype=torch.int32, device=x.device),
     )
