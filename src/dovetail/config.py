@@ -283,7 +283,7 @@ class TrainerSection(Section):
     keep_every: NonNegativeInt = Field(0, description="keep every checkpoint whose step this divides; 0: none for that")
     keep_best: NonNegativeInt = Field(0, description="best checkpoints to keep, by evaluation, else reward, else loss")
     async_save: bool = Field(True, description="write checkpoints while training goes on; needs host memory for one")
-    eval_every: NonNegativeInt = Field(0, description="steps between evaluations; 0: none")
+    eval_every: NonNegativeInt = Field(0, description="steps between evaluations; 0: only before and after the run")
     stop_at_reward: float | None = Field(None, description="stop when a step's mean reward reaches this")
     time_budget_seconds: PositiveFloat | None = Field(
         None, description="after two steps the run predicts its length and does fewer steps to stay within; null: all"
