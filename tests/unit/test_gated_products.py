@@ -1,5 +1,6 @@
 """A gated MLP whose products gate inside: the gradients of the plain one, what it keeps, and when the plain one is taken."""
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from dovetail.arch.registry import spec_from_config
 from dovetail.build.engine import make_decoder
 from dovetail.gradients import Adder
-from dovetail.kernels import quack
+from dovetail.kernels import extras, quack
 from dovetail.kernels.reference import add_weight_grad_
 from dovetail.kernels.registry import KernelSet, gated_products, kernels_for
 from dovetail.layout import Layout
@@ -236,7 +237,13 @@ def test_a_sampler_s_products_are_plain() -> None:
 
 def test_who_gates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert kernels_for(torch.device("cuda")).describe()["gated"] == "quack"
+    for there in ([quack.INTERFACE], [quack.INTERFACE, quack.EPILOGUE]):
+        monkeypatch.setattr(extras, "usable", lambda module, *_, there=there: module in there)
+        found = kernels_for(torch.device("cuda"))
+        assert found.describe()["gated"] == "quack"
+        whole = quack.EPILOGUE in there and importlib.util.find_spec("triton") is not None
+        assert (found.head is not None) == whole
+    monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert kernels_for(torch.device("cuda")).gated is None
     assert "gated" not in kernels_for(torch.device("cpu")).describe()
