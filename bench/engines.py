@@ -28,7 +28,7 @@ from dovetail.build.engine import check_layout, make_decoder, make_mesh
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.sharding import shard_over_data
 from dovetail.kernels.registry import kernels_for
-from dovetail.launch import pick_device
+from dovetail.launch import num_ranks_here, pick_device
 from dovetail.nn.recompute import HostMemory, Recompute
 from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.assembly import shards_of
@@ -128,7 +128,7 @@ def random_engine(
     if mlp_tile_tokens:
         tile_mlps(model.text, mlp_tile_tokens)
     if "activations" in offload:
-        model.text.host = HostMemory(mesh.device, ranks=mesh["world"].size)
+        model.text.host = HostMemory(mesh.device, ranks=num_ranks_here(mesh.device))
     shard_over_data(model, mesh, dtype)
     model.materialize(device)
     with torch.no_grad():

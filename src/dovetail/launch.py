@@ -24,6 +24,8 @@ from dovetail.mesh import PATIENCE
 
 BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 TICKET = "dovetail/failures"
+TAKEN = "dovetail/devices"  # by which rank each
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 # One queue for each stream of a GPU, of which FSDP2 and NCCL's groups have more than the default 8. In a queue that two
 # share, computation waits for a transfer whose other end may wait for that computation. CUDA reads it at its first use.
 QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -32,7 +34,10 @@ OPEN_FILES = 1 << 13  # that a rank may want: each group has dozens of sockets, 
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """This rank's device: `auto`, `cpu`, `cuda` or `npu`. An accelerator is chosen by LOCAL_RANK and made current."""
+    """This rank's device: `auto`, `cpu`, `cuda` or `npu`. An accelerator is chosen by LOCAL_RANK and made current.
+
+    Where a launcher shows each rank but one GPU, that one: whether it is the rank's own is told when the ranks meet.
+    """
     os.environ.setdefault(*QUEUES)
     present = {"cuda": torch.cuda.is_available(), "npu": importlib.util.find_spec("torch_npu") is not None}
     if name == "auto":
@@ -45,7 +50,9 @@ def pick_device(name: str = "auto") -> torch.device:
         raise ConfigError(f"device {name!r}: torch {torch.__version__} sees none here; use --device cpu or auto")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.get_device_module(name).device_count()
     ranks = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # so that rank 0, which speaks, refuses too
-    if ranks > count:
+    if name == "cuda" and count == 1 and VISIBLE in os.environ:
+        local = 0
+    elif ranks > count:
         raise LayoutError(
             f"{ranks} ranks on this machine need a {name} device each, there are {count}; use fewer ranks a machine, or "
             "--device cpu"
@@ -110,6 +117,15 @@ def num_ranks() -> int:
     return dist.get_world_size()
 
 
+def num_ranks_here(device: torch.device) -> int:
+    """How many ranks of the job this host has at most: as its launcher says, else as many as this rank sees devices."""
+    said, world = os.environ.get("LOCAL_WORLD_SIZE", ""), num_ranks()
+    if said.isdecimal():
+        return min(world, int(said))
+    seen = 1 if device.type == "cpu" else torch.get_device_module(device).device_count()
+    return min(world, seen) if seen > 1 else world
+
+
 def ensure_process_group(device: torch.device | str = "cpu") -> None:
     """Have a default process group: the one that is there, the one of the environment, or one of this process alone."""
     if not dist.is_initialized():
@@ -172,6 +188,7 @@ def _initialize(device: torch.device, store: Store, rank: int, world: int, patie
     """Make the default process group."""
     if world > 1:
         _allow_open_files()
+        _take(device, store, rank)
     dist.init_process_group(
         BACKENDS[device.type],
         store=PrefixStore("dovetail/group", store),
@@ -180,6 +197,19 @@ def _initialize(device: torch.device, store: Store, rank: int, world: int, patie
         timeout=patience,
         device_id=None if device.type == "cpu" else device,
     )
+
+
+def _take(device: torch.device, store: Store, rank: int) -> None:
+    """Have a GPU for this rank alone, or raise LayoutError: two ranks would wait for each other in NCCL."""
+    if device.type != "cuda":
+        return
+    name = torch.cuda.get_device_properties(device).uuid
+    owner = int(store.compare_set(f"{TAKEN}/{name}", "", str(rank)))
+    if owner != rank:
+        raise LayoutError(
+            f"ranks {owner} and {rank} have the same {device.type} device, {name}; use fewer ranks a machine, show each rank "
+            f"another by {VISIBLE}, or use --device cpu"
+        )
 
 
 def _allow_open_files() -> None:

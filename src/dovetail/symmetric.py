@@ -151,6 +151,8 @@ def _slots(
 
     def allocate() -> None:
         nonlocal memory
+        if (seen := torch.cuda.device_count()) < axis.size:
+            raise MachineError(f"a rank sees {seen} of the {axis.size} (CUDA_VISIBLE_DEVICES)")
         torch.cuda.empty_cache()
         memory = symmetric.empty(ring.slots * ring.slot_bytes + NUMBER * axis.size, dtype=torch.uint8, device=device)
 

@@ -31,3 +31,21 @@ def test_several_gpus(tmp_path: Path, ranks: int, layout: str) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     run = [*launch, "-m", "bench.parity", "--device", "cuda", "--layout", layout, "--out", str(tmp_path)]
     assert subprocess.run(run, cwd=ROOT, check=False).returncode == 0
+
+
+OWN_GPU = 'CUDA_VISIBLE_DEVICES=$LOCAL_RANK exec "$0" "$@"'
+
+
+@pytest.mark.parametrize("shown", [OWN_GPU, OWN_GPU.replace("$LOCAL_RANK", "0")])
+def test_ranks_that_see_one_gpu_each(tmp_path: Path, shown: str) -> None:
+    """Its own: all is as where they see all. The same: refused at once, by name."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    job = [sys.executable, "-m", "bench.parity", "--device", "cuda", "--layout", "tp=2", "--out", str(tmp_path)]
+    ended = subprocess.run([*launch, "sh", "-c", shown, *job], cwd=ROOT, check=False, capture_output=True, text=True)
+    if shown == OWN_GPU:
+        assert ended.returncode == 0, ended.stderr[-4000:]
+    else:
+        assert ended.returncode != 0
+        assert "have the same cuda device" in ended.stderr, ended.stderr[-4000:]

@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,7 +20,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is public
 
 from dovetail import launch
-from dovetail.errors import ConfigError, MachineError
+from dovetail.errors import ConfigError, LayoutError, MachineError
 from tests.commands.program import here, refusal
 from tests.fault.processes import SECONDS, all_gone, waited
 
@@ -247,6 +248,40 @@ def test_missing_device_is_refused() -> None:
     told = refusal(here("score", "--model", "m", "--data", "d", "--out", "o", "--device", "cuda"))
     assert "device 'cuda': torch" in told
     assert "sees none here; use --device cpu or auto" in told
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a second rank of a machine sees whose launcher shows each rank one GPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(uuid="a-gpu"))
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    for name, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_launcher_may_show_each_rank_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = launch.pick_device("cuda")
+    assert device == torch.device("cuda", 0)
+    assert launch.num_ranks_here(device) == 2
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert launch.num_ranks_here(device) == 4  # as far as it can know
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(LayoutError, match="2 ranks on this machine need a cuda device each, there are 1"):
+        launch.pick_device("cuda")
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_device_is_one_ranks_alone() -> None:
+    store, device = HashStore(), torch.device("cuda", 0)
+    launch._take(device, store, 0)
+    launch._take(device, store, 0)  # in a second group
+    with pytest.raises(LayoutError, match="ranks 0 and 1 have the same cuda device, a-gpu; use fewer ranks a machine"):
+        launch._take(device, store, 1)
+    launch._take(torch.device("cpu"), store, 1)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -23,7 +23,7 @@ from dovetail.errors import CheckpointError, ConfigError, LayoutError, ModelErro
 from dovetail.hf.model import ForeignDecoder
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import kernels_for
-from dovetail.launch import ensure_process_group, num_ranks, pick_device
+from dovetail.launch import ensure_process_group, num_ranks, num_ranks_here, pick_device
 from dovetail.layout import Layout
 from dovetail.mesh import PATIENCE, USES, Axis, Mesh
 from dovetail.nn.decoder import Decoder, Head, Trunk
@@ -240,7 +240,7 @@ def _spare_memory(model: StagedModel, mesh: Mesh, options: EngineOptions) -> Non
             )
         if not isinstance(model.text, Trunk):
             raise ConfigError("offload_activations works with model.engine=native only; leave it out or set false")
-        model.text.host = HostMemory(mesh.device, ranks=mesh["world"].size)
+        model.text.host = HostMemory(mesh.device, ranks=num_ranks_here(mesh.device))
 
 
 def make_model(

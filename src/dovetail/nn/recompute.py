@@ -157,8 +157,7 @@ class HostMemory:
 
     room: how many bytes of the host may be taken still, asked whenever an arena would grow; None: any number. Default:
         what the kernel has; of tensors that are on the host anyway, any number.
-    ranks: of the job. Those on this host, one a device at most, may all take memory at the same moment: no arena grows by
-        more than its share of the room.
+    ranks: on this host. All may take memory at the same moment: no arena grows by more than its share of the room.
     """
 
     def __init__(self, device: torch.device, *, room: Callable[[], int | None] | None = None, ranks: int = 1) -> None:
@@ -166,7 +165,7 @@ class HostMemory:
         self.module = torch.get_device_module(device)
         self.side = None if device.type == "cpu" else self.module.Stream(device)
         self.room = room or (host_room if self.side is not None else lambda: None)
-        self.sharers = ranks if self.side is None else min(ranks, self.module.device_count())
+        self.sharers = ranks
         self.free: list[Arena] = []
         self.stayed = 0  # bytes, of all passes, that there was no room for
 
