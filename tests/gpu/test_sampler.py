@@ -65,6 +65,28 @@ def test_kernels_equal_the_reference() -> None:
         assert error <= (OP_FP32 if "float32" in case else OP_BF16), case
 
 
+def test_draws_are_those_of_torch() -> None:
+    pytest.importorskip("triton")
+    from tests.unit.draw_rows import measure, odd
+
+    for case, (others, error) in measure("cuda").items():
+        assert others == 0, case
+        assert error <= OP_FP32, case
+    assert all(odd("cuda").values())
+
+
+@pytest.mark.parametrize(
+    "params", [PARAMS, replace(PARAMS, temperature=0), replace(PARAMS, banned_ids=tuple(range(90)))]
+)
+def test_samples_are_those_of_torch_s_draws(params: SamplingParams) -> None:
+    ours, plain = (sampler_of("llama", torch.float32, hold=True) for _ in range(2))
+    plain.kernels = plain.model.kernels = replace(plain.kernels, draw=None)
+    assert ours.kernels.draw is not None
+    for mine, other in zip(ours.sample(some_prompts(), params), plain.sample(some_prompts(), params), strict=True):
+        assert mine.ids == other.ids
+        assert_close(torch.tensor(mine.log_probs), torch.tensor(other.log_probs), MODEL_FP32)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("name", ["llama", "qwen3_window"])

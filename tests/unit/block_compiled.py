@@ -12,10 +12,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dovetail.kernels import block_triton as block, decode_triton as decode, moe_triton as moe, qkv_triton as qkv
+from dovetail.kernels import (
+    block_triton as block,
+    decode_triton as decode,
+    draw_triton as draw,
+    moe_triton as moe,
+    qkv_triton as qkv,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
-B, F, L, J = "*bf16", "*fp32", "*i64", "*i32"  # pointers to memory that begins at whole 16 bytes
+B, F, D, L, J, U = "*bf16", "*fp32", "*fp64", "*i64", "*i32", "*u8"  # pointers to memory that begins at whole 16 bytes
 N, S, E = "i32", "i32 by 16", "fp32"  # a count of tokens, a stride, an epsilon
 (WIDE, FULL), (NARROW, HEAD) = block.tile(3584), block.tile(128)
 QWEN = (28, 4, 64)  # queries, groups, and half of what turns
@@ -43,6 +49,11 @@ CASES: list[tuple[Any, int, tuple[Any, ...]]] = [
     (moe._count, 4, (L, J, N, N, N, moe.SORTED)),
     (moe._place, 4, (L, L, J, N, N, N, moe.SORTED)),
     (moe._top_k, 4, (F, L, N, (128, 16, 128), 8)),
+    (draw._weigh, draw.WARPS, (F, None, (F, J, D), (S, S), E)),
+    (draw._weigh, draw.WARPS, (F, U, (F, J, D), (S, S), E)),
+    (draw._pick, draw.WARPS, (F, None, (F, J, D), (L, L), D, (S, S), E, (38, 64, False))),
+    (draw._pick, draw.WARPS, (F, U, (F, J, D), (L, L), D, (S, S), E, (38, 64, True))),
+    (draw._pick, draw.WARPS, (B, U, (F, J, D), (L, L), D, (S, S), E, (1, 1, False))),
     (decode._write, 1, ((B, B), (L, L), (B, B), (S, S, S, S), (64, 128, 128, 128, 128))),
 ]
 

@@ -44,7 +44,7 @@ class HeadProducts:
 @dataclass(frozen=True)
 class KernelSet:
     """One implementation of every op of `reference`, how many tokens the head computes at a time, and, where there are any,
-    products that gate inside or take statistics.
+    products that gate inside or take statistics, and what draws tokens as `rollout.draw` does.
     """
 
     attention: Callable[..., Tensor] = reference.attention
@@ -71,6 +71,7 @@ class KernelSet:
     head_chunk: int = 1024
     gated: GatedProducts | None = None
     head: HeadProducts | None = None
+    draw: Callable[..., Tensor] | None = None
 
     def describe(self) -> dict[str, str]:
         """Op -> the module that computes it."""
@@ -86,6 +87,7 @@ TRITON: Mapping[str, tuple[str, ...]] = {
     "qkv_triton": ("heads", "rope"),
     "moe_triton": ("top_k", "permute", "unpermute", "spread"),
     "decode_triton": ("decode_attention", "write_entries"),
+    "draw_triton": ("draw",),
 }
 
 

@@ -43,6 +43,11 @@ class SamplingParams:
             if not fits:
                 raise ConfigError(f"sampling {name}={vars(self)[name]!r}: expected {range_}")
 
+    @property
+    def cuts(self) -> bool:
+        """Whether the likeliest tokens are looked for, to draw from them alone."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
 
 @dataclass(frozen=True)
 class Prompt:

@@ -23,7 +23,7 @@ from dovetail.nn.decoder import Decoder
 from dovetail.nn.rope import rope_tables
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.cache import DecodeContext, PagedCache, PrefillContext
-from dovetail.rollout.draw import banned_of, draw
+from dovetail.rollout.draw import banned_of, draw, mask_of
 from dovetail.rollout.found import chosen_in
 from dovetail.rollout.noise import bits_at
 from dovetail.rollout.replay import Recorder
@@ -77,6 +77,7 @@ class Deck:
             return
         self.params, self._steps, self.chosen = how, {}, None
         self.banned = banned_of(how, self.mesh.device)
+        self.refused = None if not how.banned_ids else mask_of(self.banned, self.spec.vocab_size)
         moe = self.spec.moe if how.trace else None
         if moe is not None:
             shape = (self.size.ahead, self.size.rows, len(moe.numbers), moe.top_k)
@@ -160,10 +161,11 @@ class Deck:
         if n not in self._steps:
             assert self.params is not None
             forward: Callable[[], Tensor] = partial(self._forward, n)
-            if self.recorder is not None and self.params.top_p < 1:
+            asks = self.params.cuts and self.params.top_p < 1
+            if self.recorder is not None and asks:
                 forward = self.recorder(forward)
             step: Step = partial(self._take_from, forward, n)
-            if self.recorder is not None and self.params.top_p == 1:
+            if self.recorder is not None and not asks:
                 step = self.recorder(step)
             self._steps[n] = step
         return self._steps[n]
@@ -198,6 +200,10 @@ class Deck:
     def _draw(self, z: Tensor, streams: Tensor, positions: Tensor) -> Tensor:
         """Ids and log-probs [2, n], those of tp rank 0 on every rank: devices may round apart. Ids are exact in float64."""
         assert self.params is not None
-        uniforms = bits_at(streams, positions).to(torch.float64) * 2.0**-53
-        drawn = draw(z, uniforms, self.params, self.banned)
-        return stack_over(torch.stack([drawn[0].to(torch.float64), drawn[1]]), self.mesh["tp"])[0]
+        if self.kernels.draw is not None and not self.params.cuts and z.dtype != torch.float64:
+            drawn = self.kernels.draw(z, streams, positions, self.params.temperature, self.refused)
+        else:
+            uniforms = bits_at(streams, positions).to(torch.float64) * 2.0**-53
+            ids, log_probs = draw(z, uniforms, self.params, self.banned)
+            drawn = torch.stack([ids.to(torch.float64), log_probs])
+        return stack_over(drawn, self.mesh["tp"])[0]

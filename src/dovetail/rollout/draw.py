@@ -1,7 +1,8 @@
 """From logits to a token: temperature, top-k, top-p, and the inverse of the cumulative distribution in float64.
 
 Tokens stay in the vocabulary's order throughout. Cuts are thresholds, so equally likely tokens stay or go together and
-no order of sorting can show. Only the cuts look for the largest weights; plain sampling passes over the logits twice.
+no order of sorting can show. Only the cuts look for the largest weights. On GPUs `kernels.draw_triton` draws by the same
+rules where nothing is cut.
 """
 
 from collections.abc import Iterator
@@ -36,6 +37,11 @@ def draw(z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor | N
 def banned_of(params: SamplingParams, device: torch.device) -> Tensor:
     """The banned ids on a device."""
     return torch.tensor(params.banned_ids, dtype=torch.int64, device=device)
+
+
+def mask_of(ids: Tensor, columns: int) -> Tensor:
+    """A byte for each of the vocabulary's ids, 1 for these."""
+    return torch.zeros(columns, dtype=torch.uint8, device=ids.device).index_fill_(0, ids, 1)
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
