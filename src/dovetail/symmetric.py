@@ -106,7 +106,11 @@ def rings(
     facts = [Facts(*each) for each in told(_facts(device))]
     near = told([name for name, axis in axes.items() if _is_near(axis, facts)])
     found: dict[str, Peers] = {}
-    for name in (name for name in axes if all(name in each for each in near)):
+    names = [name for name in axes if all(name in each for each in near)]
+    if names and any(each.seen == 1 for each in facts):
+        _warn("a rank sees no other's (CUDA_VISIBLE_DEVICES)", world)
+        return {}
+    for name in names:
         slots, problem = _slots(axes[name], sizes[name], device, told)
         if slots is None:
             FAILED.set()
@@ -117,10 +121,11 @@ def rings(
 
 
 class Facts(NamedTuple):
-    """Where a rank is, and whether it has what it takes: the driver, and the way to the other GPUs that it sees."""
+    """Where a rank is, how many GPUs it sees, and whether it has what it takes: the driver, and the way to those others."""
 
     host: str
     gpu: str
+    seen: int
     able: bool
 
 
@@ -128,9 +133,10 @@ def _facts(device: torch.device) -> Facts:
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = boot.read_text() if boot.exists() else platform.node()
     index = torch.cuda.current_device() if device.index is None else device.index
-    others = [other for other in range(torch.cuda.device_count()) if other != index]
+    seen = torch.cuda.device_count()
+    others = [other for other in range(seen) if other != index]
     able = _driver() is not None and all(torch.cuda.can_device_access_peer(index, other) for other in others)
-    return Facts(host, str(torch.cuda.get_device_properties(index).uuid), able)
+    return Facts(host, str(torch.cuda.get_device_properties(index).uuid), seen, able)
 
 
 def _is_near(axis: Axis, facts: list[Facts]) -> bool:
@@ -151,8 +157,6 @@ def _slots(
 
     def allocate() -> None:
         nonlocal memory
-        if (seen := torch.cuda.device_count()) < axis.size:
-            raise MachineError(f"a rank sees {seen} of the {axis.size} (CUDA_VISIBLE_DEVICES)")
         torch.cuda.empty_cache()
         memory = symmetric.empty(ring.slots * ring.slot_bytes + NUMBER * axis.size, dtype=torch.uint8, device=device)
 

@@ -272,7 +272,7 @@ def test_all_ranks_go_without_where_one_has_no_room() -> None:
     run(2, one_rank_has_no_room)
 
 
-HERE = symmetric.Facts("a host", "GPU 0", able=True)
+HERE = symmetric.Facts("a host", "GPU 0", seen=2, able=True)
 
 
 @pytest.mark.parametrize(
@@ -280,15 +280,26 @@ HERE = symmetric.Facts("a host", "GPU 0", able=True)
     [
         (HERE._replace(gpu="GPU 1"), True),
         (HERE, False),  # two processes of one GPU
-        (symmetric.Facts("another", "GPU 1", able=True), False),
-        (symmetric.Facts("a host", "GPU 1", able=False), False),
+        (symmetric.Facts("another", "GPU 1", seen=2, able=True), False),
+        (symmetric.Facts("a host", "GPU 1", seen=2, able=False), False),
     ],
 )
 def test_who_is_near(other: symmetric.Facts, near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 2])
-    facts = [HERE, symmetric.Facts("a third", "GPU 5", able=False), other]
+    facts = [HERE, symmetric.Facts("a third", "GPU 5", seen=2, able=False), other]
     assert symmetric._is_near(Axis("tp", 2, 0, mock.Mock()), facts) == near
     assert not symmetric._is_near(Axis("tp"), facts)
+
+
+def test_ranks_that_see_one_gpu_each_leave_all_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(symmetric, "_facts", lambda _: HERE._replace(seen=1))
+    monkeypatch.setattr(symmetric, "_everyone", lambda mine, **_: [mine, mine])
+    monkeypatch.setattr(symmetric, "_is_near", lambda *_: True)
+    two = Axis("tp", 2, 0, mock.Mock())
+    with pytest.warns(UserWarning, match="NCCL moves everything, .*: a rank sees no other's"):
+        assert symmetric.rings(two, {"tp": two}, {}, torch.device("cuda", 0), KernelSet()) == {}
+    assert not symmetric.FAILED.is_set()
 
 
 @pytest.mark.parametrize(("signatures", "whole"), [((0, 1, 2), True), ((0, 0, 2), False), ((0, 0, 0), False)])

@@ -39,7 +39,7 @@ def compiled() -> dict[str, tuple[int, int, int]]:
             constants = {(i,): sizes[name] for i, name in enumerate(names) if name in sizes}
             aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "*" in signature[name]}
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-            options = {"num_warps": decode_triton.WARPS, "num_stages": stages}
+            options = {"num_warps": decode_triton.warps_for(16, width), "num_stages": stages}
             code = triton.compile(source, target=target, options=options)
             case = f"{kernel.__name__} {dim} {dtype} sm_{target.arch}"
             found[case] = (len(code.asm["cubin"]), code.metadata.shared, SHARED[target])

@@ -39,8 +39,8 @@ def measure(device: str) -> dict[str, tuple[int, float]]:
                 ids, _ = draw(z, uniforms, params)
                 _, exact = draw(z.to(torch.float64), uniforms, params)
                 mask = mask_of(torch.tensor(banned), columns).to(device) if banned else None
-                given = (x.to(device) for x in (z, streams, positions))
-                told = draw_triton.draw(*given, temperature, mask).cpu()
+                logits, *noise = (x.to(device) for x in (z, streams, positions))
+                told = draw_triton.draw(logits, noise[0], noise[1], temperature, mask).cpu()
                 far = float(((told[1] - exact).abs() / exact.abs().clamp(min=1)).max())
                 found[f"{columns}, {temperature}, {name}"] = int((told[0] != ids).sum()), far
     return found

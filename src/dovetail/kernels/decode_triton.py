@@ -17,10 +17,12 @@ from dovetail.kernels.block_triton import shared_bytes
 
 BLOCK = tl.constexpr(64)  # entries that one step of a program reads
 LOG2_E = tl.constexpr(math.log2(math.e))
-WARPS, STAGES = 4, 2
+STAGES = 2
+FEW_WARPS, WARPS = 2, 4
+LITTLE = 2048  # numbers of a program's sum that few warps hold in registers
 JOIN_WARPS = 1
 LEAST_QUERIES = 16  # rows of the smallest product on tensor cores
-PROGRAMS = 528  # that fill a GPU of 132 multiprocessors
+PROGRAMS = 264  # that fill a GPU of 132 multiprocessors
 MOST_SPLITS = 32
 
 
@@ -37,10 +39,11 @@ def decode_attention(
     queries, width = heads // groups, max(16, triton.next_power_of_2(dim))
     shape = (queries, max(LEAST_QUERIES, triton.next_power_of_2(queries)), dim, width, page, window or 0)
     found = torch.empty(rows * heads * splits * (dim + 2), dtype=torch.float32, device=q.device)
-    ahead = stages_for(shape[1], width, q.itemsize, shared_bytes(q.device))
-    _partial[(rows, groups, splits)](
-        q.contiguous(), keys, values, table, lengths, found, table.stride(0), shape, num_warps=WARPS, num_stages=ahead
-    )
+    how = {
+        "num_warps": warps_for(shape[1], width),
+        "num_stages": stages_for(shape[1], width, q.itemsize, shared_bytes(q.device)),
+    }
+    _partial[(rows, groups, splits)](q.contiguous(), keys, values, table, lengths, found, table.stride(0), shape, **how)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _join[(rows, heads)](found, out, dim, width, splits, num_warps=JOIN_WARPS)
     return out
@@ -62,6 +65,11 @@ def splits_for(pairs: int, capacity: int) -> int:
     """Programs for each pair of row and KV head, a power of two: as many as fill the GPU and may find something to read."""
     wanted = min(-(-PROGRAMS // pairs), -(-capacity // BLOCK.value), MOST_SPLITS)
     return 1 << (wanted - 1).bit_length()
+
+
+def warps_for(queries: int, width: int) -> int:
+    """Of a program: few, which wait for each other less, where registers hold what it sums up."""
+    return FEW_WARPS if queries * width <= LITTLE else WARPS
 
 
 def stages_for(queries: int, width: int, itemsize: int, room: int) -> int:
