@@ -150,7 +150,10 @@ def test_forms_of_rope_read_as_transformers_reads_them(family: str, rope: dict[s
     assert ours.max_positions == r.get("original_max_position_embeddings", limit)
 
 
-@pytest.mark.parametrize("rope", [{}, *ROPES, {"rope_scaling": LINEAR}], ids=json.dumps)
+EMPTY = [{"rope_parameters": {}}, {"rope_parameters": {}, "rope_theta": 5.0}, {"rope_scaling": {}}]
+
+
+@pytest.mark.parametrize("rope", [{}, *ROPES, *EMPTY, {"rope_scaling": LINEAR}], ids=json.dumps)
 def test_families_with_a_theta_of_their_own(rope: dict[str, Any]) -> None:
     for kind in (ApertusConfig, MixtralConfig):
         normal = raw(kind.from_dict(json.loads(json.dumps(rope))))
