@@ -27,6 +27,13 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "deepseek_v2": (DeepseekV2Config, {"num_experts_per_tok": 6}),  # transformers has no default
     "deepseek_v3": (DeepseekV3Config, {}),
 }
+HELD = {  # the name that transformers' modules ask for
+    "qwen3_moe": "num_local_experts",
+    "qwen2_moe": "num_experts",
+    "mixtral": "num_local_experts",
+    "deepseek_v2": "n_routed_experts",
+    "deepseek_v3": "n_routed_experts",
+}
 every_family = pytest.mark.parametrize("family", sorted(CONFIGS))
 
 
@@ -55,6 +62,18 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         c.get("moe_intermediate_size", c["intermediate_size"]),
     )
     assert (spec.attention.latent is not None) == family.startswith("deepseek")
+
+
+@every_family
+def test_both_names_of_the_number_of_experts_are_those_of_transformers(family: str) -> None:
+    kind, needed = CONFIGS[family]
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        for options in ({name: 64}, {"num_experts": 48, "num_local_experts": 48, "n_routed_experts": 48, name: 64}):
+            saved = raw(kind.from_dict({**needed, **options}))
+            moe, normal = read(family, **options).moe, spec_from_config(saved).moe
+            held = getattr(kind.from_dict({**needed, **options}), HELD[family])
+            assert moe is not None and normal is not None, options
+            assert moe.num_experts == normal.num_experts == held, options
 
 
 def test_which_layers_route() -> None:

@@ -8,7 +8,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dovetail.arch.common import Fields, dense_spec, family_fields, layer_windows, rope_fields, rope_given, with_experts
+from dovetail.arch.common import (
+    Fields,
+    dense_spec,
+    family_fields,
+    layer_windows,
+    renamed,
+    rope_fields,
+    rope_given,
+    with_experts,
+)
 from dovetail.arch.spec import ArchSpec, LatentSpec, MoeSpec
 
 SHARED: Mapping[str, Any] = {
@@ -70,7 +79,7 @@ V3: Mapping[str, Any] = {
 
 def deepseek_v2_spec(config: Mapping[str, Any]) -> ArchSpec:
     """The spec of a raw config.json with model_type deepseek_v2."""
-    c = family_fields("deepseek_v2", config, V2)
+    c = family_fields("deepseek_v2", renamed(config, "num_experts", "n_routed_experts"), V2)
     if c.get("norm_topk_prob"):
         raise c.refusal("norm_topk_prob", "false, which is all that transformers computes for this family")
     _only(c, "scoring_func", "softmax")
@@ -83,9 +92,7 @@ def deepseek_v2_spec(config: Mapping[str, Any]) -> ArchSpec:
 
 def deepseek_v3_spec(config: Mapping[str, Any]) -> ArchSpec:
     """The spec of a raw config.json with model_type deepseek_v3."""
-    if "num_local_experts" in config:  # transformers' own name of it
-        config = {**config, "n_routed_experts": config["num_local_experts"]}
-    c = family_fields("deepseek_v3", config, V3)
+    c = family_fields("deepseek_v3", renamed(config, "num_local_experts", "n_routed_experts"), V3)
     _only(c, "scoring_func", "sigmoid")
     _only(c, "topk_method", "noaux_tc")
     moe = replace(_moe(c, grouped=True), scores="sigmoid", bias=True, group_score="top2")
