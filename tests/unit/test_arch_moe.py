@@ -76,6 +76,13 @@ def test_both_names_of_the_number_of_experts_are_those_of_transformers(family: s
             assert moe.num_experts == normal.num_experts == held, options
 
 
+def test_a_head_dim_that_says_what_is_known_is_read() -> None:
+    """transformers writes the rotary table's, and gives V2's own to its modules whatever a file says."""
+    for given in (None, 64):
+        assert read("deepseek_v3", head_dim=given) == read("deepseek_v3")
+    assert read("deepseek_v2", head_dim=2) == read("deepseek_v2")
+
+
 def test_which_layers_route() -> None:
     assert read("deepseek_v3").is_moe(3) and not read("deepseek_v3").is_moe(2)
     spec = read("qwen2_moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
@@ -127,6 +134,9 @@ YARN = {"type": "yarn", "factor": 4.0, "mscale_all_dim": 1.0}
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
         ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads is 8; supported: num_attention_heads=128"),
         ("deepseek_v3", {"qk_rope_head_dim": 63}, "an even number of rotated channels"),
+        ("deepseek_v3", {"head_dim": 2}, "head_dim is 2; supported: qk_rope_head_dim=64"),
+        ("deepseek_v3", {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ("deepseek_v2", {"rope_scaling": YARN, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; .* 1.0"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("deepseek_v3", {"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; supported: one flat set for all layers"),
         ("deepseek_v2", {"rope_parameters": [4.0]}, r"rope_parameters is \[4.0\]; supported: one flat set"),

@@ -95,6 +95,8 @@ def deepseek_v3_spec(config: Mapping[str, Any]) -> ArchSpec:
     c = family_fields("deepseek_v3", renamed(config, "num_local_experts", "n_routed_experts"), V3)
     _only(c, "scoring_func", "sigmoid")
     _only(c, "topk_method", "noaux_tc")
+    if c.get("head_dim") not in (None, c.get("qk_rope_head_dim")):
+        raise c.refusal("head_dim", f"qk_rope_head_dim={c.get('qk_rope_head_dim')}, whose rotary table it is, or none")
     moe = replace(_moe(c, grouped=True), scores="sigmoid", bias=True, group_score="top2")
     if moe.num_experts < 2 * moe.groups:
         raise c.refusal("n_group", "groups of two experts or more: a group is worth its best two")
@@ -144,6 +146,9 @@ def _latent(c: Fields, *, interleaved: bool = True, mlp_bias: bool = False) -> A
     # The rotary table is that of rope_dim channels; an attention head has as many as its keys or values, whichever are more.
     c = replace(c, given={**c.given, "head_dim": latent.rope_dim, "num_key_value_heads": heads})
     spec = dense_spec(c, windows=layer_windows(c, None, per_layer=False), o_bias=bias, mlp_bias=mlp_bias)
+    if spec.rope.rotary_dim != latent.rope_dim:
+        r, key = rope_fields(c, rope_given(c), {}), "partial_rotary_factor"
+        raise (r if key in r else c).refusal(key, "1.0: all qk_rope_head_dim channels turn")
     attention = replace(spec.attention, head_dim=max(latent.key_dim, latent.v_dim), latent=latent)
     return replace(spec, attention=attention)
 
