@@ -83,6 +83,17 @@ def test_a_head_dim_that_says_what_is_known_is_read() -> None:
     assert read("deepseek_v2", head_dim=2) == read("deepseek_v2")
 
 
+def test_modules_that_predict_further_tokens_are_left_aside() -> None:
+    """As many as the config says: transformers leaves whatever it does not know."""
+    one, two = (f"model.layers.{61 + at}.*" for at in range(2))
+    for options in ({}, {"num_nextn_predict_layers": 1}, {"num_nextn_predict_layers": 0}, {"num_mtp_layers": None}):
+        assert read("deepseek_v3", **options).ignored == (one,)
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        assert read("deepseek_v3", **{name: 2}).ignored == (one, two)
+        assert read("deepseek_v3", **raw(DeepseekV3Config(**{name: 2}))).ignored == (one, two)
+    assert len(read("deepseek_v3", num_mtp_layers=1 << 61).ignored) < 100
+
+
 def test_which_layers_route() -> None:
     assert read("deepseek_v3").is_moe(3) and not read("deepseek_v3").is_moe(2)
     spec = read("qwen2_moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])

@@ -75,6 +75,7 @@ V3: Mapping[str, Any] = {
     "scoring_func": "sigmoid",
     "rope_interleave": True,
 }
+MOST_PREDICTORS = 64
 
 
 def deepseek_v2_spec(config: Mapping[str, Any]) -> ArchSpec:
@@ -92,7 +93,8 @@ def deepseek_v2_spec(config: Mapping[str, Any]) -> ArchSpec:
 
 def deepseek_v3_spec(config: Mapping[str, Any]) -> ArchSpec:
     """The spec of a raw config.json with model_type deepseek_v3."""
-    c = family_fields("deepseek_v3", renamed(config, "num_local_experts", "n_routed_experts"), V3)
+    config = renamed(config, "num_local_experts", "n_routed_experts")
+    c = family_fields("deepseek_v3", renamed(config, "num_nextn_predict_layers", "num_mtp_layers"), V3)
     _only(c, "scoring_func", "sigmoid")
     _only(c, "topk_method", "noaux_tc")
     if c.get("head_dim") not in (None, c.get("qk_rope_head_dim")):
@@ -103,7 +105,13 @@ def deepseek_v3_spec(config: Mapping[str, Any]) -> ArchSpec:
     spec = with_experts(
         _latent(c, interleaved=c.flag("rope_interleave")), c, replace(moe, normalize=c.flag("norm_topk_prob"))
     )
-    return replace(spec, ignored=(f"model.layers.{spec.depth}.*",))  # of multi-token prediction
+    return replace(spec, ignored=_predictors(c, spec.depth))
+
+
+def _predictors(c: Fields, depth: int) -> tuple[str, ...]:
+    """Tensors of multi-token prediction, whose modules lie behind the last layer: one where a config tells of none."""
+    count = min(c.integer("num_mtp_layers"), MOST_PREDICTORS) if c.get("num_mtp_layers") else 1
+    return tuple(f"model.layers.{depth + module}.*" for module in range(count))
 
 
 def _moe(c: Fields, *, grouped: bool) -> MoeSpec:
