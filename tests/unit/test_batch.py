@@ -159,3 +159,17 @@ def test_ids_that_a_model_does_not_have_are_refused_before_anything_runs() -> No
     model.check(PackedBatch.pack([]))
     unread = torch.tensor([-100, 4, -100])
     model.check(replace(good, targets=unread, mask=good.mask & (unread >= 0)))
+
+
+def test_temperatures_that_divide_nothing_are_refused_where_tokens_count() -> None:
+    """Log-probs would be no numbers, or those of another distribution. Nothing divides a critic's values."""
+    spec = spec_from_config({"model_type": "llama", "vocab_size": 10, "hidden_size": 8, "num_attention_heads": 2})
+    with torch.device("meta"):
+        actor, critic = Decoder(spec, Mesh.solo(), KernelSet()), Decoder(spec, Mesh.solo(), KernelSet(), "value")
+    for divisor, told in ((0.0, "0"), (1e-46, "0"), (-2.0, "-2"), (float("nan"), "nan")):
+        batch = PackedBatch.pack([Sequence([4, 4, 4], fields={"temperature": divisor})])
+        with pytest.raises(DataError, match=f"a token of temperature {told}; expected a number above 0"):
+            actor.check(batch)
+        critic.check(batch)
+        actor.check(batch.with_mask(torch.zeros_like(batch.mask)))
+    actor.check(PackedBatch.pack([Sequence([4, 4], fields={"temperature": 1e-30})]))
