@@ -113,6 +113,13 @@ def test_selecting_is_packing_again(lengths: list[int], data: st.DataObject) -> 
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
+@pytest.mark.parametrize(("found", "what"), [(None, "a NoneType"), ([0.0, "b"], "a list"), ("bc", "a str")])
+def test_fields_that_are_no_numbers_are_refused_by_name(found: Any, what: str) -> None:
+    message = f"sequence 0: field 'a' is {what} .*; give a number, or one for each of 2 tokens"
+    with pytest.raises(DataError, match=message):
+        PackedBatch.pack([Sequence([1, 2], fields={"a": found})])
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
