@@ -337,3 +337,9 @@ def test_degrees_that_divide(tp: int) -> None:
 def test_degrees_that_cannot_divide(options: dict[str, int], tp: int, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         validate_layout(small(**options), Layout(tp=tp))
+
+
+def test_a_config_with_senselessly_many_heads_is_answered_at_once() -> None:
+    config = {"num_attention_heads": (1 << 40) + 1, "num_key_value_heads": 1, "head_dim": 2}
+    with pytest.raises(LayoutError, match=r"attention heads are not a multiple of 2; use one of tp=1$"):
+        validate_layout(read("llama", **config), Layout(tp=2))
