@@ -290,6 +290,12 @@ def _kind(x: object) -> str:
 def _shifted(values: float | Seq[float], n: int, name: str, index: int) -> list[float]:
     if isinstance(values, (int, float, Real)) or (isinstance(values, Tensor) and not values.dim()):
         return [float(values)] * n
-    if len(values) != n:
-        raise DataError(f"sequence {index} has {n} tokens but {len(values)} entries in field {name!r}")
-    return [*map(float, values[1:]), 1.0 if name == "temperature" else 0.0]
+    try:
+        count, found = len(values), [*map(float, values[1:])]
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"sequence {index}: field {name!r} is {_kind(values)} ({error}); give a number, or one for each of {n} tokens"
+        ) from error
+    if count != n:
+        raise DataError(f"sequence {index} has {n} tokens but {count} entries in field {name!r}")
+    return [*found, 1.0 if name == "temperature" else 0.0]

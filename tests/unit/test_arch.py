@@ -150,7 +150,10 @@ def test_forms_of_rope_read_as_transformers_reads_them(family: str, rope: dict[s
     assert ours.max_positions == r.get("original_max_position_embeddings", limit)
 
 
-@pytest.mark.parametrize("rope", [{}, *ROPES, {"rope_scaling": LINEAR}], ids=json.dumps)
+EMPTY = [{"rope_parameters": {}}, {"rope_parameters": {}, "rope_theta": 5.0}, {"rope_scaling": {}}]
+
+
+@pytest.mark.parametrize("rope", [{}, *ROPES, *EMPTY, {"rope_scaling": LINEAR}], ids=json.dumps)
 def test_families_with_a_theta_of_their_own(rope: dict[str, Any]) -> None:
     for kind in (ApertusConfig, MixtralConfig):
         normal = raw(kind.from_dict(json.loads(json.dumps(rope))))
@@ -334,3 +337,9 @@ def test_degrees_that_divide(tp: int) -> None:
 def test_degrees_that_cannot_divide(options: dict[str, int], tp: int, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         validate_layout(small(**options), Layout(tp=tp))
+
+
+def test_a_config_with_senselessly_many_heads_is_answered_at_once() -> None:
+    config = {"num_attention_heads": (1 << 40) + 1, "num_key_value_heads": 1, "head_dim": 2}
+    with pytest.raises(LayoutError, match=r"attention heads are not a multiple of 2; use one of tp=1$"):
+        validate_layout(read("llama", **config), Layout(tp=2))

@@ -27,6 +27,13 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "deepseek_v2": (DeepseekV2Config, {"num_experts_per_tok": 6}),  # transformers has no default
     "deepseek_v3": (DeepseekV3Config, {}),
 }
+HELD = {  # the name that transformers' modules ask for
+    "qwen3_moe": "num_local_experts",
+    "qwen2_moe": "num_experts",
+    "mixtral": "num_local_experts",
+    "deepseek_v2": "n_routed_experts",
+    "deepseek_v3": "n_routed_experts",
+}
 every_family = pytest.mark.parametrize("family", sorted(CONFIGS))
 
 
@@ -55,6 +62,36 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         c.get("moe_intermediate_size", c["intermediate_size"]),
     )
     assert (spec.attention.latent is not None) == family.startswith("deepseek")
+
+
+@every_family
+def test_both_names_of_the_number_of_experts_are_those_of_transformers(family: str) -> None:
+    kind, needed = CONFIGS[family]
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        for options in ({name: 64}, {"num_experts": 48, "num_local_experts": 48, "n_routed_experts": 48, name: 64}):
+            saved = raw(kind.from_dict({**needed, **options}))
+            moe, normal = read(family, **options).moe, spec_from_config(saved).moe
+            held = getattr(kind.from_dict({**needed, **options}), HELD[family])
+            assert moe is not None and normal is not None, options
+            assert moe.num_experts == normal.num_experts == held, options
+
+
+def test_a_head_dim_that_says_what_is_known_is_read() -> None:
+    """transformers writes the rotary table's, and gives V2's own to its modules whatever a file says."""
+    for given in (None, 64):
+        assert read("deepseek_v3", head_dim=given) == read("deepseek_v3")
+    assert read("deepseek_v2", head_dim=2) == read("deepseek_v2")
+
+
+def test_modules_that_predict_further_tokens_are_left_aside() -> None:
+    """As many as the config says: transformers leaves whatever it does not know."""
+    one, two = (f"model.layers.{61 + at}.*" for at in range(2))
+    for options in ({}, {"num_nextn_predict_layers": 1}, {"num_nextn_predict_layers": 0}, {"num_mtp_layers": None}):
+        assert read("deepseek_v3", **options).ignored == (one,)
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        assert read("deepseek_v3", **{name: 2}).ignored == (one, two)
+        assert read("deepseek_v3", **raw(DeepseekV3Config(**{name: 2}))).ignored == (one, two)
+    assert len(read("deepseek_v3", num_mtp_layers=1 << 61).ignored) < 100
 
 
 def test_which_layers_route() -> None:
@@ -108,6 +145,9 @@ YARN = {"type": "yarn", "factor": 4.0, "mscale_all_dim": 1.0}
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
         ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads is 8; supported: num_attention_heads=128"),
         ("deepseek_v3", {"qk_rope_head_dim": 63}, "an even number of rotated channels"),
+        ("deepseek_v3", {"head_dim": 2}, "head_dim is 2; supported: qk_rope_head_dim=64"),
+        ("deepseek_v3", {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ("deepseek_v2", {"rope_scaling": YARN, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; .* 1.0"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("deepseek_v3", {"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; supported: one flat set for all layers"),
         ("deepseek_v2", {"rope_parameters": [4.0]}, r"rope_parameters is \[4.0\]; supported: one flat set"),

@@ -113,6 +113,13 @@ def test_selecting_is_packing_again(lengths: list[int], data: st.DataObject) -> 
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
+@pytest.mark.parametrize(("found", "what"), [(None, "a NoneType"), ([0.0, "b"], "a list"), ("bc", "a str")])
+def test_fields_that_are_no_numbers_are_refused_by_name(found: Any, what: str) -> None:
+    message = f"sequence 0: field 'a' is {what} .*; give a number, or one for each of 2 tokens"
+    with pytest.raises(DataError, match=message):
+        PackedBatch.pack([Sequence([1, 2], fields={"a": found})])
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -159,3 +166,17 @@ def test_ids_that_a_model_does_not_have_are_refused_before_anything_runs() -> No
     model.check(PackedBatch.pack([]))
     unread = torch.tensor([-100, 4, -100])
     model.check(replace(good, targets=unread, mask=good.mask & (unread >= 0)))
+
+
+def test_temperatures_that_divide_nothing_are_refused_where_tokens_count() -> None:
+    """Log-probs would be no numbers, or those of another distribution. Nothing divides a critic's values."""
+    spec = spec_from_config({"model_type": "llama", "vocab_size": 10, "hidden_size": 8, "num_attention_heads": 2})
+    with torch.device("meta"):
+        actor, critic = Decoder(spec, Mesh.solo(), KernelSet()), Decoder(spec, Mesh.solo(), KernelSet(), "value")
+    for divisor, told in ((0.0, "0"), (1e-46, "0"), (-2.0, "-2"), (float("nan"), "nan")):
+        batch = PackedBatch.pack([Sequence([4, 4, 4], fields={"temperature": divisor})])
+        with pytest.raises(DataError, match=f"a token of temperature {told}; expected a number above 0"):
+            actor.check(batch)
+        critic.check(batch)
+        actor.check(batch.with_mask(torch.zeros_like(batch.mask)))
+    actor.check(PackedBatch.pack([Sequence([4, 4], fields={"temperature": 1e-30})]))

@@ -35,7 +35,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 def apertus_spec(config: Mapping[str, Any]) -> ArchSpec:
     """The spec of a raw config.json with model_type apertus."""
-    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+    if config.get("rope_parameters") is None and not config.get("rope_scaling"):  # an empty set is that of no scaling
         config = {**config, "rope_parameters": dict(ROPE)}
     c = family_fields("apertus", {"rope_theta": THETA, **config}, DEFAULTS)
     bias = c.flag("attention_bias")

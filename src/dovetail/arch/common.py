@@ -72,6 +72,11 @@ def family_fields(family: str, config: Mapping[str, Any], defaults: Mapping[str,
     return Fields(f"config.json of a {family} model", config, defaults)
 
 
+def renamed(config: Mapping[str, Any], name: str, to: str) -> Mapping[str, Any]:
+    """A config with a key under the other name that transformers knows it by, and which wins where it has both."""
+    return {**config, to: config[name]} if name in config else config
+
+
 def dense_spec(
     c: Fields,
     *,

@@ -8,7 +8,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dovetail.arch.common import Fields, dense_spec, family_fields, layer_windows, rope_fields, rope_given, with_experts
+from dovetail.arch.common import (
+    Fields,
+    dense_spec,
+    family_fields,
+    layer_windows,
+    renamed,
+    rope_fields,
+    rope_given,
+    with_experts,
+)
 from dovetail.arch.spec import ArchSpec, LatentSpec, MoeSpec
 
 SHARED: Mapping[str, Any] = {
@@ -66,11 +75,12 @@ V3: Mapping[str, Any] = {
     "scoring_func": "sigmoid",
     "rope_interleave": True,
 }
+MOST_PREDICTORS = 64
 
 
 def deepseek_v2_spec(config: Mapping[str, Any]) -> ArchSpec:
     """The spec of a raw config.json with model_type deepseek_v2."""
-    c = family_fields("deepseek_v2", config, V2)
+    c = family_fields("deepseek_v2", renamed(config, "num_experts", "n_routed_experts"), V2)
     if c.get("norm_topk_prob"):
         raise c.refusal("norm_topk_prob", "false, which is all that transformers computes for this family")
     _only(c, "scoring_func", "softmax")
@@ -83,18 +93,25 @@ def deepseek_v2_spec(config: Mapping[str, Any]) -> ArchSpec:
 
 def deepseek_v3_spec(config: Mapping[str, Any]) -> ArchSpec:
     """The spec of a raw config.json with model_type deepseek_v3."""
-    if "num_local_experts" in config:  # transformers' own name of it
-        config = {**config, "n_routed_experts": config["num_local_experts"]}
-    c = family_fields("deepseek_v3", config, V3)
+    config = renamed(config, "num_local_experts", "n_routed_experts")
+    c = family_fields("deepseek_v3", renamed(config, "num_nextn_predict_layers", "num_mtp_layers"), V3)
     _only(c, "scoring_func", "sigmoid")
     _only(c, "topk_method", "noaux_tc")
+    if c.get("head_dim") not in (None, c.get("qk_rope_head_dim")):
+        raise c.refusal("head_dim", f"qk_rope_head_dim={c.get('qk_rope_head_dim')}, whose rotary table it is, or none")
     moe = replace(_moe(c, grouped=True), scores="sigmoid", bias=True, group_score="top2")
     if moe.num_experts < 2 * moe.groups:
         raise c.refusal("n_group", "groups of two experts or more: a group is worth its best two")
     spec = with_experts(
         _latent(c, interleaved=c.flag("rope_interleave")), c, replace(moe, normalize=c.flag("norm_topk_prob"))
     )
-    return replace(spec, ignored=(f"model.layers.{spec.depth}.*",))  # of multi-token prediction
+    return replace(spec, ignored=_predictors(c, spec.depth))
+
+
+def _predictors(c: Fields, depth: int) -> tuple[str, ...]:
+    """Tensors of multi-token prediction, whose modules lie behind the last layer: one where a config tells of none."""
+    count = min(c.integer("num_mtp_layers"), MOST_PREDICTORS) if c.get("num_mtp_layers") else 1
+    return tuple(f"model.layers.{depth + module}.*" for module in range(count))
 
 
 def _moe(c: Fields, *, grouped: bool) -> MoeSpec:
@@ -137,6 +154,9 @@ def _latent(c: Fields, *, interleaved: bool = True, mlp_bias: bool = False) -> A
     # The rotary table is that of rope_dim channels; an attention head has as many as its keys or values, whichever are more.
     c = replace(c, given={**c.given, "head_dim": latent.rope_dim, "num_key_value_heads": heads})
     spec = dense_spec(c, windows=layer_windows(c, None, per_layer=False), o_bias=bias, mlp_bias=mlp_bias)
+    if spec.rope.rotary_dim != latent.rope_dim:
+        r, key = rope_fields(c, rope_given(c), {}), "partial_rotary_factor"
+        raise (r if key in r else c).refusal(key, "1.0: all qk_rope_head_dim channels turn")
     attention = replace(spec.attention, head_dim=max(latent.key_dim, latent.v_dim), latent=latent)
     return replace(spec, attention=attention)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dovetail.arch.common import dense_spec, family_fields, layer_windows, with_experts
+from dovetail.arch.common import dense_spec, family_fields, layer_windows, renamed, with_experts
 from dovetail.arch.spec import ArchSpec, MoeSpec
 
 DEFAULTS: Mapping[str, Any] = {
@@ -28,7 +28,8 @@ THETA = 1e6
 
 def mixtral_spec(config: Mapping[str, Any]) -> ArchSpec:
     """The spec of a raw config.json with model_type mixtral."""
-    c = family_fields("mixtral", {"rope_theta": THETA, **config}, DEFAULTS)
+    config = {"rope_theta": THETA, **renamed(config, "num_experts", "num_local_experts")}
+    c = family_fields("mixtral", config, DEFAULTS)
     if c.number("router_jitter_noise"):
         raise c.refusal("router_jitter_noise", "0.0; set it to 0.0, there is no noise in RL training")
     window = None if c.get("sliding_window") is None else c.integer("sliding_window")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dovetail.arch.common import dense_spec, family_fields, layer_windows, sparse_layers, with_experts
+from dovetail.arch.common import dense_spec, family_fields, layer_windows, renamed, sparse_layers, with_experts
 from dovetail.arch.spec import ArchSpec, MoeSpec
 
 DEFAULTS: Mapping[str, Any] = {
@@ -32,9 +32,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 def qwen3_moe_spec(config: Mapping[str, Any]) -> ArchSpec:
     """The spec of a raw config.json with model_type qwen3_moe."""
-    if "num_local_experts" in config:  # transformers' own name of it, which it reads before the one that it writes
-        config = {**config, "num_experts": config["num_local_experts"]}
-    c = family_fields("qwen3_moe", config, DEFAULTS)
+    c = family_fields("qwen3_moe", renamed(config, "num_local_experts", "num_experts"), DEFAULTS)
     bias, windowed = c.flag("attention_bias"), c.flag("use_sliding_window") and c.get("sliding_window") is not None
     windows = layer_windows(c, c.integer("sliding_window") if windowed else None, per_layer=False)
     moe = MoeSpec(

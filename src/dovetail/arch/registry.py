@@ -30,6 +30,7 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ArchSpec]] = {
     "qwen3_moe": qwen3_moe_spec,
 }
 MOST_LAYERS = 1 << 16  # a spec has an entry for each
+MOST_RANKS = 1 << 10  # of tp or ep, up to which a message names those that fit
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
@@ -47,7 +48,7 @@ def validate_layout(spec: ArchSpec, layout: Layout) -> None:
     """Refuse a tp or an ep that cannot divide this model. The vocabulary is padded, so it need not divide."""
     _validate_ep(spec, layout)
     if reasons := _misfits(spec, layout.tp):
-        fitting = [str(tp) for tp in range(1, spec.attention.num_heads + 1) if not _misfits(spec, tp)]
+        fitting = [str(tp) for tp in range(1, min(spec.attention.num_heads, MOST_RANKS) + 1) if not _misfits(spec, tp)]
         raise LayoutError(
             f"layout {layout}: tp={layout.tp} does not fit this {spec.family} model: {'; '.join(reasons)}; "
             f"use one of tp={', '.join(fitting)}"
@@ -109,7 +110,7 @@ def _validate_ep(spec: ArchSpec, layout: Layout) -> None:
         )
     count = spec.moe.num_experts
     if count % layout.ep:
-        fitting = ", ".join(str(ep) for ep in range(1, count + 1) if count % ep == 0)
+        fitting = ", ".join(str(ep) for ep in range(1, min(count, MOST_RANKS) + 1) if count % ep == 0)
         raise LayoutError(
             f"layout {layout}: ep={layout.ep} does not divide the {count} experts of this {spec.family} model; use one of "
             f"ep={fitting}"

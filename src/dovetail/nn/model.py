@@ -72,6 +72,8 @@ class StagedModel(nn.Module):
             self._check_ids(batch.tokens)
             if not self._knows(batch.targets):  # a mask takes longer to apply, and mostly there is nothing behind it
                 self._check_ids(batch.targets[batch.mask])
+            if not self.is_critic:
+                _check_temperature(batch)
         if batch.routing is not None:
             self._check_routing(batch.routing)
 
@@ -124,3 +126,15 @@ class StagedModel(nn.Module):
             stored = [param.to_local() if isinstance(param, DTensor) else param for param in self.parameters()]
         ask_once([x.numel() * x.element_size() for x in stored], device)
         self.to_empty(device=device)
+
+
+def _check_temperature(batch: PackedBatch) -> None:
+    """Logits over 0 are no numbers, and over less than 0 they are those of another distribution."""
+    if "temperature" not in batch.fields:
+        return
+    counted = batch.fields["temperature"][batch.mask]
+    if not bool((counted > 0).all()):
+        worst = float(counted[~(counted > 0)][0])
+        raise DataError(
+            f"the batch has a token of temperature {worst:g}; expected a number above 0, which divides its logits"
+        )
