@@ -15,23 +15,26 @@ from dovetail.errors import ConfigError
 
 KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+MERGED = "tag:yaml.org,2002:merge"  # the key `<<`
 LARGE = 2.0**53  # from here on not every whole number is a float
 
 
 class _Loader(yaml.SafeLoader):
     """The safe loader, without its two surprises."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Keys are compared as they are written: later `<<` has brought in those of other mappings."""
+        node = super().compose_mapping_node(anchor)
         seen: set[Hashable] = set()
         for name, _ in node.value:
-            key = self.construct_object(name, deep=True)
-            if isinstance(key, Hashable):  # what is not, the base class refuses
+            key = None if name.tag == MERGED else self.construct_object(name, deep=True)
+            if key is not None and isinstance(key, Hashable):  # what is not, the base class refuses
                 if key in seen:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"the key {key!r} is given twice", name.start_mark
                     )
                 seen.add(key)
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> float:

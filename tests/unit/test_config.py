@@ -261,3 +261,16 @@ def merge_at(key: str, value: str) -> dict[str, Any]:
     """The smallest recipe with one more key."""
     section, _, leaf = key.rpartition(".")
     return {**SMALLEST, section: {**SMALLEST.get(section, {}), leaf: value}} if section else {**SMALLEST, leaf: value}
+
+
+def test_merged_keys_give_way_to_own_ones(tmp_path: Path) -> None:
+    """Also where a mapping is merged before it is made itself, as one that lies deeper."""
+    text = yaml.safe_dump(SMALLEST) + (
+        "layout: &a {tp: 2, pp: 2}\nreward: {options: {x: {y: &b {<<: *a, tp: 3}}}}\ncritic: {layout: {<<: *b, cp: 5}}\n"
+    )
+    recipe = load_recipe(write(tmp_path, text))
+    assert recipe.critic.layout is not None
+    assert recipe.critic.layout.to_layout() == Layout(tp=3, pp=2, cp=5, dp=None)
+    assert recipe.reward.options == {"x": {"y": {"tp": 3, "pp": 2}}}
+    with pytest.raises(ConfigError, match="the key 'tp' is given twice"):
+        load_recipe(write(tmp_path, text.replace("tp: 3", "tp: 3, tp: 4")))
