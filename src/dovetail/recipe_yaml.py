@@ -88,6 +88,7 @@ def merge(recipe: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(inner[name], dict):
             where = ".".join(sections[:depth])
             raise ConfigError(f"override {key}={value!r}: {where} is {inner[name]!r}, which has no keys of its own")
+        inner[name] = dict(inner[name])  # a copy, since an alias may have another section be the same mapping
         inner = inner[name]
     inner[leaf] = value
 

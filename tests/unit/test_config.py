@@ -274,3 +274,10 @@ def test_merged_keys_give_way_to_own_ones(tmp_path: Path) -> None:
     assert recipe.reward.options == {"x": {"y": {"tp": 3, "pp": 2}}}
     with pytest.raises(ConfigError, match="the key 'tp' is given twice"):
         load_recipe(write(tmp_path, text.replace("tp: 3", "tp: 3, tp: 4")))
+
+
+def test_an_override_changes_its_own_section_where_two_are_one_alias(tmp_path: Path) -> None:
+    path = write(tmp_path, yaml.safe_dump(SMALLEST) + "layout: &a {tp: 2}\ncritic: {layout: *a}\n")
+    recipe = load_recipe(path, ["critic.layout.tp=4"])
+    assert recipe.critic.layout is not None
+    assert (recipe.layout.tp, recipe.critic.layout.tp) == (2, 4)
