@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -25,7 +24,7 @@ from dovetail.errors import ConfigError
 from dovetail.layout import Layout
 from dovetail.recipe_errors import explain
 from dovetail.recipe_keys import Key, keys_of
-from dovetail.recipe_yaml import merge, parse_overrides, read_mapping
+from dovetail.recipe_yaml import dump_mapping, merge, parse_overrides, read_mapping
 from dovetail.watch.progress import Phase
 
 Dtype = Literal["float32", "bfloat16"]
@@ -372,7 +371,7 @@ class Recipe(Section):
 
     def to_yaml(self) -> str:
         """The whole recipe with every default written out; `load_recipe` reads it back to an equal one."""
-        return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False)
+        return dump_mapping(self.model_dump(mode="json", by_alias=True))
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> Recipe:

@@ -5,7 +5,7 @@ whole one) and the second a mistake.
 """
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,18 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
     return int(value) if FLOAT.match(node.value) and value.is_integer() and abs(value) < LARGE else value
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `_Loader` would take for a number."""
+
+
 _Loader.add_constructor("tag:yaml.org,2002:float", _number)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
+for kind in (_Loader, _Dumper):
+    kind.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
+
+
+def dump_mapping(value: Mapping[str, Any]) -> str:
+    """YAML text of which `read_mapping` makes an equal mapping."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -281,3 +281,9 @@ def test_an_override_changes_its_own_section_where_two_are_one_alias(tmp_path: P
     recipe = load_recipe(path, ["critic.layout.tp=4"])
     assert recipe.critic.layout is not None
     assert (recipe.layout.tp, recipe.critic.layout.tp) == (2, 4)
+
+
+def test_text_that_looks_like_a_number_stays_text(tmp_path: Path) -> None:
+    given = {**SMALLEST, "run_dir": "1e3", "reward": {"options": {"a": "1e-6", "b": "1.5e2", "c": 1e-6, "d": "2"}}}
+    recipe = make_recipe(given)
+    assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
