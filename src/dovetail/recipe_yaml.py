@@ -108,6 +108,8 @@ def _parse(text: str, source: str) -> Any:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {_told(error)}") from None
+    except (ValueError, RecursionError) as error:  # 2025-02-30, which is no day; lists in lists without end
+        raise ConfigError(f"{source} is not valid YAML: {error}; quote what is text") from None
 
 
 def _told(error: yaml.YAMLError) -> str:

@@ -287,3 +287,9 @@ def test_text_that_looks_like_a_number_stays_text(tmp_path: Path) -> None:
     given = {**SMALLEST, "run_dir": "1e3", "reward": {"options": {"a": "1e-6", "b": "1.5e2", "c": 1e-6, "d": "2"}}}
     recipe = make_recipe(given)
     assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
+
+
+@pytest.mark.parametrize("value", ["2025-02-30", "0x_", "9" * 5000, "[" * 5000 + "]" * 5000])
+def test_values_that_yaml_cannot_make_are_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        parse_overrides([f"a={value}"])
