@@ -27,6 +27,7 @@ from dovetail.weights.staging import replace_file
 T = TypeVar("T")
 NONE: Mapping[str, str] = MappingProxyType({})
 NAME = re.compile(r"step_(\d{6,})\.\w+")
+LINK = re.compile(r"step_\d{6,}")
 ORDER, SCORE = "order", "score"  # keys of a manifest's state: the how-manieth save of the run, and how good it is
 LATEST = "latest"  # names the newest step's directory, for people and scripts; readers go by the manifests
 DEBRIS = (".tmp-*", ".trash-*")  # what a save or a removal leaves that did not come to its end
@@ -152,7 +153,10 @@ def prune(folder: Path, retention: Retention) -> None:
 
 
 def set_aside(folder: Path, order: int, aside: Path) -> None:
-    """Move the steps that were saved after the `order`-th save, or cannot be read, to `aside`, the newest first."""
+    """Move the steps that were saved after the `order`-th save, or cannot be read, to `aside`, the newest first.
+
+    So it does with directories that lie where links belong, which a save could not replace.
+    """
     steps, _ = saved_steps(folder)
     readable = {saved.path: saved.order for saved in steps}
     found = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and not path.is_symlink()]
@@ -161,6 +165,13 @@ def set_aside(folder: Path, order: int, aside: Path) -> None:
             aside.mkdir(parents=True, exist_ok=True)
             path.rename(aside / path.name)
             _unlink(path)
+    for path in [path for path in folder.glob("step_*") if LINK.fullmatch(path.name)]:
+        if path.is_dir() and not path.is_symlink():  # whoever copied the run, such as `scp -r`, followed its links
+            aside.mkdir(parents=True, exist_ok=True)
+            path.rename(aside / path.name)
+            named = [saved.path.name for saved in steps if saved.order <= order and saved.path.stem == path.name]
+            if named:
+                path.symlink_to(named[0])
     latest = folder / LATEST
     if latest.is_file() and not (folder / latest.read_text(errors="replace").strip()).is_dir():
         left = [saved.path.name for saved in steps if saved.order <= order]
