@@ -14,6 +14,8 @@ from dovetail.recipe_keys import FOREIGN
 from dovetail.recipe_yaml import parse_overrides
 
 SMALLEST: dict[str, Any] = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
 
 
 def write(folder: Path, text: str) -> Path:
@@ -122,6 +124,16 @@ def test_sections_are_frozen() -> None:
         ({"algorithm": {"minibatches": 129}}, "algorithm.minibatches is 129, but a step has only 128 rows"),
         ({"reward": {"name": "format", "import": "a:b"}}, "reward: give name or import, not both"),
         ({"reward": {"import": "a.b"}}, "reward: import is 'a.b'; expected module:function"),
+        (
+            {"reward": {"options": {"x": b"\x80"}}},
+            "reward.options: expected text, numbers, lists and mappings, as JSON",
+        ),
+        (
+            {"reward": {"options": {"x": ENDLESS}}},
+            "reward.options: expected text, numbers, lists and mappings, as JSON",
+        ),
+        ({"run_dir": "a\0b"}, "run_dir: 'a\\x00b' holds a character that no name of a file may have"),
+        ({"data": {"train": "\ud800"}}, "data.train: '\\ud800' holds a character that no name of a file may have"),
     ],
 )
 def test_mistakes_name_key_value_and_expectation(change: dict[str, Any], message: str) -> None:
