@@ -10,6 +10,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -141,15 +142,20 @@ def from_a_whole_step(folder: Path, attempt: Callable[[Mapping[str, str]], T]) -
 
 
 def prune(folder: Path, retention: Retention) -> None:
-    """Remove the steps that `retention` does not keep. Each is first renamed, so none is ever half there."""
+    """Remove the steps that `retention` does not keep. Each is first renamed, so none is ever half there.
+
+    What others keep in use, such as a reader of the same files over NFS, goes when a later step is saved: that it is still
+    there is no failure of the save.
+    """
     steps, _ = saved_steps(folder)
     kept = retention.keeps(steps)
     for saved in steps:
         if saved.path not in kept:
             _unlink(saved.path)
-            trash = saved.path.with_name(f".trash-{saved.path.name}")
-            saved.path.rename(trash)
-            shutil.rmtree(trash)
+            with suppress(FileNotFoundError):  # somebody else was faster
+                saved.path.rename(saved.path.with_name(f".trash-{saved.path.name}"))
+    for trash in folder.glob(".trash-*"):
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 def set_aside(folder: Path, order: int, aside: Path) -> None:
@@ -193,6 +199,6 @@ def clear_debris(folder: Path) -> None:
     for pattern in DEBRIS:
         for path in folder.glob(pattern):
             if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)  # others may use it still
             else:
                 path.unlink()
