@@ -8,11 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeInt,
@@ -25,28 +22,9 @@ from dovetail.errors import ConfigError
 from dovetail.layout import Layout
 from dovetail.recipe_errors import explain
 from dovetail.recipe_keys import Key, keys_of
-from dovetail.recipe_yaml import merge, parse_overrides, read_mapping
+from dovetail.recipe_values import Dtype, Listed, Momentum, NonNegativeFloat, Options, PathText, PositiveFloat, Share
+from dovetail.recipe_yaml import dump_mapping, merge, parse_overrides, read_mapping
 from dovetail.watch.progress import Phase
-
-Dtype = Literal["float32", "bfloat16"]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Momentum = Annotated[float, Field(ge=0, lt=1)]  # of 1 nothing would ever be learned
-
-
-def _listed(given: Any) -> Any:
-    """One name stands for a list of it."""
-    return (given,) if isinstance(given, str) else given
-
-
-def _whole(path: str) -> str:
-    if path == "~" or path.startswith("~/"):
-        raise ValueError(f"{path!r} begins with ~, which only a shell replaces; write the whole path")
-    return path
-
-
-PathText = Annotated[str, AfterValidator(_whole)]
 
 
 class Section(BaseModel):
@@ -233,7 +211,7 @@ class RewardSection(Section):
 
     name: str | None = Field(None, description="a built-in reward; exact_match where neither this nor import is given")
     function: str | None = Field(None, alias="import", description="a function of yours: module:function")
-    options: Mapping[str, Any] = Field(default_factory=dict, description="keyword arguments for the reward")
+    options: Options = Field(default_factory=dict, description="keyword arguments for the reward")
     timeout_seconds: PositiveFloat = Field(10.0, description="a reward that takes longer drops its sample")
     workers: Annotated[int, Field(ge=1, le=256)] = Field(2, description="reward processes, all beside the first rank")
 
@@ -288,8 +266,8 @@ class TrainerSection(Section):
     time_budget_seconds: PositiveFloat | None = Field(
         None, description="after two steps the run predicts its length and does fewer steps to stay within; null: all"
     )
-    loggers: Annotated[tuple[Literal["wandb", "tensorboard"], ...], BeforeValidator(_listed), Field(strict=False)] = (
-        Field((), description="besides metrics.jsonl")
+    loggers: Annotated[tuple[Literal["wandb", "tensorboard"], ...], Listed, Field(strict=False)] = Field(
+        (), description="besides metrics.jsonl"
     )
     max_skipped_steps: PositiveInt = Field(
         3, description="steps in a row whose update was skipped because a number was not finite; then the run stops"
@@ -372,7 +350,7 @@ class Recipe(Section):
 
     def to_yaml(self) -> str:
         """The whole recipe with every default written out; `load_recipe` reads it back to an equal one."""
-        return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False)
+        return dump_mapping(self.model_dump(mode="json", by_alias=True))
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> Recipe:

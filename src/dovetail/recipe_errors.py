@@ -86,6 +86,8 @@ def _line(key: str, details: list[ErrorDetails], known: Mapping[str, Key]) -> st
         inside = [leaf_of(k) for k in known if k.rpartition(".")[0] == section]
         options = f" (keys of {section}: {', '.join(inside)})" if section else ""
         return f"unknown key {name}; did you mean {nearest(name, known)}?{options}"
+    if first["type"] == "missing" and isinstance(first["input"], (list, tuple)):  # of the last of its items
+        return f"{key} is {first['input']!r}; expected a longer list"
     if first["type"] == "missing":
         return f"{key} is missing; expected {known[key].text if key in known else 'a mapping'}"
     if first["type"] == "value_error":

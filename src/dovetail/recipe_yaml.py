@@ -5,7 +5,7 @@ whole one) and the second a mistake.
 """
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,26 @@ from dovetail.errors import ConfigError
 
 KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+MERGED = "tag:yaml.org,2002:merge"  # the key `<<`
 LARGE = 2.0**53  # from here on not every whole number is a float
 
 
 class _Loader(yaml.SafeLoader):
     """The safe loader, without its two surprises."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Keys are compared as they are written: later `<<` has brought in those of other mappings."""
+        node = super().compose_mapping_node(anchor)
         seen: set[Hashable] = set()
         for name, _ in node.value:
-            key = self.construct_object(name, deep=True)
-            if isinstance(key, Hashable):  # what is not, the base class refuses
+            key = None if name.tag == MERGED else self.construct_object(name, deep=True)
+            if key is not None and isinstance(key, Hashable):  # what is not, the base class refuses
                 if key in seen:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"the key {key!r} is given twice", name.start_mark
                     )
                 seen.add(key)
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
@@ -40,8 +43,18 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
     return int(value) if FLOAT.match(node.value) and value.is_integer() and abs(value) < LARGE else value
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `_Loader` would take for a number."""
+
+
 _Loader.add_constructor("tag:yaml.org,2002:float", _number)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
+for kind in (_Loader, _Dumper):
+    kind.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
+
+
+def dump_mapping(value: Mapping[str, Any]) -> str:
+    """YAML text of which `read_mapping` makes an equal mapping."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -85,6 +98,7 @@ def merge(recipe: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(inner[name], dict):
             where = ".".join(sections[:depth])
             raise ConfigError(f"override {key}={value!r}: {where} is {inner[name]!r}, which has no keys of its own")
+        inner[name] = dict(inner[name])  # a copy, since an alias may have another section be the same mapping
         inner = inner[name]
     inner[leaf] = value
 
@@ -94,6 +108,8 @@ def _parse(text: str, source: str) -> Any:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {_told(error)}") from None
+    except (ValueError, RecursionError) as error:  # 2025-02-30, which is no day; lists in lists without end
+        raise ConfigError(f"{source} is not valid YAML: {error}; quote what is text") from None
 
 
 def _told(error: yaml.YAMLError) -> str:

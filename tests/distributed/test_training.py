@@ -277,6 +277,8 @@ def test_schedules_rise_hold_and_fall() -> None:
     assert shape("cosine", decay=5)[:5] == pytest.approx([lr_factor("cosine", step, total=5) for step in range(5)])
     assert shape("linear", decay=99) == shape("linear")
     assert shape("wsd", decay=4) == pytest.approx([1.0] * 7 + [2 / 3, 1 / 3, 0.0, 0.0, 0.0])
+    for decay in (None, 1, 2):  # a tenth of 10 steps is one
+        assert shape("wsd", decay=decay, floor=0.1)[:10] == pytest.approx([1.0] * 9 + [0.1])
     for kind in ("constant", "linear", "cosine", "wsd"):
         assert min(shape(kind, warmup=2)[:1]) > 0.0, "the first step would do nothing"
         assert all(a >= b for a, b in zip(shape(kind)[1:], shape(kind)[2:], strict=False))

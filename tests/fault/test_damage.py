@@ -234,6 +234,21 @@ def test_going_back_to_an_older_step_leaves_one_past(trained: tuple[Path, Path])
     }
 
 
+def test_a_copy_of_a_run_that_followed_its_links_goes_on(trained: tuple[Path, Path]) -> None:
+    """Directories where links belong, as `scp -r` makes them: no save could replace them, and no removal would find them."""
+    recipe, run_dir = trained
+    folder = run_dir / "checkpoints"
+    for link in list(folder.glob("step_??????")):
+        there = link.resolve()
+        link.unlink()
+        shutil.copytree(there, link)
+    assert here("train", recipe, "--resume", "step=1").code == 0
+    assert [event["kind"] for event in read_rows(run_dir / "events.jsonl")] == ["resumed"]
+    links = {path.name: path.readlink().name for path in folder.glob("step_??????")}
+    assert set(links) == {"step_000001", "step_000002", "step_000003"}
+    assert set(links.values()) == {saved.path.name for saved in saved_steps(folder)[0]}
+
+
 @pytest.mark.parametrize("harm", ["cut", "bytes", "line", "other", "short", "end", "gone"])
 def test_damaged_rows_of_metrics_stop_no_run(harm: str, trained: tuple[Path, Path]) -> None:
     """Nor do files that are not the run's."""

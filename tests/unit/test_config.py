@@ -14,6 +14,8 @@ from dovetail.recipe_keys import FOREIGN
 from dovetail.recipe_yaml import parse_overrides
 
 SMALLEST: dict[str, Any] = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
 
 
 def write(folder: Path, text: str) -> Path:
@@ -113,6 +115,7 @@ def test_sections_are_frozen() -> None:
         ({"optim": {"lr": 0}}, "optim.lr is 0; expected more than 0"),
         ({"optim": {"lr": float("nan")}}, "optim.lr is nan; expected a finite number"),
         ({"optim": {"betas": [0.9, 1.0]}}, "optim.betas is 1.0; expected less than 1"),
+        ({"optim": {"betas": [0.9]}}, "optim.betas is [0.9]; expected a longer list"),
         ({"layout": {"dp": 0}}, "layout.dp is 0; expected more than 0 or 'auto'"),
         ({"layout": {"tp": True}}, "layout.tp is True; expected a whole number"),
         ({"model": {}}, "model.path is missing; expected HF directory"),
@@ -122,6 +125,16 @@ def test_sections_are_frozen() -> None:
         ({"algorithm": {"minibatches": 129}}, "algorithm.minibatches is 129, but a step has only 128 rows"),
         ({"reward": {"name": "format", "import": "a:b"}}, "reward: give name or import, not both"),
         ({"reward": {"import": "a.b"}}, "reward: import is 'a.b'; expected module:function"),
+        (
+            {"reward": {"options": {"x": b"\x80"}}},
+            "reward.options: expected text, numbers, lists and mappings, as JSON",
+        ),
+        (
+            {"reward": {"options": {"x": ENDLESS}}},
+            "reward.options: expected text, numbers, lists and mappings, as JSON",
+        ),
+        ({"run_dir": "a\0b"}, "run_dir: 'a\\x00b' holds a character that no name of a file may have"),
+        ({"data": {"train": "\ud800"}}, "data.train: '\\ud800' holds a character that no name of a file may have"),
     ],
 )
 def test_mistakes_name_key_value_and_expectation(change: dict[str, Any], message: str) -> None:
@@ -261,3 +274,35 @@ def merge_at(key: str, value: str) -> dict[str, Any]:
     """The smallest recipe with one more key."""
     section, _, leaf = key.rpartition(".")
     return {**SMALLEST, section: {**SMALLEST.get(section, {}), leaf: value}} if section else {**SMALLEST, leaf: value}
+
+
+def test_merged_keys_give_way_to_own_ones(tmp_path: Path) -> None:
+    """Also where a mapping is merged before it is made itself, as one that lies deeper."""
+    text = yaml.safe_dump(SMALLEST) + (
+        "layout: &a {tp: 2, pp: 2}\nreward: {options: {x: {y: &b {<<: *a, tp: 3}}}}\ncritic: {layout: {<<: *b, cp: 5}}\n"
+    )
+    recipe = load_recipe(write(tmp_path, text))
+    assert recipe.critic.layout is not None
+    assert recipe.critic.layout.to_layout() == Layout(tp=3, pp=2, cp=5, dp=None)
+    assert recipe.reward.options == {"x": {"y": {"tp": 3, "pp": 2}}}
+    with pytest.raises(ConfigError, match="the key 'tp' is given twice"):
+        load_recipe(write(tmp_path, text.replace("tp: 3", "tp: 3, tp: 4")))
+
+
+def test_an_override_changes_its_own_section_where_two_are_one_alias(tmp_path: Path) -> None:
+    path = write(tmp_path, yaml.safe_dump(SMALLEST) + "layout: &a {tp: 2}\ncritic: {layout: *a}\n")
+    recipe = load_recipe(path, ["critic.layout.tp=4"])
+    assert recipe.critic.layout is not None
+    assert (recipe.layout.tp, recipe.critic.layout.tp) == (2, 4)
+
+
+def test_text_that_looks_like_a_number_stays_text(tmp_path: Path) -> None:
+    given = {**SMALLEST, "run_dir": "1e3", "reward": {"options": {"a": "1e-6", "b": "1.5e2", "c": 1e-6, "d": "2"}}}
+    recipe = make_recipe(given)
+    assert load_recipe(write(tmp_path, recipe.to_yaml())) == recipe
+
+
+@pytest.mark.parametrize("value", ["2025-02-30", "0x_", "9" * 5000, "[" * 5000 + "]" * 5000])
+def test_values_that_yaml_cannot_make_are_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        parse_overrides([f"a={value}"])

@@ -10,13 +10,14 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import dovetail as dt
 from bench.models import one_rank
 from dovetail.engine import checks
 from dovetail.errors import ConfigError, DataError, ModelError
 from dovetail.mesh import Axis, Mesh
+from dovetail.optim.assembly import shards_of
 from examples import grpo_loss
 from tests.parity.configs import VOCAB, save_tiny, tiny_configs
 
@@ -251,6 +252,21 @@ def test_options_of_a_wrong_value_are_refused(options: dict[str, Any], message: 
 def test_a_schedule_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ConfigError, match="schedule='cosin'; expected one of constant, linear, cosine, wsd"):
         dt.OptimSettings(schedule=cast("Any", "cosin"))
+
+
+def test_norms_and_biases_of_two_dims_are_not_decayed() -> None:
+    """Cohere's norms of queries have a vector for each head."""
+
+    def module(**shapes: tuple[int, ...]) -> nn.Module:
+        found = nn.Module()
+        for name, shape in shapes.items():
+            found.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+        return found
+
+    model = module(gate_up_proj_bias=(2, 3), gate_up_proj=(2, 3, 4))
+    model.q_norm, model.proj = module(weight=(2, 4)), module(weight=(2, 4), bias=(2,))
+    decayed = [shard.name for shard in shards_of(model, Mesh.solo()) if shard.is_decayed]
+    assert decayed == ["gate_up_proj", "proj.weight"]
 
 
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "clip_norm"])

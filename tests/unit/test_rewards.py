@@ -261,6 +261,12 @@ def test_hanging_samples_do_not_wait_for_each_other(directory: Path) -> None:
     assert max(begun) - min(begun) < HANG, "one after the other, each would begin when the one before is given up"
 
 
+@pytest.mark.parametrize("timeout", [3e6, 1e300])
+def test_a_timeout_beyond_what_the_system_counts_is_no_limit(timeout: float) -> None:
+    with RewardRunner("exact_match", timeout=timeout) as runner:
+        assert runner.score([Judged(completion="42", answer="42")]) == [RewardResult(1.0)]
+
+
 def test_a_regular_expression_that_never_ends_is_killed() -> None:
     with RewardRunner("format", options={"pattern": "(a+)+b"}, timeout=HANG) as runner:
         first, second = runner.score([sample("a" * 64), sample("ab")])

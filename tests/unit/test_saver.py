@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.saver import Saver
-from dovetail.checkpoint.steps import Retention, SavedStep, open_newest, saved_steps
+from dovetail.checkpoint.steps import Retention, SavedStep, clear_debris, open_newest, saved_steps
 from dovetail.errors import CheckpointError, DataError
 from dovetail.mesh import Axis, Mesh
 from dovetail.rl.trainer import SupervisedTask
@@ -46,6 +46,26 @@ def test_without_the_background_nothing_is_copied(tmp_path: Path) -> None:
     assert saver.done and saver._arena.num_bytes == 0
     assert saver.settle()
     assert not saver.settle(), "it is told once"
+
+
+def test_steps_that_are_in_use_are_no_failure_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over NFS a file that is open stays under another name, and so does its directory. A later save removes it."""
+
+    def in_use(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    saver = Saver(tmp_path, Mesh.solo(), Retention(1), background=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", in_use)
+        for order in (1, 2, 3):
+            saver.save(order, [export_of(made_of(order, 1), 0, 1)], SIDES, state_of(order, order))
+            assert saver.settle()
+        assert len(list(tmp_path.glob(".trash-*"))) == 2
+        clear_debris(tmp_path)
+    assert [saved.step for saved in saved_steps(tmp_path)[0]] == [3]
+    saver.save(4, [export_of(made_of(4, 1), 0, 1)], SIDES, state_of(4, 4))
+    assert saver.settle()
+    assert not list(tmp_path.glob(".trash-*"))
 
 
 @pytest.mark.parametrize("background", [False, True])

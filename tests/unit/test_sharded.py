@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from dovetail.checkpoint.convert import convert_to_hf, convert_to_sharded
@@ -58,6 +59,20 @@ def test_one_process_cuts_for_all_ranks(source: Path, cut: Path, tmp_path: Path)
     convert_to_hf(cut, tmp_path / "hf", Mesh.solo())
     assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(source))
     assert digests(tmp_path / "hf", weights=False) == digests(source, weights=False)
+
+
+def test_odd_tensors_go_along_as_they_are(tmp_path: Path) -> None:
+    """Of any dtype, of no elements, of no dims, and of names that look like that of a second piece."""
+    source = write_tiny(tmp_path / "source", "llama")
+    odd = {
+        "a": torch.zeros(0, 3),
+        "a#1": torch.tensor(7),
+        "model.norm.weight#1": torch.tensor([True, False]),
+        "b": torch.arange(4.0).to(torch.float8_e4m3fn),
+    }
+    save_file({**tensors_of(source), **odd}, source / "model.safetensors", {"format": "pt"})
+    convert_to_hf(_cut(source, tmp_path / "cut", ignore=[*odd]), tmp_path / "hf", Mesh.solo())
+    assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(source))
 
 
 def test_every_flipped_bit_is_found_and_named(cut: Path) -> None:

@@ -10,6 +10,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +28,7 @@ from dovetail.weights.staging import replace_file
 T = TypeVar("T")
 NONE: Mapping[str, str] = MappingProxyType({})
 NAME = re.compile(r"step_(\d{6,})\.\w+")
+LINK = re.compile(r"step_\d{6,}")
 ORDER, SCORE = "order", "score"  # keys of a manifest's state: the how-manieth save of the run, and how good it is
 LATEST = "latest"  # names the newest step's directory, for people and scripts; readers go by the manifests
 DEBRIS = (".tmp-*", ".trash-*")  # what a save or a removal leaves that did not come to its end
@@ -140,19 +142,27 @@ def from_a_whole_step(folder: Path, attempt: Callable[[Mapping[str, str]], T]) -
 
 
 def prune(folder: Path, retention: Retention) -> None:
-    """Remove the steps that `retention` does not keep. Each is first renamed, so none is ever half there."""
+    """Remove the steps that `retention` does not keep. Each is first renamed, so none is ever half there.
+
+    What others keep in use, such as a reader of the same files over NFS, goes when a later step is saved: that it is still
+    there is no failure of the save.
+    """
     steps, _ = saved_steps(folder)
     kept = retention.keeps(steps)
     for saved in steps:
         if saved.path not in kept:
             _unlink(saved.path)
-            trash = saved.path.with_name(f".trash-{saved.path.name}")
-            saved.path.rename(trash)
-            shutil.rmtree(trash)
+            with suppress(FileNotFoundError):  # somebody else was faster
+                saved.path.rename(saved.path.with_name(f".trash-{saved.path.name}"))
+    for trash in folder.glob(".trash-*"):
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 def set_aside(folder: Path, order: int, aside: Path) -> None:
-    """Move the steps that were saved after the `order`-th save, or cannot be read, to `aside`, the newest first."""
+    """Move the steps that were saved after the `order`-th save, or cannot be read, to `aside`, the newest first.
+
+    So it does with directories that lie where links belong, which a save could not replace.
+    """
     steps, _ = saved_steps(folder)
     readable = {saved.path: saved.order for saved in steps}
     found = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and not path.is_symlink()]
@@ -161,6 +171,13 @@ def set_aside(folder: Path, order: int, aside: Path) -> None:
             aside.mkdir(parents=True, exist_ok=True)
             path.rename(aside / path.name)
             _unlink(path)
+    for path in [path for path in folder.glob("step_*") if LINK.fullmatch(path.name)]:
+        if path.is_dir() and not path.is_symlink():  # whoever copied the run, such as `scp -r`, followed its links
+            aside.mkdir(parents=True, exist_ok=True)
+            path.rename(aside / path.name)
+            named = [saved.path.name for saved in steps if saved.order <= order and saved.path.stem == path.name]
+            if named:
+                path.symlink_to(named[0])
     latest = folder / LATEST
     if latest.is_file() and not (folder / latest.read_text(errors="replace").strip()).is_dir():
         left = [saved.path.name for saved in steps if saved.order <= order]
@@ -182,6 +199,6 @@ def clear_debris(folder: Path) -> None:
     for pattern in DEBRIS:
         for path in folder.glob(pattern):
             if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)  # others may use it still
             else:
                 path.unlink()

@@ -109,7 +109,7 @@ def _manifest(
     for facts in written:
         for key, (slices, crc) in facts["regions"].items():  # type: ignore[attr-defined]  # a dict, from `_write_share`
             where = tuple((start, stop) for start, stop in slices)
-            regions[tensor_of(key)].append(StoredRegion(str(facts["file"]), key, where, crc))
+            regions[tensor_of(key, regions)].append(StoredRegion(str(facts["file"]), key, where, crc))
     return Manifest(
         layout={name: getattr(layout, name) for name in DEGREES},
         step=step,

@@ -25,6 +25,12 @@ class Shard:
     placement: Placement
     regions: tuple[Region, ...]
 
+    @property
+    def is_decayed(self) -> bool:
+        """Whether weight decay acts on it. Norms and biases may have two dims: one vector a head, or an expert."""
+        *_, module, leaf = ("", *self.name.split("."))
+        return self.local.dim() > 1 and "norm" not in module and not leaf.endswith("bias")
+
     def collect_grad(self) -> Tensor:
         """This rank's rows of the gradient, handed to `local`; every parameter has one after a reducing backward."""
         assert self.source.grad is not None, f"{self.name} has no gradient: a path of the model left it out"
@@ -51,10 +57,10 @@ def adamw(
     weight_decay: float,
     on_host: bool = False,
 ) -> StoppableAdamW:
-    """AdamW over local shards. Vectors (norms, biases) are not decayed. on_host: its moments wait there."""
+    """AdamW over local shards. Vectors, norms and biases are not decayed. on_host: its moments wait there."""
     groups: list[dict[str, Any]] = [
-        {"params": [s.local for s in shards if s.local.dim() > 1], "weight_decay": weight_decay},
-        {"params": [s.local for s in shards if s.local.dim() <= 1], "weight_decay": 0.0},
+        {"params": [s.local for s in shards if s.is_decayed], "weight_decay": weight_decay},
+        {"params": [s.local for s in shards if not s.is_decayed], "weight_decay": 0.0},
     ]
     kind = HostedAdamW if on_host else StoppableAdamW
     return kind([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)

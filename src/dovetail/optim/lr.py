@@ -13,7 +13,8 @@ def lr_factor(
 
     Warm-up rises linearly and reaches 1 at step `warmup`: (step + 1) / (warmup + 1). Then: constant; linear or cosine
     from 1 to `floor` over `decay` steps (default: at the last of `total` steps); wsd (warm-up, stable, decay): 1 until
-    the last `decay` steps (default: a tenth of `total`), then linearly to `floor`.
+    the last `decay` steps (default: a tenth of `total`), then linearly to `floor`. The first of those has the factor 1, so
+    they are two at least.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -21,7 +22,7 @@ def lr_factor(
         return 1.0
     start, last = warmup, total - 1
     if schedule == "wsd":
-        start = max(warmup, total - (decay if decay is not None else max(1, total // 10)))
+        start = max(warmup, total - max(2, total // 10 if decay is None else decay))  # of one step none would be lower
         if step < start:
             return 1.0
     elif decay is not None:

@@ -25,6 +25,7 @@ from dovetail.rl.reward_functions import BUILT_IN
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dovetail.rl.reward_worker import main; main()"
 SLOW = "where it needs longer, raise reward.timeout_seconds"
 _START_SECONDS = 120.0  # a user's module may import heavy things
+LONGEST = 1e6  # seconds that a reward may take; the system's calls take no more than twice as many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +56,8 @@ def count_errors(results: Sequence[RewardResult]) -> tuple[int, str | None]:
 class RewardRunner:
     """A pool of worker processes that score samples with one reward.
 
-    Each sample has `timeout` seconds of its own; a worker that does not answer in time, or dies, is replaced. The
-    constructor raises ConfigError where the reward cannot be loaded. `options` go to the function by keyword.
+    Each sample has `timeout` seconds of its own, `LONGEST` at most; a worker that does not answer in time, or dies, is
+    replaced. The constructor raises ConfigError where the reward cannot be loaded. `options` go to the function by keyword.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class RewardRunner:
             raise ConfigError(f"reward.name={name!r} is no built-in reward ({', '.join(BUILT_IN)}){hint}")
         if function is not None and not all(function.partition(":")):
             raise ConfigError(f"reward.import={function!r} is not of the form module:function")
-        self._timeout = timeout
+        timeout = self._timeout = min(timeout, LONGEST)
         self._setup = {
             "name": name,
             "function": function,

@@ -129,9 +129,9 @@ def keys_of(name: str, found: Mapping[str, Piece]) -> list[str]:
     return list(takewhile(found.__contains__, keys))
 
 
-def tensor_of(key: str) -> str:
-    """The checkpoint's name of the tensor that a piece belongs to."""
-    return key.partition("#")[0]
+def tensor_of(key: str, names: Collection[str]) -> str:
+    """Which of the checkpoint's `names` is that of the tensor that a piece belongs to."""
+    return key if key in names else key.rpartition("#")[0]
 
 
 def export_specs(params: list[Held], dtype_of: Dtypes, listed: Collection[str] | None = None) -> list[TensorSpec]:

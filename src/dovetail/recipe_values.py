@@ -1,0 +1,42 @@
+"""What values of a recipe may be, beyond their types: bounds of numbers, names of files, options of a function."""
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import to_jsonable_python
+
+
+def _listed(given: Any) -> Any:
+    return (given,) if isinstance(given, str) else given
+
+
+def _whole(path: str) -> str:
+    if path == "~" or path.startswith("~/"):
+        raise ValueError(f"{path!r} begins with ~, which only a shell replaces; write the whole path")
+    try:
+        named = "\0" not in path and os.fsencode(path) is not None
+    except UnicodeEncodeError:
+        named = False
+    if not named:
+        raise ValueError(f"{path!r} holds a character that no name of a file may have; take it out")
+    return path
+
+
+def _plain(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        to_jsonable_python(options)
+    except ValueError as error:
+        raise ValueError(f"expected text, numbers, lists and mappings, as JSON has them ({error})") from None
+    return options
+
+
+Dtype = Literal["float32", "bfloat16"]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]  # of 1 nothing would ever be learned
+PathText = Annotated[str, AfterValidator(_whole)]
+Options = Annotated[Mapping[str, Any], AfterValidator(_plain)]  # which go to other processes and into checkpoints
+Listed = BeforeValidator(_listed)  # one name stands for a list of it
