@@ -376,6 +376,7 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
         {"max_new_tokens": 0},
         {"temperature": -1.0},
         {"temperature": math.nan},
+        {"temperature": 1e-42},
         {"top_p": 0.0},
         {"top_k": -1},
     ],

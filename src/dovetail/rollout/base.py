@@ -12,6 +12,8 @@ from dovetail.batch import Media
 from dovetail.errors import ConfigError, DataError
 from dovetail.routing import RoutingTrace
 
+COLDEST = 1e-30  # below, logits over it are no numbers
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -35,7 +37,10 @@ class SamplingParams:
         expected = {
             "samples": (self.samples >= 1, "1 or more"),
             "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
-            "temperature": (0 <= self.temperature < math.inf, "0 (the likeliest token) or more"),
+            "temperature": (
+                self.temperature == 0 or COLDEST <= self.temperature < math.inf,
+                f"0 (the likeliest token), or {COLDEST:g} or more",
+            ),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (which cuts nothing)"),
             "top_k": (self.top_k >= 0, "0 (which cuts nothing) or more"),
         }
