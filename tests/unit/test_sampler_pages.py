@@ -16,7 +16,7 @@ from dovetail.arch.registry import spec_from_config
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
 from dovetail.rollout.base import Completion, SamplingParams
-from dovetail.rollout.deck import Deck, DeckSize
+from dovetail.rollout.deck import Deck, DeckSize, filled_up
 from dovetail.rollout.native import NativeSampler, SamplerOptions
 from dovetail.rollout.pages import Need, PagePool, Row, Schedule
 from dovetail.rollout.replay import Pool
@@ -117,7 +117,7 @@ def test_experts_are_told_however_often_the_host_looks() -> None:
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_steps_are_recorded_once_a_power_of_two_and_stay_valid(top_p: float) -> None:
+def test_steps_are_recorded_once_a_number_of_rows_and_stay_valid(top_p: float) -> None:
     """The same code as with CUDA graphs, which replay instead of running."""
     recorded: list[int] = []
 
@@ -133,10 +133,10 @@ def test_steps_are_recorded_once_a_power_of_two_and_stay_valid(top_p: float) -> 
 
     params = replace(PARAMS, top_p=top_p, stop_ids=())
     expected = sampler_of("llama").sample(some_prompts(), params)
-    sampler = sampler_of("llama", 100, recorder, page=4, ahead=2, hold=True)
+    sampler = sampler_of("llama", 200, recorder, page=4, ahead=2, hold=True)
     assert_same(sampler.sample(some_prompts(), params), expected)
     count, steps = len(recorded), sum(recorded)
-    assert 2 <= count <= 5
+    assert count == 2, "of 8 rows, and of 32"
     assert_same(sampler.sample(some_prompts(), params), expected)
     assert (len(recorded), sum(recorded)) == (count, 2 * steps), "a second call records nothing again"
     weights = {name: 0.5 * w for name, w in tiny_model(tiny_configs()["llama"]).state_dict().items()}
@@ -148,6 +148,11 @@ def test_steps_are_recorded_once_a_power_of_two_and_stay_valid(top_p: float) -> 
     assert len(recorded) == count, "neither weights nor noise are part of a record"
     sampler.sample(some_prompts(), replace(params, temperature=0.7))
     assert len(recorded) > count, "the temperature is"
+
+
+def test_few_numbers_of_rows_are_recorded() -> None:
+    assert sorted({filled_up(n) for n in range(1, 513)}) == [8, 32, 64, 128, 256, 512]
+    assert all(n <= filled_up(n) <= max(2 * n, 8) or 8 < n <= 16 for n in range(1, 513))
 
 
 def test_pages_that_others_left_change_nothing() -> None:

@@ -33,6 +33,15 @@ Numbers = NDArray[np.int64]
 # Of a row: what `Deck.put` is given, and 1 where there is one.
 NUMBERS = ("token", "length", "drawn", "stream", "going")
 Step = Callable[[], object]
+FEWEST, FEW = 8, 32  # rows of the smallest record, and of the next
+
+
+def filled_up(n: int) -> int:
+    """The rows of a record by which n of them run: 8, 32, 64, 128, 256 and so on.
+
+    A record takes as long to make as dozens of its steps, and of few rows one more costs next to nothing.
+    """
+    return FEWEST if n <= FEWEST else max(FEW, 1 << (n - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -49,8 +58,8 @@ class DeckSize:
 class Deck:
     """A decoder, its cache, and the rows that run.
 
-    With a recorder, rows are filled up to a power of two with ones that write to page 0, and the step of each such number
-    is recorded.
+    With a recorder, rows are filled up to one of few numbers with ones that write to page 0, and the step of each such
+    number is recorded.
     """
 
     def __init__(self, model: Decoder, dtype: torch.dtype, size: DeckSize, recorder: Recorder | None) -> None:
@@ -150,7 +159,7 @@ class Deck:
 
     def _filled(self, n: int) -> int:
         """How many rows are computed where n run."""
-        return n if self.recorder is None else 1 << (n - 1).bit_length()
+        return n if self.recorder is None else filled_up(n)
 
     def _hidden(self, tokens: Tensor, context: Context) -> Tensor:
         """The hidden states of all tokens, on every rank of tp."""

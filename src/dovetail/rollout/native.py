@@ -21,7 +21,7 @@ from dovetail.nn.decoder import Decoder
 from dovetail.placement import as_index, checkpoint_shapes
 from dovetail.rollout.base import Completion, Prompt, SamplingParams, check_prompts
 from dovetail.rollout.cache import entry_bytes
-from dovetail.rollout.deck import Deck, DeckSize
+from dovetail.rollout.deck import Deck, DeckSize, filled_up
 from dovetail.rollout.found import Found, FoundRoutes
 from dovetail.rollout.pages import Need, PagePool, Schedule
 from dovetail.rollout.replay import Recorder, cuda_recorder
@@ -168,7 +168,7 @@ class NativeSampler:
             self._deck = None  # its memory is part of the new one's budget
         self._wanted = wanted
         pages = min(wanted, max(least, self._budget() // page))
-        size = DeckSize(rows=1 << (rows - 1).bit_length(), width=width, ahead=self.ahead, pages=1 + pages, page=page)
+        size = DeckSize(rows=filled_up(rows), width=width, ahead=self.ahead, pages=1 + pages, page=page)
         return Deck(self.model, self.dtype, size, self.recorder)
 
     def _budget(self) -> int:
