@@ -377,6 +377,7 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
         {"temperature": -1.0},
         {"temperature": math.nan},
         {"temperature": 1e-42},
+        {"temperature": 1e39},
         {"top_p": 0.0},
         {"top_k": -1},
     ],
