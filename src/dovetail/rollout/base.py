@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dovetail.batch import COLDEST, HOTTEST, Media
 from dovetail.errors import ConfigError, DataError
+from dovetail.recipe_values import MOST_NEW_TOKENS, MOST_SAMPLES
 from dovetail.routing import RoutingTrace
 
 
@@ -32,8 +33,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         expected = {
-            "samples": (self.samples >= 1, "1 or more"),
-            "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
+            "samples": (1 <= self.samples <= MOST_SAMPLES, f"1 to {MOST_SAMPLES:,}"),
+            "max_new_tokens": (1 <= self.max_new_tokens <= MOST_NEW_TOKENS, f"1 to {MOST_NEW_TOKENS:,}"),
             "temperature": (
                 self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST,
                 f"0 (the likeliest token), or {COLDEST:g} to {HOTTEST:g}",
