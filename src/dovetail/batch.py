@@ -18,6 +18,8 @@ from torch import Tensor
 from dovetail.errors import DataError
 from dovetail.routing import RoutingTrace, joined
 
+COLDEST, HOTTEST = 1e-30, 1e30  # temperatures between which logits over them are numbers that differ
+
 # What a model's processor makes of the images and videos of one sequence: pixel_values, image_grid_thw, ...
 Media = Mapping[str, Tensor]
 

@@ -22,7 +22,18 @@ from dovetail.errors import ConfigError
 from dovetail.layout import Layout
 from dovetail.recipe_errors import explain
 from dovetail.recipe_keys import Key, keys_of
-from dovetail.recipe_values import Dtype, Listed, Momentum, NonNegativeFloat, Options, PathText, PositiveFloat, Share
+from dovetail.recipe_values import (
+    MOST_NEW_TOKENS,
+    MOST_SAMPLES,
+    Dtype,
+    Listed,
+    Momentum,
+    NonNegativeFloat,
+    Options,
+    PathText,
+    PositiveFloat,
+    Share,
+)
 from dovetail.recipe_yaml import dump_mapping, merge, parse_overrides, read_mapping
 from dovetail.watch.progress import Phase
 
@@ -189,8 +200,10 @@ class RolloutSection(Section):
         description="native: the embedded sampler; transformers: the model's own generate, whole on every rank",
     )
     layout: LayoutSection | None = Field(None, description="empty: tp 1, one sampler a rank")
-    samples_per_prompt: Annotated[int, Field(ge=1, le=65536)] = Field(8, description="completions of each prompt")
-    max_new_tokens: Annotated[int, Field(ge=1, le=1 << 22)] = Field(64, description="longest completion")
+    samples_per_prompt: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = Field(
+        8, description="completions of each prompt"
+    )
+    max_new_tokens: Annotated[int, Field(ge=1, le=MOST_NEW_TOKENS)] = Field(64, description="longest completion")
     temperature: PositiveFloat = Field(1.0, description="divides the logits, in sampling and in training")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="sample from the smallest set with this mass")
     top_k: NonNegativeInt = Field(0, description="sample from the k likeliest tokens; 0: all")

@@ -32,6 +32,7 @@ def _plain(options: Mapping[str, Any]) -> Mapping[str, Any]:
     return options
 
 
+MOST_SAMPLES, MOST_NEW_TOKENS = 1 << 16, 1 << 22  # of a prompt, and of a completion
 Dtype = Literal["float32", "bfloat16"]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]

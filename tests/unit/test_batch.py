@@ -173,10 +173,18 @@ def test_temperatures_that_divide_nothing_are_refused_where_tokens_count() -> No
     spec = spec_from_config({"model_type": "llama", "vocab_size": 10, "hidden_size": 8, "num_attention_heads": 2})
     with torch.device("meta"):
         actor, critic = Decoder(spec, Mesh.solo(), KernelSet()), Decoder(spec, Mesh.solo(), KernelSet(), "value")
-    for divisor, told in ((0.0, "0"), (1e-46, "0"), (-2.0, "-2"), (float("nan"), "nan")):
+    for divisor, told in (
+        (0.0, "0"),
+        (1e-46, "0"),
+        (1e-39, "1e-39"),
+        (-2.0, "-2"),
+        (1e39, "inf"),
+        (float("nan"), "nan"),
+    ):
         batch = PackedBatch.pack([Sequence([4, 4, 4], fields={"temperature": divisor})])
-        with pytest.raises(DataError, match=f"a token of temperature {told}; expected a number above 0"):
+        with pytest.raises(DataError, match=f"a token of temperature {told}; expected 1e-30 to"):
             actor.check(batch)
         critic.check(batch)
         actor.check(batch.with_mask(torch.zeros_like(batch.mask)))
-    actor.check(PackedBatch.pack([Sequence([4, 4], fields={"temperature": 1e-30})]))
+    for divisor in (1e-30, 1e30):
+        actor.check(PackedBatch.pack([Sequence([4, 4], fields={"temperature": divisor})]))

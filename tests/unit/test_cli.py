@@ -61,6 +61,11 @@ def test_a_run_that_died_goes_on_from_what_it_saved(recipe: str) -> None:
     assert parse([*argv, *watch.again]).resume == "auto"
 
 
+def test_whole_numbers_may_be_larger_than_any_float() -> None:
+    """What a seed may be; what else may not is refused by name later."""
+    assert parse(["generate", *SCORE[1:], "--seed", "9" * 400]).seed == int("9" * 400)
+
+
 def test_defaults_of_score_and_generate() -> None:
     args = parse(SCORE)
     assert (args.head, args.temperature, args.device, args.dtype, args.engine) == ("lm", 1.0, "auto", "float32", "auto")
@@ -84,6 +89,7 @@ def test_defaults_of_score_and_generate() -> None:
         ([*SCORE, "--layout", "tp=2,ep=3"], "ep=3 does not divide dp x cp = 1"),
         ([*SCORE, "--temperature", "0"], "argument --temperature: 0 is not more than 0"),
         ([*SCORE, "--temperature", "inf"], "argument --temperature: inf is not finite"),
+        ([*SCORE, "--temperature", "nan"], "argument --temperature: nan is not finite"),
         ([*SCORE, "--tokens-per-batch", "x"], "argument --tokens-per-batch: invalid whole number value: 'x'"),
         (["train", "none.yaml"], "recipe 'none.yaml' cannot be read"),
         (["train", "r.yaml", "--optim.lr"], "--optim.lr has no value; expected --optim.lr=value"),

@@ -373,10 +373,13 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
     "wrong",
     [
         {"samples": 0},
+        {"samples": 10**8},
         {"max_new_tokens": 0},
+        {"max_new_tokens": 10**11},
         {"temperature": -1.0},
         {"temperature": math.nan},
         {"temperature": 1e-42},
+        {"temperature": 1e39},
         {"top_p": 0.0},
         {"top_k": -1},
     ],

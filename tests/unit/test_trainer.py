@@ -361,6 +361,15 @@ def test_a_kl_term_in_the_reward_is_summed_over_the_response(kind: str) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_large_rewards_that_differ_little_are_told_apart(kind: str) -> None:
+    """In float32, sums and means of such rewards would round their differences away."""
+    settings = AdvantageSettings(kind=kind)
+    far = with_advantages(batch_of(), [replace(s, reward=s.reward + 1e8) for s in SAMPLES], settings)
+    assert_close(far.fields["advantage"], with_advantages(batch_of(), SAMPLES, settings).fields["advantage"], OP_FP32)
+    assert far.fields["advantage"].dtype == torch.float32
+
+
 def test_a_sample_whose_group_was_dropped_around_it_learns_nothing() -> None:
     found = with_advantages(batch_of(), SAMPLES, AdvantageSettings(kind="grpo"))
     assert not found.fields["advantage"][found.sequence_ids == 4].any()

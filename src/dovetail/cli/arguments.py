@@ -179,10 +179,10 @@ def _not_negative(kind: type[int] | type[float]) -> Callable[[str], float]:
 def _number(kind: type[int] | type[float], fits: Callable[[float], bool], complaint: str) -> Callable[[str], float]:
     def read(text: str) -> float:
         value = kind(text)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text} is not finite")
         if not fits(value):
             raise argparse.ArgumentTypeError(f"{text} {complaint}")
-        if not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{text} is not finite")
         return value
 
     read.__name__ = "whole number" if kind is int else "number"  # what argparse calls it where `kind` refuses

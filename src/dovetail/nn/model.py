@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from dovetail.arch.foreign import AnySpec
 from dovetail.arch.spec import ArchSpec
-from dovetail.batch import PackedBatch
+from dovetail.batch import COLDEST, HOTTEST, PackedBatch
 from dovetail.errors import DataError
 from dovetail.kernels.registry import KernelSet
 from dovetail.memory import ask_once
@@ -129,12 +129,13 @@ class StagedModel(nn.Module):
 
 
 def _check_temperature(batch: PackedBatch) -> None:
-    """Logits over 0 are no numbers, and over less than 0 they are those of another distribution."""
+    """Logits over next to nothing are no numbers, over less than 0 those of another distribution, over infinity all alike."""
     if "temperature" not in batch.fields:
         return
     counted = batch.fields["temperature"][batch.mask]
-    if not bool((counted > 0).all()):
-        worst = float(counted[~(counted > 0)][0])
+    fits = (counted >= COLDEST) & (counted <= HOTTEST)
+    if not bool(fits.all()):
         raise DataError(
-            f"the batch has a token of temperature {worst:g}; expected a number above 0, which divides its logits"
+            f"the batch has a token of temperature {float(counted[~fits][0]):g}; expected {COLDEST:g} to {HOTTEST:g}, which "
+            "divides its logits"
         )

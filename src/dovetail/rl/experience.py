@@ -75,9 +75,10 @@ def with_advantages(batch: PackedBatch, samples: Seq[Sample], settings: Advantag
     """Add `advantage` [T], and `return` where `old_value` is there; 0 where the mask is False.
 
     A KL term in the reward is taken off every response token's reward, which needs `old_logprob` and
-    `reference_logprob`. Without a critic the token penalties are summed into the response's reward.
+    `reference_logprob`. Without a critic the token penalties are summed into the response's reward. All is computed in
+    float64: rewards may be large, and a group's differ little.
     """
-    scores = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
+    scores = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     owner = batch.sequence_ids
     rewards = terminal_rewards(scores, batch.mask, owner)
     if settings.kl_coef:
@@ -89,7 +90,7 @@ def with_advantages(batch: PackedBatch, samples: Seq[Sample], settings: Advantag
         advantage, goal = gae(
             rewards, batch.fields["old_value"], batch.mask, owner, gamma=settings.gamma, lam=settings.lam
         )
-        returns["return"] = goal
+        returns["return"] = goal.to(torch.float32)
     else:
         totals = rewards.new_zeros(batch.num_sequences).index_add(0, owner, rewards)
         groups = torch.tensor([sample.group for sample in samples])
@@ -100,7 +101,7 @@ def with_advantages(batch: PackedBatch, samples: Seq[Sample], settings: Advantag
         advantage = torch.where(batch.mask, per_sample[owner], 0.0)
     if settings.normalize:
         advantage = whiten(advantage, batch.mask)
-    return batch.with_fields(advantage=advantage, **returns)
+    return batch.with_fields(advantage=advantage.to(torch.float32), **returns)
 
 
 def minibatches(batch: PackedBatch, count: int, seed: str) -> list[PackedBatch]:

@@ -1,6 +1,5 @@
 """What every sampler does, whatever is behind it: ids in, ids out; text is never re-tokenized."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -8,11 +7,10 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from dovetail.batch import Media
+from dovetail.batch import COLDEST, HOTTEST, Media
 from dovetail.errors import ConfigError, DataError
+from dovetail.recipe_values import MOST_NEW_TOKENS, MOST_SAMPLES
 from dovetail.routing import RoutingTrace
-
-COLDEST = 1e-30  # below, logits over it are no numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +33,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         expected = {
-            "samples": (self.samples >= 1, "1 or more"),
-            "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
+            "samples": (1 <= self.samples <= MOST_SAMPLES, f"1 to {MOST_SAMPLES:,}"),
+            "max_new_tokens": (1 <= self.max_new_tokens <= MOST_NEW_TOKENS, f"1 to {MOST_NEW_TOKENS:,}"),
             "temperature": (
-                self.temperature == 0 or COLDEST <= self.temperature < math.inf,
-                f"0 (the likeliest token), or {COLDEST:g} or more",
+                self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST,
+                f"0 (the likeliest token), or {COLDEST:g} to {HOTTEST:g}",
             ),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (which cuts nothing)"),
             "top_k": (self.top_k >= 0, "0 (which cuts nothing) or more"),
