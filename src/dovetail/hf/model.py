@@ -8,6 +8,7 @@ decoder do not wait for them.
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ REFUSALS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, ImportError),
     *(OSError, SyntaxError, StrictDataclassError),
 )
+# Whose class reads the config.json of a family that has a field: to Mistral's own all layers are alike.
+READ_AS: Mapping[str, tuple[str, str]] = MappingProxyType({"mistral": ("layer_types", "ministral")})
 LONG = 1000  # characters of a message
 GROUPED = 8  # what divides the widths of experts whose products torch groups: 16 bytes, in half precision too
 PACKING_ROPES = ("dynamic", "longrope")  # their tables follow the longest sequence that happens to be in the batch
@@ -262,7 +265,10 @@ def known_config(config: Mapping[str, Any], code: Path | None = None) -> "transf
     try:
         if is_foreign(config):
             return remote_config(config, code)
-        known: transformers.PreTrainedConfig = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+        family = options.pop("model_type")
+        field, other = READ_AS.get(family, ("", family))
+        family = other if field in options else family
+        known: transformers.PreTrainedConfig = transformers.AutoConfig.for_model(family, **options)
     except ModelError:
         raise
     except REFUSALS as error:
