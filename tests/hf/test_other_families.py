@@ -122,3 +122,19 @@ def test_mistral_with_types_of_layers_is_ministral(tmp_path: Path) -> None:
     write_outputs(model, tmp_path)
     for found in run(2, figures, str(tmp_path), Layout(cp=2)):
         check(found)
+
+
+def test_floats_that_json_has_no_words_for(tmp_path: Path) -> None:
+    """Granite's hybrids say of their other layers that a time step has no end; all layers of some are attention."""
+    if "granitemoehybrid" not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers has no granitemoehybrid")
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")}
+    shape = {"mamba_n_heads": 4, "num_local_experts": 4, "shared_intermediate_size": 24, "intermediate_size": 24}
+    kind = CONFIG_MAPPING["granitemoehybrid"]
+    model = tiny_model(kind(**sizes, **shape, num_hidden_layers=2, layer_types=["full_attention"] * 2))
+    model.save_pretrained(tmp_path / "model")
+    assert "__float__" in (tmp_path / "model/config.json").read_text()
+    write_outputs(model, tmp_path)
+    as_stored(tmp_path)
+    for found in run(2, figures, str(tmp_path), Layout(cp=2)):
+        check(found)

@@ -5,7 +5,6 @@ scales) is kept, since no checkpoint has it. transformers loads its modules as t
 decoder do not wait for them.
 """
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -65,6 +64,7 @@ REFUSALS = (
 )
 # Whose class reads the config.json of a family that has a field: to Mistral's own all layers are alike.
 READ_AS: Mapping[str, tuple[str, str]] = MappingProxyType({"mistral": ("layer_types", "ministral")})
+FLOAT = "__float__"
 LONG = 1000  # characters of a message
 GROUPED = 8  # what divides the widths of experts whose products torch groups: 16 bytes, in half precision too
 PACKING_ROPES = ("dynamic", "longrope")  # their tables follow the longest sequence that happens to be in the batch
@@ -261,8 +261,8 @@ def _remote(config: Mapping[str, Any], code: Path | None) -> "transformers.PreTr
 
 def known_config(config: Mapping[str, Any], code: Path | None = None) -> "transformers.PreTrainedConfig":
     """A raw config.json as transformers reads it, or code in the directory `code`, if it is trusted. Raises ModelError."""
-    options = copy.deepcopy(dict(config))
     try:
+        options = _floats(dict(config))
         if is_foreign(config):
             return remote_config(config, code)
         family = options.pop("model_type")
@@ -276,6 +276,13 @@ def known_config(config: Mapping[str, Any], code: Path | None = None) -> "transf
             f"transformers makes no model of this config: {type(error).__name__}: {_short(error)}"
         ) from error
     return known
+
+
+def _floats(value: Any) -> Any:
+    """A copy, with what JSON has no words for: transformers writes `{"__float__": "Infinity"}`."""
+    if isinstance(value, dict):
+        return float(value[FLOAT]) if value.keys() == {FLOAT} else {name: _floats(each) for name, each in value.items()}
+    return [_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def _short(error: Exception) -> str:
