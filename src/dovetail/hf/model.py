@@ -223,7 +223,9 @@ def make_model(config: Mapping[str, Any], code: Path | None = None) -> "transfor
     except ModelError:
         raise
     except REFUSALS as error:
-        raise ModelError(f"transformers makes no model of this config: {type(error).__name__}: {error}") from error
+        raise ModelError(
+            f"transformers makes no model of this config: {type(error).__name__}: {_short(error)}"
+        ) from error
     if not model._can_set_attn_implementation():
         raise ModelError(
             f"{type(model).__name__} does not call attention through AttentionInterface, so its batches cannot be packed"
@@ -287,7 +289,7 @@ def _floats(value: Any) -> Any:
 
 def _short(error: Exception) -> str:
     """The first sentence of a long message: behind it transformers lists all types of models that it knows."""
-    text = str(error)
+    text = " ".join(str(error).split())
     return text if len(text) < LONG else text.partition(". ")[0]
 
 
