@@ -1,13 +1,14 @@
 """Families that nobody here has chosen: those that the transformers engine accepts, made small, equal transformers."""
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from bench.models import one_rank
 from dovetail.batch import PackedBatch
@@ -106,3 +107,34 @@ def test_one_sequence_alone(tmp_path: Path) -> None:
             logp = model(torch.tensor(batch)).logits[:, :-1].log_softmax(-1)
         expected = logp.gather(2, torch.tensor(batch)[:, 1:, None])[..., 0]
         assert max_abs((found - expected) / expected.abs().clamp(min=1.0)) <= MODEL_FP32
+
+
+def test_mistral_with_types_of_layers_is_ministral(tmp_path: Path) -> None:
+    """So transformers reads a config.json, and its own Mistral has one window for all layers."""
+    if "ministral" not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers has no ministral")
+    config = small("ministral").to_dict() | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    model = tiny_model(AutoConfig.for_model(**config))
+    model.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "mistral"}))
+    assert AutoConfig.from_pretrained(tmp_path / "model").model_type == "ministral"
+    write_outputs(model, tmp_path)
+    for found in run(2, figures, str(tmp_path), Layout(cp=2)):
+        check(found)
+
+
+def test_floats_that_json_has_no_words_for(tmp_path: Path) -> None:
+    """Granite's hybrids say of their other layers that a time step has no end; all layers of some are attention."""
+    if "granitemoehybrid" not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers has no granitemoehybrid")
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")}
+    shape = {"mamba_n_heads": 4, "num_local_experts": 4, "shared_intermediate_size": 24, "intermediate_size": 24}
+    kind = CONFIG_MAPPING["granitemoehybrid"]
+    model = tiny_model(kind(**sizes, **shape, num_hidden_layers=2, layer_types=["full_attention"] * 2))
+    model.save_pretrained(tmp_path / "model")
+    assert "__float__" in (tmp_path / "model/config.json").read_text()
+    write_outputs(model, tmp_path)
+    as_stored(tmp_path)
+    for found in run(2, figures, str(tmp_path), Layout(cp=2)):
+        check(found)

@@ -7,6 +7,7 @@ import pytest
 from transformers import (
     AutoModelForCausalLM,
     DbrxConfig,
+    DistilBertConfig,
     DogeConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -152,3 +153,10 @@ def test_what_only_the_call_of_attention_shows(config: Any, words: str, tmp_path
     tiny_model(config()).save_pretrained(tmp_path)
     data = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [1, 2, 3]}])
     assert words in refusal(here("score", "--model", tmp_path, "--data", data, "--out", tmp_path / "out.jsonl"))
+
+
+def test_a_family_that_is_no_language_model_is_named_and_not_all_others() -> None:
+    """transformers lists every class that it knows, behind a line break."""
+    with pytest.raises(ModelError, match="DistilBertConfig") as raised:
+        make_model(DistilBertConfig().to_dict())
+    assert len(str(raised.value)) < 300

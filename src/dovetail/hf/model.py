@@ -5,9 +5,9 @@ scales) is kept, since no checkpoint has it. transformers loads its modules as t
 decoder do not wait for them.
 """
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,6 +62,9 @@ REFUSALS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, ImportError),
     *(OSError, SyntaxError, StrictDataclassError),
 )
+# Whose class reads the config.json of a family that has a field: to Mistral's own all layers are alike.
+READ_AS: Mapping[str, tuple[str, str]] = MappingProxyType({"mistral": ("layer_types", "ministral")})
+FLOAT = "__float__"
 LONG = 1000  # characters of a message
 GROUPED = 8  # what divides the widths of experts whose products torch groups: 16 bytes, in half precision too
 PACKING_ROPES = ("dynamic", "longrope")  # their tables follow the longest sequence that happens to be in the batch
@@ -220,7 +223,9 @@ def make_model(config: Mapping[str, Any], code: Path | None = None) -> "transfor
     except ModelError:
         raise
     except REFUSALS as error:
-        raise ModelError(f"transformers makes no model of this config: {type(error).__name__}: {error}") from error
+        raise ModelError(
+            f"transformers makes no model of this config: {type(error).__name__}: {_short(error)}"
+        ) from error
     if not model._can_set_attn_implementation():
         raise ModelError(
             f"{type(model).__name__} does not call attention through AttentionInterface, so its batches cannot be packed"
@@ -258,11 +263,14 @@ def _remote(config: Mapping[str, Any], code: Path | None) -> "transformers.PreTr
 
 def known_config(config: Mapping[str, Any], code: Path | None = None) -> "transformers.PreTrainedConfig":
     """A raw config.json as transformers reads it, or code in the directory `code`, if it is trusted. Raises ModelError."""
-    options = copy.deepcopy(dict(config))
     try:
+        options = _floats(dict(config))
         if is_foreign(config):
             return remote_config(config, code)
-        known: transformers.PreTrainedConfig = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+        family = options.pop("model_type")
+        field, other = READ_AS.get(family, ("", family))
+        family = other if field in options else family
+        known: transformers.PreTrainedConfig = transformers.AutoConfig.for_model(family, **options)
     except ModelError:
         raise
     except REFUSALS as error:
@@ -272,9 +280,16 @@ def known_config(config: Mapping[str, Any], code: Path | None = None) -> "transf
     return known
 
 
+def _floats(value: Any) -> Any:
+    """A copy, with what JSON has no words for: transformers writes `{"__float__": "Infinity"}`."""
+    if isinstance(value, dict):
+        return float(value[FLOAT]) if value.keys() == {FLOAT} else {name: _floats(each) for name, each in value.items()}
+    return [_floats(each) for each in value] if isinstance(value, list) else value
+
+
 def _short(error: Exception) -> str:
     """The first sentence of a long message: behind it transformers lists all types of models that it knows."""
-    text = str(error)
+    text = " ".join(str(error).split())
     return text if len(text) < LONG else text.partition(". ")[0]
 
 
