@@ -7,6 +7,7 @@ import os
 import torch
 
 from bench import cpu_score, cpu_train
+from bench.given import positive, run_main
 from bench.harness import compare, table, write
 from bench.models import one_rank
 
@@ -17,10 +18,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(known)}; default: all")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=2048, help="about how many tokens a case has")
-    parser.add_argument("--depth", type=int, default=30, help="layers; SmolLM2-135M has 30, fewer give a quick look")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--tokens", type=positive, default=2048, help="about how many tokens a case has")
+    parser.add_argument(
+        "--depth", type=positive, default=30, help="layers; SmolLM2-135M has 30, fewer give a quick look"
+    )
+    parser.add_argument("--threads", type=positive, default=2)
     given = parser.parse_args()
     unknown = set(given.names) - set(known)
     if unknown:
@@ -36,4 +39,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

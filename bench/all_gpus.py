@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.given import check_visible, run_main
 from bench.ranks import ROOT, run_ranks
 
 CPU_RANKS = 2
@@ -186,8 +187,13 @@ def main() -> None:
     parser.add_argument("--pack", type=Path, help="an archive of all that is in --out so far, results first")
     parser.add_argument("--smoke", action="store_true", help="tiny models on two ranks of a CPU")
     given = parser.parse_args()
-    deadline = time.monotonic() + 60 * given.minutes
     known = {bench.name: bench for some in BENCHES.values() for bench in some}
+    names = [name for text in (given.only, given.skip) for name in text.split(",") if name]
+    if unknown := sorted(set(names) - set(known)):
+        parser.error(f"no benchmark {', '.join(unknown)}; known: {', '.join(known)}")
+    if not given.smoke:
+        check_visible("cuda", given.gpus)
+    deadline = time.monotonic() + 60 * given.minutes
     chosen = [known[name] for name in given.only.split(",")] if given.only else list(BENCHES[given.gpus])
     told = []
     for bench in chosen:
@@ -254,4 +260,4 @@ def _telling(log: Path) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.given import device as device_here, positive, run_main
 from bench.harness import RESULTS, surroundings
 from bench.timing import milliseconds
 from dovetail.batch import cumulative
@@ -181,9 +182,9 @@ def clock(run: Callable[[], object]) -> float:
 def main() -> None:
     """Print one table and write one JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.attention", description=__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--shrink", type=int, default=1, help="divide all lengths")
-    parser.add_argument("--rounds", type=int, default=9, help="of a case; the median counts")
+    parser.add_argument("--device", type=device_here, default="cuda")
+    parser.add_argument("--shrink", type=positive, default=1, help="divide all lengths")
+    parser.add_argument("--rounds", type=positive, default=9, help="of a case; the median counts")
     parser.add_argument("--out", type=Path, default=RESULTS / "attention_h200.json")
     given = parser.parse_args()
     device = torch.device(given.device)
@@ -223,4 +224,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

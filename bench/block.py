@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bench.given import device as device_here, positive, run_main
 from bench.harness import RESULTS, surroundings
 from bench.timing import milliseconds
 from dovetail.kernels.registry import KernelSet, kernels_for
@@ -117,9 +118,9 @@ def rows(work: Work, device: torch.device, rounds: int) -> Iterator[Row]:
 def main() -> None:
     """Print one table and write one JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.block", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=positive, default=32768)
+    parser.add_argument("--device", type=device_here, default="cuda")
+    parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--tiny", action="store_true", help="a small model, to see that it runs")
     parser.add_argument("--out", type=Path, default=RESULTS / "block_h200.json")
     given = parser.parse_args()
@@ -146,4 +147,4 @@ def line(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

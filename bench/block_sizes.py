@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from bench.given import device as device_here, positive, run_main
 from bench.harness import RESULTS, surroundings
 from bench.timing import Run, milliseconds
 from dovetail.kernels import block_triton as block, moe_triton as moe, qkv_triton as qkv
@@ -117,10 +118,10 @@ def expert_launches(tokens: int, device: torch.device) -> Iterator[Choice]:
 def main() -> None:
     """Print a line for every choice, and write one JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.block_sizes", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--scale", type=int, default=1, help="divides widths, to see that it runs")
+    parser.add_argument("--tokens", type=positive, default=32768)
+    parser.add_argument("--device", type=device_here, default="cuda")
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--scale", type=positive, default=1, help="divides widths, to see that it runs")
     parser.add_argument("--out", type=Path, default=RESULTS / "block_sizes_h200.json")
     given = parser.parse_args()
     device = torch.device(given.device)
@@ -137,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from bench.cpu_train import NegativeLogLikelihood
+from bench.given import device as device_here, positive, run_main
 from bench.harness import RESULTS, Case, compare, surroundings
 from bench.models import one_rank, sequences, smollm2_pair
 from dovetail.batch import PackedBatch
@@ -57,10 +58,10 @@ os.unlink(path)
 def main() -> None:
     """Print one line a comparison and write one JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.checkpoints", description=__doc__)
-    parser.add_argument("--depth", type=int, default=30, help="layers; SmolLM2-135M has 30")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=2048, help="of a training step")
+    parser.add_argument("--depth", type=positive, default=30, help="layers; SmolLM2-135M has 30")
+    parser.add_argument("--device", type=device_here, default="cpu")
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--tokens", type=positive, default=2048, help="of a training step")
     parser.add_argument("--folder", type=Path, default=None, help="where to write; default: the system's")
     given = parser.parse_args()
     with one_rank(), tempfile.TemporaryDirectory(dir=given.folder) as folder:
@@ -222,4 +223,4 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

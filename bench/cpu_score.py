@@ -13,7 +13,7 @@ from dovetail.batch import PackedBatch
 def cases(dtype: torch.dtype, tokens: int, depth: int) -> list[Case]:
     """Equal lengths, which padding does not hurt, and ragged ones."""
     pair = smollm2_pair(dtype, master=dtype, depth=depth)
-    equal, ragged = [256] * (tokens // 256), ragged_lengths(tokens)
+    equal, ragged = [256] * max(1, tokens // 256), ragged_lengths(tokens)
     return [case("score, equal lengths (256)", pair, equal), case("score, ragged lengths (32-1024)", pair, ragged)]
 
 

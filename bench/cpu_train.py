@@ -12,7 +12,7 @@ from dovetail.tokenstats import TokenStats
 
 def cases(dtype: torch.dtype, tokens: int, depth: int) -> list[Case]:
     """Equal lengths and ragged ones; master weights are float32, `dtype` is computed in (autocast for the peer)."""
-    equal, ragged = [256] * (tokens // 256), ragged_lengths(tokens)
+    equal, ragged = [256] * max(1, tokens // 256), ragged_lengths(tokens)
     pair = smollm2_pair(dtype, master=torch.float32, depth=depth)
     return [case("train, equal lengths (256)", pair, equal), case("train, ragged lengths (32-1024)", pair, ragged)]
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import dovetail as dt
+from bench.given import check_shape
 from bench.harness import RESULTS, surroundings
 from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
@@ -262,8 +263,9 @@ class Session:
     @classmethod
     def start(cls, given: argparse.Namespace) -> "Session":
         """Collective."""
-        faulthandler.dump_traceback_later(given.row_seconds, exit=True)
         device = pick_device(given.device)
+        check_shape(getattr(given, "shape", "tiny"), device.type)
+        faulthandler.dump_traceback_later(given.row_seconds, exit=True)
         dt.ensure_process_group(device)
         faulthandler.register(signal.SIGTERM, chain=True)  # whoever is late says where it is
         sys.excepthook = leave  # torch's own, from now on, writes only once the one before it has returned

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen
 
 import dovetail as dt
 from bench.cpu_train import NegativeLogLikelihood
+from bench.given import device as device_here, natural, positive, run_main
 from bench.harness import RESULTS, surroundings
 from bench.models import one_rank
 from dovetail.batch import PackedBatch, Sequence
@@ -77,12 +78,16 @@ def main() -> None:
     """Print one line a family and write one JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.foreign", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"any of {', '.join(FAMILIES)}; default: all")
-    parser.add_argument("--layers", type=int, default=0, help="of text and tower; 0: the real model's")
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--longest", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--layers", type=natural, default=0, help="of text and tower; 0: the real model's")
+    parser.add_argument("--sequences", type=positive, default=64)
+    parser.add_argument("--longest", type=positive, default=2048)
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--device", type=device_here, default="cuda")
     given = parser.parse_args()
+    if unknown := sorted(set(given.names) - set(FAMILIES)):
+        parser.error(f"no family {', '.join(unknown)}; known: {', '.join(FAMILIES)}")
+    if given.device == "cpu" and not given.layers:
+        parser.error("on a CPU name fewer layers than the real model has: --layers 1")
     results = []
     with one_rank():
         for name in given.names or FAMILIES:
@@ -220,4 +225,4 @@ def seconds(run: Callable[[], object], device: str) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.given import positive, run_main
 from bench.harness import RESULTS, Case, compare, surroundings
 from dovetail.batch import Loss, PackedBatch
 from dovetail.fused_head import VocabShard, fused_loss, fused_token_stats
 from dovetail.kernels import reference
 from dovetail.kernels.registry import kernels_for
+from dovetail.launch import pick_device
 from dovetail.mesh import Axis
 from dovetail.tokenstats import TokenStats
 
@@ -248,15 +250,17 @@ def accuracies(work: Work) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Print one table and write one JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.head", description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 8192])
-    parser.add_argument("--chunks", type=int, nargs="*", default=[], help="tokens a chunk; default: the kernels' own")
-    parser.add_argument("--width", type=int, default=3584)
-    parser.add_argument("--vocab", type=int, default=152064)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[32768, 8192])
+    parser.add_argument(
+        "--chunks", type=positive, nargs="*", default=[], help="tokens a chunk; default: the kernels' own"
+    )
+    parser.add_argument("--width", type=positive, default=3584)
+    parser.add_argument("--vocab", type=positive, default=152064)
+    parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--peers", nargs="*", default=[], help="starts of the names of peers; default: all installed")
     parser.add_argument("--out", type=Path, default=RESULTS / "head_h200.json")
     given = parser.parse_args()
-    device = torch.device("cuda")
+    device = pick_device("cuda")
     found: list[Row] = []
     accuracy: dict[str, dict[str, dict[str, float]]] = {}
     sizes = (given.width, given.vocab)
@@ -294,4 +298,4 @@ def line(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -5,7 +5,6 @@ padded, fused AdamW. Tokens are real ones: with --ragged padding is computed, bu
 """
 
 import argparse
-import sys
 from statistics import median
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.engines import SHAPES, Session, add_options, dense_batch, flops_of, ragged_batch, spec_of, timed
+from bench.given import positive, run_main
 from dovetail.kernels.registry import peak_flops, peak_memory_gib
 
 
@@ -24,9 +24,9 @@ def main() -> int:
     """One row, or two."""
     parser = argparse.ArgumentParser(prog="python -m bench.hf_fsdp", description=__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="7b")
-    parser.add_argument("--length", type=int, default=8192)
-    parser.add_argument("--sequences", type=int, default=16, help="of the global batch")
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--length", type=positive, default=8192)
+    parser.add_argument("--sequences", type=positive, default=16, help="of the global batch")
+    parser.add_argument("--steps", type=positive, default=2)
     parser.add_argument("--ragged", action="store_true", help="also lengths as RL has them, padded to the longest")
     add_options(parser, "hf_fsdp")
     given = parser.parse_args()
@@ -101,4 +101,4 @@ def step(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -11,7 +11,6 @@ import argparse
 import gzip
 import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -43,6 +42,7 @@ from bench.engines import (
     spec_of,
     timed,
 )
+from bench.given import natural, positive, run_main
 from bench.trace import TraceSummary, events_of, ideal_of, summarize
 from dovetail.arch.spec import ArchSpec
 from dovetail.comm import gather_text, stack_over
@@ -95,18 +95,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.layouts", description=__doc__)
     parser.add_argument("layouts", nargs="+", metavar="LAYOUT")
     parser.add_argument("--shape", choices=list(SHAPES), default="7b")
-    parser.add_argument("--depth", type=int, help="layers, where not all are wanted")
+    parser.add_argument("--depth", type=positive, help="layers, where not all are wanted")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
-    parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence")
-    parser.add_argument("--sequences", type=int, default=32, help="of the global batch")
-    parser.add_argument("--tokens-per-batch", type=int, help="of a replica's micro-batch; default: one sequence")
+    parser.add_argument("--length", type=positive, default=8192, help="tokens of a sequence")
+    parser.add_argument("--sequences", type=positive, default=32, help="of the global batch")
+    parser.add_argument("--tokens-per-batch", type=positive, help="of a replica's micro-batch; default: one sequence")
     parser.add_argument("--recompute", choices=["none", "light", "selective", "full"], default="none")
     parser.add_argument("--offload", nargs="+", choices=OFFLOAD, default=[], help="what waits on the host")
-    parser.add_argument("--mlp-tile-tokens", type=int, default=0)
-    parser.add_argument("--window", type=int, help="latest tokens that attention sees")
-    parser.add_argument("--warm-length", type=int, help="of the step that is not measured")
+    parser.add_argument("--mlp-tile-tokens", type=natural, default=0)
+    parser.add_argument("--window", type=positive, help="latest tokens that attention sees")
+    parser.add_argument("--warm-length", type=positive, help="of the step that is not measured")
     parser.add_argument("--in-turns", choices=list(TURNS), default="auto", help="halves of micro-batches, see nn.turns")
-    parser.add_argument("--steps", type=int, default=3, help="measured, after one that is not")
+    parser.add_argument("--steps", type=positive, default=3, help="measured, after one that is not")
     parser.add_argument("--ragged", action="store_true", help="also as many tokens in lengths as RL has them")
     parser.add_argument("--bubbles", action="store_true", help="also the waiting of a pipeline's ranks")
     parser.add_argument("--profile", action="store_true", help="also a trace of one step")
@@ -347,4 +347,4 @@ def _percent(x: float | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -9,7 +9,6 @@ import argparse
 import gc
 import json
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from safetensors import safe_open
 
 import dovetail as dt
 from bench.engines import SHAPES, Session, add_options, layout_of, name_of, spec_of, timed, wait
+from bench.given import run_main
 from dovetail.build.engine import make_decoder, make_mesh, make_model
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.comm import gather_text
@@ -191,4 +191,4 @@ def _parts(folder: Path, mesh: Mesh) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

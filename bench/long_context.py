@@ -7,12 +7,12 @@ of memory leaves the others waiting. From --start the length grows by a quarter 
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from bench.engines import OFFLOAD, RECORDED_GEMM, SHAPES, spec_of
+from bench.given import check_shape, check_visible, positive, run_main
 from bench.harness import RESULTS, surroundings
 from bench.ranks import run_ranks
 from dovetail.arch.spec import ArchSpec
@@ -25,11 +25,11 @@ LINK_RATE = 50e9  # bytes/s between a GPU and its host, each way, both at once
 def main() -> int:
     """Write what was tried; exit 1 where nothing fitted."""
     parser = argparse.ArgumentParser(prog="python -m bench.long_context", description=__doc__)
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks", type=positive, default=1)
     parser.add_argument("--layout", help="default: cp over all ranks, gathering keys and values")
     parser.add_argument("--shape", choices=list(SHAPES), default="7b")
-    parser.add_argument("--start", type=int, default=1 << 18, help="tokens of the first try")
-    parser.add_argument("--window", type=int, default=4096)
+    parser.add_argument("--start", type=positive, default=1 << 18, help="tokens of the first try")
+    parser.add_argument("--window", type=positive, default=4096)
     parser.add_argument("--options", default="--recompute full --mlp-tile-tokens 8192", help="of bench.layouts")
     parser.add_argument("--offload", nargs="*", choices=OFFLOAD, help="what waits on the host; one rank: all of it")
     parser.add_argument("--device", default="cuda")
@@ -39,6 +39,8 @@ def main() -> int:
     parser.add_argument("--name", default="long_context")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
+    check_visible(given.device, given.ranks)
+    check_shape(given.shape, given.device)
     if given.offload is None:
         given.offload = OFFLOAD if given.ranks == 1 else ()
     deadline, length, fits, fails = time.monotonic() + given.seconds, given.start, 0, 0
@@ -137,4 +139,4 @@ def _write(given: argparse.Namespace, tries: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

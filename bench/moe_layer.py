@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.given import device as device_here, positive, run_main
 from bench.harness import RESULTS, surroundings
 from bench.timing import Run, milliseconds
 from dovetail.arch.registry import spec_from_config
@@ -183,9 +184,9 @@ def _row(ours: Run, theirs: Run, numbers: int, device: torch.device, rounds: int
 def main() -> None:
     """Measure, print and write tables."""
     parser = argparse.ArgumentParser(prog="python -m bench.moe_layer", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=positive, default=32768)
+    parser.add_argument("--device", type=device_here, default="cuda")
+    parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--tiny", action="store_true", help="a small layer, to see that it runs")
     parser.add_argument("--out", type=Path, default=RESULTS / "moe_layer_h200.json")
     given = parser.parse_args()
@@ -202,4 +203,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

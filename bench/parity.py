@@ -9,7 +9,6 @@ against the float32 reference, over the same of transformers' own bfloat16 resul
 import argparse
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from transformers import (
 
 import dovetail as dt
 from bench.engines import layout_of, name_of
+from bench.given import device as device_here, run_main
 from bench.harness import RESULTS, surroundings
 from dovetail.build.engine import make_engine, make_mesh
 from dovetail.comm import gather_text, stack_over
@@ -65,7 +65,7 @@ def configs() -> Mapping[str, Callable[[], PreTrainedConfig]]:
 def main() -> int:
     """Print one table, write one JSON, exit 1 where a bound is broken."""
     parser = argparse.ArgumentParser(prog="python -m bench.parity", description=__doc__)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=device_here, default="cpu")
     parser.add_argument("--layout", default="")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
@@ -186,4 +186,4 @@ def _bfloat16(folder: str, mesh: Mesh) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -7,7 +7,6 @@ are a quarter of the longest in the mean. Scoring: tokens/s on lengths as RL has
 
 import argparse
 import random
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from bench.engines import (
     timed,
     wait,
 )
+from bench.given import positive, run_main
 from dovetail.arch.spec import ArchSpec
 from dovetail.build.engine import make_mesh
 from dovetail.build.sampling import sampling_layout
@@ -79,13 +79,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.rl_step", description=__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="1.5b")
     parser.add_argument("--layout", default="dp=1")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--samples", type=int, default=8, help="of a prompt")
-    parser.add_argument("--prompt-length", type=int, default=256)
-    parser.add_argument("--new-tokens", type=int, default=1024, help="of a response, at most")
-    parser.add_argument("--tokens-per-batch", type=int, default=16384)
-    parser.add_argument("--length", type=int, default=8192, help="of the scored rows, at most")
-    parser.add_argument("--steps", type=int, default=2, help="measured, after one that is not")
+    parser.add_argument("--prompts", type=positive, default=16)
+    parser.add_argument("--samples", type=positive, default=8, help="of a prompt")
+    parser.add_argument("--prompt-length", type=positive, default=256)
+    parser.add_argument("--new-tokens", type=positive, default=1024, help="of a response, at most")
+    parser.add_argument("--tokens-per-batch", type=positive, default=16384)
+    parser.add_argument("--length", type=positive, default=8192, help="of the scored rows, at most")
+    parser.add_argument("--steps", type=positive, default=2, help="measured, after one that is not")
     add_options(parser, "rl_step")
     given = parser.parse_args()
     session = Session.start(given)
@@ -174,4 +174,4 @@ def _keep(session: Session, title: str, figure: str, others: dict[str, Any]) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import transformers
 
+from bench.given import check_shape, device as device_here, positive, run_main
 from bench.harness import RESULTS, Case, compare, surroundings
 from dovetail.arch.registry import spec_from_config
 from dovetail.kernels.registry import kernels_for, peak_memory_gib
@@ -178,15 +179,18 @@ def main() -> None:
     """Print the figures and write one JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.sampler", description=__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="7b")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", type=device_here, default="cuda")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new", type=int, default=256, help="tokens of every completion, 2 or more")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=positive, default=64)
+    parser.add_argument("--prompt-tokens", type=positive, default=128)
+    parser.add_argument("--new", type=positive, default=256, help="tokens of every completion, 2 or more")
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--peers", nargs="*", default=["generate", "continuous batching"])
     parser.add_argument("--out", type=Path, default=RESULTS / "sampler_h200.json")
     given = parser.parse_args()
+    check_shape(given.shape, given.device)
+    if given.new < 2:
+        parser.error("--new: 2 or more, since the time of a token is that between two")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[given.dtype]
     contest = Contest(given.shape, torch.device(given.device), dtype, given.prompts, given.prompt_tokens)
@@ -205,4 +209,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -5,13 +5,13 @@ the time until the last GPU has all of them; the limit is what all-gathers of th
 """
 
 import argparse
-import sys
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from bench.engines import SHAPES, Session, add_options, layout_of, name_of, random_engine, spec_of, timed
+from bench.given import run_main
 from dovetail.comm import stack_over
 
 ROUNDS = 3
@@ -68,4 +68,4 @@ def measure(text: str, session: Session) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

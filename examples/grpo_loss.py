@@ -42,6 +42,8 @@ def main(model: str, out: str, layout: dt.Layout) -> list[dt.StepReport]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     reports = main(sys.argv[1], sys.argv[2], dt.Layout(tp=2))
     for report in reports if torch.distributed.get_rank() == 0 else ():
         print(f"loss {report.loss:.4f}  ratio {report.metrics['ratio']:.4f}  grad_norm {report.grad_norm:.3f}")

@@ -28,6 +28,7 @@ from bench.engines import (
     random_tokens,
     spec_of,
 )
+from bench.given import run_main
 from bench.long_context import moments_seconds
 from bench.ranks import ROOT, run_ranks
 from dovetail.batch import PackedBatch
@@ -147,7 +148,8 @@ def runs(bench: Bench, folder: Path, *, smoke: bool) -> Iterator[tuple[int, argp
         yield min(bench.gpus, CPU_RANKS) if smoke else bench.gpus, taken(bench.module, arguments)
         return
     with mock.patch.object(long_context, "run_ranks", return_value=None) as started:
-        with mock.patch.object(sys, "argv", [bench.module, *arguments]):
+        asked = mock.patch.object(sys, "argv", [bench.module, *arguments])
+        with asked, mock.patch.object(long_context, "check_visible"):
             long_context.main()
     module, inner, ranks, *_ = started.call_args.args
     yield ranks, taken(module, list(inner))
@@ -177,3 +179,41 @@ def test_an_archive_has_results_first_and_an_end(tmp_path: Path) -> None:
             pack(tmp_path, tmp_path / "all.tar.gz")
     with tarfile.open(tmp_path / "all.tar.gz") as archive:
         assert archive.getnames() == ["b.json", "a.log", "a.log.1", "a.trace.json.gz"]
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "told"),
+    [
+        ("__main__", "--tokens -5", "'-5': expected a whole number, 1 or more"),
+        ("__main__", "--rounds 0", "'0': expected a whole number, 1 or more"),
+        ("all_gpus", "--only nosuch", "no benchmark nosuch; known: "),
+        ("foreign", "nosuch --device cpu", "no family nosuch; known: "),
+        ("foreign", "--device cpu", "--layers 1"),
+        ("sampler", "--device nosuch", "device 'nosuch'; expected auto"),
+        ("sampler", "--device cpu", "--shape 7b needs a GPU"),
+        ("layouts", "dp=1 --device cpu", "--shape 7b needs a GPU"),
+        ("long_context", "--device cpu", "--shape 7b needs a GPU"),
+    ],
+)
+def test_what_a_benchmark_cannot_do_is_told_in_one_message(
+    module: str, arguments: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [module, *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        run_main(importlib.import_module(f"bench.{module}").main)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+@pytest.mark.parametrize(
+    "module", ["all_gpus", "attention", "block", "block_sizes", "foreign", "head", "long_context", "moe_layer"]
+)
+def test_a_benchmark_for_gpus_says_that_there_are_none(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [module])
+    with pytest.raises(SystemExit) as ended:
+        run_main(importlib.import_module(f"bench.{module}").main)
+    assert ended.value.code == 2
+    assert f"torch {torch.__version__} sees " in capsys.readouterr().err

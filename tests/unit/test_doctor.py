@@ -1,5 +1,7 @@
 """The doctor names what is here, and notices a device that computes wrongly."""
 
+import argparse
+
 import pytest
 
 from dovetail.cli import doctor
@@ -19,3 +21,12 @@ def test_doctor_notices_wrong_numbers(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setattr(doctor, "kernels_for", lambda _: wrong)
     assert run_command(["doctor", "--device", "cpu"]) == 1
     assert "the self-test failed" in capsys.readouterr().out
+
+
+def test_under_a_launcher_one_rank_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert doctor.run(argparse.Namespace(device="cpu")) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0].endswith("all well\n") and not told[1]
