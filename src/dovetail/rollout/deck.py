@@ -39,7 +39,7 @@ FEWEST, FEW = 8, 32  # rows of the smallest record, and of the next
 def filled_up(n: int) -> int:
     """The rows of a record by which n of them run: 8, 32, 64, 128, 256 and so on.
 
-    A record takes as long to make as dozens of its steps, and of few rows one more costs next to nothing.
+    A record takes as long to make as ten or twenty of its steps, and of few rows one more costs next to nothing.
     """
     return FEWEST if n <= FEWEST else max(FEW, 1 << (n - 1).bit_length())
 
