@@ -96,11 +96,12 @@ def expert_launches(tokens: int, device: torch.device) -> Iterator[Choice]:
 
     def spread(piece: int, many: int) -> object:
         grid = (tokens * triton.cdiv(2048, piece),)
-        return moe._spread[grid](rows, places, moved, 2048, 2048, copies, piece, num_warps=many)
+        return moe._spread[grid](rows, places, moved, 2048, len(moved), (2048, copies, piece), num_warps=many)
 
     def collect(piece: int, many: int) -> object:
         grid = (tokens * triton.cdiv(2048, piece),)
-        return moe._collect[grid](moved, places, weights, rows, 2048, 2048, copies, piece, num_warps=many)
+        size = (2048, copies, piece)
+        return moe._collect[grid](moved, places, weights, rows, 2048, len(moved), size, num_warps=many, **moe.EXACT)
 
     yield "rows to experts", spread, list(product(PIECES[:3], WARPS)), (moe.PIECE, 4)
     yield "rows back, weighted", collect, list(product(PIECES[:3], WARPS)), (moe.PIECE, 4)
@@ -108,9 +109,10 @@ def expert_launches(tokens: int, device: torch.device) -> Iterator[Choice]:
     def sort(copies_each: int, many: int) -> object:
         blocks = triton.cdiv(chosen.numel(), copies_each)
         counts = torch.zeros((experts, blocks), dtype=torch.int32, device=device)
-        moe._count[(blocks,)](chosen, counts, chosen.numel(), blocks, copies_each, num_warps=many)
+        size = (chosen.numel(), experts, blocks, copies_each)
+        moe._count[(blocks,)](chosen, counts, *size, num_warps=many)
         ends = counts.view(-1).cumsum(0)
-        return moe._place[(blocks,)](chosen, ends, places, chosen.numel(), blocks, copies_each, num_warps=many)
+        return moe._place[(blocks,)](chosen, ends, places, *size, num_warps=many)
 
     yield "sort", sort, list(product((64, 128, 256), WARPS)), (moe.SORTED, 4)
 

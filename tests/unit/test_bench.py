@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import signal
 import subprocess
 import sys
@@ -217,3 +218,21 @@ def test_a_benchmark_for_gpus_says_that_there_are_none(
         run_main(importlib.import_module(f"bench.{module}").main)
     assert ended.value.code == 2
     assert f"torch {torch.__version__} sees " in capsys.readouterr().err
+
+
+EACH_ONCE = """
+import torch
+from bench.block_sizes import block_launches, expert_launches
+on = torch.device("cpu")
+for name, launch, choices, used in [*block_launches(2, 28, on), *expert_launches(2, on)]:
+    assert used in choices, name
+    launch(*choices[0])
+"""
+
+
+def test_every_kernel_of_block_sizes_is_called_as_it_is_now() -> None:
+    """By Triton's interpreter, the first choice of each: their arguments are given by hand there."""
+    pytest.importorskip("triton")
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    ended = subprocess.run([sys.executable, "-c", EACH_ONCE], env=env, check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-4000:]
