@@ -114,7 +114,7 @@ def expert_launches(tokens: int, device: torch.device) -> Iterator[Choice]:
         ends = counts.view(-1).cumsum(0)
         return moe._place[(blocks,)](chosen, ends, places, *size, num_warps=many)
 
-    yield "sort", sort, list(product((64, 128, 256), WARPS)), (moe.SORTED, 4)
+    yield "sort", sort, list(product((32, 64, 128), WARPS)), (moe.SORTED, 4)
 
 
 def main() -> None:

@@ -57,6 +57,7 @@ SHAPES: dict[str, dict[str, int | bool]] = {
         "num_key_value_heads": 2,
     },
 }
+PEERS = ("generate", "generate, static cache", "continuous batching")
 PEER_MEMORY = 0.4  # of what is free, for the continuous batching's cache: ours needs some, too
 
 
@@ -65,7 +66,7 @@ class Row:
     """One comparison: new tokens a second over all prompts, medians of runs that alternate. ratio: ours over the peer's.
 
     attention: the implementation that the peer took; it takes flash attention for continuous batching where that is
-    installed, and records graphs only then.
+    installed.
     """
 
     peer: str
@@ -104,7 +105,6 @@ class Contest:
             sampler.refill(self.hf.state_dict().items())
         self.device, vocabulary = device, config.vocab_size
         self.attention = ""
-        self.hf.model.register_forward_pre_hook(self._note)
         self.ids = torch.randint(vocabulary, (prompts, length), generator=torch.Generator().manual_seed(1))
         self.prompts = [Prompt(i, row) for i, row in enumerate(self.ids.tolist())]
         self.weight_bytes = sum(p.numel() * p.element_size() for p in self.sampler.model.parameters())
@@ -114,31 +114,39 @@ class Contest:
         done = (self.sampler if recorded else self.plain).sample(self.prompts, SamplingParams(max_new_tokens=new))
         assert all(len(c.ids) == new for c in done)
 
-    def generate(self, new: int) -> None:
-        """transformers' `generate`, its default cache."""
+    def generate(self, new: int, cache: str | None = None) -> None:
+        """transformers' `generate`. cache: None, its default one, or "static", with which it compiles its step on a GPU."""
         ids = self.ids.to(self.device)
-        config = self._greedy(new)
+        config = self._greedy(new, cache_implementation=cache)
+        self._note(self.hf)
         with torch.no_grad():
             done = self.hf.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
         assert done.cpu().shape[1] == ids.shape[1] + new
 
     def continuous(self, new: int) -> None:
-        """transformers' continuous batching; its manager, cache and graphs stay from one call to the next."""
+        """transformers' continuous batching; its manager, cache and graphs stay from one call to the next. Without flash
+        attention it would not record graphs unless asked to, and take twice as long.
+        """
+        config = transformers.ContinuousBatchingConfig(
+            max_memory_percent=PEER_MEMORY, use_cuda_graph=self.device.type == "cuda"
+        )
+        noting = self.hf.model.register_forward_pre_hook(self._note)
         done = self.hf.generate_batch(
             self.ids.tolist(),
             generation_config=self._greedy(new),
-            continuous_batching_config=transformers.ContinuousBatchingConfig(max_memory_percent=PEER_MEMORY),
+            continuous_batching_config=config,
             persistent_manager=True,
         )
+        noting.remove()
         assert len(done) == len(self.ids)
         assert all(len(one.generated_tokens) == new for one in done.values())
 
-    def _note(self, model: torch.nn.Module, _: object) -> None:
+    def _note(self, model: torch.nn.Module, _: object = None) -> None:
         self.attention = str(model.config._attn_implementation)
 
-    def _greedy(self, new: int) -> Any:
+    def _greedy(self, new: int, **more: object) -> Any:
         return transformers.GenerationConfig(
-            max_new_tokens=new, min_new_tokens=None, do_sample=False, eos_token_id=None, pad_token_id=0
+            max_new_tokens=new, min_new_tokens=None, do_sample=False, eos_token_id=None, pad_token_id=0, **more
         )
 
 
@@ -164,7 +172,11 @@ def _median(run: Callable[[], None], rounds: int) -> float:
 
 def rows_of(contest: Contest, new: int, rounds: int, peers: Sequence[str]) -> list[Row]:
     """Ours against each peer."""
-    known = {"generate": contest.generate, "continuous batching": contest.continuous}
+    known: dict[str, Callable[[int], None]] = {
+        "generate": contest.generate,
+        "generate, static cache": lambda new: contest.generate(new, "static"),
+        "continuous batching": contest.continuous,
+    }
     found = []
     for name in peers:
         run = known[name]
@@ -185,7 +197,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=positive, default=128)
     parser.add_argument("--new", type=positive, default=256, help="tokens of every completion, 2 or more")
     parser.add_argument("--rounds", type=positive, default=3)
-    parser.add_argument("--peers", nargs="*", default=["generate", "continuous batching"])
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--out", type=Path, default=RESULTS / "sampler_h200.json")
     given = parser.parse_args()
     check_shape(given.shape, given.device)

@@ -16,7 +16,7 @@ from dovetail.kernels import reference
 from dovetail.kernels.block_triton import DTYPES
 
 PIECE = 1024  # numbers of a row that a program moves
-SORTED = 128  # copies that a program of the sort compares with each other
+SORTED = 64  # copies that a program of the sort compares with each other
 CHOICES = 2048  # scores that a program of the choice holds
 MOST_SCORES = 4096  # of a row
 MOST_COPIES = 32  # of a token
