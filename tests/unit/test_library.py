@@ -15,11 +15,12 @@ from torch import Tensor, nn
 import dovetail as dt
 from bench.models import one_rank
 from dovetail.engine import checks
+from dovetail.engine.routing import BalanceSettings
 from dovetail.errors import ConfigError, DataError, ModelError
 from dovetail.mesh import Axis, Mesh
 from dovetail.optim.assembly import shards_of
 from examples import grpo_loss
-from tests.parity.configs import VOCAB, save_tiny, tiny_configs
+from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs
 
 LOSS: Any = dt.Loss  # that wrong ones may be made
 SUM: Any = dt.Sum
@@ -209,6 +210,23 @@ def test_results_have_the_wide_dtype_of_the_computation(
     for _ in range(2):
         found = engine.values(batch) if head == "value" else engine.score(batch).logprob
         assert found.dtype == dtype
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_a_loss_that_weighs_what_experts_cost_sees_statistics_of_that_dtype(tmp_path: Path, head: str) -> None:
+    """Before a step the loss is asked how much it will count."""
+    save_tiny(moe_configs()["qwen3_moe"], tmp_path)
+    options = dt.EngineOptions(balance=BalanceSettings(aux_coef=0.1), fresh_head_seed=0)
+    seen: list[torch.dtype] = []
+
+    def loss(stats: Any, batch: dt.PackedBatch) -> dt.Loss:
+        found = stats if head == "value" else stats.logprob
+        seen.append(found.dtype)
+        return LOSS(found.sum(), len(batch))
+
+    made(tmp_path, options, head, torch.float64).train_step(dt.PackedBatch.pack(ROWS), loss)
+    assert seen == [torch.float64] * 2
 
 
 MODES: Mapping[str, Callable[[], Any]] = {
