@@ -21,6 +21,7 @@ from dovetail.mesh import Axis, Mesh
 from dovetail.optim.assembly import shards_of
 from examples import grpo_loss
 from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs
+from tests.tolerances import MODEL_FP32
 
 LOSS: Any = dt.Loss  # that wrong ones may be made
 SUM: Any = dt.Sum
@@ -210,6 +211,17 @@ def test_results_have_the_wide_dtype_of_the_computation(
     for _ in range(2):
         found = engine.values(batch) if head == "value" else engine.score(batch).logprob
         assert found.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fields_may_be_wider_than_the_computation(folder: Path, dtype: torch.dtype) -> None:
+    """A temperature, too, which divides logits before any loss sees them."""
+    given = [dt.Sequence(row, fields={"temperature": 0.5, "first": 2.0}) for row in ROWS]
+    batches = [dt.PackedBatch.pack(given, dtype=each) for each in (torch.float32, torch.float64)]
+    narrow, wider = (made(folder, dtype=dtype).score(batch).logprob for batch in batches)
+    assert wider.dtype == torch.float32 and torch.equal(narrow, wider)
+    losses = [made(folder, dtype=dtype).train_step(batch, times_first).loss for batch in batches]
+    assert losses[0] == pytest.approx(losses[1], rel=MODEL_FP32)
 
 
 @pytest.mark.usefixtures("folder")
