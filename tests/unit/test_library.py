@@ -299,7 +299,7 @@ def test_norms_and_biases_of_two_dims_are_not_decayed() -> None:
     assert decayed == ["gate_up_proj", "proj.weight"]
 
 
-@pytest.mark.parametrize("name", ["lr", "weight_decay", "clip_norm"])
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "clip_norm", "min_lr_ratio"])
 def test_a_step_uphill_is_refused(name: str) -> None:
     for value in (-1e-6, math.nan):
         with pytest.raises(ConfigError, match=f"{name}={value!r}; expected"):
