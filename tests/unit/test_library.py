@@ -347,6 +347,12 @@ def test_pack_refuses_what_is_no_list_of_sequences(rows: Callable[[], Any], mess
         dt.PackedBatch.pack(rows())
 
 
+def test_sequences_that_are_not_packed_are_no_batch(folder: Path) -> None:
+    for call in (made(folder).score, made(folder, head="value").values):
+        with pytest.raises(DataError, match=r"the batch is a list; pack the sequences: dt\.PackedBatch\.pack"):
+            call(ROWS)
+
+
 def test_columns_have_an_entry_for_every_token() -> None:
     batch = dt.PackedBatch.pack(ROWS)
     with pytest.raises(
@@ -367,9 +373,10 @@ def test_columns_have_an_entry_for_every_token() -> None:
         (dt.PackedBatch.pack([*ROWS[:3], [9, 2, 5, 5, 8]]), "tokens, targets"),
         (dt.PackedBatch.pack(ROWS[:3]), "lengths, tokens, targets, mask"),
         (dt.PackedBatch.pack([dt.Sequence(row, fields={"a": 1.0}) for row in ROWS]), "names of fields"),
+        (ROWS, "lengths, names of fields, tokens, targets, mask"),
     ],
 )
-def test_ranks_with_different_batches_are_told_so(other: dt.PackedBatch, named: str) -> None:
+def test_ranks_with_different_batches_are_told_so(other: Any, named: str) -> None:
     mine = dt.PackedBatch.pack(ROWS)
     mesh = Mesh(dt.Layout(dp=2), torch.device("cpu"), {"world": Axis("world", 2, 0)}, {})
     with mock.patch.object(checks, "stack_numbers", lambda x, *_: [x, checks.fingerprint(mine)]):
