@@ -46,7 +46,7 @@ class VocabShard:
 
         The first are this rank's logits of these rows, before any temperature, or None: `keep` says whether they are needed.
         """
-        targets, temperature = batch.targets[rows] - self.first, _temperature(batch, rows)
+        targets, temperature = batch.targets[rows] - self.first, _temperature(batch, rows, x.dtype)
         products, x, z = self.products(x), x[rows], None
         if products is not None:
             z, stats = products.logit_stats(x, self.weight, targets, temperature, keep=keep)
@@ -166,7 +166,7 @@ def _backward_chunk(
     gradients: _Gradients,
 ) -> None:
     """Turn the logits z of some rows into their gradient, and leave dx and dw."""
-    local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows)
+    local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows, x.dtype)
     dz = shard.kernels.vocab_grad_(z, local_targets, *normalizer, *gh, temperature, dtype=x.dtype)
     first, products = gradients.fresh and rows.start == 0, shard.products(x)
     if products is not None:
@@ -218,8 +218,9 @@ def _detached(loss: Loss) -> Loss:
     return Loss(loss.total.detach(), torch.as_tensor(loss.count), metrics)
 
 
-def _temperature(batch: PackedBatch, rows: slice) -> Tensor | None:
-    return batch.fields["temperature"][rows] if "temperature" in batch.fields else None
+def _temperature(batch: PackedBatch, rows: slice, dtype: torch.dtype) -> Tensor | None:
+    """In the wide dtype of what is computed: whoever made the field may have it wider, and so would be the statistics."""
+    return batch.fields["temperature"][rows].to(wide(dtype)) if "temperature" in batch.fields else None
 
 
 def _chunks(n: int, size: int) -> Iterator[slice]:

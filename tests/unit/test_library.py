@@ -15,11 +15,13 @@ from torch import Tensor, nn
 import dovetail as dt
 from bench.models import one_rank
 from dovetail.engine import checks
+from dovetail.engine.routing import BalanceSettings
 from dovetail.errors import ConfigError, DataError, ModelError
 from dovetail.mesh import Axis, Mesh
 from dovetail.optim.assembly import shards_of
 from examples import grpo_loss
-from tests.parity.configs import VOCAB, save_tiny, tiny_configs
+from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs
+from tests.tolerances import MODEL_FP32
 
 LOSS: Any = dt.Loss  # that wrong ones may be made
 SUM: Any = dt.Sum
@@ -211,6 +213,34 @@ def test_results_have_the_wide_dtype_of_the_computation(
         assert found.dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fields_may_be_wider_than_the_computation(folder: Path, dtype: torch.dtype) -> None:
+    """A temperature, too, which divides logits before any loss sees them."""
+    given = [dt.Sequence(row, fields={"temperature": 0.5, "first": 2.0}) for row in ROWS]
+    batches = [dt.PackedBatch.pack(given, dtype=each) for each in (torch.float32, torch.float64)]
+    narrow, wider = (made(folder, dtype=dtype).score(batch).logprob for batch in batches)
+    assert wider.dtype == torch.float32 and torch.equal(narrow, wider)
+    losses = [made(folder, dtype=dtype).train_step(batch, times_first).loss for batch in batches]
+    assert losses[0] == pytest.approx(losses[1], rel=MODEL_FP32)
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_a_loss_that_weighs_what_experts_cost_sees_statistics_of_that_dtype(tmp_path: Path, head: str) -> None:
+    """Before a step the loss is asked how much it will count."""
+    save_tiny(moe_configs()["qwen3_moe"], tmp_path)
+    options = dt.EngineOptions(balance=BalanceSettings(aux_coef=0.1), fresh_head_seed=0)
+    seen: list[torch.dtype] = []
+
+    def loss(stats: Any, batch: dt.PackedBatch) -> dt.Loss:
+        found = stats if head == "value" else stats.logprob
+        seen.append(found.dtype)
+        return LOSS(found.sum(), len(batch))
+
+    made(tmp_path, options, head, torch.float64).train_step(dt.PackedBatch.pack(ROWS), loss)
+    assert seen == [torch.float64] * 2
+
+
 MODES: Mapping[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
@@ -269,7 +299,7 @@ def test_norms_and_biases_of_two_dims_are_not_decayed() -> None:
     assert decayed == ["gate_up_proj", "proj.weight"]
 
 
-@pytest.mark.parametrize("name", ["lr", "weight_decay", "clip_norm"])
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "clip_norm", "min_lr_ratio"])
 def test_a_step_uphill_is_refused(name: str) -> None:
     for value in (-1e-6, math.nan):
         with pytest.raises(ConfigError, match=f"{name}={value!r}; expected"):
@@ -317,6 +347,12 @@ def test_pack_refuses_what_is_no_list_of_sequences(rows: Callable[[], Any], mess
         dt.PackedBatch.pack(rows())
 
 
+def test_sequences_that_are_not_packed_are_no_batch(folder: Path) -> None:
+    for call in (made(folder).score, made(folder, head="value").values):
+        with pytest.raises(DataError, match=r"the batch is a list; pack the sequences: dt\.PackedBatch\.pack"):
+            call(ROWS)
+
+
 def test_columns_have_an_entry_for_every_token() -> None:
     batch = dt.PackedBatch.pack(ROWS)
     with pytest.raises(
@@ -337,9 +373,10 @@ def test_columns_have_an_entry_for_every_token() -> None:
         (dt.PackedBatch.pack([*ROWS[:3], [9, 2, 5, 5, 8]]), "tokens, targets"),
         (dt.PackedBatch.pack(ROWS[:3]), "lengths, tokens, targets, mask"),
         (dt.PackedBatch.pack([dt.Sequence(row, fields={"a": 1.0}) for row in ROWS]), "names of fields"),
+        (ROWS, "lengths, names of fields, tokens, targets, mask"),
     ],
 )
-def test_ranks_with_different_batches_are_told_so(other: dt.PackedBatch, named: str) -> None:
+def test_ranks_with_different_batches_are_told_so(other: Any, named: str) -> None:
     mine = dt.PackedBatch.pack(ROWS)
     mesh = Mesh(dt.Layout(dp=2), torch.device("cpu"), {"world": Axis("world", 2, 0)}, {})
     with mock.patch.object(checks, "stack_numbers", lambda x, *_: [x, checks.fingerprint(mine)]):

@@ -98,7 +98,7 @@ def micro_batches(model: Decoder, loss: LossFn) -> list[MicroBatch]:
     if routing is not None:
         routing.settings = BalanceSettings()  # its count is asked for once a step, here
         with NoCopiesFromTheHost():
-            pairs = list(routing.charged(pairs, loss, 1))
+            pairs = list(routing.charged(pairs, loss, 1, torch.float32))
         for _, micro in pairs:
             assert micro.routes is not None and micro.routes.balance is not None
             micro.routes.balance = replace(micro.routes.balance, aux_coef=0.1, z_coef=0.1, weight=1.0)

@@ -19,15 +19,13 @@ COMPARED = ("lengths", "names of fields", "tokens", "targets", "mask")
 
 
 def check_same(batch: PackedBatch, mesh: Mesh) -> None:
-    """Raise DataError on every rank where ranks hold different batches. Collective: a few numbers, between hosts.
+    """Raise DataError on every rank where ranks hold different batches, or none. Collective: a few numbers, between hosts.
 
     Fields are compared by name and dtype: numbers that ranks computed may differ in a last bit. Of a batch on an accelerator
     only what the host knows is compared, since the rest would wait for the device.
     """
     world = mesh["world"]
-    if world.size == 1:
-        return
-    everyone = stack_numbers(fingerprint(batch), world, mesh.device)
+    everyone = stack_numbers(fingerprint(batch), world, mesh.device) if world.size > 1 else []
     for rank, theirs in enumerate(everyone):
         differ = [name for name, a, b in zip(COMPARED, everyone[0], theirs, strict=True) if a != b]
         if differ:
@@ -35,10 +33,16 @@ def check_same(batch: PackedBatch, mesh: Mesh) -> None:
                 f"ranks were given different batches: rank {rank} differs from rank 0 in {', '.join(differ)}; every rank takes "
                 "the same whole global batch, the engine deals it"
             )
+    if not isinstance(batch, PackedBatch):
+        raise DataError(
+            f"the batch is a {type(batch).__name__}; pack the sequences: dt.PackedBatch.pack([[1, 5, 7], [1, 9]])"
+        )
 
 
-def fingerprint(batch: PackedBatch) -> list[int]:
-    """A number for each of `COMPARED`, the same wherever that is the same; 0 for what is not on the host."""
+def fingerprint(batch: Any) -> list[int]:
+    """A number for each of `COMPARED`, the same wherever that is the same; 0 for what is not on the host, and -1 of no batch."""
+    if not isinstance(batch, PackedBatch):
+        return [-1] * len(COMPARED)
     names = sorted((name, str(x.dtype)) for name, x in batch.fields.items())
     known = [zlib.crc32(json.dumps(each).encode()) for each in (batch.lengths, names)]
     columns = (batch.tokens, batch.targets, batch.mask)

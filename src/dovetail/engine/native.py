@@ -152,7 +152,7 @@ class NativeEngine:
         if not pairs:
             raise DataError("train_step got a batch without sequences; skip the step instead")
         if self._routing is not None:
-            pairs = self._routing.charged(pairs, loss, len(batch))
+            pairs = self._routing.charged(pairs, loss, len(batch), self._wide)
         micros = _micros_of(pairs)
         optimizer.adamw.reserve()  # what activations take of the host is what this leaves
         keep = partial(add_sums, sums)

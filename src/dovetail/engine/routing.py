@@ -52,15 +52,15 @@ class Routing:
         trace, rows = micro.batch.routing, self._mine(micro)
         return replace(micro, routes=Routes(None if trace is None else trace.map(lambda x: x[rows])))
 
-    def charged(self, pairs: Placed, loss: LossFn, tokens: int) -> Placed:
+    def charged(self, pairs: Placed, loss: LossFn, tokens: int, dtype: torch.dtype) -> Placed:
         """The micro-batches of a step of so many tokens, which note their loads and pay for uneven ones. Collective.
 
-        Each is charged when it is asked for; a cost needs the count of all, and so all at once.
+        Each is charged when it is asked for; a cost needs the count of all, and so all at once. dtype: of a loss's statistics.
         """
         settings, weight = self.settings, 0.0
         if settings.aux_coef or settings.z_coef:
             with torch.no_grad():
-                weight = self._expected_count(pairs, loss) / tokens
+                weight = self._expected_count(pairs, loss, dtype) / tokens
 
         def charge(number: int) -> tuple[Tensor, MicroBatch]:
             for where, micro in apart(pairs[number : number + 1]):
@@ -131,11 +131,11 @@ class Routing:
                 step = self.settings.bias_rate * torch.sign(load.mean() - load)
                 module.e_score_correction_bias += step.to(module.e_score_correction_bias.dtype)
 
-    def _expected_count(self, pairs: Placed, loss: LossFn) -> float:
+    def _expected_count(self, pairs: Placed, loss: LossFn, dtype: torch.dtype) -> float:
         """What `loss` will count over all micro-batches: its count is a matter of its tokens, not of what they cost."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for _, micro in pairs:
-            blank = torch.zeros(len(micro.all_counted), device=self.mesh.device)
+            blank = torch.zeros(len(micro.all_counted), dtype=dtype, device=self.mesh.device)
             stats = blank if self.model.is_critic else TokenStats(blank, blank)
             total += torch.as_tensor(loss(stats, micro.all_counted).count)
         return float(sum_over(total, self.mesh["dp"]))

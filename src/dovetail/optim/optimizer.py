@@ -39,7 +39,7 @@ class OptimSettings:
     def __post_init__(self) -> None:
         if self.schedule not in get_args(Schedule):
             raise ConfigError(f"schedule={self.schedule!r}; expected one of {', '.join(get_args(Schedule))}")
-        for name in ("lr", "weight_decay"):
+        for name in ("lr", "weight_decay", "min_lr_ratio"):
             if not 0 <= vars(self)[name] < math.inf:
                 raise ConfigError(f"{name}={vars(self)[name]!r}; expected 0 or more")
         if self.clip_norm is not None and not self.clip_norm > 0:
