@@ -116,6 +116,7 @@ def test_sections_are_frozen() -> None:
         ({"optim": {"lr": float("nan")}}, "optim.lr is nan; expected a finite number"),
         ({"optim": {"betas": [0.9, 1.0]}}, "optim.betas is 1.0; expected less than 1"),
         ({"optim": {"betas": [0.9]}}, "optim.betas is [0.9]; expected a longer list"),
+        ({"optim": {"betas": [0.9, 0.9, 0.9]}}, "optim.betas is [0.9, 0.9, 0.9]; expected a shorter list"),
         ({"layout": {"dp": 0}}, "layout.dp is 0; expected more than 0 or 'auto'"),
         ({"layout": {"tp": True}}, "layout.tp is True; expected a whole number"),
         ({"model": {}}, "model.path is missing; expected HF directory"),
