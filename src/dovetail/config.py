@@ -23,8 +23,10 @@ from dovetail.layout import Layout
 from dovetail.recipe_errors import explain
 from dovetail.recipe_keys import Key, keys_of
 from dovetail.recipe_values import (
+    LARGEST,
     MOST_NEW_TOKENS,
     MOST_SAMPLES,
+    MOST_TOKENS,
     Dtype,
     Listed,
     Momentum,
@@ -131,7 +133,9 @@ class PolicyGradient(Algorithm):
     """Keys of every RL algorithm."""
 
     clip_low: Share = Field(0.2, description="the ratio is clipped below 1 - clip_low")
-    clip_high: NonNegativeFloat = Field(0.2, description="the ratio is clipped above 1 + clip_high")
+    clip_high: Annotated[float, Field(ge=0, le=LARGEST)] = Field(
+        0.2, description="the ratio is clipped above 1 + clip_high"
+    )
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
         None, description="bound of the loss for negative advantages"
     )
@@ -176,7 +180,9 @@ class PPO(PolicyGradient):
     normalize_advantage: bool = Field(True, description="whiten advantages over all tokens of a step")
     gamma: Share = Field(1.0, description="discount of later rewards")
     lam: Share = Field(1.0, description="lambda of generalized advantage estimation")
-    value_clip: PositiveFloat | None = Field(0.2, description="how far a value may move in one step; null: no limit")
+    value_clip: Annotated[float, Field(gt=0, le=LARGEST)] | None = Field(
+        0.2, description="how far a value may move in one step; null: no limit"
+    )
     value_coef: PositiveFloat = Field(1.0, description="weight of the value loss")
     critic_warmup: NonNegativeInt = Field(0, description="first steps that train the critic alone")
 
@@ -266,7 +272,7 @@ class TrainerSection(Section):
     prompts_per_step: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         16, description="data rows of a step over all ranks"
     )
-    tokens_per_batch: Annotated[int, Field(ge=1, le=1 << 30)] = Field(
+    tokens_per_batch: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = Field(
         16384, description="most tokens of one replica in one micro-batch, with padding"
     )
     save_every: NonNegativeInt = Field(50, description="steps between checkpoints; 0: none")
@@ -302,7 +308,7 @@ class TrainerSection(Section):
     offload_optimizer: bool = Field(
         False, description="moments of AdamW wait in host memory: 8 bytes a parameter, over the ranks"
     )
-    mlp_tile_tokens: NonNegativeInt = Field(
+    mlp_tile_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = Field(
         0, description="tokens that an MLP computes at a time, keeping its input only; 0: all"
     )
 

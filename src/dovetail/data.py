@@ -298,6 +298,14 @@ def _messages(row: Row, key: str) -> list[Message]:
             f'{key} must be {what} such as [{{"role": "user", "content": "Hi"}}], not '
             f"{json.dumps(messages, default=str):.80}"
         )
+    for turn, message in enumerate(messages):
+        content = message["content"]
+        says_more = content is None and any(value for key, value in message.items() if key != "role")
+        if not isinstance(content, str | list) and not says_more:  # templates would write what Python calls it
+            raise row.error(
+                f"message {turn} has the content {json.dumps(content, default=str):.80}; expected a string, a list of "
+                "parts, or null beside tool calls"
+            )
     return messages
 
 

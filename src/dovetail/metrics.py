@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -80,10 +81,13 @@ class LoggerThread(threading.Thread):
 
 
 def append(path: Path, row: Row) -> None:
-    """Write a row behind those that are there: its whole line, or nothing of it where that fails."""
+    """Write a row behind those that are there, of which a kill may have cut the last: its whole line, or nothing of it where
+    that fails."""
     data = json_line(row).encode(errors=ODD_LETTERS)
-    with open(path, "ab", buffering=0) as file:
-        end = file.tell()
+    with open(path, "a+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+            data = b"\n" + data
         try:
             while data:
                 data = data[file.write(data) :]

@@ -88,6 +88,8 @@ def _line(key: str, details: list[ErrorDetails], known: Mapping[str, Key]) -> st
         return f"unknown key {name}; did you mean {nearest(name, known)}?{options}"
     if first["type"] == "missing" and isinstance(first["input"], (list, tuple)):  # of the last of its items
         return f"{key} is {first['input']!r}; expected a longer list"
+    if first["type"] == "too_long":
+        return f"{key} is {first['input']!r}; expected a shorter list"
     if first["type"] == "missing":
         return f"{key} is missing; expected {known[key].text if key in known else 'a mapping'}"
     if first["type"] == "value_error":

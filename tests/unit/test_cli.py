@@ -78,6 +78,7 @@ def test_defaults_of_score_and_generate() -> None:
     ("argv", "message"),
     [
         ([], "dovetail: the following arguments are required: command; see dovetail --help"),
+        (["train"], "dovetail: the following arguments are required: RECIPE.yaml; see dovetail train --help"),
         (["trian"], "argument command: invalid choice: 'trian'"),
         (
             ["score", "--model", "M"],

@@ -99,6 +99,14 @@ def test_parts_of_text_are_written_as_text(tmp_path: Path) -> None:
             load_prompts(path, PLAIN, LIMITS)
 
 
+def test_a_message_of_tool_calls_alone_needs_no_content(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<|im_start|>{{ m.content or m.tool_calls[0].name }}<|im_end|>{% endfor %}"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    path = write(tmp_path, {"prompt": [USER, call, {"role": "tool", "content": "4"}], "answer": 1})
+    (prompt,) = load_prompts(path, make_tokenizer(template=template), LIMITS)
+    assert spelled(prompt.ids) == "<|im_start|>2+2?<|im_end|><|im_start|>add<|im_end|><|im_start|>4<|im_end|>"
+
+
 def test_rows_to_generate_from_need_no_answer(tmp_path: Path) -> None:
     path = write(tmp_path, {"prompt": "a"}, {"input_ids": [5, 6], "id": "ids"})
     text, ids = load_prompts(path, PLAIN, LIMITS, answers=False)
@@ -226,6 +234,8 @@ def test_score_rows(tmp_path: Path) -> None:
         (load_sft, {"prompt": "a", "completion": 1}, "completion must be a string, not 1"),
         (load_sft, {"messages": [USER]}, "without an assistant turn"),
         (load_sft, {"messages": "hello"}, "messages must be messages"),
+        (load_sft, {"messages": [{**USER, "content": 5}, ASSISTANT]}, "message 0 has the content 5; expected a string"),
+        (load_sft, {"messages": [USER, {**ASSISTANT, "content": None}]}, "message 1 has the content null; expected"),
         (load_score, {"input_ids": []}, "has no tokens"),
         (load_score, {"input_ids": [1.5]}, "list of integers"),
         (load_score, {"input_ids": [True]}, "list of integers"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dovetail.errors import ConfigError
-from dovetail.metrics import Metrics, check_loggers
+from dovetail.metrics import Metrics, append, check_loggers
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -30,6 +30,16 @@ def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
     metrics.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "fault": "\ud800"})
     metrics.close()
     assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "grad_norm": None, "fault": "\ud800"}]
+
+
+def test_a_row_behind_a_cut_line_is_a_line_of_its_own(tmp_path: Path) -> None:
+    """A kill, or a full disk, may have left the beginning of the last one."""
+    path = tmp_path / "events.jsonl"
+    for step in (1, 2, 3):
+        append(path, {"step": step})
+        if step == 2:
+            path.write_bytes(path.read_bytes()[:-4])
+    assert path.read_text() == '{"step": 1}\n{"step":\n{"step": 3}\n'
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -183,6 +183,12 @@ def test_a_dead_rank_is_written_down_and_leaves_nothing(supervise: Supervise, tm
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+def test_what_a_rank_says_reaches_the_user_whatever_letters_it_has(supervise: Supervise) -> None:
+    """Such as half of a surrogate pair in what a reward raised: UTF-8 has none."""
+    code, err = ended(supervise("me.say('dovetail: \\ud800 is odd'); sys.exit(2)"))
+    assert (code, err) == (2, r"dovetail: \ud800 is odd")
+
+
 def test_a_stopped_rank_is_found_by_its_limit_and_named(supervise: Supervise, tmp_path: Path) -> None:
     """And the other one's stack is waited for, as long as it takes on a busy machine."""
     body = """

@@ -161,7 +161,7 @@ def prune(folder: Path, retention: Retention) -> None:
 def set_aside(folder: Path, order: int, aside: Path) -> None:
     """Move the steps that were saved after the `order`-th save, or cannot be read, to `aside`, the newest first.
 
-    So it does with directories that lie where links belong, which a save could not replace.
+    So it does with directories that lie where links and the file `latest` belong, which a save could not replace.
     """
     steps, _ = saved_steps(folder)
     readable = {saved.path: saved.order for saved in steps}
@@ -179,9 +179,13 @@ def set_aside(folder: Path, order: int, aside: Path) -> None:
             if named:
                 path.symlink_to(named[0])
     latest = folder / LATEST
-    if latest.is_file() and not (folder / latest.read_text(errors="replace").strip()).is_dir():
+    misplaced = latest.is_dir() and not latest.is_symlink()
+    if misplaced:
+        aside.mkdir(parents=True, exist_ok=True)
+        latest.rename(aside / LATEST)
+    if misplaced or (latest.is_file() and not (folder / latest.read_text(errors="replace").strip()).is_dir()):
         left = [saved.path.name for saved in steps if saved.order <= order]
-        replace_file(latest, f"{left[0]}\n".encode()) if left else latest.unlink()
+        replace_file(latest, f"{left[0]}\n".encode()) if left else latest.unlink(missing_ok=True)
 
 
 def _unlink(path: Path) -> None:

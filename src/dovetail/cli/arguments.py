@@ -111,7 +111,7 @@ def _common(parser: argparse.ArgumentParser, *, dtype: str | None = "float32", e
 
 def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE.yaml")
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="change a key of the recipe")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", default=[], help="change a key of the recipe")
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, print the whole recipe, train nothing"
     )

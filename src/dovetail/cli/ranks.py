@@ -21,6 +21,7 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from dovetail.errors import ConfigError
+from dovetail.metrics import ODD_LETTERS
 from dovetail.watch.progress import Phase, Progress
 from dovetail.watch.stacks import answer_with_stacks
 
@@ -70,7 +71,7 @@ class Membership:
         if self.silent:
             return
         if self.files is not None:
-            self.files.report.write_text(text, encoding="utf-8")
+            self.files.report.write_text(text, encoding="utf-8", errors=ODD_LETTERS)
         else:
             sys.stderr.write(text)
 

@@ -6,7 +6,6 @@ phase, step and cause; then, where that was asked for, all ranks start again. Im
 """
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -24,6 +23,7 @@ from typing import NamedTuple
 
 from dovetail.cli.ranks import DEFECT, FOLDER, INTERRUPTED, PIPE, STOPPED, USER_ERROR, RankFiles
 from dovetail.errors import MachineError
+from dovetail.metrics import append
 from dovetail.watch import system
 from dovetail.watch.progress import LIMITS, Phase, State, read_state
 from dovetail.watch.stacks import ASK, main_stack
@@ -127,8 +127,8 @@ def _record(watch: Watch, kind: str, incident: Incident) -> None:
     """Append a line to events.jsonl, once there is a run: before, run_dir is still to be claimed."""
     if watch.run_dir is not None and (watch.run_dir / "config.yaml").exists():
         row = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **incident.row(), "kind": kind}
-        with contextlib.suppress(OSError), (watch.run_dir / "events.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")  # a full disk keeps nobody from starting again
+        with contextlib.suppress(OSError):  # a full disk keeps nobody from starting again
+            append(watch.run_dir / "events.jsonl", row)
 
 
 class _Stop:
