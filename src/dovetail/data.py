@@ -94,7 +94,7 @@ def load_prompts(
         own = {"id", "prompt", "answer", "input_ids", "images", "videos"}
         columns = {key: value for key, value in row.values.items() if key not in own}
         prompt: Any = ""
-        if "prompt" not in row.values and not answers:
+        if row.values.get("prompt") is None and row.values.get("input_ids") is not None and not answers:
             ids, media = _given_ids(row, processor)
         else:
             row.require("prompt")
@@ -114,7 +114,7 @@ def load_sft(
     """SFT rows: {"prompt", "completion"} trains the completion and one EOS; {"messages"} trains the assistant turns."""
 
     def example(_: int, row: Row) -> Sequence:
-        if "messages" in row.values:
+        if row.values.get("messages") is not None:
             messages, shown = _shown(row, "messages", processor)
             ids, mask = _conversation(row, tokenizer, messages)
         else:
@@ -138,7 +138,7 @@ def load_score(
     """Rows {"input_ids"} (no tokenizer needed) or {"prompt", "completion"}, scored as they stand, without an EOS."""
 
     def example(index: int, row: Row) -> Scored:
-        if "input_ids" in row.values:
+        if row.values.get("input_ids") is not None:
             ids, media = _given_ids(row, processor)
         else:
             row.require("prompt", "completion")

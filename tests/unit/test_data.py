@@ -116,6 +116,19 @@ def test_rows_to_generate_from_need_no_answer(tmp_path: Path) -> None:
     assert alone.ids == (5,)
 
 
+def test_a_null_is_a_key_that_is_not_there(tmp_path: Path) -> None:
+    """As a table of unlike rows has it."""
+    text, ids = (
+        {"prompt": "a", "completion": "b", "input_ids": None, "messages": None},
+        {"prompt": None, "input_ids": [5]},
+    )
+    path = write(tmp_path, text, ids)
+    assert [row.ids for row in load_prompts(path, PLAIN, LIMITS, answers=False)] == [tuple(PLAIN.encode("a")), (5,)]
+    assert [row.ids for row in load_score(path, PLAIN, LIMITS)] == [tuple(PLAIN.encode("ab")), (5,)]
+    (row,) = load_sft(write(tmp_path, text), PLAIN, LIMITS)
+    assert spelled(row.ids, row.mask) == "b<|im_end|>"
+
+
 @pytest.mark.parametrize("prompt", ["2+2?", [USER]])
 def test_sft_trains_the_completion_and_one_eos(tmp_path: Path, prompt: object) -> None:
     (row,) = load_sft(write(tmp_path, {"prompt": prompt, "completion": " 4"}), make_tokenizer(bos=True), LIMITS)
