@@ -94,7 +94,7 @@ def load_prompts(
         own = {"id", "prompt", "answer", "input_ids", "images", "videos"}
         columns = {key: value for key, value in row.values.items() if key not in own}
         prompt: Any = ""
-        if row.values.get("prompt") is None and row.values.get("input_ids") is not None and not answers:
+        if not answers and row.values.get("prompt") is None and row.gives("input_ids", instead_of="prompt"):
             ids, media = _given_ids(row, processor)
         else:
             row.require("prompt")
@@ -114,7 +114,7 @@ def load_sft(
     """SFT rows: {"prompt", "completion"} trains the completion and one EOS; {"messages"} trains the assistant turns."""
 
     def example(_: int, row: Row) -> Sequence:
-        if row.values.get("messages") is not None:
+        if row.gives("messages", instead_of="prompt"):
             messages, shown = _shown(row, "messages", processor)
             ids, mask = _conversation(row, tokenizer, messages)
         else:
@@ -138,7 +138,7 @@ def load_score(
     """Rows {"input_ids"} (no tokenizer needed) or {"prompt", "completion"}, scored as they stand, without an EOS."""
 
     def example(index: int, row: Row) -> Scored:
-        if row.values.get("input_ids") is not None:
+        if row.gives("input_ids", instead_of="prompt"):
             ids, media = _given_ids(row, processor)
         else:
             row.require("prompt", "completion")

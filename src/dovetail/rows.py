@@ -39,6 +39,10 @@ class Row:
         except DataError as error:
             raise self.error(str(error)) from error
 
+    def gives(self, name: str, instead_of: str) -> bool:
+        """Whether the text is under `name`. A null is as a key that is not there, unless the row has nothing else."""
+        return name in self.values and (self.values[name] is not None or instead_of not in self.values)
+
     def require(self, *names: str) -> None:
         """Raise DataError unless the row has these keys."""
         missing = [name for name in names if name not in self.values]

@@ -247,6 +247,7 @@ def test_score_rows(tmp_path: Path) -> None:
         (load_sft, {"prompt": "a", "completion": 1}, "completion must be a string, not 1"),
         (load_sft, {"messages": [USER]}, "without an assistant turn"),
         (load_sft, {"messages": "hello"}, "messages must be messages"),
+        (load_sft, {"messages": None}, "messages must be messages .*not null"),
         (load_sft, {"messages": [{**USER, "content": 5}, ASSISTANT]}, "message 0 has the content 5; expected a string"),
         (load_sft, {"messages": [USER, {**ASSISTANT, "content": None}]}, "message 1 has the content null; expected"),
         (load_score, {"input_ids": []}, "has no tokens"),
