@@ -47,7 +47,7 @@ LAYOUTS = (
     Layout(tp=2, cp=2, ep=2),
 )
 PAIRS = [*product(MODELS, LAYOUTS)]
-QUICK = (("qwen2_moe", LAYOUTS[2]), ("deepseek_v3", LAYOUTS[3]), ("deepseek_v3", LAYOUTS[4]))
+QUICK = (("qwen2_moe", LAYOUTS[2]), ("deepseek_v3", LAYOUTS[3]))
 
 
 @pytest.fixture(scope="module")

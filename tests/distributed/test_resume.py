@@ -202,7 +202,7 @@ def test_a_killed_program_started_again_is_straight_through(
     name: str, layout: str, cycles: int, inputs: Path, tmp_path: Path
 ) -> None:
     """kill -9 of every process at random moments, in steps and in saves."""
-    draw, trainer = random.Random(f"{name}{layout}"), {"steps": 6 * cycles, "save_every": 1, "keep": 2}
+    draw, trainer = random.Random(f"{name}{layout}"), {"steps": 4 * cycles, "save_every": 1, "keep": 2}
     given = recipe_of(inputs, tmp_path / "straight", name, layout, trainer=trainer)
     straight = done(given, 2 if layout else 1)
     given["run_dir"] = str(tmp_path / "killed")

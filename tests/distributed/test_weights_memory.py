@@ -141,7 +141,7 @@ def test_training_state_costs_a_rank_its_own_pieces_too(tmp_path: Path, layout: 
 @pytest.mark.parametrize(
     ("layout", "tied"),
     [
-        (Layout(tp=2), False),
+        pytest.param(Layout(tp=2), False, marks=pytest.mark.soak),
         pytest.param(Layout(pp=2), False, marks=pytest.mark.soak),
         (Layout(pp=2), True),
         pytest.param(Layout(tp=2), True, marks=pytest.mark.soak),

@@ -97,7 +97,7 @@ def test_ranks_to_a_sequence_and_replicas(references: dict[str, Path]) -> None:
             check(found)
 
 
-@pytest.mark.parametrize("mode", ["auto", "gather", "product"])
+@pytest.mark.parametrize("mode", [*(pytest.param(m, marks=pytest.mark.soak) for m in ("auto", "gather")), "product"])
 def test_four_ranks_to_a_sequence_in_every_mode(references: dict[str, Path], mode: str) -> None:
     for name in ("gemma3-lm", "qwen3-value"):
         for found in run(4, figures, str(references[name]), Layout(cp=4, cp_mode=mode)):

@@ -65,7 +65,7 @@ def test_a_rank_with_two_chunks_of_the_tokens(seen: dict[str, Path], mode: str) 
     compare(seen, name, Layout(cp=4, cp_mode=mode))
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("recompute", [pytest.param("full", marks=pytest.mark.soak), "selective"])
 def test_recomputing_changes_nothing(seen: dict[str, Path], recompute: Recompute) -> None:
     for name in ("qwen3_vl", "glm4v"):
         compare(seen, name, Layout(cp=2), recompute)

@@ -20,7 +20,8 @@ from tests.unit.decode_rows import whole_range
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FEW = 12  # tokens, about, that stand for many
-SEEN = 292  # errors of each dtype
+SEEN, FEWER = 292, 241  # errors of each dtype; of a half one by the interpreter, which takes a second for some of them
+SLOW = ("rms_norm, strided, 2500", "rms_norm 3 x 2500", "add_norm of one, 3 x 2500", "permute, to", "unpermute of")
 Op = Callable[..., Any]
 Case = tuple[str, Op, Op, list[Tensor], list[Any]]  # name, ours, the reference, what is differentiated, the rest
 
@@ -201,6 +202,8 @@ def measure(device: str) -> dict[str, float]:
         draw = torch.Generator().manual_seed(0)
         for family in (norms, joint, gated, experts, sums):
             for name, ours, theirs, inputs, rest in family(draw, dtype):
+                if device == "cpu" and dtype != torch.float32 and name.startswith(SLOW):
+                    continue  # the other cases have what a dtype changes
                 given = [x.to(device).requires_grad_() for x in inputs]
                 rest = [x.to(device) if isinstance(x, Tensor) else x for x in rest]
                 for what, error in differences(ours, theirs, given, rest).items():
@@ -238,7 +241,7 @@ def check(found: dict[str, float], coarsest: float, *, rounds: bool) -> None:
         exact = turned or case.startswith(("sum_in_order", "lay_twice"))
         if copied or (exact and (rounds or dtype != "torch.bfloat16")):
             assert error == 0.0, (case, error)
-    assert set(seen.values()) == {SEEN}
+    assert set(seen.values()) == ({SEEN} if rounds else {SEEN, FEWER})
 
 
 def _outputs(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Axis
 from dovetail.tokenstats import TokenStats
 
-VOCAB, WIDTH = 152064, 64
+VOCAB, WIDTH = 152064, 16
 
 
 class Storages(TorchDispatchMode):
