@@ -290,6 +290,7 @@ def _render(row: Row, tokenizer: Tokenizer, messages: list[Message], **options: 
 
 
 def _messages(row: Row, key: str) -> list[Message]:
+    """The row's messages, without the nulls that a table fills up unlike ones with: templates ask which keys there are."""
     messages = row.values[key]
     is_chat = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
     if not is_chat or not all(isinstance(message.get("role"), str) and "content" in message for message in messages):
@@ -306,7 +307,7 @@ def _messages(row: Row, key: str) -> list[Message]:
                 f"message {turn} has the content {json.dumps(content, default=str):.80}; expected a string, a list of "
                 "parts, or null beside tool calls"
             )
-    return messages
+    return [{k: x for k, x in message.items() if x is not None or k == "content"} for message in messages]
 
 
 def _opening(row: Row, tokenizer: Tokenizer, earlier: list[Message], message: Message, through: list[int]) -> list[int]:

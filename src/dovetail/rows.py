@@ -78,7 +78,7 @@ def read_rows(path: Path | str) -> Iterator[Row]:
 
 def needs_text(path: Path | str) -> bool:
     """Whether any row of the file gives text, so that a tokenizer is needed."""
-    return any("input_ids" not in row.values for row in read_rows(path))
+    return any(not row.gives("input_ids", instead_of="prompt") for row in read_rows(path))
 
 
 def batch_rows(num_rows: int, count: int, seed: int | None, start: int) -> list[int]:

@@ -16,7 +16,7 @@ from dovetail.batch import PackedBatch
 from dovetail.build.text import banned_ids
 from dovetail.data import Limits, load_prompts, load_score, load_sft
 from dovetail.errors import DataError
-from dovetail.rows import batch_rows, read_rows
+from dovetail.rows import batch_rows, needs_text, read_rows
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -123,10 +123,19 @@ def test_a_null_is_a_key_that_is_not_there(tmp_path: Path) -> None:
         {"prompt": None, "input_ids": [5]},
     )
     path = write(tmp_path, text, ids)
+    assert needs_text(path)
     assert [row.ids for row in load_prompts(path, PLAIN, LIMITS, answers=False)] == [tuple(PLAIN.encode("a")), (5,)]
     assert [row.ids for row in load_score(path, PLAIN, LIMITS)] == [tuple(PLAIN.encode("ab")), (5,)]
     (row,) = load_sft(write(tmp_path, text), PLAIN, LIMITS)
     assert spelled(row.ids, row.mask) == "b<|im_end|>"
+
+
+def test_a_null_in_a_message_is_a_key_that_is_not_there(tmp_path: Path) -> None:
+    """Templates ask whether a message has calls, and then for their number; transformers 5.17 leaves them the null."""
+    calls = "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }} calls{% endif %}{% endfor %}"
+    rows = [{"prompt": [{**USER, "tool_calls": None, "name": None}], "answer": 4}, {"prompt": [USER], "answer": 4}]
+    unlike, alike = load_prompts(write(tmp_path, *rows), make_tokenizer(template=calls + CHATML), LIMITS)
+    assert (unlike.ids, unlike.prompt) == (alike.ids, [USER])
 
 
 @pytest.mark.parametrize("prompt", ["2+2?", [USER]])
