@@ -290,24 +290,31 @@ def _render(row: Row, tokenizer: Tokenizer, messages: list[Message], **options: 
 
 
 def _messages(row: Row, key: str) -> list[Message]:
-    """The row's messages, without the nulls that a table fills up unlike ones with: templates ask which keys there are."""
+    """The row's messages, each with a content, and without other nulls: a table has them, and templates ask for keys."""
     messages = row.values[key]
     is_chat = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
-    if not is_chat or not all(isinstance(message.get("role"), str) and "content" in message for message in messages):
+    if not is_chat or not all(
+        isinstance(message.get("role"), str) and ("content" in message or _says_more(message)) for message in messages
+    ):
         what = "a string or messages" if key == "prompt" else "messages"
         raise row.error(
             f'{key} must be {what} such as [{{"role": "user", "content": "Hi"}}], not '
             f"{json.dumps(messages, default=str):.80}"
         )
     for turn, message in enumerate(messages):
-        content = message["content"]
-        says_more = content is None and any(value for key, value in message.items() if key != "role")
-        if not isinstance(content, str | list) and not says_more:  # templates would write what Python calls it
-            raise row.error(
+        content = message.get("content")
+        if not isinstance(content, str | list) and not (content is None and _says_more(message)):
+            raise row.error(  # templates would write what Python calls it
                 f"message {turn} has the content {json.dumps(content, default=str):.80}; expected a string, a list of "
                 "parts, or null beside tool calls"
             )
-    return [{k: x for k, x in message.items() if x is not None or k == "content"} for message in messages]
+    known = [{k: x for k, x in message.items() if x is not None} for message in messages]
+    return [{**message, "content": message.get("content")} for message in known]
+
+
+def _says_more(message: Message) -> bool:
+    """Whether there is more to a message than its role and content, as where it calls tools."""
+    return any(value for key, value in message.items() if key not in ("role", "content"))
 
 
 def _opening(row: Row, tokenizer: Tokenizer, earlier: list[Message], message: Message, through: list[int]) -> list[int]:

@@ -99,9 +99,10 @@ def test_parts_of_text_are_written_as_text(tmp_path: Path) -> None:
             load_prompts(path, PLAIN, LIMITS)
 
 
-def test_a_message_of_tool_calls_alone_needs_no_content(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [{"content": None}, {}], ids=["null", "none"])
+def test_a_message_of_tool_calls_alone_needs_no_content(content: dict[str, None], tmp_path: Path) -> None:
     template = "{% for m in messages %}<|im_start|>{{ m.content or m.tool_calls[0].name }}<|im_end|>{% endfor %}"
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    call = {"role": "assistant", **content, "tool_calls": [{"name": "add"}]}
     path = write(tmp_path, {"prompt": [USER, call, {"role": "tool", "content": "4"}], "answer": 1})
     (prompt,) = load_prompts(path, make_tokenizer(template=template), LIMITS)
     assert spelled(prompt.ids) == "<|im_start|>2+2?<|im_end|><|im_start|>add<|im_end|><|im_start|>4<|im_end|>"

@@ -164,7 +164,7 @@ class TransformersSampler:
         check_prompts(prompts, self.vocab_size)
 
 
-def _widen_choices(model: transformers.PreTrainedModel) -> None:
+def _widen_choices(model: "transformers.PreTrainedModel") -> None:
     """Hold in float32 what transformers keeps so whatever dtype it loads: biases that routers choose by, for instance."""
     for part in model.modules():
         if isinstance(part, transformers.PreTrainedModel):
