@@ -1,17 +1,20 @@
 """What the command line accepts: one parser a command, and what its flags mean for layouts and recipes. No torch."""
 
 import argparse
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dovetail.cli.supervisor import Watch
-from dovetail.config import Recipe, load_recipe
 from dovetail.errors import ConfigError
 from dovetail.layout import DEGREES, Layout
 from dovetail.watch.progress import LIMITS
+
+if TYPE_CHECKING:
+    from dovetail.config import Recipe
 
 EPILOG = "The commands, recipes and files that you can rely on: docs/contract.md"
 KEYS = "Every key of a recipe, and how to write GRPO, DAPO, GSPO, PPO and others: docs/recipe.md. "
@@ -54,8 +57,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def recipe_of(args: argparse.Namespace) -> Recipe:
-    """The recipe of `dovetail train`: flags beat overrides, which beat the file."""
+def recipe_of(args: argparse.Namespace) -> "Recipe":
+    """The recipe of `dovetail train`: flags beat overrides, which beat the file. Imported here: help needs no recipe, and
+    pydantic takes longer than all else that it needs."""
     flags: dict[str, Any] = {}
     if args.layout is not None:
         degrees = Layout.parse(args.layout)
@@ -66,7 +70,8 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
     flags |= {key: value for key, value in given.items() if value is not None}
     if args.trust_remote_code:
         flags["model.trust_remote_code"] = True
-    return load_recipe(args.recipe, args.overrides, flags)
+    recipe: Recipe = importlib.import_module("dovetail.config").load_recipe(args.recipe, args.overrides, flags)
+    return recipe
 
 
 def layout_of(args: argparse.Namespace) -> Layout:
