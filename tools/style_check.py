@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -64,11 +65,16 @@ def check_text(path: str, text: str) -> list[Violation]:
 Found = Iterator[tuple[int, str]]
 
 
+@lru_cache(maxsize=1)  # every rule goes through them
+def _nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
 def _sizes(tree: ast.Module, text: str) -> Found:
     length = text.count("\n")
     if length > MAX_FILE:
         yield 1, f"file of {length} lines; at most {MAX_FILE}"
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > MAX_FUNCTION:
@@ -82,6 +88,8 @@ def _sizes(tree: ast.Module, text: str) -> Found:
 
 
 def _comments(text: str) -> Found:
+    if text.isascii() and not MARKER.search(text):
+        return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if not token.string.isascii():
             yield token.start[0], "a character outside ASCII"
@@ -92,7 +100,7 @@ def _comments(text: str) -> Found:
 def _names(path: str, tree: ast.Module) -> Found:
     if PurePosixPath(path).stem in ("utils", "util", "helpers", "misc"):
         yield 1, "a file named after nothing: name it after its concept"
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and VAGUE_NAME.match(node.name):
             yield node.lineno, f"{node.name}: say what it does (no maybe_, handle_, process_)"
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":
@@ -101,7 +109,7 @@ def _names(path: str, tree: ast.Module) -> Found:
 
 def _state(tree: ast.Module) -> Found:
     """No globals: neither `global`, nor mutable values of modules and classes, nor attributes of what was imported."""
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Global):
             yield node.lineno, "global: pass the value"
         if isinstance(node, ast.Module | ast.ClassDef):
@@ -127,7 +135,7 @@ def _mutable_value(statement: ast.stmt) -> Found:
 
 
 def _calls(tree: ast.Module) -> Found:
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.ExceptHandler) and _is_blind(node):
             yield node.lineno, "a blind except: name the exception"
         if not isinstance(node, ast.Call):
@@ -149,11 +157,11 @@ def _is_blind(handler: ast.ExceptHandler) -> bool:
 
 
 def _imports(inside: str, tree: ast.Module) -> Found:
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [node for node in _nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     for node in (inner for function in functions for inner in ast.walk(function)):
         if isinstance(node, ast.Import | ast.ImportFrom) and any(m.split(".")[0] == "dovetail" for m in _modules(node)):
             yield node.lineno, "a first-party import inside a function: the rooms are in the wrong order"
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and inside not in PROCESS_GROUP_FILES:
             bad = [
                 m for m in _modules(node) if m.startswith("torch.distributed") and not m.startswith(SHARDING_MODULES)
@@ -172,7 +180,7 @@ def _modules(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def _autograd(tree: ast.Module) -> Found:
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.ClassDef) and any(_dotted(base).endswith("autograd.Function") for base in node.bases):
             doc = ast.get_docstring(node) or ""
             if "forward" not in doc or "backward" not in doc:
@@ -184,7 +192,7 @@ def _roles(inside: str, text: str, tree: ast.Module) -> Found:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.NAME and token.string in RANK_WORDS:
                 yield token.start[0], f"{token.string}: model files name roles, not ranks"
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Compare):
             subject = _dotted(node.left).split(".")[-1]
             if subject in ("model_type", "family") and not inside.startswith("arch/"):
@@ -196,7 +204,7 @@ def _roles(inside: str, text: str, tree: ast.Module) -> Found:
 
 
 def _tolerances(tree: ast.Module) -> Found:
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.keyword) and node.arg in TOLERANCE_NAMES and _is_tolerance(node.value):
             yield node.value.lineno, f"{node.arg}=...: use a name of tests/tolerances.py"
         if isinstance(node, ast.Compare) and any(isinstance(op, ast.Lt | ast.LtE) for op in node.ops):
