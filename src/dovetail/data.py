@@ -102,8 +102,8 @@ def load_prompts(
             ids, _, media = _expanded(row, _encode_prompt(row, tokenizer, prompt), None, shown, processor)
         if not ids:
             raise row.error("the prompt has no tokens; write at least one character")
-        number, answer = row.values.get("id", index), row.values.get("answer")
-        return Prompt(id=number, ids=tuple(ids), media=media, prompt=prompt, answer=answer, columns=columns)
+        answer = row.values.get("answer")
+        return Prompt(id=row.id(index), ids=tuple(ids), media=media, prompt=prompt, answer=answer, columns=columns)
 
     return _load(path, example, limits, processor)
 
@@ -147,7 +147,7 @@ def load_score(
             ids, _, media = _expanded(row, short, None, shown, processor)
         if not ids:
             raise row.error("the sequence has no tokens; a sequence needs at least one")
-        return Scored(row.values.get("id", index), tuple(ids), media)
+        return Scored(row.id(index), tuple(ids), media)
 
     return _load(path, example, limits, processor)
 

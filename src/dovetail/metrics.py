@@ -99,9 +99,14 @@ def append(path: Path, row: Row) -> None:
 def json_line(row: Row) -> str:
     """One line of JSON, which knows no numbers that are not finite: they become null."""
     try:
-        return json.dumps(row, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+        return json.dumps(row, ensure_ascii=False, allow_nan=False, default=as_text) + "\n"
     except ValueError:
-        return json.dumps(_finite(row), ensure_ascii=False, default=str) + "\n"
+        return json.dumps(_finite(row), ensure_ascii=False, default=as_text) + "\n"
+
+
+def as_text(value: object) -> str:
+    """What JSON has no word for. Bytes are the text that they hold: some writers of parquet store strings so."""
+    return value.decode(errors=ODD_LETTERS) if isinstance(value, bytes) else str(value)
 
 
 def _finite(value: Any) -> Any:

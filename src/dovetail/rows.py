@@ -43,6 +43,11 @@ class Row:
         """Whether the text is under `name`. A null is as a key that is not there, unless the row has nothing else."""
         return name in self.values and (self.values[name] is not None or instead_of not in self.values)
 
+    def id(self, index: int) -> Any:
+        """The row's own, or its index; a null is none, as a table fills up rows without one."""
+        given = self.values.get("id")
+        return index if given is None else given
+
     def require(self, *names: str) -> None:
         """Raise DataError unless the row has these keys."""
         missing = [name for name in names if name not in self.values]
@@ -108,11 +113,15 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         raise DataError(f"{path}: parquet needs pyarrow: pip install 'dovetail[parquet]', or give JSONL") from error
     row = 0
     try:
-        for group in parquet.ParquetFile(path).iter_batches():
+        file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"several columns are named {twice!r}")
+        for group in file.iter_batches():
             for values in group.to_pylist():
                 row += 1
                 yield Row(values, path, row)
-    except (ValueError, OSError) as error:  # pyarrow's own are kinds of these
+    except (ValueError, OSError, ArithmeticError, NotImplementedError) as error:  # or dates too far away
         raise DataError(f"{path}: not readable as parquet ({error}); write it again, or give JSONL") from error
 
 

@@ -154,9 +154,11 @@ def test_a_config_of_a_far_larger_model_is_refused_before_memory_is_asked_for(
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", ROWS)
+    (tmp_path / "link.jsonl").symlink_to(data / "x.jsonl")
     for out, why in (
         (tmp_path, "is a directory; give the path of a file"),
         (data / "x.jsonl", "is no directory that you may write to"),
+        (tmp_path / "link.jsonl", "is no directory that you may write to"),
     ):
         told = refusal(here("score", "--model", tmp_path / "absent", "--data", data, "--out", out))
         assert why in told

@@ -100,6 +100,21 @@ def test_a_command_whose_rows_do_not_fit_leaves_nothing(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "out.jsonl") == [{"id": "\ud800"}]
 
 
+def test_two_commands_that_write_one_file_leave_either_ones_rows(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+
+    def rows(other: bool) -> Iterator[dict[str, int]]:
+        yield {"id": 0}
+        if other:
+            write_out(out, rows(False), Mesh.solo())
+            assert read_rows(out) == [{"id": 0}]
+        yield from [{"id": 1}] if other else []
+
+    write_out(out, rows(True), Mesh.solo())
+    assert read_rows(out) == [{"id": 0}, {"id": 1}]
+    assert list(tmp_path.iterdir()) == [out]
+
+
 def test_a_model_that_does_not_fit_is_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise FULL

@@ -323,8 +323,14 @@ def test_parquet(tmp_path: Path) -> None:
         return
     with pytest.raises(DataError, match=r"rows.parquet: not readable as parquet"):
         load_score(path, None, LIMITS)
-    parquet.write_table(arrow.table({"input_ids": [[1, 2], [3]], "id": ["a", "b"]}), path)
-    assert [(row.id, row.ids) for row in load_score(path, None, LIMITS)] == [("a", (1, 2)), ("b", (3,))]
+    parquet.write_table(arrow.table({"input_ids": [[1, 2], [3]], "id": ["a", None]}), path)
+    assert [(row.id, row.ids) for row in load_score(path, None, LIMITS)] == [("a", (1, 2)), (1, (3,))]
+    parquet.write_table(arrow.table([["a"], ["b"]], names=["prompt", "prompt"]), path)
+    with pytest.raises(DataError, match=r"rows.parquet: .*several columns are named 'prompt'"):
+        list(read_rows(path))
+    parquet.write_table(arrow.table({"answer": arrow.array([1 << 30], arrow.date32())}), path)
+    with pytest.raises(DataError, match=r"rows.parquet: not readable as parquet \(days=1073741824"):
+        list(read_rows(path))
 
 
 @pytest.mark.parametrize(("num_rows", "per_step"), [(7, 3), (5, 5), (3, 8), (1, 2)])

@@ -162,6 +162,8 @@ def test_a_count_below_one_divides_gradients_as_it_divides_the_loss(folder: Path
         (lambda s, _: LOSS(-s.logprob.sum(), None), "count is a NoneType"),
         (lambda s, _: LOSS(-s.logprob.sum(), 1, {"x": 0.5}), r"metric 'x' is a float; give dt\.Sum\(total, count\)"),
         (lambda s, _: LOSS(-s.logprob.sum(), 1, {"x": s.entropy.mean()}), "metric 'x' is a Tensor; give dt"),
+        (lambda s, _: LOSS(-s.logprob.sum(), 1, {"": SUM(1, 1)}), "names a metric ''; give it a name"),
+        (lambda s, _: LOSS(-s.logprob.sum(), 1, {3: SUM(1, 1)}), "names a metric 3; give it a name"),
         (lambda s, b: LOSS(-s.logprob.detach().sum(), b.mask.sum()), "has no gradient: compute it from the stats"),
     ],
 )

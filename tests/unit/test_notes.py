@@ -29,6 +29,10 @@ def test_nothing_of_a_run_that_is_as_it_should_be(name: str) -> None:
             "without effect, since algorithm.name is sft: reward.import",
         ),
         (
+            {"algorithm": {"name": "sft"}, "reference": {"path": "R"}, "trainer": {"stop_at_reward": 0.0}},
+            "without effect, since algorithm.name is sft: reference.path, trainer.stop_at_reward",
+        ),
+        (
             {"algorithm": {"name": "rloo", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k3"}},
             "algorithm.kl_estimator=k3 with kl_in=reward hardly pulls towards the reference; take k1 in the reward, k2 or k3 in "
             "the loss",

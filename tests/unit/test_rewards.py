@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.errors import ConfigError
+from dovetail.metrics import json_line
 from dovetail.rl.reward_functions import final_number, format_match, number_only, numbers, numeric_match
 from dovetail.rl.rewards import Judged, RewardResult, RewardRunner, count_errors
 from dovetail.watch.system import kernel_state
@@ -190,6 +191,13 @@ def test_both_signatures(directory: Path) -> None:
     (result,) = score("two_for_one", [sample("x")])
     assert result.value is None
     assert "list of 1 reward" in str(result.error)
+
+
+def test_bytes_of_a_row_are_the_text_that_they_hold() -> None:
+    with RewardRunner("exact_match") as runner:
+        results = runner.score([Judged(completion=text, answer=text.encode()) for text in ("42", "\u00e9")])
+    assert [result.value for result in results] == [1.0, 1.0]
+    assert json_line({"answer": b"\xc3\xa9\xff"}) == '{"answer": "\u00e9\\\\xff"}\n'
 
 
 def test_a_mapping_gives_its_score(directory: Path) -> None:

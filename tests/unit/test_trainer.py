@@ -20,7 +20,7 @@ from dovetail.rl.guard import Guard
 from dovetail.rl.replay import mismatch
 from dovetail.rl.rewards import RewardResult
 from dovetail.rl.trainer import LoopSettings, RLModels, RLSettings, RLTask, inner_batches, never, train, weighted
-from dovetail.rl.updates import Row, describe
+from dovetail.rl.updates import Row, describe, mean
 from dovetail.rollout.base import Completion, SamplingParams
 from dovetail.tokenstats import TokenStats
 from tests.tolerances import OP_FP32, assert_close
@@ -305,6 +305,13 @@ def test_a_skipped_update_of_the_critic_is_one_of_its_step() -> None:
     row = task.step(0)
     assert row is not None and row["skipped"] is True
     assert row["fault"] == "the critic's update: not finite: rank 1: gradient"
+
+
+def test_equal_rewards_have_themselves_for_a_mean() -> None:
+    for count in (3, 10, 32):
+        assert mean([0.7] * count) == 0.7, "or trainer.stop_at_reward=0.7 is missed by a rounding"
+    assert mean([1.0, 2.0]) == 1.5
+    assert math.isnan(mean([])) and math.isnan(mean([math.nan, 1.0]))
 
 
 def test_groups_of_equal_rewards_are_dropped() -> None:

@@ -15,6 +15,8 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], dro
         idle += [f"critic.{key}" for key, value in recipe.critic if value is not None]
     if isinstance(algorithm, SFT):
         default = RewardSection(name="exact_match")
+        idle += [f"reference.{key}" for key, value in recipe.reference if value is not None]
+        idle += ["trainer.stop_at_reward"] if trainer.stop_at_reward is not None else []
         idle += [
             f"reward.{'import' if key == 'function' else key}"
             for key, value in recipe.reward

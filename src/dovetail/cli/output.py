@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def check_out(path: Path | str, data: Path | str, mesh: Mesh) -> None:
             )
         if path.exists() and Path(data).exists() and path.samefile(data):
             raise ConfigError(f"--out {path} is the file that --data names, and would replace it; give another path")
-        refuse_unwritable(path, "--out")
+        refuse_unwritable(Path(os.path.realpath(path)), "--out")
 
 
 def write_rows(path: Path | str, rows: Iterable[Mapping[str, Any]], mesh: Mesh) -> None:
@@ -42,7 +43,7 @@ def write_rows(path: Path | str, rows: Iterable[Mapping[str, Any]], mesh: Mesh) 
     with agreed(mesh, path):
         if mesh["world"].rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            staged = path.with_name(f".{path.name}.part")
+            staged = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")  # two commands may write at once
             odd = written = 0
             try:
                 with staged.open("w", encoding="utf-8", errors=ODD_LETTERS) as out:

@@ -86,7 +86,9 @@ def _named(stats: Any) -> str:
     return "values" if isinstance(stats, Tensor) else "stats.logprob or stats.entropy"
 
 
-def _metric(name: str, found: Any, like: Tensor) -> Sum:
+def _metric(name: Any, found: Any, like: Tensor) -> Sum:
+    if not (isinstance(name, str) and name):  # "" is the loss itself in the engine's sums
+        raise ConfigError(f"the loss names a metric {name!r}; give it a name that is a string and not empty")
     if not isinstance(found, Sum):
         raise ConfigError(
             f"the loss's metric {name!r} is a {type(found).__name__}; give dt.Sum(total, count): the engine adds the sums of all "

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from dovetail.errors import ConfigError
+from dovetail.metrics import as_text
 from dovetail.rl.reward_functions import BUILT_IN
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dovetail.rl.reward_worker import main; main()"
@@ -177,7 +178,7 @@ class _Worker:
     def send(self, message: Mapping[str, Any]) -> None:
         """A child that is already gone shows in `answer`."""
         try:
-            left = json.dumps(message, default=str).encode() + b"\n"
+            left = json.dumps(message, default=as_text).encode() + b"\n"
             while left:
                 left = left[os.write(self._requests.fileno(), left) :]
         except BrokenPipeError:

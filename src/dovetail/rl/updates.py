@@ -1,6 +1,7 @@
 """What the optimizer steps of one training step did, averaged for its row; and what its samples say of themselves."""
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any
@@ -54,5 +55,8 @@ def describe(samples: Seq[Sample], *, compared: bool) -> Row:
 
 
 def mean(values: Seq[float]) -> float:
-    """Not a number where there are none: metrics.jsonl says null, and no target is reached."""
-    return sum(values) / len(values) if values else math.nan
+    """Rounded once, so that equal values have themselves for a mean, and a reward that all samples get is reached as a target.
+
+    Not a number where there are none: metrics.jsonl says null, and no target is reached.
+    """
+    return statistics.mean(values) if values else math.nan
