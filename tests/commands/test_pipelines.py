@@ -1,6 +1,7 @@
 """Commands on layouts with pp and cp: the numbers, ids and bytes of one rank."""
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +114,17 @@ def test_samples_are_those_of_one_rank(
         assert all(abs(a - b) <= MODEL_FP32 * max(1.0, abs(b)) for a, b in pairs)
 
 
+CUT_QUICKLY = (
+    *(("tied_both", layout) for layout in ("tp=2,pp=2", "pp=4", "pp=2,cp=2")),
+    *(("lm", "pp=4"), ("tied", "pp=2,cp=2"), ("tied_head", "tp=2,pp=2"), ("value", "pp=4")),
+)
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *(("tied_both", layout) for layout in ("tp=2,pp=2", "pp=4", "pp=2,cp=2")),
-        *(("lm", "pp=4"), ("tied", "pp=2,cp=2"), ("tied_head", "tp=2,pp=2"), ("value", "pp=4")),
+        pytest.param(*each, marks=[pytest.mark.soak] * (each not in CUT_QUICKLY))
+        for each in product(("lm", "tied", "tied_head", "tied_both", "value"), ("tp=2,pp=2", "pp=4", "pp=2,cp=2"))
     ],
 )
 def test_cut_and_rejoined_byte_for_byte(name: str, layout: str, models: dict[str, Path], tmp_path: Path) -> None:
@@ -154,7 +161,9 @@ def test_a_pipeline_rank_writes_its_own_layers(name: str, models: dict[str, Path
     assert rest == [ends[0], set(), set(), ends[1]]
 
 
-@pytest.mark.parametrize(("head", "name"), [("lm", "tied"), ("value", "value")])
+@pytest.mark.parametrize(
+    ("head", "name"), [pytest.param("lm", "lm", marks=pytest.mark.soak), ("lm", "tied"), ("value", "value")]
+)
 def test_what_one_layout_cut_another_reads(
     head: str, name: str, models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ import re
 import resource
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,11 @@ MODELS = (  # family, dtype, tied
 )
 SMALL_BUCKET = 2000  # bytes; several buckets even for a tiny model
 SMALL_SHARD = 9000
+
+
+def _either_tied(cases: list[tuple[Any, ...]]) -> list[Any]:
+    """Cases that end in whether tables are tied; `make soak` has them the other way, too."""
+    return [*cases, *(pytest.param(*case, not tied, marks=pytest.mark.soak) for *case, tied in cases)]
 
 
 def _loaded(source: Path, layout: str, *, wrap: bool = True) -> tuple[nn.Module, Mesh, TensorSource]:
@@ -89,7 +95,9 @@ def test_through_the_model(tmp_path: Path, family: str, dtype: torch.dtype, tied
     assert_same_tensors({name: sharded.read(name) for name in sharded.names}, expected)
 
 
-@pytest.mark.parametrize(("layout", "tied"), [("tp=4,dp=1", True), ("tp=2,dp=2", False), ("pp=2,dp=2", True)])
+@pytest.mark.parametrize(
+    ("layout", "tied"), _either_tied([("tp=4,dp=1", True), ("tp=2,dp=2", False), ("pp=2,dp=2", True)])
+)
 def test_a_rank_whose_rows_are_all_padding_holds_zeros(tmp_path: Path, tied: bool, layout: str) -> None:
     """Five ids: with tp = 4 the last rank has none of them, with tp = 2 and dp = 2 the last shard has none."""
     source = write_tiny(tmp_path / "source", "llama", tied=tied, vocab_size=5)
@@ -114,14 +122,16 @@ def _cut_and_load(source: Path, out: Path, cut: str, layout: str) -> dict[str, T
 
 @pytest.mark.parametrize(
     ("cut", "layout", "tied"),
-    [
-        ("tp=2,dp=2", "tp=4,dp=1", False),
-        ("tp=4,dp=1", "tp=1,dp=2", True),
-        ("tp=1,dp=3", "tp=2,dp=1", False),
-        ("pp=2,cp=2,dp=1", "tp=4", True),
-        ("tp=2,dp=2", "pp=2,cp=2", True),
-        ("tp=2,cp=2,dp=1", "tp=2,pp=2", False),
-    ],
+    _either_tied(
+        [
+            ("tp=2,dp=2", "tp=4,dp=1", False),
+            ("tp=4,dp=1", "tp=1,dp=2", True),
+            ("tp=1,dp=3", "tp=2,dp=1", False),
+            ("pp=2,cp=2,dp=1", "tp=4", True),
+            ("tp=2,dp=2", "pp=2,cp=2", True),
+            ("tp=2,cp=2,dp=1", "tp=2,pp=2", False),
+        ]
+    ),
 )
 def test_any_layout_reads_any_other(tmp_path: Path, cut: str, layout: str, tied: bool) -> None:
     source = write_tiny(tmp_path / "source", "qwen2", dtype=torch.bfloat16, tied=tied, shard_size="8KB")

@@ -14,7 +14,9 @@ QUICK = {
     "tp=1,dp=1": (*moe_configs(), VALUES + "qwen3_moe"),
     "tp=2,dp=2,ep=2": ("qwen3_moe", "deepseek_v2", VALUES + "deepseek_v3"),
     "pp=2,cp=2,ep=2": ("qwen2_moe", "deepseek_v3_halves", "mixtral_window"),
+    "cp=4,ep=4": ("mixtral_window", "deepseek_v2_greedy"),
 }
+WIDE = "cp=4,ep=4"
 ALL = (*moe_configs(), *(VALUES + name for name in ("qwen3_moe", "deepseek_v3")))
 PRODUCT = tuple(
     f"tp={tp},pp={pp},cp={cp},dp={dp},ep={ep}"
@@ -28,7 +30,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
     return References(tmp_path_factory.mktemp("experts"))
 
 
-@pytest.mark.parametrize("layout", QUICK)
+@pytest.mark.parametrize("layout", [pytest.param(x, marks=[pytest.mark.soak] * (x == WIDE)) for x in QUICK])
 def test_parity(references: References, layout: str) -> None:
     check({name: references[name] for name in QUICK[layout]}, layout)
 

@@ -23,7 +23,7 @@ CASES = {  # query heads, KV heads, head dim, page, window
     "17 queries a head": (17, 1, 64, 16, None),
     "dim 256": (2, 1, 256, 64, None),
 }
-LENGTHS = (1, 16, 63, 65, 130)
+LENGTHS = (1, 16, 63, 64, 65, 190)
 POISON = float("nan")  # what nobody may read
 
 
