@@ -3,8 +3,8 @@
 For a separable loss everything happens while a chunk's logits are there: statistics, the loss, its gradient in the two
 statistics, and from them dX and dW. Three products a token instead of four, memory of one chunk whatever T is:
 
-    forward    z = x_c w.T / tau;  (logprob, entropy);  g, h = d loss / d (logprob, entropy);
-               dz = (g [j = y] - p (g + h (z - mean))) / tau;  dx_c = dz w;  dw += dz.T x_c
+    forward    z = x_c w.T;  (logprob, entropy) at temperature tau;  g, h = d loss / d (logprob, entropy);
+               dz = (g [j = y] - p (g + h (d - U / S))) / tau, with d, U and S of `tokenstats`;  dx_c = dz w;  dw += dz.T x_c
     backward   hands out dx and dw, times the upstream gradient
 
 Where somebody adds up the weight's gradients, dw is added to that sum while it is computed: backward begins with 1 then.
@@ -53,7 +53,7 @@ class VocabShard:
         else:
             z = self.kernels.logits(x, self.weight)
             stats = self.kernels.vocab_stats(z, targets, temperature)
-        return z, *combine(stack_over(stats, self.axis))
+        return z, *combine(stack_over(stats, self.axis), temperature)
 
     def products(self, x: Tensor) -> HeadProducts | None:
         """Those made for a head, where they take hidden states like x."""
@@ -167,7 +167,7 @@ def _backward_chunk(
 ) -> None:
     """Turn the logits z of some rows into their gradient, and leave dx and dw."""
     local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows, x.dtype)
-    dz = shard.kernels.vocab_grad_(z, local_targets, *normalizer, *gh, temperature, dtype=x.dtype)
+    dz = shard.kernels.vocab_grad_(z, local_targets, normalizer, *gh, temperature, dtype=x.dtype)
     first, products = gradients.fresh and rows.start == 0, shard.products(x)
     if products is not None:
         products.logit_grads_(dz, x[rows], shard.weight, gradients.dx[rows], gradients.dw, first=first)

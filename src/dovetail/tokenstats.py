@@ -2,10 +2,11 @@
 
 Each rank reduces its own columns to four numbers a token, so the ranks exchange [T, 4] once and combine in rank order:
 
-    m = max z    s = sum e^(z - m)    u = sum e^(z - m) (z - m)    t = z_y if this rank holds column y, else 0
-    M = max m    S = sum s e^(m - M)  U = sum e^(m - M) (u + s (m - M))
-    logprob = sum t - M - ln S        entropy = ln S - U / S
+    d = (z - m) / tau     m = max z    s = sum e^d      u = sum d e^d           t = z_y if this rank holds column y, else 0
+    D = (m - M) / tau     M = max m    S = sum s e^D    U = sum e^D (u + s D)
+    logprob = (sum t - M) / tau - ln S                  entropy = ln S - U / S
 
+Logits lose their maximum before they meet the temperature tau: at large logits the rounding of z / tau alone would cost digits.
 The shifted first moment keeps large terms from canceling. Padded vocabulary columns are cut off before any of this.
 """
 
@@ -23,20 +24,25 @@ class TokenStats(NamedTuple):
 
 
 class Normalizer(NamedTuple):
-    """What the gradient needs beside the logits: log-sum-exp and the mean logit under p, both [n]."""
+    """What the gradient needs of each row, all [n]: the largest logit M, S, and U / S, the mean of d under p.
 
-    lse: Tensor
-    mean: Tensor
+    They stay apart: the rounding of their sum, the log-sum-exp, would scale all of p = e^d / S at large logits.
+    """
+
+    peak: Tensor
+    total: Tensor
+    offset: Tensor
 
 
-def combine(stats: Tensor) -> tuple[TokenStats, Normalizer]:
+def combine(stats: Tensor, temperature: Tensor | None = None) -> tuple[TokenStats, Normalizer]:
     """Every rank's `vocab_stats` [ranks, n, 4] -> statistics and normalizer of the whole vocabulary, in rank order."""
     m, s, u, t = stats.unbind(-1)
     peak = m.amax(0)
-    shift = torch.where(m == float("-inf"), 0.0, m - peak)
+    shift, chosen = torch.where(m == float("-inf"), 0.0, m - peak), t.sum(0) - peak
+    if temperature is not None:
+        shift, chosen = shift / temperature, chosen / temperature
     scale = torch.where(m == float("-inf"), 0.0, shift.exp())
     total = (s * scale).sum(0)
     moment = (scale * (u + s * shift)).sum(0)
     log_total, offset = total.log(), moment / total
-    logprob = t.sum(0) - peak - log_total
-    return TokenStats(logprob, log_total - offset), Normalizer(peak + log_total, peak + offset)
+    return TokenStats(chosen - log_total, log_total - offset), Normalizer(peak, total, offset)

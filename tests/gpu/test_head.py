@@ -146,7 +146,7 @@ def test_a_product_that_takes_statistics(sizes: tuple[int, int, int], temperatur
     assert z is not None
     assert_close(z, x.to(torch.float64) @ weight.to(torch.float64).T, 30 * OP_FP32)
     exactly = reference.vocab_stats(z.to(torch.float64), targets, tau)
-    for got, true in zip(combine(stats[None]), combine(exactly[None]), strict=True):
+    for got, true in zip(combine(stats[None], tau), combine(exactly[None], tau), strict=True):
         for a, b in zip(got, true, strict=True):
             assert_close(a, b, OP_FP32)
     nothing, again = head_products().logit_stats(*given, keep=False)
@@ -216,7 +216,7 @@ def test_a_sure_token_has_no_positive_log_prob() -> None:
     z = shard.kernels.logits(x, shard.weight)
     sure = torch.full((len(x),), 1e-3, device="cuda")
     _, stats = head_products().logit_stats(x, shard.weight, z.argmax(-1), sure, keep=False)
-    logprob = combine(stats[None])[0].logprob
+    logprob = combine(stats[None], sure)[0].logprob
     assert (logprob <= 0).all() and (logprob == 0).any()
 
 
@@ -248,12 +248,14 @@ def test_more_than_two_to_the_31_logits() -> None:
     assert z.numel() > 1 << 31
     targets = torch.arange(rows, device="cuda")
     tail = z[last].to(torch.float64)
-    _stats, (lse, mean) = combine(head_triton.vocab_stats(z, targets, None)[None])
+    _stats, normalizer = combine(head_triton.vocab_stats(z, targets, None)[None])
     _, exactly = combine(reference.vocab_stats(tail, targets[last])[None])
-    assert_close(lse[last], exactly.lse, OP_FP32)
-    g, h = torch.ones_like(lse), torch.full_like(lse, 0.1)
-    want = reference.vocab_grad_(tail, targets[last], lse[last], mean[last], g[last].to(tail.dtype), h[last])
-    assert_close(kernels.vocab_grad_(z, targets, lse, mean, g, h, dtype=torch.bfloat16)[last], want, OP_BF16)
+    ours = tuple(each[last] for each in normalizer)
+    for got, true in zip(ours, exactly, strict=True):
+        assert_close(got, true, OP_FP32)
+    g, h = torch.ones(rows, device="cuda"), torch.full((rows,), 0.1, device="cuda")
+    want = reference.vocab_grad_(tail, targets[last], ours, g[last].to(tail.dtype), h[last])
+    assert_close(kernels.vocab_grad_(z, targets, normalizer, g, h, dtype=torch.bfloat16)[last], want, OP_BF16)
 
 
 @contextmanager

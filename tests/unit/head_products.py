@@ -61,7 +61,7 @@ def measure() -> dict[str, dict[str, float]]:
             assert z is not None and nothing is None and torch.equal(stats, again)
             exact = None if temperature is None else temperature.to(torch.float64)
             want = reference.vocab_stats(z.to(torch.float64), targets, exact)
-            (got, sums), (true, true_sums) = combine(stats[None]), combine(want[None])
+            (got, sums), (true, true_sums) = combine(stats[None], temperature), combine(want[None], exact)
             pairs = dict(
                 zip((*got._fields, *sums._fields), zip((*got, *sums), (*true, *true_sums), strict=True), strict=True)
             )

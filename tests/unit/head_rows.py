@@ -14,6 +14,7 @@ from torch import Tensor
 from dovetail.kernels import head_triton, reference
 from dovetail.tokenstats import combine
 from tests.tolerances import tensor_error
+from tests.unit.large_logits import gradient_errors
 
 ROWS = 6
 BLOCK = head_triton.COLUMNS
@@ -47,27 +48,28 @@ def measure(device: str) -> dict[str, dict[str, float]]:
         exact = None if temperature is None else temperature.to(torch.float64)
         expected = reference.vocab_stats(z.to(torch.float64), targets, exact)
         actual = head_triton.vocab_stats(z, targets, temperature)
-        stats, normalizer = combine(expected[None])
+        stats, normalizer = combine(expected[None], exact)
         errors = {
             "max": tensor_error(actual[:, 0], expected[:, 0]),
             "target": tensor_error(actual[:, 3], expected[:, 3]),
         }
-        (logprob, entropy), (lse, mean) = combine(actual[None])
+        (logprob, entropy), (peak, total, offset) = combine(actual[None], temperature)
         errors |= {"logprob": tensor_error(logprob, stats.logprob), "entropy": tensor_error(entropy, stats.entropy)}
-        errors |= {"lse": tensor_error(lse, normalizer.lse), "mean": tensor_error(mean, normalizer.mean)}
+        errors |= {"peak": tensor_error(peak, normalizer.peak), "total": tensor_error(total, normalizer.total)}
+        errors["offset"] = tensor_error(offset, normalizer.offset)
         g, h = (torch.linspace(*ends, len(z), device=z.device) for ends in ((-1.0, 2.0), (0.5, -0.5)))
-        lse, mean = (x.to(torch.float32) for x in normalizer)  # both kernels see the same ones
+        same = tuple(x.to(torch.float32) for x in normalizer)  # both kernels see the same ones
         for entropy_gradient in (h, None):
             wide = z.to(torch.float64)
-            want = reference.vocab_grad_(wide, targets, lse, mean, g.to(wide.dtype), entropy_gradient, exact)
+            want = reference.vocab_grad_(wide, targets, same, g.to(wide.dtype), entropy_gradient, exact)
             for dtype in (None, torch.bfloat16):
-                spent, given = z.clone(), (targets, lse, mean, g, entropy_gradient, temperature)
+                spent, given = z.clone(), (targets, same, g, entropy_gradient, temperature)
                 got = head_triton.vocab_grad_(spent, *given, dtype=dtype)
                 assert got.data_ptr() == spent.data_ptr(), "the gradient lies elsewhere than in the logits' memory"
                 what = f"gradient{'' if entropy_gradient is h else ' without entropy'} {dtype or torch.float32}"
                 errors[what] = tensor_error(got, want)
         found[name] = errors
-    return found
+    return found | {"large logits": gradient_errors(head_triton.vocab_stats, head_triton.vocab_grad_, device)}
 
 
 if __name__ == "__main__":

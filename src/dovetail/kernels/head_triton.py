@@ -6,8 +6,6 @@ row's own memory: the products read it from there, and a chunk needs no memory b
 triton.
 """
 
-from collections.abc import Mapping
-
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +15,6 @@ from dovetail.kernels import reference
 
 COLUMNS = 8192  # logits of a row that one step reads
 WARPS = 8
-ROUNDED: Mapping[str, bool] = {"enable_fp_fusion": False}  # z / temperature is rounded before it meets its own maximum
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min / 2)  # as in the reference: e^-inf (-inf) is 0
 
 
@@ -28,15 +25,14 @@ def vocab_stats(z: Tensor, local_targets: Tensor, temperature: Tensor | None = N
         return reference.vocab_stats(z, local_targets, temperature)
     stats = torch.empty((n, 4), dtype=z.dtype, device=z.device)
     inverse = _inverse(z, temperature)
-    _row_stats[(n,)](z, local_targets, inverse, stats, columns, z.stride(0), COLUMNS, num_warps=WARPS, **ROUNDED)
+    _row_stats[(n,)](z, local_targets, inverse, stats, columns, z.stride(0), COLUMNS, num_warps=WARPS)
     return stats
 
 
 def vocab_grad_(
     z: Tensor,
     local_targets: Tensor,
-    lse: Tensor,
-    mean: Tensor,
+    normalizer: tuple[Tensor, Tensor, Tensor],
     g: Tensor,
     h: Tensor | None,
     temperature: Tensor | None = None,
@@ -46,13 +42,13 @@ def vocab_grad_(
     """As `reference.vocab_grad_`, in one pass over float32 logits; a result in half precision lies in z's memory."""
     n, columns = z.shape
     if z.dtype != torch.float32 or not z.is_contiguous() or z.numel() == 0:
-        return reference.vocab_grad_(z, local_targets, lse, mean, g, h, temperature, dtype=dtype)
+        return reference.vocab_grad_(z, local_targets, normalizer, g, h, temperature, dtype=dtype)
     out = z.view(dtype or z.dtype)[:, :columns]
-    nothing = torch.zeros_like(lse)
-    rows = torch.stack((lse, nothing if h is None else mean, g, nothing if h is None else h, _inverse(z, temperature)))
-    _row_grad[(n,)](
-        z, out, local_targets, rows, columns, z.stride(0), out.stride(0), COLUMNS, num_warps=WARPS, **ROUNDED
-    )
+    peak, total, offset = normalizer
+    zero = torch.zeros_like(peak)
+    entropy = (zero, zero) if h is None else (offset, h / total)
+    rows = torch.stack((peak, g, g / total, *entropy, _inverse(z, temperature)))
+    _row_grad[(n,)](z, out, local_targets, rows, columns, z.stride(0), out.stride(0), COLUMNS, num_warps=WARPS)
     return out
 
 
@@ -79,19 +75,19 @@ def _row_stats(
     u = 0.0
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        block = tl.load(z + row * stride + at, mask=at < columns, other=float("-inf")) * scale
+        block = tl.load(z + row * stride + at, mask=at < columns, other=float("-inf"))
         peak = tl.maximum(m, tl.max(block, 0))
         base = tl.where(peak == float("-inf"), 0.0, peak)
-        shifted = block - base
+        shifted = (block - base) * scale
         weights = tl.exp(shifted)
-        behind = tl.where(m == float("-inf"), 0.0, m - base)
+        behind = tl.where(m == float("-inf"), 0.0, (m - base) * scale)
         shrink = tl.where(m == float("-inf"), 0.0, tl.exp(behind))
         u = shrink * (u + s * behind) + tl.sum(weights * tl.maximum(shifted, LOWEST), 0)
         s = shrink * s + tl.sum(weights, 0)
         m = peak
     target = tl.load(targets + row)
     mine = (target >= 0) & (target < columns)
-    t = tl.load(z + row * stride + tl.where(mine, target, 0)) * scale
+    t = tl.load(z + row * stride + tl.where(mine, target, 0))
     tl.store(stats + row * 4, m)
     tl.store(stats + row * 4 + 1, s)
     tl.store(stats + row * 4 + 2, u)
@@ -109,23 +105,25 @@ def _row_grad(
     out_stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """(g [j = y] - p (g + h (z - mean))) / temperature of one row. `out` may be the front of z's own memory.
+    """`reference.vocab_grad_` of one row. `out` may be the front of z's own memory.
 
-    rows [5, n]: lse, mean, g, h and 1 / temperature. What a step writes lies in front of what it reads, except in the
-    first one; the barrier lets every thread read before any writes.
+    rows [6, n]: peak, g, g / total, offset, h / total and 1 / temperature. What a step writes lies in front of what it reads,
+    except in the first one; the barrier lets every thread read before any writes.
     """
     row = tl.program_id(0).to(tl.int64)
     n = tl.num_programs(0)
-    lse = tl.load(rows + row)
-    mean = tl.load(rows + n + row)
-    g = tl.load(rows + 2 * n + row)
-    h = tl.load(rows + 3 * n + row)
-    scale = tl.load(rows + 4 * n + row)
+    peak = tl.load(rows + row)
+    g = tl.load(rows + n + row)
+    by_logprob = tl.load(rows + 2 * n + row)
+    offset = tl.load(rows + 3 * n + row)
+    by_entropy = tl.load(rows + 4 * n + row)
+    scale = tl.load(rows + 5 * n + row)
     target = tl.load(targets + row)
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        block = tl.load(z + row * stride + at, mask=at < columns, other=float("-inf")) * scale
+        block = tl.load(z + row * stride + at, mask=at < columns, other=float("-inf"))
         tl.debug_barrier()
-        factor = g + h * tl.maximum(block - mean, LOWEST)
-        grad = tl.where(at == target, g, 0.0) - tl.exp(block - lse) * factor
+        shifted = (block - peak) * scale
+        factor = by_logprob + by_entropy * tl.maximum(shifted - offset, LOWEST)
+        grad = tl.where(at == target, g, 0.0) - tl.exp(shifted) * factor
         tl.store(out + row * out_stride + at, (grad * scale).to(out.dtype.element_ty), mask=at < columns)

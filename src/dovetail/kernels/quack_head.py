@@ -35,7 +35,10 @@ def logit_stats(
     inverse = None if temperature is None else temperature.to(torch.float32).reciprocal()
     ours = torch.where(mine, local_targets, -1)  # they are compared by their last 32 bits
     importlib.import_module(quack.EPILOGUE).product(x, weight, ours, inverse, (z, planes.mT, picked), TILE)
-    return z, join(planes, picked)
+    stats = join(planes, picked)
+    if temperature is not None:
+        stats[:, ::3] *= temperature[:, None]  # m and t are of logits before the temperature
+    return z, stats
 
 
 def logit_grads_(dz: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dw: Tensor | None, *, first: bool = False) -> None:

@@ -313,11 +313,10 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def vocab_stats(z: Tensor, local_targets: Tensor, temperature: Tensor | None = None) -> Tensor:
-    """[n, V] logits -> [n, 4] in `wide`: m = max z, s = sum e^(z-m), u = sum e^(z-m) (z-m), t = z at the target.
+    """[n, V] logits -> [n, 4] in `wide`: m = max z, s = sum e^d, u = sum d e^d, t = z at the target; d = (z - m) / temperature.
 
-    `temperature` [n] divides z first. `local_targets` [n] are this rank's columns; one outside [0, V) belongs to another
-    rank and gives t = 0. Without columns (V = 0), and for rows that are -inf throughout, the row adds nothing to a
-    combination: m = -inf, s = u = 0.
+    `local_targets` [n] are this rank's columns; one outside [0, V) belongs to another rank and gives t = 0. Without columns
+    (V = 0), and for rows that are -inf throughout, the row adds nothing to a combination: m = -inf, s = u = 0.
     """
     n, columns = z.shape
     stats = torch.zeros((n, 4), dtype=wide(z.dtype), device=z.device)
@@ -326,60 +325,58 @@ def vocab_stats(z: Tensor, local_targets: Tensor, temperature: Tensor | None = N
         return stats
     mine = (local_targets >= 0) & (local_targets < columns)
     picked = z.gather(-1, torch.where(mine, local_targets, 0)[:, None])[:, 0].to(stats.dtype)
-    if temperature is not None:
-        picked = picked / temperature
     stats[:, 3] = torch.where(mine, picked, 0.0)
     for rows in _row_blocks(z):
-        block = _wide_rows(z, rows, temperature)
-        peak = block.amax(-1)
+        peak = z[rows].amax(-1).to(stats.dtype)
         stats[rows, 0] = peak
-        shifted = block - torch.where(peak == float("-inf"), 0.0, peak)[:, None]
+        shifted = _shifted(z, rows, torch.where(peak == float("-inf"), 0.0, peak)[:, None], temperature)
         weights = shifted.exp()
         stats[rows, 1] = weights.sum(-1)
         # e^-inf (-inf) is 0 here: a column that cannot occur carries no entropy
-        stats[rows, 2] = weights.mul_(shifted.clamp_(min=torch.finfo(block.dtype).min / 2)).sum(-1)
+        stats[rows, 2] = weights.mul_(shifted.clamp_(min=torch.finfo(stats.dtype).min / 2)).sum(-1)
     return stats
 
 
 def vocab_grad_(
     z: Tensor,
     local_targets: Tensor,
-    lse: Tensor,
-    mean: Tensor,
+    normalizer: tuple[Tensor, Tensor, Tensor],
     g: Tensor,
     h: Tensor | None,
     temperature: Tensor | None = None,
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Turn logits [n, V] into their gradient (g [j = y] - p (g + h (z - mean))) / temperature, p = e^(z - lse).
+    """Turn logits [n, V] into their gradient (g [j = y] - p (g + h (d - offset))) / temperature.
 
-    z stands for the logits over the temperature; all vectors are [n]. `g` and `h` are the gradients of logprob and
-    entropy; h = None where nothing asks for the entropy's. Computed in `wide`, returned in `dtype`; without one, in z
-    itself. z's memory is spent in either case, and the result may lie in it.
+    d = (z - peak) / temperature and p = e^d / total, with the peak, total and offset [n] of the whole vocabulary in `normalizer`
+    (`tokenstats.Normalizer`). `g` and `h` [n] are the gradients of logprob and entropy; h = None where nothing asks for the
+    entropy's. Computed in `wide`, returned in `dtype`; without one, in z itself. z's memory is spent in either case, and the
+    result may lie in it.
     """
     _n, columns = z.shape
     if columns == 0:
         return z.to(dtype or z.dtype)
     mine = (local_targets >= 0) & (local_targets < columns)
     index, at_target = torch.where(mine, local_targets, 0)[:, None], torch.where(mine, g, 0.0)[:, None]
+    peak, total, offset = (each[:, None] for each in normalizer)
+    by_logprob, by_entropy = -g[:, None] / total, None if h is None else -h[:, None] / total
     for rows in _row_blocks(z):
-        block = _wide_rows(z, rows, temperature)
-        if h is None:
-            grad = (block - lse[rows, None]).exp_().mul_(-g[rows, None])
+        shifted = _shifted(z, rows, peak[rows], temperature)
+        if by_entropy is None:
+            grad = shifted.exp_().mul_(by_logprob[rows])
         else:
-            factor = (block - mean[rows, None]).clamp_(min=torch.finfo(block.dtype).min / 2)
-            factor.mul_(-h[rows, None]).sub_(g[rows, None])
-            grad = (block - lse[rows, None]).exp_().mul_(factor)
+            factor = (shifted - offset[rows]).clamp_(min=torch.finfo(shifted.dtype).min / 2)
+            grad = shifted.exp_().mul_(factor.mul_(by_entropy[rows]).add_(by_logprob[rows]))
         grad.scatter_add_(-1, index[rows], at_target[rows])
         z[rows] = grad if temperature is None else grad.div_(temperature[rows, None])
     return z.to(dtype or z.dtype)
 
 
-def _wide_rows(z: Tensor, rows: slice, temperature: Tensor | None) -> Tensor:
-    """Some rows of the logits in `wide`, over their temperature: not to be written to, they may be z's own."""
-    block = z[rows].to(wide(z.dtype))
-    return block if temperature is None else block / temperature[rows, None]
+def _shifted(z: Tensor, rows: slice, peak: Tensor, temperature: Tensor | None) -> Tensor:
+    """(z - peak) / temperature of some rows of the logits, in `wide`: new memory. peak [rows, 1], temperature [n]."""
+    block = z[rows].to(wide(z.dtype)) - peak
+    return block if temperature is None else block.div_(temperature[rows, None])
 
 
 def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None:
