@@ -51,6 +51,7 @@ from dovetail.engine.native import NativeEngine
 from dovetail.engine.stages import Training
 from dovetail.engine.sums import add_sums
 from dovetail.kernels.registry import peak_flops, peak_memory_gib
+from dovetail.launch import set_deterministic
 from dovetail.pipeline.executor import run as execute
 from dovetail.pipeline.schedule import Action, Costs, make_plan, simulate
 from dovetail.rl.losses import SFTLoss
@@ -74,6 +75,7 @@ class Row:
     seconds: float
     all_seconds: list[float]
     seconds_in_a_row: float | None  # of each of as many steps, with no pause between them
+    deterministic_seconds: float | None  # the median of steps of trainer.deterministic, between the others; None: not asked for
     tokens_per_second_per_rank: float
     mfu: float | None
     peak_memory_gib: float
@@ -108,6 +110,7 @@ def main() -> int:
     parser.add_argument("--in-turns", choices=list(TURNS), default="auto", help="halves of micro-batches, see nn.turns")
     parser.add_argument("--steps", type=positive, default=3, help="measured, after one that is not")
     parser.add_argument("--ragged", action="store_true", help="also as many tokens in lengths as RL has them")
+    parser.add_argument("--deterministic", action="store_true", help="each step also as trainer.deterministic has it")
     parser.add_argument("--bubbles", action="store_true", help="also the waiting of a pipeline's ranks")
     parser.add_argument("--profile", action="store_true", help="also a trace of one step")
     add_options(parser, "layouts")
@@ -177,7 +180,14 @@ def _steps(
     given, device, layout = session.given, session.device, engine.mesh.layout
     spec: Any = engine.model.spec
     first = timed(device, lambda: engine.train_step(warm, SFTLoss()))
-    seconds = [timed(device, lambda: engine.train_step(batch, SFTLoss())) for _ in range(given.steps)]
+    modes: dict[bool, list[float]] = {False: [], True: []} if given.deterministic else {False: []}
+    for number in range(given.steps + given.deterministic):  # the first deterministic step may compile
+        for mode, times in modes.items():
+            set_deterministic(mode)
+            took = timed(device, lambda: engine.train_step(batch, SFTLoss()))
+            times += [took] if number >= given.deterministic else []
+    set_deterministic(False)
+    seconds = modes[False]
     middle, in_a_row = statistics.median(seconds), None
     if given.steps > 2:
         in_a_row = timed(device, lambda: [engine.train_step(batch, SFTLoss()) for _ in seconds]) / given.steps
@@ -198,6 +208,7 @@ def _steps(
         seconds=middle,
         all_seconds=seconds,
         seconds_in_a_row=in_a_row,
+        deterministic_seconds=statistics.median(modes[True]) if given.deterministic else None,
         tokens_per_second_per_rank=len(batch) / middle / ranks,
         mfu=flops_of(spec, batch) / middle / ranks / peak if peak else None,
         peak_memory_gib=float(memory.max()),
@@ -325,6 +336,8 @@ def figures(row: Row) -> Iterator[str]:
     yield f"{row.seconds:.3f} s a step, {row.tokens_per_second_per_rank:.0f} tokens/s a rank, MFU {_percent(row.mfu)},"
     if row.seconds_in_a_row:
         yield f"{row.seconds_in_a_row:.3f} s in a row of them,"
+    if row.deterministic_seconds:
+        yield f"deterministic {row.deterministic_seconds:.3f} s ({row.deterministic_seconds / row.seconds:.3f} of it),"
     yield f"{row.peak_memory_gib:.1f} GiB + {row.outside_gib:.1f}, {row.micro_batches} micro-batches, first step"
     yield f"{row.first_seconds:.1f} s"
     if row.goal:

@@ -29,6 +29,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 # One queue for each stream of a GPU, of which FSDP2 and NCCL's groups have more than the default 8. In a queue that two
 # share, computation waits for a transfer whose other end may wait for that computation. CUDA reads it at its first use.
 QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+# Eight buffers of 4 MiB for cuBLAS, as many bytes as it takes by itself on Hopper: with them its sums have one order.
+CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 OPEN_FILES = 1 << 13  # that a rank may want: each group has dozens of sockets, each layout of a job a dozen groups
 
@@ -39,6 +41,7 @@ def pick_device(name: str = "auto") -> torch.device:
     Where a launcher shows each rank but one GPU, that one: whether it is the rank's own is told when the ranks meet.
     """
     os.environ.setdefault(*QUEUES)
+    os.environ.setdefault(*CUBLAS)
     present = {"cuda": torch.cuda.is_available(), "npu": importlib.util.find_spec("torch_npu") is not None}
     if name == "auto":
         name = next((kind for kind, there in present.items() if there), "cpu")
@@ -60,6 +63,15 @@ def pick_device(name: str = "auto") -> torch.device:
     device = torch.device(name, local)
     torch.get_device_module(name).set_device(device)
     return device
+
+
+def set_deterministic(enabled: bool) -> None:
+    """Have torch, and the kernels that follow its flag, compute the same bits in every run on the same devices.
+
+    An operation without a deterministic form warns once and runs. New memory is not filled, which torch's flag alone asks for.
+    """
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a setting of torch
+    torch.use_deterministic_algorithms(enabled)
 
 
 class ProcessGroup:

@@ -7,7 +7,7 @@ from pathlib import Path
 from dovetail.build.training import Builder
 from dovetail.cli.arguments import recipe_of
 from dovetail.cli.ranks import STOPPED
-from dovetail.launch import StopSignal, pick_device
+from dovetail.launch import StopSignal, pick_device, set_deterministic
 from dovetail.rl.trainer import train
 from dovetail.watch.progress import Progress
 
@@ -18,6 +18,7 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
     Until training starts there is nothing to finish or to save, so a signal ends the rank as it does in any command.
     """
     recipe, folder = recipe_of(args), Path(args.recipe).parent
+    set_deterministic(recipe.trainer.deterministic)
     stop = StopSignal()
     builder = Builder(recipe, pick_device(args.device), folder, lambda: stop.requested, args.resume, progress)
     job = builder.job()
