@@ -12,6 +12,7 @@ SETTERS = ("setattr", "delattr", "__setattr__", "__delattr__")
 FILLERS = ("update", "setdefault", "pop", "popitem", "clear")  # of a module's or class's dictionary
 REACHERS = ("getattr", "vars", "type", "import_module", "__import__")  # their result is their argument's, or a module
 ENVIRONMENT = "os.environ"  # a rule of its own says who may
+SETTINGS = ("torch.utils.deterministic.fill_uninitialized_memory",)  # documented, and without a function that sets them
 
 Found = Iterator[tuple[int, str]]
 Scope = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -29,7 +30,7 @@ def _scope(scope: Scope, outside: frozenset[str]) -> Found:
     for node in nodes:
         for target in _targets(node):
             if isinstance(target, ast.Attribute | ast.Subscript) and _reaches(target.value, foreign):
-                if not ast.unparse(target).startswith(ENVIRONMENT):
+                if not ast.unparse(target).startswith((ENVIRONMENT, *SETTINGS)):
                     yield target.lineno, _message(target)
             if isinstance(target, ast.Attribute) and target.attr == "__class__":
                 yield target.lineno, _message(target)

@@ -291,7 +291,9 @@ class TrainerSection(Section):
     max_skipped_steps: PositiveInt = Field(
         3, description="steps in a row whose update was skipped because a number was not finite; then the run stops"
     )
-    deterministic: bool = Field(True, description="the same bits in every run on the same devices: deterministic kernels")
+    deterministic: bool = Field(
+        True, description="the same bits in every run on the same devices: deterministic kernels"
+    )
     check_replicas_every: NonNegativeInt = Field(
         100, description="steps between comparisons of what several ranks hold copies of; 0: none"
     )

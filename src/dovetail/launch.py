@@ -5,6 +5,7 @@ torchrun, a cluster, or `dovetail.cli.ranks`. Without it this process is a group
 the first to take the ticket in the group's store raises its own error; the others raise `SecondaryFailure`.
 """
 
+import contextlib
 import importlib.util
 import os
 import resource
@@ -12,6 +13,7 @@ import signal
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -31,6 +33,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 # Eight buffers of 4 MiB for cuBLAS, as many bytes as it takes by itself on Hopper: with them its sums have one order.
 CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+COMPILED = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR")  # where these packages keep what they compiled
 
 OPEN_FILES = 1 << 13  # that a rank may want: each group has dozens of sockets, each layout of a job a dozen groups
 
@@ -62,7 +65,21 @@ def pick_device(name: str = "auto") -> torch.device:
         )
     device = torch.device(name, local)
     torch.get_device_module(name).set_device(device)
+    if name == "cuda":
+        _keep_compiled()
     return device
+
+
+def _keep_compiled() -> None:
+    """Have kernels that packages compile kept in the user's own cache directory, where this process can write there."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dovetail" / "kernels"
+    with contextlib.suppress(OSError, RuntimeError):  # no home
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+            for variable in COMPILED:
+                os.environ.setdefault(variable, str(folder))
 
 
 def set_deterministic(enabled: bool) -> None:
@@ -71,7 +88,7 @@ def set_deterministic(enabled: bool) -> None:
     An operation without a deterministic form warns once and runs. New memory is not filled, which torch's flag alone asks for.
     """
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a setting of torch
-    torch.use_deterministic_algorithms(enabled)
+    torch.set_deterministic_debug_mode("error" if enabled else "default")
 
 
 class ProcessGroup:

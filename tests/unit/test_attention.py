@@ -150,9 +150,14 @@ def test_head_dims_beyond_flash_attention_take_the_reference(head_dim: int) -> N
 @pytest.mark.parametrize(("heads", "dims"), [((4, 2), (64, 64)), ((2, 2), (192, 128)), ((3, 1), (128, 128))], ids=str)
 @pytest.mark.parametrize("name", ["ragged", "fewer queries than keys", "a sequence without queries", *DENSE])
 def test_fa4_is_asked_for_the_same(
-    name: str, heads: tuple[int, int], dims: tuple[int, int], window: int | None
+    name: str,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The stand-in has the package's parameters and computes in float64; its results are rounded once."""
+    monkeypatch.setattr(fa4, "FEW", 0)
     (n, m), draw = LENGTHS[name], torch.Generator().manual_seed(0)
     shapes = ((sum(n), heads[0], dims[0]), (sum(m), heads[1], dims[0]), (sum(m), heads[1], dims[1]))
     q, k, v = (torch.randn(shape, generator=draw).to(torch.bfloat16).requires_grad_() for shape in shapes)
@@ -167,6 +172,21 @@ def test_fa4_is_asked_for_the_same(
     assert_close(found, expected, OP_BF16)
     for mine, wanted in zip(ours, torch.autograd.grad(expected, exact, up.to(torch.float64)), strict=True):
         assert_close(mine, wanted, OP_BF16)
+
+
+def test_fa4_compiles_every_form_ahead() -> None:
+    """What packs of any lengths ask for, after `compile_kernels`, asks for no other form: no step waits for a compiler."""
+    with installed() as package:
+        fa4.compile_kernels((4, 2), (64, 64), True, torch.bfloat16, torch.device("cpu"))
+        known = set(package.forms)
+        for lengths in ([1], [3, 3], [7, 200], [300], [300, 300], [2] * 300, [2] * 300 + [400], [257] * 258):
+            for window in (None, 5, 300):
+                q, k, v = (
+                    torch.zeros(1, heads, 64, dtype=torch.bfloat16).expand(sum(lengths), -1, -1) for heads in (4, 2, 2)
+                )
+                with torch.no_grad():
+                    fa4.attention(q, k, v, spans(*lengths), spans(*lengths), window)
+        assert package.forms == known and len(known) == 10
 
 
 def test_fa4_is_deterministic_where_torch_is_told_to_be() -> None:

@@ -1,9 +1,15 @@
-"""What a run tells once as it starts: keys that have no effect, and what its rows and lengths come to. It runs all the same."""
+"""What a run tells once as it starts: keys that have no effect, and what its rows and lengths come to. It runs all the same.
+
+Keys that ask for experts where there are none are refused.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dovetail.arch.foreign import AnySpec
+from dovetail.arch.spec import ArchSpec
 from dovetail.config import PPO, SFT, Recipe, RewardSection
+from dovetail.errors import ConfigError
 
 
 def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], dropped: Sequence[str] = ()) -> list[str]:
@@ -52,3 +58,14 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], dro
             "(max_position_embeddings): what lies beyond may make little sense"
         )
     return told
+
+
+def check_experts(recipe: Recipe, spec: AnySpec) -> None:
+    """Refuse keys for experts where our engine routes to none."""
+    asked = {f"model.moe.{name}": value for name, value in recipe.model.moe} | {"rollout.replay": recipe.rollout.replay}
+    wanted = [key for key, value in asked.items() if value not in (0.0, "none")]
+    if wanted and not (isinstance(spec, ArchSpec) and spec.moe):
+        raise ConfigError(
+            f"{', '.join(wanted)}: {recipe.model.path} is a {spec.family} model without experts that the native engine routes "
+            "to; leave these keys out"
+        )

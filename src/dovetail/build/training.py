@@ -10,11 +10,11 @@ from typing import Literal, TypeVar
 import torch
 
 from dovetail.arch.foreign import AnySpec
-from dovetail.arch.spec import ArchSpec
 from dovetail.build.engine import EngineOptions, check_layout, make_engine, make_mesh
-from dovetail.build.notes import notes
+from dovetail.build.notes import check_experts, notes
 from dovetail.build.sampling import backend_layout, make_sampler
 from dovetail.build.text import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
+from dovetail.build.warm import compile_kernels
 from dovetail.checkpoint.steps import Retention, from_a_whole_step
 from dovetail.config import GRPO, PPO, SFT, CriticSection, LayoutSection, PolicyGradient, Recipe, ReferenceSection
 from dovetail.data import Limits, Tokenizer, load_prompts, load_sft
@@ -56,10 +56,11 @@ class Job:
     notes: Sequence[str] = ()
 
     def start(self) -> None:
-        """Write the run's first files, and say what its user should know. Collective."""
+        """Write the run's first files, say what its user should know, and compile. Collective."""
         self.run.open(self.contents)
         for note in self.notes:
             self.run.say(f"note: {note}")
+        compile_kernels(self.contents.engines.values(), self.run.say)
 
     def close(self) -> None:
         """End the display, the loggers and the reward processes, however the run went."""
@@ -94,7 +95,7 @@ class Builder:
             trusted = {"trust_remote_code": recipe.model.trust_remote_code}
             self.source = Pretrained.open(recipe.model.path, recipe.model.engine, **trusted)
             check_layout(self.source.spec, self.mesh.layout)
-            _check_experts(recipe, self.source.spec)
+            check_experts(recipe, self.source.spec)
             self.tokenizer: Tokenizer = load_tokenizer(self.source, **trusted)
             self.processor = load_processor(self.source, **trusted)
 
@@ -324,17 +325,6 @@ class Builder:
 def longest_row(tokens_per_batch: int, multiples: Sequence[int]) -> int:
     """The most tokens that fit a micro-batch when padded to any of `multiples`, which need not divide each other."""
     return min(tokens_per_batch // multiple * multiple for multiple in multiples)
-
-
-def _check_experts(recipe: Recipe, spec: AnySpec) -> None:
-    """Refuse keys for experts where our engine routes to none."""
-    asked = {f"model.moe.{name}": value for name, value in recipe.model.moe} | {"rollout.replay": recipe.rollout.replay}
-    wanted = [key for key, value in asked.items() if value not in (0.0, "none")]
-    if wanted and not (isinstance(spec, ArchSpec) and spec.moe):
-        raise ConfigError(
-            f"{', '.join(wanted)}: {recipe.model.path} is a {spec.family} model without experts that the native engine routes "
-            "to; leave these keys out"
-        )
 
 
 def _checked(spec: AnySpec, layout: Layout) -> Layout:

@@ -19,6 +19,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
 from dovetail.cli.arguments import COMMANDS, layout_of, parse, watch_of
+from dovetail.cli.quiet import silence
 from dovetail.cli.ranks import (
     DEFECT,
     INTERRUPTED,
@@ -114,6 +115,7 @@ def _interpreter() -> list[str]:
 def _run_as_rank(args: argparse.Namespace, rank: Membership, waits: timedelta) -> int:
     """Run a command as one of its ranks, which wait for each other at most so long."""
     launch = importlib.import_module("dovetail.launch")
+    silence()
     device = launch.pick_device(args.device)
     with _Outcome(rank.say) as outcome, launch.ProcessGroup(device, waits):
         rank.progress.phase("load")

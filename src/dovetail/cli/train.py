@@ -7,9 +7,12 @@ from pathlib import Path
 from dovetail.build.training import Builder
 from dovetail.cli.arguments import recipe_of
 from dovetail.cli.ranks import STOPPED
+from dovetail.errors import ConfigError
 from dovetail.launch import StopSignal, pick_device, set_deterministic
 from dovetail.rl.trainer import train
 from dovetail.watch.progress import Progress
+
+NOT_DETERMINISTIC = "does not have a deterministic implementation"  # of torch's message
 
 
 def run(args: argparse.Namespace, progress: Progress) -> int:
@@ -32,6 +35,14 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
             outcome = train(job.task, job.run, job.loop)
             progress.phase("save")
             job.run.finish(outcome)
+    except RuntimeError as error:
+        if NOT_DETERMINISTIC not in str(error):
+            raise
+        operation = str(error).partition(NOT_DETERMINISTIC)[0].strip()
+        raise ConfigError(
+            f"trainer.deterministic=true: torch has no deterministic form of {operation}, which this model needs; set "
+            "trainer.deterministic=false"
+        ) from error
     finally:
         job.close()
     return STOPPED if outcome.stopped else 0

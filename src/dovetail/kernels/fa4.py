@@ -5,9 +5,13 @@ what the forward one returns, and compilers need not look inside. Nothing of the
 
 Sequences of one length, above all a single one, go in as a dense batch [B, n, heads, C]: no tile searches for its sequence,
 and the longest tiles begin first. On an H200, forward + backward, 16 x 2048 takes 0.95 of the time of the same as a pack.
+
+The package compiles a kernel for each form of its arguments. `compile_kernels` covers the forms that `attention` can ask for:
+strides of 0, sequences of one tile and short dense batches never reach the package.
 """
 
 import importlib
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +23,8 @@ from dovetail.kernels.reference import Spans
 INTERFACE = "flash_attn.cute.interface"
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128))  # of queries and keys, and of values
 FEW = 256  # queries of a sequence up to which the heads that share keys fill a tile together
+LEAST = 512  # given as the longest length of a pack: a pack of single tiles would be another form
+MANY = 257  # sequences of a pack from which on the package looks tiles up in a table, which is another form
 
 
 def usable(device: torch.device) -> bool:
@@ -32,9 +38,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
     if q.dtype not in cuda.FLASH_DTYPES or dims not in HEAD_DIMS or (shared and dims[0] != dims[1]):
         return cuda.attention(q, k, v, q_spans, k_spans, window)
     out, _lse = packed_attention(
-        q,
-        k,
-        v,
+        *map(_without_broadcast, (q, k, v)),
         [] if _dense(q_spans) and _dense(k_spans) else [q_spans.cu_seqlens, k_spans.cu_seqlens],
         [q_spans.longest, k_spans.longest],
         None if window is None or window >= k_spans.longest else window,
@@ -44,8 +48,33 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
 
 
 def _dense(spans: Spans) -> bool:
-    """Whether there are tokens, and all sequences are of one length."""
-    return spans.longest > 0 and set(spans.lengths) == {spans.longest}
+    """Whether all sequences are of one length, a long one."""
+    return spans.longest > FEW and set(spans.lengths) == {spans.longest}
+
+
+def _without_broadcast(x: Tensor) -> Tensor:
+    """Strides of 0 are a form of their own."""
+    return x.contiguous() if 0 in x.stride() else x
+
+
+def compile_kernels(
+    heads: tuple[int, int], dims: tuple[int, int], windowed: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Compile what training may ask of `attention` with so many heads of queries and of keys, so that no step does.
+
+    Kernels of an earlier process come from the disk where FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1.
+    """
+    if dtype not in cuda.FLASH_DTYPES or dims not in HEAD_DIMS:
+        return
+    packs = ([1, 8], [1, FEW + 1], [1] * MANY + [8], [1] * MANY + [FEW + 1], [FEW + 1])
+    for window in (None, 4) if windowed else (None,):
+        for lengths in packs:
+            spans = Spans(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device), tuple(lengths))
+            shapes = ((heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]))
+            q, k, v = (torch.zeros(sum(lengths), *shape, dtype=dtype, device=device) for shape in shapes)
+            for x in (q, k, v):
+                x.requires_grad_()
+            attention(q, k, v, spans, spans, window).sum().backward()
 
 
 @torch.library.custom_op("dovetail::fa4_attention", mutates_args=())
@@ -80,7 +109,7 @@ def packed_attention_backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from (q, k, v) and what the forward pass returned."""
-    (out, lse), three = results, inputs
+    (out, lse), three, grad = results, inputs, _without_broadcast(grad)
     backward = importlib.import_module(INTERFACE)._flash_attn_bwd
     options = {**_options(ends, longest, window), "deterministic": deterministic}
     if not ends:
@@ -104,7 +133,7 @@ def _options(ends: list[Tensor], longest: list[int], window: int | None) -> dict
     }
     if ends:
         found |= {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
-        found |= {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
+        found |= {"max_seqlen_q": max(longest[0], LEAST), "max_seqlen_k": max(longest[1], LEAST)}
     return found
 
 

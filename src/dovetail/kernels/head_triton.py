@@ -32,7 +32,7 @@ def vocab_stats(z: Tensor, local_targets: Tensor, temperature: Tensor | None = N
 def vocab_grad_(
     z: Tensor,
     local_targets: Tensor,
-    normalizer: tuple[Tensor, Tensor, Tensor],
+    normalizer: tuple[Tensor, ...],
     g: Tensor,
     h: Tensor | None,
     temperature: Tensor | None = None,
