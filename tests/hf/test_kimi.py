@@ -71,8 +71,9 @@ TALL, LARGE, SMALL = picture(19, 14, 1), picture(50, 61, 2), picture(8, 8, 3)
 
 def hub_text(**changes: Any) -> dict[str, Any]:
     """A text config by the keys of transformers 4."""
-    rope = dict(MLA["rope_parameters"])
-    plain = tiny(DeepseekV3Config, **{**MLA, "vocab_size": VOCAB, "eos_token_id": 3, "tie_word_embeddings": False})
+    mla: dict[str, Any] = dict(MLA)
+    rope = dict(mla["rope_parameters"])
+    plain = tiny(DeepseekV3Config, **{**mla, "vocab_size": VOCAB, "eos_token_id": 3, "tie_word_embeddings": False})
     text = {name: x for name, x in plain.to_dict().items() if name not in ("rope_parameters", "dtype")}
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
     keys = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "aux_loss_alpha": 0.001}
@@ -125,7 +126,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, ran: Path) -> Path:
         runpy.run_path(str(path / "modeling_kimi_vl.py"))
     ran.unlink()
     tower = model.config.vision_config.to_dict()
-    config = {"model_type": "kimi_vl", "auto_map": AUTO, "architectures": ["KimiVLForConditionalGeneration"]}
+    config: dict[str, Any] = {
+        "model_type": "kimi_vl",
+        "auto_map": AUTO,
+        "architectures": ["KimiVLForConditionalGeneration"],
+    }
     config |= {"media_placeholder_token_id": IMAGE_ID, "ignore_index": -100, "torch_dtype": "float32"}
     (path / "config.json").write_text(json.dumps({**config, "text_config": hub_text(), "vision_config": tower}))
     (path / "preprocessor_config.json").write_text(json.dumps(SETTINGS))
@@ -269,6 +274,18 @@ def test_kimi_k25_in_the_form_of_the_hub(k25: Path, layout: str) -> None:
     degrees = Layout.parse(layout)
     for found in run(degrees.num_ranks, figures, str(k25), degrees, "none", partial(sights, "kimi_k25", STILLS)):
         check(found)
+
+
+def values(path: Path) -> Tensor:
+    options = EngineOptions(fresh_head_seed=0)
+    return from_pretrained(path, layout=Layout(), head="value", device="cpu", options=options).values(
+        sights("kimi_k25", STILLS)
+    )
+
+
+def test_a_critic_begins_from_kimi_k25(k25: Path) -> None:
+    """Its language head, which has a name of its own, is left out."""
+    assert run(1, values, k25 / "model")[0].unique().numel() > 1
 
 
 @pytest.mark.parametrize("engine", ["native", "transformers"])

@@ -164,9 +164,9 @@ class Block(nn.Module):
         """x [n, D] -> [n, D]; cos and sin [n, 1, C / 2]; counts: patches of each image."""
         q, k, v = self.wqkv(self.norm0(x)).unflatten(1, (3, self.num_heads, -1)).unbind(1)  # [n, H, C]
         q, k = _turned(q, cos, sin), _turned(k, cos, sin)
-        images = zip(*(y.transpose(0, 1).split(counts, dim=1) for y in (q, k, v)), strict=True)
-        mixed = torch.cat([F.scaled_dot_product_attention(*image) for image in images], dim=1)
-        x = x + self.wo(mixed.transpose(0, 1).flatten(1))
+        images = zip(*(y.transpose(0, 1)[None].split(counts, dim=2) for y in (q, k, v)), strict=True)
+        mixed = torch.cat([F.scaled_dot_product_attention(*image) for image in images], dim=2)  # [1, H, n, C]
+        x = x + self.wo(mixed[0].transpose(0, 1).flatten(1))
         return x + self.mlp(self.norm1(x))
 
 
@@ -212,6 +212,8 @@ class MoonViT(nn.Module):
     def __init__(self, config: "transformers.PreTrainedConfig") -> None:
         super().__init__()
         self.merge_kernel_size: tuple[int, int] = tuple(config.merge_kernel_size)
+        if len(set(self.merge_kernel_size)) > 1:
+            raise ModelError(f"config.json: merge_kernel_size is {self.merge_kernel_size}; supported: two equal sides")
         self.patch_embed, self.encoder = PatchEmbed(config), Encoder(config)
 
     def forward(self, pixel_values: Tensor, grid_thw: Tensor, **_: object) -> Any:

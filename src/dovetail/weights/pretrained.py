@@ -81,7 +81,7 @@ class StoredHead:
     kind: Head
     aliases: Mapping[str, str]
     fresh: tuple[str, ...]
-    ignore: tuple[str, ...] = ("lm_head.*",)
+    ignore: tuple[str, ...] = ("lm_head.*", "language_model.lm_head.*")
 
 
 LM_HEAD = StoredHead("lm", {}, (), ())
