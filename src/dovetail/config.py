@@ -69,7 +69,9 @@ class ModelSection(Section):
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None, description="type of saved and streamed tensors; null: that of the source checkpoint"
     )
-    trust_remote_code: bool = Field(False, description="run code that comes with the model")
+    trust_remote_code: bool = Field(
+        False, description="run the code of a tokenizer or processor that comes with the model"
+    )
     moe: MoeSection = Field(MoeSection(), description="balance of experts")
 
 

@@ -7,7 +7,6 @@ the bytes of the files. Threads read: pillow and numpy let go of the interpreter
 copied between processes. They need no killing, since what they decode is bounded (`media`).
 """
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +14,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.batch import Media, Unread
@@ -25,7 +23,6 @@ from dovetail.media import Clip, Picture, Shown, upright
 
 READERS = 4  # threads of a rank
 AHEAD = 32  # rows that are read before anybody asks for them
-FLAT_GRID = "image_grid_hws"  # Kimi-VL's: height and width alone
 KEPT_BYTES = 1 << 30  # of what a rank has read last
 
 
@@ -168,7 +165,7 @@ class Processor:
             if shown.images:
                 found |= self._pixels(self.images([upright(picture) for picture in shown.images], return_tensors="pt"))
                 grids = found[KINDS[0].grid]
-                rows = tuple((grids.prod(dim=1) // _merged(self.images)).tolist())
+                rows = tuple((grids.prod(dim=1) // self.images.merge_size**2).tolist())
                 if rows != media.rows:
                     raise DataError(f"its images have {rows} rows of features, but {media.rows} when rows were loaded")
             if shown.videos:
@@ -202,7 +199,7 @@ class Processor:
             else:  # code that comes with a model: seen once for that
                 found = self._pixels(processor([upright(picture)], return_tensors="pt"))
                 patches = int(found[KINDS[0].grid].prod())
-            rows: int = patches // _merged(processor)
+            rows: int = patches // processor.merge_size**2
         except ValueError as error:
             raise DataError(f"{picture.name}: the model's processor refuses it: {error}") from error
         except (AttributeError, TypeError, LookupError) as error:
@@ -240,18 +237,7 @@ class Processor:
     @staticmethod
     def _pixels(found: Mapping[str, Any]) -> dict[str, Tensor]:
         wanted = (*(kind.pixels for kind in KINDS), *GRIDS)
-        tensors = {name: torch.as_tensor(found[name]) for name in wanted if name in found}
-        if FLAT_GRID in found:
-            tensors[KINDS[0].grid] = F.pad(torch.as_tensor(found[FLAT_GRID]), (1, 0), value=1)
-        return tensors
-
-
-def _merged(processor: Any) -> int:
-    """How many patches become a row of features."""
-    if hasattr(processor, "merge_kernel_size"):
-        return math.prod(processor.merge_kernel_size)
-    side: int = processor.merge_size
-    return side**2
+        return {name: torch.as_tensor(found[name]) for name in wanted if name in found}
 
 
 def _size(future: Future[Media]) -> int:

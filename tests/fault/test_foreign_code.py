@@ -7,16 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils.hub import HF_MODULES_CACHE
 
+from dovetail.build.text import LOCK
 from tests.commands.program import here, on_ranks, program, refusal, write_recipe, write_rows
 
 TRAP = "import pathlib\npathlib.Path({sentinel!r}).write_text('executed')\n"
 TOKENIZER = "from transformers import PreTrainedTokenizerFast\nclass Trap(PreTrainedTokenizerFast):\n    pass\n"
 WORDS = """
+import fcntl
+with open({lock!r}, "a") as lock, open({held!r}, "w") as held:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        held.write("held")
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizer
 class Words(PreTrainedTokenizer):
-    vocab_files_names = {"vocab_file": "tiktoken.model"}
+    vocab_files_names = {{"vocab_file": "tiktoken.model"}}
     def __init__(self, vocab_file, **options):
         self.words = Tokenizer.from_file(vocab_file)
         super().__init__(**options)
@@ -114,16 +122,18 @@ def test_a_tokenizer_that_only_its_own_code_knows_is_refused_and_runs_with_the_f
 
 
 def test_a_tokenizer_whose_words_only_its_own_code_reads(model: Path, tmp_path: Path) -> None:
-    """As Moonlight's and Kimi's, which come without tokenizer.json."""
+    """As Moonlight's and Kimi's, which come without tokenizer.json. Ranks import it one after the other."""
     path = Path(shutil.copytree(model, tmp_path / "model"))
     (path / "tokenizer.json").rename(path / "tiktoken.model")
-    (path / "tokenization_words.py").write_text(WORDS)
+    words = WORDS.format(lock=str(Path(HF_MODULES_CACHE) / LOCK), held=str(tmp_path / "held"))
+    (path / "tokenization_words.py").write_text(words)
     named = {"tokenizer_class": "Words", "auto_map": {"AutoTokenizer": ["tokenization_words.Words", None]}}
     (path / "tokenizer_config.json").write_text(json.dumps({**named, "eos_token": "<|im_end|>"}))
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
     argv = ["score", "--data", rows, "--out", tmp_path / "o"]
     assert "its tokenizer does not load" in refusal(here(*argv, "--model", path))
     assert here(*argv, "--model", path, "--trust-remote-code") == (0, "", "")
+    assert (tmp_path / "held").read_text() == "held"
     found = (tmp_path / "o").read_text()
     assert here(*argv, "--model", model).code == 0
     assert found == (tmp_path / "o").read_text()

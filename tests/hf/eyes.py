@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoImageProcessor,
@@ -96,8 +95,6 @@ def save_seeing(family: str, path: Path) -> Path:
         return path
     Qwen2VLImageProcessorPil(**sizes, size={"shortest_edge": 64, "longest_edge": 512}).save_pretrained(path)
     if family == "kimi_k25":
-        tensors = {name: x.clone() for name, x in model.state_dict().items()}  # see sights.save_sighted
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
         (path / "squares.py").write_text(OWN_CODE)
         settings = json.loads((path / "preprocessor_config.json").read_text())
         del settings["image_processor_type"]

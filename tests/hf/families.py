@@ -178,7 +178,7 @@ VISION: Mapping[str, Callable[[], PreTrainedConfig]] = MappingProxyType(
                 "intermediate_size": 64,
             },
             {**QWEN_IDS, "projection_hidden_size": 32},
-            **MLA,
+            **{**MLA, "q_lora_rank": 24},
         ),
     }
 )

@@ -22,6 +22,18 @@ Rows = tuple[tuple[Part, ...], ...]
 MERGED = 4  # patches a feature
 GLM, QWEN3 = ("glm4v", "glm4v_moe"), ("qwen3_vl", "qwen3_vl_moe")
 PATCH = {"kimi_k25": (3, 4, 4)}
+TOWER_HEADS = 2
+SAVED_KIMI = (  # what `save_pretrained` writes, in the order in which names change
+    ("model.language_model.layers.", "language_model.model.blocks."),
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+    ("model.vision_tower.layers.", "vision_tower.encoder.blocks."),
+    ("model.vision_tower.patch_embed.pos_emb.position_embeddings", "vision_tower.patch_embed.pos_emb.weight"),
+    ("model.vision_tower.", "vision_tower.encoder."),
+    *((".norm1.", ".norm0."), (".norm2.", ".norm1."), (".fc1.", ".fc0."), (".fc2.", ".fc1."), (".attn.proj.", ".wo.")),
+    ("model.mm_projector.in_proj.", "mm_projector.proj.0."),
+    ("model.mm_projector.out_proj.", "mm_projector.proj.2."),
+)
 FLAT = (3 * 2 * 4 * 4,)
 
 SMALL: Part = ("image", 1, 4, 4)
@@ -145,21 +157,34 @@ def stored_name(family: str, name: str) -> str:
     """Under which name a family's checkpoint lists a parameter."""
     if family in ("qwen2_vl", "qwen2_5_vl"):
         return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+    if family == "kimi_k25":
+        for ours, theirs in SAVED_KIMI:
+            name = name.replace(ours, theirs)
     return name
+
+
+def published(family: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names of a model's parameters as its checkpoint has them: Kimi's queries, keys and values in one."""
+    found = {}
+    for name, x in tensors.items():
+        if family == "kimi_k25" and ".attn.q_proj." in name:
+            q, k, v = (tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj"))
+            halves = (y.unflatten(0, (TOWER_HEADS, 2, -1)).transpose(1, 2).flatten(0, 2) for y in (q, k))
+            found[stored_name(family, name.replace("attn.q_proj", "wqkv"))] = torch.cat((*halves, v))
+        elif family != "kimi_k25" or (".attn.k_proj." not in name and ".attn.v_proj." not in name):
+            found[stored_name(family, name)] = x.detach().contiguous()
+    return found
 
 
 def save_sighted(family: str, path: Path) -> PreTrainedModel:
     """Write `tiny_sighted(family)` as a directory and return it."""
     model = tiny_sighted(family)
     model.save_pretrained(path)
-    if family == "kimi_k25":  # transformers writes its hub names, some of them wrong; ours to read are the modules'
-        tensors = {name: x.clone() for name, x in model.state_dict().items()}
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return model
 
 
-def write_sights(family: str, folder: Path, *, values: bool = False) -> Path:
-    """Write a tiny model and what transformers makes of `sights(family)`, as `read_reference` reads it."""
+def write_sights(family: str, folder: Path, rows: Rows = MIXED, *, values: bool = False) -> Path:
+    """Write a tiny model and what transformers makes of `sights(family, rows)`, as `read_reference` reads it."""
     whole = save_sighted(family, folder / "model")
     file = folder / "model" / "model.safetensors"
     model: nn.Module = whole
@@ -168,14 +193,13 @@ def write_sights(family: str, folder: Path, *, values: bool = False) -> Path:
         stored = {name: x for name, x in load_file(file).items() if name != "lm_head.weight"}
         head = {name: x for name, x in model.state_dict().items() if name.startswith("score.")}
         save_file({**stored, **head}, file, metadata={"format": "pt"})
-    batch = sights(family)
-    logits = torch.cat([logits_of(model, parts) for parts in alone(family)])
+    batch = sights(family, rows)
+    logits = torch.cat([logits_of(model, parts) for parts in alone(family, rows)])
     found = outputs_of(model, logits, batch)
-    renamed = {
-        GRAD + stored_name(family, name.removeprefix(GRAD)) if name.startswith(GRAD) else name: x.detach().contiguous()
-        for name, x in found.items()
-    }
-    save_file(renamed, folder / "expected.safetensors")
+    grads = {name.removeprefix(GRAD): x for name, x in found.items() if name.startswith(GRAD)}
+    outputs = {name: x.detach().contiguous() for name, x in found.items() if not name.startswith(GRAD)}
+    stored = {GRAD + name: x for name, x in published(family, grads).items()}
+    save_file(outputs | stored, folder / "expected.safetensors")
     return folder
 
 

@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V3: latent attention, first layers dense, shared experts, group-limited routing by softmax or sigmoid.
 
-V3's form is also the backbone of Moonlight and Kimi-K2.
+V3's form is also that of Moonlight and Kimi-K2.
 """
 
 import math
@@ -92,7 +92,7 @@ def deepseek_v2_spec(config: Mapping[str, Any]) -> ArchSpec:
 
 
 def deepseek_v3_spec(config: Mapping[str, Any]) -> ArchSpec:
-    """The spec of a raw config.json with model_type deepseek_v3."""
+    """The spec of a raw config.json with model_type deepseek_v3 or kimi_k2."""
     config = renamed(config, "num_local_experts", "n_routed_experts")
     c = family_fields("deepseek_v3", renamed(config, "num_nextn_predict_layers", "num_mtp_layers"), V3)
     _only(c, "scoring_func", "sigmoid")

@@ -21,6 +21,7 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ArchSpec]] = {
     "apertus": apertus_spec,
     "deepseek_v2": deepseek_v2_spec,
     "deepseek_v3": deepseek_v3_spec,
+    "kimi_k2": deepseek_v3_spec,
     "llama": llama_spec,
     "mistral": mistral_spec,
     "mixtral": mixtral_spec,

@@ -69,7 +69,6 @@ class EngineOptions:
     balance: what keeps the experts of a mixture evenly loaded; default: nothing.
     watch: whom a training step tells where it is, and where it leaves what it skipped.
     engine: whose layers run, for `from_pretrained`: native (ours), transformers (its own), auto (ours where there are).
-    trust_remote_code: lets code in the model's directory run, for `from_pretrained`.
     resume: a training checkpoint, the role in it and its optimizer steps, to go on from instead of the source's weights.
     """
 
@@ -86,7 +85,6 @@ class EngineOptions:
     balance: BalanceSettings | None = None
     watch: StepWatch = field(default_factory=StepWatch)
     engine: EngineName = "auto"
-    trust_remote_code: bool = False
     resume: tuple[ShardedReader, str, int] | None = None
 
     def __post_init__(self) -> None:
@@ -132,7 +130,7 @@ def from_pretrained(
     dtype = dtype_named(dtype)
     where = pick_device(device)
     ensure_process_group(where)
-    source = Pretrained.open(path, options.engine, trust_remote_code=options.trust_remote_code)
+    source = Pretrained.open(path, options.engine)
     return make_engine(source, make_mesh(layout, where), dtype, head, options)
 
 
@@ -261,7 +259,7 @@ def make_model(
         return decoder
     kernels = kernels_for(mesh.device)
     try:
-        model = ForeignDecoder(source.spec, source.config, mesh, kernels, head, recompute, reader, source.code)
+        model = ForeignDecoder(source.spec, source.config, mesh, kernels, head, recompute, reader)
     except ModelError as error:
         raise ModelError(
             f"config.json: model_type is {source.spec.family!r}; known families: {', '.join(FAMILIES)}; the transformers "

@@ -1,25 +1,29 @@
 """Tokenizers and processors, and which ids end a text or never belong to one."""
 
 import contextlib
+import fcntl
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from transformers.utils.hub import HF_MODULES_CACHE
+
 from dovetail.arch.foreign import ForeignSpec
 from dovetail.data import Tokenizer
 from dovetail.errors import ModelError
+from dovetail.hf.kimi_images import KimiImages, published
 from dovetail.hf.model import known_config
-from dovetail.hf.remote import one_at_a_time
 from dovetail.hf.vision import FAMILIES
 from dovetail.media import pillow
 from dovetail.processor import Processor
 from dovetail.weights.files import parse_json
 from dovetail.weights.pretrained import Pretrained
 
-GENERATION_CONFIG = "generation_config.json"
+GENERATION_CONFIG, PREPROCESSOR_CONFIG = "generation_config.json", "preprocessor_config.json"
+LOCK = ".dovetail.lock"
 
 
 def load_tokenizer(source: Pretrained, *, trust_remote_code: bool = False) -> Any:
@@ -37,10 +41,15 @@ def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Pr
     """How the model sees; None for one that reads text only. Its files are read when the first image or video comes."""
     if not isinstance(source.spec, ForeignSpec) or FAMILIES.get(source.spec.family) is None:
         return None
-    config = known_config(source.config, source.code)
+    config = known_config(source.config)
 
     def load(kind: str) -> Any:
         pillow("Image")
+        if kind == "AutoImageProcessor" and PREPROCESSOR_CONFIG in source.sides:
+            file = source.sides[PREPROCESSOR_CONFIG]
+            settings = published(parse_json(file.read_bytes(), str(file)))
+            if settings is not None:
+                return KimiImages(settings)
         transformers = importlib.import_module("transformers")
         with _Loading(source.path, "processor of images and videos"), _turn(trusted=trust_remote_code):
             auto = getattr(transformers, kind)
@@ -54,8 +63,17 @@ def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Pr
     )
 
 
-def _turn(*, trusted: bool) -> contextlib.AbstractContextManager[None]:
-    return one_at_a_time() if trusted else contextlib.nullcontext()
+@contextlib.contextmanager
+def _turn(*, trusted: bool) -> Iterator[None]:
+    """One process of a host: transformers copies code into its cache to import it, and half a file does not import."""
+    if not trusted:
+        yield
+        return
+    cache = Path(HF_MODULES_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / LOCK, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class _Loading:

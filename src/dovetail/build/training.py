@@ -93,7 +93,7 @@ class Builder:
         self.dtype = getattr(torch, recipe.model.dtype)
         with agreed(self.mesh):
             trusted = {"trust_remote_code": recipe.model.trust_remote_code}
-            self.source = Pretrained.open(recipe.model.path, recipe.model.engine, **trusted)
+            self.source = Pretrained.open(recipe.model.path, recipe.model.engine)
             check_layout(self.source.spec, self.mesh.layout)
             check_experts(recipe, self.source.spec)
             self.tokenizer: Tokenizer = load_tokenizer(self.source, **trusted)
@@ -193,9 +193,7 @@ class Builder:
     def _other(self, key: str, path: str | None) -> Pretrained:
         """The model of another role, which reads the policy's ids. Collective."""
         with agreed(self.mesh):
-            given = self.recipe.model
-            trusted = {"trust_remote_code": given.trust_remote_code}
-            source = self.source if path is None else Pretrained.open(path, given.engine, **trusted)
+            source = self.source if path is None else Pretrained.open(path, self.recipe.model.engine)
             theirs, ours = source.spec.vocab_size, self.source.spec.vocab_size
             if theirs < ours:
                 raise ConfigError(

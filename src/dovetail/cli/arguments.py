@@ -111,7 +111,7 @@ def _common(parser: argparse.ArgumentParser, *, dtype: str | None = "float32", e
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default="auto")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=dtype, help="compute type")
     parser.add_argument("--engine", choices=["auto", "native", "transformers"], default=engine)
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code of its tokenizer or processor")
 
 
 def _train(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +153,6 @@ def _convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", metavar="tp=2,dp=2", help="how to cut; as many ranks write the pieces")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default="cpu", help="default: cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as in SRC")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:

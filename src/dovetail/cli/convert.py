@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         convert_to_hf(path, args.destination, mesh, dtype=dtype)
         return
     with agreed(mesh):
-        source = Pretrained.open(args.source, trust_remote_code=args.trust_remote_code)
+        source = Pretrained.open(args.source)
         check_layout(source.spec, mesh.layout)
     reader = open_checkpoint(source.path, mesh)
     refuse_other_weights(source, reader)

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device), engine=False)
     with agreed(mesh):
         check_out(args.out, args.data, mesh)
-        source = Pretrained.open(args.model, args.engine, trust_remote_code=args.trust_remote_code)
+        source = Pretrained.open(args.model, args.engine)
         tokenizer = None
         if needs_text(args.data) or source.has_tokenizer:
             tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     dtype = getattr(torch, args.dtype)
     with agreed(mesh):
         check_out(args.out, args.data, mesh)
-        source = Pretrained.open(args.model, args.engine, trust_remote_code=args.trust_remote_code)
+        source = Pretrained.open(args.model, args.engine)
         tokenizer = None
         if needs_text(args.data):
             tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)

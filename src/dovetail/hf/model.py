@@ -6,7 +6,6 @@ decoder do not wait for them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +20,7 @@ from dovetail.batch import Loss, LossFn, PackedBatch
 from dovetail.errors import ModelError
 from dovetail.hf.attention import NAME, register
 from dovetail.hf.head import logit_scale
-from dovetail.hf.remote import Remote, is_foreign, remote_config, remote_tower, text_config
+from dovetail.hf.kimi import STEMS, Block, Encoder, replace_tower, translated
 from dovetail.hf.vision import Vision, family_of
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
@@ -38,13 +37,9 @@ from dovetail.weights.reader import TensorSource
 
 # Modules of vision-language models, and how the checkpoints that are older than these modules list them.
 OLD_STEMS = (
+    *STEMS,
     ("model.language_model.", "model."),
     ("model.visual.", "visual."),
-    # Those of Kimi-VL's own code.
-    ("model.language_model.", "language_model.model."),
-    ("lm_head.", "language_model.lm_head."),
-    ("model.vision_tower.", "vision_tower."),
-    ("model.multi_modal_projector.", "multi_modal_projector."),
 )
 # Parts of modules' names, and what checkpoints write there that transformers renames as it loads them.
 RENAMED = (
@@ -85,10 +80,8 @@ class ForeignDecoder(StagedModel):
         head: Head = "lm",
         recompute: Recompute = "none",
         source: TensorSource | None = None,
-        code: Path | None = None,
     ) -> None:
-        """code: the model's directory, where the code in it is trusted."""
-        whole = make_model(config, code)
+        whole = make_model(config)
         base: Any = whole.get_submodule("model")
         words, own_head = base.get_input_embeddings(), whole.get_submodule("lm_head")
         tied = head == "lm" and own_head.weight is words.weight
@@ -110,8 +103,6 @@ class ForeignDecoder(StagedModel):
         self.stems: tuple[tuple[str, str], ...] = ()
         self.listed: Collection[str] = () if source is None else source.names
         if source is not None:
-            if not isinstance(base, Remote):
-                _refuse_names(source)
             self.stems = tuple((ours, theirs) for ours, theirs in OLD_STEMS if _lists(source.names, theirs, ours))
             self.experts = form_of(self, source)
 
@@ -173,9 +164,8 @@ class ForeignDecoder(StagedModel):
         return iter(())
 
     def groups(self) -> Iterator[nn.Module]:
-        yield from (
-            module for module in self.model.modules() if isinstance(module, transformers.GradientCheckpointingLayer)
-        )
+        kinds = (Block, transformers.GradientCheckpointingLayer)
+        yield from (module for module in self.model.modules() if isinstance(module, kinds))
         if not self.tied:
             yield self.model.get_input_embeddings()
             yield self.head
@@ -203,14 +193,9 @@ class _ParametersWithoutMemory(TorchFunctionMode):
         return func(*args, **options)
 
 
-def make_model(config: Mapping[str, Any], code: Path | None = None) -> "transformers.PreTrainedModel":
-    """The model of a raw config.json in float32, on the meta device but for its computed buffers. Raises ModelError.
-
-    code: the model's directory, where the code in it is trusted.
-    """
+def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
+    """The model of a raw config.json in float32, on the meta device but for its computed buffers. Raises ModelError."""
     register()
-    if is_foreign(config):
-        return _remote(config, code)
     known = known_config(config)
     try:
         _refuse(known)
@@ -220,6 +205,7 @@ def make_model(config: Mapping[str, Any], code: Path | None = None) -> "transfor
         kind = transformers.AutoModelForImageTextToText if sighted else transformers.AutoModelForCausalLM
         with _ParametersWithoutMemory():
             model: transformers.PreTrainedModel = kind.from_config(known, dtype=torch.float32)
+            replace_tower(model)
     except ModelError:
         raise
     except REFUSALS as error:
@@ -248,25 +234,14 @@ def group_even_experts(model: "transformers.PreTrainedModel") -> None:
         model.set_experts_implementation("eager")
 
 
-def _remote(config: Mapping[str, Any], code: Path | None) -> "transformers.PreTrainedModel":
-    """The same, of code that comes with the model."""
-    known = known_config(config, code)
-    model = make_model(text_config(config))
+def known_config(config: Mapping[str, Any]) -> "transformers.PreTrainedConfig":
+    """A raw config.json as transformers reads it. Raises ModelError."""
     try:
-        with _ParametersWithoutMemory():
-            tower, projector = remote_tower(known)
-    except REFUSALS as error:
-        raise ModelError(f"the model's own code makes no model of its config: {error}") from error
-    model.add_module("model", Remote(known, model.get_submodule("model"), tower.eval(), projector.eval()))
-    return model
-
-
-def known_config(config: Mapping[str, Any], code: Path | None = None) -> "transformers.PreTrainedConfig":
-    """A raw config.json as transformers reads it, or code in the directory `code`, if it is trusted. Raises ModelError."""
-    try:
-        options = _floats(dict(config))
-        if is_foreign(config):
-            return remote_config(config, code)
+        options = _floats(dict(translated(config)))
+        if options["model_type"] not in transformers.CONFIG_MAPPING and "auto_map" in options:
+            raise ModelError(
+                f"model_type {options['model_type']!r} is code that comes with the model, which is not run"
+            )
         family = options.pop("model_type")
         field, other = READ_AS.get(family, ("", family))
         family = other if field in options else family
@@ -306,16 +281,6 @@ def renamed(name: str) -> Iterator[str]:
 def _lists(names: Collection[str], stem: str, without: str) -> bool:
     """Whether a checkpoint has names with one stem and none with another."""
     return any(name.startswith(stem) for name in names) and not any(name.startswith(without) for name in names)
-
-
-def _refuse_names(source: TensorSource) -> None:
-    """Weights that are not slices of the modules': Kimi's own code rotates its tower's attention differently."""
-    foreign = next((name for name in source.names if ".wqkv." in name), None)
-    if foreign is not None:
-        raise ModelError(
-            f"{source.path} is written for its authors' own code ({foreign}); load it with transformers and write the "
-            "model's state_dict() with safetensors.torch.save_file, which keeps the names of the modules"
-        )
 
 
 def _refuse(config: "transformers.PreTrainedConfig") -> None:
@@ -377,7 +342,9 @@ def _recompute(model: "transformers.PreTrainedModel", recompute: Recompute) -> N
     else:
         model.gradient_checkpointing_enable(options(recompute))
     for block in model.modules():
-        if isinstance(block, transformers.GradientCheckpointingLayer):
+        if isinstance(block, Encoder):
+            block.recompute = recompute
+        elif isinstance(block, transformers.GradientCheckpointingLayer):
             block.train()
             for module in block.children():
                 module.eval()

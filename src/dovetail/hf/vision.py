@@ -65,7 +65,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "glm4v": Family(marks=True, frames_apart=True),
         "glm4v_moe": Family(marks=True, frames_apart=True),
         "kimi_k25": Family(clips=False),
-        "kimi_vl": Family(clips=False),  # by code of its own
+        "kimi_vl": Family(clips=False),
     }
 )
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dovetail.batch import start_reading
 from dovetail.dealing import plan_microbatches
-from dovetail.errors import CheckpointError, ModelError, listing
+from dovetail.errors import CheckpointError, listing
+from dovetail.hf.kimi import replace_tower
 from dovetail.hf.model import OLD_STEMS, group_even_experts, is_sighted, known_config, renamed
-from dovetail.hf.remote import is_foreign
 from dovetail.hf.vision import as_images, family_of, kinds_of
 from dovetail.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams, check_prompts
@@ -40,15 +40,11 @@ class TransformersSampler:
         """config: of the checkpoint."""
         assert mesh["tp"].size == mesh["pp"].size == 1, "build.sampling makes all ranks replicas"
         self.mesh, self.dtype = mesh, dtype
-        if is_foreign(config):
-            raise ModelError(
-                f"model_type {config['model_type']!r} is code that comes with the model, which scores and trains by sft; its own "
-                "generate is not run"
-            )
         known = known_config(config)
         sighted = is_sighted(known)
         kind = transformers.AutoModelForImageTextToText if sighted else transformers.AutoModelForCausalLM
         model: transformers.PreTrainedModel = kind.from_config(known, dtype=dtype)
+        replace_tower(model)
         group_even_experts(model)
         _widen_choices(model)
         model.generation_config = transformers.GenerationConfig()  # generate fills in what a call leaves open

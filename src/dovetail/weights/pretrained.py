@@ -35,16 +35,15 @@ HEAD_NAMES = ("score.weight", "score.bias")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model directory before its weights are read. code: the directory, where the code in it is trusted."""
+    """A model directory before its weights are read."""
 
     path: Path
     config: Mapping[str, Any]
     spec: AnySpec
     sides: Mapping[str, Path]
-    code: Path | None = None
 
     @classmethod
-    def open(cls, name: str | Path, engine: EngineName = "auto", *, trust_remote_code: bool = False) -> "Pretrained":
+    def open(cls, name: str | Path, engine: EngineName = "auto") -> "Pretrained":
         """Read the config of a directory, or of a pinned hub name, which is fetched first.
 
         Its spec is the one that `engine` runs; auto: ours where we know the family, else transformers'.
@@ -59,7 +58,7 @@ class Pretrained:
         named = config.get("model_type")
         native = engine == "native" or (engine == "auto" and (not isinstance(named, str) or named in FAMILIES))
         spec = spec_from_config(config) if native else foreign_spec(config)
-        return cls(path, config, spec, side_files(path), path if trust_remote_code else None)
+        return cls(path, config, spec, side_files(path))
 
     @property
     def has_tokenizer(self) -> bool:
@@ -82,7 +81,7 @@ class StoredHead:
     kind: Head
     aliases: Mapping[str, str]
     fresh: tuple[str, ...]
-    ignore: tuple[str, ...] = ("lm_head.*",)
+    ignore: tuple[str, ...] = ("lm_head.*", "language_model.lm_head.*")
 
 
 LM_HEAD = StoredHead("lm", {}, (), ())

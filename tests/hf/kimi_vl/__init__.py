@@ -1,1 +1,1 @@
-"""A stand-in for the code that Kimi-VL's directory has: files of the same names, classes, modules and arguments."""
+"""Kimi-VL by the math of its published code (modeling_kimi_vl.py, image_processing_kimi_vl.py): what ours is compared with."""

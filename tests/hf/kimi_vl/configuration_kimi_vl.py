@@ -1,4 +1,4 @@
-"""The config of the stand-in: a tower's, a text backbone's, and the id that stands for a part of an image."""
+"""The config: a tower's, a text backbone's, and the id that stands for a part of an image."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The model of the stand-in: a tower of native resolution, whose rows go through a projector into a DeepSeek-V3."""
+"""The model: a tower of native resolution, whose rows go through a projector into a DeepSeek-V3."""
 
 from typing import Any
 
