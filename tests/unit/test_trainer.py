@@ -303,7 +303,7 @@ def test_a_reward_that_gives_no_number_for_three_steps_ends_the_run() -> None:
     task = pretended_ppo(report(1.0), report(1.0))
     nothing = mock.Mock(return_value=[RewardResult(None)] * 4)
     nothing.name = "grader:f"
-    judges = [nothing, nothing, task.judge, nothing, nothing]
+    judges: list[Any] = [nothing, nothing, task.judge, nothing, nothing]
     for step, task.judge in enumerate(judges):
         task.step(step)
     with pytest.raises(

@@ -32,6 +32,7 @@ OURS = (str(Path(__file__).parents[1]) + os.sep, "<frozen ", importlib.__file__)
 POSITIONAL = frozenset({"completion", "answer", "_answer", "finish", "_finish"})  # what a built-in always gets
 _MOST_TEXT = 1000  # characters of an exception that an error repeats
 END_SECONDS = 10.0  # for killed processes to be gone
+LOOK_MILLISECONDS = 1000.0  # between two looks at whether the runner is there
 
 
 class Caught:
@@ -94,9 +95,10 @@ def _keep(child: int) -> NoReturn:
 
 
 def _end_when_closed(child: int) -> NoReturn:
-    requests = select.poll()
-    requests.register(0, 0)  # for no event but the end, which comes with the last process that holds the other end
-    requests.poll()
+    runner, requests = os.getppid(), select.poll()
+    requests.register(0, 0)  # for no event but the end of the pipe
+    while not requests.poll(LOOK_MILLISECONDS) and os.getppid() == runner:
+        pass  # another process that the runner forked may still hold its end
     _end(child)
 
 
