@@ -77,7 +77,7 @@ class Console:
                 ("no update: " if row["tokens"] == 0 else "") + "all samples of every prompt have equal rewards"
             )
         elif row["tokens"] == 0:
-            notes.append("no update: no sample has a reward")
+            notes.append("no update: no sample has a reward, it returned None for all of them")
         shown = [f"{label} {known[key]:{form}}" for key, label, form in SHOWN if key in known]
         notes += [" ".join(failed.split())] if failed else []
         self.say(f"step {row['step']}/{self._steps}  " + "  ".join(notes + shown))

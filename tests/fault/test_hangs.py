@@ -141,7 +141,7 @@ def test_an_endless_reward_is_found_where_its_own_limit_is_too_long(model: Path,
     while process.poll() is None and not _in_reward(tmp_path / "tmp"):
         time.sleep(0.01)
     below = children_of([process.pid])
-    assert len(below) == 4, "two ranks, two reward workers"
+    assert len(below) == 6, "two ranks, two reward workers and their keepers"
     _, err = process.communicate(timeout=200)
     assert process.returncode == 1
     assert told_after(err) < LIMIT + SLACK

@@ -91,9 +91,9 @@ def test_more_than_one_in_twenty_stops_with_the_first_cause(what: str, model: Pa
         assert len(set(ended)) == 1, ended
         told.append(refusal(ended[0]))
     for message in told:
-        assert "step 1: the reward failed on 4 of 40 samples, more than 5%; first cause: " in message
-        assert FAILURES[what] in message
-        assert "mend the reward function" in message
+        assert "step 1: the reward failed on 3 of 40 samples, more than 5%" in message
+        assert f"; first cause: {FAILURES[what]}" in message
+        assert "; fix the reward function, or the rows that it fails on" in message
 
 
 def test_none_drops_samples_without_an_error(model: Path, tmp_path: Path) -> None:
@@ -106,11 +106,20 @@ def test_none_drops_samples_without_an_error(model: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("function", ["judged", "listed"])
 def test_a_step_without_any_sample_trains_nothing(function: str, model: Path, tmp_path: Path) -> None:
+    """And the third one in a row ends the run."""
     recipe = make(tmp_path, model, "none", reward={"import": f"grader:{function}"})
-    ended = here("train", recipe)
+    given = [f"data.eval={tmp_path / 'rows.jsonl'}"] if function == "judged" else []
+    ended = here("train", recipe, *given)
     assert ended.code == 0, ended.err
+    assert ended.out.count("no update: no sample has a reward, it returned None for all of them") == 2
+    assert ended.out.count("warning: the reward returned None for every sample of data.eval") == len(given)
     for row in read_rows(tmp_path / "run/metrics.jsonl"):
         assert (row["loss"], row["grad_norm"], row["tokens"], row["reward_errors"]) == (None, 0.0, 0, 0)
+    message = refusal(here("train", recipe, "trainer.steps=4", f"run_dir={tmp_path}/longer"))
+    assert (
+        f"step 3: 3 steps in a row have no sample with a reward, so that nothing is trained: grader:{function}"
+        in message
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])

@@ -35,7 +35,9 @@ def test_sigterm(layout: str, save_every: int, model: Path, tmp_path: Path) -> N
     process = rl_run(model, tmp_path, *flags, grader=REWARD, answer=str(tmp_path), save_every=save_every)
     assert trained(process, tmp_path / "run/metrics.jsonl", 2)
     below = children_of([process.pid])
-    assert len(below) == (2 if layout == "tp=1" else 4), "two reward workers, and the ranks where we start them"
+    assert len(below) == (4 if layout == "tp=1" else 6), (
+        "two reward workers, their keepers, and the ranks where we start them"
+    )
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (143, "")

@@ -105,14 +105,14 @@ def test_samples_that_the_reward_drops_are_not_trained(given: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     ("sections", "reward"),
     [
-        ({"reward": {"import": "digit_rewards:nothing"}, "trainer": {"stop_at_reward": 0.0}}, math.nan),
+        ({"reward": {"import": "digit_rewards:nothing"}, "trainer": {"stop_at_reward": 0.0, "steps": 2}}, math.nan),
         ({"reward": {"import": None, "name": "exact_match"}, "algorithm": {"skip_equal_groups": True}}, 0.0),
     ],
     ids=["every sample dropped", "every group agrees"],
 )
 def test_a_step_may_leave_nothing_to_train(given: Any, sections: dict[str, Any], reward: float) -> None:
     recorded = run(1, record, given(rollout={"max_new_tokens": 1}, **sections))[0]
-    assert recorded.reports == [] and recorded.moved["policy"] == [False] * 3
+    assert recorded.reports == [] and set(recorded.moved["policy"]) == {False}
     for row in recorded.rows:
         assert set(row) >= ALWAYS_IN_RL - {"peak_memory_gib"}
         assert (row["tokens"], row["grad_norm"]) == (0, 0.0)
@@ -139,7 +139,7 @@ def test_groups_that_agree_may_be_left_out(given: Any) -> None:
 
 def test_a_reward_that_fails_stops_the_run_with_its_cause_and_leaves_nothing_open(given: Any) -> None:
     failure, metrics, rewards = run(1, closed_after_failure, given(reward={"import": "digit_rewards:broken"}))[0]
-    assert "step 1: the reward failed on 32 of 32 samples" in failure and "broken on purpose" in failure
+    assert "step 1: the reward failed on 2 of 32 samples" in failure and "broken on purpose" in failure
     assert metrics and rewards
 
 

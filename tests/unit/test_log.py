@@ -50,7 +50,7 @@ NOTHING = {**EMPTY_UPDATE, "step": 1, "response_length_mean": 4.0, "reward_mean"
         ({"equal_groups": 1.0}, "no update: all samples of every prompt have equal rewards  reward 0.500  length 4.0"),
         (
             {"reward_mean": math.nan, "response_length_mean": math.nan, "equal_groups": math.nan},
-            "no update: no sample has a reward",
+            "no update: no sample has a reward, it returned None for all of them",
         ),
         (
             {"tokens": 9, "loss": 0.0, "entropy_mean": 1.0, "kl_mean": 0.0, "equal_groups": 1.0},

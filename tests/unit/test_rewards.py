@@ -1,7 +1,5 @@
 """Built-in rewards, both signatures of a user's function, and what a bad one cannot do to a run."""
 
-import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -13,9 +11,7 @@ import pytest
 from dovetail.errors import ConfigError
 from dovetail.metrics import json_line
 from dovetail.rl.reward_functions import final_number, format_match, number_only, numbers, numeric_match
-from dovetail.rl.rewards import Judged, RewardResult, RewardRunner, count_errors
-from dovetail.watch.system import kernel_state
-from tests.fault.processes import SECONDS, all_gone, is_alive, waited
+from dovetail.rl.rewards import Judged, RewardResult, RewardRunner
 
 HANG = 3.0  # seconds that a reward may take; any but the one that hangs takes none, on a busy machine, too
 MODULE = """
@@ -256,8 +252,7 @@ def test_what_a_reward_may_not_do_drops_its_sample_only(directory: Path) -> None
         assert results[text].value is None
         assert words in str(results[text].error), text
     assert "my_rewards.py:" in str(results["raise"].error), "the cause names the user's line"
-    number, first = count_errors(list(results.values()))
-    assert (number, first) == (len(causes), results["raise"].error)
+    assert sum(result.error is not None for result in results.values()) == len(causes)
 
 
 def test_hanging_samples_do_not_wait_for_each_other(directory: Path) -> None:
@@ -308,45 +303,3 @@ def test_neither_the_parent_side_nor_the_worker_loads_torch() -> None:
     code = "import sys, dovetail.rl.rewards, dovetail.rl.reward_worker; sys.exit('torch' in sys.modules)"
     path = f"import sys; sys.path[:] = {sys.path!r}; "
     assert subprocess.run([sys.executable, "-c", path + code], check=False).returncode == 0
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-def test_close_ends_what_a_reward_left_running(tmp_path: Path) -> None:
-    marker = tmp_path / "pid"
-    source = f"""
-        import subprocess
-        def f(prompts, completions):
-            child = subprocess.Popen(["sleep", "1000"])
-            open({str(marker)!r}, "w").write(str(child.pid))
-            return [0.0]
-    """
-    (tmp_path / "spawns.py").write_text(textwrap.dedent(source))
-    with RewardRunner(function="spawns:f", directory=tmp_path) as runner:
-        assert runner.score([sample("x")]) == [RewardResult(0.0)]
-        child = int(marker.read_text())
-        assert is_alive(child)
-    assert all_gone({child}, SECONDS), "the child of the reward function outlived the runner"
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-def test_a_worker_that_ends_itself_leaves_nothing_running(tmp_path: Path) -> None:
-    source = """
-        import os, subprocess
-        def f(data_source, solution_str, ground_truth, extra_info):
-            child = subprocess.Popen(["sleep", "1000"])
-            open(solution_str, "w").write(str(child.pid))
-            os._exit(7)
-    """
-    (tmp_path / "spawns.py").write_text(textwrap.dedent(source))
-    marker = tmp_path / "pid"
-    with RewardRunner(function="spawns:f", directory=tmp_path) as runner:
-        (worker,) = runner._workers
-        worker.send(vars(sample(str(marker))))
-        assert waited(lambda: kernel_state(worker._process.pid) == "Z", SECONDS)
-        child = int(marker.read_text())
-        worker.kill()
-        try:
-            assert all_gone({child}, 5.0), "the run goes on, and so did what its reward had started"
-        finally:
-            if is_alive(child):
-                os.kill(child, signal.SIGKILL)

@@ -299,6 +299,19 @@ def test_too_many_failed_rewards_of_an_evaluation_are_told_as_such() -> None:
         task.evaluate(10)
 
 
+def test_a_reward_that_gives_no_number_for_three_steps_ends_the_run() -> None:
+    task = pretended_ppo(report(1.0), report(1.0))
+    nothing = mock.Mock(return_value=[RewardResult(None)] * 4)
+    nothing.name = "grader:f"
+    judges: list[Any] = [nothing, nothing, task.judge, nothing, nothing]
+    for step, task.judge in enumerate(judges):
+        task.step(step)
+    with pytest.raises(
+        DataError, match=r"^step 6: 3 steps in a row have no sample with a reward.* grader:f returned None"
+    ):
+        task.step(5)
+
+
 def test_a_skipped_update_of_the_critic_is_one_of_its_step() -> None:
     """A critic whose gradients are never finite would learn nothing, and the policy from what it says."""
     task = pretended_ppo(report(1.0), replace(report(10.0), skipped=True, faults={1: ["gradient"]}))

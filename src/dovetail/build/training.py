@@ -118,7 +118,7 @@ class Builder:
             if isinstance(recipe.algorithm, SFT):
                 task, rows, engines = self._sft(loop)
             else:
-                judge = Judge(self._reward_runner(), self.mesh)
+                judge = Judge(self._reward_runner(), self.mesh, str(recipe.reward.function or recipe.reward.name))
                 on_failure.callback(judge.close)
                 task, rows, engines = self._rl(recipe.algorithm, loop, judge)
             if self.resumed is not None:

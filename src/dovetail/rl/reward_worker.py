@@ -1,32 +1,38 @@
-"""What runs inside a reward worker process: load one reward function, then answer one JSON line a sample.
+"""A reward worker: a process that loads one reward function and answers one JSON line a sample, and its keeper.
 
-The parent is `rewards.RewardRunner`. The first line it sends says what to load; the first answer says whether that
-worked. Foreign code may print, raise, exit, hang or crash: printing goes to standard error, raising and exiting are
-answers, and hanging and crashing end this process and nothing else.
+`rewards.RewardRunner` starts the keeper, which forks the process that the reward runs in. The first line that the runner
+sends says what to load; the first answer says whether that worked. A reward may print, raise, exit, hang or crash: printing
+goes to standard error, raising and exiting are answers, and hanging and crashing end this process and nothing else. The
+keeper runs no code of the user: it ends the reward's process and all that this one started, daemons too.
 """
 
 import importlib
 import inspect
-import json
 import math
 import os
+import select
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
+from json import dumps, loads  # taken before a reward may put others in their place
 from pathlib import Path
 from traceback import walk_tb
 from types import TracebackType
 from typing import Any, NoReturn
 
 from dovetail.rl.reward_functions import BUILT_IN
-from dovetail.watch.system import die_with_parent
+from dovetail.watch.system import adopt_orphans, die_with_parent, end_children
 
 Scorer = Callable[[Mapping[str, Any]], Any]
 # What lies between the call and a user's file: this package, and Python's way of importing a module.
 OURS = (str(Path(__file__).parents[1]) + os.sep, "<frozen ", importlib.__file__)
 POSITIONAL = frozenset({"completion", "answer", "_answer", "finish", "_finish"})  # what a built-in always gets
-_GRACE = 5.0  # seconds after which a call ends its own process, should the parent have died meanwhile
+_MOST_TEXT = 1000  # characters of an exception that an error repeats
+END_SECONDS = 10.0  # for killed processes to be gone
+LOOK_MILLISECONDS = 1000.0  # between two looks at whether the runner is there
 
 
 class Caught:
@@ -42,7 +48,7 @@ class Caught:
     ) -> bool:
         if kind is None or error is None:
             return True
-        self.error = f"{kind.__name__}: {error}{_place(trace)}"
+        self.error = f"{kind.__name__}: {error!s:.{_MOST_TEXT}}{_place(trace)}"
         return True
 
 
@@ -55,37 +61,64 @@ def _place(trace: TracebackType | None) -> str:
 
 def main() -> NoReturn:
     """Serve until standard input ends, or the parent does."""
+    adopt_orphans()
+    child = os.fork()
+    if child:
+        _keep(child)
     die_with_parent()
+    os.setsid()  # a reward that signals its own process group does not reach the keeper
     requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", buffering=1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # foreign code that reads or prints must not touch the conversation
     os.dup2(2, 1)
-    setup = json.loads(requests.readline())
+    setup = loads(requests.readline())
     scorer = None
     with Caught() as caught:
         scorer = load(setup["name"], setup["function"], setup["options"], setup["directory"])
-    answers.write(json.dumps({"error": caught.error}) + "\n")
+    answers.write(dumps({"id": setup["id"], "value": None, "error": caught.error}) + "\n")
     if scorer is not None:
         for line in requests:
-            answer = evaluate(scorer, json.loads(line), setup["timeout"])
+            sample = loads(line)
+            answer = evaluate(scorer, sample)
             sys.stdout.flush()  # what the function printed
-            answers.write(json.dumps(answer) + "\n")
+            answers.write(dumps({"id": sample["id"], **answer}) + "\n")
     os._exit(0)  # a user's module may have left threads behind
 
 
-def evaluate(scorer: Scorer, sample: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+def _keep(child: int) -> NoReturn:
+    """End all that runs below this process when `child` has ended, or when nobody can send requests any more."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a reward that signals its parent ends no run
+    threading.Thread(target=_end_when_closed, args=(child,), daemon=True).start()
+    while os.wait()[0] != child:
+        pass
+    _end(child)
+
+
+def _end_when_closed(child: int) -> NoReturn:
+    runner, requests = os.getppid(), select.poll()
+    requests.register(0, 0)  # for no event but the end of the pipe
+    while not requests.poll(LOOK_MILLISECONDS) and os.getppid() == runner:
+        pass  # another process that the runner forked may still hold its end
+    _end(child)
+
+
+def _end(child: int) -> NoReturn:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)  # where there is no /proc, its own process group is all that is known
+    end_children(seconds=END_SECONDS)
+    os._exit(0)
+
+
+def evaluate(scorer: Scorer, sample: Mapping[str, Any]) -> dict[str, Any]:
     """{"value": number or None, "error": text or None} of one sample."""
     value: Any = None
     number = math.nan
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, timeout + _GRACE)  # ends even a call that never gives up the interpreter
     with Caught() as caught:
         value = scorer(sample)
         if isinstance(value, Mapping):  # as verl's rewards may tell more than the number
             value = value["score"]
         if value is not None and not isinstance(value, (str, bytes)):
             number = float(value)
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
     if caught.error is not None:
         return {"value": None, "error": caught.error}
     if value is None:

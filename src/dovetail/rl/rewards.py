@@ -4,12 +4,12 @@ A reward is a built-in (`reward_functions.BUILT_IN`) or a user's `module:functio
 signature of docs/contract.md, section `train` (called as `reward_worker` says). This module and the workers load no torch.
 """
 
-import contextlib
 import difflib
 import json
 import os
+import random
+import secrets
 import selectors
-import signal
 import subprocess
 import sys
 import time
@@ -22,11 +22,14 @@ from typing import IO, Any
 from dovetail.errors import ConfigError
 from dovetail.metrics import as_text
 from dovetail.rl.reward_functions import BUILT_IN
+from dovetail.rl.reward_worker import END_SECONDS
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dovetail.rl.reward_worker import main; main()"
 SLOW = "where it needs longer, raise reward.timeout_seconds"
 _START_SECONDS = 120.0  # a user's module may import heavy things
 LONGEST = 1e6  # seconds that a reward may take; the system's calls take no more than twice as many
+FIRST_SAMPLES = 8  # where all of so many fail, drawn at random, that 5 % of all fail has a chance of 4e-11
+_MOST_BYTES = 1 << 20  # of an answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +45,14 @@ class Judged:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """`value` is None for a dropped sample: on purpose where `error` is None too (the function returned None)."""
+    """`value` is None for a dropped sample: on purpose where `error` is None too (the function returned None).
+
+    judged: False where `score` gave up before it came to the sample.
+    """
 
     value: float | None
     error: str | None = None
-
-
-def count_errors(results: Sequence[RewardResult]) -> tuple[int, str | None]:
-    """How many samples an error dropped, and the first one's cause."""
-    errors = [result.error for result in results if result.error is not None]
-    return len(errors), errors[0] if errors else None
+    judged: bool = True
 
 
 class RewardRunner:
@@ -79,13 +80,12 @@ class RewardRunner:
             raise ConfigError(f"reward.name={name!r} is no built-in reward ({', '.join(BUILT_IN)}){hint}")
         if function is not None and not all(function.partition(":")):
             raise ConfigError(f"reward.import={function!r} is not of the form module:function")
-        timeout = self._timeout = min(timeout, LONGEST)
+        self._timeout = min(timeout, LONGEST)
         self._setup = {
             "name": name,
             "function": function,
             "options": dict(options or {}),
             "directory": None if directory is None else str(Path(directory).resolve()),
-            "timeout": timeout,
         }
         self._workers = [_Worker(self._setup) for _ in range(max(workers, 1))]
         for worker in self._workers:
@@ -99,10 +99,14 @@ class RewardRunner:
     ) -> None:
         self.close()
 
-    def score(self, samples: Sequence[Judged]) -> list[RewardResult]:
-        """One result a sample, in order, whatever the reward function does to its worker."""
+    def score(self, samples: Sequence[Judged], most_errors: float | None = None) -> list[RewardResult]:
+        """One result a sample, in order, whatever the reward function does to its worker.
+
+        most_errors: give up, and close the runner, once more than this share of all samples has failed, or all of the
+        first `FIRST_SAMPLES`. Samples are judged in a random order, the same for equally many.
+        """
         results: list[RewardResult | None] = [None] * len(samples)
-        waiting = list(range(len(samples)))[::-1]
+        waiting = random.Random(0).sample(range(len(samples)), len(samples))
         running: dict[_Worker, tuple[int, float]] = {}
         idle = list(self._workers)
         with selectors.DefaultSelector() as selector:
@@ -121,11 +125,16 @@ class RewardRunner:
                     selector.unregister(worker.answers)
                     del running[worker]
                     results[index] = self._result(worker, answer)
-                    idle.append(worker if answer is not None else self._replace(worker))
+                    if most_errors is not None and _hopeless(results, most_errors):
+                        self.close()
+                        return [result or RewardResult(None, judged=False) for result in results]
+                    idle.append(worker if answer is not None and worker.alive else self._replace(worker))
         return [result for result in results if result is not None]
 
     def close(self) -> None:
         """End the workers; the runner is not to be used again."""
+        for worker in self._workers:
+            worker.ask_to_end()
         for worker in self._workers:
             worker.kill()
         self._workers.clear()
@@ -157,35 +166,42 @@ class RewardRunner:
             raise ConfigError(f"reward {name!r} (looked up from {self._setup['directory']}) cannot be loaded: {cause}")
 
 
+def _hopeless(results: Sequence[RewardResult | None], most_errors: float) -> bool:
+    """Whether too many samples have failed, however the others come out."""
+    done = [result.error is not None for result in results if result is not None]
+    return sum(done) > most_errors * len(results) or (all(done) and len(done) >= FIRST_SAMPLES)
+
+
 class _Worker:
-    """One child process in a session of its own, spoken to in JSON lines."""
+    """The keeper of one reward process, in a session of its own; both speak JSON lines."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # so that what a reward function starts dies with it
+            start_new_session=True,  # a Ctrl-C in the terminal is the run's alone
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._requests: IO[bytes] = self._process.stdin
         self.answers: IO[bytes] = self._process.stdout
         os.set_blocking(self.answers.fileno(), False)
-        self._buffer = b""
+        self._buffer, self._asked = b"", ""
         self.alive = True
         self.send(setup)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """A child that is already gone shows in `answer`."""
+        self._asked = secrets.token_hex()
         try:
-            left = json.dumps(message, default=as_text).encode() + b"\n"
+            left = json.dumps({**message, "id": self._asked}, default=as_text).encode() + b"\n"
             while left:
                 left = left[os.write(self._requests.fileno(), left) :]
         except BrokenPipeError:
             self.alive = False
 
     def answer(self) -> Mapping[str, Any] | None:
-        """The next whole line, if it has come; never waits."""
+        """The answer to the latest message, if it has come; never waits. After one of another form nothing more is read."""
         try:
             chunk = os.read(self.answers.fileno(), 1 << 16)
         except BlockingIOError:
@@ -193,17 +209,37 @@ class _Worker:
         self.alive = self.alive and bool(chunk)
         self._buffer += chunk
         line, newline, rest = self._buffer.partition(b"\n")
-        if not newline:
+        if not newline and len(line) < _MOST_BYTES:
             return None
         self._buffer = rest
-        answer: Mapping[str, Any] = json.loads(line)
-        return answer
+        answer = _parsed(line)
+        if answer is not None and answer["id"] == self._asked:
+            return answer
+        self.alive = False
+        return {"value": None, "error": f"the reward wrote into the pipe that its answers go through: {line!r:.100}"}
+
+    def ask_to_end(self) -> None:
+        """Have the keeper end itself and all that runs below it."""
+        self._requests.close()
 
     def kill(self) -> None:
-        """End the child and everything it started, which is still there where the child has ended by itself."""
-        if self._process.returncode is None:  # until `wait` its number is nobody else's
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._requests.close()
+        """End the reward and everything it started, which is still there where the reward has ended by itself."""
+        self.ask_to_end()
+        try:
+            self._process.wait(2 * END_SECONDS)
+        except subprocess.TimeoutExpired:  # the reward has stopped its keeper
+            self._process.kill()
+            self._process.wait()
         self.answers.close()
+
+
+def _parsed(line: bytes) -> Mapping[str, Any] | None:
+    """An answer as `reward_worker` writes them; None for anything else."""
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    match answer:
+        case {"id": str(), "value": int() | float() | None, "error": str() | None}:
+            return answer
+    return None

@@ -6,6 +6,7 @@ all.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -174,6 +175,10 @@ class RunDirectory:
         self._before = evaluation
         if evaluation and self.resumed is None:
             self.say("before training: " + _numbers(evaluation))
+            if math.isnan(evaluation.get("eval_reward_mean", 0.0)):
+                self.say(
+                    "warning: the reward returned None for every sample of data.eval; without a number nothing is trained"
+                )
         self.console.start()
 
     def record(self, row: Row, samples: Seq[Sample]) -> None:

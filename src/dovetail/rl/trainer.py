@@ -22,16 +22,15 @@ from dovetail.rl.experience import (
     with_advantages,
 )
 from dovetail.rl.guard import Guard
-from dovetail.rl.judging import Judge
+from dovetail.rl.judging import Judge, count_errors
 from dovetail.rl.losses import Aggregation, weight_fields
 from dovetail.rl.replay import Replay, monitor, routed, score_old
-from dovetail.rl.rewards import count_errors
 from dovetail.rl.updates import EMPTY_UPDATE, Row, Updates, describe, mean
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 from dovetail.rows import batch_rows
 from dovetail.watch.progress import Phase, Progress
 
-MOST_REWARD_ERRORS = 0.05  # of a step's samples; above it the reward itself is taken to be wrong
+MOST_UNREWARDED_STEPS = 3  # in a row
 SOLVED = 1.0  # a reward that counts as solved in evaluations
 MEASURED_STEPS = 2  # after which a run with a time budget predicts its length
 
@@ -176,6 +175,7 @@ class RLTask:
         self.prompts, self.held_out = prompts, held_out
         self.judge, self.decode = judge, decode
         self.samples: list[Sample] = []  # of the last step, for the run's files
+        self.unrewarded = 0  # steps in a row
         self.trained = [engine for engine in (models.policy, models.critic) if engine is not None]
 
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
@@ -184,6 +184,7 @@ class RLTask:
         self.loop.progress.phase("push", step + 1)
         samples, failed = self._sample(prompts, replace(self.settings.sampling, step=step))
         self.samples = samples
+        self._count_unrewarded(step)
         compared = self.settings.advantages.kind != "ppo"
         row = {**describe(samples, compared=compared), **failed}
         if self.settings.skip_equal_groups:
@@ -251,19 +252,23 @@ class RLTask:
         texts = [self.decode(c.ids) for c in completions]
         progress.phase(phase or "reward")
         results = self.judge([prompts[c.row] for c in completions], completions, texts)
-        errors, cause = count_errors(results)
-        if errors > MOST_REWARD_ERRORS * len(results):
-            where = f"the evaluation after step {params.step}" if phase == "eval" else f"step {params.step + 1}"
-            raise DataError(
-                f"{where}: the reward failed on {errors} of {len(results)} samples, more than "
-                f"{MOST_REWARD_ERRORS:.0%}; first cause: {cause}; mend the reward function"
-            )
+        where = f"the evaluation after step {params.step}" if phase == "eval" else f"step {params.step + 1}"
+        errors, cause = count_errors(results, [prompts[c.row].id for c in completions], where)
         samples = [
             Sample(prompts[c.row], c.row, c, text, result.value)
             for c, text, result in zip(completions, texts, results, strict=True)
             if result.value is not None
         ]
         return samples, {"reward_errors": errors, **({} if cause is None else {"reward_error": cause})}
+
+    def _count_unrewarded(self, step: int) -> None:
+        """Raise DataError after too many steps in a row without any sample that has a reward."""
+        self.unrewarded = 0 if self.samples else self.unrewarded + 1
+        if self.unrewarded == MOST_UNREWARDED_STEPS:
+            raise DataError(
+                f"step {step + 1}: {self.unrewarded} steps in a row have no sample with a reward, so that nothing is "
+                f"trained: {self.judge.name} returned None for all of them, which drops a sample; return a number"
+            )
 
     def _monitor(self, samples: Seq[Sample]) -> Row:
         """How far the policy is from what it is said to have sampled, where that is asked for."""

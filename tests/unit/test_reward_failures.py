@@ -1,0 +1,162 @@
+"""What a reward's failures cost: its sample, or the run; and that nothing which a reward started outlives its worker."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dovetail.errors import DataError
+from dovetail.rl.judging import count_errors
+from dovetail.rl.rewards import FIRST_SAMPLES, Judged, RewardResult, RewardRunner
+from tests.fault.processes import all_gone, is_alive
+
+HANG = 3.0  # seconds that a reward may take; any but the one that hangs takes none, on a busy machine, too
+SPAWNING = """
+import os, signal, subprocess, sys, time
+
+def f(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "signal":
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(os.getppid(), number)
+        return 0.0
+    what, marker = solution_str.split()
+    if what == "child":
+        pid = subprocess.Popen(["sleep", "1000"]).pid
+        with open(marker, "w") as file:
+            file.write(str(pid))
+    elif not os.fork():  # a daemon: two forks, a session of its own, and all that it inherited still open
+        os.setsid()
+        if not os.fork():
+            with open(marker + "~", "w") as file:
+                file.write(str(os.getpid()))
+            os.rename(marker + "~", marker)
+            time.sleep(1000)
+        os._exit(0)
+    else:
+        os.wait()
+        while not os.path.exists(marker):
+            time.sleep(0.01)
+    if what == "crash":
+        os._exit(7)
+    if what == "hang":
+        time.sleep(1000)
+    return 0.0
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+@pytest.mark.parametrize("what", ["child", "daemon", "crash", "hang", "killed"])
+def test_nothing_that_a_reward_started_outlives_its_worker(tmp_path: Path, what: str) -> None:
+    """Whether the runner is closed, the reward ends its own process or runs out of time, or the run is killed."""
+    (tmp_path / "spawns.py").write_text(SPAWNING)
+    marker = tmp_path / "pid"
+    timeout = HANG if what == "hang" else 600.0
+    if what == "killed":
+        code = f"""
+import os, signal, sys; sys.path[:] = {sys.path!r}
+from dovetail.rl.rewards import Judged, RewardRunner
+runner = RewardRunner(function="spawns:f", directory={str(tmp_path)!r})
+runner.score([Judged(completion="daemon {marker}")])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    else:
+        with RewardRunner(function="spawns:f", directory=tmp_path, timeout=timeout) as runner:
+            (result,) = runner.score([Judged(completion=f"{what} {marker}")])
+            assert (result.error is None) == (what in ("child", "daemon"))
+            assert is_alive(int(marker.read_text())) == (what in ("child", "daemon"))
+    started = int(marker.read_text())
+    try:
+        assert all_gone({started}, 5.0 if what == "killed" else 0.0)
+    finally:
+        if is_alive(started):
+            os.kill(started, signal.SIGKILL)
+
+
+def test_a_reward_that_signals_its_parent_disturbs_nobody(tmp_path: Path) -> None:
+    (tmp_path / "spawns.py").write_text(SPAWNING)
+    with RewardRunner(function="spawns:f", directory=tmp_path) as runner:
+        assert runner.score([Judged(completion="signal")] * 2) == [RewardResult(0.0)] * 2
+
+
+FORGING = """
+import json, os
+
+def f(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "patch":
+        json.dumps = json.loads = lambda *_, **__: '{"value": 1.0, "error": null}'
+    answer = {"forge": b'{"value": 1.0, "error": null}\\n', "babble": b"x" * (2 << 20), "list": b"[1]\\n"}.get(solution_str)
+    for number in range(3, 64) if answer else ():
+        try:
+            os.write(number, answer)
+        except OSError:
+            pass
+    return 0.25
+"""
+
+
+def test_a_reward_that_writes_into_every_open_file_spoils_its_own_sample_only(tmp_path: Path) -> None:
+    (tmp_path / "forges.py").write_text(FORGING)
+    texts = ["", "forge", "", "babble", "", "list", "patch", ""]
+    with RewardRunner(function="forges:f", directory=tmp_path) as runner:
+        results = dict(enumerate(runner.score([Judged(completion=text) for text in texts])))
+    for number, text in enumerate(texts):
+        if text in ("", "patch"):
+            assert results[number] == RewardResult(0.25), text
+        else:
+            assert "wrote into the pipe that its answers go through" in str(results[number].error), text
+
+
+FAILING = """
+import time
+
+def f(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "raise":
+        raise RuntimeError("broken on purpose")
+    if solution_str == "hang":
+        time.sleep(1000)
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("what", ["raise", "hang"])
+def test_a_reward_that_always_fails_is_not_asked_for_every_sample(tmp_path: Path, what: str) -> None:
+    (tmp_path / "fails.py").write_text(FAILING)
+    timeout = 0.2 if what == "hang" else HANG
+    runner = RewardRunner(function="fails:f", directory=tmp_path, timeout=timeout, workers=4)
+    results = runner.score([Judged(completion=what)] * 1000, 0.05)
+    assert (
+        sum(result.judged for result in results) == sum(result.error is not None for result in results) == FIRST_SAMPLES
+    )
+    assert runner._workers == []
+
+
+def test_failures_stop_the_judging_when_they_are_more_than_may_be(tmp_path: Path) -> None:
+    """Not before, however many of them come first: a row that always fails has all its samples side by side."""
+    (tmp_path / "fails.py").write_text(FAILING)
+    with RewardRunner(function="fails:f", directory=tmp_path, workers=2) as runner:
+        results = runner.score([Judged(completion="raise")] * 10 + [Judged(completion="ok")] * 190, 0.05)
+        assert [result.error is None for result in results] == [False] * 10 + [True] * 190
+        results = runner.score([Judged(completion="raise")] * 100 + [Judged(completion="ok")] * 100, 0.05)
+    assert sum(result.error is not None for result in results) == 11
+    assert sum(result.judged for result in results) < 100
+
+
+def test_failed_rewards_are_counted_or_end_the_run() -> None:
+    good, bad, left = RewardResult(1.0), RewardResult(None, "a cause"), RewardResult(None, judged=False)
+    assert count_errors([good, RewardResult(None)] * 10, range(20), "step 1") == (0, None)
+    assert count_errors([good] * 38 + [bad] * 2, range(40), "step 1") == (2, "a cause")
+    for results, words in (
+        ([good] * 37 + [bad] * 3, "3 of 40 samples, more than 5%; first cause: a cause, on row 37; fix the reward"),
+        ([good] * 30 + [left] * 7 + [bad] * 3, r"3 of 40 samples, more than 5% (the others were not judged); first"),
+        (
+            [left] * 90 + [bad] * 8 + [left] * 902,
+            r"all of the first 8 of 1000 samples (the others were not judged); first",
+        ),
+    ):
+        with pytest.raises(DataError, match=rf"^step 1: the reward failed on {re.escape(words)}"):
+            count_errors(results, range(len(results)), "step 1")
