@@ -86,6 +86,10 @@ def test_ids_need_no_tokenizer(tmp_path: Path) -> None:
         (["--max-new-tokens", "x"], "--max-new-tokens: invalid whole number value: 'x'"),
         (["--temperature", "-1"], "--temperature: -1 is less than 0"),
         (["--temperature", "inf"], "argument --temperature: inf is not finite"),
+        (
+            ["--max-new-tokens", "100000"],
+            "--max-new-tokens is 100,000 and the longest prompt has 21 tokens, 100,021 together, but the model has 256 pos",
+        ),
         (["--layout", "dp=2,ep=2"], "ep=2 cuts experts, and this llama model has none; set ep=1"),
     ],
 )

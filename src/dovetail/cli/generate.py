@@ -6,6 +6,7 @@ import torch
 
 from dovetail.arch.foreign import ForeignSpec
 from dovetail.build.engine import make_mesh, refuse_other_weights
+from dovetail.build.lengths import check_positions
 from dovetail.build.sampling import Backend, backend_layout, make_sampler
 from dovetail.build.text import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
 from dovetail.checkpoint.reader import open_checkpoint
@@ -33,6 +34,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         limits = Limits(source.spec.vocab_size)
         rows = load_prompts(args.data, tokenizer, limits, answers=False, processor=processor)
         backend: Backend = "transformers" if isinstance(source.spec, ForeignSpec) else "native"
+        check_positions(source.config, backend, [len(row.ids) for row in rows], args.max_new_tokens, "--max-new-tokens")
         layout = backend_layout(source, mesh.layout, backend)
     sampler_mesh = mesh if layout == mesh.layout else make_mesh(layout, mesh.device, engine=False)
     reader = open_checkpoint(source.path, mesh)

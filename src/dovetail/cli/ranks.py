@@ -131,7 +131,7 @@ def _count_signals(reader: int, unwind: Handler, seconds: float) -> None:
             break
         first = time.monotonic() if numbers and first is None else first
     time.sleep(UNWINDING_SECONDS)
-    os._exit(STOPPED)
+    os._exit(INTERRUPTED if numbers[0] == signal.SIGINT else STOPPED)
 
 
 def _end_unheard(number: int, unwind: Handler) -> None:

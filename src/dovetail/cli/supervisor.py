@@ -100,7 +100,7 @@ def _run(command: Sequence[str], ranks: int, watch: Watch, stop: "_Stop") -> int
         pause = min(PAUSE_SECONDS * 2 ** (number - 1), LONGEST_PAUSE)
         sys.stderr.write(f"dovetail: starting all ranks again in {pause:g} s (restart {number} of {watch.restarts})\n")
         if stop.wait(pause):
-            return STOPPED
+            return INTERRUPTED if stop.signal == signal.SIGINT else STOPPED
         if ending.incident.phase not in ("init", "load"):
             command = [*command, *watch.again]
         _record(watch, "restart", ending.incident)
@@ -222,7 +222,8 @@ class _Ranks:
         fresh = {rank: code for rank, code in fresh.items() if rank not in self.ended}
         self.ended |= fresh
         if self.stop.signal is None and any(code in ASKED for code in fresh.values()):
-            self.stop.note(signal.SIGTERM)
+            interrupted = all(code in (INTERRUPTED, -signal.SIGINT) for code in fresh.values() if code in ASKED)
+            self.stop.note(signal.SIGINT if interrupted else signal.SIGTERM)
         if not self.first:
             self.first = [rank for rank, code in fresh.items() if code not in (0, *ASKED)]
 
