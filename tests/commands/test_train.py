@@ -357,8 +357,7 @@ def test_a_directory_that_cannot_be_made_is_named(
     monkeypatch.setattr("os.access", lambda *_: True)
     recipe = write_recipe(tmp_path / "r.yaml", model, sft_rows)
     told = refusal(here("train", recipe, "run_dir=/proc/dovetail"))
-    assert told.startswith("run_dir /proc/dovetail cannot be made: "), told
-    assert told.endswith("; choose another run_dir\n"), told
+    assert told.startswith("run_dir /proc/dovetail cannot be written: /proc is no directory"), told
 
 
 def test_evaluations_join_the_rows(model: Path, sft_rows: Path, tmp_path: Path) -> None:

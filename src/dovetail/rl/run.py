@@ -152,7 +152,7 @@ class RunDirectory:
             self._saved = resumed.state.step
         with agreed(self.mesh):
             if self.lead:
-                self._make()
+                (self.path / ROLLOUTS).mkdir(parents=True, exist_ok=True)
                 self._lock.take()
                 if is_run(self.path) != self._there:
                     raise ConfigError(
@@ -279,15 +279,6 @@ class RunDirectory:
             if last or self._failed_saves == MOST_FAILED_SAVES:
                 raise CheckpointError(f"the run cannot be saved; what was saved before is whole\n{error}") from error
             self.say(f"A SAVE FAILED, the run goes on and earlier checkpoints are whole: {error}")
-
-    def _make(self) -> None:
-        """Make the directory; what refuses that, though it looked well, is told with its name."""
-        try:
-            (self.path / ROLLOUTS).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"run_dir {self.path} cannot be made: {error.strerror}: {error.filename}; choose another run_dir"
-            ) from error
 
     def _state(self, step: int) -> RunState:
         mesh = self.mesh
