@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import FileIO
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from dovetail.cli.streams import complain
 from dovetail.errors import ConfigError
 from dovetail.mesh import Mesh
 from dovetail.metrics import ODD_LETTERS, json_line, write_whole
@@ -88,12 +88,12 @@ class RowFile:
     def _settle(self) -> None:
         """Say what is out of the ordinary: rows that are not at their place, and numbers that are not finite."""
         if self._odd:
-            sys.stderr.write(
+            complain(
                 f"dovetail: {self._odd} of {self._written} rows of {self.path} hold numbers that are not finite, written as "
                 "null; look for such numbers in the weights, or try --dtype float32\n"
             )
         if self.part.exists() and self._written:
-            sys.stderr.write(f"dovetail: not finished; the first {self._written} rows are in {self.part}\n")
+            complain(f"dovetail: not finished; the first {self._written} rows are in {self.part}\n")
         else:
             self.part.unlink(missing_ok=True)
 

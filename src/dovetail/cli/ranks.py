@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
+from dovetail.cli.streams import complain
 from dovetail.errors import ConfigError
 from dovetail.metrics import ODD_LETTERS
 from dovetail.watch.progress import Phase, Progress
@@ -73,7 +74,7 @@ class Membership:
         if self.files is not None:
             self.files.report.write_text(text, encoding="utf-8", errors=ODD_LETTERS)
         else:
-            sys.stderr.write(text)
+            complain(text)
 
     @contextmanager
     def watched(self, limits: Mapping[Phase, float]) -> Iterator[None]:

@@ -21,7 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from dovetail.cli.limits import narrow_limits
 from dovetail.cli.ranks import DEFECT, FOLDER, INTERRUPTED, PIPE, STOPPED, USER_ERROR, RankFiles
+from dovetail.cli.streams import complain
 from dovetail.errors import MachineError
 from dovetail.metrics import append
 from dovetail.watch import system
@@ -81,8 +83,7 @@ def _run(command: Sequence[str], ranks: int, watch: Watch, stop: "_Stop") -> int
     incidents: list[Incident] = []
     while True:
         ending = _start_once(command, ranks, watch, stop)
-        sys.stderr.write(ending.told)
-        sys.stderr.flush()
+        complain(ending.told)
         if ending.incident is None:
             return ending.code
         _record(watch, ending.incident.kind, ending.incident)
@@ -257,7 +258,7 @@ class _Ranks:
             return told[-1].removeprefix("dovetail: ") if told else f"exit code {code}"
         name = f"killed by {signal.Signals(-code).name}"
         if -code != signal.SIGKILL:
-            return name
+            return name + narrow_limits()
         if system.out_of_memory_kills() > self.kills_before:
             return f"{name}: the kernel ended it because memory ran out; use more ranks or lower tokens per batch"
         return f"{name}: by somebody or a batch system (the kernel has counted no kill for want of memory)"

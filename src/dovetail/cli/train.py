@@ -2,12 +2,12 @@
 
 import argparse
 import signal
-import sys
 from pathlib import Path
 
 from dovetail.build.training import Builder
 from dovetail.cli.arguments import recipe_of
 from dovetail.cli.ranks import INTERRUPTED, STOPPED
+from dovetail.cli.streams import complain, put
 from dovetail.launch import StopSignal, pick_device
 from dovetail.rl.resume import FinishedError
 from dovetail.rl.trainer import train
@@ -27,12 +27,13 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
         job = builder.job()
     except FinishedError as finished:
         if lead:
-            sys.stderr.write(f"dovetail: {finished}\n")
+            complain(f"dovetail: {finished}\n")
+            put(recipe.to_yaml() if args.dry_run else "")
         return 0
     try:
         if args.dry_run:
             if lead:
-                sys.stdout.write(recipe.to_yaml())
+                put(recipe.to_yaml())
             return 0
         with stop:
             job.start()
