@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.cli import limits
 from dovetail.cli.limits import limit_behind, narrow_limits
 from dovetail.errors import MachineError
 from tests.commands.program import program, read_rows, start, write_rows
@@ -80,6 +79,6 @@ def test_which_failures_come_of_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
     assert all("(ulimit -n)" in (limit_behind(error) or "") for error in (gloo, secondary))
     assert limit_behind(ValueError("no limit")) is None
     assert limit_behind(MemoryError()) is None, "the machine's own memory"
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (10, 10))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (10, 10))
     assert "of data (ulimit -d)" in (limit_behind(MemoryError()) or "")
     assert "10 open files (ulimit -n)" in narrow_limits()
