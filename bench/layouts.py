@@ -75,7 +75,9 @@ class Row:
     seconds: float
     all_seconds: list[float]
     seconds_in_a_row: float | None  # of each of as many steps, with no pause between them
-    deterministic_seconds: float | None  # the median of steps of trainer.deterministic, between the others; None: not asked for
+    deterministic_seconds: (
+        float | None
+    )  # the median of steps of trainer.deterministic, between the others; None: not asked for
     tokens_per_second_per_rank: float
     mfu: float | None
     peak_memory_gib: float

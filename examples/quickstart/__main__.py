@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from examples.quickstart import check, inputs, prepare
+from examples.quickstart import check, inputs, pace, prepare
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 RUN = Path("runs/quickstart")
@@ -35,6 +35,10 @@ def main(overrides: list[str]) -> int:
     inputs.largest(inputs.INPUTS)
     _move_aside(RUN)
     fixed = [f"model.path={model}", f"model.dtype={_fast_dtype()}", f"run_dir={RUN}"]
+    if not (torch.cuda.is_available() or any("trainer." in override for override in overrides)):
+        fits = pace.pace(pace.measure(model, _fast_dtype()))
+        print(fits.describe(), flush=True)
+        fixed.append(f"trainer.prompts_per_step={fits.prompts}")
     status = _train("quickstart_grpo.yaml", [*fixed, *overrides])
     return status or _last_check(model, "largest_eval.jsonl", 6)
 

@@ -277,7 +277,8 @@ class TrainerSection(Section):
     tokens_per_batch: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = Field(
         16384, description="most tokens of one replica in one micro-batch, with padding"
     )
-    save_every: NonNegativeInt = Field(50, description="steps between checkpoints; 0: none")
+    save_every: NonNegativeInt = Field(50, description="steps between checkpoints; 0: only when the run is stopped")
+    save_on_stop: bool = Field(True, description="SIGTERM and Ctrl-C save a checkpoint, whatever save_every is")
     keep: PositiveInt = Field(2, description="latest checkpoints to keep")
     keep_every: NonNegativeInt = Field(0, description="keep every checkpoint whose step this divides; 0: none for that")
     keep_best: NonNegativeInt = Field(0, description="best checkpoints to keep, by evaluation, else reward, else loss")
@@ -285,7 +286,8 @@ class TrainerSection(Section):
     eval_every: NonNegativeInt = Field(0, description="steps between evaluations; 0: only before and after the run")
     stop_at_reward: float | None = Field(None, description="stop when a step's mean reward reaches this")
     time_budget_seconds: PositiveFloat | None = Field(
-        None, description="after two steps the run predicts its length and does fewer steps to stay within; null: all"
+        None,
+        description="evaluations and steps together; a further step is done only if it is predicted to fit; null: no limit",
     )
     loggers: Annotated[tuple[Literal["wandb", "tensorboard"], ...], Listed, Field(strict=False)] = Field(
         (), description="besides metrics.jsonl"

@@ -162,7 +162,7 @@ def ensure_process_group(device: torch.device | str = "cpu") -> None:
 
 
 class StopSignal:
-    """Within the `with` block the first SIGTERM or SIGINT sets `requested`; the next one acts as usual.
+    """Within the `with` block the first SIGTERM or SIGINT sets `number`, which is 0 before; the next one acts as usual.
 
     A rank may get one wish twice, straight and by its launcher: what comes within `SAME_WISH_SECONDS` is the same one.
     """
@@ -170,7 +170,7 @@ class StopSignal:
     SAME_WISH_SECONDS = 1.0
 
     def __init__(self) -> None:
-        self.requested = False
+        self.number = 0
         self._asked = 0.0
 
     def __enter__(self) -> Self:
@@ -182,8 +182,8 @@ class StopSignal:
             signal.signal(number, action)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
-        if not self.requested:
-            self.requested, self._asked = True, time.monotonic()
+        if not self.number:
+            self.number, self._asked = number, time.monotonic()
         elif "RANK" not in os.environ or time.monotonic() - self._asked > self.SAME_WISH_SECONDS:
             signal.signal(number, self._before[signal.Signals(number)])
             signal.raise_signal(number)

@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -88,12 +89,18 @@ def append(path: Path, row: Row) -> None:
         end = file.seek(0, os.SEEK_END)
         if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
             data = b"\n" + data
-        try:
-            while data:
-                data = data[file.write(data) :]
-        except OSError:
-            file.truncate(end)
-            raise
+        write_whole(file, data)
+
+
+def write_whole(file: FileIO, data: bytes) -> None:
+    """All of `data` at the file's end, or nothing of it where that fails."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        while data:
+            data = data[file.write(data) :]
+    except OSError:
+        file.truncate(end)
+        raise
 
 
 def json_line(row: Row) -> str:

@@ -1,9 +1,12 @@
 """`dovetail generate`: row forms, the output's keys and order, and noise that depends on no layout."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from dovetail.rollout.base import Completion, Prompt, SamplingParams
+from dovetail.rollout.native import NativeSampler
 from tests.commands.program import here, make_model, on_ranks, read_rows, refusal, refused_on, write_rows
 from tests.tolerances import MODEL_FP32
 
@@ -46,6 +49,41 @@ def test_the_same_tokens_on_every_layout(
         assert {k: v for k, v in ours.items() if k != "log_probs"} == {k: v for k, v in one.items() if k != "log_probs"}
 
 
+def test_rows_are_written_as_they_are_sampled(
+    model: Path, sampled: list[dict[str, object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In portions, with the tokens of one; what ends the command in the third leaves the first two."""
+    data, out = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
+    monkeypatch.setattr("dovetail.cli.generate.ON_CPU", 1)
+    argv = ["generate", "--model", model, "--data", data, "--out", out, *FLAGS]
+    assert here(*argv) == (0, "", "")
+    assert [row["token_ids"] for row in read_rows(out)] == [row["token_ids"] for row in sampled]
+    out.unlink()
+    whole = NativeSampler.sample
+
+    def breaks(self: NativeSampler, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
+        assert prompts[0].row < 2
+        return whole(self, prompts, params)
+
+    monkeypatch.setattr(NativeSampler, "sample", breaks)
+    ended = here(*argv)
+    (part,) = tmp_path.glob("out.jsonl.*")
+    assert ended.code == 1
+    assert ended.err.startswith(f"dovetail: not finished; the first 6 rows are in {part}\ndovetail: this is a defect")
+    assert [row["token_ids"] for row in read_rows(part)] == [row["token_ids"] for row in sampled[:6]]
+
+
+@pytest.mark.parametrize("out", ["/proc/out.jsonl", "x" * 250])
+def test_a_place_that_cannot_be_written_is_found_before_any_weight_is_read(
+    out: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", ROWS)
+    monkeypatch.setattr("os.access", lambda *_: True)
+    monkeypatch.setattr(NativeSampler, "load", None)
+    told = refusal(here("generate", "--model", model, "--data", data, "--out", tmp_path / out))
+    assert told.startswith(f"--out {tmp_path / out} cannot be written: "), told
+
+
 def test_log_probs_are_those_of_score(model: Path, sampled: list[dict[str, object]], tmp_path: Path) -> None:
     ids = [9, 10, 11]
     rows = [{"input_ids": ids + row["token_ids"]} for row in sampled if row["id"] == 1]  # type: ignore[operator]
@@ -86,6 +124,10 @@ def test_ids_need_no_tokenizer(tmp_path: Path) -> None:
         (["--max-new-tokens", "x"], "--max-new-tokens: invalid whole number value: 'x'"),
         (["--temperature", "-1"], "--temperature: -1 is less than 0"),
         (["--temperature", "inf"], "argument --temperature: inf is not finite"),
+        (
+            ["--max-new-tokens", "100000"],
+            "--max-new-tokens is 100,000 and the longest prompt has 21 tokens, 100,021 together, but the model has 256 pos",
+        ),
         (["--layout", "dp=2,ep=2"], "ep=2 cuts experts, and this llama model has none; set ep=1"),
     ],
 )

@@ -134,7 +134,8 @@ def test_more_ranks_than_devices_are_refused_by_the_rank_that_speaks(monkeypatch
 def test_sigterm_ends_any_command_with_143_and_leaves_nothing(
     layout: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    model = make_model(tmp_path_factory.mktemp("endless") / "model", tokenizer=False, eos_token_id=None)
+    folder = tmp_path_factory.mktemp("endless")
+    model = make_model(folder / "model", tokenizer=False, eos_token_id=None, max_position_embeddings=10**6)
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 7]}])
     argv = ["generate", "--model", model, "--data", rows, "--out", tmp_path / "out.jsonl", "--layout", layout]
     process = start(*argv, "--max-new-tokens", 10**5, "--samples", 64)

@@ -318,8 +318,7 @@ def test_stop_at_reward_and_evaluation(model: Path, rl_rows: Path, tmp_path: Pat
         reward={"import": "always:one"},
         trainer={"steps": 9, "stop_at_reward": 1.0},
     )
-    ended = here("train", recipe)
-    assert ended.code == 0
+    assert (ended := here("train", recipe)).code == 0
     (row,) = read_rows(tmp_path / "run/metrics.jsonl")
     assert row["reward_mean"] == 1.0
     assert row["grad_norm"] == row["loss"] == 0.0, "rewards that are all equal have the advantage 0"
@@ -332,8 +331,9 @@ def test_a_run_that_is_finished_is_left_alone(model: Path, sft_rows: Path, tmp_p
     (tmp_path / "run").mkdir()
     assert here("train", recipe, "--resume", "auto").code == 0, "an empty run_dir is a fresh start"
     before = digests(tmp_path / "run")
-    for flags in (["--resume", "auto"], ["--resume", "never"], []):
-        assert "is not empty; choose another run_dir" in refusal(here("train", recipe, *flags))
+    for flags in (["--resume", "auto"], ["--dry-run"], []):
+        assert f"run_dir {tmp_path}/run holds this run, which is finished: " in here("train", recipe, *flags).err
+    assert "is not empty; choose another run_dir" in refusal(here("train", recipe, "--resume", "never"))
     assert "'sometimes'; expected auto, never or step=N" in refusal(here("train", recipe, "--resume", "sometimes"))
     assert digests(tmp_path / "run") == before
 
@@ -357,17 +357,16 @@ def test_a_directory_that_cannot_be_made_is_named(
     monkeypatch.setattr("os.access", lambda *_: True)
     recipe = write_recipe(tmp_path / "r.yaml", model, sft_rows)
     told = refusal(here("train", recipe, "run_dir=/proc/dovetail"))
-    assert told.startswith("run_dir /proc/dovetail cannot be made: "), told
-    assert told.endswith("; choose another run_dir\n"), told
+    assert told.startswith("run_dir /proc/dovetail cannot be written: /proc is no directory"), told
 
 
 def test_evaluations_join_the_rows(model: Path, sft_rows: Path, tmp_path: Path) -> None:
     recipe = write_recipe(
         tmp_path / "r.yaml", model, sft_rows, data={"eval": str(sft_rows)}, trainer={"steps": 3, "eval_every": 2}
     )
-    ended = here("train", recipe)
-    assert ended.code == 0
-    assert ["eval_loss" in row for row in read_rows(tmp_path / "run/metrics.jsonl")] == [False, True, False]
+    assert (ended := here("train", recipe)).code == 0
+    found = [[key for key in row if "eval" in key] for row in read_rows(tmp_path / "run/metrics.jsonl")]
+    assert found == [["eval_loss_before"], ["eval_loss"], ["eval_loss"]]
     assert "before training: eval_loss" in ended.out
     assert "note: trainer.prompts_per_step" not in ended.out
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.build.training import longest_row
+from dovetail.build.lengths import longest_row
 from dovetail.layout import Layout
 from tests.golden.bugs import LAYOUT_BUGS
 from tests.golden.job import Played, play, rl, sft, write_inputs

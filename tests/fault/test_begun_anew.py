@@ -25,7 +25,7 @@ def opened(path: Path, resume: str = "auto", index: int | None = None) -> RunDir
     settings = RunSettings(
         path=path, config=RECIPE, config_yaml=json.dumps(RECIPE), steps=9, saves=True, retention=Retention(9),
         background=False, evaluates=False, resume=resume, loggers=(), peak_flops=None, peak_memory_gib=lambda: 0.0,
-        stop_requested=lambda: False,
+        stop_signal=lambda: 0,
     )  # fmt: skip
     run = RunDirectory(settings, Mesh.solo())
     if index is not None:

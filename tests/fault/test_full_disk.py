@@ -5,7 +5,7 @@ import os
 import resource
 import shutil
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 from dovetail import metrics
 from dovetail.checkpoint.steps import saved_steps
-from dovetail.cli.output import write_rows as write_out
+from dovetail.cli.output import RowFile, portions
 from dovetail.errors import CheckpointError
 from dovetail.mesh import Mesh
 from dovetail.rl import records, run
@@ -88,31 +88,55 @@ def test_what_waits_is_done_in_order_and_other_errors_are_raised() -> None:
         waiting.write(lambda: Path("/").write_text(""))
 
 
-def test_a_command_whose_rows_do_not_fit_leaves_nothing(tmp_path: Path) -> None:
+def write_out(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    with RowFile(path, Mesh.solo()) as out:
+        out.write(rows)
+
+
+def test_a_command_whose_rows_do_not_fit_leaves_those_that_did_and_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_out(tmp_path / "out.jsonl", [{"id": "\ud800"}])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))  # a write beyond is cut, and the next one fails
+    try:
+        with pytest.raises(CheckpointError, match=f"^{tmp_path}/out.jsonl: .*File too large"):
+            write_out(tmp_path / "out.jsonl", ({"id": i, "text": "x" * i} for i in range(9)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert read_rows(tmp_path / "out.jsonl") == [{"id": "\ud800"}], "what was there stays"
+    (part,) = tmp_path.glob("out.jsonl.*.part")
+    assert capsys.readouterr().err == f"dovetail: not finished; the first 1 rows are in {part}\n"
+    assert read_rows(part) == [{"id": 0, "text": ""}]
+
+
+def test_a_command_that_fails_before_its_first_row_leaves_nothing(tmp_path: Path) -> None:
     def rows() -> Iterator[dict[str, int]]:
-        yield {"id": 0}
         raise FULL
+        yield {}
 
     with pytest.raises(CheckpointError, match=f"^{tmp_path}/out.jsonl: .*No space left"):
-        write_out(tmp_path / "out.jsonl", rows(), Mesh.solo())
+        write_out(tmp_path / "out.jsonl", rows())
+    with pytest.raises(ZeroDivisionError), RowFile(tmp_path / "out.jsonl", Mesh.solo()):
+        raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
-    write_out(tmp_path / "out.jsonl", [{"id": "\ud800"}], Mesh.solo())
-    assert read_rows(tmp_path / "out.jsonl") == [{"id": "\ud800"}]
 
 
 def test_two_commands_that_write_one_file_leave_either_ones_rows(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-
-    def rows(other: bool) -> Iterator[dict[str, int]]:
-        yield {"id": 0}
-        if other:
-            write_out(out, rows(False), Mesh.solo())
-            assert read_rows(out) == [{"id": 0}]
-        yield from [{"id": 1}] if other else []
-
-    write_out(out, rows(True), Mesh.solo())
+    with RowFile(out, Mesh.solo()) as first:
+        first.write([{"id": 0}])
+        write_out(out, [{"id": 0}])
+        assert read_rows(out) == [{"id": 0}]
+        first.write([{"id": 1}])
     assert read_rows(out) == [{"id": 0}, {"id": 1}]
     assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize(("most", "parts"), [(1, [[3], [1], [2], [1]]), (3, [[3], [1, 2], [1]]), (9, [[3, 1, 2, 1]])])
+def test_rows_are_written_in_parts(most: int, parts: list[list[int]]) -> None:
+    assert [list(part) for part in portions([3, 1, 2, 1], lambda cost: cost, most)] == parts
+    assert list(portions([], lambda cost: cost, most)) == []
 
 
 def test_a_model_that_does_not_fit_is_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

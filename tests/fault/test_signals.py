@@ -1,4 +1,4 @@
-"""SIGTERM during training: 143, a checkpoint, no final model, and no process that outlives the run."""
+"""SIGTERM or Ctrl-C in training: 143 or 130, a checkpoint that is named, no final model, and no process left."""
 
 import os
 import signal
@@ -29,8 +29,13 @@ def trained(process: subprocess.Popen[str], path: Path, count: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are counted by /proc")
-@pytest.mark.parametrize(("layout", "save_every"), [("tp=1", 0), pytest.param("dp=2", 1000, marks=pytest.mark.soak)])
-def test_sigterm(layout: str, save_every: int, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "save_every", "number"),
+    [("dp=2", 0, signal.SIGINT), pytest.param("tp=1", 1000, signal.SIGTERM, marks=pytest.mark.soak)],
+)
+def test_a_stopped_run_names_its_checkpoint(
+    layout: str, save_every: int, number: signal.Signals, model: Path, tmp_path: Path
+) -> None:
     flags = ["--layout", layout]
     process = rl_run(model, tmp_path, *flags, grader=REWARD, answer=str(tmp_path), save_every=save_every)
     assert trained(process, tmp_path / "run/metrics.jsonl", 2)
@@ -38,17 +43,14 @@ def test_sigterm(layout: str, save_every: int, model: Path, tmp_path: Path) -> N
     assert len(below) == (4 if layout == "tp=1" else 6), (
         "two reward workers, their keepers, and the ranks where we start them"
     )
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out, err = process.communicate(timeout=300)
-    assert (process.returncode, err) == (143, "")
-    assert "not written: stopped" in out
-    assert ("trainer.save_every=0 leaves no checkpoint" in out) == (save_every == 0)
+    assert (process.returncode, err) == (130 if number == signal.SIGINT else 143, "")
     steps = len(read_rows(tmp_path / "run/metrics.jsonl"))
+    assert "not written: stopped" in out
+    assert out.endswith(f"checkpoint         {tmp_path}/run/checkpoints/step_{steps:06}\n")
     assert not (tmp_path / "run/hf").exists()
-    if save_every:
-        ShardedReader(tmp_path / f"run/checkpoints/step_{steps:06}").verify()
-    else:
-        assert not (tmp_path / "run/checkpoints").exists()
+    ShardedReader(tmp_path / f"run/checkpoints/step_{steps:06}").verify()
     workers = {int(path.name.partition("-")[2]) for path in tmp_path.glob("worker-*")}
     assert workers
     assert workers <= below

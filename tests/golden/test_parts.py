@@ -198,7 +198,8 @@ def test_supervised_evaluation_is_the_held_out_loss(inputs: Path, tmp_path: Path
     written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(written) == 10 and all(set(row) >= ALWAYS for row in written)
     losses = [row["eval_loss"] for row in written if "eval_loss" in row]
-    assert len(losses) == 2 and played.before["eval_loss"] > losses[0] > losses[1] > played.after["eval_loss"]
+    assert len(losses) == 3 and played.before["eval_loss"] > losses[0] > losses[1] > losses[2]
+    assert played.before["eval_loss"] == written[0]["eval_loss_before"] and played.after["eval_loss"] == losses[2]
     for model, found in ((inputs / MODEL, played.before), (tmp_path / "run" / "hf", played.after)):
         expected = held_out_loss(model, inputs / SFT_ROWS)
         assert abs(found["eval_loss"] - expected) <= MODEL_FP32 * expected

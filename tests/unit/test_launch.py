@@ -144,7 +144,7 @@ def test_sigterm_reaches_the_ranks_for_a_clean_stop(start: Start, layout: str, t
     with StopSignal() as stop:
         dist.barrier()
         open(f"ready{rank}", "w").write("x")
-        while not stop.requested:
+        while not stop.number:
             time.sleep(0.05)
     open(f"stopped{rank}", "w").write("x")
     return 143

@@ -52,13 +52,13 @@ def test_nothing_of_a_run_that_is_as_it_should_be(name: str) -> None:
             "trainer.prompts_per_step is 17, and data.train has 16 rows: a step takes some of them more than once",
         ),
         (
-            {"rollout": {"max_new_tokens": 65}},
-            "the longest row of data.train has 64 tokens and rollout.max_new_tokens=65, but the model was made for 128 "
-            "(max_position_embeddings): what lies beyond may make little sense",
+            {"algorithm": {"name": "sft"}},
+            "the longest row of data.train has 129 tokens, but the model has 128 positions (max_position_embeddings): those "
+            "beyond were never trained",
         ),
     ],
 )
 def test_each_thing_where_it_holds(given: dict[str, Any], told: str) -> None:
-    lengths = [3] * 15 + [64]
+    lengths = [3] * 15 + [129 if "129" in told else 64]
     config = {"text_config": {"max_position_embeddings": 128}}
     assert notes(make_recipe({**SMALLEST, **given}), config, lengths) == [told]

@@ -215,7 +215,9 @@ def test_rows_that_were_dropped_follow_more_than_their_file(folder: Path) -> Non
 
 def test_a_finished_run_is_not_begun_again(folder: Path) -> None:
     assert here("train", folder / "r.yaml").code == 0, "killed before its final model was written"
-    for given in ([], ["trainer.keep=5"], ["optim.lr=0.5"]):
+    ended = here("train", folder / "r.yaml")
+    assert (ended.code, ended.err.count("\n")) == (0, 1) and "holds this run, which is finished" in ended.err, ended
+    for given in (["trainer.keep=5"], ["optim.lr=0.5"]):
         told = refusal(here("train", folder / "r.yaml", *given))
         assert "or raise trainer.steps to train on" in told, told
     assert here("train", folder / "r.yaml", "trainer.steps=3").code == 0
@@ -224,12 +226,11 @@ def test_a_finished_run_is_not_begun_again(folder: Path) -> None:
 
 def test_a_finished_run_without_checkpoints_is_not_said_to_go_on(folder: Path) -> None:
     assert here("train", folder / "r.yaml", "trainer.save_every=0", "run_dir=" + str(folder / "b")).code == 0
-    for given, why in (
-        ([], "this run, which is finished"),
-        (["trainer.steps=3"], "another recipe that saved no checkpoint"),
-    ):
-        told = refusal(here("train", folder / "r.yaml", "trainer.save_every=0", "run_dir=" + str(folder / "b"), *given))
-        assert "choose another run_dir, or move that one away" in told and why in told, told
+    again = ["train", folder / "r.yaml", "trainer.save_every=0", "run_dir=" + str(folder / "b")]
+    ended = here(*again)
+    assert ended.code == 0 and ended.err.endswith("choose another run_dir to train again\n"), ended
+    told = refusal(here(*again, "trainer.steps=3"))
+    assert "move that one away: it holds a run of another recipe that saved no checkpoint" in told, told
 
 
 def newest(folder: Path) -> Path:

@@ -110,10 +110,24 @@ def test_the_model_is_evaluated_before_between_and_after_once_each(clock: Clock)
     outcome = train(task, run, replace(LOOP, eval_every=2))
     assert task.evaluated == [0, 2, 4, 5]
     assert run.started == [outcome.before] == [{"eval_reward_mean": 0.0}] and outcome.after == {"eval_reward_mean": 5.0}
-    assert [row.get("eval_reward_mean") for row in run.rows] == [None, 2.0, None, 4.0, None]
+    assert [row.get("eval_reward_mean") for row in run.rows] == [None, 2.0, None, 4.0, 5.0]
     task = PretendedTask(clock)
     assert train(task, PretendedRun(), replace(LOOP, eval_every=5)).after == {"eval_reward_mean": 5.0}
     assert task.evaluated == [0, 5], "the last step's evaluation is the one after"
+
+
+def test_evaluations_before_and_after_are_in_the_rows(clock: Clock) -> None:
+    """Without trainer.eval_every, too: what a logger or a reader of metrics.jsonl sees is all that is kept of them."""
+    run = PretendedRun()
+    train(PretendedTask(clock), run, LOOP)
+    told = [{key: value for key, value in row.items() if key.startswith("eval")} for row in run.rows]
+    assert told == [{"eval_reward_mean_before": 0.0}, {}, {}, {}, {"eval_reward_mean": 5.0}]
+    run = PretendedRun()
+    train(PretendedTask(clock), run, replace(LOOP, stop_at_reward=0.2))
+    assert run.rows[-1]["step"] == 2 and run.rows[-1]["eval_reward_mean"] == 2.0
+    run = PretendedRun(done=[{"step": 1, "tokens": 10, "loss": 0.0}])
+    train(PretendedTask(clock), run, LOOP)
+    assert not any("eval_reward_mean_before" in row for row in run.rows), "the first start has written it"
 
 
 def test_without_held_out_rows_nothing_is_evaluated(clock: Clock) -> None:
@@ -151,36 +165,20 @@ def test_a_stop_that_is_asked_for_ends_after_the_step_with_a_checkpoint(clock: C
     assert outcome.after == {} and task.evaluated == [0], "a stop waits for nothing"
 
 
+@pytest.mark.parametrize(
+    ("save_every", "save_on_stop", "saved"), [(0, True, [3]), (0, False, []), (2, True, [2, 3]), (2, False, [2])]
+)
+def test_a_stop_saves_unless_the_recipe_says_otherwise(
+    save_every: int, save_on_stop: bool, saved: list[int], clock: Clock
+) -> None:
+    run = PretendedRun(stop_after=3)
+    assert train(PretendedTask(clock), run, replace(LOOP, save_every=save_every, save_on_stop=save_on_stop)).stopped
+    assert run.checkpoints == saved
+
+
 def test_a_stop_before_the_first_step_does_none(clock: Clock) -> None:
     outcome = train(PretendedTask(clock), PretendedRun(stop_after=0), replace(LOOP, save_every=50))
     assert outcome.stopped and (outcome.rows, outcome.after) == ([], {})
-
-
-def test_a_time_budget_shortens_the_run_and_says_so(clock: Clock) -> None:
-    run = PretendedRun()
-    train(PretendedTask(clock, 10.0), run, replace(LOOP, steps=100, time_budget_seconds=70.0))
-    assert len(run.rows) == 7
-    (said,) = run.said
-    assert "2 steps took 20 s, so 100 would take 1000 s" in said and "after 7" in said and "70 s" in said
-
-
-@pytest.mark.parametrize(("budget", "steps"), [(1.0, 2), (50.0, 5), (1e9, 5)])
-def test_a_time_budget_never_adds_steps_nor_undoes_one(clock: Clock, budget: float, steps: int) -> None:
-    run = PretendedRun()
-    train(PretendedTask(clock, 10.0), run, replace(LOOP, time_budget_seconds=budget))
-    assert len(run.rows) == steps
-    assert len(run.said) == (steps < LOOP.steps)
-
-
-def test_evaluations_and_checkpoints_count_towards_the_time_budget(clock: Clock) -> None:
-    class Slow(PretendedTask):
-        def evaluate(self, step: int) -> Row:
-            self.clock.now += 10.0
-            return super().evaluate(step)
-
-    run = PretendedRun()
-    train(Slow(clock, 10.0), run, replace(LOOP, steps=100, eval_every=1, time_budget_seconds=100.0))
-    assert len(run.rows) == 5
 
 
 def sample(group: int, index: int, prompt: Seq[int], response: Seq[int], reward: float) -> Sample:

@@ -8,6 +8,7 @@ from typing import Any
 
 from dovetail.arch.foreign import AnySpec
 from dovetail.arch.spec import ArchSpec
+from dovetail.build.lengths import max_positions
 from dovetail.config import PPO, SFT, Recipe, RewardSection
 from dovetail.errors import ConfigError
 
@@ -49,13 +50,11 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], dro
             f"trainer.prompts_per_step is {trainer.prompts_per_step}, and data.train has {len(lengths)} rows: a step takes "
             "some of them more than once"
         )
-    most = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
-    new = 0 if isinstance(algorithm, SFT) else recipe.rollout.max_new_tokens
-    if isinstance(most, int) and max(lengths) + new > most:
-        more = f" and rollout.max_new_tokens={new}" if new else ""
+    most = max_positions(config)
+    if isinstance(algorithm, SFT) and most is not None and max(lengths) > most:
         told.append(
-            f"the longest row of data.train has {max(lengths)} tokens{more}, but the model was made for {most} "
-            "(max_position_embeddings): what lies beyond may make little sense"
+            f"the longest row of data.train has {max(lengths)} tokens, but the model has {most} positions "
+            "(max_position_embeddings): those beyond were never trained"
         )
     return told
 

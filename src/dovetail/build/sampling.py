@@ -13,7 +13,7 @@ from dovetail.hf.model import known_config
 from dovetail.kernels.registry import kernels_for
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
-from dovetail.rollout.native import NativeSampler
+from dovetail.rollout.native import NativeSampler, SamplerOptions
 from dovetail.rollout.transformers import TransformersSampler
 from dovetail.weights.pretrained import Pretrained
 
@@ -50,12 +50,16 @@ def sampling_layout(spec: ArchSpec, layout: Layout) -> Layout:
 
 
 def make_sampler(
-    source: Pretrained, mesh: Mesh, dtype: torch.dtype, backend: Backend = "native"
+    source: Pretrained,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    backend: Backend = "native",
+    options: SamplerOptions | None = None,
 ) -> NativeSampler | TransformersSampler:
-    """An empty sampler under a mesh of `backend_layout`: `load` or `refill` comes before `sample`."""
+    """An empty sampler under a mesh of `backend_layout`: `load` or `refill` comes before `sample`. options: the native one's."""
     if backend == "transformers":
         return TransformersSampler(source.config, mesh, dtype)
-    sampler = NativeSampler(spec_from_config(source.config), mesh, kernels_for(mesh.device), dtype)
+    sampler = NativeSampler(spec_from_config(source.config), mesh, kernels_for(mesh.device), dtype, options=options)
     if sampler.spec.moe is not None:
         sampler.name_as(open_checkpoint(source.path, mesh))
     return sampler

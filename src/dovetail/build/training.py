@@ -11,6 +11,7 @@ import torch
 
 from dovetail.arch.foreign import AnySpec
 from dovetail.build.engine import EngineOptions, check_layout, make_engine, make_mesh
+from dovetail.build.lengths import check_positions, longest_row
 from dovetail.build.notes import check_experts, notes
 from dovetail.build.sampling import backend_layout, make_sampler
 from dovetail.build.text import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
@@ -77,14 +78,14 @@ class Builder:
         recipe: Recipe,
         device: torch.device,
         recipe_folder: Path,
-        stop_requested: Callable[[], bool],
+        stop_signal: Callable[[], int],
         resume: str = "auto",
         progress: Progress | None = None,
     ) -> None:
         """`recipe_folder` is where a reward of the user's own is imported from. resume: auto, never or step=N."""
         self.progress = progress or Progress()
         self.recipe, self.device, self.recipe_folder = recipe, device, recipe_folder
-        self.stop_requested, self.resume = stop_requested, resume
+        self.stop_signal, self.resume = stop_signal, resume
         self.resumed: Resumed | None = None
         self.lengths: list[int] = []  # of the rows to train on, in tokens
         self.dropped: list[str] = []  # what is told of those left out
@@ -145,6 +146,8 @@ class Builder:
         sampler_mesh = self._sampler_mesh()  # which may refuse its layout, so before any weight is read
         load = partial(load_prompts, tokenizer=self.tokenizer, limits=limits, processor=self.processor)
         prompts, held_out, told = self._rows(load)
+        lengths, key = [len(prompt.ids) for prompt in (*prompts, *held_out)], "rollout.max_new_tokens"
+        check_positions(self.source.config, rollout.backend, lengths, rollout.max_new_tokens, key)
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
         critic = self._trained(*critic_role, CRITIC, recipe.critic.lr or recipe.optim.lr) if critic_role else None
         reference = self._reference(*reference_role) if reference_role else None
@@ -294,6 +297,7 @@ class Builder:
             aggregation_constant=float(self.recipe.rollout.max_new_tokens),
             eval_every=trainer.eval_every,
             save_every=trainer.save_every,
+            save_on_stop=trainer.save_on_stop,
             stop_at_reward=trainer.stop_at_reward,
             time_budget_seconds=trainer.time_budget_seconds,
             max_skipped_steps=trainer.max_skipped_steps,
@@ -316,13 +320,8 @@ class Builder:
             loggers=recipe.trainer.loggers,
             peak_flops=peak_flops(self.device),
             peak_memory_gib=partial(peak_memory_gib, self.device),
-            stop_requested=self.stop_requested,
+            stop_signal=self.stop_signal,
         )
-
-
-def longest_row(tokens_per_batch: int, multiples: Sequence[int]) -> int:
-    """The most tokens that fit a micro-batch when padded to any of `multiples`, which need not divide each other."""
-    return min(tokens_per_batch // multiple * multiple for multiple in multiples)
 
 
 def _checked(spec: AnySpec, layout: Layout) -> Layout:

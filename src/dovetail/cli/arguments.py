@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from dovetail.cli.streams import put
 from dovetail.cli.supervisor import Watch
 from dovetail.errors import ConfigError
 from dovetail.layout import DEGREES, Layout
@@ -25,6 +26,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+    def print_help(self, file: object = None) -> None:
+        put(self.format_help())
 
 
 @dataclass(frozen=True)

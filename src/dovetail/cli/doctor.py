@@ -4,10 +4,10 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import sys
 
 import torch
 
+from dovetail.cli.streams import put
 from dovetail.kernels import reference
 from dovetail.kernels.registry import kernels_for
 from dovetail.launch import pick_device
@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     lines["self-test"] = ", ".join(f"logits in {name}: error {error:.1e}" for name, error in errors.items())
     if worst <= BF16_ERROR and os.environ.get("RANK", "0") != "0":
         return 0
-    sys.stdout.write("".join(f"{name:<13}{value}\n" for name, value in lines.items()))
-    sys.stdout.write("all well\n" if worst <= BF16_ERROR else f"the self-test failed: {worst:.1e} > {BF16_ERROR}\n")
+    put("".join(f"{name:<13}{value}\n" for name, value in lines.items()))
+    put("all well\n" if worst <= BF16_ERROR else f"the self-test failed: {worst:.1e} > {BF16_ERROR}\n")
     return 0 if worst <= BF16_ERROR else 1
 
 

@@ -6,18 +6,22 @@ import torch
 
 from dovetail.arch.foreign import ForeignSpec
 from dovetail.build.engine import make_mesh, refuse_other_weights
+from dovetail.build.lengths import check_positions
 from dovetail.build.sampling import Backend, backend_layout, make_sampler
 from dovetail.build.text import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
 from dovetail.checkpoint.reader import open_checkpoint
-from dovetail.cli.output import check_out, write_rows
+from dovetail.cli.output import RowFile, check_out, portions
 from dovetail.data import Limits, load_prompts
 from dovetail.launch import pick_device
 from dovetail.layout import Layout
 from dovetail.rollout.base import Prompt, SamplingParams
+from dovetail.rollout.native import SamplerOptions
 from dovetail.rows import needs_text
 from dovetail.watch.progress import Progress
 from dovetail.weights.agree import agreed
 from dovetail.weights.pretrained import Pretrained
+
+ON_CPU, ON_GPU = 128, 2048  # samples of a replica between two writes; the last ones of a portion run alone
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
@@ -33,6 +37,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         limits = Limits(source.spec.vocab_size)
         rows = load_prompts(args.data, tokenizer, limits, answers=False, processor=processor)
         backend: Backend = "transformers" if isinstance(source.spec, ForeignSpec) else "native"
+        check_positions(source.config, backend, [len(row.ids) for row in rows], args.max_new_tokens, "--max-new-tokens")
         layout = backend_layout(source, mesh.layout, backend)
     sampler_mesh = mesh if layout == mesh.layout else make_mesh(layout, mesh.device, engine=False)
     reader = open_checkpoint(source.path, mesh)
@@ -48,19 +53,22 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         stop_ids=stops,
         banned_ids=banned_ids(source, tokenizer, processor, stops),
     )
-    sampler = make_sampler(source, sampler_mesh, getattr(torch, args.dtype), backend)
-    sampler.load(reader)
-    progress.phase("run")
-    completions = sampler.sample([Prompt(i, row.ids, row.media) for i, row in enumerate(rows)], params)
-    found = (
-        {
-            "id": rows[c.row].id,
-            "sample": c.sample,
-            "completion": text_of(c.ids, stops, tokenizer),
-            "token_ids": list(c.ids),
-            "log_probs": list(c.log_probs),
-            "finish": c.finish,
-        }
-        for c in completions
-    )
-    write_rows(args.out, found, mesh)
+    with RowFile(args.out, mesh) as out:
+        sampler = make_sampler(source, sampler_mesh, getattr(torch, args.dtype), backend, SamplerOptions(hold=True))
+        sampler.load(reader)
+        progress.phase("run")
+        numbered = [Prompt(i, row.ids, row.media) for i, row in enumerate(rows)]
+        most = (ON_CPU if mesh.device.type == "cpu" else ON_GPU) * sampler_mesh["fsdp"].size
+        for part in portions(numbered, lambda _: args.samples, most):
+            found = sampler.sample(part, params)
+            out.write(
+                {
+                    "id": rows[c.row].id,
+                    "sample": c.sample,
+                    "completion": text_of(c.ids, stops, tokenizer),
+                    "token_ids": list(c.ids),
+                    "log_probs": list(c.log_probs),
+                    "finish": c.finish,
+                }
+                for c in found
+            )

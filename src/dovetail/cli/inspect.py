@@ -1,13 +1,13 @@
 """`dovetail inspect`: what a sharded checkpoint holds, and whether it is whole."""
 
 import argparse
-import sys
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
 from dovetail.checkpoint.manifest import TRAINING, Manifest, StoredTensor
 from dovetail.checkpoint.reader import ShardedReader
+from dovetail.cli.streams import put
 from dovetail.errors import CheckpointError
 from dovetail.weights.directory import MANIFEST
 
@@ -18,10 +18,10 @@ def run(args: argparse.Namespace) -> None:
     if not (path / MANIFEST).is_file():
         raise CheckpointError(f"{path} has no {MANIFEST}; give a sharded checkpoint (dovetail convert --to sharded)")
     reader = ShardedReader(path)
-    sys.stdout.write(_summary(path, reader.manifest))
+    put(_summary(path, reader.manifest))
     if args.verify:
         reader.verify()
-        sys.stdout.write("verified: every piece matches its checksum\n")
+        put("verified: every piece matches its checksum\n")
 
 
 def _summary(path: Path, manifest: Manifest) -> str:

@@ -19,6 +19,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
 from dovetail.cli.arguments import COMMANDS, layout_of, parse, watch_of
+from dovetail.cli.limits import limit_behind
 from dovetail.cli.quiet import silence
 from dovetail.cli.ranks import (
     DEFECT,
@@ -30,6 +31,7 @@ from dovetail.cli.ranks import (
     is_first_rank,
     ranks_given,
 )
+from dovetail.cli.streams import open_closed_streams
 from dovetail.cli.supervisor import run_ranks
 from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError
 from dovetail.watch.progress import Progress, patience
@@ -39,6 +41,7 @@ UNWINDING_SECONDS = 30.0  # from the first signal, for all that is half-written 
 
 def main() -> NoReturn:
     """The program `dovetail`. Ends by `os._exit`: gloo's threads may abort a process that exits in the normal way."""
+    open_closed_streams()
     stop = _Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop.unwind)
@@ -145,16 +148,16 @@ class _Outcome:
     ) -> bool:
         if isinstance(error, SystemExit):  # argparse has printed its help
             self.code = error.code if isinstance(error.code, int) else 0
-        elif isinstance(error, UserError):
-            self.code = USER_ERROR
-            self.say(f"dovetail: {error}\n")
-        elif isinstance(error, MachineError):
-            self.code = DEFECT
-            self.say(f"dovetail: {error}\n")
         elif isinstance(error, KeyboardInterrupt):
             self.code = INTERRUPTED
         elif isinstance(error, SecondaryFailure):
             self.code = DEFECT
+        elif error is not None and (reason := limit_behind(error)):
+            self.code = USER_ERROR if isinstance(error, UserError) else DEFECT
+            self.say(f"dovetail: {reason}\n")
+        elif isinstance(error, UserError | MachineError):
+            self.code = USER_ERROR if isinstance(error, UserError) else DEFECT
+            self.say(f"dovetail: {error}\n")
         elif error is not None:
             self.code = DEFECT
             rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""

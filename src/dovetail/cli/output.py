@@ -1,22 +1,26 @@
-"""Where a command's rows go: a JSONL file, written whole or not at all, by one rank for all."""
+"""Where a command's rows go: a JSONL file that one rank writes for all, at its place when it is whole."""
 
 import math
 import os
-import sys
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
+from dovetail.cli.streams import complain
 from dovetail.errors import ConfigError
 from dovetail.mesh import Mesh
-from dovetail.metrics import ODD_LETTERS, json_line
+from dovetail.metrics import ODD_LETTERS, json_line, write_whole
 from dovetail.weights.agree import agreed
 from dovetail.weights.staging import refuse_unwritable
 
+Row = TypeVar("Row")
+
 
 def check_out(path: Path | str, data: Path | str, mesh: Mesh) -> None:
-    """Refuse a place where `write_rows` could not write, and the file `data` itself, before the work is done.
+    """Refuse a place where a `RowFile` could not be, and the file `data` itself, before the work is done.
 
     The first rank looks.
     """
@@ -33,31 +37,77 @@ def check_out(path: Path | str, data: Path | str, mesh: Mesh) -> None:
         refuse_unwritable(Path(os.path.realpath(path)), "--out")
 
 
-def write_rows(path: Path | str, rows: Iterable[Mapping[str, Any]], mesh: Mesh) -> None:
-    """Write `rows` to `path`, or where it leads as a link, by the first rank. Collective: what goes wrong there is raised
-    everywhere.
+class RowFile:
+    """Rows as they are computed: in `OUT.xxxxxxxx.part` until the `with` block ends well, then at OUT, or where that leads as
+    a link.
 
-    A line on stderr counts the rows with numbers that are not finite, which become null.
+    The first rank writes. Entering, leaving well and `write` are collective: what goes wrong there is raised everywhere. A
+    command that ends before leaves the part with the rows so far, all of them whole, and a line on stderr that names it.
     """
-    path = Path(os.path.realpath(path))
-    with agreed(mesh, path):
-        if mesh["world"].rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            staged = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")  # two commands may write at once
-            odd = written = 0
-            try:
-                with staged.open("w", encoding="utf-8", errors=ODD_LETTERS) as out:
-                    for row in rows:
-                        out.write(json_line(row))
-                        odd, written = odd + (not _is_finite(row)), written + 1
-                os.replace(staged, path)
-            finally:  # where the disk is full, or a signal ends the command
-                staged.unlink(missing_ok=True)
-            if odd:
-                sys.stderr.write(
-                    f"dovetail: {odd} of {written} rows of {path} hold numbers that are not finite, written as null; look for "
-                    "such numbers in the weights, or try --dtype float32\n"
-                )
+
+    def __init__(self, path: Path | str, mesh: Mesh) -> None:
+        self.path, self.mesh = Path(os.path.realpath(path)), mesh
+        self.part = self.path.with_name(
+            f"{self.path.name}.{uuid.uuid4().hex[:8]}.part"
+        )  # two commands may write at once
+        self._file: FileIO | None = None
+        self._written = self._odd = 0
+
+    def __enter__(self) -> Self:
+        with agreed(self.mesh):
+            if self.mesh["world"].rank == 0:
+                try:
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    self._file = FileIO(self.part, "x")
+                except OSError as error:
+                    raise ConfigError(
+                        f"--out {self.path} cannot be written: {error.strerror}: {error.filename}; give another path"
+                    ) from error
+        return self
+
+    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write further rows; numbers that are not finite become null."""
+        with agreed(self.mesh, self.path):
+            if self._file is not None:
+                for row in rows:
+                    write_whole(self._file, json_line(row).encode(errors=ODD_LETTERS))
+                    self._odd, self._written = self._odd + (not _is_finite(row)), self._written + 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+        try:
+            if error is None:
+                with agreed(self.mesh, self.path):
+                    if self._file is not None:
+                        os.replace(self.part, self.path)
+        finally:
+            if self._file is not None:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Say what is out of the ordinary: rows that are not at their place, and numbers that are not finite."""
+        if self._odd:
+            complain(
+                f"dovetail: {self._odd} of {self._written} rows of {self.path} hold numbers that are not finite, written as "
+                "null; look for such numbers in the weights, or try --dtype float32\n"
+            )
+        if self.part.exists() and self._written:
+            complain(f"dovetail: not finished; the first {self._written} rows are in {self.part}\n")
+        else:
+            self.part.unlink(missing_ok=True)
+
+
+def portions(rows: Sequence[Row], cost: Callable[[Row], int], most: int) -> Iterator[Sequence[Row]]:
+    """`rows` in order, in parts of at most `most` together, or of one row."""
+    first = total = 0
+    for i, row in enumerate(rows):
+        if i > first and total + cost(row) > most:
+            yield rows[first:i]
+            first, total = i, 0
+        total += cost(row)
+    if rows:
+        yield rows[first:]
 
 
 def _is_finite(row: Mapping[str, Any]) -> bool:

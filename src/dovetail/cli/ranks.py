@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
+from dovetail.cli.streams import complain
 from dovetail.errors import ConfigError
 from dovetail.metrics import ODD_LETTERS
 from dovetail.watch.progress import Phase, Progress
@@ -73,7 +74,7 @@ class Membership:
         if self.files is not None:
             self.files.report.write_text(text, encoding="utf-8", errors=ODD_LETTERS)
         else:
-            sys.stderr.write(text)
+            complain(text)
 
     @contextmanager
     def watched(self, limits: Mapping[Phase, float]) -> Iterator[None]:
@@ -131,7 +132,7 @@ def _count_signals(reader: int, unwind: Handler, seconds: float) -> None:
             break
         first = time.monotonic() if numbers and first is None else first
     time.sleep(UNWINDING_SECONDS)
-    os._exit(STOPPED)
+    os._exit(INTERRUPTED if numbers[0] == signal.SIGINT else STOPPED)
 
 
 def _end_unheard(number: int, unwind: Handler) -> None:

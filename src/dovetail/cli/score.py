@@ -1,7 +1,7 @@
 """`dovetail score`: per-token log-probs and entropies, or values, of the rows of a file."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence as Seq
 from typing import Any
 
 import torch
@@ -9,15 +9,18 @@ import torch
 from dovetail.batch import PackedBatch, Sequence
 from dovetail.build.engine import EngineOptions, make_engine, make_mesh
 from dovetail.build.text import load_processor, load_tokenizer
-from dovetail.cli.output import check_out, write_rows
+from dovetail.cli.output import RowFile, check_out, portions
 from dovetail.data import Limits, Scored, load_score
 from dovetail.engine.native import NativeEngine
 from dovetail.launch import pick_device
 from dovetail.layout import Layout
+from dovetail.mesh import Mesh
 from dovetail.rows import needs_text
 from dovetail.watch.progress import Progress
 from dovetail.weights.agree import agreed
 from dovetail.weights.pretrained import Pretrained
+
+Rows = Seq[Scored]
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
@@ -38,19 +41,27 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
             processor=load_processor(source, trust_remote_code=args.trust_remote_code),
         )
     options = EngineOptions(master_dtype=dtype, tokens_per_batch=args.tokens_per_batch)
-    engine = make_engine(source, mesh, dtype, args.head, options)
-    progress.phase("run")
     fields = {} if args.temperature == 1.0 else {"temperature": args.temperature}
-    batch = PackedBatch.pack([Sequence(row.ids, fields=fields, media=row.media) for row in rows])
-    write_rows(args.out, _values(engine, batch, rows) if args.head == "value" else _stats(engine, batch, rows), mesh)
+    with RowFile(args.out, mesh) as out:
+        engine = make_engine(source, mesh, dtype, args.head, options)
+        progress.phase("run")
+        for part in portions(rows, lambda row: len(row.ids), args.tokens_per_batch * _micro_batches(mesh)):
+            batch = PackedBatch.pack([Sequence(row.ids, fields=fields, media=row.media) for row in part])
+            out.write((_values if args.head == "value" else _stats)(engine, batch, part))
 
 
-def _stats(engine: NativeEngine, batch: PackedBatch, rows: list[Scored]) -> Iterator[dict[str, Any]]:
+def _micro_batches(mesh: Mesh) -> int:
+    """How many are computed between two writes: enough to balance replicas and to fill a pipeline."""
+    replicas, stages = mesh["dp"].size, mesh["pp"].size
+    return 1 if replicas * stages == 1 else 4 * replicas * stages
+
+
+def _stats(engine: NativeEngine, batch: PackedBatch, rows: Rows) -> Iterator[dict[str, Any]]:
     stats = engine.score(batch)
     columns = zip(rows, stats.logprob.split(batch.lengths), stats.entropy.split(batch.lengths), strict=True)
     return ({"id": row.id, "log_probs": p[:-1].tolist(), "entropy": h[:-1].tolist()} for row, p, h in columns)
 
 
-def _values(engine: NativeEngine, batch: PackedBatch, rows: list[Scored]) -> Iterator[dict[str, Any]]:
+def _values(engine: NativeEngine, batch: PackedBatch, rows: Rows) -> Iterator[dict[str, Any]]:
     columns = zip(rows, engine.values(batch).split(batch.lengths), strict=True)
     return ({"id": row.id, "values": v.tolist()} for row, v in columns)

@@ -21,7 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from dovetail.cli.limits import narrow_limits
 from dovetail.cli.ranks import DEFECT, FOLDER, INTERRUPTED, PIPE, STOPPED, USER_ERROR, RankFiles
+from dovetail.cli.streams import complain
 from dovetail.errors import MachineError
 from dovetail.metrics import append
 from dovetail.watch import system
@@ -81,8 +83,7 @@ def _run(command: Sequence[str], ranks: int, watch: Watch, stop: "_Stop") -> int
     incidents: list[Incident] = []
     while True:
         ending = _start_once(command, ranks, watch, stop)
-        sys.stderr.write(ending.told)
-        sys.stderr.flush()
+        complain(ending.told)
         if ending.incident is None:
             return ending.code
         _record(watch, ending.incident.kind, ending.incident)
@@ -100,7 +101,7 @@ def _run(command: Sequence[str], ranks: int, watch: Watch, stop: "_Stop") -> int
         pause = min(PAUSE_SECONDS * 2 ** (number - 1), LONGEST_PAUSE)
         sys.stderr.write(f"dovetail: starting all ranks again in {pause:g} s (restart {number} of {watch.restarts})\n")
         if stop.wait(pause):
-            return STOPPED
+            return INTERRUPTED if stop.signal == signal.SIGINT else STOPPED
         if ending.incident.phase not in ("init", "load"):
             command = [*command, *watch.again]
         _record(watch, "restart", ending.incident)
@@ -222,7 +223,8 @@ class _Ranks:
         fresh = {rank: code for rank, code in fresh.items() if rank not in self.ended}
         self.ended |= fresh
         if self.stop.signal is None and any(code in ASKED for code in fresh.values()):
-            self.stop.note(signal.SIGTERM)
+            interrupted = all(code in (INTERRUPTED, -signal.SIGINT) for code in fresh.values() if code in ASKED)
+            self.stop.note(signal.SIGINT if interrupted else signal.SIGTERM)
         if not self.first:
             self.first = [rank for rank, code in fresh.items() if code not in (0, *ASKED)]
 
@@ -256,7 +258,7 @@ class _Ranks:
             return told[-1].removeprefix("dovetail: ") if told else f"exit code {code}"
         name = f"killed by {signal.Signals(-code).name}"
         if -code != signal.SIGKILL:
-            return name
+            return name + narrow_limits()
         if system.out_of_memory_kills() > self.kills_before:
             return f"{name}: the kernel ended it because memory ran out; use more ranks or lower tokens per batch"
         return f"{name}: by somebody or a batch system (the kernel has counted no kill for want of memory)"

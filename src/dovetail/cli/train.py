@@ -1,14 +1,16 @@
 """`dovetail train`: the main job, from an HF checkpoint to an HF checkpoint."""
 
 import argparse
-import sys
+import signal
 from pathlib import Path
 
 from dovetail.build.training import Builder
 from dovetail.cli.arguments import recipe_of
-from dovetail.cli.ranks import STOPPED
+from dovetail.cli.ranks import INTERRUPTED, STOPPED
+from dovetail.cli.streams import complain, put
 from dovetail.errors import ConfigError
 from dovetail.launch import StopSignal, pick_device, set_deterministic
+from dovetail.rl.resume import FinishedError
 from dovetail.rl.trainer import train
 from dovetail.watch.progress import Progress
 
@@ -16,19 +18,26 @@ NOT_DETERMINISTIC = "does not have a deterministic implementation"  # of torch's
 
 
 def run(args: argparse.Namespace, progress: Progress) -> int:
-    """Train by the recipe. 143 after a stop that was asked for by SIGTERM or SIGINT.
+    """Train by the recipe. After a stop 130 or 143 on every rank, by the signal that asked for it.
 
     Until training starts there is nothing to finish or to save, so a signal ends the rank as it does in any command.
     """
     recipe, folder = recipe_of(args), Path(args.recipe).parent
     set_deterministic(recipe.trainer.deterministic)
     stop = StopSignal()
-    builder = Builder(recipe, pick_device(args.device), folder, lambda: stop.requested, args.resume, progress)
-    job = builder.job()
+    builder = Builder(recipe, pick_device(args.device), folder, lambda: stop.number, args.resume, progress)
+    lead = builder.mesh["world"].rank == 0
+    try:
+        job = builder.job()
+    except FinishedError as finished:
+        if lead:
+            complain(f"dovetail: {finished}\n")
+            put(recipe.to_yaml() if args.dry_run else "")
+        return 0
     try:
         if args.dry_run:
-            if builder.mesh["world"].rank == 0:
-                sys.stdout.write(recipe.to_yaml())
+            if lead:
+                put(recipe.to_yaml())
             return 0
         with stop:
             job.start()
@@ -45,4 +54,6 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
         ) from error
     finally:
         job.close()
-    return STOPPED if outcome.stopped else 0
+    if not outcome.stopped:
+        return 0
+    return INTERRUPTED if job.run.stop_signal == signal.SIGINT else STOPPED

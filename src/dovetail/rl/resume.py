@@ -14,7 +14,7 @@ from dovetail.mesh import Mesh
 from dovetail.recipe_yaml import read_mapping
 from dovetail.rl.lock import NAME as LOCK
 from dovetail.rl.state import RunState
-from dovetail.weights.agree import agreed
+from dovetail.weights.agree import agreed, of_first
 
 CONFIG, HF, CHECKPOINTS, EVENTS = "config.yaml", "hf", "checkpoints", "events.jsonl"
 BEFORE_CONFIG = frozenset({LOCK, EVENTS, "rollouts"})  # what a run that ended while it began may have left
@@ -42,6 +42,10 @@ class Resumed:
     passed_over: tuple[str, ...]
 
 
+class FinishedError(Exception):
+    """This recipe's run is done: no mistake, and nothing to do."""
+
+
 def is_run(path: Path) -> bool:
     """Whether `path` is the directory of a run that has begun; refused where it holds anything else."""
     if not path.exists():
@@ -61,18 +65,16 @@ def find(
 ) -> Resumed | None:
     """What the run in `path` goes on from; None: it had saved nothing yet and begins again. Collective.
 
-    `damaged`: the steps that it cannot go on from, as `open_newest` takes them.
+    `damaged`: the steps that it cannot go on from, as `open_newest` takes them. Raises FinishedError, on every rank, for a
+    run of this very recipe that is finished.
     """
     exact = int(mode.partition("=")[2]) if mode.startswith("step=") else None
     with agreed(mesh):
         begun_with = changed(read_mapping(path / CONFIG), recipe)
         finished = (path / HF).exists() and exact is None
-        if finished and not begun_with:
-            further = "raise trainer.steps to train on" if _saved(path) else "move that one away"
-            raise ConfigError(
-                f"run_dir {path} is not empty; choose another run_dir, or {further}: it holds this run, which is finished "
-                f"({path / HF})"
-            )
+    if of_first(finished and not begun_with, mesh):
+        further = "raise trainer.steps to train on" if _saved(path) else "choose another run_dir to train again"
+        raise FinishedError(f"run_dir {path} holds this run, which is finished: nothing to do ({path / HF}); {further}")
     reader, passed_over = open_newest(path / CHECKPOINTS, mesh, exact, damaged)
     if reader is None:
         if finished or begun_with.keys() & SOURCES:

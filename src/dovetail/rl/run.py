@@ -54,7 +54,7 @@ class RunSettings:
     """Where to write and how much of it to keep. `peak_flops`: of one device, for `mfu`; None where it is not known.
 
     resume: auto, never or step=N. background: checkpoints are written while training goes on. evaluates: some steps end
-    with an evaluation, and then no other step has a score.
+    with an evaluation, and then no other step has a score. stop_signal: the one that asked this rank to stop, 0: none did.
     """
 
     path: Path
@@ -69,7 +69,7 @@ class RunSettings:
     loggers: tuple[str, ...]
     peak_flops: float | None
     peak_memory_gib: Callable[[], float]
-    stop_requested: Callable[[], bool]
+    stop_signal: Callable[[], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,9 @@ class RunDirectory:
         self._before: Row = {}
         self._earlier: list[Row] = []
         self._score: float | None = None
-        self._order = self._failed_saves = 0
+        self.stop_signal = 0  # that any rank got: the same on all
+        self._saved: int | None = None  # the step of the newest whole checkpoint
+        self._saving = self._order = self._failed_saves = 0
         self._there = False
         self._at_close = ExitStack()
 
@@ -148,9 +150,10 @@ class RunDirectory:
         self.run_id = of_first(uuid.uuid4().hex, self.mesh)
         if resumed is not None:
             self.run_id, self._before = resumed.state.run_id, dict(resumed.state.before)
+            self._saved = resumed.state.step
         with agreed(self.mesh):
             if self.lead:
-                self._make()
+                (self.path / ROLLOUTS).mkdir(parents=True, exist_ok=True)
                 self._lock.take()
                 if is_run(self.path) != self._there:
                     raise ConfigError(
@@ -200,6 +203,7 @@ class RunDirectory:
         """All that training goes on from, as checkpoints/step_NNNNNN; older ones go as `retention` says. Collective."""
         self._settle()
         self._order += 1
+        self._saving = step
         contents, state = self.contents, self._state(step)
         self._saver.save(step, _exports(contents), contents.sides, state.dump())
         if not self.settings.background:
@@ -207,11 +211,12 @@ class RunDirectory:
 
     def stopping(self) -> bool:
         """Whether somebody asked the run to stop. A save that went wrong meanwhile is told here, on every rank."""
-        facts = [self.settings.stop_requested(), self._saver.done]
+        facts = [self.settings.stop_signal(), self._saver.done]
         told = stack_over(torch.tensor(facts, dtype=torch.int64, device=self.mesh.device), self.mesh["world"])
         if told[:, 1].all():
             self._settle()
-        return bool(told[:, 0].any())
+        self.stop_signal = min((number for number in told[:, 0].tolist() if number), default=0)
+        return self.stop_signal != 0
 
     def shared(self, seconds: float) -> float:
         own = torch.tensor(seconds, dtype=torch.float64, device=self.mesh.device)
@@ -248,10 +253,13 @@ class RunDirectory:
         seconds = sum(row["step_seconds"] for row in outcome.rows)
         tokens = sum(row["tokens"] for row in outcome.rows)
         self.say(f"{'tokens/s':<18} {tokens / max(seconds, 1e-9):,.0f} ({seconds:.0f} s)")
-        stopped = "not written: stopped" + (
-            "" if self.settings.saves else "; trainer.save_every=0 leaves no checkpoint"
-        )
-        self.say(f"{'model':<18} {stopped if outcome.stopped else self.path / HF}")
+        if not outcome.stopped:
+            self.say(f"{'model':<18} {self.path / HF}")
+        elif self._saved is None:
+            self.say(f"{'model':<18} not written: stopped, and there is no checkpoint")
+        else:
+            self.say(f"{'model':<18} not written: stopped; the same command goes on from the checkpoint")
+            self.say(f"{'checkpoint':<18} {self.path / CHECKPOINTS / f'step_{self._saved:06}'}")
 
     def close(self) -> None:
         """End the display and the loggers, and leave the directory to others; may be called twice.
@@ -269,22 +277,13 @@ class RunDirectory:
         """Wait for the save that is under way. A failed one is told; training goes on unless it was the last, or too many."""
         try:
             if self._saver.settle():
-                self._failed_saves = 0
+                self._failed_saves, self._saved = 0, self._saving
         except CheckpointError as error:
             self._failed_saves += 1
             self.event("save_failed", cause=str(error))
             if last or self._failed_saves == MOST_FAILED_SAVES:
                 raise CheckpointError(f"the run cannot be saved; what was saved before is whole\n{error}") from error
             self.say(f"A SAVE FAILED, the run goes on and earlier checkpoints are whole: {error}")
-
-    def _make(self) -> None:
-        """Make the directory; what refuses that, though it looked well, is told with its name."""
-        try:
-            (self.path / ROLLOUTS).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"run_dir {self.path} cannot be made: {error.strerror}: {error.filename}; choose another run_dir"
-            ) from error
 
     def _state(self, step: int) -> RunState:
         mesh = self.mesh

@@ -13,6 +13,7 @@ from dovetail.batch import LossFn, PackedBatch, Sequence
 from dovetail.data import Prompt
 from dovetail.engine.base import Engine
 from dovetail.errors import DataError
+from dovetail.rl.budget import TimeBudget
 from dovetail.rl.experience import (
     AdvantageSettings,
     Sample,
@@ -32,7 +33,6 @@ from dovetail.watch.progress import Phase, Progress
 
 MOST_UNREWARDED_STEPS = 3  # in a row
 SOLVED = 1.0  # a reward that counts as solved in evaluations
-MEASURED_STEPS = 2  # after which a run with a time budget predicts its length
 
 
 def never() -> bool:
@@ -53,6 +53,7 @@ class LoopSettings:
     aggregation_constant: float = 1.0
     eval_every: int = 0
     save_every: int = 0
+    save_on_stop: bool = True
     stop_at_reward: float | None = None
     time_budget_seconds: float | None = None
     shuffle: bool = True
@@ -331,15 +332,18 @@ class Outcome:
 
 
 def train(task: Task, run: Run, loop: LoopSettings) -> Outcome:
-    """Run the steps until the last one, the reward target, or a request to stop, whichever is first."""
+    """Run the steps until the last one, the reward target, the time budget, or a request to stop, whichever is first."""
+    budget = TimeBudget(loop.time_budget_seconds, run)
     step, rows, before = run.earlier() or (0, [], task.evaluate(0))
     run.start(before)
-    first = saved = step
-    last, started = loop.steps, time.monotonic()
-    stop, reached, guard = run.stopping(), loop.reached(rows), Guard(loop.max_skipped_steps, loop.check_replicas_every)
-    if reached and step < last:
+    budget.start(loop.steps - step)
+    unwritten = {f"{name}_before": value for name, value in before.items()} if step == 0 else {}
+    saved, stop, reached = step, run.stopping(), loop.reached(rows)
+    guard = Guard(loop.max_skipped_steps, loop.check_replicas_every)
+    if reached and step < loop.steps:
         run.say(f"step {step} has reached trainer.stop_at_reward={loop.stop_at_reward}: no further step is taken")
-    while step < last and not (stop or reached):
+    last = step >= loop.steps or reached
+    while not (last or stop):
         begun = time.monotonic()
         done = task.step(step, run.stopping)
         if done is None:
@@ -349,38 +353,25 @@ def train(task: Task, run: Run, loop: LoopSettings) -> Outcome:
         seconds = time.monotonic() - begun
         row = {"step": step, **done, "step_seconds": seconds, "tokens_per_second": done["tokens"] / seconds}
         rows.append(row)
-        if loop.eval_every and step % loop.eval_every == 0:
+        last = loop.reached(rows) or not budget.has_room() or step == loop.steps
+        if (loop.eval_every and step % loop.eval_every == 0) or (last and not run.stopping()):
             row |= task.evaluate(step)
+        row |= unwritten
+        unwritten = {}
         run.record(row, task.samples)
         guard.look(row, task.trained)
         stop = run.stopping()
-        reached = loop.reached(rows)
         if loop.save_every and step % loop.save_every == 0:
             loop.progress.phase("save", step)
             run.checkpoint(step)
             saved = step
-        if step - first == MEASURED_STEPS and loop.time_budget_seconds is not None:
-            clock = run.shared(time.monotonic() - started)
-            last = first + _shortened(last - first, clock, loop.time_budget_seconds, run)
-    if loop.save_every and step > saved:
+    if step > saved and (loop.save_on_stop if stop else loop.save_every):
         loop.progress.phase("save", step)
         run.checkpoint(step)
     if stop:
         return Outcome(before, {}, rows, stop)
     evaluated = {name: rows[-1][name] for name in before if rows[-1].get(name) is not None} if rows else {}
     return Outcome(before, evaluated or task.evaluate(step), rows, stop)
-
-
-def _shortened(steps: int, seconds: float, budget: float, run: Run) -> int:
-    """How many steps fit into the budget, from the time that the first ones took; says so where not all do."""
-    fitting = max(MEASURED_STEPS, int(budget / (seconds / MEASURED_STEPS)))
-    if fitting >= steps:
-        return steps
-    run.say(
-        f"{MEASURED_STEPS} steps took {seconds:.0f} s, so {steps} would take {seconds / MEASURED_STEPS * steps:.0f} s; "
-        f"stopping after {fitting} to stay within {budget:.0f} s"
-    )
-    return fitting
 
 
 def inner_batches(batch: PackedBatch, loop: LoopSettings, step: int) -> Iterator[PackedBatch]:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 import uuid
 import zlib
 from collections.abc import Iterator
@@ -71,8 +72,14 @@ def refuse_occupied(target: Path) -> None:
 def refuse_unwritable(path: Path, what: str) -> None:
     """Raise where nothing could be made at `path`, which may be absent; `what` says what it is."""
     folder = next(parent for parent in path.absolute().parents if parent.exists())
+    refusal = f"{what} {path} cannot be written: {folder} is no directory that you may write to"
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        raise ConfigError(f"{what} {path} cannot be written: {folder} is no directory that you may write to")
+        raise ConfigError(refusal)
+    try:  # /proc, for one, looks writable to root
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{refusal} ({error.strerror})") from error
 
 
 def write_sides(sides: SideFiles, directory: Path) -> dict[str, tuple[int, int]]:

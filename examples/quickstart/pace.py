@@ -1,0 +1,67 @@
+"""How fast this machine trains, measured before the run, so that the run fits its time budget and says how long it takes."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+BUDGET_SECONDS, STEPS, PROMPTS, SAMPLES = 330, 40, 16, 8  # of quickstart_grpo.yaml
+TOKENS = 36  # of a prompt and its completion
+MEASURED = 8  # sequences
+OVERHEAD = 1.5  # of a step, over its forward and backward passes: sampling and the optimizer
+EVALUATION = 0.3  # of a step of 16 prompts: 100 prompts without a backward pass
+ENOUGH = 20  # steps in which the model learns the task
+FEW = 10  # steps below which nothing is to be expected
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What fits: prompts a step, seconds of such a step, and steps."""
+
+    prompts: int
+    seconds: float
+    steps: int
+
+    def describe(self) -> str:
+        """For the user, before the run."""
+        total = self.steps * self.seconds + 2 * _evaluation(self.seconds / self.prompts)
+        told = f"This machine takes about {self.seconds:.2g} s for a step of {self.prompts} prompts"
+        if self.prompts == PROMPTS and self.steps == STEPS:
+            return f"{told}: {STEPS} steps take at most {total:.0f} s."
+        fits = f"about {self.steps} of them fit into {BUDGET_SECONDS} s"
+        if total > BUDGET_SECONDS:
+            fits = f"one of them and both evaluations take about {total:.0f} s, more than the {BUDGET_SECONDS} s meant"
+        few = " That is too few to learn much." if self.steps < FEW else ""
+        whole = STEPS * PROMPTS / self.prompts * self.seconds / 60
+        return (
+            f"{told}: {fits}.{few} All {STEPS} steps of {PROMPTS} prompts would take about {whole:.0f} minutes: "
+            "python -m examples.quickstart trainer.time_budget_seconds=null"
+        )
+
+
+def pace(seconds_a_sequence: float) -> Pace:
+    """The most prompts a step of which enough steps fit, or two prompts."""
+    prompt = seconds_a_sequence * SAMPLES * OVERHEAD
+    left = BUDGET_SECONDS - 2 * _evaluation(prompt)
+    prompts = next((n for n in (16, 8, 4) if ENOUGH * n * prompt <= left), 2)
+    return Pace(prompts, prompts * prompt, max(1, min(STEPS, int(left / (prompts * prompt)))))
+
+
+def measure(model_dir: Path, dtype: str) -> float:
+    """Seconds of a forward and a backward pass, a sequence."""
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype), local_files_only=True)
+    seconds = 0.0
+    for count in (1, MEASURED):  # the first one warms up
+        ids = torch.randint(1000, (count, TOKENS), generator=torch.Generator().manual_seed(0))
+        begun = time.monotonic()
+        model(input_ids=ids, labels=ids).loss.backward()
+        seconds = (time.monotonic() - begun) / count
+    return seconds
+
+
+def _evaluation(prompt_seconds: float) -> float:
+    return EVALUATION * PROMPTS * prompt_seconds
