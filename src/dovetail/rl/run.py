@@ -38,7 +38,7 @@ from dovetail.rl.trainer import Outcome
 from dovetail.rl.updates import Row
 from dovetail.weights.agree import agreed, of_first
 from dovetail.weights.directory import SideFiles
-from dovetail.weights.staging import refuse_unwritable, replace_file
+from dovetail.weights.staging import make_directory, refuse_unwritable, replace_file
 from dovetail.weights.stream import Export
 
 POLICY, CRITIC = MODEL_ROLE, "critic"
@@ -275,7 +275,7 @@ class RunDirectory:
     def _make(self) -> None:
         """Make the directory; what refuses that, though it looked well, is told with its name."""
         try:
-            (self.path / ROLLOUTS).mkdir(parents=True, exist_ok=True)
+            make_directory(self.path / ROLLOUTS)
         except OSError as error:
             raise ConfigError(
                 f"run_dir {self.path} cannot be made: {error.strerror}: {error.filename}; choose another run_dir"
