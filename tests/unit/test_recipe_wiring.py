@@ -289,17 +289,22 @@ def test_a_key_arrives_where_it_is_used(leaf: Leaf, jobs: Mapping[str, Job], fol
     assert leaf.arrived(jobs[leaf.algorithm]) == expected, f"{leaf.key} of the recipe did not arrive"
 
 
-@pytest.mark.parametrize("key", known_keys())
+def leaves() -> list[str]:
+    """Every key of a recipe that is no section."""
+    known = known_keys()
+    return [key for key in known if not any(other.startswith(f"{key}.") for other in known)]
+
+
+@pytest.mark.parametrize("key", leaves())
 def test_every_key_is_in_the_table_with_a_value_that_is_not_its_default(key: str) -> None:
-    if any(name.startswith(f"{key}.") for name in known_keys()):
-        return  # a section
-    leaves = [leaf for leaf in TABLE if leaf.key == key]
-    assert leaves, (
-        f"{key} is a key of the recipe that TABLE in {Path(__file__).name} lacks. Add "
-        f'Leaf("{key}", VALUE, part("PATH")): VALUE is one that is not the default, PATH is where the built Job holds it, such '
-        'as part("loop.steps"). If nothing reads the key, remove it from the recipe.'
+    rows = [leaf for leaf in TABLE if leaf.key == key]
+    assert rows, (
+        f"{key} is a key of the recipe, and {Path(__file__).name} has no row for it. Add to its TABLE\n"
+        f'    Leaf("{key}", VALUE, part("PATH")),\n'
+        "VALUE: one that is not the default. PATH: the attribute of the built Job that holds it, such as loop.steps or "
+        "task.models.policy.options.recompute. Where no part of the job holds it, nothing reads the key: take it out."
     )
-    for leaf in leaves:
+    for leaf in rows:
         defaults = known_keys()[key].defaults
         default = "grpo" if key == "algorithm.name" else defaults.get("", defaults.get(leaf.algorithm))
         assert leaf.value != default, f"{leaf} has the default, which would arrive by itself"
