@@ -90,9 +90,10 @@ class Disk:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
     disk = Disk(tmp_path)
-    moves = {how: disk.move(how) for how in ("rename", "replace")}
-    removals = {how: disk.removal(how) for how in ("unlink", "rmdir")}
-    with mock.patch.multiple(os, fsync=disk.fsync, mkdir=disk.mkdir, **moves, **removals):
+    watched: dict[str, Any] = {"fsync": disk.fsync, "mkdir": disk.mkdir}
+    watched |= {how: disk.move(how) for how in ("rename", "replace")}
+    watched |= {how: disk.removal(how) for how in ("unlink", "rmdir")}
+    with mock.patch.multiple(os, **watched):
         yield disk
 
 

@@ -150,12 +150,12 @@ def test_a_row_that_takes_too_long_is_named_once(seconds: float, status: int, wh
     with open(tmp_path / "terminal", "w") as terminal:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-c", SLOW, str(rank), str(seconds), str(tmp_path)],
+                [sys.executable, "-c", SLOW, str(number), str(seconds), str(tmp_path)],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=terminal,
             )
-            for rank in range(2)
+            for number in range(2)
         ]
         for rank in ranks:
             assert rank.stdout is not None and rank.stdout.readline() == b"begun\n"
@@ -166,8 +166,8 @@ def test_a_row_that_takes_too_long_is_named_once(seconds: float, status: int, wh
     assert re.fullmatch(
         rf"layouts: 7b dp=8: the trace of a step: {why}; where it was: \S+/layouts.stacks.log.0\n", told
     )
-    for rank in range(2):
-        assert "line 12 in <module>" in (tmp_path / f"layouts.stacks.log.{rank}").read_text()
+    for number in range(2):
+        assert "line 12 in <module>" in (tmp_path / f"layouts.stacks.log.{number}").read_text()
 
 
 class Parsed(BaseException):

@@ -217,7 +217,11 @@ def reward_runner(name: str | None, **given: Any) -> SimpleNamespace:
 def recipe_of(folder: Path, algorithm: str) -> dict[str, Any]:
     """All values of the table for one algorithm, as a recipe's nested sections."""
     given: dict[str, Any] = {"reward": {"import": "mine:score"}} if algorithm != "ppo" else {}
-    needed = {"model.path": "FOLDER/policy", "data.train": "FOLDER/train.jsonl", "run_dir": "FOLDER/run"}
+    needed: dict[str, Any] = {
+        "model.path": "FOLDER/policy",
+        "data.train": "FOLDER/train.jsonl",
+        "run_dir": "FOLDER/run",
+    }
     needed |= {"algorithm.name": algorithm, "data.overlong": "drop", "trainer.tokens_per_batch": 40}
     needed |= {"rollout.max_new_tokens": 9}
     for key, value in [*needed.items(), *((leaf.key, leaf.value) for leaf in TABLE if leaf.algorithm == algorithm)]:
@@ -263,7 +267,7 @@ def jobs(folder: Path) -> Iterator[dict[str, Job]]:
     def make_sampler(source: Any, mesh: Mesh, dtype: torch.dtype, backend: str) -> SimpleNamespace:
         return SimpleNamespace(source=source, mesh=mesh, dtype=dtype, backend=backend, asked=asked[-1])
 
-    stand_ins = {
+    stand_ins: dict[str, Any] = {
         "num_ranks": lambda: RANKS,
         "make_mesh": make_mesh,
         "make_engine": make_engine,
