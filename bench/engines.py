@@ -2,16 +2,15 @@
 peers' recorded figures, and rows that are safe on the disk before the next one begins."""
 
 import argparse
-import faulthandler
 import gc
 import json
 import os
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -23,6 +22,7 @@ import torch.distributed as dist
 import dovetail as dt
 from bench.given import check_shape
 from bench.harness import RESULTS, surroundings
+from bench.limit import Limit
 from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
 from dovetail.build.engine import check_layout, make_decoder, make_mesh
@@ -235,9 +235,10 @@ def gemm_rate(device: torch.device) -> float | None:
     return float(rate) / dist.get_world_size()
 
 
-def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def leave(limit: Limit, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """End this process with what went wrong. Its normal end would wait for kernels that wait for other ranks."""
-    traceback.print_exception(kind, error, trace)
+    traceback.print_exception(kind, error, trace, file=limit.terminal)
+    limit.close()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
@@ -253,11 +254,12 @@ def add_options(parser: argparse.ArgumentParser, name: str) -> None:
 
 @dataclass
 class Session:
-    """The ranks of a benchmark, and its rows: each is on the disk when it is done, and a hanging one says where."""
+    """The ranks of a benchmark, and its rows: each is on the disk when it is done, and one that takes too long is named."""
 
     given: argparse.Namespace
     device: torch.device
     gemm: float | None
+    limit: Limit
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
@@ -265,17 +267,18 @@ class Session:
         """Collective."""
         device = pick_device(given.device)
         check_shape(getattr(given, "shape", "tiny"), device.type)
-        faulthandler.dump_traceback_later(given.row_seconds, exit=True)
+        rank = int(os.environ.get("RANK", "0"))
+        limit = Limit(given.name, rank, given.row_seconds, given.out / f"{given.name}.stacks.log.{rank}")
         dt.ensure_process_group(device)
-        faulthandler.register(signal.SIGTERM, chain=True)  # whoever is late says where it is
-        sys.excepthook = leave  # torch's own, from now on, writes only once the one before it has returned
+        sys.excepthook = partial(
+            leave, limit
+        )  # torch's own, from now on, writes only once the one before it has returned
         torch.manual_seed(dist.get_rank())
-        return cls(given, device, gemm_rate(device))
+        return cls(given, device, gemm_rate(device), limit)
 
-    def begin(self) -> None:
+    def begin(self, row: str) -> None:
         """A row begins: an empty device, and a new time limit."""
-        faulthandler.cancel_dump_traceback_later()
-        faulthandler.dump_traceback_later(self.given.row_seconds, exit=True)
+        self.limit.begin(row)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -307,4 +310,4 @@ class Session:
     def finish(self) -> None:
         """Part; the limit holds for that, too."""
         dist.destroy_process_group()
-        faulthandler.cancel_dump_traceback_later()
+        self.limit.close()

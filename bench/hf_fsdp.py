@@ -31,7 +31,7 @@ def main() -> int:
     add_options(parser, "hf_fsdp")
     given = parser.parse_args()
     session = Session.start(given)
-    session.begin()
+    session.begin(given.shape)
     spec, device, world = spec_of(given.shape), session.device, dist.get_world_size()
     model = sharded(given.shape, device, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
@@ -39,6 +39,7 @@ def main() -> int:
     if given.ragged:
         batches["ragged, padded"] = ragged_batch(spec, given.length, given.length * given.sequences)
     for name, batch in batches.items():
+        session.limit.at(name)
         rows = list(batch.tokens.split(list(batch.lengths)))
         mine, most = rows[dist.get_rank() :: world], -(-len(rows) // world)
         mine += rows[: most - len(mine)]  # equally many everywhere, or FSDP2 would wait

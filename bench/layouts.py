@@ -129,7 +129,7 @@ def main() -> int:
 
 def measure(layout: dt.Layout, session: Session) -> None:
     """Train a few steps under one layout; everything it held is free afterwards."""
-    session.begin()
+    session.begin(f"{session.given.shape} {layout}")
     given, device = session.given, session.device
     changes: dict[str, Any] = {"num_hidden_layers": given.depth} if given.depth else {}
     if given.window:
@@ -149,12 +149,15 @@ def measure(layout: dt.Layout, session: Session) -> None:
     made = time.perf_counter() - begun
     batch = dense_batch(spec, given.length, given.sequences)
     warm = dense_batch(spec, given.warm_length or given.length, given.sequences)
+    session.limit.at("its steps")
     row = _steps(engine, f"{given.sequences} x {given.length}", warm, batch, session)
     row["make_seconds"] = made
     if given.bubbles and layout.pp > 1:
+        session.limit.at("its bubbles")
         row["bubble"], row["predicted_bubble"] = bubbles(engine, batch, given.steps)
     _keep(session, row)
     if given.profile:
+        session.limit.at("the trace of a step")
         summaries = traced(engine, spec, batch, session, row)
         summary = min(summaries, key=lambda each: each.waiting)
         session.say(summary.table())
@@ -162,6 +165,7 @@ def measure(layout: dt.Layout, session: Session) -> None:
         row["trace"], row["waiting"] = summary.as_dict(), [each.waiting for each in summaries]
         _keep(session, row)
     if given.ragged:
+        session.limit.at("its ragged steps")
         ragged_tokens = ragged_batch(spec, given.length, given.length * given.sequences)
         ragged = _steps(engine, "ragged", ragged_tokens, ragged_tokens, session)
         ragged["ratio_to_dense"] = ragged["tokens_per_second_per_rank"] / row["tokens_per_second_per_rank"]

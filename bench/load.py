@@ -139,7 +139,7 @@ def read_and_tell(folder: Path, device: torch.device) -> None:
 
 def measure(folder: Path, text: str, session: Session, peers: tuple[float, float, float]) -> None:
     """An engine's making, part by part, the longest of all ranks each; the mesh is there before."""
-    session.begin()
+    session.begin(f"{session.given.shape} {text}")
     raw, copied, broadcast = peers
     mesh = make_mesh(layout_of(text), session.device, engine=False)
     rounds = [_parts(folder, mesh) for _ in range(ROUNDS)]

@@ -89,12 +89,14 @@ def main() -> int:
     add_options(parser, "rl_step")
     given = parser.parse_args()
     session = Session.start(given)
-    session.begin()
+    session.begin(f"{given.shape} {given.layout}")
     spec, layout = spec_of(given.shape), layout_of(given.layout)
     dtype = torch.float32 if session.device.type == "cpu" else torch.bfloat16
     budget = max(given.tokens_per_batch, given.length)
     engine = random_engine(spec, layout, session.device, dtype=dtype, tokens_per_batch=budget)
+    session.limit.at("scoring")
     score(engine, spec, session)
+    session.limit.at("RL steps")
     step(engine, spec, session, dtype)
     session.finish()
     return 0

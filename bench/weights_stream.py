@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def measure(text: str, session: Session) -> None:
-    session.begin()
+    session.begin(f"{session.given.shape} {text}")
     spec, device = spec_of(session.given.shape), session.device
     engine = random_engine(spec, layout_of(text), device)
     world = engine.mesh["world"]

@@ -18,15 +18,12 @@ from pydantic import (
     model_validator,
 )
 
+from dovetail.bounds import LARGEST, MOST_NEW_TOKENS, MOST_SAMPLES, MOST_TOKENS
 from dovetail.errors import ConfigError
 from dovetail.layout import Layout
 from dovetail.recipe_errors import explain
 from dovetail.recipe_keys import Key, keys_of
 from dovetail.recipe_values import (
-    LARGEST,
-    MOST_NEW_TOKENS,
-    MOST_SAMPLES,
-    MOST_TOKENS,
     Dtype,
     Listed,
     Momentum,

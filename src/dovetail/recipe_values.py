@@ -1,4 +1,4 @@
-"""What values of a recipe may be, beyond their types: bounds of numbers, names of files, options of a function."""
+"""What values of a recipe may be, beyond their types: kinds of numbers, names of files, options of a function."""
 
 import os
 from collections.abc import Mapping
@@ -32,9 +32,6 @@ def _plain(options: Mapping[str, Any]) -> Mapping[str, Any]:
     return options
 
 
-MOST_SAMPLES, MOST_NEW_TOKENS = 1 << 16, 1 << 22  # of a prompt, and of a completion
-MOST_TOKENS = 1 << 30  # of a batch
-LARGEST = 1e30  # of what bounds float32
 Dtype = Literal["float32", "bfloat16"]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]

@@ -6,13 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dovetail.engine.native import NativeEngine
+from dovetail.rl.trainer import SupervisedTask
+from dovetail.weights.pieces import local_tensor
 from tests.checkpoints import tensors_of
+from tests.commands.program import Ended, _as_rank as as_rank
 from tests.distributed.test_training_layouts import assert_same_rl, assert_same_sft, rl_recipe
 from tests.golden.job import MODEL, Played, play, sampled_ids, sft, write_inputs
 from tests.harness import run
@@ -69,3 +75,32 @@ def test_rl(inputs: Path, name: str, layout: str, tmp_path: Path) -> None:
     before = tensors_of(inputs / MODEL)
     assert any(not torch.equal(tensor, before[name]) for name, tensor in tensors_of(run_dir / "hf").items())
     assert model.config.num_key_value_heads == 2
+
+
+def train_with_a_flip(argv: list[str]) -> Ended:
+    """One rank of a run; before the second step, one bit of a norm's gain is another on the second rank."""
+    step = SupervisedTask.step
+
+    def flipped(task: SupervisedTask, number: int, *given: Any) -> Any:
+        if number == 1 and dist.get_rank() == 1:
+            assert isinstance(task.policy, NativeEngine)
+            gain = local_tensor(task.policy.model.get_parameter("model.norm.weight"))
+            gain.data.view(torch.int32)[3] ^= 1 << 20
+        return step(task, number, *given)
+
+    with mock.patch.object(SupervisedTask, "step", flipped):
+        return as_rank(argv)
+
+
+def test_a_copy_that_differs_ends_a_run_where_copies_are_compared(inputs: Path, tmp_path: Path) -> None:
+    """By trainer.check_replicas_every; the same run without comparing goes on to its end."""
+    for every, code in ((1, 1), (0, 0)):
+        run_dir = tmp_path / f"every-{every}"
+        recipe = tmp_path / f"{every}.yaml"
+        trainer = {"steps": 2, "check_replicas_every": every}
+        recipe.write_text(yaml.safe_dump(sft(inputs, run_dir, layout={"tp": 2}, trainer=trainer)), encoding="utf-8")
+        ended = run(2, train_with_a_flip, ["train", str(recipe), "--device", "cpu"])
+        assert {rank.code for rank in ended} == {code}, ended
+        named = ["model.norm.weight" in rank.err and "copies that must be equal differ" in rank.err for rank in ended]
+        assert any(named) == (every == 1), ended
+        assert [row["step"] for row in read(run_dir).rows] == [1, 2]

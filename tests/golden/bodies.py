@@ -14,7 +14,6 @@ from dovetail.batch import LossFn, PackedBatch
 from dovetail.engine.base import StepReport
 from dovetail.engine.native import NativeEngine
 from dovetail.errors import UserError
-from dovetail.optim.lr import lr_factor
 from dovetail.rl.experience import Sample
 from dovetail.rl.trainer import RLTask, never, train
 from dovetail.rl.updates import Row
@@ -67,7 +66,6 @@ class Recorded:
     batches: list[PackedBatch]
     moved: dict[str, list[bool]]
     optimizer_steps: int
-    factors: list[float]  # of the policy's learning rate, by its own schedule
 
 
 def record(given: Mapping[str, Any]) -> Recorded:
@@ -85,13 +83,7 @@ def record(given: Mapping[str, Any]) -> Recorded:
         rows = train(watched, job.run, job.loop).rows
     finally:
         job.close()
-    optimizer = policy.optimizer
-    s = optimizer.settings
-    factors = [
-        lr_factor(s.schedule, i, warmup=s.warmup_steps, total=s.total_steps, floor=s.min_lr_ratio, decay=s.decay_steps)
-        for i in range(optimizer.steps)
-    ]
-    return Recorded(rows, recorder.reports, recorder.batches, watched.moved, optimizer.steps, factors)
+    return Recorded(rows, recorder.reports, recorder.batches, watched.moved, policy.optimizer.steps)
 
 
 def closed_after_failure(given: Mapping[str, Any]) -> tuple[str, bool, bool]:

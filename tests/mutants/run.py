@@ -31,6 +31,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ROOMS = ("tests/distributed", "tests/parity", "tests/unit")  # run in this order, after the matrix
 MATRIX = "tests/distributed/test_matrix.py"
+SYNCS = "tests/fault/test_syncs.py"  # of a room whose other tests take long
 ALIKE = "test_micro_batches_of_one_shape_are_told_apart"
 OPTIONS = ("-x", "-q", "-m", "not soak and not gpu", "-k", "not sleep", "-p", "no:cacheprovider")  # no clocks
 LIMIT = 1800.0  # seconds for one mutant; a rank that hangs ends long before, by the harness's own limit
@@ -112,7 +113,7 @@ def selection() -> list[str]:
     cases = [f"{MATRIX}::test_equals_one_rank[{name_of(layout)}]" for layout in layouts]
     files = [path.relative_to(ROOT).as_posix() for room in ROOMS for path in sorted((ROOT / room).glob("test_*.py"))]
     first, last = f"{MATRIX}::test_a_step_is_adamws_and_decays_matrices_alone", f"{MATRIX}::{ALIKE}"
-    return [first, *cases, last, *(f for f in files if f != MATRIX)]
+    return [first, *cases, last, *(f for f in files if f != MATRIX), SYNCS]
 
 
 def first_failure(tree: Path, tests: Sequence[str]) -> Failure | None:

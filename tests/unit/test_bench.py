@@ -3,7 +3,7 @@
 import argparse
 import importlib
 import os
-import signal
+import re
 import subprocess
 import sys
 import tarfile
@@ -30,6 +30,7 @@ from bench.engines import (
     spec_of,
 )
 from bench.given import run_main
+from bench.limit import ENDED
 from bench.long_context import moments_seconds
 from bench.ranks import ROOT, run_ranks
 from dovetail.batch import PackedBatch
@@ -101,21 +102,72 @@ def test_a_rank_that_fails_or_is_late_ends_all(tmp_path: Path) -> None:
     ("last", "status", "told"),
     [
         ("raise ValueError('what went wrong')", 1, "ValueError: what went wrong\n"),
-        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, 'File "<string>", line 5 in <module>\n'),
+        (
+            "os.kill(os.getpid(), signal.SIGTERM); time.sleep(300)",
+            ENDED,
+            "slow: before the first row: cut off by SIGTERM",
+        ),
     ],
 )
-def test_a_rank_that_fails_or_is_late_tells_where_and_waits_for_nothing(last: str, status: int, told: str) -> None:
+def test_a_rank_that_fails_or_is_ended_tells_why_and_waits_for_nothing(
+    last: str, status: int, told: str, tmp_path: Path
+) -> None:
     """A thread that never ends stands for a device that waits for other ranks: an interpreter that ends waits for it."""
     program = (
-        "import argparse, os, signal, threading\n"
+        "import argparse, os, pathlib, signal, threading, time\n"
         "from bench.engines import Session\n"
-        "Session.start(argparse.Namespace(row_seconds=300.0, device='cpu'))\n"
+        f"out = pathlib.Path({str(tmp_path)!r})\n"
+        "Session.start(argparse.Namespace(row_seconds=300.0, device='cpu', name='slow', out=out))\n"
         "threading.Thread(target=threading.Event().wait).start()\n"
         f"{last}\n"
     )
     run = [sys.executable, "-c", program]
     ended = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == status and ended.stderr.endswith(told), ended.stderr
+    assert ended.returncode == status and told in ended.stderr.splitlines(keepends=True)[-1], ended.stderr
+
+
+SLOW = """
+import sys, threading
+from pathlib import Path
+from bench.limit import Limit
+
+limit = Limit("layouts", int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3]) / f"layouts.stacks.log.{sys.argv[1]}")
+limit.begin("7b tp=2")
+limit.begin("7b dp=8")
+limit.at("its steps")
+limit.at("the trace of a step")
+print("begun", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "status", "why"),
+    [(1.0, 1, r"not done within 1 s"), (300.0, ENDED, r"cut off by SIGTERM after \d+ s")],
+)
+def test_a_row_that_takes_too_long_is_named_once(seconds: float, status: int, why: str, tmp_path: Path) -> None:
+    """Of two ranks that wait for ever, the first one says which row; where each was is in files."""
+    with open(tmp_path / "terminal", "w") as terminal:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", SLOW, str(number), str(seconds), str(tmp_path)],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=terminal,
+            )
+            for number in range(2)
+        ]
+        for rank in ranks:
+            assert rank.stdout is not None and rank.stdout.readline() == b"begun\n"
+            if status == ENDED:
+                rank.terminate()
+        assert [rank.wait(60) for rank in ranks] == [status] * 2
+    told = (tmp_path / "terminal").read_text()
+    assert re.fullmatch(
+        rf"layouts: 7b dp=8: the trace of a step: {why}; where it was: \S+/layouts.stacks.log.0\n", told
+    )
+    for number in range(2):
+        assert "line 12 in <module>" in (tmp_path / f"layouts.stacks.log.{number}").read_text()
 
 
 class Parsed(BaseException):

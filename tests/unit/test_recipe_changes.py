@@ -15,12 +15,15 @@ from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.steps import saved_steps
 from dovetail.config import make_recipe
 from dovetail.errors import CheckpointError, ConfigError
+from dovetail.layout import Layout
+from dovetail.mesh import Mesh
 from dovetail.rl.resume import changed, refuse
-from dovetail.rl.state import RunState, random_state
+from dovetail.rl.state import STRETCH, RunState, model_fingerprint, random_state
 from dovetail.weights.directory import MANIFEST
 from tests.commands.program import here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows
 from tests.fault.training_checkpoint import state_of
 from tests.golden.job import _merged as merged
+from tests.harness import run
 from tests.unit.test_sharded import _forge as forge
 
 BASE: dict[str, Any] = {
@@ -181,10 +184,14 @@ def other_template(folder: Path) -> None:
 
 
 def other_weights(folder: Path) -> None:
-    shutil.rmtree(folder / "model")
-    make_model(folder / "model", dtype=torch.bfloat16, initializer_range=0.3)
-    path = folder / "model/config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "initializer_range": 0.02}))
+    """One bit of one value of the last tensor; sizes, names and dtypes stay."""
+    flip(folder / "model/model.safetensors", -3)
+
+
+def flip(file: Path, where: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[where] ^= 1
+    file.write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +211,22 @@ def test_other_contents_under_the_same_names_are_refused(
     before = sorted((folder / "run").rglob("*"))
     assert words in refusal(here("train", folder / "r.yaml"))
     assert sorted((folder / "run").rglob("*")) == before
+
+
+def test_a_bit_anywhere_in_the_weights_makes_another_fingerprint(tmp_path: Path) -> None:
+    """Of files of several stretches, whatever the number of ranks."""
+    for name, size in (("a.safetensors", STRETCH + 5), ("b.safetensors", 1 << 13)):
+        (tmp_path / name).write_bytes(bytes(size))
+    found = [model_fingerprint({}, {}, tmp_path, Mesh.solo())]
+    for file, where in (("a", -1), ("a", STRETCH // 3), ("b", -(1 << 12) - 1)):
+        flip(tmp_path / f"{file}.safetensors", where)
+        found.append(model_fingerprint({}, {}, tmp_path, Mesh.solo()))
+    assert len(set(found)) == 4
+    assert run(2, fingerprint_of, tmp_path) == [found[-1]] * 2
+
+
+def fingerprint_of(folder: Path) -> str:
+    return model_fingerprint({}, {}, folder, Mesh.build(Layout(dp=2)))
 
 
 def test_rows_that_were_dropped_follow_more_than_their_file(folder: Path) -> None:

@@ -1,10 +1,12 @@
-"""What the command line needs before it starts anything loads no torch."""
+"""What the command line needs before it starts anything loads no torch; what computes loads none of the recipe's packages."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 MODULES = (
     "dovetail",
     "dovetail.config",
@@ -15,6 +17,27 @@ MODULES = (
     "dovetail.pipeline.schedule",
     "dovetail.cli.main",
 )
+
+
+WITHOUT_RECIPES = """
+import importlib, pkgutil, sys
+import dovetail.kernels, dovetail.rollout
+
+missing = "pydantic", "pydantic_core", "rich", "dovetail.config", "dovetail.recipe_yaml"  # huggingface_hub needs yaml
+sys.modules.update(dict.fromkeys(missing))
+rooms = dovetail.kernels, dovetail.rollout
+found = [f"{room.__name__}.{module.name}" for room in rooms for module in pkgutil.iter_modules(room.__path__)]
+found.remove("dovetail.kernels.quack_epilogue")  # needs cutlass, an extra
+library = "build.engine", "build.sampling", "rl.losses", "rl.advantages", "rl.trainer"
+found += [f"dovetail.{name}" for name in library]
+for name in (*found, "bench.rl_step", "bench.sampler", "bench.layouts", "tests.gpu.test_sampler"):
+    importlib.import_module(name)
+"""
+
+
+def test_what_computes_needs_no_package_of_recipes() -> None:
+    """The engine, the sampler, kernels, benchmarks and tests of GPUs, on a machine without pydantic, rich and PyYAML."""
+    subprocess.run([sys.executable, "-c", WITHOUT_RECIPES], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("module", MODULES)

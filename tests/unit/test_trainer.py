@@ -13,10 +13,9 @@ import torch
 from dovetail.batch import PackedBatch
 from dovetail.data import Prompt
 from dovetail.engine.base import Engine, StepReport
-from dovetail.errors import DataError, NumericsError
+from dovetail.errors import DataError
 from dovetail.rl import trainer
 from dovetail.rl.experience import AdvantageSettings, Sample, drop_equal_groups, pack_samples, with_advantages
-from dovetail.rl.guard import Guard
 from dovetail.rl.replay import mismatch
 from dovetail.rl.rewards import RewardResult
 from dovetail.rl.trainer import LoopSettings, RLModels, RLSettings, RLTask, inner_batches, never, train, weighted
@@ -282,12 +281,18 @@ def test_operations_of_a_step_are_those_of_policy_and_critic() -> None:
     assert "skipped" not in row
 
 
-def test_skipped_updates_end_a_run_where_they_come_in_a_row() -> None:
-    guard, skipped = Guard(2, 0), {"skipped": True, "fault": "a reason"}
-    for row in (skipped, {}, skipped, {}, skipped):
-        guard.look({"step": 1, **row}, [])
-    with pytest.raises(NumericsError, match=r"the updates of 2 steps in a row were skipped: a reason"):
-        guard.look({"step": 6, **skipped}, [])
+def test_evaluation_stops_and_bans_as_training_does() -> None:
+    task = pretended_ppo(report(1.0), report(1.0))
+    given = replace(task.settings.sampling, stop_ids=(2, 5), banned_ids=(7, 9))
+    task.settings = replace(task.settings, sampling=given)
+    task.held_out, sampler = task.prompts, task.models.sampler
+    with mock.patch.object(sampler, "sample", wraps=sampler.sample) as sampled:
+        task.step(0)
+        task.evaluate(10)
+    trained, evaluated = (call.args[1] for call in sampled.call_args_list)
+    assert trained.stop_ids == evaluated.stop_ids == (2, 5)
+    assert trained.banned_ids == evaluated.banned_ids == (7, 9)
+    assert (trained.temperature, evaluated.temperature, evaluated.samples) == (given.temperature, 0.0, 1)
 
 
 def test_too_many_failed_rewards_of_an_evaluation_are_told_as_such() -> None:

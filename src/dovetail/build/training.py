@@ -110,7 +110,7 @@ class Builder:
         with ExitStack() as on_failure:
             on_failure.callback(run.close)
             run.claim(damaged)
-            model = model_fingerprint(self.source.config, self.source.sides, self.source.path)
+            model = model_fingerprint(self.source.config, self.source.sides, self.source.path, self.mesh)
             self.resumed = run.resumed
             if self.resumed is not None:
                 state = self.resumed.state

@@ -39,7 +39,7 @@ from dovetail.rl.trainer import Outcome
 from dovetail.rl.updates import Row
 from dovetail.weights.agree import agreed, of_first
 from dovetail.weights.directory import SideFiles
-from dovetail.weights.staging import refuse_unwritable, replace_file
+from dovetail.weights.staging import make_directory, refuse_unwritable, replace_file
 from dovetail.weights.stream import Export
 
 POLICY, CRITIC = MODEL_ROLE, "critic"
@@ -153,7 +153,7 @@ class RunDirectory:
             self._saved = resumed.state.step
         with agreed(self.mesh):
             if self.lead:
-                (self.path / ROLLOUTS).mkdir(parents=True, exist_ok=True)
+                make_directory(self.path / ROLLOUTS)
                 self._lock.take()
                 if is_run(self.path) != self._there:
                     raise ConfigError(

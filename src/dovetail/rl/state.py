@@ -8,7 +8,9 @@ import base64
 import hashlib
 import json
 import random
+import zlib
 from collections.abc import Iterable, Mapping, Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,14 +18,17 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from dovetail.comm import gather_text
 from dovetail.errors import CheckpointError
+from dovetail.mesh import Mesh
+from dovetail.weights.agree import agreed
 from dovetail.weights.directory import SideFiles
 
 Value = TypeVar("Value")
 GENERATORS = ("python", "numpy", "torch")  # of every rank; and "device" where it has one
 CPU = torch.device("cpu")
 COUNTS = range(1 << 48)  # steps, rows, updates: what is beyond was never counted
-SAMPLED, BLOCK = 256, 1 << 12  # places of a file of weights that its fingerprint looks at, and bytes of each
+STRETCH, READERS = 1 << 24, 4  # bytes of weights that a fingerprint sums at once, and threads of a rank that do
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # of a config; not the model
 TEXT_FILES = ("tokenizer", "vocab", "merges", "chat_template", "special_tokens", "added_tokens", "spiece")
 
@@ -33,7 +38,7 @@ class RunState:
     """Where a run stands after `step` steps. Every field is needed; none is guessed where it is missing.
 
     order: the how-manieth save of the run this is. score: how good the model is, higher is better.
-    model, data: fingerprints of config and tokenizer, and of the rows as they are fed.
+    model, data: fingerprints of config, tokenizer and weights, and of the rows as they are fed.
     cursor: data rows taken so far. updates: optimizer steps by role. before: the evaluation before training.
     rng: one entry a rank.
     """
@@ -89,21 +94,35 @@ class RunState:
         return cls(**found)
 
 
-def model_fingerprint(config: Mapping[str, Any], sides: SideFiles, directory: Path) -> str:
-    """One value for a model's architecture, its tokenizer, and a sample of its weights."""
+def model_fingerprint(config: Mapping[str, Any], sides: SideFiles, directory: Path, mesh: Mesh) -> str:
+    """One value for a model's architecture, its tokenizer and every byte of its weights, of which each rank reads a share.
+
+    The same whatever the number of ranks. Collective.
+    """
     digest = hashlib.sha256(_stable({key: value for key, value in config.items() if key not in VOLATILE}))
     for name in sorted(sides):
         if name.startswith(TEXT_FILES):
             content = sides[name]
             digest.update(name.encode() + (content if isinstance(content, bytes) else content.read_bytes()))
-    for path in sorted(directory.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with open(path, "rb") as file:
-            for block in range(SAMPLED):
-                file.seek(block * max(size - BLOCK, 0) // SAMPLED)
-                digest.update(file.read(BLOCK))
+    world, mine, stretches = mesh["world"], "", list[tuple[Path, int]]()
+    with agreed(mesh, directory):
+        for path in sorted(directory.glob("*.safetensors")):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode())
+            stretches += [(path, start) for start in range(0, size, STRETCH)]
+        with ThreadPoolExecutor(READERS) as readers:
+            mine = " ".join(readers.map(_checksum, stretches[world.rank :: world.size]))
+    shares = [share.split() for share in gather_text(mine, world, mesh.device)]
+    for i in range(len(stretches)):
+        digest.update(shares[i % world.size][i // world.size].encode())
     return digest.hexdigest()
+
+
+def _checksum(stretch: tuple[Path, int]) -> str:
+    path, start = stretch
+    with open(path, "rb") as file:
+        file.seek(start)
+        return f"{zlib.crc32(file.read(STRETCH)):08x}"
 
 
 def rows_fingerprint(rows: Iterable[object]) -> str:

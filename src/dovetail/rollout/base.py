@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dovetail.batch import COLDEST, HOTTEST, Media
+from dovetail.bounds import MOST_NEW_TOKENS, MOST_SAMPLES
 from dovetail.errors import ConfigError, DataError
-from dovetail.recipe_values import MOST_NEW_TOKENS, MOST_SAMPLES
 from dovetail.routing import RoutingTrace
 
 

@@ -39,7 +39,8 @@ def staged(target: Path, mesh: Mesh) -> Iterator[Stage]:
         if lead:
             refuse_occupied(target)
             refuse_unwritable(target, "the directory")
-            hidden.mkdir(parents=True)
+            make_directory(target.parent)
+            hidden.mkdir()
     stage = Stage(Path(gather_text(str(hidden), mesh["world"], mesh.device)[0]), Verdict(mesh, target), lead)
     complete = False
     try:
@@ -115,6 +116,14 @@ def replace_file(path: Path, content: bytes) -> None:
         fresh.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory, and those above it that are missing; their entries are on the disk."""
+    missing = [each for each in (path.absolute(), *path.absolute().parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_directory(each.parent)
 
 
 def sync_directory(path: Path) -> None:

@@ -1,0 +1,318 @@
+"""Every key of a recipe arrives where it is used: one table of all keys, with a value that is not the default of any.
+
+The parts that a run is built from are stand-ins that keep what they are given, so no model is made.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig
+
+from dovetail.build import training
+from dovetail.build.sampling import backend_layout
+from dovetail.build.training import Builder, Job
+from dovetail.config import known_keys, make_recipe
+from dovetail.layout import Layout
+from dovetail.mesh import Mesh
+from dovetail.rl.run import RunDirectory
+from dovetail.watch.progress import patience
+from examples.quickstart.scratch import character_tokenizer
+
+RANKS, UPDATES = 16, 2 * 3  # UPDATES: optimizer steps of a step, algorithm.epochs x algorithm.minibatches
+SAME = object()  # the value itself arrives
+ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "completion": str(2 * n)} for n in range(6)]
+TOO_LONG = {"prompt": "1" * 100, "answer": "1", "completion": "1"}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One key, a value of it, and where a job holds that value: `arrived` of the job is `expected`.
+
+    algorithm: whose job. FOLDER in a value stands for the folder of the inputs.
+    """
+
+    key: str
+    value: Any
+    arrived: Callable[[Any], Any]
+    expected: Any = SAME
+    algorithm: str = "ppo"
+
+
+def models(job: Any) -> Any:
+    return job.task.models
+
+
+def optims(name: str) -> Callable[[Any], Any]:
+    """A field of the optimizer settings of policy and critic."""
+    return lambda job: [vars(engine.options.optim)[name] for engine in (models(job).policy, models(job).critic)]
+
+
+def trained(name: str) -> Callable[[Any], Any]:
+    """An option of the engines that are trained."""
+    return lambda job: [vars(engine.options)[name] for engine in (models(job).policy, models(job).critic)]
+
+
+def balance(name: str) -> Callable[[Any], Any]:
+    return lambda job: vars(models(job).policy.options.balance)[name]
+
+
+def part(path: str) -> Callable[[Any], Any]:
+    """An attribute of an attribute of the job."""
+
+    def found(job: Any) -> Any:
+        for name in path.split("."):
+            job = getattr(job, name)
+        return job
+
+    return found
+
+
+LAYOUT = {
+    "tp": 2, "pp": 2, "cp": 2, "dp": 2, "ep": 2, "virtual_stages": 2, "cp_mode": "gather", "pp_split": (1, 2, 2, 3),
+    "schedule": "interleaved", "copy_engines": False,
+}  # fmt: skip
+LAYOUTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "layout": ("task.models.policy.mesh.layout", LAYOUT),
+    "critic.layout": ("task.models.critic.mesh.layout", {**LAYOUT, "pp_split": (1, 1, 3, 3)}),
+    "reference.layout": ("task.models.reference.mesh.layout", {**LAYOUT, "pp_split": (2, 1, 2, 3)}),
+    "rollout.layout": ("task.models.sampler.asked", {**LAYOUT, "pp_split": (3, 2, 2, 1)}),
+}
+TABLE = (
+    *(
+        Leaf(f"{section}.{name}", value, part(f"{path}.{name}"))
+        for section, (path, values) in LAYOUTS.items()
+        for name, value in values.items()
+    ),
+    Leaf("model.path", "FOLDER/policy", lambda job: str(models(job).policy.source.path)),
+    Leaf("model.engine", "transformers", lambda job: type(models(job).policy.source.spec).__name__, "ForeignSpec", "rloo"),
+    Leaf("model.dtype", "bfloat16", lambda job: [e.dtype for e in vars(models(job)).values()], [torch.bfloat16] * 4),
+    Leaf("model.dtype", "bfloat16", part("task.models.reference.options.master_dtype"), torch.bfloat16),
+    Leaf("model.save_dtype", "float16", trained("save_dtype"), [torch.float16] * 2),
+    Leaf("model.trust_remote_code", True, lambda job: str(models(job).policy.source.code), "FOLDER/policy"),
+    Leaf("model.trust_remote_code", True, lambda job: str(models(job).critic.source.code), "FOLDER/critic"),
+    Leaf("model.moe.aux_loss_coef", 0.01, balance("aux_coef")),
+    Leaf("model.moe.z_loss_coef", 0.02, balance("z_coef")),
+    Leaf("model.moe.bias_update_rate", 0.03, balance("bias_rate")),
+    Leaf("critic.path", "FOLDER/critic", lambda job: str(models(job).critic.source.path)),
+    Leaf("critic.lr", 0.25, part("task.models.critic.options.optim.lr")),
+    Leaf("reference.path", "FOLDER/reference", lambda job: str(models(job).reference.source.path)),
+    Leaf("algorithm.name", "ppo", part("task.settings.advantages.kind")),
+    Leaf("algorithm.name", "rloo", part("task.settings.advantages.kind"), algorithm="rloo"),
+    Leaf("algorithm.name", "sft", lambda job: type(job.task).__name__, "SupervisedTask", "sft"),
+    Leaf("algorithm.epochs", 2, part("loop.epochs")),
+    Leaf("algorithm.epochs", 2, part("task.loop.epochs"), algorithm="sft"),
+    Leaf("algorithm.minibatches", 3, part("task.loop.minibatches")),
+    Leaf("algorithm.minibatches", 3, part("task.settings.old_logprobs"), True),
+    Leaf("algorithm.minibatches", 3, part("task.loop.minibatches"), algorithm="sft"),
+    Leaf("algorithm.aggregation", "sequence_sum", part("task.loop.aggregation")),
+    Leaf("algorithm.aggregation", "sequence", part("task.loop.aggregation"), algorithm="sft"),
+    Leaf("algorithm.clip_low", 0.11, part("task.policy_loss.clip_low")),
+    Leaf("algorithm.clip_high", 0.29, part("task.policy_loss.clip_high")),
+    Leaf("algorithm.dual_clip", 3.5, part("task.policy_loss.dual_clip")),
+    Leaf("algorithm.ratio", "sequence", part("task.policy_loss.ratio")),
+    Leaf("algorithm.entropy_coef", 0.04, part("task.policy_loss.entropy_coef")),
+    Leaf("algorithm.kl_in", "loss", part("task.settings.advantages.kl_coef"), 0.0),
+    Leaf("algorithm.kl_coef", 0.05, part("task.policy_loss.kl_coef")),
+    Leaf("algorithm.kl_estimator", "k2", part("task.policy_loss.kl_estimator")),
+    Leaf("algorithm.kl_in", "reward", part("task.policy_loss.kl_coef"), 0.0, "grpo"),
+    Leaf("algorithm.kl_coef", 0.06, part("task.settings.advantages.kl_coef"), algorithm="grpo"),
+    Leaf("algorithm.kl_estimator", "k2", part("task.settings.advantages.kl_estimator"), algorithm="grpo"),
+    Leaf("algorithm.normalize_advantage", False, part("task.settings.advantages.normalize")),
+    Leaf("algorithm.normalize_advantage", True, part("task.settings.advantages.normalize"), algorithm="grpo"),
+    Leaf("algorithm.scale_by_std", False, part("task.settings.advantages.scale_by_std"), algorithm="grpo"),
+    Leaf("algorithm.skip_equal_groups", True, part("task.settings.skip_equal_groups"), algorithm="grpo"),
+    Leaf("algorithm.gamma", 0.9, part("task.settings.advantages.gamma")),
+    Leaf("algorithm.lam", 0.8, part("task.settings.advantages.lam")),
+    Leaf("algorithm.value_clip", 0.3, part("task.value_loss.clip")),
+    Leaf("algorithm.value_coef", 0.7, part("task.value_loss.coef")),
+    Leaf("algorithm.critic_warmup", 7, part("task.settings.critic_warmup")),
+    Leaf("algorithm.critic_warmup", 7, optims("total_steps"), [(50 - 7) * UPDATES, 50 * UPDATES]),
+    Leaf("data.train", "FOLDER/train.jsonl", lambda job: [p.answer for p in job.task.prompts], [r["answer"] for r in ROWS]),
+    Leaf("data.eval", "FOLDER/eval.jsonl", lambda job: [p.answer for p in job.task.held_out], [ROWS[3]["answer"]]),
+    Leaf("data.eval", "FOLDER/eval.jsonl", lambda job: len(job.task.held_out), 1, "sft"),
+    Leaf("data.overlong", "drop", lambda job: len(job.task.prompts), len(ROWS)),
+    Leaf("data.overlong", "drop", lambda job: len(job.task.rows), len(ROWS), "sft"),
+    Leaf("data.shuffle", False, part("task.loop.shuffle")),
+    Leaf("rollout.backend", "transformers", part("task.models.sampler.backend"), algorithm="rloo"),
+    Leaf("rollout.samples_per_prompt", 5, part("task.settings.sampling.samples")),
+    Leaf("rollout.max_new_tokens", 9, part("task.settings.sampling.max_new_tokens")),
+    Leaf("rollout.max_new_tokens", 9, part("loop.aggregation_constant")),
+    Leaf("rollout.temperature", 0.6, part("task.settings.sampling.temperature")),
+    Leaf("rollout.top_p", 0.95, part("task.settings.sampling.top_p")),
+    Leaf("rollout.top_k", 11, part("task.settings.sampling.top_k")),
+    Leaf("rollout.replay", "rollout", part("task.settings.replay")),
+    Leaf("rollout.replay", "rollout", part("task.settings.sampling.trace"), True),
+    Leaf("rollout.monitor", True, part("task.settings.monitor"), algorithm="grpo"),
+    Leaf("rollout.monitor", True, part("task.settings.sampling.trace"), True, "grpo"),
+    Leaf("reward.name", "format", part("judge.runner.name")),
+    Leaf("reward.import", "mine:score", part("judge.runner.function"), algorithm="grpo"),
+    Leaf("reward.options", {"pattern": "x"}, part("judge.runner.options")),
+    Leaf("reward.timeout_seconds", 2.5, part("judge.runner.timeout")),
+    Leaf("reward.workers", 3, part("judge.runner.workers")),
+    Leaf("optim.lr", 0.125, part("task.models.policy.options.optim.lr")),
+    Leaf("optim.lr", 0.125, part("task.policy.options.optim.lr"), algorithm="sft"),
+    Leaf("optim.schedule", "wsd", optims("schedule"), ["wsd"] * 2),
+    Leaf("optim.warmup_steps", 4, optims("warmup_steps"), [4 * UPDATES] * 2),
+    Leaf("optim.decay_steps", 5, optims("decay_steps"), [5 * UPDATES] * 2),
+    Leaf("optim.min_lr_ratio", 0.1, optims("min_lr_ratio"), [0.1] * 2),
+    Leaf("optim.weight_decay", 0.2, optims("weight_decay"), [0.2] * 2),
+    Leaf("optim.clip_norm", 0.5, optims("clip_norm"), [0.5] * 2),
+    Leaf("optim.betas", (0.8, 0.99), optims("betas"), [(0.8, 0.99)] * 2),
+    Leaf("optim.eps", 1e-6, optims("eps"), [1e-6] * 2),
+    Leaf("trainer.steps", 50, part("loop.steps")),
+    Leaf("trainer.steps", 50, part("run.settings.steps")),
+    Leaf("trainer.seed", 13, part("loop.seed")),
+    Leaf("trainer.seed", 13, part("task.settings.sampling.seed")),
+    Leaf("trainer.seed", 13, part("task.models.critic.options.fresh_head_seed")),
+    Leaf("trainer.prompts_per_step", 4, part("task.loop.rows_per_step")),
+    Leaf("trainer.tokens_per_batch", 40, trained("tokens_per_batch"), [40] * 2),
+    Leaf("trainer.tokens_per_batch", 40, part("task.models.reference.options.tokens_per_batch")),
+    Leaf("trainer.save_every", 10, part("loop.save_every")),
+    Leaf("trainer.save_every", 0, part("run.settings.saves"), False, "grpo"),
+    Leaf("trainer.keep", 3, part("run.settings.retention.last")),
+    Leaf("trainer.keep_every", 20, part("run.settings.retention.every")),
+    Leaf("trainer.keep_best", 1, part("run.settings.retention.best")),
+    Leaf("trainer.async_save", False, part("run.settings.background")),
+    Leaf("trainer.eval_every", 8, part("loop.eval_every")),
+    Leaf("trainer.eval_every", 8, part("run.settings.evaluates"), True),
+    Leaf("trainer.stop_at_reward", 0.5, part("loop.stop_at_reward")),
+    Leaf("trainer.time_budget_seconds", 60.0, part("loop.time_budget_seconds")),
+    Leaf("trainer.loggers", ("tensorboard",), part("run.settings.loggers")),
+    Leaf("trainer.max_skipped_steps", 4, part("loop.max_skipped_steps")),
+    Leaf("trainer.check_replicas_every", 6, part("loop.check_replicas_every")),
+    Leaf("trainer.timeouts", {"rollout": 1e5}, part("task.models.policy.mesh.patience"), patience({"rollout": 1e5})),
+    Leaf("trainer.activation_checkpointing", "selective", trained("recompute"), ["selective"] * 2),
+    Leaf("trainer.offload_activations", True, trained("offload_activations"), [True] * 2),
+    Leaf("trainer.offload_optimizer", True, trained("offload_optimizer"), [True] * 2),
+    Leaf("trainer.mlp_tile_tokens", 16, trained("mlp_tile_tokens"), [16] * 2),
+    Leaf("run_dir", "FOLDER/run", lambda job: str(job.run.path)),
+)  # fmt: skip
+ALGORITHMS = ("ppo", "grpo", "rloo", "sft")
+
+
+def make_mesh(layout: Layout, device: torch.device, *, patience: timedelta, **_: bool) -> Mesh:
+    """The mesh of one process that says it is of some layout."""
+    return replace(Mesh.solo(device), layout=layout, patience=patience)
+
+
+def make_engine(source: Any, mesh: Mesh, dtype: torch.dtype, head: str, options: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        source=source, mesh=mesh, dtype=dtype, head=head, options=options, origin=SimpleNamespace(sides={})
+    )
+
+
+def reward_runner(name: str | None, **given: Any) -> SimpleNamespace:
+    return SimpleNamespace(name=name, close=lambda: None, **given)
+
+
+def recipe_of(folder: Path, algorithm: str) -> dict[str, Any]:
+    """All values of the table for one algorithm, as a recipe's nested sections."""
+    given: dict[str, Any] = {"reward": {"import": "mine:score"}} if algorithm != "ppo" else {}
+    needed: dict[str, Any] = {
+        "model.path": "FOLDER/policy",
+        "data.train": "FOLDER/train.jsonl",
+        "run_dir": "FOLDER/run",
+    }
+    needed |= {"algorithm.name": algorithm, "data.overlong": "drop", "trainer.tokens_per_batch": 40}
+    needed |= {"rollout.max_new_tokens": 9}
+    for key, value in [*needed.items(), *((leaf.key, leaf.value) for leaf in TABLE if leaf.algorithm == algorithm)]:
+        *path, last = key.split(".")
+        section = given
+        for name in path:
+            section = section.setdefault(name, {})
+        section[last] = of_folder(value, folder)
+    return given
+
+
+def of_folder(value: Any, folder: Path) -> Any:
+    return value.replace("FOLDER", str(folder)) if isinstance(value, str) else value
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wiring")
+    tokenizer = character_tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=8, num_experts=8, moe_intermediate_size=16, intermediate_size=32, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    for name in ("policy", "critic", "reference"):
+        config.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "tensorboard").mkdir()
+    (folder / "tensorboard" / "__init__.py").touch()
+    for name, rows in {"train": [*ROWS, TOO_LONG], "eval": ROWS[3:4]}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def jobs(folder: Path) -> Iterator[dict[str, Job]]:
+    """The job of each algorithm."""
+    asked: list[Layout] = []
+
+    def keep(source: Any, layout: Layout, backend: Any) -> Layout:
+        asked.append(layout)
+        return backend_layout(source, layout, backend)
+
+    def make_sampler(source: Any, mesh: Mesh, dtype: torch.dtype, backend: str) -> SimpleNamespace:
+        return SimpleNamespace(source=source, mesh=mesh, dtype=dtype, backend=backend, asked=asked[-1])
+
+    stand_ins: dict[str, Any] = {
+        "num_ranks": lambda: RANKS,
+        "make_mesh": make_mesh,
+        "make_engine": make_engine,
+        "make_sampler": make_sampler,
+        "backend_layout": keep,
+        "RewardRunner": reward_runner,
+    }
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)  # where a package named tensorboard is
+        stack.enter_context(mock.patch.multiple(training, **stand_ins))
+        stack.enter_context(mock.patch.object(RunDirectory, "check_space"))
+        found = {}
+        for name in ALGORITHMS:
+            recipe = make_recipe(recipe_of(folder, name))
+            found[name] = Builder(recipe, torch.device("cpu"), folder, lambda: False).job()
+            stack.callback(found[name].close)
+        yield found
+
+
+@pytest.mark.parametrize("leaf", TABLE, ids=lambda leaf: f"{leaf.key}-{leaf.algorithm}")
+def test_a_key_arrives_where_it_is_used(leaf: Leaf, jobs: Mapping[str, Job], folder: Path) -> None:
+    expected = of_folder(leaf.value if leaf.expected is SAME else leaf.expected, folder)
+    assert leaf.arrived(jobs[leaf.algorithm]) == expected, f"{leaf.key} of the recipe did not arrive"
+
+
+def leaves() -> list[str]:
+    """Every key of a recipe that is no section."""
+    known = known_keys()
+    return [key for key in known if not any(other.startswith(f"{key}.") for other in known)]
+
+
+@pytest.mark.parametrize("key", leaves())
+def test_every_key_is_in_the_table_with_a_value_that_is_not_its_default(key: str) -> None:
+    rows = [leaf for leaf in TABLE if leaf.key == key]
+    assert rows, (
+        f"{key} is a key of the recipe, and {Path(__file__).name} has no row for it. Add to its TABLE\n"
+        f'    Leaf("{key}", VALUE, part("PATH")),\n'
+        "VALUE: one that is not the default. PATH: the attribute of the built Job that holds it, such as loop.steps or "
+        "task.models.policy.options.recompute. Where no part of the job holds it, nothing reads the key: take it out."
+    )
+    for leaf in rows:
+        defaults = known_keys()[key].defaults
+        default = "grpo" if key == "algorithm.name" else defaults.get("", defaults.get(leaf.algorithm))
+        assert leaf.value != default, f"{leaf} has the default, which would arrive by itself"
+
+
+def test_the_table_has_no_key_that_recipes_lack() -> None:
+    assert {leaf.key for leaf in TABLE} <= set(known_keys())
