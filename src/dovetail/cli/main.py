@@ -30,7 +30,7 @@ from dovetail.cli.ranks import (
     ranks_given,
 )
 from dovetail.cli.supervisor import run_ranks
-from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError
+from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError, short_lines
 from dovetail.watch.progress import Progress, patience
 
 UNWINDING_SECONDS = 30.0  # from the first signal, for all that is half-written to be removed
@@ -145,7 +145,7 @@ class _Outcome:
             self.code = error.code if isinstance(error.code, int) else 0
         elif isinstance(error, UserError):
             self.code = USER_ERROR
-            self.say(f"dovetail: {error}\n")
+            self.say(f"dovetail: {short_lines(str(error))}\n")
         elif isinstance(error, MachineError):
             self.code = DEFECT
             self.say(f"dovetail: {error}\n")

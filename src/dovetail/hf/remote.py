@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.utils.hub import HF_MODULES_CACHE
 
-from dovetail.errors import ModelError
+from dovetail.errors import ModelError, quoted
 
 FAMILY, TEXT = "kimi_vl", "deepseek_v3"
 CLASS = "AutoModelForCausalLM"  # under which the directory's config names its model
@@ -40,10 +40,12 @@ def remote_config(config: Mapping[str, Any], code: Path | None) -> "transformers
     """The config as the code in the directory `code` reads it; None: that code is not trusted. Raises ModelError."""
     named = config.get("model_type")
     if named != FAMILY or CLASS not in config["auto_map"]:
-        raise ModelError(f"model_type {named!r} is code that comes with the model; of such, {FAMILY} alone is run")
+        raise ModelError(
+            f"model_type {quoted(named)} is code that comes with the model; of such, {FAMILY} alone is run"
+        )
     if code is None:
         raise ModelError(
-            f"model_type {named!r} is code that comes with the model; --trust-remote-code (model.trust_remote_code=true) "
+            f"model_type {quoted(named)} is code that comes with the model; --trust-remote-code (model.trust_remote_code=true) "
             "lets it run"
         )
     with one_at_a_time():
