@@ -53,9 +53,9 @@ def make_tokenizer(*, bos: bool = False, template: str | None = CHATML, eos: str
 PLAIN = make_tokenizer()
 LIMITS = Limits(vocab_size=260)
 RENDERER = Renderer()  # one process for all tests here
-load_prompts, load_sft, load_score = (
-    partial(load, renderer=RENDERER) for load in (data.load_prompts, data.load_sft, data.load_score)
-)
+load_prompts = partial(data.load_prompts, renderer=RENDERER)
+load_sft = partial(data.load_sft, renderer=RENDERER)
+load_score = partial(data.load_score, renderer=RENDERER)
 GOLDEN = [0, 5, 1, 4, 3, 2]  # of seed 0: what a resumed run relies on
 
 
