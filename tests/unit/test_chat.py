@@ -177,5 +177,5 @@ def test_tools_that_no_template_takes_are_refused(
     path = write(
         tmp_path, {"prompt": "a", "answer": 4, "tools": tools}, {"prompt": [USER], "answer": 4, "tools": tools}
     )
-    with pytest.raises(DataError, match=f"rows.jsonl:2: {words}"):
+    with pytest.raises(DataError, match=f"^{path}:2: {words}"):
         load_prompts(path, PLAIN, LIMITS, renderer=renderer)

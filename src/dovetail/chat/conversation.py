@@ -24,10 +24,9 @@ class Chat:
         """The ids of what the template writes for `messages` and the row's tools."""
         if not self.tokenizer.chat_template:
             raise row.error("messages need a chat template, and the tokenizer has none; write the prompt as a string")
+        tools = _tools(row, self.tokenizer.chat_template)
         with row.told():
-            text = self.renderer.render(
-                self.tokenizer, messages, tools=_tools(row, self.tokenizer.chat_template), **options
-            )
+            text = self.renderer.render(self.tokenizer, messages, tools=tools, **options)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
