@@ -70,6 +70,11 @@ class PackedBatch:
         cls, sequences: Iterable[Sequence | Seq[int] | Tensor], *, dtype: torch.dtype = torch.float32
     ) -> "PackedBatch":
         """Pack sequences in order. The last token of each predicts nothing: its target is 0 and its mask False."""
+        if hasattr(sequences, "ndim"):  # of a tensor or an array nobody knows which tokens are padding
+            raise DataError(
+                f"pack got {_kind(sequences)}; give a list with a 1-D tensor for each sequence, without its padding, as in "
+                "pack([row[:n] for row, n in zip(ids, lengths)])"
+            )
         rows = [
             replace(row, ids=_ids(row.ids, i)) if isinstance(row, Sequence) else Sequence(_ids(row, i))
             for i, row in enumerate(sequences)

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from dovetail.bounds import LARGEST, MOST_NEW_TOKENS, MOST_SAMPLES, MOST_TOKENS
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, quoted
 from dovetail.layout import Layout
 from dovetail.recipe_errors import explain
 from dovetail.recipe_keys import Key, keys_of
@@ -241,7 +241,7 @@ class RewardSection(Section):
             if given.get("name") is not None and function is not None:
                 raise ValueError("give name or import, not both (drop the other with reward.name=null)")
             if function is not None and not (isinstance(function, str) and all(function.partition(":")[::2])):
-                raise ValueError(f"import is {function!r}; expected module:function")
+                raise ValueError(f"import is {quoted(function)}; expected module:function")
             if given.get("name") is None and function is None:
                 return {**given, "name": "exact_match"}
         return given

@@ -8,20 +8,18 @@ file and line.
 import json
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
-from jinja2 import TemplateError
-
 from dovetail.batch import Media, Sequence
-from dovetail.errors import DataError
+from dovetail.chat.conversation import Chat, Message, messages_of
+from dovetail.chat.renderer import Renderer
+from dovetail.errors import DataError, quoted
 from dovetail.media import KINDS, Finder, Shown
 from dovetail.processor import Processor
 from dovetail.rows import Row, read_rows
 
 Example = TypeVar("Example")
-Message = Mapping[str, Any]
 
 
 class Tokenizer(Protocol):
@@ -32,7 +30,6 @@ class Tokenizer(Protocol):
     chat_template: Any
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-    def apply_chat_template(self, conversation: list[Any], **options: Any) -> Any: ...
 
 
 def _quiet(_: str) -> None:
@@ -83,10 +80,12 @@ def load_prompts(
     *,
     answers: bool = True,
     processor: Processor | None = None,
+    renderer: Renderer | None = None,
 ) -> list[Prompt]:
     """RL rows {"prompt": str | messages, "answer": any, "id"?, ...}; with `answers` False, rows to generate from,
     which need no answer and may give {"input_ids"} instead of a prompt (and then no tokenizer). Here and below,
-    `processor` is that of a model that sees."""
+    `processor` is that of a model that sees, and `renderer`, default: one for this call, renders chat templates."""
+    chat = Chat(tokenizer, renderer or Renderer())
 
     def example(index: int, row: Row) -> Prompt:
         if answers:
@@ -99,28 +98,39 @@ def load_prompts(
         else:
             row.require("prompt")
             prompt, shown = _shown(row, "prompt", processor)
-            ids, _, media = _expanded(row, _encode_prompt(row, tokenizer, prompt), None, shown, processor)
+            ids, _, media = _expanded(row, _encode_prompt(row, chat, prompt), None, shown, processor)
         if not ids:
             raise row.error("the prompt has no tokens; write at least one character")
         answer = row.values.get("answer")
         return Prompt(id=row.id(index), ids=tuple(ids), media=media, prompt=prompt, answer=answer, columns=columns)
 
-    return _load(path, example, limits, processor)
+    return _load(path, example, limits, chat, processor)
 
 
 def load_sft(
-    path: Path | str, tokenizer: Tokenizer, limits: Limits, *, processor: Processor | None = None
+    path: Path | str,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    *,
+    processor: Processor | None = None,
+    renderer: Renderer | None = None,
 ) -> list[Sequence]:
     """SFT rows: {"prompt", "completion"} trains the completion and one EOS; {"messages"} trains the assistant turns."""
+    chat = Chat(tokenizer, renderer or Renderer())
 
     def example(_: int, row: Row) -> Sequence:
         if row.gives("messages", instead_of="prompt"):
             messages, shown = _shown(row, "messages", processor)
-            ids, mask = _conversation(row, tokenizer, messages)
+            ids, mask = chat.conversation(row, messages)
         else:
             row.require("prompt", "completion")
+            if row.values.get("label") is False:
+                raise row.error(
+                    "label is false, which marks a completion that is not to be learned (TRL's unpaired preferences), and sft "
+                    "trains every completion; leave such rows out, or rename the column if it says something else"
+                )
             text, shown = _shown(row, "prompt", processor)
-            prompt, completion = _encode_prompt(row, tokenizer, text), _encode_completion(row, tokenizer, text)
+            prompt, completion = _encode_prompt(row, chat, text), _encode_completion(row, tokenizer, text)
             if tokenizer.eos_token_id is None:
                 raise row.error("the tokenizer has no EOS token to end the completion with; set its eos_token")
             end = [] if completion[-1:] == [tokenizer.eos_token_id] else [tokenizer.eos_token_id]
@@ -129,13 +139,19 @@ def load_sft(
         longer, kept, media = _expanded(row, ids, mask, shown, processor)
         return Sequence(longer, mask=kept, media=media)
 
-    return _load(path, example, limits, processor)
+    return _load(path, example, limits, chat, processor)
 
 
 def load_score(
-    path: Path | str, tokenizer: Tokenizer | None, limits: Limits, *, processor: Processor | None = None
+    path: Path | str,
+    tokenizer: Tokenizer | None,
+    limits: Limits,
+    *,
+    processor: Processor | None = None,
+    renderer: Renderer | None = None,
 ) -> list[Scored]:
     """Rows {"input_ids"} (no tokenizer needed) or {"prompt", "completion"}, scored as they stand, without an EOS."""
+    chat = Chat(tokenizer, renderer or Renderer())
 
     def example(index: int, row: Row) -> Scored:
         if row.gives("input_ids", instead_of="prompt"):
@@ -143,35 +159,38 @@ def load_score(
         else:
             row.require("prompt", "completion")
             text, shown = _shown(row, "prompt", processor)
-            short = [*_encode_prompt(row, tokenizer, text), *_encode_completion(row, tokenizer, text)]
+            short = [*_encode_prompt(row, chat, text), *_encode_completion(row, tokenizer, text)]
             ids, _, media = _expanded(row, short, None, shown, processor)
         if not ids:
             raise row.error("the sequence has no tokens; a sequence needs at least one")
         return Scored(row.id(index), tuple(ids), media)
 
-    return _load(path, example, limits, processor)
+    return _load(path, example, limits, chat, processor)
 
 
 def _load(
-    path: Path | str, make: Callable[[int, Row], Example], limits: Limits, processor: Processor | None
+    path: Path | str, make: Callable[[int, Row], Example], limits: Limits, chat: Chat, processor: Processor | None
 ) -> list[Example]:
     """Every row's example, its `ids` checked; rows over the limit are refused or dropped."""
     stand_ins = frozenset[int]() if processor is None else processor.stand_ins
     examples: list[Example] = []
     seen = 0
-    for seen, row in enumerate(read_rows(path), start=1):
-        example = make(seen - 1, row)
-        ids: Seq[int] = vars(example)["ids"]
-        outside = next((i for i in ids if not 0 <= i < limits.vocab_size and i not in stand_ins), None)
-        if outside is not None:
-            raise row.error(
-                f"token id {outside} lies outside the model's vocabulary of {limits.vocab_size} "
-                f"(0 to {limits.vocab_size - 1}); use this model's own tokenizer"
-            )
-        if limits.max_tokens is None or len(ids) <= limits.max_tokens:
-            examples.append(example)
-        elif limits.overlong == "error":
-            raise row.error(f"{len(ids)} tokens, but at most {limits.max_tokens} fit; shorten the row, {limits.remedy}")
+    with chat.renderer:
+        for seen, row in enumerate(read_rows(path), start=1):
+            example = make(seen - 1, row)
+            ids: Seq[int] = vars(example)["ids"]
+            outside = next((i for i in ids if not 0 <= i < limits.vocab_size and i not in stand_ins), None)
+            if outside is not None:
+                raise row.error(
+                    f"token id {quoted(outside)} lies outside the model's vocabulary of {limits.vocab_size} "
+                    f"(0 to {limits.vocab_size - 1}); use this model's own tokenizer"
+                )
+            if limits.max_tokens is None or len(ids) <= limits.max_tokens:
+                examples.append(example)
+            elif limits.overlong == "error":
+                raise row.error(
+                    f"{len(ids)} tokens, but at most {limits.max_tokens} fit; shorten the row, {limits.remedy}"
+                )
     if not seen:
         raise DataError(f"{path}: no rows; the file needs at least one")
     if not examples:
@@ -192,7 +211,7 @@ def _shown(row: Row, key: str, processor: Processor | None) -> tuple[Any, Shown]
     given = row.values[key]
     is_chat = key == "messages" or not isinstance(given, str)
     if is_chat:
-        given = _messages(row, key)
+        given = messages_of(row, key)
     if processor is None:
         _refuse_media(row, given if is_chat else [])
         return [_as_string(row, message) for message in given] if is_chat else given, Shown()
@@ -246,14 +265,14 @@ def _given_ids(row: Row, processor: Processor | None) -> tuple[list[int], Media 
         return ids, processor.fit(ids, Finder(row.values, row.path.parent).rest(), f"{row.path}:{row.line}")
 
 
-def _encode_prompt(row: Row, tokenizer: Tokenizer | None, prompt: str | list[Message]) -> list[int]:
+def _encode_prompt(row: Row, chat: Chat, prompt: str | list[Message]) -> list[int]:
     """`prompt` is the row's, as `_shown` gives it."""
-    if tokenizer is None:
+    if chat.tokenizer is None:
         raise row.error("text needs a tokenizer, and the model has none; give input_ids")
     if isinstance(prompt, str):
-        return _encode_text(prompt, tokenizer)
+        return _encode_text(prompt, chat.tokenizer)
     continued = prompt[-1]["role"] == "assistant"
-    return _render(row, tokenizer, prompt, continue_final_message=continued, add_generation_prompt=not continued)
+    return chat.encode(row, prompt, continue_final_message=continued, add_generation_prompt=not continued)
 
 
 def _encode_completion(row: Row, tokenizer: Tokenizer | None, prompt: str | list[Message]) -> list[int]:
@@ -276,87 +295,3 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
     bos = tokenizer.bos_token_id
     adds_bos = bos is not None and tokenizer.encode("", add_special_tokens=True)[:1] == [bos]
     return [bos, *ids] if bos is not None and adds_bos and ids[:1] != [bos] else ids
-
-
-def _render(row: Row, tokenizer: Tokenizer, messages: list[Message], **options: bool) -> list[int]:
-    """The ids of what the chat template writes for `messages`."""
-    if not tokenizer.chat_template:
-        raise row.error("messages need a chat template, and the tokenizer has none; write the prompt as a string")
-    try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise row.error(f"the chat template refuses these messages: {error}") from error
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-def _messages(row: Row, key: str) -> list[Message]:
-    """The row's messages, each with a content, and without other nulls: a table has them, and templates ask for keys."""
-    messages = row.values[key]
-    is_chat = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
-    if not is_chat or not all(
-        isinstance(message.get("role"), str) and ("content" in message or _says_more(message)) for message in messages
-    ):
-        what = "a string or messages" if key == "prompt" else "messages"
-        raise row.error(
-            f'{key} must be {what} such as [{{"role": "user", "content": "Hi"}}], not '
-            f"{json.dumps(messages, default=str):.80}"
-        )
-    for turn, message in enumerate(messages):
-        content = message.get("content")
-        if not isinstance(content, str | list) and not (content is None and _says_more(message)):
-            raise row.error(  # templates would write what Python calls it
-                f"message {turn} has the content {json.dumps(content, default=str):.80}; expected a string, a list of "
-                "parts, or null beside tool calls"
-            )
-    known = [{k: x for k, x in message.items() if x is not None} for message in messages]
-    return [{**message, "content": message.get("content")} for message in known]
-
-
-def _says_more(message: Message) -> bool:
-    """Whether there is more to a message than its role and content, as where it calls tools."""
-    return any(value for key, value in message.items() if key not in ("role", "content"))
-
-
-def _opening(row: Row, tokenizer: Tokenizer, earlier: list[Message], message: Message, through: list[int]) -> list[int]:
-    """What the template writes before the text of an assistant's turn, `through` being all up to the turn's end."""
-    if earlier:
-        return _render(row, tokenizer, earlier, add_generation_prompt=True)
-    parts = isinstance(message["content"], list)
-    texts: list[Any] = [[{"type": "text", "text": text}] if parts else text for text in "ab"]
-    others = [_render(row, tokenizer, [{**message, "content": text}]) for text in texts]
-    shared = takewhile(lambda ids: len(set(ids)) == 1, zip(through, *others, strict=False))
-    return [ids[0] for ids in shared]
-
-
-def _conversation(row: Row, tokenizer: Tokenizer, messages: list[Message]) -> tuple[list[int], list[bool]]:
-    """The whole conversation's ids, and its mask: trained where an assistant speaks.
-
-    A turn begins where the template's rendering of what came before it, with the generation prompt, ends, or in the first
-    message where turns of other texts begin to differ; and it ends where its own rendering does, or before that at its EOS
-    (what the template writes after an EOS no model produces).
-    Both must be beginnings of the whole: a template that writes a turn otherwise once more follows is refused.
-    """
-    ids = _render(row, tokenizer, messages)
-    mask = [False] * len(ids)
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        through = _render(row, tokenizer, messages[: turn + 1])
-        before = _opening(row, tokenizer, messages[:turn], message, through)
-        why = ""
-        if ids[: len(through)] != through:
-            why = "writes this turn differently once more messages follow it"
-        elif through[: len(before)] != before:
-            why = "opens a turn with a generation prompt that it does not write before this one"
-        if why:
-            raise row.error(
-                f"message {turn} (assistant): the chat template {why}, so its tokens cannot be told apart; give one row a "
-                'turn: {"prompt": messages, "completion": text}'
-            )
-        end = len(through)
-        if tokenizer.eos_token_id in ids[len(before) : end]:
-            end -= ids[len(before) : end][::-1].index(tokenizer.eos_token_id)
-        mask[len(before) : end] = [True] * (end - len(before))
-    if not any(mask):
-        raise row.error("messages without an assistant turn train nothing; add one")
-    return ids, mask

@@ -4,7 +4,12 @@ Everything raised on purpose for a user's mistake is a `UserError`; the command 
 a traceback, and exits with 2. Anything else that escapes is a defect of ours and exits with 1.
 """
 
+import re
 from pathlib import Path
+
+REPEATED = 200  # characters of what was given that a message repeats
+LINE = 2000  # characters of a line of a report
+WORD = re.compile(rf"\S{{{REPEATED + 4},}}")  # one that is shortened already is not shortened again
 
 
 class UserError(ValueError):
@@ -57,3 +62,27 @@ def listing(items: list[str], limit: int = 20) -> str:
     if len(items) > limit:
         lines.append(f"  ... and {len(items) - limit} more")
     return "\n".join(lines)
+
+
+def shortened(text: object) -> str:
+    """`text` for a message: its first 200 characters, and how many it has where that is more."""
+    text = str(text)
+    return text if len(text) <= REPEATED else f"{text[:REPEATED]}... ({len(text)} characters)"
+
+
+def quoted(value: object) -> str:
+    """A value that was given, as Python writes it, for a message."""
+    try:
+        return shortened(repr(value))
+    except (ValueError, RecursionError):  # a whole number of thousands of digits; lists in lists without end
+        return f"a {type(value).__name__} that is too large to show"
+
+
+def short_words(text: str) -> str:
+    """The text with its long words shortened: for messages of others, which repeat all that they were given."""
+    return WORD.sub(lambda word: shortened(word[0]), text)
+
+
+def short_lines(text: str) -> str:
+    """The text with its lines cut that nobody reads to their end, whatever they repeat."""
+    return "\n".join(x if len(x) <= LINE else f"{x[:LINE]}... ({len(x)} characters)" for x in text.split("\n"))

@@ -6,9 +6,10 @@ Ranks = tp x pp x cp x dp. `ep` adds none: it divides dp x cp. Rank order, outer
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from dovetail.errors import LayoutError
+from dovetail.errors import LayoutError, quoted
 
 DEGREES = ("tp", "pp", "cp", "dp", "ep")
+MOST_DIGITS = 9  # of a degree
 YES_NO: Mapping[str, bool] = {"true": True, "false": False}
 
 
@@ -36,7 +37,7 @@ class Layout:
             if name == "dp" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise LayoutError(f"layout {name}={value!r}: expected a whole number of 1 or more")
+                raise LayoutError(f"layout {name}={quoted(value)}: expected a whole number of 1 or more")
         if not isinstance(self.copy_engines, bool):
             raise LayoutError(f"layout copy_engines={self.copy_engines!r}: expected True or False")
 
@@ -50,15 +51,17 @@ class Layout:
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = item.partition("=")
             if degrees.get(name) is not None:
-                raise LayoutError(f"layout {text!r}: {name} is given twice; leave one out")
+                raise LayoutError(f"layout {quoted(text)}: {name} is given twice; leave one out")
             if name == "copy_engines" and value.lower() in YES_NO:
                 degrees[name] = YES_NO[value.lower()]
                 continue
             if name not in DEGREES or not equals:
                 known = ", ".join((*(f"{degree}=N" for degree in DEGREES), "copy_engines=false"))
-                raise LayoutError(f"layout {text!r}: {item!r} is not one of {known}")
-            if not value.isdecimal() or int(value) < 1:
-                raise LayoutError(f"layout {text!r}: {name} must be a whole number of 1 or more, not {value!r}")
+                raise LayoutError(f"layout {quoted(text)}: {quoted(item)} is not one of {known}")
+            if not value.isdecimal() or len(value) > MOST_DIGITS or int(value) < 1:
+                raise LayoutError(
+                    f"layout {quoted(text)}: {name} must be a whole number of 1 or more, not {quoted(value)}"
+                )
             degrees[name] = int(value)
         return cls(**degrees)  # type: ignore[arg-type]  # names were checked against DEGREES
 

@@ -3,12 +3,12 @@
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from dovetail.errors import listing
+from dovetail.errors import listing, quoted, shortened
 from dovetail.recipe_keys import FOREIGN, VARIANTS, Key
 
 REPHRASED: Mapping[str, str] = {
@@ -20,17 +20,20 @@ REPHRASED: Mapping[str, str] = {
     "greater than or equal to 0": "0 or more",
     "greater than 0": "more than 0",
 }
+SHOWN = 20  # problems of one recipe
 CLOSE, SIMILAR = 0.75, 0.6  # of 1: how many letters must agree, of a key of the same section and of a section
 
 
 def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> str:
     """One message for all problems of `error`. `known`: every dotted key that exists."""
     problems: dict[str, list[ErrorDetails]] = {}
+    names = {*known, *(name.rpartition(".")[0] for name in known), *(name.split(".")[0] for name in known)}
     for detail in error.errors(include_url=False):
-        key, extra = _key(detail["loc"], known)
+        key, extra = _key(detail["loc"], names)
         problems.setdefault(f"{key}.{extra}" if detail["type"] == "extra_forbidden" else key, []).append(detail)
-    lines = [_line(key, details, known) for key, details in problems.items()]
-    return f"{source}: {lines[0]}" if len(lines) == 1 else f"{source}:\n{listing(lines)}"
+    lines = [_line(key, details, known) for key, details in list(problems.items())[:SHOWN]]
+    more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    return f"{source}: {lines[0]}" if len(lines) == 1 else f"{source}:\n{listing(lines)}{more}"
 
 
 def nearest(key: str, known: Mapping[str, Key]) -> str:
@@ -60,15 +63,14 @@ def leaf_of(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _key(location: tuple[int | str, ...], known: Mapping[str, Key]) -> tuple[str, str]:
-    """The dotted key of an error, without the tags that unions add, and what follows it."""
-    sections = {name.rpartition(".")[0] for name in known} | {name.split(".")[0] for name in known}
+def _key(location: tuple[int | str, ...], names: Set[str]) -> tuple[str, str]:
+    """The dotted key of an error, without the tags that unions add, and what follows it. `names`: of keys and sections."""
     key, rest = "", [str(part) for part in location]
     if len(rest) > 2 and rest[0] == "algorithm":
         del rest[1]  # the discriminator's tag
     while rest:
         longer = f"{key}.{rest[0]}" if key else rest[0]
-        if longer not in known and longer not in sections:
+        if longer not in names:
             break
         key = longer
         del rest[0]
@@ -84,12 +86,12 @@ def _line(key: str, details: list[ErrorDetails], known: Mapping[str, Key]) -> st
         section, algorithm = name.rpartition(".")[0], str(first["loc"][1]) if first["loc"][0] == "algorithm" else ""
         known = {k: found for k, found in known.items() if not algorithm or found.belongs_to(algorithm)}
         inside = [leaf_of(k) for k in known if k.rpartition(".")[0] == section]
-        options = f" (keys of {section}: {', '.join(inside)})" if section else ""
-        return f"unknown key {name}; did you mean {nearest(name, known)}?{options}"
+        options = f" (keys of {shortened(section)}: {', '.join(inside)})" if section else ""
+        return f"unknown key {shortened(name)}; did you mean {nearest(name, known)}?{options}"
     if first["type"] == "missing" and isinstance(first["input"], (list, tuple)):  # of the last of its items
-        return f"{key} is {first['input']!r}; expected a longer list"
+        return f"{key} is {quoted(first['input'])}; expected a longer list"
     if first["type"] == "too_long":
-        return f"{key} is {first['input']!r}; expected a shorter list"
+        return f"{key} is {quoted(first['input'])}; expected a shorter list"
     if first["type"] == "missing":
         return f"{key} is missing; expected {known[key].text if key in known else 'a mapping'}"
     if first["type"] == "value_error":
@@ -100,13 +102,13 @@ def _line(key: str, details: list[ErrorDetails], known: Mapping[str, Key]) -> st
         hint = (
             f"; that one is {{{', '.join(f'{name}: {scalar(value)}' for name, value in keys.items())}}}" if keys else ""
         )
-        return f"{key}.name is {tag!r}; expected one of {first['ctx']['expected_tags']}{hint}"
+        return f"{key}.name is {quoted(tag)}; expected one of {first['ctx']['expected_tags']}{hint}"
     if first["type"] == "invalid_key":
-        return f"{key}: the key {first['input']!r} is not text; expected the name of a key"
+        return f"{key}: the key {quoted(first['input'])} is not text; expected the name of a key"
     if first["type"] in ("model_type", "model_attributes_type"):
-        return f"{key or 'the recipe'} is {first['input']!r}; expected a mapping of keys"
+        return f"{key or 'the recipe'} is {quoted(first['input'])}; expected a mapping of keys"
     expected = [_expected(detail["msg"]) for detail in details]
-    return f"{key} is {first['input']!r}; expected {' or '.join(dict.fromkeys(expected))}"
+    return f"{key} is {quoted(first['input'])}; expected {' or '.join(dict.fromkeys(expected))}"
 
 
 def scalar(value: object) -> str:

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import to_jsonable_python
 
+from dovetail.errors import quoted
+
 
 def _listed(given: Any) -> Any:
     return (given,) if isinstance(given, str) else given
@@ -14,13 +16,13 @@ def _listed(given: Any) -> Any:
 
 def _whole(path: str) -> str:
     if path == "~" or path.startswith("~/"):
-        raise ValueError(f"{path!r} begins with ~, which only a shell replaces; write the whole path")
+        raise ValueError(f"{quoted(path)} begins with ~, which only a shell replaces; write the whole path")
     try:
         named = "\0" not in path and os.fsencode(path) is not None
     except UnicodeEncodeError:
         named = False
     if not named:
-        raise ValueError(f"{path!r} holds a character that no name of a file may have; take it out")
+        raise ValueError(f"{quoted(path)} holds a character that no name of a file may have; take it out")
     return path
 
 

@@ -11,16 +11,53 @@ from typing import Any
 
 import yaml
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, quoted, short_words
 
 KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+FLOAT = re.compile(r"[-+]?(\d[\d_]*+\.?+[\d_]*+|\.\d[\d_]*+)[eE][-+]?\d+$")  # possessive: in linear time
 MERGED = "tag:yaml.org,2002:merge"  # the key `<<`
 LARGE = 2.0**53  # from here on not every whole number is a float
+# What a recipe may have: characters, values with those of every alias counted again, one inside the other, of a number
+MOST_TEXT, MOST_VALUES, DEEPEST, MOST_DIGITS = 1 << 18, 10_000, 32, 1000
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, without its two surprises."""
+    """The safe loader, without its two surprises, and with limits."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.count, self.depth = 0, 0
+        self.measured: dict[yaml.Node, tuple[int, int]] = {}  # of what is read whole: its values, and how deep they go
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuses too much as soon as it is there; an alias counts as much as what it stands for."""
+        mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
+        self.count, self.depth = self.count + 1, self.depth + 1
+        if self.count > MOST_VALUES or self.depth > DEEPEST:
+            raise _too_much(mark)
+        node = super().compose_node(parent, index)
+        assert node is not None
+        self.depth -= 1
+        if is_alias and node not in self.measured:
+            raise yaml.composer.ComposerError(None, None, "an alias stands inside of what it stands for", mark)
+        if not is_alias:
+            pairs = node.value if isinstance(node, yaml.MappingNode) else []
+            inside = [part for pair in pairs for part in pair] or (node.value if isinstance(node.value, list) else [])
+            counts, depths = zip((0, 0), *(self.measured[part] for part in inside), strict=True)
+            self.measured[node] = 1 + sum(counts), 1 + max(depths)
+            if self.measured[node][0] > MOST_VALUES or self.measured[node][1] > DEEPEST:
+                raise _too_much(mark)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """A tag that does not fit its value is a mistake, as in `!!int x`."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{quoted(node.value)} is no {kind}; quote what is text", node.start_mark
+            ) from None
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Keys are compared as they are written: later `<<` has brought in those of other mappings."""
@@ -31,10 +68,17 @@ class _Loader(yaml.SafeLoader):
             if key is not None and isinstance(key, Hashable):  # what is not, the base class refuses
                 if key in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key!r} is given twice", name.start_mark
+                        None, None, f"the key {quoted(key)} is given twice", name.start_mark
                     )
                 seen.add(key)
         return node
+
+
+def _too_much(mark: yaml.Mark) -> yaml.YAMLError:
+    problem = (
+        f"more than {MOST_VALUES} values, with those of every alias, or {DEEPEST} inside each other; make it smaller"
+    )
+    return yaml.composer.ComposerError(None, None, problem, mark)
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
@@ -43,11 +87,20 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
     return int(value) if FLOAT.match(node.value) and value.is_integer() and abs(value) < LARGE else value
 
 
+def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """Hexadecimal and sexagesimal numbers may be longer than those that Python reads and writes."""
+    if len(node.value) > MOST_DIGITS:
+        raise ValueError(node.value)
+    value: int = loader.construct_yaml_int(node)
+    return value
+
+
 class _Dumper(yaml.SafeDumper):
     """Quotes text that `_Loader` would take for a number."""
 
 
 _Loader.add_constructor("tag:yaml.org,2002:float", _number)
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole)
 for kind in (_Loader, _Dumper):
     kind.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
 
@@ -60,7 +113,8 @@ def dump_mapping(value: Mapping[str, Any]) -> str:
 def read_mapping(path: Path) -> dict[str, Any]:
     """The top-level mapping of a YAML file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MOST_TEXT + 1)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"recipe {str(path)!r} cannot be read: {reason}; give the path of a YAML file") from None
@@ -71,7 +125,9 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(f"recipe {str(path)!r} holds a {type(value).__name__}; expected a mapping of sections")
     for key in value:
         if not isinstance(key, str):
-            raise ConfigError(f"recipe {str(path)!r}: the key {key!r} is not text; expected the name of a section")
+            raise ConfigError(
+                f"recipe {str(path)!r}: the key {quoted(key)} is not text; expected the name of a section"
+            )
     return value
 
 
@@ -81,10 +137,10 @@ def parse_overrides(tokens: Sequence[str]) -> list[tuple[str, Any]]:
     for token in tokens:
         key, equals, text = token.partition("=")
         if not equals:
-            raise ConfigError(f"override {token!r} has no value; expected key.path=value")
-        if not KEY.fullmatch(key):
-            raise ConfigError(f"override {token!r}: {key!r} is not a key; expected key.path=value")
-        found.append((key, _parse(text, f"override {token!r}")))
+            raise ConfigError(f"override {quoted(token)} has no value; expected key.path=value")
+        if not KEY.fullmatch(key) or key.count(".") > DEEPEST:
+            raise ConfigError(f"override {quoted(token)}: {quoted(key)} is not a key; expected key.path=value")
+        found.append((key, _parse(text, f"override {quoted(token)}")))
     return found
 
 
@@ -97,19 +153,20 @@ def merge(recipe: dict[str, Any], key: str, value: Any) -> None:
             inner[name] = {}
         if not isinstance(inner[name], dict):
             where = ".".join(sections[:depth])
-            raise ConfigError(f"override {key}={value!r}: {where} is {inner[name]!r}, which has no keys of its own")
+            given = quoted(inner[name])
+            raise ConfigError(f"override {key}={quoted(value)}: {where} is {given}, which has no keys of its own")
         inner[name] = dict(inner[name])  # a copy, since an alias may have another section be the same mapping
         inner = inner[name]
     inner[leaf] = value
 
 
 def _parse(text: str, source: str) -> Any:
+    if len(text) > MOST_TEXT:
+        raise ConfigError(f"{source} has more than {MOST_TEXT} characters; a recipe takes a few thousand")
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {_told(error)}") from None
-    except (ValueError, RecursionError) as error:  # 2025-02-30, which is no day; lists in lists without end
-        raise ConfigError(f"{source} is not valid YAML: {error}; quote what is text") from None
 
 
 def _told(error: yaml.YAMLError) -> str:
@@ -117,9 +174,9 @@ def _told(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.reader.ReaderError):
         return f"{error.reason}: the character {chr(error.character)!r} at place {error.position}"
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return " ".join(str(error).split())
+        return short_words(" ".join(str(error).split()))
     mark = error.problem_mark
     shown = mark.get_snippet()
     snippet = f"\n{shown}" if shown and shown.split("\n")[0].strip() else ""
-    context = f" ({error.context})" if error.context else ""
-    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{context}{snippet}"
+    context = f" ({short_words(error.context)})" if error.context else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {short_words(str(error.problem))}{context}{snippet}"

@@ -14,8 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dovetail.errors import DataError
+from dovetail.errors import DataError, shortened
 
+DEEPEST = 100  # lists and objects inside each other; some 300 are more than Python's own functions can walk
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or as bytes, which json lets pass
 
 
@@ -52,7 +53,7 @@ class Row:
         """Raise DataError unless the row has these keys."""
         missing = [name for name in names if name not in self.values]
         if missing:
-            has = ", ".join(map(repr, self.values)) or "nothing"
+            has = shortened(", ".join(map(repr, self.values)) or "nothing")
             raise self.error(f"the row lacks {', '.join(map(repr, missing))} (it has {has}); add the key to the row")
 
 
@@ -68,10 +69,17 @@ def read_rows(path: Path | str) -> Iterator[Row]:
         for line, text in enumerate(lines, start=1):
             if not text.strip():
                 continue
+            deep = DataError(
+                f"{path}:{line}: lists and objects inside each other more than {DEEPEST} deep; make it flat"
+            )
             try:
                 values = json.loads(text.rstrip())
-            except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or nested beyond reading
+            except RecursionError as error:
+                raise deep from error
+            except ValueError as error:  # bad JSON, or bad UTF-8
                 raise DataError(f"{path}:{line}: not JSON ({error}); each line must be one JSON object") from error
+            if text.count(b"[") + text.count(b"{") > DEEPEST and is_deep(values):
+                raise deep
             if not isinstance(values, dict):
                 raise DataError(f"{path}:{line}: a {type(values).__name__}, not a JSON object such as {{...}}")
             if SURROGATE.search(text) and not _is_text(values):
@@ -79,6 +87,15 @@ def read_rows(path: Path | str) -> Iterator[Row]:
                     f"{path}:{line}: half of a surrogate pair, which no text can hold; write the character itself"
                 )
             yield Row(values, path, line)
+
+
+def is_deep(values: Any) -> bool:
+    """Whether there are more than `DEEPEST` lists and objects inside each other."""
+    level, depth = [values], 0
+    while level and depth <= DEEPEST:
+        inside = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
+        level, depth = [item for item in inside if isinstance(item, dict | list)], depth + 1
+    return depth > DEEPEST
 
 
 def needs_text(path: Path | str) -> bool:

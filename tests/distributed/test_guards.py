@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from bench.models import one_rank
 from dovetail.batch import Loss, PackedBatch
 from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.comm import gather_text
@@ -166,6 +167,30 @@ def test_what_cannot_be_kept_ends_no_run(tmp_path: Path, capsys: pytest.CaptureF
     watch = StepWatch(Progress(), tmp_path / "full/faults")
     assert watch.keep(["loss"], [], Mesh.solo()) == {0: ["loss"]}
     assert "what rank 0 computed on, is not kept" in capsys.readouterr().err
+
+
+def torn(stats: TokenStats, batch: PackedBatch) -> Loss:
+    """What a loss of pairs makes of a micro-batch with an odd number of sequences."""
+    sequences = int((batch.cu_seqlens.diff() > 0).sum())
+    return Loss(-stats.logprob.sum() / (0.0 if sequences % 2 else 1.0), batch.mask.sum())
+
+
+def test_a_loss_that_is_not_finite_is_named_with_its_sequences(folder: Path) -> None:
+    batch = PackedBatch.pack([[1, 2, 3], [4, 5, 6, 7], [8, 9, 10]])  # the longest comes first, with the first that fits
+    with one_rank():
+        report = engine_of(folder / "llama", "tp=1", budget=8).train_step(batch, torn)
+    assert report.describe_faults().startswith("not finite: rank 0: loss of micro-batch 1 (sequences 2)")
+    assert not any(fault.startswith(("loss of micro-batch 0", "gradient")) for fault in report.faults[0])
+
+
+def test_what_a_loss_raises_says_what_it_was_given(folder: Path) -> None:
+    def pairs(stats: TokenStats, batch: PackedBatch) -> Loss:
+        chosen, _ = (stats.logprob.sum(), stats.logprob.sum())[: batch.num_sequences]
+        return Loss(-chosen, batch.mask.sum())
+
+    with one_rank(), pytest.raises(ValueError, match="not enough values") as caught:
+        engine_of(folder / "llama", "tp=1").train_step(PackedBatch.pack([[1, 2, 3]]), pairs)
+    assert "raised by the loss of a micro-batch of 1 sequences with 2 counted tokens" in caught.value.__notes__[0]
 
 
 class Raising:

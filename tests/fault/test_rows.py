@@ -21,6 +21,10 @@ GOOD = {"input_ids": [1, 2], "prompt": "a", "completion": "b", "answer": 1}
         ({}, "rows.jsonl:2: the row lacks"),
         ('{"prompt": "\\ud800", "completion": "b", "answer": 1}', "rows.jsonl:2: half of a surrogate pair"),
         ({"prompt": 3, "completion": "b", "answer": 1}, "rows.jsonl:2: prompt must be a string or messages"),
+        (
+            {**GOOD, "more": json.loads("[" * 500 + "]" * 500)},
+            "rows.jsonl:2: lists and objects inside each other more than 100",
+        ),
     ],
 )
 def test_bad_rows(command: str, row: object, words: str, model: Path, tmp_path: Path) -> None:
@@ -115,6 +119,18 @@ def test_a_tokenizer_that_knows_more_ids_than_the_model(command: str, tmp_path: 
     told = refused_on(1, *asked(command, model, rows, tmp_path))
     assert "rows.jsonl:1: token id" in told
     assert "lies outside the model's vocabulary of 50 (0 to 49); use this model's own tokenizer" in told
+
+
+@pytest.mark.parametrize("command", ["score", "generate", "sft", "grpo"])
+def test_a_chat_template_that_fails(command: str, model: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(model, tmp_path / "model"))
+    (model / "chat_template.jinja").write_text("\n{{ 1 // (messages | length - 1) }}")
+    row = {"prompt": [{"role": "user", "content": "a"}], "completion": "b", "answer": 1}
+    rows = write_rows(tmp_path / "rows.jsonl", [row])
+    for world in (1, 2) if command == "sft" else (1,):
+        told = refused_on(world, *asked(command, model, rows, tmp_path))
+        cause = "ZeroDivisionError: integer division or modulo by zero (line 2 of the template)"
+        assert told == f"{rows}:1: the chat template fails on these messages: {cause}\n"
 
 
 @pytest.mark.parametrize("command", ["generate", "grpo"])

@@ -188,3 +188,11 @@ def test_temperatures_that_divide_nothing_are_refused_where_tokens_count() -> No
         actor.check(batch.with_mask(torch.zeros_like(batch.mask)))
     for divisor in (1e-30, 1e30):
         actor.check(PackedBatch.pack([Sequence([4, 4], fields={"temperature": divisor})]))
+
+
+@pytest.mark.parametrize(
+    "ids", [torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64).numpy(), torch.ones(3)]
+)
+def test_pack_refuses_rows_that_may_have_padding(ids: Any) -> None:
+    with pytest.raises(DataError, match="give a list with a 1-D tensor for each sequence, without its padding"):
+        PackedBatch.pack(ids)

@@ -1,5 +1,6 @@
 """What the command line accepts, and what it says to mistakes."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from dovetail.cli.arguments import layout_of, parse, recipe_of, watch_of
 from dovetail.cli.main import run_command
 from dovetail.layout import Layout
 
+LONG = "x" * 100_000
 SCORE = ["score", "--model", "M", "--data", "D", "--out", "O"]
 
 
@@ -108,3 +110,40 @@ def test_mistakes_end_with_2_and_one_message(
     assert err.startswith("dovetail: ")
     assert message in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["run_dir." + LONG],
+        [f"model.path={LONG}\x00"],
+        [f"trainer.steps={LONG}"],
+        [f"trainer.steps={'9' * 4000}"],
+        [f"trainer.steps=0x{'f' * 9000}"],
+        [f"trainer.steps=[{'1, ' * 9000}]"],
+        [f"trainer={{{', '.join(f'key{i}: {i}' for i in range(4000))}}}"],
+        [f"{LONG}=1"],
+        [f"trainer.{LONG}=1"],
+        [".".join("a" * 5000) + "=1"],
+        [LONG],
+        [f"reward.import={LONG}"],
+        [f"reward.options={LONG}"],
+        [f"--trainer.{LONG}"],
+        [f"--{LONG}"],
+        ["--layout", LONG],
+        ["--layout", f"tp={'9' * 5000}"],
+        ["--dtype", LONG],
+        ["--resume", LONG],
+        ["--restarts", "-" + "9" * 4000],
+        ["--restarts", LONG],
+        ["--dtype", "a b " * 25_000],
+    ],
+)
+def test_messages_repeat_no_more_of_what_was_given_than_a_little(
+    argv: list[str], recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["train", recipe, *argv]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("dovetail: ")
+    assert max(map(len, told.split("\n"))) < 2100
+    assert max(map(len, re.findall("x+|9+|f+", told)), default=0) <= 200

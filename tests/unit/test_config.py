@@ -1,6 +1,7 @@
 """The recipe: defaults of the contract, precedence, and the messages of mistakes."""
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -310,3 +311,47 @@ def test_text_that_looks_like_a_number_stays_text(tmp_path: Path) -> None:
 def test_values_that_yaml_cannot_make_are_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="is not valid YAML"):
         parse_overrides([f"a={value}"])
+
+
+def bomb(reference: str, first: str) -> str:
+    """Twelve lines of which each names the one before nine times."""
+    lines = (f"x{i}: &x{i} {reference.format(', '.join([f'*x{i - 1}'] * 9))}" for i in range(1, 12))
+    return "\n".join([f"x0: &x0 {first}", *lines])
+
+
+BOMBS = {
+    "anchors": (bomb("[{}]", "[1, 2]"), "line 5, column 5: more than 10000 values, with those of every alias"),
+    "merges": (bomb("{{<<: [{}]}}", "{a: 1}"), "more than 10000 values, with those of every alias"),
+    "chain": (
+        "\n".join(f"x{i}: &x{i} [{f'*x{i - 1}' if i else 1}]" for i in range(99)),
+        "or 32 inside each other; make it smaller",
+    ),
+    "itself": ("x: &a [*a]", "line 1, column 8: an alias stands inside of what it stands for"),
+    "keys": ("\n".join(f"k{i}: 1" for i in range(20_000)), "more than 10000 values"),
+    "unknown keys": ("\n".join(f"k{i}: 1" for i in range(4_000)), "unknown key k16; did you mean"),
+    "characters": ("x: " + "y" * 20_000_000, "recipe.yaml' has more than 262144 characters"),
+    "depth": ("x: " + "[" * 100_000, "or 32 inside each other; make it smaller"),
+    "digits": ("optim: {lr: " + "1" * 200_000 + "}", "is no int; quote what is text"),
+    "exponent": ("optim: {lr: " + "1_" * 100_000 + "e}", "optim.lr is '1_1_"),
+    "base 60": ("trainer: {steps: 1" + ":59" * 80_000 + "}", "is no int; quote what is text"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_recipes_that_would_take_minutes_or_the_memory_are_refused_at_once(name: str, tmp_path: Path) -> None:
+    text, words = BOMBS[name]
+    path, begun = write(tmp_path, text), time.process_time()
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        load_recipe(path)
+    assert time.process_time() - begun < 2.0
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["!!int x", "!!int ''", "!!float ''", "!!float x", "!!bool maybe", "!!timestamp x", "!!timestamp 2025-99-99"],
+)
+def test_tags_that_do_not_fit_are_refused(value: str, tmp_path: Path) -> None:
+    kind = value.partition(" ")[0].strip("!")
+    with pytest.raises(ConfigError, match=f"line 1, column 18: '.*' is no {kind}; quote what is text"):
+        load_recipe(write(tmp_path, f"trainer: {{steps: {value}}}"))

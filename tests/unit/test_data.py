@@ -4,6 +4,8 @@ import importlib
 import json
 import random
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +14,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from dovetail import data
 from dovetail.batch import PackedBatch
 from dovetail.build.text import banned_ids
-from dovetail.data import Limits, load_prompts, load_score, load_sft
+from dovetail.chat.renderer import Renderer
+from dovetail.data import Limits
 from dovetail.errors import DataError
 from dovetail.rows import batch_rows, needs_text, read_rows
 
@@ -48,7 +52,17 @@ def make_tokenizer(*, bos: bool = False, template: str | None = CHATML, eos: str
 
 PLAIN = make_tokenizer()
 LIMITS = Limits(vocab_size=260)
+RENDERER = Renderer()  # one process for all tests here
+load_prompts = partial(data.load_prompts, renderer=RENDERER)
+load_sft = partial(data.load_sft, renderer=RENDERER)
+load_score = partial(data.load_score, renderer=RENDERER)
 GOLDEN = [0, 5, 1, 4, 3, 2]  # of seed 0: what a resumed run relies on
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_renderer() -> Iterator[None]:
+    with RENDERER:
+        yield
 
 
 def write(tmp_path: Path, *rows: object) -> Path:
@@ -155,6 +169,22 @@ def test_an_eos_that_the_row_writes_is_the_only_one(tmp_path: Path) -> None:
     assert spelled(row.ids, row.mask) == " 4<|im_end|>"
 
 
+def test_an_eos_inside_a_completion_is_not_its_end(tmp_path: Path) -> None:
+    (row,) = load_sft(write(tmp_path, {"prompt": "2+2?", "completion": " 4<|im_end|> and 5"}), PLAIN, LIMITS)
+    assert spelled(row.ids) == "2+2? 4<|im_end|> and 5<|im_end|>"
+    assert spelled(row.ids, row.mask) == " 4<|im_end|> and 5<|im_end|>"
+
+
+def test_completions_that_are_marked_as_bad_are_not_trained(tmp_path: Path) -> None:
+    """TRL's unpaired preferences; a column of that name with other values is the user's own."""
+    row = {"prompt": "a", "completion": "b", "answer": 1}
+    path = write(tmp_path, {**row, "label": True}, {**row, "label": 0}, {**row, "label": False})
+    with pytest.raises(DataError, match=r"rows.jsonl:3: label is false, .* leave such rows out"):
+        load_sft(path, PLAIN, LIMITS)
+    assert [prompt.columns["label"] for prompt in load_prompts(path, PLAIN, LIMITS)] == [True, 0, False]
+    assert len(load_score(path, PLAIN, LIMITS)) == 3
+
+
 @pytest.mark.parametrize("prompt", ["2+2=", "2+2", ""])
 @pytest.mark.parametrize("completion", ["4", " 4", "=4"])
 def test_no_space_comes_between_a_prompt_and_its_completion(tmp_path: Path, prompt: str, completion: str) -> None:
@@ -245,7 +275,8 @@ def test_score_rows(tmp_path: Path) -> None:
     [
         (load_prompts, "{not json", "not JSON .*one JSON object"),
         (load_prompts, '{"prompt": ', r"not JSON .*line 1 column 11 \(char 10\)"),
-        (load_prompts, "[" * 100000, "not JSON"),
+        (load_prompts, "[" * 100000, "more than 100 deep; make it flat"),
+        (load_prompts, {"x": json.loads("[" * 100 + "]" * 100)}, "more than 100 deep; make it flat"),
         (load_prompts, "[1]", "a list, not a JSON object"),
         (load_prompts, {"prompt": "a"}, r"lacks 'answer' \(it has 'prompt'\)"),
         (load_prompts, {"text": "a"}, "lacks 'prompt', 'answer'"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.arch.spec import ROPE_KINDS, ArchSpec, AttentionSpec, MoeSpec, RopeSpec
-from dovetail.errors import ModelError
+from dovetail.errors import ModelError, quoted
 
 SILU = ("silu", "swish")  # two names of one function
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -63,7 +63,7 @@ class Fields:
 
     def refusal(self, key: str, expected: str) -> ModelError:
         """`raise fields.refusal(...)`: what was given under `key`, and what is supported."""
-        state = "is missing" if key not in self else f"is {self.get(key)!r}"
+        state = "is missing" if key not in self else f"is {quoted(self.get(key))}"
         return ModelError(f"{self.where}: {key} {state}; supported: {expected}")
 
 

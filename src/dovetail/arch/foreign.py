@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from dovetail.arch.spec import ArchSpec
-from dovetail.errors import ModelError
+from dovetail.errors import ModelError, quoted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,8 @@ def foreign_spec(config: Mapping[str, Any]) -> ForeignSpec:
         told = [f"no {name}" if text.get(name) is None else f"{name} {text[name]!r:.40}" for name in wrong]
         lacks = f"its config has {', '.join(told)}" if wrong else "that is no name"
         raise ModelError(
-            f"config.json: model_type is {family!r}; the transformers engine runs causal language models, alone or inside a "
-            f"vision-language model, but {lacks}"
+            f"config.json: model_type is {quoted(family)}; the transformers engine runs causal language models, alone or "
+            f"inside a vision-language model, but {lacks}"
         )
     heads: int = text["num_attention_heads"]
     kv_heads, ffn_width = text.get("num_key_value_heads"), text.get("intermediate_size")

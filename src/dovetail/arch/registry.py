@@ -14,7 +14,7 @@ from dovetail.arch.qwen2_moe import qwen2_moe_spec
 from dovetail.arch.qwen3 import qwen3_spec
 from dovetail.arch.qwen3_moe import qwen3_moe_spec
 from dovetail.arch.spec import ArchSpec
-from dovetail.errors import LayoutError, ModelError
+from dovetail.errors import LayoutError, ModelError, quoted
 from dovetail.layout import Layout
 
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ArchSpec]] = {
@@ -38,7 +38,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
     """The spec of a raw config.json. Raises ModelError for a family or an option that is not computed."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise ModelError(f"config.json: model_type is {family!r}; known families: {', '.join(FAMILIES)}")
+        raise ModelError(f"config.json: model_type is {quoted(family)}; known families: {', '.join(FAMILIES)}")
     depth = config.get("num_hidden_layers")
     if isinstance(depth, int) and depth > MOST_LAYERS:
         raise ModelError(f"config.json: num_hidden_layers is {depth}; supported: at most {MOST_LAYERS}")

@@ -13,7 +13,7 @@ from transformers.utils.hub import HF_MODULES_CACHE
 
 from dovetail.arch.foreign import ForeignSpec
 from dovetail.data import Tokenizer
-from dovetail.errors import ModelError
+from dovetail.errors import ModelError, quoted
 from dovetail.hf.kimi_images import KimiImages, published
 from dovetail.hf.model import known_config
 from dovetail.hf.vision import FAMILIES
@@ -108,7 +108,9 @@ def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]
         given = config.get("eos_token_id")
         ids = given if isinstance(given, list) else [] if given is None else [given]
         if not all(type(i) is int for i in ids):
-            raise ModelError(f"{source.path}: eos_token_id is {given!r}; expected a token id, a list of them, or null")
+            raise ModelError(
+                f"{source.path}: eos_token_id is {quoted(given)}; expected a token id, a list of them, or null"
+            )
         found |= set(ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.add(tokenizer.eos_token_id)

@@ -16,6 +16,7 @@ from dovetail.build.notes import check_experts, notes
 from dovetail.build.sampling import backend_layout, make_sampler
 from dovetail.build.text import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
 from dovetail.build.warm import compile_kernels
+from dovetail.chat.renderer import Renderer
 from dovetail.checkpoint.steps import Retention, from_a_whole_step
 from dovetail.config import GRPO, PPO, SFT, CriticSection, LayoutSection, PolicyGradient, Recipe, ReferenceSection
 from dovetail.data import Limits, Tokenizer, load_prompts, load_sft
@@ -131,8 +132,7 @@ class Builder:
         return Job(task, run, loop, contents, judge, notes(recipe, self.source.config, self.lengths, self.dropped))
 
     def _sft(self, loop: LoopSettings) -> tuple[Task, str, Engines]:
-        limits = self._limits(self._budget)
-        load = partial(load_sft, tokenizer=self.tokenizer, limits=limits, processor=self.processor)
+        load = partial(load_sft, tokenizer=self.tokenizer, limits=self._limits(self._budget), processor=self.processor)
         rows, held_out, told = self._rows(load)
         policy = self._trained(self.source, self.mesh, POLICY, self.recipe.optim.lr)
         return SupervisedTask(policy, SFTLoss(), rows, held_out, loop), told, {POLICY: policy}
@@ -172,12 +172,12 @@ class Builder:
         engines = {POLICY: policy} if critic is None else {POLICY: policy, CRITIC: critic}
         return RLTask(models, losses, prompts, held_out, judge, decode, settings, loop), told, engines
 
-    def _rows(self, load: Callable[[str], list[Example]]) -> tuple[list[Example], list[Example], str]:
+    def _rows(self, load: Callable[..., list[Example]]) -> tuple[list[Example], list[Example], str]:
         """The rows to train on, those held out, and the fingerprint of the first, which a resumed run must find again."""
         data = self.recipe.data
-        with agreed(self.mesh):
-            rows = load(data.train)
-            held_out = load(data.eval) if data.eval else []
+        with agreed(self.mesh), Renderer() as renderer:
+            rows = load(data.train, renderer=renderer)
+            held_out = load(data.eval, renderer=renderer) if data.eval else []
         told, self.lengths = rows_fingerprint(rows), [len(vars(row)["ids"]) for row in rows]
         if self.resumed is not None:
             refuse_other("the rows of data.train", self.resumed.state.data, told, ROWS[data.overlong])

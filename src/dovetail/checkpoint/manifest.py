@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dovetail.errors import CheckpointError
+from dovetail.errors import CheckpointError, quoted
 from dovetail.placement import Slices, overlap
 from dovetail.weights.files import CODES, DTYPES, parse_json
 
@@ -91,10 +91,10 @@ class Manifest:
         """The manifest in `data`, completely checked; `what` names it in errors."""
         body = parse_json(data, what)
         if body.get("format") != FORMAT:
-            raise CheckpointError(f"{what}: format {body.get('format')!r}, expected {FORMAT!r}")
+            raise CheckpointError(f"{what}: format {quoted(body.get('format'))}, expected {FORMAT!r}")
         if body.get("version") not in READABLE:
             raise CheckpointError(
-                f"{what}: format version {body.get('version')!r}, this dovetail reads {READABLE[0]} to {VERSION}; update "
+                f"{what}: format version {quoted(body.get('version'))}, this dovetail reads {READABLE[0]} to {VERSION}; update "
                 "dovetail"
             )
         crc = body.pop("crc32", None)
@@ -112,7 +112,7 @@ class Manifest:
                 state=None if body["version"] == 1 or body["state"] is None else dict(body["state"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CheckpointError(f"{what} is not a manifest of version {body['version']}: {error!r}") from error
+            raise CheckpointError(f"{what} is not a manifest of version {body['version']}: {quoted(error)}") from error
         for name, tensor in manifest.tensors.items():
             _check_tiling(name, tensor, manifest.pieces, what)
         return manifest
@@ -124,7 +124,7 @@ def _checksum(body: Mapping[str, Any]) -> int:
 
 def _whole(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a whole number")
+        raise ValueError(f"{quoted(value)} is not a whole number")
     return value
 
 
@@ -143,7 +143,7 @@ def _check_tiling(name: str, tensor: StoredTensor, pieces: Mapping[str, StoredFi
         raise CheckpointError(f"{what}: {name} has more than {MOST_IN_A_FILE} regions in a file")
     for region in tensor.regions:
         if region.file not in pieces:
-            raise CheckpointError(f"{what}: {name} lies in {region.file!r}, which is not among its pieces")
+            raise CheckpointError(f"{what}: {name} lies in {quoted(region.file)}, which is not among its pieces")
         if len(region.slices) != len(tensor.shape) or any(
             not start <= stop <= length for (start, stop), length in zip(region.slices, tensor.shape, strict=True)
         ):

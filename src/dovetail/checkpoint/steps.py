@@ -19,7 +19,7 @@ from typing import TypeVar
 from dovetail.checkpoint.manifest import Manifest
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.comm import gather_text
-from dovetail.errors import CheckpointError, DamagedError, listing
+from dovetail.errors import CheckpointError, DamagedError, listing, quoted
 from dovetail.mesh import Mesh
 from dovetail.weights.agree import agreed
 from dovetail.weights.directory import MANIFEST, contained
@@ -74,7 +74,9 @@ def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
                 continue
             order, score = (-1, None) if manifest.state is None else map(manifest.state.get, (ORDER, SCORE))
             if type(order) is not int or not isinstance(score, (int, float, type(None))):
-                problems.append(f"{path}: its training state has the order {order!r} and the score {score!r}")
+                problems.append(
+                    f"{path}: its training state has the order {quoted(order)} and the score {quoted(score)}"
+                )
                 continue
             known = score is not None and math.isfinite(score)
             found.append(SavedStep(path, manifest.step or 0, order, score if known else None))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dovetail.cli.streams import put
 from dovetail.cli.supervisor import Watch
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, quoted, short_words, shortened
 from dovetail.layout import DEGREES, Layout
 from dovetail.watch.progress import LIMITS
 
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose complaints are `ConfigError`s."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
+        raise ConfigError(f"{short_words(message)}; see {self.prog} --help")
 
     def print_help(self, file: object = None) -> None:
         put(self.format_help())
@@ -106,7 +106,7 @@ def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif left:
             overrides.append(f"{token.removeprefix('--')}={left.pop(0)}")
         else:
-            raise ConfigError(f"{token} has no value; expected {token}=value")
+            raise ConfigError(f"{shortened(token)} has no value; expected {shortened(token)}=value")
     return overrides, rest
 
 
@@ -188,9 +188,9 @@ def _number(kind: type[int] | type[float], fits: Callable[[float], bool], compla
     def read(text: str) -> float:
         value = kind(text)
         if isinstance(value, float) and not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{text} is not finite")
+            raise argparse.ArgumentTypeError(f"{shortened(text)} is not finite")
         if not fits(value):
-            raise argparse.ArgumentTypeError(f"{text} {complaint}")
+            raise argparse.ArgumentTypeError(f"{shortened(text)} {complaint}")
         return value
 
     read.__name__ = "whole number" if kind is int else "number"  # what argparse calls it where `kind` refuses
@@ -200,7 +200,7 @@ def _number(kind: type[int] | type[float], fits: Callable[[float], bool], compla
 def _resume(text: str) -> str:
     kind, _, step = text.partition("=")
     if text not in ("auto", "never") and not (kind == "step" and step.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r}; expected auto, never or step=N")
+        raise argparse.ArgumentTypeError(f"{quoted(text)}; expected auto, never or step=N")
     return text
 
 

@@ -33,7 +33,7 @@ from dovetail.cli.ranks import (
 )
 from dovetail.cli.streams import open_closed_streams
 from dovetail.cli.supervisor import run_ranks
-from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError
+from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError, short_lines
 from dovetail.watch.progress import Progress, patience
 
 UNWINDING_SECONDS = 30.0  # from the first signal, for all that is half-written to be removed
@@ -157,7 +157,7 @@ class _Outcome:
             self.say(f"dovetail: {reason}\n")
         elif isinstance(error, UserError | MachineError):
             self.code = USER_ERROR if isinstance(error, UserError) else DEFECT
-            self.say(f"dovetail: {error}\n")
+            self.say(f"dovetail: {short_lines(str(error)) if isinstance(error, UserError) else error}\n")
         elif error is not None:
             self.code = DEFECT
             rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""

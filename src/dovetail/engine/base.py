@@ -63,7 +63,11 @@ class Engine(Protocol):
         ...
 
     def train_step(self, batch: PackedBatch, loss: LossFn) -> StepReport:
-        """Forward, backward and one optimizer step over the whole batch."""
+        """Forward, backward and one optimizer step over the whole batch.
+
+        `loss` is called once or more for each micro-batch, which has some of the batch's sequences in an order of the engine's:
+        neighbors in the batch may be in different ones.
+        """
         ...
 
     def check_replicas(self) -> None:

@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -49,6 +50,24 @@ def fingerprint(batch: Any) -> list[int]:
     return [*known, *(zlib.crc32(x.contiguous().numpy().data) if x.device.type == "cpu" else 0 for x in columns)]
 
 
+class _Noted:
+    """Adds to what a loss raises what it was given."""
+
+    def __init__(self, batch: PackedBatch) -> None:
+        self.batch = batch
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            count = int((self.batch.cu_seqlens.diff() > 0).sum())
+            error.add_note(
+                f"raised by the loss of a micro-batch of {count} sequences with {len(self.batch)} counted tokens; which they are "
+                "is the engine's choice, so a loss cannot rely on pairs or groups (docs/contract.md, Losses)"
+            )
+
+
 @dataclass(frozen=True)
 class Checked:
     """A loss whose results have the form that the engine adds up: scalars, as tensors of the statistics' device."""
@@ -61,7 +80,8 @@ class Checked:
 
     def __call__(self, stats: Any, batch: PackedBatch, /) -> Loss:
         first: Tensor = stats if isinstance(stats, Tensor) else stats.logprob
-        found = self.loss(stats, batch)
+        with _Noted(batch):
+            found = self.loss(stats, batch)
         if not isinstance(found, Loss):
             raise ConfigError(
                 f"the loss returned a {type(found).__name__}; return dt.Loss(total, count, metrics): sums over the batch's "

@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dovetail.batch import PackedBatch
 from dovetail.comm import gather_text
+from dovetail.engine.routing import Placed
+from dovetail.errors import shortened
 from dovetail.mesh import Mesh
 from dovetail.micro import MicroBatch
 from dovetail.watch.progress import Progress
@@ -72,10 +75,17 @@ def inputs_of(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
     }
 
 
-def spoiled(micros: Sequence[MicroBatch], losses: Sequence[Tensor]) -> list[str]:
-    """The names of what is not finite among the inputs, the sum of the losses and what they counted."""
-    named = [*inputs_of(micros).items(), *zip(("loss", "count of the loss"), losses, strict=False)]
-    return [name for name, x in named if not bool(torch.isfinite(x).all())]
+def spoiled(batch: PackedBatch, pairs: Placed, parts: Sequence[Tensor], sums: Sequence[Tensor]) -> list[str]:
+    """The names of what is not finite of a step: what its losses read, the losses of this rank's micro-batches (`parts`), and
+    their sum and count (`sums`)."""
+    bad = [name for name, x in inputs_of([micro for _, micro in pairs]).items() if not bool(torch.isfinite(x).all())]
+    for i, part in enumerate(parts):
+        if not bool(torch.isfinite(part)):
+            members = batch.sequence_ids[pairs[i][0].to(batch.tokens.device)].unique_consecutive().tolist()
+            bad.append(f"loss of micro-batch {i} (sequences {shortened(', '.join(map(str, members)))})")
+    known = [name for name in bad if name.startswith("loss")]
+    named = zip(("loss", "count of the loss"), sums, strict=False)
+    return bad + [name for name, x in named if not bool(torch.isfinite(x).all()) and not (name == "loss" and known)]
 
 
 def _tensors(micro: MicroBatch) -> dict[str, Tensor]:

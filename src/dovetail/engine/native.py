@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dovetail.arch.registry import ulysses_degree
-from dovetail.batch import LossFn, PackedBatch, carried, start_reading
+from dovetail.batch import Loss, LossFn, PackedBatch, carried, start_reading
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.training import export_training, load_training
 from dovetail.checkpoint.writer import save_sharded
@@ -155,7 +154,12 @@ class NativeEngine:
             pairs = self._routing.charged(pairs, loss, len(batch), self._wide)
         micros = _micros_of(pairs)
         optimizer.adamw.reserve()  # what activations take of the host is what this leaves
-        keep = partial(add_sums, sums)
+        parts: list[Tensor] = []  # each micro-batch's loss
+
+        def keep(value: Loss) -> None:
+            add_sums(sums, value)
+            parts.append(value.total.detach())
+
         stages = Training(self.model, self.mesh, micros, self.dtype, loss, keep, residency)
         layout, costs = self.mesh.layout, stage_costs(self.model.spec, self.mesh.layout)
         execute(make_plan(layout.schedule, layout.pp, layout.virtual_stages, len(micros), costs), stages, self.mesh)
@@ -172,7 +176,7 @@ class NativeEngine:
         loss_total, count = totals.pop("")
         faults: dict[int, list[str]] = {}
         if update.skipped:
-            mine = [*spoiled(micros, losses), *update.faults]
+            mine = [*spoiled(batch, pairs, parts, losses), *update.faults]
             faults = self.watch.keep(mine, micros, self.mesh)
         metrics = {name: mean(*sums) for name, sums in totals.items()}
         if self._routing is not None and loads is not None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from dovetail.arch.foreign import ForeignSpec
 from dovetail.batch import Loss, LossFn, PackedBatch
-from dovetail.errors import ModelError
+from dovetail.errors import ModelError, quoted
 from dovetail.hf.attention import NAME, register
 from dovetail.hf.head import logit_scale
 from dovetail.hf.kimi import STEMS, Block, Encoder, replace_tower, translated
@@ -308,7 +308,7 @@ def _refuse(config: "transformers.PreTrainedConfig") -> None:
     for rope in ropes.values() if all(isinstance(r, dict) for r in ropes.values()) and ropes else (ropes,):
         if (rope or {}).get("rope_type") in PACKING_ROPES:
             raise ModelError(
-                f"config.json: rope_type {rope['rope_type']!r} follows the longest sequence of a batch, so a sequence's "
+                f"config.json: rope_type {quoted(rope['rope_type'])} follows the longest sequence of a batch, so a sequence's "
                 "log-probs would depend on its neighbors; the native engine computes it where it knows the family"
             )
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dovetail.batch import Media, PackedBatch, Unread, cumulative, start_reading
 from dovetail.comm import gather_in_order
-from dovetail.errors import DataError, ModelError
+from dovetail.errors import DataError, ModelError, quoted
 from dovetail.kernels.reference import sum_in_order
 from dovetail.mesh import Axis
 from dovetail.micro import MicroBatch
@@ -231,7 +231,7 @@ def family_of(config: "transformers.PreTrainedConfig") -> Family:
         return FAMILIES[config.model_type]
     except KeyError:
         raise ModelError(
-            f"model_type {config.model_type!r} is not among the vision-language families that the transformers engine "
+            f"model_type {quoted(config.model_type)} is not among the vision-language families that the transformers engine "
             f"runs: {', '.join(FAMILIES)}; another may mask, merge or place its images in a way of its own"
         ) from None
 

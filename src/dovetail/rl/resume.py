@@ -8,7 +8,7 @@ from typing import Any
 
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.steps import DEBRIS, NONE, open_newest
-from dovetail.errors import CheckpointError, ConfigError
+from dovetail.errors import CheckpointError, ConfigError, quoted
 from dovetail.layout import DEGREES
 from dovetail.mesh import Mesh
 from dovetail.recipe_yaml import read_mapping
@@ -100,7 +100,7 @@ def find(
     was, now = _ranks(reader.manifest.layout), _ranks(vars(mesh.layout))
     if was != now:
         changes["ranks"] = was, now
-    told = tuple(f"{key}: {before!r} -> {after!r}" for key, (before, after) in changes.items())
+    told = tuple(f"{key}: {quoted(before)} -> {quoted(after)}" for key, (before, after) in changes.items())
     return Resumed(reader, state, told, tuple(passed_over))
 
 
@@ -123,14 +123,12 @@ def _ranks(degrees: Mapping[str, Any]) -> str:
 
 def refuse(changes: Mapping[str, tuple[Any, Any]], recipe: Mapping[str, Any], step: int) -> None:
     """Raise for the changes that cannot be right for a run that has done `step` steps."""
-    problems = [
-        f"{key} was {changes[key][0]!r}, is {changes[key][1]!r}: {why}" for key, why in FIXED.items() if key in changes
-    ]
+    was_and_is = {key: f"{key} was {quoted(before)}, is {quoted(after)}" for key, (before, after) in changes.items()}
+    problems = [f"{was_and_is[key]}: {why}" for key, why in FIXED.items() if key in changes]
     optim, steps = recipe["optim"], recipe["trainer"]["steps"]
     if optim["schedule"] != "constant" or optim["warmup_steps"]:
         problems += [
-            f"{key} was {changes[key][0]!r}, is {changes[key][1]!r}: the learning rate's schedule counts optimizer steps, and "
-            "would jump"
+            f"{was_and_is[key]}: the learning rate's schedule counts optimizer steps, and would jump"
             for key in COUNTED
             if key in changes
         ]

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, quoted
 from dovetail.metrics import as_text
 from dovetail.rl.reward_functions import BUILT_IN
 from dovetail.rl.reward_worker import END_SECONDS
@@ -73,13 +73,15 @@ class RewardRunner:
         workers: int = 1,
     ) -> None:
         if (name is None) == (function is None):
-            raise ConfigError(f"reward: give either name or import, not name={name!r} with import={function!r}")
+            raise ConfigError(
+                f"reward: give either name or import, not name={quoted(name)} with import={quoted(function)}"
+            )
         if name is not None and name not in BUILT_IN:
             near = difflib.get_close_matches(name, BUILT_IN, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"reward.name={name!r} is no built-in reward ({', '.join(BUILT_IN)}){hint}")
+            raise ConfigError(f"reward.name={quoted(name)} is no built-in reward ({', '.join(BUILT_IN)}){hint}")
         if function is not None and not all(function.partition(":")):
-            raise ConfigError(f"reward.import={function!r} is not of the form module:function")
+            raise ConfigError(f"reward.import={quoted(function)} is not of the form module:function")
         self._timeout = min(timeout, LONGEST)
         self._setup = {
             "name": name,
@@ -163,7 +165,9 @@ class RewardRunner:
         if cause is not None:
             self.close()
             name = self._setup["function"] or self._setup["name"]
-            raise ConfigError(f"reward {name!r} (looked up from {self._setup['directory']}) cannot be loaded: {cause}")
+            raise ConfigError(
+                f"reward {quoted(name)} (looked up from {self._setup['directory']}) cannot be loaded: {cause}"
+            )
 
 
 def _hopeless(results: Sequence[RewardResult | None], most_errors: float) -> bool:

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import math
 import os
+import resource
 import signal
 import sys
 import time
@@ -73,6 +74,16 @@ def adopt_orphans() -> None:
 def die_with_parent() -> None:
     """Have the kernel end this process when its parent is gone, even if it never returns to Python."""
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def limit_memory(more: int) -> None:
+    """Have the kernel refuse this process more than `more` bytes beyond what it has by now."""
+    sizes = _PROC / "self/statm"
+    if sizes.exists():
+        wanted = int(sizes.read_text().split()[0]) * resource.getpagesize() + more
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def end_children(spared: Iterable[int] = (), seconds: float = math.inf) -> set[int]:

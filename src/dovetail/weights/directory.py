@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from dovetail.errors import CheckpointError
+from dovetail.errors import CheckpointError, quoted
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -26,7 +26,7 @@ def contained(directory: Path, name: str) -> Path:
     parts = PurePosixPath(name)
     if not name or re.search("[\0\ud800-\udfff]", name) or "\\" in name or parts.is_absolute() or ".." in parts.parts:
         raise CheckpointError(
-            f"{directory} names the file {name!r}, which is not inside the directory; correct its index"
+            f"{directory} names the file {quoted(name)}, which is not inside the directory; correct its index"
         )
     root = Path(os.path.realpath(directory))
     target = Path(os.path.realpath(root / name))

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.errors import CheckpointError
+from dovetail.errors import CheckpointError, quoted
 from dovetail.memory import view_at
 from dovetail.placement import Slices
 from dovetail.weights.filling import blocks, hand_over
@@ -88,7 +88,7 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
         if len(found) < len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise ValueError(f"the key {twice!r} appears twice")
+            raise ValueError(f"the key {quoted(twice)} appears twice")
         return found
 
     try:
@@ -258,11 +258,11 @@ def _parse_entry(name: str, value: Any, base: int, what: str) -> Entry:
         raise CheckpointError(f"{what}: {name} must have exactly dtype, shape and data_offsets")
     code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(code, str) or code not in DTYPES:
-        raise CheckpointError(f"{what}: {name} has the dtype {code!r}; known are {', '.join(DTYPES)}")
+        raise CheckpointError(f"{what}: {name} has the dtype {quoted(code)}; known are {', '.join(DTYPES)}")
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n <= MAX_LENGTH for n in numbers):
             raise CheckpointError(
-                f"{what}: {name} has the shape {shape!r} and offsets {offsets!r}, expected whole numbers"
+                f"{what}: {name} has the shape {quoted(shape)} and offsets {quoted(offsets)}, expected whole numbers"
             )
     dtype = DTYPES[code]
     if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * dtype.itemsize:

@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 
 from dovetail.arch.foreign import AnySpec, foreign_spec
 from dovetail.arch.registry import FAMILIES, spec_from_config
-from dovetail.errors import CheckpointError, ModelError
+from dovetail.errors import CheckpointError, ModelError, quoted
 from dovetail.nn.decoder import Head
 from dovetail.weights.directory import SideFiles, side_files
 from dovetail.weights.files import dump_json, parse_json
@@ -101,7 +101,7 @@ def locate(name: str | Path) -> Path:
         raise CheckpointError(f"{name} is not a directory; {remedy}")
     if not COMMIT.fullmatch(revision):
         raise CheckpointError(
-            f"{name}: {revision!r} is not a commit; a branch or tag can move, so give the 40 hexadecimal digits of one"
+            f"{name}: {quoted(revision)} is not a commit; a branch or tag can move, so give the 40 hexadecimal digits of one"
         )
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(FETCHED)))
