@@ -11,7 +11,8 @@ import torch
 
 from dovetail.arch.foreign import AnySpec
 from dovetail.arch.spec import ArchSpec
-from dovetail.build.engine import EngineOptions, check_layout, make_engine, make_mesh
+from dovetail.build.engine import EngineOptions, make_engine, make_mesh
+from dovetail.build.layouts import check_layout
 from dovetail.build.notes import notes
 from dovetail.build.sampling import backend_layout, make_sampler
 from dovetail.build.text import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
@@ -182,7 +183,7 @@ class Builder:
     def _role(self, section: CriticSection | ReferenceSection, name: str) -> tuple[Pretrained, Mesh]:
         """Where another model's weights lie, and its mesh: its own layout's, or the policy's."""
         source = self._other(f"{name}.path", section.path)
-        check = partial(_checked, source.spec)
+        check = partial(check_layout, source.spec)
         return source, self._mesh(section.layout or self.recipe.layout, f"{name}.layout", check)
 
     def _reference(self, source: Pretrained, mesh: Mesh) -> NativeEngine:
@@ -335,11 +336,6 @@ def _check_experts(recipe: Recipe, spec: AnySpec) -> None:
             f"{', '.join(wanted)}: {recipe.model.path} is a {spec.family} model without experts that the native engine routes "
             "to; leave these keys out"
         )
-
-
-def _checked(spec: AnySpec, layout: Layout) -> Layout:
-    check_layout(spec, layout)
-    return layout
 
 
 def _rl_settings(

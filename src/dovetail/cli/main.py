@@ -18,7 +18,7 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
-from dovetail.cli.arguments import COMMANDS, layout_of, parse, watch_of
+from dovetail.cli.arguments import COMMANDS, check_model, layout_of, parse, watch_of
 from dovetail.cli.ranks import (
     DEFECT,
     INTERRUPTED,
@@ -29,7 +29,7 @@ from dovetail.cli.ranks import (
     is_first_rank,
     ranks_given,
 )
-from dovetail.cli.supervisor import run_ranks
+from dovetail.cli.supervisor import refuse_too_many, run_ranks
 from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError
 from dovetail.watch.progress import Progress, patience
 
@@ -65,9 +65,11 @@ def run_command(argv: Sequence[str], me: Membership | None = None) -> int:
             outcome.code = importlib.import_module(f"dovetail.cli.{args.command}").run(args) or 0
         else:
             layout, given, watch = layout_of(args), ranks_given(), watch_of(args)
-            ranks = layout.resolve(given or layout.num_ranks).num_ranks
-            if given is None and (ranks > 1 or watch.restarts):
-                outcome.code = run_ranks([*_interpreter(), "-m", "dovetail", *argv], ranks, watch)
+            layout = layout.resolve(given or layout.num_ranks)
+            if given is None and (layout.num_ranks > 1 or watch.restarts):
+                refuse_too_many(layout)
+                check_model(args, layout)
+                outcome.code = run_ranks([*_interpreter(), "-m", "dovetail", *argv], layout.num_ranks, watch)
             else:
                 if watch.restarts and not rank.supervised:
                     raise ConfigError(
