@@ -4,7 +4,10 @@ Everything raised on purpose for a user's mistake is a `UserError`; the command 
 a traceback, and exits with 2. Anything else that escapes is a defect of ours and exits with 1.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+SHOWN_LETTERS, SHOWN_RANKS = 200, 8  # of a value, and of those that have it, in a message
 
 
 class UserError(ValueError):
@@ -51,9 +54,38 @@ class SecondaryFailure(RuntimeError):
     """This rank failed after another one did; that one reports the cause, so this one is silent."""
 
 
+class LostStore(SecondaryFailure):
+    """This rank failed, and the process that the ranks share their state by is gone."""
+
+
 def listing(items: list[str], limit: int = 20) -> str:
     """`items` for a message: one a line, the first `limit`, then how many more."""
     lines = [f"  - {item}" for item in items[:limit]]
     if len(items) > limit:
         lines.append(f"  ... and {len(items) - limit} more")
     return "\n".join(lines)
+
+
+def unequal(values: Mapping[str, Sequence[str]], hosts: Sequence[str]) -> list[str]:
+    """One line for each name whose values, one a rank, are not all equal: who has which. hosts: one a rank."""
+    lines = []
+    for name, everyone in values.items():
+        owners: dict[str, list[int]] = {}
+        for rank, value in enumerate(everyone):
+            owners.setdefault(value, []).append(rank)
+        if len(owners) > 1:
+            shares = [f"{_cut(value)} on {_who(ranks, hosts)}" for value, ranks in owners.items()]
+            lines.append(f"{name}: {'; '.join(shares[:SHOWN_RANKS])}")
+    return lines
+
+
+def _cut(value: str) -> str:
+    return value if len(value) <= SHOWN_LETTERS else f"{value[:SHOWN_LETTERS]}..."
+
+
+def _who(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    shown = [
+        ", ".join(map(str, list(each)[:SHOWN_RANKS])) + ", ..." * (len(each) > SHOWN_RANKS) for each in (names, ranks)
+    ]
+    return f"{shown[0]} (rank {shown[1]})"

@@ -34,11 +34,11 @@ from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss
 from dovetail.rl.resume import CHECKPOINTS, ROWS, Resumed, refuse_other
 from dovetail.rl.rewards import RewardRunner
 from dovetail.rl.run import CRITIC, POLICY, Contents, RunDirectory, RunSettings
-from dovetail.rl.state import model_fingerprint, rows_fingerprint
+from dovetail.rl.state import common_fingerprint, rows_fingerprint
 from dovetail.rl.trainer import LoopSettings, RLModels, RLSettings, RLTask, SupervisedTask, Task
 from dovetail.rollout.base import SamplingParams
 from dovetail.watch.progress import Progress, patience
-from dovetail.weights.agree import agreed
+from dovetail.weights.agree import agreed, refuse_different
 from dovetail.weights.pretrained import Pretrained
 
 Engines = dict[str, NativeEngine]  # by the role in a checkpoint
@@ -98,6 +98,7 @@ class Builder:
             _check_experts(recipe, self.source.spec)
             self.tokenizer: Tokenizer = load_tokenizer(self.source, **trusted)
             self.processor = load_processor(self.source, **trusted)
+        self.model = common_fingerprint("model.path", self.source, self.mesh)
 
     def job(self) -> Job:
         """The whole run. Everything that a user may have got wrong is found here, before anything is written."""
@@ -109,11 +110,10 @@ class Builder:
         with ExitStack() as on_failure:
             on_failure.callback(run.close)
             run.claim(damaged)
-            model = model_fingerprint(self.source.config, self.source.sides, self.source.path)
             self.resumed = run.resumed
             if self.resumed is not None:
                 state = self.resumed.state
-                refuse_other("the model's config, tokenizer or weights", state.model, model, "model.path")
+                refuse_other("the model's config, tokenizer or weights", state.model, self.model, "model.path")
                 loop = loop.after(state.step, state.cursor)
             if isinstance(recipe.algorithm, SFT):
                 task, rows, engines = self._sft(loop)
@@ -124,7 +124,7 @@ class Builder:
             if self.resumed is not None:
                 self.resumed.reader.settle(self.mesh, training=True)
             sides = engines[POLICY].origin.sides
-            contents = Contents(engines=engines, sides=sides, model=model, data=rows, cursor=loop.cursor)
+            contents = Contents(engines=engines, sides=sides, model=self.model, data=rows, cursor=loop.cursor)
             run.check_space(contents)
             on_failure.pop_all()
         return Job(task, run, loop, contents, judge, notes(recipe, self.source.config, self.lengths, self.dropped))
@@ -176,6 +176,7 @@ class Builder:
             rows = load(data.train)
             held_out = load(data.eval) if data.eval else []
         told, self.lengths = rows_fingerprint(rows), [len(vars(row)["ids"]) for row in rows]
+        refuse_different({"data.train": told, "data.eval": rows_fingerprint(held_out)}, self.mesh)
         if self.resumed is not None:
             refuse_other("the rows of data.train", self.resumed.state.data, told, ROWS[data.overlong])
         return rows, held_out, told
@@ -202,6 +203,8 @@ class Builder:
                     f"{key} {path} has a vocabulary of {theirs}, but the policy's ids go up to {ours - 1}; give a model with "
                     "the policy's tokenizer"
                 )
+        if path is not None:
+            common_fingerprint(key, source, self.mesh)
         return source
 
     def _trained(self, source: Pretrained, mesh: Mesh, role: str, lr: float) -> NativeEngine:

@@ -13,6 +13,7 @@ from dovetail.cli.output import check_out, write_rows
 from dovetail.data import Limits, load_prompts
 from dovetail.launch import pick_device
 from dovetail.layout import Layout
+from dovetail.rl.state import common_fingerprint
 from dovetail.rollout.base import Prompt, SamplingParams
 from dovetail.rows import needs_text
 from dovetail.watch.progress import Progress
@@ -34,6 +35,8 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         rows = load_prompts(args.data, tokenizer, limits, answers=False, processor=processor)
         backend: Backend = "transformers" if isinstance(source.spec, ForeignSpec) else "native"
         layout = backend_layout(source, mesh.layout, backend)
+    if mesh["world"].size > 1:
+        common_fingerprint("--model", source, mesh)
     sampler_mesh = mesh if layout == mesh.layout else make_mesh(layout, mesh.device, engine=False)
     reader = open_checkpoint(source.path, mesh)
     refuse_other_weights(source, reader)

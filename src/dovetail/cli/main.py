@@ -31,6 +31,7 @@ from dovetail.cli.ranks import (
 )
 from dovetail.cli.supervisor import refuse_too_many, run_ranks
 from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError
+from dovetail.watch.hosts import Store
 from dovetail.watch.progress import Progress, patience
 
 UNWINDING_SECONDS = 30.0  # from the first signal, for all that is half-written to be removed
@@ -117,12 +118,21 @@ def _run_as_rank(args: argparse.Namespace, rank: Membership, waits: timedelta) -
     """Run a command as one of its ranks, which wait for each other at most so long."""
     launch = importlib.import_module("dovetail.launch")
     device = launch.pick_device(args.device)
-    with _Outcome(rank.say) as outcome, launch.ProcessGroup(device, waits):
-        rank.progress.phase("load")
-        run: Callable[[argparse.Namespace, Progress], int | None]
-        run = importlib.import_module(f"dovetail.cli.{args.command}").run
-        outcome.code = run(args, rank.progress) or 0
-        rank.progress.phase("exit")
+
+    def met(store: Store, me: int, world: int) -> None:
+        rank.watch_hosts(store, me, world)
+        if world > 1:
+            given = importlib.import_module("dovetail.cli.given")
+            given.refuse_differences(store, me, world, given.given(args))
+
+    with _Outcome(rank.say) as outcome:
+        with rank.naming_lost_hosts(), launch.ProcessGroup(device, waits, met):
+            rank.progress.phase("load")
+            run: Callable[[argparse.Namespace, Progress], int | None]
+            run = importlib.import_module(f"dovetail.cli.{args.command}").run
+            outcome.code = run(args, rank.progress) or 0
+            rank.progress.phase("exit")
+        rank.leave_hosts()
     return outcome.code
 
 
@@ -153,8 +163,8 @@ class _Outcome:
             self.say(f"dovetail: {error}\n")
         elif isinstance(error, KeyboardInterrupt):
             self.code = INTERRUPTED
-        elif isinstance(error, SecondaryFailure):
-            self.code = DEFECT
+        elif isinstance(error, SecondaryFailure):  # never 0: a launcher may look at this rank alone
+            self.code = USER_ERROR if isinstance(error.__cause__, UserError) else DEFECT
         elif error is not None:
             self.code = DEFECT
             rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""

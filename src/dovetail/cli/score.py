@@ -14,6 +14,7 @@ from dovetail.data import Limits, Scored, load_score
 from dovetail.engine.native import NativeEngine
 from dovetail.launch import pick_device
 from dovetail.layout import Layout
+from dovetail.rl.state import common_fingerprint
 from dovetail.rows import needs_text
 from dovetail.watch.progress import Progress
 from dovetail.weights.agree import agreed
@@ -37,6 +38,8 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
             Limits(source.spec.vocab_size, max_tokens=budget, remedy="or raise --tokens-per-batch"),
             processor=load_processor(source, trust_remote_code=args.trust_remote_code),
         )
+    if mesh["world"].size > 1:
+        common_fingerprint("--model", source, mesh)
     options = EngineOptions(master_dtype=dtype, tokens_per_batch=args.tokens_per_batch)
     engine = make_engine(source, mesh, dtype, args.head, options)
     progress.phase("run")

@@ -17,7 +17,10 @@ import numpy as np
 import torch
 
 from dovetail.errors import CheckpointError
+from dovetail.mesh import Mesh
+from dovetail.weights.agree import agreed, refuse_different
 from dovetail.weights.directory import SideFiles
+from dovetail.weights.pretrained import Pretrained
 
 Value = TypeVar("Value")
 GENERATORS = ("python", "numpy", "torch")  # of every rank; and "device" where it has one
@@ -104,6 +107,15 @@ def model_fingerprint(config: Mapping[str, Any], sides: SideFiles, directory: Pa
                 file.seek(block * max(size - BLOCK, 0) // SAMPLED)
                 digest.update(file.read(BLOCK))
     return digest.hexdigest()
+
+
+def common_fingerprint(key: str, source: Pretrained, mesh: Mesh) -> str:
+    """The `model_fingerprint` of a model that `key` names, the same on all ranks. Collective: ConfigError where it differs."""
+    told = ""
+    with agreed(mesh):
+        told = model_fingerprint(source.config, source.sides, source.path)
+    refuse_different({f"{key} (config, tokenizer and weights)": told}, mesh)
+    return told
 
 
 def rows_fingerprint(rows: Iterable[object]) -> str:
