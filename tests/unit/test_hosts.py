@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,10 +14,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is public
 
 from dovetail.cli.arguments import parse
-from dovetail.cli.given import given, refuse_differences
+from dovetail.cli.given import KEY, given, refuse_differences
 from dovetail.errors import ConfigError
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
@@ -24,11 +26,17 @@ from dovetail.rl import shared
 from dovetail.watch import hosts
 from dovetail.watch.hosts import Signs
 from dovetail.weights.agree import refuse_different
-from tests.commands.program import write_recipe
+from tests.commands.program import Ended, _as_rank, here, make_model, refusal, write_recipe, write_rows
 from tests.fault.processes import all_gone, waited
 from tests.harness import run
 
 HOST = socket.gethostname()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer."""
+    return make_model(tmp_path_factory.mktemp("models") / "llama")
 
 
 def test_the_silent_host_is_named_with_its_ranks() -> None:
@@ -163,6 +171,19 @@ def _compared(everyone: list[dict[str, str]]) -> list[str]:
     return [line.removeprefix("  - ") for line in said[0].splitlines()[1:]]
 
 
+def test_a_command_compares_what_it_was_given_before_ranks_do_anything_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    score = ["score", "--model", "m", "--data", "d", "--out", "o", "--device", "cpu"]
+    store, theirs = HashStore(), given(parse([*score, "--temperature", "2"]))
+    store.set(f"{KEY}/1", json.dumps(["other", theirs]))
+    monkeypatch.setattr("dovetail.launch._meet", lambda: (store, 0, 2))
+    monkeypatch.setattr("dovetail.launch._initialize", lambda *_: pytest.fail("it began"))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert refusal(here(*score)).endswith(f"temperature: 1.0 on {HOST} (rank 0); 2.0 on other (rank 1)\n")
+
+
 def test_the_code_of_the_package_is_part_of_what_is_given(tmp_path: Path) -> None:
     score = parse(["score", "--model", "m", "--data", "d", "--out", "o"])
     (tmp_path / "a.py").write_text("x = 1\n")
@@ -216,3 +237,28 @@ def test_a_run_directory_that_hosts_do_not_share_is_refused(tmp_path: Path) -> N
         assert all((words in each) != same for each in told), (mine, other, told)
         assert all(each == "" for each in told) == same
     assert [*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()] == [], "nothing stays"
+
+
+def one_of(commands: list[list[str]]) -> Ended:
+    return _as_rank(commands[dist.get_rank()])
+
+
+@pytest.mark.parametrize("differs", ["run_dir", "data.train", "data.eval", "model.path", "reference.path", "--model"])
+def test_ranks_with_other_files_are_refused(differs: str, model: Path, tmp_path: Path) -> None:
+    """By the command itself: what stands behind a path may differ where the paths do not."""
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    with (other / "model.safetensors").open("r+b") as file:
+        file.seek((other / "model.safetensors").stat().st_size // 2)
+        file.write(b"\0" * 64)
+    rows = [write_rows(tmp_path / f"{word}.jsonl", [{"prompt": "ab", "answer": word}]) for word in ("one", "two")]
+    paths = {"run_dir": (tmp_path / "a", tmp_path / "b"), "data.train": rows, "data.eval": rows}
+    this, that = paths.get(differs, (model, other))
+    if differs == "--model":
+        ids, out = write_rows(tmp_path / "ids.jsonl", [{"input_ids": [5, 6]}]), str(tmp_path / "out")
+        told = run(2, one_of, [["score", "--data", str(ids), "--out", out, "--model", str(m)] for m in (this, that)])
+    else:
+        recipe = write_recipe(tmp_path / "r.yaml", model, rows[0], algorithm={"name": "grpo"})
+        told = run(2, one_of, [["train", str(recipe), "--dry-run", f"{differs}={path}"] for path in (this, that)])
+    words = "is not the same directory on all hosts" if differs == "run_dir" else f"\n  - {differs}"
+    assert all(each.code == 2 and words in each.err for each in told), told
