@@ -48,7 +48,11 @@ def planted(body: str, folder: Path) -> list[tuple[int, str]]:
     (folder / "program.py").write_text(PROGRAM.format(body=textwrap.indent(textwrap.dedent(body), "    ")))
     given = ["--model", "m", "--data", "d", "--out", "o", "--device", "cpu", "--layout", "dp=2"]
     ranks = hosts("score", *given, folder=folder, python=["program.py"])
-    said = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
+    try:
+        said = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     return [(rank.returncode, err) for rank, err in zip(ranks, said, strict=True)]
 
 
