@@ -25,7 +25,8 @@ from bench.harness import RESULTS, surroundings
 from bench.limit import Limit
 from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
-from dovetail.build.engine import check_layout, make_decoder, make_mesh
+from dovetail.build.engine import make_decoder, make_mesh
+from dovetail.build.layouts import check_layout
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.sharding import shard_over_data
 from dovetail.kernels.registry import kernels_for

@@ -5,11 +5,13 @@ a traceback, and exits with 2. Anything else that escapes is a defect of ours an
 """
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 REPEATED = 200  # characters of what was given that a message repeats
 LINE = 2000  # characters of a line of a report
 WORD = re.compile(rf"\S{{{REPEATED + 4},}}")  # one that is shortened already is not shortened again
+SHOWN_RANKS = 8  # of those that have a value, in a message
 
 
 class UserError(ValueError):
@@ -56,6 +58,10 @@ class SecondaryFailure(RuntimeError):
     """This rank failed after another one did; that one reports the cause, so this one is silent."""
 
 
+class LostStore(SecondaryFailure):
+    """This rank failed, and the process that the ranks share their state by is gone."""
+
+
 def listing(items: list[str], limit: int = 20) -> str:
     """`items` for a message: one a line, the first `limit`, then how many more."""
     lines = [f"  - {item}" for item in items[:limit]]
@@ -86,3 +92,24 @@ def short_words(text: str) -> str:
 def short_lines(text: str) -> str:
     """The text with its lines cut that nobody reads to their end, whatever they repeat."""
     return "\n".join(x if len(x) <= LINE else f"{x[:LINE]}... ({len(x)} characters)" for x in text.split("\n"))
+
+
+def unequal(values: Mapping[str, Sequence[str]], hosts: Sequence[str]) -> list[str]:
+    """One line for each name whose values, one a rank, are not all equal: who has which. hosts: one a rank."""
+    lines = []
+    for name, everyone in values.items():
+        owners: dict[str, list[int]] = {}
+        for rank, value in enumerate(everyone):
+            owners.setdefault(value, []).append(rank)
+        if len(owners) > 1:
+            shares = [f"{shortened(value)} on {_who(ranks, hosts)}" for value, ranks in owners.items()]
+            lines.append(f"{name}: {'; '.join(shares[:SHOWN_RANKS])}")
+    return lines
+
+
+def _who(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    shown = [
+        ", ".join(map(str, list(each)[:SHOWN_RANKS])) + ", ..." * (len(each) > SHOWN_RANKS) for each in (names, ranks)
+    ]
+    return f"{shown[0]} (rank {shown[1]})"

@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # they are public
 
-from dovetail.errors import ConfigError, LayoutError, MachineError, SecondaryFailure
+from dovetail.errors import ConfigError, LayoutError, LostStore, MachineError, SecondaryFailure
 from dovetail.mesh import PATIENCE
 
 BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
@@ -95,17 +95,24 @@ class ProcessGroup:
     """The default process group for the length of a `with` block; one that is already there is used as it is.
 
     At the end all ranks wait for each other. A failure leaves the group as it is, since the process is about to end.
-    `patience`: after which who waits in a collective of it gives up.
+    `patience`: after which who waits in a collective of it gives up. `met`: called with the store, this rank and the
+    number of ranks as soon as all have met, before the group is made.
     """
 
-    def __init__(self, device: torch.device, patience: timedelta = PATIENCE) -> None:
-        self.device, self.patience = device, patience
+    def __init__(
+        self,
+        device: torch.device,
+        patience: timedelta = PATIENCE,
+        met: Callable[[Store, int, int], None] = lambda *_: None,
+    ) -> None:
+        self.device, self.patience, self.met = device, patience, met
         self.store: Store | None = None
 
     def __enter__(self) -> Self:
         if not dist.is_initialized():
             store, rank, world = _meet()
             with _OneReport(store):
+                self.met(store, rank, world)
                 _initialize(self.device, store, rank, world, self.patience)
             self.store = store
         return self
@@ -137,8 +144,8 @@ class _OneReport:
         """Take a ticket. A store that is gone went with the rank that failed before."""
         try:
             return self.store.add(TICKET, 1) == 1
-        except dist.DistError:
-            return False
+        except dist.DistError as error:
+            raise LostStore("the store of the ranks is gone") from error
 
 
 def num_ranks() -> int:

@@ -180,3 +180,14 @@ def _told(error: yaml.YAMLError) -> str:
     snippet = f"\n{shown}" if shown and shown.split("\n")[0].strip() else ""
     context = f" ({short_words(error.context)})" if error.context else ""
     return f"line {mark.line + 1}, column {mark.column + 1}: {short_words(str(error.problem))}{context}{snippet}"
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A recipe's plain data by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.build.engine import check_layout
+from dovetail.build.layouts import check_layout
 from dovetail.errors import LayoutError
 from dovetail.layout import Layout
 from tests.distributed.matrix import (

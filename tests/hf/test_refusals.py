@@ -25,7 +25,8 @@ from transformers import (
 
 from bench.models import one_rank
 from dovetail.arch.foreign import foreign_spec
-from dovetail.build.engine import EngineOptions, check_layout, from_pretrained
+from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.build.layouts import check_layout
 from dovetail.errors import LayoutError, ModelError
 from dovetail.hf.model import ForeignDecoder, make_model
 from dovetail.kernels.registry import KernelSet

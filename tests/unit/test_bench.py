@@ -34,7 +34,7 @@ from bench.limit import ENDED
 from bench.long_context import moments_seconds
 from bench.ranks import ROOT, run_ranks
 from dovetail.batch import PackedBatch
-from dovetail.build.engine import check_layout
+from dovetail.build.layouts import check_layout
 from dovetail.build.sampling import sampling_layout
 from tests.tolerances import OP_FP64
 

@@ -1,5 +1,6 @@
 """What the command line accepts, and what it says to mistakes."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import yaml
 
 from dovetail.cli.arguments import layout_of, parse, recipe_of, watch_of
 from dovetail.cli.main import run_command
+from dovetail.cli.supervisor import refuse_too_many
+from dovetail.errors import LayoutError
 from dovetail.layout import Layout
 
 LONG = "x" * 100_000
@@ -147,3 +150,60 @@ def test_messages_repeat_no_more_of_what_was_given_than_a_little(
     assert told.startswith("dovetail: ")
     assert max(map(len, told.split("\n"))) < 2100
     assert max(map(len, re.findall("x+|9+|f+", told)), default=0) <= 200
+
+
+CONVERT = ["convert", "M", "cut", "--layout", "tp=3", "--to"]
+HEADS = "tp=3 does not fit this llama model: 4 attention heads are not a multiple of 3; "
+
+
+@pytest.mark.parametrize(
+    ("family", "argv", "message"),
+    [
+        ("llama", [*SCORE, "--layout", "tp=64"], "layout tp=64 needs 64 ranks, but at most 8 start on this machine"),
+        ("llama", ["train", "r.yaml", "layout.tp=1000000000"], "layout tp=1000000000 needs 1000000000 ranks"),
+        ("llama", ["train", "r.yaml", "layout.tp=3"], HEADS),
+        ("llama", ["train", "r.yaml", "layout.dp=2", "--restarts", "1"], None),
+        ("llama", [*SCORE, "--layout", "pp=3"], "makes 3 stages, but the model has 2 layers; use pp=2"),
+        ("llama", ["generate", *SCORE[1:], "--layout", "tp=3"], HEADS),
+        ("llama", [*CONVERT, "sharded"], HEADS),
+        ("llama", [*CONVERT, "hf"], None),
+        ("other", [*SCORE, "--layout", "tp=2"], "are cut by cp and dp alone; set tp=1, pp=1 and ep=1"),
+        ("other", ["generate", *SCORE[1:], "--layout", "tp=2"], None),
+        ("llama", [*SCORE, "--layout", "tp=8"], "4 attention heads are not a multiple of 8"),
+        (None, [*SCORE, "--layout", "tp=8"], None),
+    ],
+)
+def test_a_layout_that_cannot_run_is_refused_before_a_rank_starts(
+    family: str | None,
+    argv: list[str],
+    message: str | None,
+    recipe: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the number of ranks, or by the model's config; where that cannot be read, the ranks start and refuse."""
+    folder = Path(recipe).parent
+    monkeypatch.chdir(folder)
+    (folder / "r.yaml").write_text(yaml.safe_dump({"model": {"path": "M"}, "data": {"train": "D"}, "run_dir": "R"}))
+    sizes = {"vocab_size": 8, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    (folder / "M").mkdir()
+    if family is not None:
+        (folder / "M/config.json").write_text(json.dumps({"model_type": family, "intermediate_size": 24, **sizes}))
+    started: list[int] = []
+
+    def start(_command: object, ranks: int, _watch: object) -> int:
+        started.append(ranks)
+        return 0
+
+    monkeypatch.setattr("dovetail.cli.main.run_ranks", start)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    assert run_command(argv) == (0 if message is None else 2)
+    assert (message or "") in capsys.readouterr().err
+    assert bool(started) == (message is None)
+
+
+def test_a_larger_machine_starts_more_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(32)), raising=False)
+    refuse_too_many(Layout(tp=8, dp=16))
+    with pytest.raises(LayoutError, match="needs 136 ranks, but at most 128 start on this machine, which has 32 CPU"):
+        refuse_too_many(Layout(tp=8, dp=17))

@@ -11,7 +11,7 @@ import yaml
 
 from dovetail.arch.qwen2 import qwen2_spec
 from dovetail.arch.spec import ArchSpec
-from dovetail.build.engine import check_layout
+from dovetail.build.layouts import check_layout
 from dovetail.build.sampling import sampling_layout
 from dovetail.config import make_recipe
 from dovetail.layout import Layout

@@ -13,6 +13,7 @@ MODULES = (
     "dovetail.layout",
     "dovetail.errors",
     "dovetail.arch.registry",
+    "dovetail.build.layouts",
     "dovetail.pipeline.partition",
     "dovetail.pipeline.schedule",
     "dovetail.cli.main",

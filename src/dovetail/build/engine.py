@@ -10,16 +10,16 @@ from typing import Literal, get_args
 
 import torch
 
-from dovetail.arch.foreign import AnySpec, ForeignSpec
-from dovetail.arch.registry import FAMILIES, ulysses_degree, validate_layout
+from dovetail.arch.registry import FAMILIES
 from dovetail.arch.spec import ArchSpec
+from dovetail.build.layouts import check_layout
 from dovetail.checkpoint.reader import ShardedReader, open_checkpoint
 from dovetail.engine.faults import StepWatch
 from dovetail.engine.halving import Halving
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.routing import BalanceSettings
 from dovetail.engine.sharding import shard_over_data
-from dovetail.errors import CheckpointError, ConfigError, LayoutError, ModelError
+from dovetail.errors import CheckpointError, ConfigError, ModelError
 from dovetail.hf.model import ForeignDecoder
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import kernels_for
@@ -33,7 +33,7 @@ from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.assembly import shards_of
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.peers import Peers, Ring
-from dovetail.pipeline.partition import check_pipeline, partition
+from dovetail.pipeline.partition import partition
 from dovetail.placement import as_index
 from dovetail.symmetric import rings
 from dovetail.weights.experts import form_of
@@ -278,21 +278,6 @@ def make_decoder(
     cut = Cut(ranges[pp.rank :: pp.size], first=pp.rank == 0, last=pp.rank == pp.size - 1)
     with torch.device("meta"):
         return Decoder(spec, mesh, kernels, head, recompute, cut).hold_in(dtype)
-
-
-def check_layout(spec: AnySpec, layout: Layout) -> None:
-    """Refuse degrees that the engine does not cut by, or that this model cannot be cut by."""
-    if isinstance(spec, ForeignSpec) and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
-        raise LayoutError(
-            f"layout {layout}: model_type is {spec.family!r}; known families: {', '.join(FAMILIES)}; others, and those with "
-            "engine=transformers, are cut by cp and dp alone; set tp=1, pp=1 and ep=1"
-        )
-    if layout.cp_mode != "auto" and layout.cp == 1:
-        raise LayoutError(f"layout: cp_mode={layout.cp_mode} says how to cut by cp; leave it out at cp=1")
-    check_pipeline(spec, layout)
-    if isinstance(spec, ArchSpec):
-        validate_layout(spec, layout)
-    ulysses_degree(spec, layout)
 
 
 def fill_fresh(model: StagedModel, mesh: Mesh, names: tuple[str, ...], seed: int) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from dovetail.arch.registry import FAMILIES, spec_from_config, validate_layout
 from dovetail.arch.spec import ArchSpec
-from dovetail.build.engine import check_layout
+from dovetail.build.layouts import check_layout
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.errors import LayoutError, ModelError
 from dovetail.hf.model import known_config

@@ -9,8 +9,8 @@ from typing import Literal, TypeVar
 
 import torch
 
-from dovetail.arch.foreign import AnySpec
-from dovetail.build.engine import EngineOptions, check_layout, make_engine, make_mesh
+from dovetail.build.engine import EngineOptions, make_engine, make_mesh
+from dovetail.build.layouts import check_layout
 from dovetail.build.lengths import check_positions, longest_row
 from dovetail.build.notes import check_experts, notes
 from dovetail.build.sampling import backend_layout, make_sampler
@@ -35,11 +35,11 @@ from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss
 from dovetail.rl.resume import CHECKPOINTS, ROWS, Resumed, refuse_other
 from dovetail.rl.rewards import RewardRunner
 from dovetail.rl.run import CRITIC, POLICY, Contents, RunDirectory, RunSettings
-from dovetail.rl.state import model_fingerprint, rows_fingerprint
+from dovetail.rl.state import model_fingerprint, refuse_other_models, rows_fingerprint
 from dovetail.rl.trainer import LoopSettings, RLModels, RLSettings, RLTask, SupervisedTask, Task
 from dovetail.rollout.base import SamplingParams
 from dovetail.watch.progress import Progress, patience
-from dovetail.weights.agree import agreed
+from dovetail.weights.agree import agreed, refuse_different
 from dovetail.weights.pretrained import Pretrained
 
 Engines = dict[str, NativeEngine]  # by the role in a checkpoint
@@ -100,6 +100,7 @@ class Builder:
             check_experts(recipe, self.source.spec)
             self.tokenizer: Tokenizer = load_tokenizer(self.source, **trusted)
             self.processor = load_processor(self.source, **trusted)
+        refuse_other_models("model.path", self.source, self.mesh)
 
     def job(self) -> Job:
         """The whole run. Everything that a user may have got wrong is found here, before anything is written."""
@@ -179,6 +180,7 @@ class Builder:
             rows = load(data.train, renderer=renderer)
             held_out = load(data.eval, renderer=renderer) if data.eval else []
         told, self.lengths = rows_fingerprint(rows), [len(vars(row)["ids"]) for row in rows]
+        refuse_different({"data.train": told, "data.eval": rows_fingerprint(held_out)}, self.mesh)
         if self.resumed is not None:
             refuse_other("the rows of data.train", self.resumed.state.data, told, ROWS[data.overlong])
         return rows, held_out, told
@@ -186,7 +188,7 @@ class Builder:
     def _role(self, section: CriticSection | ReferenceSection, name: str) -> tuple[Pretrained, Mesh]:
         """Where another model's weights lie, and its mesh: its own layout's, or the policy's."""
         source = self._other(f"{name}.path", section.path)
-        check = partial(_checked, source.spec)
+        check = partial(check_layout, source.spec)
         return source, self._mesh(section.layout or self.recipe.layout, f"{name}.layout", check)
 
     def _reference(self, source: Pretrained, mesh: Mesh) -> NativeEngine:
@@ -203,6 +205,8 @@ class Builder:
                     f"{key} {path} has a vocabulary of {theirs}, but the policy's ids go up to {ours - 1}; give a model with "
                     "the policy's tokenizer"
                 )
+        if path is not None:
+            refuse_other_models(key, source, self.mesh)
         return source
 
     def _trained(self, source: Pretrained, mesh: Mesh, role: str, lr: float) -> NativeEngine:
@@ -322,11 +326,6 @@ class Builder:
             peak_memory_gib=partial(peak_memory_gib, self.device),
             stop_signal=self.stop_signal,
         )
-
-
-def _checked(spec: AnySpec, layout: Layout) -> Layout:
-    check_layout(spec, layout)
-    return layout
 
 
 def _rl_settings(

@@ -83,6 +83,19 @@ def layout_of(args: argparse.Namespace) -> Layout:
     return recipe_of(args).layout.to_layout() if args.command == "train" else Layout.parse(args.layout or "")
 
 
+def check_model(args: argparse.Namespace, layout: Layout) -> None:
+    """Refuse a layout that the model of a command cannot be cut by, before any rank starts, where its config shows it."""
+    if args.command == "convert" and args.to == "hf":
+        return  # the ranks share the work, whatever the layout
+    given = vars(args)
+    path, engine = given.get("model") or given.get("source"), given.get("engine", "auto")
+    if args.command == "train":
+        recipe = recipe_of(args)
+        path, engine = recipe.model.path, recipe.model.engine
+    check: Callable[..., None] = importlib.import_module("dovetail.build.layouts").check_directory
+    check(path, engine, layout, foreign=args.command != "generate")  # transformers' sampler is whole on every rank
+
+
 def watch_of(args: argparse.Namespace) -> Watch:
     """How the ranks of a command are watched."""
     if args.command != "train":

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from dovetail.build.engine import check_layout, make_mesh, make_model, refuse_other_weights
+from dovetail.build.engine import make_mesh, make_model, refuse_other_weights
+from dovetail.build.layouts import check_layout
 from dovetail.checkpoint.convert import convert_to_hf, convert_to_sharded
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.launch import pick_device

@@ -14,6 +14,7 @@ from dovetail.cli.output import RowFile, check_out, portions
 from dovetail.data import Limits, load_prompts
 from dovetail.launch import pick_device
 from dovetail.layout import Layout
+from dovetail.rl.state import refuse_other_models
 from dovetail.rollout.base import Prompt, SamplingParams
 from dovetail.rollout.native import SamplerOptions
 from dovetail.rows import needs_text
@@ -39,6 +40,8 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         backend: Backend = "transformers" if isinstance(source.spec, ForeignSpec) else "native"
         check_positions(source.config, backend, [len(row.ids) for row in rows], args.max_new_tokens, "--max-new-tokens")
         layout = backend_layout(source, mesh.layout, backend)
+    if mesh["world"].size > 1:
+        refuse_other_models("--model", source, mesh)
     sampler_mesh = mesh if layout == mesh.layout else make_mesh(layout, mesh.device, engine=False)
     reader = open_checkpoint(source.path, mesh)
     refuse_other_weights(source, reader)

@@ -18,7 +18,7 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
-from dovetail.cli.arguments import COMMANDS, layout_of, parse, watch_of
+from dovetail.cli.arguments import COMMANDS, check_model, layout_of, parse, watch_of
 from dovetail.cli.limits import limit_behind
 from dovetail.cli.quiet import silence
 from dovetail.cli.ranks import (
@@ -32,8 +32,9 @@ from dovetail.cli.ranks import (
     ranks_given,
 )
 from dovetail.cli.streams import open_closed_streams
-from dovetail.cli.supervisor import run_ranks
+from dovetail.cli.supervisor import refuse_too_many, run_ranks
 from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError, short_lines
+from dovetail.watch.hosts import Store
 from dovetail.watch.progress import Progress, patience
 
 UNWINDING_SECONDS = 30.0  # from the first signal, for all that is half-written to be removed
@@ -69,9 +70,11 @@ def run_command(argv: Sequence[str], me: Membership | None = None) -> int:
             outcome.code = importlib.import_module(f"dovetail.cli.{args.command}").run(args) or 0
         else:
             layout, given, watch = layout_of(args), ranks_given(), watch_of(args)
-            ranks = layout.resolve(given or layout.num_ranks).num_ranks
-            if given is None and (ranks > 1 or watch.restarts):
-                outcome.code = run_ranks([*_interpreter(), "-m", "dovetail", *argv], ranks, watch)
+            layout = layout.resolve(given or layout.num_ranks)
+            if given is None and (layout.num_ranks > 1 or watch.restarts):
+                refuse_too_many(layout)
+                check_model(args, layout)
+                outcome.code = run_ranks([*_interpreter(), "-m", "dovetail", *argv], layout.num_ranks, watch)
             else:
                 if watch.restarts and not rank.supervised:
                     raise ConfigError(
@@ -120,12 +123,21 @@ def _run_as_rank(args: argparse.Namespace, rank: Membership, waits: timedelta) -
     launch = importlib.import_module("dovetail.launch")
     silence()
     device = launch.pick_device(args.device)
-    with _Outcome(rank.say) as outcome, launch.ProcessGroup(device, waits):
-        rank.progress.phase("load")
-        run: Callable[[argparse.Namespace, Progress], int | None]
-        run = importlib.import_module(f"dovetail.cli.{args.command}").run
-        outcome.code = run(args, rank.progress) or 0
-        rank.progress.phase("exit")
+
+    def met(store: Store, me: int, world: int) -> None:
+        rank.watch_hosts(store, me, world)
+        if world > 1:
+            given = importlib.import_module("dovetail.cli.given")
+            given.refuse_differences(store, me, world, given.given(args))
+
+    with _Outcome(rank.say) as outcome:
+        with rank.naming_lost_hosts(), launch.ProcessGroup(device, waits, met):
+            rank.progress.phase("load")
+            run: Callable[[argparse.Namespace, Progress], int | None]
+            run = importlib.import_module(f"dovetail.cli.{args.command}").run
+            outcome.code = run(args, rank.progress) or 0
+            rank.progress.phase("exit")
+        rank.leave_hosts()
     return outcome.code
 
 
@@ -150,8 +162,8 @@ class _Outcome:
             self.code = error.code if isinstance(error.code, int) else 0
         elif isinstance(error, KeyboardInterrupt):
             self.code = INTERRUPTED
-        elif isinstance(error, SecondaryFailure):
-            self.code = DEFECT
+        elif isinstance(error, SecondaryFailure):  # never 0: a launcher may look at this rank alone
+            self.code = USER_ERROR if isinstance(error.__cause__, UserError) else DEFECT
         elif error is not None and (reason := limit_behind(error)):
             self.code = USER_ERROR if isinstance(error, UserError) else DEFECT
             self.say(f"dovetail: {reason}\n")

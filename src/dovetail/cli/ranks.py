@@ -17,14 +17,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 from typing import IO, NamedTuple
 
 from dovetail.cli.streams import complain
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, LostStore, MachineError
 from dovetail.metrics import ODD_LETTERS
+from dovetail.watch.hosts import HostWatch, Store
 from dovetail.watch.progress import Phase, Progress
-from dovetail.watch.stacks import answer_with_stacks
+from dovetail.watch.stacks import WAITING_IN, answer_with_stacks
 
 PIPE, FOLDER = "DOVETAIL_PARENT_PIPE", "DOVETAIL_WATCH"
 DEFECT, USER_ERROR, INTERRUPTED, STOPPED = 1, 2, 130, 143  # exit codes
@@ -54,6 +56,7 @@ class Membership:
         self.files = RankFiles.of(Path(folder), int(os.environ["RANK"])) if folder is not None else None
         self.silent = False  # since it was told to end: whatever fails on the way
         self.progress = Progress(self.files.state if self.files else None)
+        self._hosts: HostWatch | None = None
         self._stacks: IO[str] | None = answer_with_stacks(self.files.stacks) if self.files else None
         if pipe is not None:
             threading.Thread(target=_wait_for_end, args=(int(pipe), folder), daemon=True).start()
@@ -88,6 +91,54 @@ class Membership:
                 ending.callback(done.set)
             yield
 
+    def watch_hosts(self, store: Store, rank: int, world: int) -> None:
+        """From now on this process ends soon after a host of the job falls silent, where there are several."""
+        if self.supervised or world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(world):
+            return
+        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # which outlives its ranks
+        self._hosts = HostWatch(store, rank, os.environ["MASTER_ADDR"], launcher)
+        threading.Thread(target=self._end_with_hosts, args=(self._hosts,), daemon=True).start()
+
+    @contextmanager
+    def naming_lost_hosts(self) -> Iterator[None]:
+        """Raise MachineError for a collective of the block that failed because a process on another host is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            lost = self._hosts.lost() if self._hosts is not None and _may_be_lost(error) else ""
+            if not lost:
+                raise
+            raise MachineError(f"{lost}; the job ends ({self._place()})") from error
+
+    def leave_hosts(self) -> None:
+        """This process ends, and the job is done: nobody is to wait for signs of it."""
+        if self._hosts is not None:
+            self._hosts.leave()
+
+    def _place(self) -> str:
+        return f"rank {os.environ['RANK']} on {socket.gethostname()} was in {self.progress.state.where()}"
+
+    def _end_with_hosts(self, hosts: HostWatch) -> None:
+        say = sys.stderr.write if is_first_rank() or "LOCAL_RANK" not in os.environ else _nothing
+        reason = hosts.wait(lambda text: say(f"dovetail: {text}\n"))
+        if reason:
+            say(f"dovetail: {reason}; the job ends ({self._place()})\n")
+            sys.stderr.flush()
+            os._exit(DEFECT)
+
+
+def _may_be_lost(error: RuntimeError) -> bool:
+    """Whether a failure may be that of another rank: of a collective, or of the store. One rank a host says the latter."""
+    if isinstance(error, LostStore):
+        return is_first_rank()
+    frames = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+    collective = any(part in frames[-1] for part in WAITING_IN)
+    return collective and (type(error) is RuntimeError or type(error).__name__.startswith("Dist"))
+
+
+def _nothing(_: str) -> None:
+    """What one rank of each host says for the others."""
+
 
 def ranks_given() -> int | None:
     """The number of ranks where a launcher has started this process as one of them, else None."""
@@ -100,11 +151,15 @@ def ranks_given() -> int | None:
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for all ranks. One that is none of them, whatever its RANK says, speaks for itself."""
+    """Whether this process speaks for all ranks of its host: those of other hosts may fail for want of a file here.
+
+    One that is no rank, whatever its RANK says, speaks for itself.
+    """
     rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE")
     if world is None or not rank.isdecimal():
         return True
-    return int(rank) == 0 or (world.isdecimal() and int(rank) >= int(world))
+    first = int(rank) == 0 or os.environ.get("LOCAL_RANK") == "0"
+    return first or (world.isdecimal() and int(rank) >= int(world))
 
 
 def end_at_second_signal(unwind: Handler, seconds: float) -> None:

@@ -15,6 +15,7 @@ from dovetail.engine.native import NativeEngine
 from dovetail.launch import pick_device
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
+from dovetail.rl.state import refuse_other_models
 from dovetail.rows import needs_text
 from dovetail.watch.progress import Progress
 from dovetail.weights.agree import agreed
@@ -40,6 +41,8 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
             Limits(source.spec.vocab_size, max_tokens=budget, remedy="or raise --tokens-per-batch"),
             processor=load_processor(source, trust_remote_code=args.trust_remote_code),
         )
+    if mesh["world"].size > 1:
+        refuse_other_models("--model", source, mesh)
     options = EngineOptions(master_dtype=dtype, tokens_per_batch=args.tokens_per_batch)
     fields = {} if args.temperature == 1.0 else {"temperature": args.temperature}
     with RowFile(args.out, mesh) as out:

@@ -24,7 +24,8 @@ from typing import NamedTuple
 from dovetail.cli.limits import narrow_limits
 from dovetail.cli.ranks import DEFECT, FOLDER, INTERRUPTED, PIPE, STOPPED, USER_ERROR, RankFiles
 from dovetail.cli.streams import complain
-from dovetail.errors import MachineError
+from dovetail.errors import LayoutError, MachineError
+from dovetail.layout import Layout
 from dovetail.metrics import append
 from dovetail.watch import system
 from dovetail.watch.progress import LIMITS, Phase, State, read_state
@@ -40,6 +41,7 @@ STACK_SECONDS = 5.0  # for the ranks to write their stacks, at most; a stopped o
 WRITING_SECONDS = 0.5  # from a stack's first frames to its last
 PAUSE_SECONDS, LONGEST_PAUSE = 1.0, 30.0  # before the first restart, doubled before each further one
 SAME_DEATHS = 3  # in a row at the same place with the same cause: starting again would not help
+FEWEST_RANKS, RANKS_PER_CORE = 8, 4  # what a machine starts at most: that many, or that many for each core
 PORTS = range(20000, 32768)  # for the ranks to meet at
 ASKED = (STOPPED, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)  # how a rank ends that was told to
 
@@ -63,6 +65,17 @@ class Ending(NamedTuple):
     code: int
     told: str = ""
     incident: Incident | None = None
+
+
+def refuse_too_many(layout: Layout) -> None:
+    """Raise LayoutError for a layout, whose dp is known, of more ranks than this machine can run."""
+    cores = _cores()
+    most = max(FEWEST_RANKS, RANKS_PER_CORE * cores)
+    if layout.num_ranks > most:
+        raise LayoutError(
+            f"layout {layout} needs {layout.num_ranks} ranks, but at most {most} start on this machine, which has {cores} "
+            "CPU cores; lower the degrees, or start the ranks on several machines with torchrun"
+        )
 
 
 def run_ranks(command: Sequence[str], ranks: int, watch: Watch | None = None) -> int:
@@ -330,12 +343,17 @@ class _Ranks:
 
 def _environment(ranks: int) -> Mapping[str, str]:
     """What all ranks share: where they meet, and an even share of this machine's cores."""
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
+    threads = max(1, _cores() // ranks)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     counts = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     # Or every rank would tell at length that a failed one closed its connection.
     quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}
     return {**quiet, **meeting, **counts, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+
+
+def _cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _free_port() -> int:

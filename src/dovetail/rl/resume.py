@@ -11,7 +11,7 @@ from dovetail.checkpoint.steps import DEBRIS, NONE, open_newest
 from dovetail.errors import CheckpointError, ConfigError, quoted
 from dovetail.layout import DEGREES
 from dovetail.mesh import Mesh
-from dovetail.recipe_yaml import read_mapping
+from dovetail.recipe_yaml import flat, read_mapping
 from dovetail.rl.lock import NAME as LOCK
 from dovetail.rl.state import RunState
 from dovetail.weights.agree import agreed, of_first
@@ -111,7 +111,7 @@ def _saved(path: Path) -> bool:
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> its two values, of every key that differs; where the run writes is no part of it."""
-    old, new = _flat(before), _flat(now)
+    old, new = flat(before), flat(now)
     keys = [key for key in {**old, **new} if key != "run_dir"]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
@@ -148,13 +148,3 @@ def refuse_other(what: str, before: str, now: str, keys: str) -> None:
             f"the run cannot go on: {what} changed since it was saved; restore what {keys} named then, or start a new "
             f"run (another run_dir) with model.path=RUN_DIR/{CHECKPOINTS}/step_NNNNNN"
         )
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found

@@ -34,6 +34,7 @@ from dovetail.rl.experience import Sample
 from dovetail.rl.lock import RunLock
 from dovetail.rl.records import Records, write_samples
 from dovetail.rl.resume import CHECKPOINTS, CONFIG, EVENTS, HF, Resumed, find, is_run
+from dovetail.rl.shared import refuse_unshared
 from dovetail.rl.state import RunState, random_state, restore_random_state
 from dovetail.rl.trainer import Outcome
 from dovetail.rl.updates import Row
@@ -123,6 +124,7 @@ class RunDirectory:
                     raise ConfigError(f"--resume {mode}: run_dir {self.path} holds no run; leave it out to begin one")
                 if self._there:
                     self._lock.take()
+        refuse_unshared(self.path, self.mesh)
         self._there = of_first(self._there, self.mesh)
         if self._there:
             self.resumed = find(self.path, self.mesh, mode, self.settings.config, damaged)

@@ -21,14 +21,16 @@ import torch
 from dovetail.comm import gather_text
 from dovetail.errors import CheckpointError
 from dovetail.mesh import Mesh
-from dovetail.weights.agree import agreed
+from dovetail.weights.agree import agreed, refuse_different
 from dovetail.weights.directory import SideFiles
+from dovetail.weights.pretrained import Pretrained
 
 Value = TypeVar("Value")
 GENERATORS = ("python", "numpy", "torch")  # of every rank; and "device" where it has one
 CPU = torch.device("cpu")
 COUNTS = range(1 << 48)  # steps, rows, updates: what is beyond was never counted
 STRETCH, READERS = 1 << 24, 4  # bytes of weights that a fingerprint sums at once, and threads of a rank that do
+SAMPLED, BLOCK = 64, 1 << 12  # places of a file of weights that hosts compare, and bytes of each
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # of a config; not the model
 TEXT_FILES = ("tokenizer", "vocab", "merges", "chat_template", "special_tokens", "added_tokens", "spiece")
 
@@ -99,11 +101,7 @@ def model_fingerprint(config: Mapping[str, Any], sides: SideFiles, directory: Pa
 
     The same whatever the number of ranks. Collective.
     """
-    digest = hashlib.sha256(_stable({key: value for key, value in config.items() if key not in VOLATILE}))
-    for name in sorted(sides):
-        if name.startswith(TEXT_FILES):
-            content = sides[name]
-            digest.update(name.encode() + (content if isinstance(content, bytes) else content.read_bytes()))
+    digest = _text_digest(config, sides)
     world, mine, stretches = mesh["world"], "", list[tuple[Path, int]]()
     with agreed(mesh, directory):
         for path in sorted(directory.glob("*.safetensors")):
@@ -123,6 +121,32 @@ def _checksum(stretch: tuple[Path, int]) -> str:
     with open(path, "rb") as file:
         file.seek(start)
         return f"{zlib.crc32(file.read(STRETCH)):08x}"
+
+
+def refuse_other_models(key: str, source: Pretrained, mesh: Mesh) -> None:
+    """ConfigError where samples of the config, tokenizer and weights behind `key` are not the same on all ranks. Collective."""
+    sample = ""
+    with agreed(mesh, source.path):
+        digest = _text_digest(source.config, source.sides)
+        for path in sorted(source.path.glob("*.safetensors")):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode())
+            with open(path, "rb") as file:
+                for part in range(SAMPLED + 1):
+                    file.seek(part * max(size - BLOCK, 0) // SAMPLED)
+                    digest.update(file.read(BLOCK))
+        sample = digest.hexdigest()
+    refuse_different({f"{key} (config, tokenizer and weights)": sample}, mesh)
+
+
+def _text_digest(config: Mapping[str, Any], sides: SideFiles) -> Any:
+    """A hash of a config without what does not change the model, and of the tokenizer's files."""
+    digest = hashlib.sha256(_stable({key: value for key, value in config.items() if key not in VOLATILE}))
+    for name in sorted(sides):
+        if name.startswith(TEXT_FILES):
+            content = sides[name]
+            digest.update(name.encode() + (content if isinstance(content, bytes) else content.read_bytes()))
+    return digest
 
 
 def rows_fingerprint(rows: Iterable[object]) -> str:

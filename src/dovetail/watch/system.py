@@ -26,6 +26,12 @@ def kernel_state(pid: int) -> str:
     return fields[0] if fields else ""
 
 
+def parent_of(pid: int) -> int | None:
+    """The parent of a process; None where it is not known."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
+
+
 def children_of(roots: Iterable[int]) -> set[int]:
     """Every process below `roots`, those themselves left out."""
     below: dict[int, list[int]] = defaultdict(list)

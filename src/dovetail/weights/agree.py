@@ -1,14 +1,17 @@
 """One verdict for all ranks: what goes wrong on one is raised on every one, so nobody waits for one that has left."""
 
 import json
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dovetail.comm import gather_text
-from dovetail.errors import CheckpointError, UserError, listing
+from dovetail.errors import CheckpointError, ConfigError, UserError, listing, unequal
 from dovetail.mesh import Mesh
+
+SHOWN = 12  # characters of a fingerprint in a message
 
 
 class Verdict:
@@ -62,3 +65,14 @@ def agreed(mesh: Mesh, path: Path | None = None) -> Iterator[None]:
 def of_first(value: Any, mesh: Mesh) -> Any:
     """The first rank's `value`, which JSON can hold, on every rank. Collective."""
     return json.loads(gather_text(json.dumps(value), mesh["world"], mesh.device)[0])
+
+
+def refuse_different(fingerprints: Mapping[str, str], mesh: Mesh) -> None:
+    """Raise ConfigError on every rank where not all ranks have the same content behind a name. Collective."""
+    told = gather_text(json.dumps([socket.gethostname(), fingerprints]), mesh["world"], mesh.device)
+    everyone = [json.loads(text) for text in told]
+    values = {name: [theirs[name][:SHOWN] for _, theirs in everyone] for name in fingerprints}
+    if problems := unequal(values, [host for host, _ in everyone]):
+        raise ConfigError(
+            f"the hosts of this job have files of different content; give all of them the same:\n{listing(problems)}"
+        )
