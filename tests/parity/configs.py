@@ -28,7 +28,9 @@ from transformers import (
 )
 
 VOCAB = 131
-MAX_POSITIONS = 64  # of the dynamic variant: sequences on both sides of it show whether tables follow each one's length
+MAX_POSITIONS = (
+    64  # of the variants whose tables follow each sequence's length: sequences of tests lie on both sides of it
+)
 PADS = (66, 130)  # ids that sequences of tests have; transformers does not train a pad's row where it is looked up
 NORM_EPS = 1e-3  # no family's default, nor that of MLA's latent norms: a norm with another eps shows
 WINDOW = 5  # of the windowed variants: shorter than the sequences that tests use
@@ -66,6 +68,13 @@ def tiny_configs() -> dict[str, PreTrainedConfig]:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16,
     }
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": MAX_POSITIONS,
+        "short_factor": [1.0, 1.1, 1.5, 2.0],
+        "long_factor": [1.2, 2.5, 6.0, 16.0],
+    }
     windowed = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "num_hidden_layers": 3}
     mixed = ["sliding_attention", "full_attention"]
     return {
@@ -83,6 +92,7 @@ def tiny_configs() -> dict[str, PreTrainedConfig]:
             max_position_embeddings=MAX_POSITIONS,
             rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
         ),
+        "llama_longrope": tiny(LlamaConfig, rope_parameters=longrope),
         "llama_llama3": tiny(LlamaConfig, rope_parameters=llama3),
         "llama_yarn": tiny(LlamaConfig, rope_parameters=yarn),
         "llama_partial": tiny(LlamaConfig, partial_rotary_factor=0.5),

@@ -241,7 +241,11 @@ def test_windows_are_those_of_transformers(family: str, options: dict[str, Any])
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config .*gptq.*supported: none"),
         ({"is_causal": False}, "is_causal is False; supported: true"),
         ({"per_layer_config": {"0": {}}}, "per_layer_config"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'; supported: default, linear"),
+        (
+            {"rope_scaling": {"type": "proportional", "factor": 2.0}},
+            "rope_type is 'proportional'; supported: default, ",
+        ),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "short_factor is missing; supported: a list of 64"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters .*one flat set for all layers"),
         ({"rope_scaling": {**LINEAR, "mrope_section": [1, 2]}}, r"mrope_section is \[1, 2\]; supported: attention"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing; supported: a number of 1 or more"),

@@ -21,7 +21,7 @@ ROPE_KEYS = frozenset(
     {
         *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
         *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-        *("low_freq_factor", "high_freq_factor"),
+        *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
         "finetuned",  # a remark in some yarn checkpoints, without effect
     }
 )
@@ -205,14 +205,21 @@ def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
         raise r.refusal("rope_type", ", ".join(ROPE_KINDS))
     for key in given.keys() - ROPE_KEYS:
         raise r.refusal(key, ", ".join(sorted(ROPE_KEYS)))
-    if kind in ("llama3", "yarn"):  # their tables stretch from the original length, which may also stand at top level
+    if kind in (
+        "llama3",
+        "yarn",
+        "longrope",
+    ):  # their tables stretch from the original length, which may also stand at top level
         top_level = c.get("original_max_position_embeddings") is not None
         max_positions = (c if top_level else r).integer("original_max_position_embeddings")
     scaled = {} if kind == "default" else _scaling(kind, r, c.integer("max_position_embeddings") / max_positions)
+    rotary_dim = _rotary_dim(r, kind, head_dim)
+    if kind == "longrope":
+        scaled |= _longrope(r, rotary_dim // 2, scaled["factor"], max_positions)
     return RopeSpec(
         kind=kind,
         theta=r.number("rope_theta", least=2.0),  # yarn divides by its logarithm
-        rotary_dim=_rotary_dim(r, kind, head_dim),
+        rotary_dim=rotary_dim,
         max_positions=max_positions,
         **scaled,
     )
@@ -233,8 +240,9 @@ def _rotary_dim(r: Fields, kind: str, head_dim: int) -> int:
 
 
 def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
-    """The parameters of a scaled kind. `stretch`: longest length over original: yarn's factor where null."""
-    factor = stretch if kind == "yarn" and r.get("factor") is None else r.number("factor", least=1.0)
+    """The parameters of a scaled kind. `stretch`: longest length over original: yarn's and longrope's factor where null."""
+    implied = kind in ("yarn", "longrope") and r.get("factor") is None
+    factor = stretch if implied else r.number("factor", least=1.0)
     if kind == "llama3":
         low, high = r.number("low_freq_factor"), r.number("high_freq_factor")
         if not 0 < low < high:
@@ -249,6 +257,27 @@ def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
             "attention_factor": _yarn_attention_factor(r, factor),
         }
     return {"factor": factor}
+
+
+def _longrope(r: Fields, count: int, factor: float, original: int) -> dict[str, Any]:
+    """LongRoPE (arXiv 2402.13753): a factor for each of `count` frequencies, and sqrt(1 + ln(factor) / ln(original))."""
+    found: dict[str, Any] = {}
+    for key in ("short_factor", "long_factor"):
+        given = r.get(key)
+        if (
+            not isinstance(given, list)
+            or len(given) != count
+            or not all(type(x) in (int, float) and x > 0 for x in given)
+        ):
+            raise r.refusal(key, f"a list of {count} numbers above 0, one for each pair of rotated channels")
+        found[key] = tuple(map(float, given))
+    if r.get("attention_factor") is not None:
+        return {**found, "attention_factor": r.number("attention_factor")}
+    if factor <= 1.0:
+        return found
+    if original < 2:
+        raise r.refusal("original_max_position_embeddings", "a whole number of 2 or more")
+    return {**found, "attention_factor": math.sqrt(1 + math.log(factor) / math.log(original))}
 
 
 def _yarn_attention_factor(r: Fields, factor: float) -> float:
