@@ -110,6 +110,7 @@ def test_tables_of_longrope_follow_each_sequence(family: str, tmp_path: Path) ->
     mscale = {"short_mscale": 1.1, "long_mscale": 1.3} if family == "phimoe" else {}
     rope = {
         "rope_type": "longrope",
+        "factor": 4.0,
         "rope_theta": 1e4,
         "original_max_position_embeddings": LENGTHS[0],
         **factors,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.arch.spec import ROPE_KINDS, ArchSpec, AttentionSpec, MoeSpec, RopeSpec
-from dovetail.errors import ModelError
+from dovetail.errors import ModelError, OptionError
 
 SILU = ("silu", "swish")  # two names of one function
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -65,6 +65,10 @@ class Fields:
         """`raise fields.refusal(...)`: what was given under `key`, and what is supported."""
         state = "is missing" if key not in self else f"is {self.get(key)!r}"
         return ModelError(f"{self.where}: {key} {state}; supported: {expected}")
+
+    def lack(self, key: str, expected: str) -> OptionError:
+        """The same, for a value that transformers' own layers compute."""
+        return OptionError(str(self.refusal(key, expected)))
 
 
 def family_fields(family: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Fields:
@@ -163,7 +167,7 @@ def layer_windows(c: Fields, window: int | None, first: int = 0, per_layer: bool
     if not set(types) <= {FULL, SLIDING}:
         raise c.refusal("layer_types", f"{FULL} and {SLIDING}")
     if not per_layer and types != implied:
-        raise c.refusal("layer_types", f"only {implied[0]} in every layer, which is all that this family runs")
+        raise c.lack("layer_types", f"only {implied[0]} in every layer, which is all that this family runs")
     if SLIDING in types and window is None:
         raise c.refusal("layer_types", f"{SLIDING} only together with a sliding_window that is in use")
     return tuple(window if name == SLIDING else None for name in types)
@@ -295,9 +299,9 @@ def _yarn_attention_factor(r: Fields, factor: float) -> float:
 
 def _refuse_what_is_not_computed(c: Fields, activations: tuple[str, ...]) -> None:
     if c.get("hidden_act") not in activations:
-        raise c.refusal("hidden_act", activations[0])
+        raise c.lack("hidden_act", activations[0])
     if c.get("attention_dropout"):
-        raise c.refusal("attention_dropout", "0.0; set it to 0.0, there is no dropout in RL training")
+        raise c.lack("attention_dropout", "0.0; set it to 0.0, there is no dropout in RL training")
     if c.get("is_causal") is False:
         raise c.refusal("is_causal", "true")
     for key in ("quantization_config", "compression_config"):

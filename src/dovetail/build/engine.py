@@ -1,5 +1,6 @@
 """From a directory's name to an engine. `build` is the only room that knows every constructor."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -133,7 +134,11 @@ def from_pretrained(
     where = pick_device(device)
     ensure_process_group(where)
     source = Pretrained.open(path, options.engine, trust_remote_code=options.trust_remote_code)
-    return make_engine(source, make_mesh(layout, where), dtype, head, options)
+    engine = make_engine(source, make_mesh(layout, where), dtype, head, options)
+    if engine.mesh["world"].rank == 0:
+        for note in source.notes:
+            warnings.warn(note, stacklevel=3)  # where the function was called, behind its decorator
+    return engine
 
 
 def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
@@ -263,10 +268,8 @@ def make_model(
     try:
         model = ForeignDecoder(source.spec, source.config, mesh, kernels, head, recompute, reader, source.code)
     except ModelError as error:
-        raise ModelError(
-            f"config.json: model_type is {source.spec.family!r}; known families: {', '.join(FAMILIES)}; the transformers "
-            f"engine cannot run it: {error}"
-        ) from error
+        known = f"config.json: model_type is {source.spec.family!r}; known families: {', '.join(FAMILIES)}"
+        raise ModelError(f"{source.spec.lacking or known}; the transformers engine cannot run it: {error}") from error
     return model.hold_in(dtype)
 
 
@@ -282,9 +285,14 @@ def make_decoder(
         return Decoder(spec, mesh, kernels, head, recompute, cut).hold_in(dtype)
 
 
-def check_layout(spec: AnySpec, layout: Layout) -> None:
-    """Refuse degrees that the engine does not cut by, or that this model cannot be cut by."""
+def check_layout(spec: AnySpec, layout: Layout) -> Layout:
+    """`layout`. Refuse degrees that the engine does not cut by, or that this model cannot be cut by."""
     if isinstance(spec, ForeignSpec) and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
+        if spec.lacking:
+            raise LayoutError(
+                f"layout {layout}: {spec.lacking}; --engine transformers may run it, but cuts by cp and dp alone; set tp=1, "
+                "pp=1 and ep=1"
+            )
         raise LayoutError(
             f"layout {layout}: model_type is {spec.family!r}; known families: {', '.join(FAMILIES)}; others, and those with "
             "engine=transformers, are cut by cp and dp alone; set tp=1, pp=1 and ep=1"
@@ -295,6 +303,7 @@ def check_layout(spec: AnySpec, layout: Layout) -> None:
     if isinstance(spec, ArchSpec):
         validate_layout(spec, layout)
     ulysses_degree(spec, layout)
+    return layout
 
 
 def fill_fresh(model: StagedModel, mesh: Mesh, names: tuple[str, ...], seed: int) -> None:

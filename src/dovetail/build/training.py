@@ -86,7 +86,7 @@ class Builder:
         self.stop_requested, self.resume = stop_requested, resume
         self.resumed: Resumed | None = None
         self.lengths: list[int] = []  # of the rows to train on, in tokens
-        self.dropped: list[str] = []  # what is told of those left out
+        self.dropped: list[str] = []  # what is told of those left out, and of models
         self.meshes: dict[Layout, Mesh] = {}
         self.mesh = self._mesh(recipe.layout)
         self.dtype = getattr(torch, recipe.model.dtype)
@@ -94,6 +94,7 @@ class Builder:
             trusted = {"trust_remote_code": recipe.model.trust_remote_code}
             self.source = Pretrained.open(recipe.model.path, recipe.model.engine, **trusted)
             check_layout(self.source.spec, self.mesh.layout)
+            self.dropped += self.source.notes
             _check_experts(recipe, self.source.spec)
             self.tokenizer: Tokenizer = load_tokenizer(self.source, **trusted)
             self.processor = load_processor(self.source, **trusted)
@@ -182,7 +183,8 @@ class Builder:
     def _role(self, section: CriticSection | ReferenceSection, name: str) -> tuple[Pretrained, Mesh]:
         """Where another model's weights lie, and its mesh: its own layout's, or the policy's."""
         source = self._other(f"{name}.path", section.path)
-        check = partial(_checked, source.spec)
+        self.dropped += source.notes
+        check = partial(check_layout, source.spec)
         return source, self._mesh(section.layout or self.recipe.layout, f"{name}.layout", check)
 
     def _reference(self, source: Pretrained, mesh: Mesh) -> NativeEngine:
@@ -335,11 +337,6 @@ def _check_experts(recipe: Recipe, spec: AnySpec) -> None:
             f"{', '.join(wanted)}: {recipe.model.path} is a {spec.family} model without experts that the native engine routes "
             "to; leave these keys out"
         )
-
-
-def _checked(spec: AnySpec, layout: Layout) -> Layout:
-    check_layout(spec, layout)
-    return layout
 
 
 def _rl_settings(

@@ -9,7 +9,7 @@ from dovetail.build.engine import make_mesh, refuse_other_weights
 from dovetail.build.sampling import Backend, backend_layout, make_sampler
 from dovetail.build.text import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
 from dovetail.checkpoint.reader import open_checkpoint
-from dovetail.cli.output import check_out, write_rows
+from dovetail.cli.output import check_out, say, write_rows
 from dovetail.data import Limits, load_prompts
 from dovetail.launch import pick_device
 from dovetail.layout import Layout
@@ -50,6 +50,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     )
     sampler = make_sampler(source, sampler_mesh, getattr(torch, args.dtype), backend)
     sampler.load(reader)
+    say(source.notes, mesh)
     progress.phase("run")
     completions = sampler.sample([Prompt(i, row.ids, row.media) for i, row in enumerate(rows)], params)
     found = (

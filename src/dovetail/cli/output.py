@@ -33,6 +33,12 @@ def check_out(path: Path | str, data: Path | str, mesh: Mesh) -> None:
         refuse_unwritable(Path(os.path.realpath(path)), "--out")
 
 
+def say(notes: Iterable[str], mesh: Mesh) -> None:
+    """Lines on stderr, by the first rank."""
+    if mesh["world"].rank == 0:
+        sys.stderr.writelines(f"dovetail: note: {note}\n" for note in notes)
+
+
 def write_rows(path: Path | str, rows: Iterable[Mapping[str, Any]], mesh: Mesh) -> None:
     """Write `rows` to `path`, or where it leads as a link, by the first rank. Collective: what goes wrong there is raised
     everywhere.

@@ -9,7 +9,7 @@ import torch
 from dovetail.batch import PackedBatch, Sequence
 from dovetail.build.engine import EngineOptions, make_engine, make_mesh
 from dovetail.build.text import load_processor, load_tokenizer
-from dovetail.cli.output import check_out, write_rows
+from dovetail.cli.output import check_out, say, write_rows
 from dovetail.data import Limits, Scored, load_score
 from dovetail.engine.native import NativeEngine
 from dovetail.launch import pick_device
@@ -39,6 +39,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         )
     options = EngineOptions(master_dtype=dtype, tokens_per_batch=args.tokens_per_batch)
     engine = make_engine(source, mesh, dtype, args.head, options)
+    say(source.notes, mesh)
     progress.phase("run")
     fields = {} if args.temperature == 1.0 else {"temperature": args.temperature}
     batch = PackedBatch.pack([Sequence(row.ids, fields=fields, media=row.media) for row in rows])
