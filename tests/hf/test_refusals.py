@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import (
     AutoModelForCausalLM,
     DbrxConfig,
@@ -31,6 +32,7 @@ from dovetail.hf.model import ForeignDecoder, make_model
 from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
+from dovetail.rollout.transformers import TransformersSampler
 from dovetail.weights.pretrained import Pretrained
 from tests.commands.program import here, refusal, write_rows
 from tests.hf.families import TEXT, VISION, _make
@@ -89,6 +91,8 @@ def test_shares_of_rotated_channels_that_are_not_those_of_a_head(sections: Any) 
         ModelError, match=r"mrope_section is .*; expected three whole numbers that add up to 4, half of"
     ):
         make_model(options)
+    with pytest.raises(ModelError, match="mrope_section is "):
+        TransformersSampler(options, Mesh.solo(), torch.float32)
 
 
 def test_a_family_that_recomputes_nothing() -> None:

@@ -234,10 +234,8 @@ def make_model(config: Mapping[str, Any], code: Path | None = None) -> "transfor
         raise ModelError(f"{type(model).__name__} has a head with a bias, which the fused head does not compute")
     if dict(model.named_children()).keys() != {"model", "lm_head"}:
         raise ModelError(f"{type(model).__name__} is not made of `model` and `lm_head` alone")
-    text = model.get_decoder() if sighted else model
-    _refuse_modules(text)
-    if sighted:
-        check_sections(text)
+    _refuse_modules(model.get_decoder() if sighted else model)
+    check_sections(model.get_decoder())
     _hold_frozen(model)
     model.set_attn_implementation({"text_config": NAME} if sighted else NAME)
     group_even_experts(model)

@@ -20,7 +20,7 @@ from dovetail.errors import CheckpointError, ModelError, listing
 from dovetail.hf.model import OLD_STEMS, group_even_experts, is_sighted, known_config
 from dovetail.hf.names import Names
 from dovetail.hf.remote import is_foreign
-from dovetail.hf.rope import length_limit
+from dovetail.hf.rope import check_sections, length_limit
 from dovetail.hf.vision import as_images, family_of, kinds_of
 from dovetail.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams, check_lengths, check_prompts
@@ -53,6 +53,7 @@ class TransformersSampler:
         model: transformers.PreTrainedModel = kind.from_config(known, dtype=dtype)
         group_even_experts(model)
         _widen_choices(model)
+        check_sections(model.get_decoder())
         model.generation_config = transformers.GenerationConfig()  # generate fills in what a call leaves open
         self.model = model.to(mesh.device).eval().requires_grad_(False)
         self.vocab_size: int = known.get_text_config().vocab_size
