@@ -51,7 +51,7 @@ from dovetail.engine.native import NativeEngine
 from dovetail.engine.stages import Training
 from dovetail.engine.sums import add_sums
 from dovetail.kernels.registry import peak_flops, peak_memory_gib
-from dovetail.launch import set_deterministic
+from dovetail.launch import deterministic
 from dovetail.pipeline.executor import run as execute
 from dovetail.pipeline.schedule import Action, Costs, make_plan, simulate
 from dovetail.rl.losses import SFTLoss
@@ -189,10 +189,9 @@ def _steps(
     modes: dict[bool, list[float]] = {False: [], True: []} if given.deterministic else {False: []}
     for number in range(given.steps + given.deterministic):  # the first deterministic step may compile
         for mode, times in modes.items():
-            set_deterministic(mode)
-            took = timed(device, lambda: engine.train_step(batch, SFTLoss()))
+            with deterministic(mode):
+                took = timed(device, lambda: engine.train_step(batch, SFTLoss()))
             times += [took] if number >= given.deterministic else []
-    set_deterministic(False)
     seconds = modes[False]
     middle, in_a_row = statistics.median(seconds), None
     if given.steps > 2:

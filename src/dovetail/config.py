@@ -60,7 +60,7 @@ class ModelSection(Section):
         description="HF directory, sharded checkpoint, or hub name pinned to a commit (name@revision)"
     )
     engine: Literal["auto", "native", "transformers"] = Field(
-        "auto", description="auto: native where it knows the family"
+        "auto", description="auto: native where it knows the family and its options"
     )
     dtype: Dtype = Field("float32", description="compute type; master weights are always float32")
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(

@@ -30,6 +30,10 @@ class ModelError(UserError):
     """A model directory asks for something that this engine does not compute."""
 
 
+class OptionError(ModelError):
+    """An option of a known family that the native engine does not compute; transformers' own layers may."""
+
+
 class CheckpointError(UserError):
     """Tensors that are missing, extra, mis-shaped or corrupt, all named together."""
 

@@ -11,7 +11,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -33,6 +33,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 # Eight buffers of 4 MiB for cuBLAS, as many bytes as it takes by itself on Hopper: with them its sums have one order.
 CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+NOT_DETERMINISTIC = "does not have a deterministic implementation"  # of torch's message
 COMPILED = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR")  # where these packages keep what they compiled
 
 OPEN_FILES = 1 << 13  # that a rank may want: each group has dozens of sockets, each layout of a job a dozen groups
@@ -82,13 +83,28 @@ def _keep_compiled() -> None:
                 os.environ.setdefault(variable, str(folder))
 
 
-def set_deterministic(enabled: bool) -> None:
-    """Have torch, and the kernels that follow its flag, compute the same bits in every run on the same devices.
+@contextlib.contextmanager
+def deterministic(enabled: bool) -> Iterator[None]:
+    """Within the block torch, and the kernels that follow its flag, compute the same bits in every run on the same devices.
 
-    An operation without a deterministic form warns once and runs. New memory is not filled, which torch's flag alone asks for.
+    ConfigError where an operation has no deterministic form. New memory is not filled, as torch's flag alone would have it.
     """
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a setting of torch
+    mode, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("error" if enabled else "default")
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    except RuntimeError as error:
+        operation, lacks, _ = str(error).partition(NOT_DETERMINISTIC)
+        if not lacks:
+            raise
+        raise ConfigError(
+            f"trainer.deterministic=true: torch has no deterministic form of {operation.strip()}, which this model needs; set "
+            "trainer.deterministic=false"
+        ) from error
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 class ProcessGroup:

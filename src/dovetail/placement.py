@@ -29,6 +29,11 @@ class Part:
     copies: int = 1
     padding: int = 0
 
+    @classmethod
+    def padded(cls, name: str, size: int, axis_size: int) -> "Part":
+        """One that every rank of an axis of this size has equally much of, zeros included."""
+        return cls(name, size, padding=-size % axis_size)
+
     def local_length(self, axis_size: int) -> int:
         """Rows of this part in every rank's local parameter."""
         return (self.size + self.padding) * self.copies // axis_size

@@ -107,7 +107,7 @@ def twins(folder: Path, cuts: tuple[Cut, ...]) -> None:
         hosted.check_replicas()
         if text.startswith("tp=2"):
             if hosted.mesh["world"].rank == 0:
-                hosted.optimizer.moments()["exp_avg"]["model.norm.weight"].mul_(2)
+                hosted.optimizer.moments()["exp_avg"]["model.norm.weight"][0].mul_(2)
             with pytest.raises(MachineError, match=r"model\.norm\.weight.*exp_avg"):
                 hosted.check_replicas()
 

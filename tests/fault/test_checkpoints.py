@@ -163,11 +163,9 @@ def test_index_entries(file: str, words: str, sharded_index: Path, tmp_path: Pat
     ("changes", "words"),
     [
         ({"model_type": None}, "model_type is None; known families:"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"rope_parameters": None, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type"),
+        ({"rope_parameters": None, "rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_type"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "odd": 1}}, "odd"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"num_attention_heads": 0}, "num_attention_heads"),
         ({"vocab_size": "260"}, "vocab_size"),
         ({"head_dim": 7}, "rotated channels"),

@@ -42,7 +42,6 @@ def test_degrees(command: str, layout: str, words: str, model: Path, tmp_path: P
             "3 attention heads are not a multiple",
         ),
         ({"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}, "3 key-value heads are neither"),
-        ({"intermediate_size": 33}, "intermediate_size 33 is not a multiple of 2"),
     ],
 )
 def test_tensor_parallel_degrees_that_do_not_divide_the_model(

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import (
     AutoModelForCausalLM,
     DbrxConfig,
@@ -32,6 +33,7 @@ from dovetail.hf.model import ForeignDecoder, make_model
 from dovetail.kernels.registry import KernelSet
 from dovetail.layout import Layout
 from dovetail.mesh import Mesh
+from dovetail.rollout.transformers import TransformersSampler
 from dovetail.weights.pretrained import Pretrained
 from tests.commands.program import here, refusal, write_rows
 from tests.hf.families import TEXT, VISION, _make
@@ -48,10 +50,6 @@ CHUNKED = ["chunked_attention", "full_attention"]
     ("config", "words"),
     [
         (_make(Qwen3NextConfig), "linear_attention carry state over sequence boundaries"),
-        (
-            _make(LlamaConfig, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            "rope_type 'dynamic' follows the longest sequence of a batch",
-        ),
         (lambda: GPT2Config(n_layer=1, n_embd=16, n_head=2), "is not made of `model` and `lm_head` alone"),
         (_make(Lfm2Config, layer_types=["conv", "full_attention"]), "layers of type conv carry state"),
         (
@@ -77,6 +75,25 @@ def test_options(config: Any, words: str) -> None:
     found: PreTrainedConfig | dict[str, Any] = config()
     with pytest.raises(ModelError, match=words):
         make_model(found if isinstance(found, dict) else found.to_dict())
+
+
+def test_tables_that_follow_the_longest_sequence() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    options = _make(LlamaConfig, rope_parameters=rope)().to_dict()
+    with pytest.raises(ModelError, match="rope_type 'dynamic' follows the longest sequence of a batch"):
+        ForeignDecoder(foreign_spec(options), options, Mesh.solo(), KernelSet())
+
+
+@pytest.mark.parametrize("sections", [[1, 1, 1], [2, 2], [1, 1, 2.0], 4])
+def test_shares_of_rotated_channels_that_are_not_those_of_a_head(sections: Any) -> None:
+    options = VISION["qwen2_vl"]().to_dict()
+    options["text_config"]["rope_parameters"]["mrope_section"] = sections
+    with pytest.raises(
+        ModelError, match=r"mrope_section is .*; expected three whole numbers that add up to 4, half of"
+    ):
+        make_model(options)
+    with pytest.raises(ModelError, match="mrope_section is "):
+        TransformersSampler(options, Mesh.solo(), torch.float32)
 
 
 def test_a_family_that_recomputes_nothing() -> None:
@@ -145,6 +162,10 @@ def test_an_attention_function_that_needs_more_is_refused(tmp_path: Path) -> Non
         (
             _make(DogeConfig),
             "DogeAttention calls attention with attention_mask, which packed attention does not compute",
+        ),
+        (
+            _make(DogeConfig, sliding_window=5),
+            "the model changes its attention masks (dtype), which packed attention does",
         ),
         (_make(NemotronConfig), "NemotronAttention does not hand arguments of the forward pass on to attention"),
     ],

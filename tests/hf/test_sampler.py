@@ -21,7 +21,7 @@ from tests.harness import run
 from tests.hf.families import TEXT, WORDS
 from tests.hf.sights import CLIP, FILM, SMALL, Rows, save_sighted, sights, stored_name, tiny_sighted
 from tests.hf.test_other_families import small
-from tests.parity.configs import VOCAB, tiny, tiny_model
+from tests.parity.configs import MAX_POSITIONS, VOCAB, tiny, tiny_configs, tiny_model
 from tests.tolerances import MODEL_FP32
 
 PROMPTS = [Prompt(0, (3, 4, 5, 6)), Prompt(1, (9,)), Prompt(5, (7, 8, 9, 10, 11, 12, 13))]
@@ -71,14 +71,26 @@ def test_experts_of_any_width(tmp_path: Path) -> None:
     assert distance <= MODEL_FP32
 
 
-def test_a_family_that_only_transformers_knows(tmp_path: Path) -> None:
-    tiny_model(TEXT["gemma3"]()).save_pretrained(tmp_path)
+@pytest.mark.parametrize("family", ["gemma3_text", "phimoe"])
+def test_a_family_that_only_transformers_knows(family: str, tmp_path: Path) -> None:
+    """One of them lists its tensors under other names."""
+    tiny_model(TEXT["gemma3"]() if family == "gemma3_text" else small(family)).save_pretrained(tmp_path)
     ((found, distance),) = run(1, sampled, tmp_path, "transformers")
     assert len(found) == 9
     assert distance <= MODEL_FP32
     source = Pretrained.open(tmp_path)
-    with pytest.raises(ModelError, match=r"not gemma3_text; set rollout\.backend=transformers"):
+    with pytest.raises(ModelError, match=rf"not {family}; set rollout\.backend=transformers"):
         backend_layout(source, Layout(), "native")
+
+
+def test_rope_by_length_is_refused_beyond_its_trained_positions() -> None:
+    """A wave's tables would follow its longest row."""
+    sampler = TransformersSampler(tiny_configs()["llama_longrope"].to_dict(), Mesh.solo(), torch.float32)
+    sampler.refill(sampler.model.state_dict().items())
+    prompts = [Prompt(0, (3,) * 50)]
+    assert len(sampler.sample(prompts, SamplingParams(max_new_tokens=MAX_POSITIONS - 50))) == 1
+    with pytest.raises(ModelError, match=f"beyond {MAX_POSITIONS} positions rope_type 'longrope' changes the keys"):
+        sampler.sample(prompts, SamplingParams(max_new_tokens=MAX_POSITIONS - 49))
 
 
 def chosen_by(path: Path, backend: Backend, layout: Layout) -> dict[str, torch.Tensor]:

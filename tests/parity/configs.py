@@ -1,7 +1,7 @@
 """Tiny transformers configs of every family and option that parity tests must cover, and random checkpoints of them.
 
 Every one can be cut over tp 1, 2, 4 and 8; with 2 key-value heads, tp 4 and 8 hold copies of them. 131 words divide by
-none of these.
+none of these, nor do some widths of MLPs and experts.
 """
 
 from collections.abc import Mapping
@@ -27,9 +27,15 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from dovetail.hf.model import group_even_experts
+
 VOCAB = 131
-MAX_POSITIONS = 64  # of the dynamic variant: sequences on both sides of it show whether tables follow each one's length
+MAX_POSITIONS = (
+    64  # of the variants whose tables follow each sequence's length: sequences of tests lie on both sides of it
+)
 PADS = (66, 130)  # ids that sequences of tests have; transformers does not train a pad's row where it is looked up
+ODD = 93  # a width of MLPs that no tp divides
+NORM_EPS = 1e-3  # no family's default, nor that of MLA's latent norms: a norm with another eps shows
 WINDOW = 5  # of the windowed variants: shorter than the sequences that tests use
 
 EXPERTS: Mapping[str, Any] = MappingProxyType({"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24})
@@ -65,6 +71,13 @@ def tiny_configs() -> dict[str, PreTrainedConfig]:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16,
     }
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": MAX_POSITIONS,
+        "short_factor": [1.0, 1.1, 1.5, 2.0],
+        "long_factor": [1.2, 2.5, 6.0, 16.0],
+    }
     windowed = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "num_hidden_layers": 3}
     mixed = ["sliding_attention", "full_attention"]
     return {
@@ -72,7 +85,7 @@ def tiny_configs() -> dict[str, PreTrainedConfig]:
         "apertus_biases": tiny(ApertusConfig, rope_parameters=llama3, attention_bias=True, num_key_value_heads=8),
         "llama": tiny(LlamaConfig),
         "llama_tied": tiny(LlamaConfig, tie_word_embeddings=True, pad_token_id=PADS[0]),
-        "llama_biases": tiny(LlamaConfig, attention_bias=True, mlp_bias=True),
+        "llama_biases": tiny(LlamaConfig, attention_bias=True, mlp_bias=True, intermediate_size=ODD),
         "llama_all_kv_heads": tiny(LlamaConfig, num_key_value_heads=8),
         "llama_one_kv_head": tiny(LlamaConfig, num_key_value_heads=1),
         "llama_head_dim": tiny(LlamaConfig, head_dim=16),
@@ -82,6 +95,7 @@ def tiny_configs() -> dict[str, PreTrainedConfig]:
             max_position_embeddings=MAX_POSITIONS,
             rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
         ),
+        "llama_longrope": tiny(LlamaConfig, rope_parameters=longrope),
         "llama_llama3": tiny(LlamaConfig, rope_parameters=llama3),
         "llama_yarn": tiny(LlamaConfig, rope_parameters=yarn),
         "llama_partial": tiny(LlamaConfig, partial_rotary_factor=0.5),
@@ -102,7 +116,13 @@ def moe_configs() -> dict[str, PreTrainedConfig]:
     """The same of mixtures of experts and latent attention: expert counts that 2 and 4 divide, dense layers between."""
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
     return {
-        "deepseek_v2": tiny(DeepseekV2Config, **latent(), topk_method="group_limited_greedy", n_group=4, topk_group=2),
+        "deepseek_v2": tiny(
+            DeepseekV2Config,
+            **{**latent(), "moe_intermediate_size": 15, "n_shared_experts": 3},
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+        ),
         "deepseek_v2_greedy": tiny(DeepseekV2Config, **{**latent(), "q_lora_rank": None}, attention_bias=True),
         "deepseek_v3": tiny(DeepseekV3Config, **latent(), n_group=4, topk_group=2),
         "deepseek_v3_halves": tiny(
@@ -121,7 +141,7 @@ def moe_configs() -> dict[str, PreTrainedConfig]:
         "qwen2_moe_tied": tiny(
             Qwen2MoeConfig, **EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[0], tie_word_embeddings=True
         ),
-        "qwen3_moe": tiny(Qwen3MoeConfig, **EXPERTS, head_dim=16, norm_topk_prob=True),
+        "qwen3_moe": tiny(Qwen3MoeConfig, **{**EXPERTS, "moe_intermediate_size": 23}, head_dim=16, norm_topk_prob=True),
         "qwen3_moe_many": tiny(Qwen3MoeConfig, **{**EXPERTS, "num_experts": 64}, head_dim=16, attention_bias=True),
     }
 
@@ -137,6 +157,7 @@ def tiny_model(config: PreTrainedConfig, *, seed: int = 0, values: bool = False)
             config.num_labels, config.classifier_dropout = 1, 0.0
         kind = AutoModelForTokenClassification if values else AutoModelForCausalLM
         model: PreTrainedModel = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        group_even_experts(model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -168,6 +189,7 @@ def tiny(kind: type[PreTrainedConfig], **options: Any) -> PreTrainedConfig:
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
+        "rms_norm_eps": NORM_EPS,
         "bos_token_id": 1,
         "eos_token_id": 2,
     }

@@ -33,7 +33,7 @@ VALUES = "values of "
 CRITICS = tuple(VALUES + name for name in FAMILIES)
 
 WHOLE_HEADS = (
-    *("llama_linear", "llama_dynamic", "llama_llama3", "llama_yarn", "llama_partial"),
+    *("llama_linear", "llama_dynamic", "llama_longrope", "llama_llama3", "llama_yarn", "llama_partial"),
     *("qwen2_yarn", "qwen2_window", "qwen3_window"),
 )
 WIDE = ("tp=4,dp=1", "tp=8,dp=1", "tp=4,dp=2", "cp=4")  # more processes for what two and four on two axes show as well
@@ -62,6 +62,7 @@ QUICK = {
             "llama_head_dim",
             "llama_partial",
             "llama_one_kv_head",
+            "llama_longrope",
             "llama_llama3",
             "llama_yarn",
             "mistral",

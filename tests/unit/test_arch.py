@@ -241,7 +241,11 @@ def test_windows_are_those_of_transformers(family: str, options: dict[str, Any])
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config .*gptq.*supported: none"),
         ({"is_causal": False}, "is_causal is False; supported: true"),
         ({"per_layer_config": {"0": {}}}, "per_layer_config"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'; supported: default, linear"),
+        (
+            {"rope_scaling": {"type": "proportional", "factor": 2.0}},
+            "rope_type is 'proportional'; supported: default, ",
+        ),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "short_factor is missing; supported: a list of 64"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters .*one flat set for all layers"),
         ({"rope_scaling": {**LINEAR, "mrope_section": [1, 2]}}, r"mrope_section is \[1, 2\]; supported: attention"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing; supported: a number of 1 or more"),
@@ -325,13 +329,12 @@ def test_degrees_that_divide(tp: int) -> None:
             "tp=3 does not fit .*8 attention heads .* multiple of 3; 2 key-value heads .* use one of tp=1, 2, 4, 8$",
         ),
         ({}, 16, "8 attention heads are not a multiple of 16; use one of tp=1, 2, 4, 8$"),
-        ({"intermediate_size": 100}, 8, "intermediate_size 100 is not a multiple of 8; use one of tp=1, 2, 4$"),
         (
             {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96},
             4,
             "6 key-value heads are neither a multiple nor a divisor of 4; use one of tp=1, 2, 3, 6, 12$",
         ),
-        ({"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}, 2, "use one of tp=1, 3$"),
+        ({"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}, 2, "use one of tp=1, 3, 9$"),
     ],
 )
 def test_degrees_that_cannot_divide(options: dict[str, int], tp: int, message: str) -> None:
@@ -339,7 +342,13 @@ def test_degrees_that_cannot_divide(options: dict[str, int], tp: int, message: s
         validate_layout(small(**options), Layout(tp=tp))
 
 
+def test_gated_widths_are_padded_and_others_must_divide() -> None:
+    validate_layout(small(intermediate_size=93), Layout(tp=8))
+    with pytest.raises(LayoutError, match=r"intermediate_size 93 is not a multiple of 2; use one of tp=1$"):
+        validate_layout(read("apertus", intermediate_size=93), Layout(tp=2))
+
+
 def test_a_config_with_senselessly_many_heads_is_answered_at_once() -> None:
     config = {"num_attention_heads": (1 << 40) + 1, "num_key_value_heads": 1, "head_dim": 2}
-    with pytest.raises(LayoutError, match=r"attention heads are not a multiple of 2; use one of tp=1$"):
+    with pytest.raises(LayoutError, match=r"attention heads are not a multiple of 2; use one of tp=1, 257$"):
         validate_layout(read("llama", **config), Layout(tp=2))

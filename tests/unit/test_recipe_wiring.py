@@ -178,6 +178,8 @@ TABLE = (
     Leaf("trainer.tokens_per_batch", 40, part("task.models.reference.options.tokens_per_batch")),
     Leaf("trainer.save_every", 10, part("loop.save_every")),
     Leaf("trainer.save_every", 0, part("run.settings.saves"), False, "grpo"),
+    Leaf("trainer.save_on_stop", False, part("loop.save_on_stop")),
+    Leaf("trainer.deterministic", False, part("deterministic")),
     Leaf("trainer.keep", 3, part("run.settings.retention.last")),
     Leaf("trainer.keep_every", 20, part("run.settings.retention.every")),
     Leaf("trainer.keep_best", 1, part("run.settings.retention.best")),

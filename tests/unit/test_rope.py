@@ -37,6 +37,19 @@ VARIANTS: list[dict[str, Any]] = [
     {"rope_type": "yarn", "factor": 1.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 ]
 MAX_POSITIONS = 256
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+LONGROPES: list[dict[str, Any]] = [
+    LONGROPE,
+    {**LONGROPE, "factor": 2.0},
+    {**LONGROPE, "factor": 1.0, "rope_theta": 5e5},
+    {**LONGROPE, "attention_factor": 1.25},
+    {**LONGROPE, "partial_rotary_factor": 0.5},
+]
+
+
+def with_factors(rope: dict[str, Any], head_dim: int = 32) -> dict[str, Any]:
+    count = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    return {**rope, "short_factor": [1 + i / 7 for i in range(count)], "long_factor": [2.0 + i for i in range(count)]}
 
 
 def hf_config(rope: dict[str, Any], head_dim: int = 32) -> LlamaConfig:
@@ -81,9 +94,44 @@ def test_dynamic_frequencies_follow_the_length(factor: float, length: int) -> No
     assert torch.equal(ours, inverse_frequencies(plain, torch.float32)) != scaled
 
 
-def test_dynamic_lengths_are_each_sequences_own() -> None:
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 3 * MAX_POSITIONS])
+@pytest.mark.parametrize("rope", LONGROPES, ids=name_of)
+def test_longrope_tables_follow_the_length(rope: dict[str, Any], length: int) -> None:
+    rope = with_factors(rope)
+    config, spec, positions = hf_config(rope), our_spec(rope), torch.arange(length)
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=length)
+    assert_close(inverse_frequencies(spec, torch.float32, length), expected, EXACT)
+    assert spec.attention_factor == attention_factor
+    x = torch.randn(length, 4, 32)
+    half = spec.rotary_dim // 2
+    for ours, theirs in zip(
+        rope_tables(spec, positions, [length], torch.float32),
+        LlamaRotaryEmbedding(config)(x, positions[None]),
+        strict=True,
+    ):
+        assert_close(ours, theirs[0, :, :half], EXACT)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"short_factor": None}, "short_factor is None; supported: a list of 16 numbers above 0"),
+        ({"long_factor": [1.0] * 15}, "long_factor is .*; supported: a list of 16 numbers above 0"),
+        ({"long_factor": [0.0] * 16}, "long_factor is .*; supported: a list of 16 numbers above 0"),
+        ({"original_max_position_embeddings": 1}, "original_max_position_embeddings is 1; supported: .* 2 or more"),
+    ],
+)
+def test_longrope_that_makes_no_table_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        our_spec({**with_factors(LONGROPE), **given})
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, with_factors(LONGROPE)], ids=name_of
+)
+def test_lengths_are_each_sequences_own(rope: dict[str, Any]) -> None:
     """A long sequence leaves the tables of a short one packed beside it bit for bit, and the other way round."""
-    spec = our_spec({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    spec = our_spec(rope)
 
     def tables(lengths: list[int]) -> tuple[Tensor, Tensor]:
         positions = torch.cat([torch.arange(n) for n in lengths])
@@ -140,9 +188,9 @@ def test_float64_stays_float64() -> None:
     assert_close(ours, torch.cat((turned.real, turned.imag), dim=-1), OP_FP64)
 
 
-@pytest.mark.parametrize("kind", ["longrope", "proportional", "su", "mrope"])
+@pytest.mark.parametrize("kind", ["proportional", "su", "mrope"])
 def test_other_kinds_are_refused_by_name(kind: str) -> None:
-    with pytest.raises(ModelError, match=f"'{kind}'; supported: default, linear, dynamic, llama3, yarn"):
+    with pytest.raises(ModelError, match=f"'{kind}'; supported: default, linear, dynamic, llama3, yarn, longrope"):
         our_spec({"rope_type": kind, "factor": 2.0})
     with pytest.raises(ModelError, match=kind):
         inverse_frequencies(RopeSpec(kind=kind, rotary_dim=8, max_positions=64), torch.float32)

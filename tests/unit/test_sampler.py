@@ -352,9 +352,9 @@ def test_parameters_are_held_once_in_the_compute_dtype() -> None:
     assert all(math.isfinite(x) for c in done for x in c.log_probs)
 
 
-def test_dynamic_rope_is_refused_beyond_its_trained_positions() -> None:
-    sampler = sampler_of(tiny_configs()["llama_dynamic"])
-    prompts = some_prompts((50,))
+@pytest.mark.parametrize("name", ["llama_dynamic", "llama_longrope"])
+def test_rope_by_length_is_refused_beyond_its_trained_positions(name: str) -> None:
+    sampler, prompts = sampler_of(tiny_configs()[name]), some_prompts((50,))
     assert len(sampler.sample(prompts, SamplingParams(max_new_tokens=MAX_POSITIONS - 50))) == 1
     with pytest.raises(ModelError, match=f"65 with max_new_tokens=15; beyond {MAX_POSITIONS} positions"):
         sampler.sample(prompts, SamplingParams(max_new_tokens=MAX_POSITIONS - 49))

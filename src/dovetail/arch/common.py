@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dovetail.arch.spec import ROPE_KINDS, ArchSpec, AttentionSpec, MoeSpec, RopeSpec
-from dovetail.errors import ModelError, quoted
+from dovetail.errors import ModelError, OptionError, quoted
 
 SILU = ("silu", "swish")  # two names of one function
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -21,7 +21,7 @@ ROPE_KEYS = frozenset(
     {
         *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
         *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-        *("low_freq_factor", "high_freq_factor"),
+        *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
         "finetuned",  # a remark in some yarn checkpoints, without effect
     }
 )
@@ -65,6 +65,10 @@ class Fields:
         """`raise fields.refusal(...)`: what was given under `key`, and what is supported."""
         state = "is missing" if key not in self else f"is {quoted(self.get(key))}"
         return ModelError(f"{self.where}: {key} {state}; supported: {expected}")
+
+    def lack(self, key: str, expected: str) -> OptionError:
+        """The same, for a value that transformers' own layers compute."""
+        return OptionError(str(self.refusal(key, expected)))
 
 
 def family_fields(family: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Fields:
@@ -163,7 +167,7 @@ def layer_windows(c: Fields, window: int | None, first: int = 0, per_layer: bool
     if not set(types) <= {FULL, SLIDING}:
         raise c.refusal("layer_types", f"{FULL} and {SLIDING}")
     if not per_layer and types != implied:
-        raise c.refusal("layer_types", f"only {implied[0]} in every layer, which is all that this family runs")
+        raise c.lack("layer_types", f"only {implied[0]} in every layer, which is all that this family runs")
     if SLIDING in types and window is None:
         raise c.refusal("layer_types", f"{SLIDING} only together with a sliding_window that is in use")
     return tuple(window if name == SLIDING else None for name in types)
@@ -205,14 +209,21 @@ def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
         raise r.refusal("rope_type", ", ".join(ROPE_KINDS))
     for key in given.keys() - ROPE_KEYS:
         raise r.refusal(key, ", ".join(sorted(ROPE_KEYS)))
-    if kind in ("llama3", "yarn"):  # their tables stretch from the original length, which may also stand at top level
+    if kind in (
+        "llama3",
+        "yarn",
+        "longrope",
+    ):  # their tables stretch from the original length, which may also stand at top level
         top_level = c.get("original_max_position_embeddings") is not None
         max_positions = (c if top_level else r).integer("original_max_position_embeddings")
     scaled = {} if kind == "default" else _scaling(kind, r, c.integer("max_position_embeddings") / max_positions)
+    rotary_dim = _rotary_dim(r, kind, head_dim)
+    if kind == "longrope":
+        scaled |= _longrope(r, rotary_dim // 2, scaled["factor"], max_positions)
     return RopeSpec(
         kind=kind,
         theta=r.number("rope_theta", least=2.0),  # yarn divides by its logarithm
-        rotary_dim=_rotary_dim(r, kind, head_dim),
+        rotary_dim=rotary_dim,
         max_positions=max_positions,
         **scaled,
     )
@@ -233,8 +244,9 @@ def _rotary_dim(r: Fields, kind: str, head_dim: int) -> int:
 
 
 def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
-    """The parameters of a scaled kind. `stretch`: longest length over original: yarn's factor where null."""
-    factor = stretch if kind == "yarn" and r.get("factor") is None else r.number("factor", least=1.0)
+    """The parameters of a scaled kind. `stretch`: longest length over original: yarn's and longrope's factor where null."""
+    implied = kind in ("yarn", "longrope") and r.get("factor") is None
+    factor = stretch if implied else r.number("factor", least=1.0)
     if kind == "llama3":
         low, high = r.number("low_freq_factor"), r.number("high_freq_factor")
         if not 0 < low < high:
@@ -249,6 +261,27 @@ def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
             "attention_factor": _yarn_attention_factor(r, factor),
         }
     return {"factor": factor}
+
+
+def _longrope(r: Fields, count: int, factor: float, original: int) -> dict[str, Any]:
+    """LongRoPE (arXiv 2402.13753): a factor for each of `count` frequencies, and sqrt(1 + ln(factor) / ln(original))."""
+    found: dict[str, Any] = {}
+    for key in ("short_factor", "long_factor"):
+        given = r.get(key)
+        if (
+            not isinstance(given, list)
+            or len(given) != count
+            or not all(type(x) in (int, float) and x > 0 for x in given)
+        ):
+            raise r.refusal(key, f"a list of {count} numbers above 0, one for each pair of rotated channels")
+        found[key] = tuple(map(float, given))
+    if r.get("attention_factor") is not None:
+        return {**found, "attention_factor": r.number("attention_factor")}
+    if factor <= 1.0:
+        return found
+    if original < 2:
+        raise r.refusal("original_max_position_embeddings", "a whole number of 2 or more")
+    return {**found, "attention_factor": math.sqrt(1 + math.log(factor) / math.log(original))}
 
 
 def _yarn_attention_factor(r: Fields, factor: float) -> float:
@@ -266,9 +299,9 @@ def _yarn_attention_factor(r: Fields, factor: float) -> float:
 
 def _refuse_what_is_not_computed(c: Fields, activations: tuple[str, ...]) -> None:
     if c.get("hidden_act") not in activations:
-        raise c.refusal("hidden_act", activations[0])
+        raise c.lack("hidden_act", activations[0])
     if c.get("attention_dropout"):
-        raise c.refusal("attention_dropout", "0.0; set it to 0.0, there is no dropout in RL training")
+        raise c.lack("attention_dropout", "0.0; set it to 0.0, there is no dropout in RL training")
     if c.get("is_causal") is False:
         raise c.refusal("is_causal", "true")
     for key in ("quantization_config", "compression_config"):

@@ -82,7 +82,7 @@ def deepseek_v2_spec(config: Mapping[str, Any]) -> ArchSpec:
     """The spec of a raw config.json with model_type deepseek_v2."""
     c = family_fields("deepseek_v2", renamed(config, "num_experts", "n_routed_experts"), V2)
     if c.get("norm_topk_prob"):
-        raise c.refusal("norm_topk_prob", "false, which is all that transformers computes for this family")
+        raise c.lack("norm_topk_prob", "false, which is all that transformers computes for this family")
     _only(c, "scoring_func", "softmax")
     if c.get("topk_method") not in ("greedy", "group_limited_greedy"):
         raise c.refusal("topk_method", "greedy and group_limited_greedy")

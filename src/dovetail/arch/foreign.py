@@ -28,6 +28,7 @@ class ForeignSpec:
     attention: ForeignHeads
     tie_embeddings: bool
     ignored: tuple[str, ...] = ()
+    lacking: str = ""  # why the native engine, which knows the family, does not run the model
 
     @property
     def layer_params(self) -> tuple[int, ...]:

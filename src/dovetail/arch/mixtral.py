@@ -31,7 +31,7 @@ def mixtral_spec(config: Mapping[str, Any]) -> ArchSpec:
     config = {"rope_theta": THETA, **renamed(config, "num_experts", "num_local_experts")}
     c = family_fields("mixtral", config, DEFAULTS)
     if c.number("router_jitter_noise"):
-        raise c.refusal("router_jitter_noise", "0.0; set it to 0.0, there is no noise in RL training")
+        raise c.lack("router_jitter_noise", "0.0; set it to 0.0, there is no noise in RL training")
     window = None if c.get("sliding_window") is None else c.integer("sliding_window")
     spec = dense_spec(c, windows=layer_windows(c, window, per_layer=False))
     moe = MoeSpec(

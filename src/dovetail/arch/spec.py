@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+BY_LENGTH = ("dynamic", "longrope")  # their frequencies are others in sequences longer than `max_positions`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,8 @@ class RopeSpec:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()  # longrope: one for each frequency, up to max_positions and beyond
+    long_factor: tuple[float, ...] = ()
     attention_factor: float = 1.0  # multiplies cos and sin
 
 

@@ -1,5 +1,6 @@
 """From a directory's name to an engine. `build` is the only room that knows every constructor."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -131,7 +132,11 @@ def from_pretrained(
     where = pick_device(device)
     ensure_process_group(where)
     source = Pretrained.open(path, options.engine)
-    return make_engine(source, make_mesh(layout, where), dtype, head, options)
+    engine = make_engine(source, make_mesh(layout, where), dtype, head, options)
+    if engine.mesh["world"].rank == 0:
+        for note in source.notes:
+            warnings.warn(note, stacklevel=3)  # where the function was called, behind its decorator
+    return engine
 
 
 def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
@@ -261,10 +266,8 @@ def make_model(
     try:
         model = ForeignDecoder(source.spec, source.config, mesh, kernels, head, recompute, reader)
     except ModelError as error:
-        raise ModelError(
-            f"config.json: model_type is {source.spec.family!r}; known families: {', '.join(FAMILIES)}; the transformers "
-            f"engine cannot run it: {error}"
-        ) from error
+        known = f"config.json: model_type is {source.spec.family!r}; known families: {', '.join(FAMILIES)}"
+        raise ModelError(f"{source.spec.lacking or known}; the transformers engine cannot run it: {error}") from error
     return model.hold_in(dtype)
 
 

@@ -15,6 +15,11 @@ from dovetail.pipeline.partition import check_pipeline
 def check_layout(spec: AnySpec, layout: Layout) -> Layout:
     """The layout. Raises LayoutError for degrees that the engine does not cut by, or that this model cannot be cut by."""
     if isinstance(spec, ForeignSpec) and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
+        if spec.lacking:
+            raise LayoutError(
+                f"layout {layout}: {spec.lacking}; --engine transformers may run it, but cuts by cp and dp alone; set tp=1, "
+                "pp=1 and ep=1"
+            )
         raise LayoutError(
             f"layout {layout}: model_type is {spec.family!r}; known families: {', '.join(FAMILIES)}; others, and those with "
             "engine=transformers, are cut by cp and dp alone; set tp=1, pp=1 and ep=1"

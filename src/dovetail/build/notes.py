@@ -15,7 +15,7 @@ from dovetail.errors import ConfigError
 
 def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], dropped: Sequence[str] = ()) -> list[str]:
     """One line each. `config`: the policy's config.json; `lengths`: tokens of every row to train on; `dropped`: lines about
-    rows that are left out, some perhaps twice."""
+    rows that are left out, and about models, some perhaps twice."""
     told, algorithm, trainer = list(dict.fromkeys(dropped)), recipe.algorithm, recipe.trainer
     idle = []
     if not isinstance(algorithm, PPO):

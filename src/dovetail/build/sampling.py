@@ -4,11 +4,12 @@ from typing import Literal
 
 import torch
 
+from dovetail.arch.foreign import ForeignSpec
 from dovetail.arch.registry import FAMILIES, spec_from_config, validate_layout
 from dovetail.arch.spec import ArchSpec
 from dovetail.build.layouts import check_layout
 from dovetail.checkpoint.reader import open_checkpoint
-from dovetail.errors import LayoutError, ModelError
+from dovetail.errors import LayoutError, ModelError, OptionError
 from dovetail.hf.model import known_config
 from dovetail.kernels.registry import kernels_for
 from dovetail.layout import Layout
@@ -23,6 +24,8 @@ Backend = Literal["native", "transformers"]
 def backend_layout(source: Pretrained, layout: Layout, backend: Backend) -> Layout:
     """How a backend uses the ranks of a layout whose dp is known: transformers has the whole model on every rank."""
     if backend == "transformers":
+        if isinstance(source.spec, ForeignSpec) and source.spec.lacking:
+            check_layout(source.spec, layout)  # tp was asked for, and would be replicas
         return Layout(dp=layout.num_ranks, copy_engines=layout.copy_engines)
     named = source.config.get("model_type")
     if named not in FAMILIES:
@@ -31,7 +34,10 @@ def backend_layout(source: Pretrained, layout: Layout, backend: Backend) -> Layo
             f"the native sampler runs {', '.join(FAMILIES)}, not {named}; set rollout.backend=transformers (generate: "
             "--engine transformers)"
         )
-    return sampling_layout(spec_from_config(source.config), layout)
+    try:
+        return sampling_layout(spec_from_config(source.config), layout)
+    except OptionError as error:
+        raise ModelError(f"{error}; rollout.backend=transformers may sample it") from error
 
 
 def sampling_layout(spec: ArchSpec, layout: Layout) -> Layout:

@@ -55,6 +55,7 @@ class Job:
     loop: LoopSettings
     contents: Contents
     judge: Judge | None
+    deterministic: bool
     notes: Sequence[str] = ()
 
     def start(self) -> None:
@@ -89,7 +90,7 @@ class Builder:
         self.stop_signal, self.resume = stop_signal, resume
         self.resumed: Resumed | None = None
         self.lengths: list[int] = []  # of the rows to train on, in tokens
-        self.dropped: list[str] = []  # what is told of those left out
+        self.dropped: list[str] = []  # what is told of those left out, and of models
         self.meshes: dict[Layout, Mesh] = {}
         self.mesh = self._mesh(recipe.layout)
         self.dtype = getattr(torch, recipe.model.dtype)
@@ -97,6 +98,7 @@ class Builder:
             trusted = {"trust_remote_code": recipe.model.trust_remote_code}
             self.source = Pretrained.open(recipe.model.path, recipe.model.engine)
             check_layout(self.source.spec, self.mesh.layout)
+            self.dropped += self.source.notes
             check_experts(recipe, self.source.spec)
             self.tokenizer: Tokenizer = load_tokenizer(self.source, **trusted)
             self.processor = load_processor(self.source, **trusted)
@@ -130,7 +132,15 @@ class Builder:
             contents = Contents(engines=engines, sides=sides, model=model, data=rows, cursor=loop.cursor)
             run.check_space(contents)
             on_failure.pop_all()
-        return Job(task, run, loop, contents, judge, notes(recipe, self.source.config, self.lengths, self.dropped))
+        return Job(
+            task,
+            run,
+            loop,
+            contents,
+            judge,
+            recipe.trainer.deterministic,
+            notes(recipe, self.source.config, self.lengths, self.dropped),
+        )
 
     def _sft(self, loop: LoopSettings) -> tuple[Task, str, Engines]:
         load = partial(load_sft, tokenizer=self.tokenizer, limits=self._limits(self._budget), processor=self.processor)
@@ -188,6 +198,7 @@ class Builder:
     def _role(self, section: CriticSection | ReferenceSection, name: str) -> tuple[Pretrained, Mesh]:
         """Where another model's weights lie, and its mesh: its own layout's, or the policy's."""
         source = self._other(f"{name}.path", section.path)
+        self.dropped += source.notes
         check = partial(check_layout, source.spec)
         return source, self._mesh(section.layout or self.recipe.layout, f"{name}.layout", check)
 

@@ -10,7 +10,7 @@ from dovetail.build.lengths import check_positions
 from dovetail.build.sampling import Backend, backend_layout, make_sampler
 from dovetail.build.text import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
 from dovetail.checkpoint.reader import open_checkpoint
-from dovetail.cli.output import RowFile, check_out, portions
+from dovetail.cli.output import RowFile, check_out, portions, say
 from dovetail.data import Limits, load_prompts
 from dovetail.launch import pick_device
 from dovetail.layout import Layout
@@ -59,6 +59,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     with RowFile(args.out, mesh) as out:
         sampler = make_sampler(source, sampler_mesh, getattr(torch, args.dtype), backend, SamplerOptions(hold=True))
         sampler.load(reader)
+        say(source.notes, mesh)
         progress.phase("run")
         numbered = [Prompt(i, row.ids, row.media) for i, row in enumerate(rows)]
         most = (ON_CPU if mesh.device.type == "cpu" else ON_GPU) * sampler_mesh["fsdp"].size

@@ -37,6 +37,13 @@ def check_out(path: Path | str, data: Path | str, mesh: Mesh) -> None:
         refuse_unwritable(Path(os.path.realpath(path)), "--out")
 
 
+def say(notes: Iterable[str], mesh: Mesh) -> None:
+    """Lines on stderr, by the first rank."""
+    if mesh["world"].rank == 0:
+        for note in notes:
+            complain(f"dovetail: note: {note}\n")
+
+
 class RowFile:
     """Rows as they are computed: in `OUT.xxxxxxxx.part` until the `with` block ends well, then at OUT, or where that leads as
     a link.

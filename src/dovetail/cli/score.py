@@ -9,7 +9,7 @@ import torch
 from dovetail.batch import PackedBatch, Sequence
 from dovetail.build.engine import EngineOptions, make_engine, make_mesh
 from dovetail.build.text import load_processor, load_tokenizer
-from dovetail.cli.output import RowFile, check_out, portions
+from dovetail.cli.output import RowFile, check_out, portions, say
 from dovetail.data import Limits, Scored, load_score
 from dovetail.engine.native import NativeEngine
 from dovetail.launch import pick_device
@@ -47,6 +47,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     fields = {} if args.temperature == 1.0 else {"temperature": args.temperature}
     with RowFile(args.out, mesh) as out:
         engine = make_engine(source, mesh, dtype, args.head, options)
+        say(source.notes, mesh)
         progress.phase("run")
         for part in portions(rows, lambda row: len(row.ids), args.tokens_per_batch * _micro_batches(mesh)):
             batch = PackedBatch.pack([Sequence(row.ids, fields=fields, media=row.media) for row in part])

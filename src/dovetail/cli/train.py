@@ -8,13 +8,10 @@ from dovetail.build.training import Builder
 from dovetail.cli.arguments import recipe_of
 from dovetail.cli.ranks import INTERRUPTED, STOPPED
 from dovetail.cli.streams import complain, put
-from dovetail.errors import ConfigError
-from dovetail.launch import StopSignal, pick_device, set_deterministic
+from dovetail.launch import StopSignal, deterministic, pick_device
 from dovetail.rl.resume import FinishedError
 from dovetail.rl.trainer import train
 from dovetail.watch.progress import Progress
-
-NOT_DETERMINISTIC = "does not have a deterministic implementation"  # of torch's message
 
 
 def run(args: argparse.Namespace, progress: Progress) -> int:
@@ -22,9 +19,7 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
 
     Until training starts there is nothing to finish or to save, so a signal ends the rank as it does in any command.
     """
-    recipe, folder = recipe_of(args), Path(args.recipe).parent
-    set_deterministic(recipe.trainer.deterministic)
-    stop = StopSignal()
+    recipe, folder, stop = recipe_of(args), Path(args.recipe).parent, StopSignal()
     builder = Builder(recipe, pick_device(args.device), folder, lambda: stop.number, args.resume, progress)
     lead = builder.mesh["world"].rank == 0
     try:
@@ -39,19 +34,11 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
             if lead:
                 put(recipe.to_yaml())
             return 0
-        with stop:
+        with stop, deterministic(job.deterministic):
             job.start()
             outcome = train(job.task, job.run, job.loop)
             progress.phase("save")
             job.run.finish(outcome)
-    except RuntimeError as error:
-        if NOT_DETERMINISTIC not in str(error):
-            raise
-        operation = str(error).partition(NOT_DETERMINISTIC)[0].strip()
-        raise ConfigError(
-            f"trainer.deterministic=true: torch has no deterministic form of {operation}, which this model needs; set "
-            "trainer.deterministic=false"
-        ) from error
     finally:
         job.close()
     if not outcome.stopped:

@@ -20,12 +20,19 @@ KNOWN = frozenset(
 )
 
 
+class Window(int):
+    """The mask of a layer whose tokens see this many latest ones: some models say so in no other place."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ModelError(f"the model changes its attention masks ({name}), which packed attention does not compute")
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Window | None = None,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -39,7 +46,8 @@ def attention(
             f"{type(module).__name__} does not hand arguments of the forward pass on to attention, so it cannot be told "
             "where packed sequences begin"
         )
-    given = {"attention_mask": attention_mask, **options}
+    masked = attention_mask if isinstance(attention_mask, Window) else None
+    given = {"attention_mask": None if masked else attention_mask, **options}
     strange = [name for name, value in given.items() if not (name in KNOWN or value is None or value is False)]
     if strange:
         raise ModelError(
@@ -49,16 +57,17 @@ def attention(
     width = q.shape[-1]
     if scaling is not None and scaling != width**-0.5:
         q = q * (scaling * width**0.5)
-    found = context.attend(q, k, v, options.get("sliding_window"), Beside())
+    found = context.attend(q, k, v, options.get("sliding_window") or masked, Beside())
     return found.contiguous()[None], None  # some models view it: transformers' own functions return no other
 
 
-def no_mask(*_: object, **__: object) -> None:
-    """What a token sees is the context's: registered, so that it is a decision and not a default."""
+def mask(*_: object, local_size: int | None = None, **__: object) -> Window | None:
+    """What a token sees is the context's: no mask is made, only the width of a window is handed on."""
+    return None if local_size is None else Window(local_size)
 
 
 def register() -> None:
     """Make the name known to transformers. Models that are not told to use it do not notice."""
     if NAME not in transformers.AttentionInterface():
         transformers.AttentionInterface.register(NAME, attention)
-        transformers.AttentionMaskInterface.register(NAME, no_mask)
+        transformers.AttentionMaskInterface.register(NAME, mask)

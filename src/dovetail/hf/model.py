@@ -17,10 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from dovetail.arch.foreign import ForeignSpec
 from dovetail.batch import Loss, LossFn, PackedBatch
-from dovetail.errors import ModelError, quoted
+from dovetail.errors import ModelError
 from dovetail.hf.attention import NAME, register
 from dovetail.hf.head import logit_scale
 from dovetail.hf.kimi import STEMS, Block, Encoder, replace_tower, translated
+from dovetail.hf.names import Names
+from dovetail.hf.rope import check_sections, follow_lengths, marked
 from dovetail.hf.vision import Vision, family_of
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
@@ -41,14 +43,6 @@ OLD_STEMS = (
     ("model.language_model.", "model."),
     ("model.visual.", "visual."),
 )
-# Parts of modules' names, and what checkpoints write there that transformers renames as it loads them.
-RENAMED = (
-    (".block_sparse_moe.experts.gate_up_proj", ".block_sparse_moe.input_linear.weight"),  # Granite's mixtures
-    (".block_sparse_moe.experts.down_proj", ".block_sparse_moe.output_linear.weight"),
-    (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
-    (".mlp.gate.moe_statics.", ".mlp.moe_statics."),  # Ernie 4.5
-    (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),  # EXAONE
-)
 LAYERS = ("full_attention", "sliding_attention")  # the types of layers that packed attention computes
 # A cap of the scores; scales that follow a token's place in its batch.
 SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")
@@ -62,7 +56,6 @@ READ_AS: Mapping[str, tuple[str, str]] = MappingProxyType({"mistral": ("layer_ty
 FLOAT = "__float__"
 LONG = 1000  # characters of a message
 GROUPED = 8  # what divides the widths of experts whose products torch groups: 16 bytes, in half precision too
-PACKING_ROPES = ("dynamic", "longrope")  # their tables follow the longest sequence that happens to be in the batch
 
 
 class ForeignDecoder(StagedModel):
@@ -90,6 +83,7 @@ class ForeignDecoder(StagedModel):
         self.kernels, self.is_critic, self.recompute = kernels, head != "lm", recompute
         self.model: transformers.PreTrainedModel = base
         self.vision = Vision(base, mesh["cp"]) if is_sighted(base.config) else None
+        self.length_limit = follow_lengths(base, base.config)
         if recompute != "none":
             _recompute(whole, recompute)
         with torch.device("meta"):
@@ -101,8 +95,11 @@ class ForeignDecoder(StagedModel):
             assert isinstance(words.weight, nn.Parameter)
             self.lm_head.weight = words.weight
         self.stems: tuple[tuple[str, str], ...] = ()
-        self.listed: Collection[str] = () if source is None else source.names
+        self.renamed: Mapping[str, str] = MappingProxyType({})
         if source is not None:
+            if self.vision is None:
+                own = {*dict(self.named_parameters()), *dict(self.named_buffers())}
+                self.renamed = Names(whole).in_checkpoint(source, own)
             self.stems = tuple((ours, theirs) for ours, theirs in OLD_STEMS if _lists(source.names, theirs, ours))
             self.experts = form_of(self, source)
 
@@ -129,7 +126,9 @@ class ForeignDecoder(StagedModel):
     def _inputs(self, micro: MicroBatch) -> dict[str, Any]:
         """What the text backbone is given of this rank's tokens: ids, or embeddings with features in their places."""
         if self.vision is None:
-            return {"input_ids": micro.tokens[None], "position_ids": micro.batch.positions[micro.order][None]}
+            limit = self.length_limit
+            positions = micro.batch.positions if limit is None else marked(micro.batch, limit)
+            return {"input_ids": micro.tokens[None], "position_ids": positions[micro.order][None]}
         stand_ins = self.vision.kinds(micro.tokens) > 0  # their ids may lie beyond the table
         words = self.model.get_input_embeddings()(micro.tokens.masked_fill(stand_ins, 0))
         seen = self.vision.look(micro, words.dtype)
@@ -157,7 +156,7 @@ class ForeignDecoder(StagedModel):
             if name.startswith(ours):
                 name = theirs + name.removeprefix(ours)
                 break
-        return next((other for other in renamed(name) if other in self.listed), name)
+        return self.renamed.get(name, name)
 
     def linears(self, stage: int) -> Iterator[Linear]:
         """None: foreign layers have no weight gradients that wait."""
@@ -222,6 +221,7 @@ def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
     if dict(model.named_children()).keys() != {"model", "lm_head"}:
         raise ModelError(f"{type(model).__name__} is not made of `model` and `lm_head` alone")
     _refuse_modules(model.get_decoder() if sighted else model)
+    check_sections(model.get_decoder())
     _hold_frozen(model)
     model.set_attn_implementation({"text_config": NAME} if sighted else NAME)
     group_even_experts(model)
@@ -273,11 +273,6 @@ def is_sighted(config: "transformers.PreTrainedConfig") -> bool:
     return "vision_config" in config.to_dict()
 
 
-def renamed(name: str) -> Iterator[str]:
-    """Other names under which a checkpoint may list what a module calls `name`."""
-    return (name.replace(ours, theirs) for ours, theirs in RENAMED if ours in name)
-
-
 def _lists(names: Collection[str], stem: str, without: str) -> bool:
     """Whether a checkpoint has names with one stem and none with another."""
     return any(name.startswith(stem) for name in names) and not any(name.startswith(without) for name in names)
@@ -304,13 +299,6 @@ def _refuse(config: "transformers.PreTrainedConfig") -> None:
         )
     if values.get("is_causal") is False:
         raise ModelError("config.json: is_causal=False; tokens that see what follows them have no log-probs")
-    ropes = values.get("rope_parameters") or {}
-    for rope in ropes.values() if all(isinstance(r, dict) for r in ropes.values()) and ropes else (ropes,):
-        if (rope or {}).get("rope_type") in PACKING_ROPES:
-            raise ModelError(
-                f"config.json: rope_type {quoted(rope['rope_type'])} follows the longest sequence of a batch, so a sequence's "
-                "log-probs would depend on its neighbors; the native engine computes it where it knows the family"
-            )
 
 
 def _refuse_modules(text: nn.Module) -> None:

@@ -17,9 +17,8 @@ def vocab_placement(vocab_size: int, tp: int, *, tied: bool) -> tuple[int, Place
 
     A tied one is held at both ends of a pipeline, of which each sees one of its two uses.
     """
-    rows = -(-vocab_size // tp)
-    part = Part("", vocab_size, padding=rows * tp - vocab_size)
-    return rows, Placement((Split(0, "tp", (part,)),), partial_over=("ends",) if tied else ())
+    part = Part.padded("", vocab_size, tp)
+    return part.local_length(tp), Placement((Split(0, "tp", (part,)),), partial_over=("ends",) if tied else ())
 
 
 class VocabEmbedding(Adder):

@@ -115,7 +115,8 @@ class ColumnLinear(Linear):
     """[t, D] -> [T, sum of out_i / tp], one part beside the next. Gathers tokens, splits output features.
 
     `parts` maps checkpoint names to (number of units, unit length): heads are never cut through. Fewer units than
-    ranks: neighboring ranks hold copies of one unit.
+    ranks: neighboring ranks hold copies of one unit. Units of length 1 are features, padded with zeros to a multiple of
+    the ranks.
     forward all_gather, backward reduce_scatter.
     """
 
@@ -125,6 +126,9 @@ class ColumnLinear(Linear):
         tp = self.axis.size
         cut = []
         for name, (units, length) in parts.items():
+            if length == 1:
+                cut.append(Part.padded(name, units, tp))
+                continue
             assert units % tp == 0 or tp % units == 0, f"{name}: {units} units over tp={tp}; arch refuses this"
             cut.append(Part(name, units * length, copies=max(1, tp // units)))
         self.lengths = [part.local_length(tp) for part in cut]
@@ -143,7 +147,8 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """[T, in / tp] -> [t, D]. Splits input features, sums over ranks and scatters tokens.
+    """[T, in / tp] -> [t, D]. Splits input features, padded with zeros to a multiple of the ranks; sums over ranks and
+    scatters tokens.
 
     The bias is added once, to this rank's tokens, so its gradient is partial.
     forward reduce_scatter, backward all_gather.
@@ -152,10 +157,11 @@ class RowLinear(Linear):
     def __init__(self, in_features: int, width: int, mesh: Mesh, *, bias: bool = False) -> None:
         super().__init__()
         self.axis = mesh["tp"]
-        self.weight = nn.Parameter(torch.empty(width, in_features // self.axis.size))
+        part = Part.padded("", in_features, self.axis.size)
+        self.weight = nn.Parameter(torch.empty(width, part.local_length(self.axis.size)))
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
         self.placements = {
-            "weight": Placement((Split(1, "tp", (Part("", in_features),)),)),
+            "weight": Placement((Split(1, "tp", (part,)),)),
             "bias": Placement(partial_over=("tp",)),
         }
 

@@ -18,6 +18,7 @@ from dovetail.mesh import Mesh
 from dovetail.nn.heads import LMHead, ValueHead
 from dovetail.nn.linear import Linear
 from dovetail.nn.recompute import Recompute
+from dovetail.placement import placements_of
 from dovetail.routing import RoutingTrace
 
 # How a checkpoint has a layer's experts: see `weights.experts`.
@@ -121,11 +122,15 @@ class StagedModel(nn.Module):
         raise NotImplementedError
 
     def materialize(self, device: torch.device) -> None:
-        """Give the parameters memory, which the caller fills."""
+        """Give the parameters memory, which the caller fills: all but their padding, which is zero."""
         with torch.no_grad():
             stored = [param.to_local() if isinstance(param, DTensor) else param for param in self.parameters()]
         ask_once([x.numel() * x.element_size() for x in stored], device)
         self.to_empty(device=device)
+        params = dict(self.named_parameters())
+        for name, placement in placements_of(self).items():
+            if any(part.padding for split in placement.splits for part in split.parts):
+                params[name].detach().zero_()
 
 
 def _check_temperature(batch: PackedBatch) -> None:

@@ -84,10 +84,11 @@ class Experts(Adder):
     def __init__(self, spec: ArchSpec, moe: MoeSpec, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
         self.ep, self.kernels = mesh["ep"], kernels
-        count, width = moe.num_experts // self.ep.size, moe.ffn_width // mesh["tp"].size
+        half = Part.padded("", moe.ffn_width, mesh["tp"].size)
+        count, width = moe.num_experts // self.ep.size, half.local_length(mesh["tp"].size)
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * width, spec.width))
         self.down_proj = nn.Parameter(torch.empty(count, spec.width, width))
-        by_expert, half = Split(0, "ep", (Part("", moe.num_experts),)), Part("", moe.ffn_width)
+        by_expert = Split(0, "ep", (Part("", moe.num_experts),))
         self.placements = {
             "gate_up_proj": Placement((by_expert, Split(1, "tp", (half, half))), sharded_over="expert_fsdp"),
             "down_proj": Placement((by_expert, Split(2, "tp", (half,))), sharded_over="expert_fsdp"),

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dovetail.arch.spec import RopeSpec
+from dovetail.arch.spec import BY_LENGTH, RopeSpec
 from dovetail.batch import carried
 from dovetail.errors import ModelError
 from dovetail.kernels.reference import wide
@@ -23,13 +23,13 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin, [T, R / 2] in `dtype`, for packed positions [T]; computed in float32 or wider, once a forward pass.
 
-    lengths: how many of the T tokens each sequence has. Only kind `dynamic` reads them: its frequencies follow each
-    sequence's own length, never its neighbors'. at [t]: the tokens that are wanted; default: all.
+    lengths: how many of the T tokens each sequence has. Only the kinds `BY_LENGTH` read them: their frequencies follow
+    each sequence's own length, never its neighbors'. at [t]: the tokens that are wanted; default: all.
     """
     if at is not None:
         positions = positions[at]
     frequencies = _frequencies_on(spec, wide(dtype), positions.device)
-    if spec.kind == "dynamic" and max(lengths, default=0) > spec.max_positions:
+    if spec.kind in BY_LENGTH and max(lengths, default=0) > spec.max_positions:
         rows = torch.stack([inverse_frequencies(spec, wide(dtype), length) for length in lengths])
         spread = rows.repeat_interleave(torch.tensor(lengths), dim=0)
         frequencies = carried(spread, positions.device)
@@ -46,7 +46,7 @@ def _frequencies_on(spec: RopeSpec, dtype: torch.dtype, device: torch.device) ->
 
 
 def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> Tensor:
-    """Radians per position, [R / 2], for a sequence of this length, which only kind `dynamic` reads."""
+    """Radians per position, [R / 2], for a sequence of this length, which only the kinds `BY_LENGTH` read."""
     channels = torch.arange(0, spec.rotary_dim, 2).to(dtype) / spec.rotary_dim
     plain = 1.0 / spec.theta**channels
     match spec.kind:
@@ -60,6 +60,9 @@ def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> 
             return _llama3(spec, plain)
         case "yarn":
             return _yarn(spec, spec.theta**channels)
+        case "longrope":
+            factors = spec.long_factor if length > spec.max_positions else spec.short_factor
+            return 1.0 / (torch.tensor(factors, dtype=dtype) * spec.theta**channels)
     raise ModelError(f"rotary embedding of kind {spec.kind!r} is not computed")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dovetail.batch import COLDEST, HOTTEST, Media
 from dovetail.bounds import MOST_NEW_TOKENS, MOST_SAMPLES
-from dovetail.errors import ConfigError, DataError
+from dovetail.errors import ConfigError, DataError, ModelError
 from dovetail.routing import RoutingTrace
 
 
@@ -102,3 +102,15 @@ def check_prompts(prompts: Sequence[Prompt], vocab_size: int) -> None:
         if min(prompt.ids) < 0 or max(prompt.ids) >= vocab_size:
             bad = next(token for token in prompt.ids if not 0 <= token < vocab_size)
             raise DataError(f"prompt of row {prompt.row} has the id {bad}; this model has ids 0 to {vocab_size - 1}")
+
+
+def check_lengths(prompts: Sequence[Prompt], params: SamplingParams, kind: str, limit: int) -> None:
+    """Refuse sequences that may grow longer than `limit` under a rotary embedding whose `kind` turns longer ones otherwise."""
+    for prompt in prompts:
+        total = len(prompt.ids) + params.max_new_tokens
+        if total > limit:
+            raise ModelError(
+                f"prompt of row {prompt.row} has {len(prompt.ids)} tokens, {total} with max_new_tokens="
+                f"{params.max_new_tokens}; beyond {limit} positions rope_type {kind!r} changes the "
+                "keys that are cached; shorten the prompt or lower max_new_tokens"
+            )

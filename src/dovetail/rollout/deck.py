@@ -69,7 +69,7 @@ class Deck:
         device = model.mesh.device
         self.cache = PagedCache(self.spec, self.mesh, dtype, size.pages, size.page)
         positions = torch.arange(size.width * size.page, device=device)
-        # without lengths: kind `dynamic` is plain up to its trained positions, and no prompt is let past them
+        # without lengths: those of short sequences, and where longer ones have others, no prompt is let grow so long
         self.cos, self.sin = rope_tables(self.spec.rope, positions, (), dtype)
         self.numbers = torch.zeros(len(NUMBERS), size.rows, dtype=torch.int64, device=device)
         self.table = torch.zeros(size.rows, size.width, dtype=torch.int64, device=device)

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dovetail.arch.spec import ArchSpec
+from dovetail.arch.spec import BY_LENGTH, ArchSpec
 from dovetail.comm import stack_over
 from dovetail.dealing import plan_microbatches
-from dovetail.errors import CheckpointError, ModelError, listing
+from dovetail.errors import CheckpointError, listing
 from dovetail.kernels import cuda, reference
 from dovetail.kernels.registry import KernelSet
 from dovetail.mesh import Mesh
 from dovetail.nn.decoder import Decoder
 from dovetail.placement import as_index, checkpoint_shapes
-from dovetail.rollout.base import Completion, Prompt, SamplingParams, check_prompts
+from dovetail.rollout.base import Completion, Prompt, SamplingParams, check_lengths, check_prompts
 from dovetail.rollout.cache import entry_bytes
 from dovetail.rollout.deck import Deck, DeckSize, filled_up
 from dovetail.rollout.found import Found, FoundRoutes
@@ -205,14 +205,8 @@ class NativeSampler:
             raise CheckpointError("the sampler holds no weights; call refill(engine.weights()) before sample()")
         check_prompts(prompts, self.spec.vocab_size)
         rope = self.spec.rope
-        for prompt in prompts:
-            total = len(prompt.ids) + params.max_new_tokens
-            if rope.kind == "dynamic" and total > rope.max_positions:
-                raise ModelError(
-                    f"prompt of row {prompt.row} has {len(prompt.ids)} tokens, {total} with max_new_tokens="
-                    f"{params.max_new_tokens}; beyond {rope.max_positions} positions rope_type 'dynamic' changes the "
-                    "keys that are cached; shorten the prompt or lower max_new_tokens"
-                )
+        if rope.kind in BY_LENGTH:
+            check_lengths(prompts, params, rope.kind, rope.max_positions)
 
 
 def recorder_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Recorder | None:

@@ -18,16 +18,18 @@ from dovetail.batch import start_reading
 from dovetail.dealing import plan_microbatches
 from dovetail.errors import CheckpointError, listing
 from dovetail.hf.kimi import replace_tower
-from dovetail.hf.model import OLD_STEMS, group_even_experts, is_sighted, known_config, renamed
+from dovetail.hf.model import OLD_STEMS, group_even_experts, is_sighted, known_config
+from dovetail.hf.names import Names
+from dovetail.hf.rope import check_sections, length_limit
 from dovetail.hf.vision import as_images, family_of, kinds_of
 from dovetail.mesh import Mesh
-from dovetail.rollout.base import Completion, Prompt, SamplingParams, check_prompts
+from dovetail.rollout.base import Completion, Prompt, SamplingParams, check_lengths, check_prompts
 from dovetail.rollout.draw import draw
 from dovetail.rollout.found import Found
 from dovetail.rollout.noise import uniforms
 from dovetail.rollout.waves import Wave, plan_waves
 from dovetail.weights.agree import agreed
-from dovetail.weights.experts import FUSED
+from dovetail.weights.experts import FUSED, MIXTRAL
 from dovetail.weights.reader import TensorSource
 
 MAX_TOKENS = 1 << 15  # rows times the longest of them that a rank runs at a time
@@ -47,23 +49,26 @@ class TransformersSampler:
         replace_tower(model)
         group_even_experts(model)
         _widen_choices(model)
+        check_sections(model.get_decoder())
         model.generation_config = transformers.GenerationConfig()  # generate fills in what a call leaves open
         self.model = model.to(mesh.device).eval().requires_grad_(False)
         self.vocab_size: int = known.get_text_config().vocab_size
+        self.limit = length_limit(known)
         self._filled = False
 
     @torch.no_grad()
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take over (HF name, whole tensor) pairs, one at a time. What is missing, extra or mis-shaped raises together."""
         self._filled = False
-        own = self._places()
+        own, names = self._places(), Names(self.model)
         left: dict[int, tuple[str, int]] = {}
         for name, (whole, _) in own.items():
             left.setdefault(id(whole), (name, whole.numel()))
         wrong = []
-        for name, tensor in weights:  # to its end, whatever is wrong: other ranks may be waiting for this one
+        for listed, tensor in weights:  # to its end, whatever is wrong: other ranks may be waiting for this one
+            name = listed if listed in own else names.in_module(listed)
             if name not in own:
-                wrong.append(f"{name}: not a tensor of {type(self.model).__name__}")
+                wrong.append(f"{listed}: not a tensor of {type(self.model).__name__}")
                 continue
             whole, place = own[name]
             if place.shape != tensor.shape and name.endswith(tuple(ending for ending, _ in FUSED)):
@@ -85,12 +90,13 @@ class TransformersSampler:
     def load(self, source: TensorSource) -> None:
         """Take over a checkpoint. Collective."""
         with agreed(self.mesh):
+            Names(self.model).in_checkpoint(source, self._places())
             self.refill((name, source.read(name)) for name in source.names)
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         """`params.samples` completions of every prompt, ordered by prompt, then sample."""
-        self._check(prompts)
+        self._check(prompts, params)
         replicas, new = self.mesh["fsdp"], params.max_new_tokens
         costs = [len(prompt.ids) + params.samples * new for prompt in prompts]
         dealt = plan_microbatches(costs, replicas.size, None)[replicas.rank]
@@ -150,14 +156,16 @@ class TransformersSampler:
         for name, whole in self.model.state_dict(keep_vars=True).items():
             for alias, place in ((name, whole), *_experts(name, whole)):
                 earlier = (old + alias.removeprefix(new) for new, old in OLD_STEMS if alias.startswith(new))
-                found |= dict.fromkeys((alias, *renamed(alias), *earlier), (whole, place))
+                found |= dict.fromkeys((alias, *earlier), (whole, place))
         return found
 
-    def _check(self, prompts: Sequence[Prompt]) -> None:
+    def _check(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         """Refuse what cannot be sampled. All ranks have the same prompts, so all refuse alike."""
         if not self._filled:
             raise CheckpointError("the sampler holds no weights; call refill(engine.weights()) before sample()")
         check_prompts(prompts, self.vocab_size)
+        if self.limit is not None:
+            check_lengths(prompts, params, *self.limit)
 
 
 def _widen_choices(model: "transformers.PreTrainedModel") -> None:
@@ -178,6 +186,7 @@ def _experts(name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
             for expert, matrix in enumerate(whole):
                 for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
                     yield f"{stem}.{expert}.{part}.weight", rows
+                    yield f"{stem}.{expert}.{MIXTRAL[2][part]}.weight", rows
 
 
 class _Draw:

@@ -5,16 +5,16 @@ A directory comes from disk, or from the hub by a name pinned to a commit; of th
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
 
-from dovetail.arch.foreign import AnySpec, foreign_spec
+from dovetail.arch.foreign import AnySpec, ForeignSpec, foreign_spec
 from dovetail.arch.registry import FAMILIES, spec_from_config
-from dovetail.errors import CheckpointError, ModelError, quoted
+from dovetail.errors import CheckpointError, ModelError, OptionError, quoted
 from dovetail.nn.decoder import Head
 from dovetail.weights.directory import SideFiles, side_files
 from dovetail.weights.files import dump_json, parse_json
@@ -46,7 +46,7 @@ class Pretrained:
     def open(cls, name: str | Path, engine: EngineName = "auto") -> "Pretrained":
         """Read the config of a directory, or of a pinned hub name, which is fetched first.
 
-        Its spec is the one that `engine` runs; auto: ours where we know the family, else transformers'.
+        Its spec is the one that `engine` runs; auto: ours where we know the family and its options, else transformers'.
         """
         path = locate(name)
         if (path / ADAPTER).is_file():
@@ -57,12 +57,28 @@ class Pretrained:
         config = parse_json(file.read_bytes(), str(file))
         named = config.get("model_type")
         native = engine == "native" or (engine == "auto" and (not isinstance(named, str) or named in FAMILIES))
-        spec = spec_from_config(config) if native else foreign_spec(config)
+        spec = _known_spec(config, engine) if native else foreign_spec(config)
         return cls(path, config, spec, side_files(path))
+
+    @property
+    def notes(self) -> list[str]:
+        """What its user should know before it runs."""
+        lacking = self.spec.lacking if isinstance(self.spec, ForeignSpec) else ""
+        return [f"{lacking}; so the transformers engine runs this model (--engine transformers)"] if lacking else []
 
     @property
     def has_tokenizer(self) -> bool:
         return any(name in self.sides for name in TOKENIZER_FILES)
+
+
+def _known_spec(config: Mapping[str, Any], engine: EngineName) -> AnySpec:
+    """Of a family that we know: what `engine` runs."""
+    try:
+        return spec_from_config(config)
+    except OptionError as error:
+        if engine == "native":
+            raise ModelError(f"{error}; --engine transformers may run it, cut by cp and dp alone") from error
+        return replace(foreign_spec(config), lacking=str(error))
 
 
 @dataclass(frozen=True)
