@@ -89,9 +89,9 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
     ConfigError where an operation has no deterministic form. New memory is not filled, as torch's flag alone would have it.
     """
-    mode, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    mode, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # a documented setting
     torch.set_deterministic_debug_mode("error" if enabled else "default")
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a documented setting
     try:
         yield
     except RuntimeError as error:
@@ -104,7 +104,7 @@ def deterministic(enabled: bool) -> Iterator[None]:
         ) from error
     finally:
         torch.set_deterministic_debug_mode(mode)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]  # a documented setting
 
 
 class ProcessGroup:

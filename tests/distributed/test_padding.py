@@ -22,7 +22,7 @@ def padding(path: Path, layout: str, loss: str) -> tuple[int, float, list[bool]]
     Every tensor that is made without values is full of what is not a number (torch.utils.deterministic).
     """
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # a documented setting
     try:
         assert torch.empty(3).isnan().all()
         engine = made(path, Layout.parse(layout), OptimSettings(lr=0.1, weight_decay=0.1))

@@ -299,15 +299,15 @@ def test_ranks_may_have_the_open_files_of_many_groups(world: int) -> None:
 
 def test_deterministic_sets_torch_for_its_block_alone() -> None:
     """An operation without such a form is a user's mistake that says what to set."""
-    before = torch.utils.deterministic.fill_uninitialized_memory
+    before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # a documented setting
     with launch.deterministic(True):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        assert not torch.utils.deterministic.fill_uninitialized_memory
+        assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # a documented setting
     assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.utils.deterministic.fill_uninitialized_memory == before
+    assert torch.utils.deterministic.fill_uninitialized_memory == before  # type: ignore[attr-defined]  # a documented setting
     with pytest.raises(
-        ConfigError, match="no deterministic form of cumsum_cuda_kernel.*set trainer.deterministic=false"
+        ConfigError, match=r"no deterministic form of cumsum_cuda_kernel.*set trainer.deterministic=false"
     ):
         with launch.deterministic(True):
             raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation, but you set ...")
