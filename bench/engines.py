@@ -236,6 +236,21 @@ def gemm_rate(device: torch.device) -> float | None:
     return float(rate) / dist.get_world_size()
 
 
+def launch_seconds(device: torch.device) -> float | None:
+    """Host time of one kernel launch, the median of ten rounds of 1000; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    x, found = torch.zeros(1, device=device), []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(1000):
+            x.add_(1.0)
+        found.append((time.perf_counter() - start) / 1000)
+    torch.cuda.synchronize()
+    return median(found)
+
+
 def leave(limit: Limit, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """End this process with what went wrong. Its normal end would wait for kernels that wait for other ranks."""
     traceback.print_exception(kind, error, trace, file=limit.terminal)
@@ -260,6 +275,7 @@ class Session:
     given: argparse.Namespace
     device: torch.device
     gemm: float | None
+    launch: float | None
     limit: Limit
     rows: list[dict[str, Any]] = field(default_factory=list)
 
@@ -275,7 +291,7 @@ class Session:
             leave, limit
         )  # torch's own, from now on, writes only once the one before it has returned
         torch.manual_seed(dist.get_rank())
-        return cls(given, device, gemm_rate(device), limit)
+        return cls(given, device, gemm_rate(device), launch_seconds(device), limit)
 
     def begin(self, row: str) -> None:
         """A row begins: an empty device, and a new time limit."""
@@ -292,7 +308,13 @@ class Session:
             self.given.out.mkdir(parents=True, exist_ok=True)
             options = {key: str(value) for key, value in vars(self.given).items()}
             kernels = kernels_for(self.device).describe()
-            found = {**surroundings(), "ranks": dist.get_world_size(), "gemm_flops": self.gemm, "kernels": kernels}
+            found = {
+                **surroundings(),
+                "ranks": dist.get_world_size(),
+                "gemm_flops": self.gemm,
+                "launch_seconds": self.launch,
+                "kernels": kernels,
+            }
             text = json.dumps({**found, "options": options, "rows": self.rows}, indent=1) + "\n"
             fresh = self.given.out / f".{self.given.name}.json"
             fresh.write_text(text, encoding="utf-8")

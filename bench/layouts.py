@@ -119,7 +119,10 @@ def main() -> int:
     given = parser.parse_args()
     session = Session.start(given)
     if session.gemm:
-        session.say(f"bf16 product of 8192 x 3584 x 152064: {session.gemm / 1e12:.0f} TFLOP/s, 722 where peers ran")
+        session.say(
+            f"bf16 product of 8192 x 3584 x 152064: {session.gemm / 1e12:.0f} TFLOP/s, 722 where peers ran; "
+            f"a launch: {1e6 * (session.launch or 0):.1f} us"
+        )
     for text in given.layouts:
         measure(layout_of(text), session)
     session.say("\n".join(["", *(f"{row['title']}: {row['figure']}" for row in session.rows)]))

@@ -54,7 +54,7 @@ CASES: list[tuple[Any, int, tuple[Any, ...]]] = [
     (draw._pick, draw.WARPS, (F, None, (F, J, D), (L, L), D, (S, S), E, (38, 64, False))),
     (draw._pick, draw.WARPS, (F, U, (F, J, D), (L, L), D, (S, S), E, (38, 64, True))),
     (draw._pick, draw.WARPS, (B, U, (F, J, D), (L, L), D, (S, S), E, (1, 1, False))),
-    (decode._write, 1, ((B, B), (L, L), (B, B), (S, S, S, S), (64, 128, 128, 128, 128))),
+    (decode._write, 1, ((B, B), L, L, (B, B), (S, S, S, S), (64, 128, 128, 128, 128))),
 ]
 
 

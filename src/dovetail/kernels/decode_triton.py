@@ -58,7 +58,7 @@ def write_entries(keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor, 
     assert keys.is_contiguous() and values.is_contiguous(), "pages are expected as the cache holds them"
     shape = (keys.shape[2], keys.shape[3], dim, v.shape[2], triton.next_power_of_2(dim))
     strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
-    _write[(n, groups)]((keys, values), (pages, offsets), (k, v), strides, shape, num_warps=1)
+    _write[(n, groups)]((keys, values), pages, offsets, (k, v), strides, shape, num_warps=1)
 
 
 def splits_for(pairs: int, capacity: int) -> int:
@@ -78,15 +78,21 @@ def stages_for(queries: int, width: int, itemsize: int, room: int) -> int:
     return STAGES if held * itemsize <= room else 1
 
 
-@triton.jit
-def _write(held: tl.tensor, places: tl.tensor, new: tl.tensor, strides: tl.tensor, SHAPE: tl.constexpr) -> None:
+@triton.jit(do_not_specialize_on_alignment=["pages", "offsets"])
+def _write(
+    held: tl.tensor,
+    pages: tl.tensor,
+    offsets: tl.tensor,
+    new: tl.tensor,
+    strides: tl.tensor,
+    SHAPE: tl.constexpr,
+) -> None:
     """A token's key and value under one KV head. SHAPE: entries of a page, channels of an entry, of a key, of a value, and of a
     key filled up to a power of 2.
     """
     PAGE: tl.constexpr = SHAPE[0]
     HELD: tl.constexpr = SHAPE[1]
     keys, values = held
-    pages, offsets = places
     k, v = new
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)

@@ -59,7 +59,7 @@ def join(planes: Tensor, picked: Tensor) -> Tensor:
     return stats
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "tiles", "plane"])
 def _join(
     planes: tl.tensor,
     picked: tl.tensor,
