@@ -137,7 +137,7 @@ def test_a_score_without_bias_is_saved_as_a_sequence_classifier(architecture: st
     assert saved.get("num_labels", 1) == 1
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(name for name in FAMILIES if name in CONFIG_MAPPING))
 def test_a_config_without_architectures_gets_those_that_transformers_has(family: str) -> None:
     name = CONFIG_MAPPING[family]().__class__.__name__.removesuffix("Config")
     assert saved_config({"model_type": family}, "value", None)["architectures"] == [f"{name}ForTokenClassification"]

@@ -261,7 +261,7 @@ def k25(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hub = {"model_type": "kimi_k25", "tie_word_embeddings": False, "vision_config": vision, "auto_map": AUTO}
     hub |= {"media_placeholder_token_id": config["image_token_id"]}
     hub["text_config"] = hub_text(
-        model_type="kimi_k2", q_lora_rank=24, **{n: text[n] for n in ("vocab_size", "eos_token_id")}
+        model_type="kimi_k2", q_lora_rank=24, **{n: text[n] for n in ("vocab_size", "eos_token_id", "rms_norm_eps")}
     )
     (path / "model/config.json").write_text(json.dumps(hub))
     return path

@@ -135,7 +135,7 @@ def test_differences_of_what_ranks_were_given_are_told_by_key_host_and_value(tmp
         f"reward.options: {{}} on {HOST} (rank 0, 1); not given on {HOST} (rank 2)",
         f"optim.lr: 0.001 on {HOST} (rank 0, 1); 0.5 on {HOST} (rank 2)",
         f"optim.clip_norm: 1.0 on {HOST} (rank 0, 1); null on {HOST} (rank 2)",
-        f'reward.options.text: not given on {HOST} (rank 0, 1); "{"x" * 199}... on {HOST} (rank 2)',
+        f'reward.options.text: not given on {HOST} (rank 0, 1); "{"x" * 199}... (1001 characters) on {HOST} (rank 2)',
     ]
     score = ["score", "--model", "m", "--data", "d", "--out", "o"]
     assert _told(score, [*score[:-1], "p"]) == []

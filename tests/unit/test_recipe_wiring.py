@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
-from dovetail.build import training
+from dovetail.build import text, training
 from dovetail.build.sampling import backend_layout
 from dovetail.build.training import Builder, Job
 from dovetail.config import known_keys, make_recipe
@@ -97,8 +97,7 @@ TABLE = (
     Leaf("model.dtype", "bfloat16", lambda job: [e.dtype for e in vars(models(job)).values()], [torch.bfloat16] * 4),
     Leaf("model.dtype", "bfloat16", part("task.models.reference.options.master_dtype"), torch.bfloat16),
     Leaf("model.save_dtype", "float16", trained("save_dtype"), [torch.float16] * 2),
-    Leaf("model.trust_remote_code", True, lambda job: str(models(job).policy.source.code), "FOLDER/policy"),
-    Leaf("model.trust_remote_code", True, lambda job: str(models(job).critic.source.code), "FOLDER/critic"),
+    Leaf("model.trust_remote_code", True, lambda job: job.task.decode.keywords["tokenizer"].trusted),
     Leaf("model.moe.aux_loss_coef", 0.01, balance("aux_coef")),
     Leaf("model.moe.z_loss_coef", 0.02, balance("z_coef")),
     Leaf("model.moe.bias_update_rate", 0.03, balance("bias_rate")),
@@ -212,6 +211,12 @@ def make_engine(source: Any, mesh: Mesh, dtype: torch.dtype, head: str, options:
     )
 
 
+def load_tokenizer(source: Any, *, trust_remote_code: bool) -> Any:
+    tokenizer: Any = text.load_tokenizer(source, trust_remote_code=trust_remote_code)
+    tokenizer.trusted = trust_remote_code
+    return tokenizer
+
+
 def reward_runner(name: str | None, **given: Any) -> SimpleNamespace:
     return SimpleNamespace(name=name, close=lambda: None, **given)
 
@@ -272,6 +277,7 @@ def jobs(folder: Path) -> Iterator[dict[str, Job]]:
     stand_ins: dict[str, Any] = {
         "num_ranks": lambda: RANKS,
         "make_mesh": make_mesh,
+        "load_tokenizer": load_tokenizer,
         "make_engine": make_engine,
         "make_sampler": make_sampler,
         "backend_layout": keep,
