@@ -1,7 +1,7 @@
 """Notices that a host of a job is gone: its machine, its network, or all of its processes.
 
-Beside each rank runs a small process. Those of the other ranks send a line to that of rank 0 every `BEAT_SECONDS`, and get
-one from it. When lines stay away, the process beside rank 0 tells all others why the job ends, and each ends its rank. It
+Each rank has a small watch process. Those of the other ranks send a line to that of rank 0 every `BEAT_SECONDS`, and get
+one from it. When lines stay away, the watch process of rank 0 tells all others why the job ends, and each ends its rank. It
 is a process and not a thread: a compiler or a parser may hold Python's lock for longer than a host may be silent. A rank
 that is stopped (SIGSTOP) is not vouched for. Imports no torch.
 """
@@ -27,7 +27,7 @@ SILENT_SECONDS = 35.0  # without a line from a rank, after which the job ends
 GONE_SECONDS = 20.0  # after the end of a rank's process that did not end well: its job may be ending with a message
 LOST_SECONDS = 1.0  # for the end of a process to be known on all hosts
 KILL_SECONDS = 3.0  # for a rank to end by itself
-KEY = "dovetail/hosts"  # in the store of the ranks: where the process beside rank 0 listens
+KEY = "dovetail/hosts"  # in the store of the ranks: where the watch process of rank 0 listens
 LONGEST_LINE = 1 << 12
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dovetail.watch import hosts; hosts.main()"
 
@@ -43,7 +43,7 @@ class Store(Protocol):
 
 
 class HostWatch:
-    """A rank's side: starts the process beside it, and gets from it why the rank has to end."""
+    """A rank's side: starts its watch process, and gets from it why the rank has to end."""
 
     def __init__(self, store: Store, rank: int, master: str, launcher: int | None = None) -> None:
         """master: the address at which the ranks have met. launcher: a process without which the rank is to end."""
@@ -152,7 +152,7 @@ class Signs:
 
 
 class _Peer:
-    """The process beside another rank. It speaks in lines."""
+    """The watch process of another rank. It speaks in lines."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -178,7 +178,7 @@ class _Peer:
 
 
 class _Beside:
-    """The process beside a rank."""
+    """The watch process of a rank."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         self.setup = setup
@@ -226,7 +226,7 @@ class _Beside:
         return reason
 
     def _join(self, hub: Mapping[str, Any]) -> None:
-        """Connect to the process beside rank 0, which may need some time to accept. Without it nothing is watched."""
+        """Connect to the watch process of rank 0, which may need some time to accept. Without it nothing is watched."""
         deadline, problem = time.monotonic() + self.setup["limit"], ""
         while not self.peers and time.monotonic() < deadline and os.getppid() == self.setup["parent"]:
             try:
@@ -306,7 +306,7 @@ class _Beside:
 
 
 def main() -> None:
-    """The process beside a rank: as long as the rank lives, which it ends where that does not end by itself."""
+    """The watch process of a rank: as long as the rank lives, which it ends where that does not end by itself."""
     system.die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):  # for the rank, which may have a checkpoint to write
         signal.signal(number, signal.SIG_IGN)
