@@ -9,7 +9,7 @@ from dovetail.tokenstats import combine
 from tests.tolerances import tensor_error
 
 DEVIATIONS, TEMPERATURES = (1.0, 30.0, 100.0, 300.0), (0.1, 0.7, 1.0, 5.0)
-ROWS, COLUMNS, CUTS = 12, 1501, (500, 1001)
+ROWS, COLUMNS, CUTS = 4, 1501, (500, 1001)
 
 
 def gradient_errors(
