@@ -67,14 +67,17 @@ def pick_device(name: str = "auto") -> torch.device:
     device = torch.device(name, local)
     torch.get_device_module(name).set_device(device)
     if name == "cuda":
-        _keep_compiled()
+        _keep_compiled("sm{}{}".format(*torch.cuda.get_device_capability(device)))
     return device
 
 
-def _keep_compiled() -> None:
-    """Have kernels that packages compile kept in the user's own cache directory, where this process can write there."""
+def _keep_compiled(architecture: str) -> None:
+    """Have kernels that packages compile kept in the user's own cache directory, where this process can write there.
+
+    Each GPU architecture has a folder: not all of the packages' keys name it, and hosts may share a home.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dovetail" / "kernels"
+    folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dovetail" / "kernels" / architecture
     with contextlib.suppress(OSError, RuntimeError):  # no home
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):

@@ -257,8 +257,10 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(uuid="a-gpu"))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
-    for name, value in {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "1"}.items():
+    given = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "1", "XDG_CACHE_HOME": "/proc"}
+    for name, value in given.items():
         monkeypatch.setenv(name, value)
 
 
@@ -272,6 +274,19 @@ def test_a_launcher_may_show_each_rank_a_device_of_its_own(monkeypatch: pytest.M
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(LayoutError, match="2 ranks on this machine need a cuda device each, there are 1"):
         launch.pick_device("cuda")
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_what_packages_compile_lies_in_the_users_cache_by_architecture(tmp_path: Path) -> None:
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path), "QUACK_CACHE_DIR": "mine"}):
+        launch.pick_device("cuda")
+        folder = tmp_path / "dovetail/kernels/sm90"
+        assert folder.is_dir() and os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+        assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(folder)
+        assert os.environ["QUACK_CACHE_DIR"] == "mine", "a place of the user's own stays"
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": "/proc"}):
+        launch.pick_device("cuda")
+        assert "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR" not in os.environ
 
 
 @pytest.mark.usefixtures("one_gpu")
