@@ -15,20 +15,23 @@ def longest_row(tokens_per_batch: int, multiples: Sequence[int]) -> int:
     return min(tokens_per_batch // multiple * multiple for multiple in multiples)
 
 
-def max_positions(config: Mapping[str, Any], backend: Backend = "transformers") -> int | None:
+def max_positions(config: Mapping[str, Any], backend: Backend | None = None) -> int | None:
     """The longest sequence of the model of a config.json, rope scaling included; None where the config does not say.
 
-    The native sampler caches keys, which `dynamic` scaling changes with the length: there the unscaled positions count.
+    backend: the sampler that the sequence is made by, None in training. Samplers cache keys, which `longrope`, and `dynamic` in
+    the native one, change with the length: there the original positions count.
     """
     text = {**config, **(config.get("text_config") or {})}
     most = next((text[key] for key in KEYS if isinstance(text.get(key), int)), None)
     given = text.get("rope_scaling") or text.get("rope_parameters")
     rope = given if isinstance(given, Mapping) else {}
     kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
+    original = text.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or most
+    if kind == "longrope" and backend is not None and isinstance(original, int):
+        return original
     if most is None or not isinstance(factor, int | float) or not 1 <= factor < most:
         return most
     if kind == "yarn":
-        original = text.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or most
         return max(most, int(original * factor)) if isinstance(original, int) else most
     scales = kind in SCALED and not (kind == "dynamic" and backend == "native")
     return int(most * factor) if scales and "gemma3" not in str(text.get("model_type")) else most
