@@ -13,6 +13,7 @@ from dovetail.arch.spec import ROPE_KINDS, ArchSpec, AttentionSpec, MoeSpec, Rop
 from dovetail.errors import ModelError, OptionError, quoted
 
 SILU = ("silu", "swish")  # two names of one function
+STRETCHED = ("llama3", "yarn", "longrope")  # from the original length, which may also stand at the config's top level
 FULL, SLIDING = "full_attention", "sliding_attention"
 FULL_NAMES = (FULL, "attention")  # the second is what older configs call the first
 DEFAULT_THETA = 10000.0
@@ -209,11 +210,7 @@ def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
         raise r.refusal("rope_type", ", ".join(ROPE_KINDS))
     for key in given.keys() - ROPE_KEYS:
         raise r.refusal(key, ", ".join(sorted(ROPE_KEYS)))
-    if kind in (
-        "llama3",
-        "yarn",
-        "longrope",
-    ):  # their tables stretch from the original length, which may also stand at top level
+    if kind in STRETCHED:
         top_level = c.get("original_max_position_embeddings") is not None
         max_positions = (c if top_level else r).integer("original_max_position_embeddings")
     scaled = {} if kind == "default" else _scaling(kind, r, c.integer("max_position_embeddings") / max_positions)

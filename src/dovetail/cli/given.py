@@ -26,7 +26,7 @@ IN_RECIPE = ("recipe", "overrides", "layout", "dtype", "engine", "trust_remote_c
 
 
 def given(args: argparse.Namespace) -> dict[str, str]:
-    """The command, all that it was told, and the versions of what runs it, by name, as text."""
+    """The command, its arguments and its recipe's keys, and the versions of what runs it, by name, as text."""
     found = dict(vars(args))
     if args.command == "train":
         recipe = flat(recipe_of(args).model_dump(mode="json", by_alias=True))

@@ -1,24 +1,17 @@
 """`trainer.time_budget_seconds`: after every step, whether the next one and the last evaluation still fit."""
 
 import time
-from typing import Protocol
-
-
-class Clock(Protocol):
-    """What is used of a `trainer.Run`."""
-
-    def shared(self, seconds: float) -> float:
-        """The first rank's seconds on every rank. Collective."""
-        ...
-
-    def say(self, text: str) -> None: ...
+from collections.abc import Callable
 
 
 class TimeBudget:
-    """Counts from its making, so that the evaluation before training is part of it; `seconds` None: no limit."""
+    """Counts from its making, so that the evaluation before training is part of it; `seconds` None: no limit.
 
-    def __init__(self, seconds: float | None, run: Clock) -> None:
-        self.seconds, self.run = seconds, run
+    shared: gives every rank the first rank's number, a collective. say: prints a line.
+    """
+
+    def __init__(self, seconds: float | None, shared: Callable[[float], float], say: Callable[[str], None]) -> None:
+        self.seconds, self.shared, self.say = seconds, shared, say
         self._begun = self._trained_from = time.monotonic()
         self._done = self._steps = 0
 
@@ -35,15 +28,15 @@ class TimeBudget:
         spent, mean = now - self._begun, (now - self._trained_from) / self._done
         evaluation = self._trained_from - self._begun
         room = max(0, int((self.seconds - spent - evaluation) / max(mean, 1e-9)))
-        room = int(self.run.shared(min(room, self._steps)))
+        room = int(self.shared(min(room, self._steps)))
         budget = f"trainer.time_budget_seconds={self.seconds:g}"
         if room == 0:
-            self.run.say(
+            self.say(
                 f"stopping after {self._done} of {self._steps} steps, which took {mean:.1f} s each: {spent:.0f} s of {budget} "
                 f"are spent, and the last evaluation takes about {evaluation:.0f} s"
             )
         elif self._done == 1 and room + 1 < self._steps:
-            self.run.say(
+            self.say(
                 f"the first step took {mean:.1f} s, so {self._steps} would take about {mean * self._steps:.0f} s; {budget} has "
                 f"room for about {room + 1}"
             )

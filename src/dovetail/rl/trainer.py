@@ -333,7 +333,7 @@ class Outcome:
 
 def train(task: Task, run: Run, loop: LoopSettings) -> Outcome:
     """Run the steps until the last one, the reward target, the time budget, or a request to stop, whichever is first."""
-    budget = TimeBudget(loop.time_budget_seconds, run)
+    budget = TimeBudget(loop.time_budget_seconds, run.shared, run.say)
     step, rows, before = run.earlier() or (0, [], task.evaluate(0))
     run.start(before)
     budget.start(loop.steps - step)
