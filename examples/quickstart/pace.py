@@ -1,5 +1,6 @@
 """How fast this machine trains, measured before the run, so that the run fits its time budget and says how long it takes."""
 
+import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,16 +52,16 @@ def pace(seconds_a_sequence: float) -> Pace:
 
 
 def measure(model_dir: Path, dtype: str) -> float:
-    """Seconds of a forward and a backward pass, a sequence."""
+    """Seconds of a forward and a backward pass, a sequence: the median of three rounds."""
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype), local_files_only=True)
-    seconds = 0.0
-    for count in (1, MEASURED):  # the first one warms up
+    seconds = []
+    for count in (1, MEASURED, MEASURED, MEASURED):  # the first one warms up
         ids = torch.randint(1000, (count, TOKENS), generator=torch.Generator().manual_seed(0))
         begun = time.monotonic()
         model(input_ids=ids, labels=ids).loss.backward()
-        seconds = (time.monotonic() - begun) / count
-    return seconds
+        seconds.append((time.monotonic() - begun) / count)
+    return statistics.median(seconds[1:])
 
 
 def _evaluation(prompt_seconds: float) -> float:
