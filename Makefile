@@ -13,7 +13,7 @@ JOBS ?= 2
 COMPAT ?= 5.16.1 5.17.0 5.23.0
 PARITY := tests/parity tests/hf/test_parity.py tests/hf/test_vision.py
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint format bench soak test-gpu compat
+.PHONY: help setup quickstart test lint format bench soak mutants test-gpu compat
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -53,6 +53,9 @@ bench: setup ## benchmarks: one table, and JSON in bench/results
 
 soak: setup ## long fault and learning tests
 	@$(BIN)/python -m pytest -m "soak and not gpu" --durations=15
+
+mutants: setup ## plants each bug of tests/mutants in a copy of the tree and runs the test that must fail
+	@$(BIN)/python -m tests.mutants.run --write
 
 test-gpu: setup ## the same numbers on a GPU
 	@$(BIN)/python -m pytest -m gpu tests/gpu

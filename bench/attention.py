@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.given import device as device_here, positive, run_main
 from bench.harness import RESULTS, surroundings
 from bench.timing import milliseconds
-from dovetail.batch import cumulative
+from dovetail.batch.packed import cumulative
 from dovetail.kernels import fa4
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import AttentionName, kernels_for
-from dovetail.nn.recompute import is_attention
+from dovetail.nn.activation_checkpoint import is_attention
 
 WIDE = (28, 4, 128, 128)  # heads of queries, of keys; channels of keys, of values
 NARROW, LATENT = (14, 2, 64, 64), (16, 16, 192, 128)

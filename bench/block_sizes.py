@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.given import device as device_here, positive, run_main
 from bench.harness import RESULTS, surroundings
 from bench.timing import Run, milliseconds
-from dovetail.kernels import block_triton as block, moe_triton as moe, qkv_triton as qkv
+from dovetail.kernels import moe_triton as moe, norm_triton as block, rope_triton as qkv
 
 Launch = Callable[[int, int], object]  # of a size and of warps
 Choice = tuple[

@@ -29,14 +29,14 @@ from bench.cpu_train import NegativeLogLikelihood
 from bench.given import device as device_here, positive, run_main
 from bench.harness import RESULTS, Case, compare, surroundings
 from bench.models import one_rank, sequences, smollm2_pair
-from dovetail.batch import PackedBatch
+from dovetail.batch.packed import PackedBatch
+from dovetail.checkpoint.async_saver import Saver
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.saver import Saver
-from dovetail.checkpoint.steps import Retention
+from dovetail.checkpoint.retention import Retention
 from dovetail.engine.native import NativeEngine
 from dovetail.memory import wait_for
-from dovetail.weights.files import memory_of
-from dovetail.weights.filling import READERS, STRETCH
+from dovetail.weights.parallel_read import READERS, STRETCH
+from dovetail.weights.safetensors import memory_of
 
 ROLE, CHUNK = "policy", 1 << 26
 STEPS_A_SAVE = 10

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bench.harness import Case
 from bench.models import Padded, Pair, pad, ragged_lengths, sequences, smollm2_pair
-from dovetail.batch import PackedBatch
+from dovetail.batch.packed import PackedBatch
 
 
 def cases(dtype: torch.dtype, tokens: int, depth: int) -> list[Case]:

@@ -6,8 +6,8 @@ import torch
 
 from bench.harness import Case
 from bench.models import LR, Padded, Pair, pad, ragged_lengths, sequences, smollm2_pair
-from dovetail.batch import Loss, PackedBatch
-from dovetail.tokenstats import TokenStats
+from dovetail.batch.loss import Loss, TokenStats
+from dovetail.batch.packed import PackedBatch
 
 
 def cases(dtype: torch.dtype, tokens: int, depth: int) -> list[Case]:

@@ -25,16 +25,16 @@ from bench.harness import RESULTS, surroundings
 from bench.limit import Limit
 from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
-from dovetail.build.engine import make_decoder, make_mesh
-from dovetail.build.layouts import check_layout
+from dovetail.engine.fsdp import shard_over_data
 from dovetail.engine.native import NativeEngine
-from dovetail.engine.sharding import shard_over_data
+from dovetail.factory.engine import make_decoder, make_mesh
+from dovetail.factory.layouts import check_layout
 from dovetail.kernels.registry import kernels_for
-from dovetail.launch import num_ranks_here, pick_device
-from dovetail.nn.recompute import HostMemory, Recompute
+from dovetail.nn.activation_checkpoint import PinnedPool, Recompute
 from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.assembly import shards_of
-from dovetail.weights.pretrained import Origin
+from dovetail.parallel.process_group import num_ranks_here, pick_device
+from dovetail.weights.hf_directory import CheckpointSource
 
 OFFLOAD = ("activations", "optimizer")  # what may wait on the host
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -130,7 +130,7 @@ def random_engine(
     if mlp_tile_tokens:
         tile_mlps(model.text, mlp_tile_tokens)
     if "activations" in offload:
-        model.text.host = HostMemory(mesh.device, ranks=num_ranks_here(mesh.device))
+        model.text.host = PinnedPool(mesh.device, ranks=num_ranks_here(mesh.device))
     shard_over_data(model, mesh, dtype)
     model.materialize(device)
     with torch.no_grad():
@@ -139,7 +139,7 @@ def random_engine(
     return NativeEngine(
         model,
         mesh,
-        Origin(lambda _: torch.bfloat16, (), {}),
+        CheckpointSource(lambda _: torch.bfloat16, (), {}),
         optim=dt.OptimSettings(lr=1e-6, on_host="optimizer" in offload),
         tokens_per_batch=tokens_per_batch,
         dtype=dtype,

@@ -27,8 +27,8 @@ from bench.cpu_train import NegativeLogLikelihood
 from bench.given import device as device_here, natural, positive, run_main
 from bench.harness import RESULTS, surroundings
 from bench.models import one_rank
-from dovetail.batch import PackedBatch, Sequence
-from dovetail.build.engine import EngineOptions
+from dovetail.batch.packed import PackedBatch, Sequence
+from dovetail.factory.engine import EngineOptions
 from dovetail.optim.optimizer import OptimSettings
 
 WORDS, IMAGE, VISION_START, VISION_END = 1000, 2000, 2001, 2002

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 from dovetail.errors import ConfigError, UserError
-from dovetail.launch import pick_device
+from dovetail.parallel.process_group import pick_device
 
 CPU_SHAPES = ("tiny", "tiny-moe", "0.5b")  # of `engines.SHAPES` and `sampler.SHAPES`: the others are for GPUs
 

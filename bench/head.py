@@ -19,13 +19,13 @@ from torch import Tensor
 
 from bench.given import positive, run_main
 from bench.harness import RESULTS, Case, compare, surroundings
-from dovetail.batch import Loss, PackedBatch
-from dovetail.fused_head import VocabShard, fused_loss, fused_token_stats
+from dovetail.batch.loss import Loss, TokenStats
+from dovetail.batch.packed import PackedBatch
 from dovetail.kernels import reference
 from dovetail.kernels.registry import kernels_for
-from dovetail.launch import pick_device
-from dovetail.mesh import Axis
-from dovetail.tokenstats import TokenStats
+from dovetail.nn.fused_head import VocabShard, fused_loss, fused_token_stats
+from dovetail.parallel.mesh import Axis
+from dovetail.parallel.process_group import pick_device
 
 GIB = 2**30
 ENTROPY = 0.01  # weight of the entropy in the loss

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.engines import SHAPES, Session, add_options, dense_batch, flops_of, ragged_batch, spec_of, timed
 from bench.given import positive, run_main
-from dovetail.kernels.registry import peak_flops, peak_memory_gib
+from dovetail.device import peak_flops, peak_memory_gib
 
 
 def main() -> int:

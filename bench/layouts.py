@@ -45,13 +45,13 @@ from bench.engines import (
 from bench.given import natural, positive, run_main
 from bench.trace import TraceSummary, events_of, ideal_of, summarize
 from dovetail.arch.spec import ArchSpec
-from dovetail.comm import gather_text, stack_over
-from dovetail.engine.halving import Halving
+from dovetail.device import peak_flops, peak_memory_gib
+from dovetail.engine.microbatches import DualBatch
 from dovetail.engine.native import NativeEngine
-from dovetail.engine.stages import Training
-from dovetail.engine.sums import add_sums
-from dovetail.kernels.registry import peak_flops, peak_memory_gib
-from dovetail.launch import deterministic
+from dovetail.engine.reduction import add_sums
+from dovetail.engine.stage import Training
+from dovetail.parallel.collectives import gather_text, stack_over
+from dovetail.parallel.process_group import deterministic
 from dovetail.pipeline.executor import run as execute
 from dovetail.pipeline.schedule import Action, Costs, make_plan, simulate
 from dovetail.rl.losses import SFTLoss
@@ -148,7 +148,7 @@ def measure(layout: dt.Layout, session: Session) -> None:
         mlp_tile_tokens=given.mlp_tile_tokens,
         offload=given.offload,
     )
-    engine.halving = Halving.of(engine.model, engine.mesh, TURNS[given.in_turns])
+    engine.halving = DualBatch.of(engine.model, engine.mesh, TURNS[given.in_turns])
     made = time.perf_counter() - begun
     batch = dense_batch(spec, given.length, given.sequences)
     warm = dense_batch(spec, given.warm_length or given.length, given.sequences)

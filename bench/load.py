@@ -23,16 +23,16 @@ from safetensors import safe_open
 import dovetail as dt
 from bench.engines import SHAPES, Session, add_options, layout_of, name_of, spec_of, timed, wait
 from bench.given import run_main
-from dovetail.build.engine import make_decoder, make_mesh, make_model
 from dovetail.checkpoint.reader import open_checkpoint
-from dovetail.comm import gather_text
-from dovetail.engine.sharding import shard_over_data
-from dovetail.mesh import Axis, Mesh
+from dovetail.engine.fsdp import shard_over_data
+from dovetail.factory.engine import make_decoder, make_mesh, make_model
+from dovetail.parallel.collectives import gather_text
+from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.weights.experts import stored
-from dovetail.weights.files import TensorFileWriter, TensorSpec, memory_of
+from dovetail.weights.hf_directory import Pretrained
 from dovetail.weights.load import load
-from dovetail.weights.pieces import export_specs
-from dovetail.weights.pretrained import Pretrained
+from dovetail.weights.safetensors import TensorFileWriter, TensorSpec, memory_of
+from dovetail.weights.shards import export_specs
 
 ROUNDS, SHARDS_A_RANK, CHUNK = 3, 2, 1 << 24
 MEMORY = Path("/dev/shm")  # files that are page cache and nothing else

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import dovetail as dt
-from dovetail.launch import BACKENDS
+from dovetail.parallel.process_group import BACKENDS
 
 LR = 1e-5
 TOKENS_PER_BATCH = 4096

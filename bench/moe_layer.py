@@ -21,11 +21,11 @@ from bench.harness import RESULTS, surroundings
 from bench.timing import Run, milliseconds
 from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
+from dovetail.batch.routing import Routes
 from dovetail.kernels import reference
 from dovetail.kernels.registry import KernelSet, kernels_for
-from dovetail.mesh import Mesh
 from dovetail.nn.moe import MoE
-from dovetail.routing import Routes
+from dovetail.parallel.mesh import Mesh
 
 SHAPE = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 TINY = {"hidden_size": 128, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}

@@ -30,12 +30,12 @@ import dovetail as dt
 from bench.engines import layout_of, name_of
 from bench.given import device as device_here, run_main
 from bench.harness import RESULTS, surroundings
-from dovetail.build.engine import make_engine, make_mesh
-from dovetail.comm import gather_text, stack_over
-from dovetail.launch import pick_device
-from dovetail.mesh import Mesh
-from dovetail.placement import as_index
-from dovetail.weights.pretrained import Pretrained
+from dovetail.factory.engine import make_engine, make_mesh
+from dovetail.parallel.collectives import gather_text, stack_over
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.placement import as_index
+from dovetail.parallel.process_group import pick_device
+from dovetail.weights.hf_directory import Pretrained
 
 LENGTHS = (5, 300, 1, 64, 129, 17, 256, 2)
 VOCAB = 4099

@@ -30,19 +30,20 @@ from bench.engines import (
 )
 from bench.given import positive, run_main
 from dovetail.arch.spec import ArchSpec
-from dovetail.build.engine import make_mesh
-from dovetail.build.sampling import sampling_layout
-from dovetail.data import Prompt
-from dovetail.engine.faults import StepWatch
+from dovetail.data.examples import Prompt
+from dovetail.device import peak_memory_gib
 from dovetail.engine.native import NativeEngine
-from dovetail.kernels.registry import kernels_for, peak_memory_gib
+from dovetail.engine.nonfinite import StepWatch
+from dovetail.factory.engine import make_mesh
+from dovetail.factory.sampler import sampling_layout
+from dovetail.kernels.registry import kernels_for
+from dovetail.launch.progress import Phase, Progress
 from dovetail.rl.experience import AdvantageSettings
 from dovetail.rl.losses import PolicyLoss
 from dovetail.rl.rewards import RewardResult
-from dovetail.rl.trainer import LoopSettings, RLModels, RLSettings, RLTask
+from dovetail.rl.tasks import LoopSettings, RLModels, RLSettings, RLTask
 from dovetail.rollout.base import Completion, SamplingParams
 from dovetail.rollout.native import NativeSampler
-from dovetail.watch.progress import Phase, Progress
 
 PARTS = {"push": "weight push", "rollout": "rollout", "reward": "reward", "score": "old log-probs", "update": "update",
          "optimizer": "optimizer"}  # fmt: skip

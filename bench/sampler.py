@@ -21,8 +21,9 @@ import transformers
 from bench.given import check_shape, device as device_here, positive, run_main
 from bench.harness import RESULTS, Case, compare, surroundings
 from dovetail.arch.registry import spec_from_config
-from dovetail.kernels.registry import kernels_for, peak_memory_gib
-from dovetail.mesh import Mesh
+from dovetail.device import peak_memory_gib
+from dovetail.kernels.registry import kernels_for
+from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Prompt, SamplingParams
 from dovetail.rollout.native import NativeSampler, SamplerOptions
 

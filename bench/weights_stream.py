@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench.engines import SHAPES, Session, add_options, layout_of, name_of, random_engine, spec_of, timed
 from bench.given import run_main
-from dovetail.comm import stack_over
+from dovetail.parallel.collectives import stack_over
 
 ROUNDS = 3
 BUCKET = 1 << 28

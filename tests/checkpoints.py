@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.engine.sharding import shard_over_data
+from dovetail.engine.fsdp import shard_over_data
 from dovetail.kernels.registry import KernelSet
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
 from dovetail.nn.decoder import Decoder
-from dovetail.nn.model import Cut
+from dovetail.nn.model import StageRange
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.partition import partition
 
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -59,7 +59,7 @@ def decoder_on(path: Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> De
     """This rank's stages of the checkpoint's model, its weights not yet loaded; on the meta device if the mesh is."""
     spec = spec_from_config(json.loads((path / "config.json").read_text()))
     ranges, pp = partition(spec, mesh.layout), mesh["pp"]
-    cut = Cut(ranges[pp.rank :: pp.size], first=pp.rank == 0, last=pp.rank == pp.size - 1)
+    cut = StageRange(ranges[pp.rank :: pp.size], first=pp.rank == 0, last=pp.rank == pp.size - 1)
     with torch.device(mesh.device):
         model = Decoder(spec, mesh, KernelSet(), cut=cut).to(dtype)
     for param in model.parameters():

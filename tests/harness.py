@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from dovetail.launch import BACKENDS, pick_device
+from dovetail.parallel.process_group import BACKENDS, pick_device
 from tests.template import TEMPLATES, Template
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail import comm
+from dovetail.parallel import collectives
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
 DTYPES = frozenset((*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -115,7 +115,7 @@ def kept() -> Iterator[Rules]:
             if name in vars(dist):
                 patches.enter_context(mock.patch.object(dist, name, rules.around(name, vars(dist)[name])))
         for name, flat in (("_FLAT_GATHER", "all_gather_single"), ("_FLAT_SCATTER", "reduce_scatter_single")):
-            patches.enter_context(mock.patch.object(comm, name, rules.around(flat, vars(comm)[name])))
+            patches.enter_context(mock.patch.object(collectives, name, rules.around(flat, vars(collectives)[name])))
         yield rules
     left = [handle.name for handle in rules.handles if not handle.done]
     if left:

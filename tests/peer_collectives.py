@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dovetail.comm import Pending, begin_gather, begin_scatter
-from dovetail.mesh import Axis
+from dovetail.parallel.collectives import Pending, begin_gather, begin_scatter
+from dovetail.parallel.mesh import Axis
 
 WIDTH = 64
 MOST_OPEN = 5  # more than a ring has slots, so that some are waited for before they are taken

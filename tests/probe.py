@@ -13,7 +13,7 @@ from torch import Tensor
 from dovetail.engine.native import NativeEngine
 from dovetail.optim.assembly import Shard
 from dovetail.optim.optimizer import OptimSettings
-from dovetail.placement import as_index
+from dovetail.parallel.placement import as_index
 from tests.tolerances import max_abs
 
 PROBE = OptimSettings(lr=0.0, betas=(0.0, 0.95), clip_norm=None)

@@ -18,14 +18,14 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from dovetail import comm
 from dovetail.arch.registry import ulysses_degree
 from dovetail.arch.spec import ArchSpec
 from dovetail.engine import native
-from dovetail.engine.sharding import begin_gathers
-from dovetail.engine.stages import Training
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
+from dovetail.engine.fsdp import begin_gathers
+from dovetail.engine.stage import Training
+from dovetail.parallel import collectives
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.partition import partition
 
 DOC = Path(__file__).parent.parent / "docs" / "parallelism.md"
@@ -192,7 +192,7 @@ def counted(mesh: Mesh) -> Iterator[dict[str, Fraction]]:
             if name in vars(dist):
                 patches.enter_context(mock.patch.object(dist, name, traffic.counting(name, vars(dist)[name])))
         for name, flat in (("_FLAT_GATHER", "all_gather_single"), ("_FLAT_SCATTER", "reduce_scatter_single")):
-            patches.enter_context(mock.patch.object(comm, name, traffic.counting(flat, vars(comm)[name])))
+            patches.enter_context(mock.patch.object(collectives, name, traffic.counting(flat, vars(collectives)[name])))
         for name, phase in phases.items():
             patches.enter_context(mock.patch.object(Training, name, traffic.during(phase, vars(Training)[name])))
         early = traffic.during("forward", begin_gathers)  # of what the first forward pass would gather

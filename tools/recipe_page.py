@@ -13,9 +13,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from dovetail.config import Recipe
-from dovetail.recipe_errors import leaf_of, scalar
-from dovetail.recipe_keys import FOREIGN, VARIANTS, keys_of
+from dovetail.recipe.keys import FOREIGN, VARIANTS, keys_of, leaf_of, scalar
+from dovetail.recipe.schema import Recipe
 from dovetail.rl.reward_functions import BUILT_IN, final_number
 
 TARGET = Path(__file__).parents[1] / "docs" / "recipe.md"

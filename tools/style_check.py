@@ -19,7 +19,13 @@ from tools.monkey_patches import find_patches
 
 ENVIRONMENT = ("os.environ", "os.getenv", "os.putenv")
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 80, 8
-PROCESS_GROUP_FILES = ("launch.py", "mesh.py", "comm.py", "symmetric.py", "pipeline/executor.py")
+PROCESS_GROUP_FILES = (
+    "parallel/process_group.py",
+    "parallel/mesh.py",
+    "parallel/collectives.py",
+    "parallel/symmetric.py",
+    "pipeline/executor.py",
+)
 SHARDING_MODULES = ("torch.distributed.fsdp", "torch.distributed.tensor")  # wrappers, not process groups
 RANKLESS_FILES = ("nn/decoder.py", "nn/attention.py", "nn/mlp.py")
 RANK_WORDS = ("dist", "group", "rank", "world")
@@ -168,9 +174,12 @@ def _imports(inside: str, tree: ast.Module) -> Found:
             ]
             if bad:
                 yield node.lineno, f"{bad[0]} belongs to {', '.join(PROCESS_GROUP_FILES)}"
-        allowed = inside.startswith("cli/") or inside == "launch.py"
+        allowed = inside.startswith(("cli/", "launch/")) or inside == "parallel/process_group.py"
         if isinstance(node, ast.Attribute) and _dotted(node) in ENVIRONMENT and not allowed:
-            yield node.lineno, "reads the environment outside cli/ and launch.py: take an argument"
+            yield (
+                node.lineno,
+                "reads the environment outside cli/, launch/ and parallel/process_group.py: take an argument",
+            )
 
 
 def _modules(node: ast.Import | ast.ImportFrom) -> list[str]:

@@ -5,29 +5,29 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dovetail.batch import Loss as Loss, PackedBatch as PackedBatch, Sequence as Sequence, Sum as Sum
-    from dovetail.build.engine import EngineOptions as EngineOptions, from_pretrained as from_pretrained
+    from dovetail.batch.loss import Loss as Loss, Sum as Sum, TokenStats as TokenStats
+    from dovetail.batch.packed import PackedBatch as PackedBatch, Sequence as Sequence
     from dovetail.engine.base import Engine as Engine, StepReport as StepReport
-    from dovetail.launch import ensure_process_group as ensure_process_group
-    from dovetail.layout import Layout as Layout
+    from dovetail.factory.engine import EngineOptions as EngineOptions, from_pretrained as from_pretrained
     from dovetail.optim.optimizer import OptimSettings as OptimSettings
-    from dovetail.tokenstats import TokenStats as TokenStats
+    from dovetail.parallel.layout import Layout as Layout
+    from dovetail.parallel.process_group import ensure_process_group as ensure_process_group
 
 __version__ = "0.1.0"
 
 HOMES: Mapping[str, str] = {
     "Engine": "dovetail.engine.base",
-    "EngineOptions": "dovetail.build.engine",
-    "Layout": "dovetail.layout",
-    "Loss": "dovetail.batch",
+    "EngineOptions": "dovetail.factory.engine",
+    "Layout": "dovetail.parallel.layout",
+    "Loss": "dovetail.batch.loss",
     "OptimSettings": "dovetail.optim.optimizer",
-    "PackedBatch": "dovetail.batch",
-    "Sequence": "dovetail.batch",
+    "PackedBatch": "dovetail.batch.packed",
+    "Sequence": "dovetail.batch.packed",
     "StepReport": "dovetail.engine.base",
-    "Sum": "dovetail.batch",
-    "TokenStats": "dovetail.tokenstats",
-    "ensure_process_group": "dovetail.launch",
-    "from_pretrained": "dovetail.build.engine",
+    "Sum": "dovetail.batch.loss",
+    "TokenStats": "dovetail.batch.loss",
+    "ensure_process_group": "dovetail.parallel.process_group",
+    "from_pretrained": "dovetail.factory.engine",
 }
 
 

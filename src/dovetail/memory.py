@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from dovetail.watch.system import free_memory
+from dovetail.system import free_memory
 
 ALIGNMENT = 64  # bytes; any dtype may begin there, and so may a vector load
 DEVICE_ALIGNMENT = 512  # bytes; of what torch's allocator for devices hands out
@@ -58,7 +58,7 @@ def ask_once(sizes: Iterable[int], device: torch.device) -> None:
         torch.empty(needed, dtype=torch.uint8, device=device)  # at once free again, and kept
 
 
-class Arena:
+class PinnedArena:
     """Memory in large chunks that hands out views until `reset`, which makes all of it free again, still allocated."""
 
     def __init__(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> None:
@@ -119,7 +119,7 @@ class Arena:
         return sum(len(chunk) for chunk in self._chunks)
 
 
-class Parked:
+class OffloadedState:
     """Tensors whose contents wait on the host while their own memory is free. The tensors stay the objects they are.
 
     Storages, not tensors, are emptied, so every view of them (FSDP2's, the optimizer's) is whole again after `restore`.
@@ -130,7 +130,7 @@ class Parked:
         self._storages = list(storages.values())
         device = self._storages[0].device if self._storages else torch.device("cpu")
         self._device = device
-        arena = Arena(pinned=device.type != "cpu")
+        arena = PinnedArena(pinned=device.type != "cpu")
         self._copies = [arena.copy(_bytes_of(storage)) for storage in self._storages]
         wait_for(device)
         for storage in self._storages:

@@ -19,7 +19,7 @@ def asked(model: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append({"repository": repository, **options})
         return str(model)
 
-    monkeypatch.setattr("dovetail.weights.pretrained.snapshot_download", snapshot)
+    monkeypatch.setattr("dovetail.weights.hf_directory.snapshot_download", snapshot)
     return calls
 
 

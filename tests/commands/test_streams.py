@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.cli.limits import limit_behind, narrow_limits
 from dovetail.errors import MachineError
+from dovetail.launch.limits import limit_behind, narrow_limits
 from tests.commands.program import program, read_rows, start, write_rows
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.config import load_recipe
+from dovetail.recipe.schema import load_recipe
 from tests.checkpoints import assert_same_tensors, digests, tensors_of
 from tests.commands.program import Ended, here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows
 from tests.parity.configs import tiny_configs, tiny_model

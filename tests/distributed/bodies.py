@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dovetail.batch import Loss, LossFn, PackedBatch
-from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.batch.loss import Loss, LossFn, TokenStats
+from dovetail.batch.packed import PackedBatch
 from dovetail.engine.native import NativeEngine
-from dovetail.layout import Layout
+from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
-from dovetail.tokenstats import TokenStats
+from dovetail.parallel.layout import Layout
 from tests.parity.configs import VOCAB
 from tests.parity.reference import LENGTHS, make_batch, objective
 from tests.probe import PROBE, gradients, parameters

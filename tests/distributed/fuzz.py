@@ -15,12 +15,12 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from dovetail.batch import PackedBatch
-from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.batch.packed import PackedBatch
 from dovetail.engine.native import NativeEngine
 from dovetail.errors import CheckpointError, ConfigError, DataError, LayoutError, ModelError
-from dovetail.layout import Layout
-from dovetail.nn.recompute import Recompute
+from dovetail.factory.engine import EngineOptions, from_pretrained
+from dovetail.nn.activation_checkpoint import Recompute
+from dovetail.parallel.layout import Layout
 from dovetail.pipeline.partition import SCHEDULES
 from tests.checkpoints import assert_same_tensors
 from tests.distributed.matrix import LOSSES, STEP, Figures, figures_of, measure, random_batch

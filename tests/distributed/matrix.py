@@ -28,13 +28,13 @@ from transformers import (
 )
 
 from dovetail.arch.spec import ArchSpec
-from dovetail.batch import PackedBatch
-from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.batch.packed import PackedBatch
+from dovetail.engine.expert_routing import BalanceSettings
 from dovetail.engine.native import NativeEngine
-from dovetail.engine.routing import BalanceSettings
-from dovetail.layout import Layout
-from dovetail.nn.recompute import Recompute
+from dovetail.factory.engine import EngineOptions, from_pretrained
+from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.optim.optimizer import OptimSettings
+from dovetail.parallel.layout import Layout
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
 from tests.parity.configs import VOCAB, tiny_model
 from tests.probe import gradients, parameters

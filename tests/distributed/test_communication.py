@@ -1,6 +1,6 @@
 """What ranks send is what docs/parallelism.md says: the formulas of its tables against all bytes of a real step.
 
-FSDP2's collectives and the executor's messages are counted where they meet torch.distributed, as are comm.py's.
+FSDP2's collectives and the executor's messages are counted where they meet torch.distributed, as are parallel/collectives.py's.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from dovetail.arch.spec import ArchSpec, AttentionSpec, RopeSpec
-from dovetail.batch import PackedBatch
-from dovetail.build.engine import make_decoder
-from dovetail.comm import gather_mirrored
+from dovetail.batch.packed import PackedBatch
+from dovetail.engine.fsdp import shard_over_data
 from dovetail.engine.native import NativeEngine
-from dovetail.engine.sharding import shard_over_data
-from dovetail.layout import Layout
-from dovetail.mesh import Axis, Mesh
-from dovetail.nn import sharing
+from dovetail.factory.engine import make_decoder
+from dovetail.nn import context_parallel
+from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.nn.decoder import Head
-from dovetail.nn.recompute import Recompute
+from dovetail.parallel.collectives import gather_mirrored
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
-from dovetail.weights.pretrained import Origin
+from dovetail.weights.hf_directory import CheckpointSource
 from tests.harness import run
 from tests.traffic import Step, counted, expected
 
@@ -83,7 +83,7 @@ def measure(case: Case) -> tuple[dict[str, Fraction], Step]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.01)
-    origin = Origin(lambda _: None, (), {})
+    origin = CheckpointSource(lambda _: None, (), {})
     engine = NativeEngine(model, mesh, origin, tokens_per_batch=LENGTH, dtype=torch.bfloat16)
     batch = PackedBatch.pack([[1] * LENGTH] * (case.micros * mesh["dp"].size))
     zeros = dict.fromkeys(("advantage", "old_logprob", "old_value", "return"), torch.zeros(len(batch)))
@@ -173,7 +173,7 @@ def mutated(case: Case) -> tuple[dict[str, Fraction], Step]:
         gather_mirrored(x[:, :1], axis)[1]()
         return gather_mirrored(x, axis)
 
-    with mock.patch.object(sharing, "gather_mirrored", wasteful):
+    with mock.patch.object(context_parallel, "gather_mirrored", wasteful):
         return measure(case)
 
 

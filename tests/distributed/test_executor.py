@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.launch import pick_device
-from dovetail.layout import Layout
-from dovetail.mesh import Link, Mesh
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh, P2PChannel
+from dovetail.parallel.process_group import pick_device
 from dovetail.pipeline import executor
 from dovetail.pipeline.schedule import Action, Costs, Kind, Plan, make_plan, simulate
 from tests.harness import RankFailed, distributed, run
@@ -208,7 +208,7 @@ def connect_everywhere(ranks: int) -> None:
     """`connect` where both ends of a road wait for each other before anything is sent, as NCCL's do."""
     start = executor._start
 
-    def meet(transfer, tensor: Tensor, link: Link) -> dist.Work:
+    def meet(transfer, tensor: Tensor, link: P2PChannel) -> dist.Work:
         dist.barrier(group=link.group)
         return start(transfer, tensor, link)
 

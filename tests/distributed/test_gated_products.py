@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.engine.native import NativeEngine
-from dovetail.layout import Layout
+from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn.mlp import GatedMLP
+from dovetail.parallel.layout import Layout
 from tests.harness import run
 from tests.hf.families import TEXT
 from tests.parity.configs import tiny_model

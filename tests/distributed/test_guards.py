@@ -17,22 +17,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bench.models import one_rank
-from dovetail.batch import Loss, PackedBatch
-from dovetail.build.engine import EngineOptions, from_pretrained
-from dovetail.comm import gather_text
-from dovetail.engine.faults import StepWatch
+from dovetail.batch.loss import Loss, TokenStats
+from dovetail.batch.packed import PackedBatch
 from dovetail.engine.native import NativeEngine
+from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import DataError, MachineError
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
+from dovetail.factory.engine import EngineOptions, from_pretrained
+from dovetail.launch.progress import Progress
 from dovetail.optim import optimizer
 from dovetail.optim.assembly import Shard
 from dovetail.optim.grads import reduce_partial
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.optim.replicas import _difference, _pieces, hash_bits
-from dovetail.tokenstats import TokenStats
-from dovetail.watch.progress import Progress
-from dovetail.weights.pieces import local_tensor
+from dovetail.parallel.collectives import gather_text
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.weights.shards import local_tensor
 from tests.distributed.bodies import tokenwise
 from tests.harness import run
 from tests.parity.configs import save_tiny, tiny_configs

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.build import engine
 from dovetail.engine.native import NativeEngine
+from dovetail.factory import engine
 from dovetail.kernels.reference import mixture
 from dovetail.kernels.registry import KernelSet
-from dovetail.layout import Layout
+from dovetail.parallel.layout import Layout
 from tests.distributed import matrix
 from tests.distributed.matrix import FLAT, SHALLOW, Case, Figures, compare, path_of, write_alone, write_models
 from tests.harness import run

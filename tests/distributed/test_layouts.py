@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.layout import Layout
+from dovetail.parallel.layout import Layout
 from tests.distributed.bodies import BUDGET, Flat, curve, curves, everything
 from tests.harness import run
 from tests.parity.configs import save_tiny, tiny_configs

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.build.layouts import check_layout
 from dovetail.errors import LayoutError
-from dovetail.layout import Layout
+from dovetail.factory.layouts import check_layout
+from dovetail.parallel.layout import Layout
 from tests.distributed.matrix import (
     LOSSES,
     RECIPES,

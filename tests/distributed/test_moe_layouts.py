@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.build.engine import EngineOptions, from_pretrained
-from dovetail.engine.routing import BalanceSettings
-from dovetail.layout import Layout
+from dovetail.engine.expert_routing import BalanceSettings
+from dovetail.factory.engine import EngineOptions, from_pretrained
+from dovetail.parallel.layout import Layout
 from dovetail.rl.losses import SFTLoss, weight_fields
 from tests.distributed.matrix import (
     LOSSES,

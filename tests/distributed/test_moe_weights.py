@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dovetail.build.engine import from_pretrained, make_mesh, make_model
-from dovetail.checkpoint.convert import convert_to_hf, convert_to_sharded
+from dovetail.checkpoint.conversion import convert_to_hf, convert_to_sharded
 from dovetail.checkpoint.reader import open_checkpoint
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
+from dovetail.factory.engine import from_pretrained, make_mesh, make_model
 from dovetail.nn.model import StagedModel
-from dovetail.weights.pretrained import Pretrained
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.weights.hf_directory import Pretrained
 from tests.checkpoints import assert_same_tensors, digests, tensors_of
 from tests.harness import run
 from tests.parity.configs import moe_configs, save_tiny

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.engines import layout_of, ragged_batch, random_engine, spec_of
-from dovetail import comm
-from dovetail.mesh import Axis
+from dovetail.parallel import collectives
+from dovetail.parallel.mesh import Axis
 from dovetail.rl.losses import SFTLoss
 from tests.harness import run
 from tests.nccl_rules import RuleBroken, kept
@@ -53,19 +53,19 @@ def turned(x: Tensor, axis: Axis) -> None:
 
 
 def unknown(x: Tensor, axis: Axis) -> None:
-    comm.stack_over(x.to(torch.int16), axis)
+    collectives.stack_over(x.to(torch.int16), axis)
 
 
 def unequal(x: Tensor, axis: Axis) -> None:
-    comm.stack_over(x[axis.rank :], axis)
+    collectives.stack_over(x[axis.rank :], axis)
 
 
 def elsewhere(x: Tensor, axis: Axis) -> None:
-    (comm.sum_over if axis.rank else comm.stack_over)(x, axis)
+    (collectives.sum_over if axis.rank else collectives.stack_over)(x, axis)
 
 
 def miscounted(x: Tensor, axis: Axis) -> None:
-    comm.begin_all_to_all(x, [1, 1], [2 * axis.rank, 1], axis).take()
+    collectives.begin_all_to_all(x, [1, 1], [2 * axis.rank, 1], axis).take()
 
 
 def empty(x: Tensor, axis: Axis) -> None:
@@ -73,11 +73,11 @@ def empty(x: Tensor, axis: Axis) -> None:
 
 
 def forgotten(x: Tensor, axis: Axis) -> None:
-    comm.begin_scatter(x, axis)
+    collectives.begin_scatter(x, axis)
 
 
 def overwritten(x: Tensor, axis: Axis) -> None:
-    begun = comm.begin_scatter(x, axis)
+    begun = collectives.begin_scatter(x, axis)
     x.zero_()
     begun.take()
 
@@ -100,7 +100,7 @@ def broken() -> None:
         with pytest.raises(RuleBroken, match=message), kept():
             fn(torch.ones(2, 2), axis)
     with kept():
-        assert comm.sum_over(torch.ones(2, 2).T, axis).sum() == 8  # made contiguous on the way
+        assert collectives.sum_over(torch.ones(2, 2).T, axis).sum() == 8  # made contiguous on the way
 
 
 def test_every_rule_is_noticed() -> None:

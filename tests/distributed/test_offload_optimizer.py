@@ -19,16 +19,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.engine.native import NativeEngine
 from dovetail.errors import MachineError
-from dovetail.layout import Layout
-from dovetail.nn.recompute import HostMemory
+from dovetail.factory.engine import EngineOptions, from_pretrained
+from dovetail.nn.activation_checkpoint import PinnedPool
 from dovetail.optim import adamw
-from dovetail.optim.adamw import MOMENTS, HostedAdamW, StoppableAdamW
+from dovetail.optim.adamw import MOMENTS, CPUOffloadAdamW, SkippableAdamW
 from dovetail.optim.replicas import hash_bits
-from dovetail.weights.pretrained import EngineName
+from dovetail.parallel.layout import Layout
+from dovetail.weights.hf_directory import EngineName
 from tests.checkpoints import assert_same_tensors, digests
 from tests.commands.program import here, make_model, read_rows, write_recipe, write_rows
 from tests.distributed.bodies import ADAMW, ragged, tokenwise
@@ -75,7 +75,7 @@ def engine_of(
     options = EngineOptions(optim=ADAMW, engine=engine, offload_optimizer=hosted, tokens_per_batch=96)
     found = from_pretrained(source, layout=Layout.parse(text) if text else None, device="cpu", options=options, **more)
     with mock.patch.object(adamw, "BUCKET_BYTES", BUCKET):
-        assert isinstance(found.optimizer.adamw, HostedAdamW) == hosted
+        assert isinstance(found.optimizer.adamw, CPUOffloadAdamW) == hosted
     return found
 
 
@@ -112,8 +112,8 @@ def twins(folder: Path, cuts: tuple[Cut, ...]) -> None:
                 hosted.check_replicas()
 
 
-def hosted_of(engine: NativeEngine) -> HostedAdamW:
-    assert isinstance(engine.optimizer.adamw, HostedAdamW)
+def hosted_of(engine: NativeEngine) -> CPUOffloadAdamW:
+    assert isinstance(engine.optimizer.adamw, CPUOffloadAdamW)
     return engine.optimizer.adamw
 
 
@@ -235,7 +235,7 @@ def before_activations(source: Path) -> None:
         taken.append(len(hosted_of(engine).hosts))
 
     text: Any = engine.model.text
-    text.recompute, text.host = "full", HostMemory(torch.device("cpu"), room=room)
+    text.recompute, text.host = "full", PinnedPool(torch.device("cpu"), room=room)
     engine.score(ragged(0))
     assert not hosted_of(engine).hosts, "nothing is updated yet"
     engine.train_step(ragged(0), tokenwise)
@@ -247,7 +247,7 @@ def test_moments_take_their_memory_before_activations_do(folder: Path) -> None:
     run(1, before_activations, folder / "llama_tied")
 
 
-class SlowLink(HostMemory):
+class SlowLink(PinnedPool):
     """Nothing is carried before somebody waits for it: the latest that a device's own queue of copies may be."""
 
     def __init__(self) -> None:
@@ -274,11 +274,11 @@ def test_no_copy_is_taken_for_done(slow: tuple[str, ...], count: int) -> None:
     given = [torch.randn(i % 4, 50, generator=draw) for i in range(count)]  # of some a rank holds nothing
     grads = [[torch.randn(x.shape, generator=draw) for x in given] for _step in range(3)]
     found: list[list[Tensor]] = []
-    for kind in (StoppableAdamW, HostedAdamW):
+    for kind in (SkippableAdamW, CPUOffloadAdamW):
         params = [torch.nn.Parameter(x.clone()) for x in given]
         with mock.patch.object(adamw, "BUCKET_BYTES", 1):
             optimizer = kind([{"params": params, "weight_decay": 0.1}], lr=1e-2, fused=True)
-        for name in slow if kind is HostedAdamW else ():
+        for name in slow if kind is CPUOffloadAdamW else ():
             setattr(optimizer, name, SlowLink())
         for step, each in enumerate(grads):
             optimizer.found_inf = torch.tensor(float(step == 1))
@@ -295,7 +295,7 @@ def test_a_recipe_asks_for_it(tmp_path: Path) -> None:
     for mode in ("false", "true"):
         (tmp_path / mode).mkdir()
         recipe = write_recipe(tmp_path / mode / "recipe.yaml", model, rows, data={"shuffle": False})
-        with mock.patch.object(HostedAdamW, "begin", autospec=True, side_effect=HostedAdamW.begin) as begun:
+        with mock.patch.object(CPUOffloadAdamW, "begin", autospec=True, side_effect=CPUOffloadAdamW.begin) as begun:
             ended = here("train", recipe, "--device", "cpu", f"trainer.offload_optimizer={mode}")
         assert ended.code == 0, ended.err
         assert begun.called == (mode == "true")

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.layout import Layout
 from dovetail.optim.optimizer import OptimSettings
-from dovetail.placement import as_index
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.placement import as_index
 from tests.distributed.bodies import made, sequencewise, tokenwise
 from tests.harness import run
 from tests.parity.configs import save_tiny, tiny_configs

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from dovetail.build.engine import EngineOptions, from_pretrained
-from dovetail.layout import Layout
+from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
-from dovetail.placement import as_index
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.placement import as_index
 from tests.harness import run
 from tests.parity.configs import moe_configs, save_tiny, tiny_configs
 from tests.parity.reference import make_batch, objective

@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from dovetail import symmetric
-from dovetail.build import engine
-from dovetail.comm import begin_sum_in_order, gather_mirrored
+from dovetail.factory import engine
 from dovetail.kernels import reference
 from dovetail.kernels.registry import KernelSet
-from dovetail.layout import Layout
-from dovetail.mesh import USES, Axis
-from dovetail.peers import Peers, Ring, rows_of
+from dovetail.parallel import symmetric
+from dovetail.parallel.collectives import begin_sum_in_order, gather_mirrored
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import USES, Axis
+from dovetail.parallel.peers import Peers, Ring, rows_of
 from tests.distributed.matrix import Case, Figures, compare, write_alone, write_models
 from tests.harness import run
 from tests.peer_collectives import any_order
@@ -140,8 +140,8 @@ def keys_come_and_gradients_return(folder: Path) -> None:
     for tokens in (3, 500, 6000):
         parts = torch.randn(axis.size, 2, tokens, 8, generator=draw).to(torch.bfloat16)
         before = axis.peers.begun
-        found = begin_sum_in_order(parts, axis, reference.sum_in_order).take()
-        assert torch.equal(found, begin_sum_in_order(parts, plain, reference.sum_in_order).take()), tokens
+        found = begin_sum_in_order(parts, axis, reference.sum_deterministic).take()
+        assert torch.equal(found, begin_sum_in_order(parts, plain, reference.sum_deterministic).take()), tokens
         pieces = axis.peers.begun - before
         assert pieces == -(-found.nbytes // (axis.peers.memory.ring.slot_bytes // axis.size)), tokens
     assert pieces > FOUR.slots, "more than a ring has room for"
@@ -181,7 +181,7 @@ def test_what_is_asked_for_after_what() -> None:
     memory.slot.side_effect = lambda *_: torch.zeros(64, dtype=torch.uint8)
     memory.wait, memory.copy = note("told"), note("copy")
     memory.mark, memory.here = note("mark", "copied"), note("here", "added")
-    peers = Peers(0, 2, memory, mock.Mock(lay_twice=note("lay"), sum_in_order=note("add")))
+    peers = Peers(0, 2, memory, mock.Mock(copy_to_both=note("lay"), sum_deterministic=note("add")))
     gathered = peers.gather(list(torch.empty(2, 4)), torch.ones(4))
     assert asked == ["lay", "follow", "tell", "told", "copy", "mark"]
     asked.clear()

@@ -14,13 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dovetail.arch.spec import ArchSpec
-from dovetail.batch import Loss, PackedBatch, Sequence
-from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.batch.loss import Loss
+from dovetail.batch.packed import PackedBatch, Sequence
+from dovetail.batch.routing import RoutingTrace
 from dovetail.engine.native import NativeEngine
 from dovetail.errors import DataError
-from dovetail.layout import Layout
+from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn.moe import Router
-from dovetail.routing import RoutingTrace
+from dovetail.parallel.layout import Layout
 from tests.distributed.matrix import (
     STEP,
     expert_models,

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.writer import write_sharded
 from dovetail.engine.native import NativeEngine
-from dovetail.layout import Layout
-from dovetail.weights.pieces import kept_buffers
-from dovetail.weights.pretrained import EngineName
+from dovetail.factory.engine import EngineOptions, from_pretrained
+from dovetail.parallel.layout import Layout
+from dovetail.weights.hf_directory import EngineName
+from dovetail.weights.shards import kept_buffers
 from dovetail.weights.stream import gather_whole
 from tests.distributed.matrix import DEPTH, expert_models, models
 from tests.distributed.test_resume import cut_back, done, inputs, numbers, recipe_of

@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.steps import SavedStep, saved_steps
-from dovetail.rows import batch_rows
+from dovetail.checkpoint.retention import SavedStep, saved_steps
+from dovetail.data.rows import batch_rows
 from tests.checkpoints import assert_same_tensors, digests
 from tests.commands.program import read_rows, start
 from tests.golden.job import RL_ROWS, SFT_ROWS, play, rl, sft, write_inputs

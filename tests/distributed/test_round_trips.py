@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.build.engine import from_pretrained
-from dovetail.layout import Layout
+from dovetail.factory.engine import from_pretrained
+from dovetail.parallel.layout import Layout
 from tests.checkpoints import assert_same_tensors, digests, tensors_of
 from tests.distributed.matrix import models, name_of
 from tests.harness import run

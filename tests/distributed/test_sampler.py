@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.batch import PackedBatch, Sequence
-from dovetail.build.engine import from_pretrained
+from dovetail.batch.micro import MicroBatch
+from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import CheckpointError
+from dovetail.factory.engine import from_pretrained
 from dovetail.kernels.registry import KernelSet
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
-from dovetail.micro import MicroBatch
-from dovetail.rollout import deck
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.rollout import model_runner
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.draw import draw
 from dovetail.rollout.native import NativeSampler
+from dovetail.rollout.sampling import draw
 from tests.harness import distributed, run
 from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs, tiny_model
 from tests.tolerances import MODEL_FP32, OP_FP64, SUM_ORDER, assert_close
@@ -149,7 +149,7 @@ def test_tp_ranks_take_the_draw_of_rank_0() -> None:
         return (ids, log_probs) if mesh["tp"].rank == 0 else ((ids + 1) % VOCAB, log_probs + 1)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deck, "draw", rounds_apart)
+        patch.setattr(model_runner, "draw", rounds_apart)
         assert_same(sampler.sample(prompts_of((5, 2)), PARAMS), expected)
 
 

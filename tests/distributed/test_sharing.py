@@ -9,20 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail import comm
-from dovetail.batch import PackedBatch
-from dovetail.build.engine import EngineOptions, from_pretrained
-from dovetail.comm import Pending, gather_in_order, gather_mirrored
-from dovetail.gradients import add_product
+from dovetail.batch.micro import ContextShard
+from dovetail.batch.packed import PackedBatch
+from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.kernels import reference
-from dovetail.kernels.reference import sum_in_order
+from dovetail.kernels.reference import sum_deterministic
 from dovetail.kernels.registry import KernelSet
-from dovetail.layout import Layout
-from dovetail.mesh import Axis, Mesh
-from dovetail.micro import Share
-from dovetail.nn.beside import Beside
-from dovetail.nn.context import PackedAttention, SharedAttention, cut_chunks
-from dovetail.nn.sharing import share_keys
+from dovetail.nn.beside import DelayedWgrad
+from dovetail.nn.context_parallel import PackedAttention, SharedAttention, cut_chunks, share_keys
+from dovetail.nn.grad_accumulation import add_product
+from dovetail.parallel import collectives
+from dovetail.parallel.collectives import Pending, gather_in_order, gather_mirrored
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Axis, Mesh
 from tests.distributed.matrix import LOSSES, SHALLOW, path_of, random_batch, write_models
 from tests.harness import run
 from tests.nccl_rules import kept
@@ -59,17 +58,17 @@ def cases() -> Iterator[tuple[tuple[int, ...], int | None, int]]:
 def compare(layout: Layout, ulysses: int) -> None:
     """This rank's tokens of every case, and the gradients that it ends up with, on memory that holds NaN."""
     mesh = Mesh.build(layout)
-    share = Share(mesh["cp"].rank, mesh["cp"].size, ulysses)
+    share = ContextShard(mesh["cp"].rank, mesh["cp"].size, ulysses)
     mine = share.order(TOKENS)
     for lengths, window, values in cases():
         q, k, v, up = drawn(torch.float64, values)
         whole = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-        expected = PackedAttention(spans(lengths), KernelSet()).attend(*whole, window, Beside())
+        expected = PackedAttention(spans(lengths), KernelSet()).attend(*whole, window, DelayedWgrad())
         wanted = torch.autograd.grad(expected, whole, up)
         own = q.detach()[mine].requires_grad_(), k.detach()[mine].requires_grad_(), v.detach()[mine].requires_grad_()
         shared = SharedAttention(cut_chunks(lengths, share, CPU), mesh.context[ulysses], KernelSet())
         with poisoned(), kept():
-            actual = shared.attend(*own, window, Beside())
+            actual = shared.attend(*own, window, DelayedWgrad())
             found = torch.autograd.grad(actual, own, up[mine])
         what = f"{layout}, {lengths}, window {window}"
         assert_close(actual, expected[mine], SUM_ORDER, what)
@@ -87,21 +86,21 @@ def test_equals_attention_of_all_tokens(world: int, mode: str, ulysses: int) -> 
 
 def plainly(k: Tensor, v: Tensor, stretches: list[slice], axis: Axis) -> list[tuple[Tensor, Tensor]]:
     """`share_keys` of one collective and torch's own slices, each with its own gradient."""
-    chunks = gather_in_order(torch.cat((k, v), dim=1), axis, sum_in_order).chunk(2 * axis.size)
+    chunks = gather_in_order(torch.cat((k, v), dim=1), axis, sum_deterministic).chunk(2 * axis.size)
     kv = torch.cat((*chunks[0::2], *reversed(chunks[1::2])))
     return [kv[stretch].chunk(2, dim=1) for stretch in stretches]  # type: ignore[misc]  # always two
 
 
 def bits(dtype: torch.dtype) -> None:
     mesh = Mesh.build(Layout(cp=4, cp_mode="gather"))
-    share, axis = Share(mesh["cp"].rank, 4, 1), mesh.context[1].gather
+    share, axis = ContextShard(mesh["cp"].rank, 4, 1), mesh.context[1].gather
     mine = share.order(TOKENS)
     for lengths in LENGTHS:
         stretches = [chunk.keys for chunk in cut_chunks(lengths, share, CPU)]
         q, k, v, _ = drawn(dtype)
         own = k[mine].requires_grad_(), v[mine].requires_grad_()
         draw = torch.Generator().manual_seed(share.rank)
-        made = [list(share_keys(*own, stretches, axis, sum_in_order)), plainly(*own, stretches, axis)]
+        made = [list(share_keys(*own, stretches, axis, sum_deterministic)), plainly(*own, stretches, axis)]
         up = [torch.randn(x.shape, generator=draw).to(dtype) for pair in made[0] for x in pair]
         grads = []
         for pairs in made:
@@ -122,7 +121,7 @@ def bits(dtype: torch.dtype) -> None:
 def beside_collectives(folder: str, layout: Layout) -> list[int]:
     """How many weight gradients were computed beside each exchange of one backward pass, in its order."""
     open_now, found = list[int](), list[int]()
-    begin = comm.begin_exchange
+    begin = collectives.begin_exchange
 
     class Noted(Pending):
         def take(self) -> Tensor:
@@ -143,7 +142,7 @@ def beside_collectives(folder: str, layout: Layout) -> list[int]:
     engine = from_pretrained(folder, layout=layout, dtype=torch.float64, device="cpu", options=options)
     batch = random_batch((TOKENS,), "sft", torch.float64)
     engine.train_step(batch, LOSSES["sft"])  # the first one makes the optimizer
-    with mock.patch.object(comm, "begin_exchange", begun), mock.patch("dovetail.nn.linear.add_product", added):
+    with mock.patch.object(collectives, "begin_exchange", begun), mock.patch("dovetail.nn.linear.add_product", added):
         engine.train_step(batch, LOSSES["sft"])
     return found
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from dovetail.batch import PackedBatch
-from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.batch.micro import MicroBatch
+from dovetail.batch.packed import PackedBatch
 from dovetail.engine import native
-from dovetail.engine.checks import check_same
 from dovetail.engine.native import NativeEngine
+from dovetail.engine.validation import check_same
 from dovetail.errors import DataError
-from dovetail.layout import Layout
-from dovetail.micro import MicroBatch
+from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
+from dovetail.parallel.layout import Layout
 from tests.distributed.bodies import tokenwise
 from tests.harness import run
 from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs

@@ -13,14 +13,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen3MoeConfig
 
-from dovetail.batch import PackedBatch
-from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.batch.packed import PackedBatch
+from dovetail.engine.fsdp import ReshardPolicy
 from dovetail.engine.native import NativeEngine
-from dovetail.engine.sharding import Residency
-from dovetail.gradients import Adder
+from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.kernels.reference import add_weight_grad_
-from dovetail.layout import Layout
+from dovetail.nn.grad_accumulation import Adder
 from dovetail.nn.linear import Linear
+from dovetail.parallel.layout import Layout
 from tests.harness import run
 from tests.parity.configs import VOCAB, tiny_model
 from tests.parity.reference import objective
@@ -129,7 +129,7 @@ def resident(path: Path, layout: Layout) -> dict[str, float]:
     """How far each way of keeping things whole between micro-batches is from the one of a host, and what is left gathered."""
     found: dict[str, float] = {}
     exact: dict[str, Tensor] = {}
-    for residency in (Residency(False, True), Residency(True, True), Residency(False, False)):
+    for residency in (ReshardPolicy(False, True), ReshardPolicy(True, True), ReshardPolicy(False, False)):
         engine = engine_of(path, layout, torch.float64, BUDGET)
         engine.residency = residency
         before = engine.score(batch_of(torch.float64)).logprob
@@ -161,7 +161,7 @@ def gathers(path: Path, layout: Layout, *, again: bool, tiles: int) -> tuple[int
     )
     original = DefaultAllGather.__call__
     for i, gathered in enumerate((True, False)):
-        engine.residency = Residency(gathered, True)
+        engine.residency = ReshardPolicy(gathered, True)
 
         def counting(*given: Any, i: int = i, **named: Any) -> Any:
             found[i] += 1
@@ -183,14 +183,14 @@ def test_one_micro_batch_gathers_once_where_blocks_spare_no_memory(folder: Path,
 @pytest.mark.parametrize(
     ("billions", "gib", "expected"),
     [
-        (7.6, 140, Residency(True, True)),
-        (7.6, 80, Residency(False, False)),
-        (14.8, 140, Residency(False, False)),
-        (8.0, 94, Residency(False, True)),
-        (70.0, None, Residency(False, True)),
+        (7.6, 140, ReshardPolicy(True, True)),
+        (7.6, 80, ReshardPolicy(False, False)),
+        (14.8, 140, ReshardPolicy(False, False)),
+        (8.0, 94, ReshardPolicy(False, True)),
+        (70.0, None, ReshardPolicy(False, True)),
     ],
 )
-def test_what_a_device_may_keep_whole(billions: float, gib: int | None, expected: Residency) -> None:
+def test_what_a_device_may_keep_whole(billions: float, gib: int | None, expected: ReshardPolicy) -> None:
     """At most a third of it: weights in bfloat16 and sums in float32."""
     memory = None if gib is None else gib << 30
-    assert Residency.within(int(billions * 1e9), 2, 4, memory) == expected
+    assert ReshardPolicy.within(int(billions * 1e9), 2, 4, memory) == expected

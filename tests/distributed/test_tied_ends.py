@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.engine.native import NativeEngine
-from dovetail.layout import Layout
+from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
-from dovetail.weights.pieces import held
+from dovetail.parallel.layout import Layout
+from dovetail.weights.shards import local_params
 from tests.distributed.bodies import ragged, tokenwise
 from tests.distributed.matrix import models, name_of
 from tests.harness import run
@@ -42,7 +42,7 @@ def opened(path: Path, layout: Layout, dtype: torch.dtype) -> NativeEngine:
 def table(engine: NativeEngine, wrong: bool = False) -> Tensor:
     """This rank's rows of the table, which are those of its peer at the other end. Collective."""
     ends, pp = engine.mesh["ends"], engine.mesh["pp"]
-    rows = [param.local for param in held(engine.model, engine.mesh) if param.name == TABLE]
+    rows = [param.local for param in local_params(engine.model, engine.mesh) if param.name == TABLE]
     assert len(rows) == (pp.rank in (0, pp.size - 1)), "the ends hold the table, and nobody else"
     mine = rows[0].clone() if rows else torch.empty(0)
     if wrong and ends.rank:

@@ -6,9 +6,9 @@ from typing import Literal
 import pytest
 from transformers import Qwen3MoeConfig
 
-from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.errors import ModelError
-from dovetail.layout import Layout
+from dovetail.factory.engine import EngineOptions, from_pretrained
+from dovetail.parallel.layout import Layout
 from tests.harness import run
 from tests.hf.families import TEXT
 from tests.parity.configs import EXPERTS, tiny, tiny_model

@@ -15,8 +15,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dovetail.engine.native import NativeEngine
-from dovetail.rl.trainer import SupervisedTask
-from dovetail.weights.pieces import local_tensor
+from dovetail.rl.tasks import SupervisedTask
+from dovetail.weights.shards import local_tensor
 from tests.checkpoints import tensors_of
 from tests.commands.program import Ended, _as_rank as as_rank
 from tests.distributed.test_training_layouts import assert_same_rl, assert_same_sft, rl_recipe

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.models import one_rank
-from dovetail.batch import Loss, PackedBatch, Sum
-from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.batch.loss import Loss, Sum, TokenStats
+from dovetail.batch.packed import PackedBatch
 from dovetail.errors import ConfigError
-from dovetail.layout import Layout
-from dovetail.nn.recompute import Recompute
+from dovetail.factory.engine import EngineOptions, from_pretrained
+from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.optim.lr import lr_factor
 from dovetail.optim.optimizer import OptimSettings
-from dovetail.tokenstats import TokenStats
+from dovetail.parallel.layout import Layout
 from tests.distributed.bodies import BUDGET, made, tokenwise
 from tests.harness import run
 from tests.parity.configs import save_tiny, tiny_configs

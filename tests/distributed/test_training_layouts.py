@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.build.lengths import longest_row
-from dovetail.layout import Layout
+from dovetail.factory.lengths import longest_row
+from dovetail.parallel.layout import Layout
 from tests.golden.bugs import LAYOUT_BUGS
 from tests.golden.job import Played, play, rl, sft, write_inputs
 from tests.harness import run

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.build.engine import EngineOptions, from_pretrained
-from dovetail.crossing import Crossing
-from dovetail.layout import Layout
+from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn import moe
 from dovetail.nn.linear import Linear
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.overlap import AsyncCollective
 from tests.distributed.matrix import (
     DEPTH,
     LOSSES,
@@ -102,10 +102,10 @@ def covered(folder: Path, layout: Layout, *, in_turns: bool) -> dict[str, tuple[
     options = EngineOptions(optim=PROBE, in_turns=in_turns)
     engine = from_pretrained(folder, layout=layout, dtype=torch.float64, device="cpu", options=options)
     batch = random_batch(RECIPES["ragged"], "sft", torch.float64)
-    held: list[Crossing] = []  # or one would get the number of one before
-    init = Crossing.__init__
+    held: list[AsyncCollective] = []  # or one would get the number of one before
+    init = AsyncCollective.__init__
 
-    def kept(self: Crossing, *given: Any) -> None:
+    def kept(self: AsyncCollective, *given: Any) -> None:
         held.append(self)
         init(self, *given)
 
@@ -126,12 +126,12 @@ def covered(folder: Path, layout: Layout, *, in_turns: bool) -> dict[str, tuple[
     read = moe.read
     engine.train_step(batch, LOSSES["sft"])  # the first one makes the optimizer
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(Crossing, "__init__", kept))
+        patches.enter_context(mock.patch.object(AsyncCollective, "__init__", kept))
         patches.enter_context(mock.patch.object(F, "linear", product_of(F.linear)))
         patches.enter_context(noting(Linear, "add_or_wait", "product"))
         patches.enter_context(mock.patch.object(moe, "read", mixing))
         for method in ("begin", "take", "begin_back", "take_back"):
-            patches.enter_context(noting(Crossing, method, method))
+            patches.enter_context(noting(AsyncCollective, method, method))
         engine.train_step(batch, LOSSES["sft"])
     found = {}
     for begin, end in (("begin", "take"), ("begin_back", "take_back")):

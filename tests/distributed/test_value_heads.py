@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from dovetail.arch.registry import FAMILIES
-from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.errors import CheckpointError, ModelError
-from dovetail.layout import Layout
-from dovetail.weights.pretrained import saved_config
+from dovetail.factory.engine import EngineOptions, from_pretrained
+from dovetail.parallel.layout import Layout
+from dovetail.weights.hf_directory import saved_config
 from tests.harness import run
 from tests.parity.configs import save_tiny, tiny_configs, tiny_model
 from tests.parity.reference import make_batch, rows_of

@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from dovetail.batch import PackedBatch
-from dovetail.checkpoint.convert import convert_to_hf, convert_to_sharded
+from dovetail.batch.packed import PackedBatch
+from dovetail.checkpoint.conversion import convert_to_hf, convert_to_sharded
 from dovetail.checkpoint.reader import ShardedReader, open_checkpoint
 from dovetail.checkpoint.writer import save_sharded
+from dovetail.engine.fsdp import shard_over_data
 from dovetail.engine.native import NativeEngine
-from dovetail.engine.sharding import shard_over_data
 from dovetail.errors import CheckpointError
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
-from dovetail.weights.directory import side_files
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.weights.hf_directory import CheckpointSource
+from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import load
-from dovetail.weights.pieces import held
-from dovetail.weights.pretrained import Origin
-from dovetail.weights.reader import TensorSource
+from dovetail.weights.safe_paths import side_files
 from dovetail.weights.save import save
+from dovetail.weights.shards import local_params
 from dovetail.weights.stream import stream
 from tests.checkpoints import assert_same_tensors, decoder_on, digests, engine_model, tensors_of, write_tiny
 from tests.harness import run
@@ -59,9 +59,9 @@ def _loaded(source: Path, layout: str, *, wrap: bool = True) -> tuple[nn.Module,
 
 def _through_model(source: Path, out: Path, layout: str, wrap: bool) -> tuple[int, int, dict[str, Tensor]]:
     model, mesh, reader = _loaded(source, layout, wrap=wrap)
-    for param in held(model, mesh):
+    for param in local_params(model, mesh):
         assert not param.local.isnan().any(), param.name  # padding too
-    read, own = reader.bytes_read, sum(r.num_elements for p in held(model, mesh) for r in p.regions)
+    read, own = reader.bytes_read, sum(r.num_elements for p in local_params(model, mesh) for r in p.regions)
     streamed = dict(stream(model, mesh, bucket_bytes=SMALL_BUCKET, dtype_of=reader.dtype, listed=reader.names))
     assert list(streamed) == list(reader.names)
     sides = side_files(source)
@@ -144,11 +144,11 @@ def test_any_layout_reads_any_other(tmp_path: Path, cut: str, layout: str, tied:
 
 def _messages(source: Path, layout: str, broken_on: int | None) -> str:
     model, mesh = engine_model(source, layout, torch.float32)
-    before = [param.local.clone() for param in held(model, mesh)]
+    before = [param.local.clone() for param in local_params(model, mesh)]
     path = source / "nowhere" if broken_on == mesh["world"].rank else source
     with pytest.raises(CheckpointError) as caught:
         load(model, open_checkpoint(path, mesh), mesh)
-    for param, old in zip(held(model, mesh), before, strict=True):
+    for param, old in zip(local_params(model, mesh), before, strict=True):
         assert torch.equal(param.local.view(torch.int32), old.view(torch.int32)), f"{param.name} was touched"
     return str(caught.value)
 
@@ -238,7 +238,7 @@ def _stream_after_scoring(source: Path) -> dict[str, Tensor]:
     shard_over_data(model, mesh, torch.bfloat16)
     reader = open_checkpoint(source, mesh)
     load(model, reader, mesh)
-    NativeEngine(model, mesh, Origin(reader.dtype, tuple(reader.names), {})).score(
+    NativeEngine(model, mesh, CheckpointSource(reader.dtype, tuple(reader.names), {})).score(
         PackedBatch.pack([torch.arange(5), torch.arange(9), torch.arange(3)])
     )
     assert not all(isinstance(param, DTensor) for param in model.parameters())  # the trap is there

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from dovetail.build.engine import from_pretrained
 from dovetail.checkpoint.manifest import Manifest, StoredFile, StoredRegion, StoredTensor
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.comm import gather_text
+from dovetail.engine.fsdp import shard_over_data
 from dovetail.engine.native import NativeEngine
-from dovetail.engine.sharding import shard_over_data
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
-from dovetail.weights.directory import MANIFEST
+from dovetail.factory.engine import from_pretrained
+from dovetail.parallel.collectives import gather_text
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.weights.hf_reader import CheckpointReader
 from dovetail.weights.load import load
-from dovetail.weights.pieces import held
-from dovetail.weights.reader import CheckpointReader
+from dovetail.weights.safe_paths import MANIFEST
+from dovetail.weights.shards import local_params
 from dovetail.weights.stream import stream
 from tests.checkpoints import decoder_on, write_tiny
 from tests.harness import run
@@ -53,7 +53,7 @@ def write_large(path: Path, *, tied: bool = False) -> int:
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {r.checkpoint_name: r.checkpoint_shape for p in held(model, Mesh.solo()) for r in p.regions}
+    return {r.checkpoint_name: r.checkpoint_shape for p in local_params(model, Mesh.solo()) for r in p.regions}
 
 
 def resident(key: str) -> int:
@@ -75,7 +75,7 @@ def _load_and_stream(source: Path, layout: Layout) -> dict[str, int]:
     model.to_empty(device="cpu")
     load(model, reader, mesh)
     figures = {"load": resident("VmHWM") - before, "read": reader.bytes_read}
-    figures["own"] = sum(param.local.numel() * 4 for param in held(model, mesh))
+    figures["own"] = sum(param.local.numel() * 4 for param in local_params(model, mesh))
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     for _ in stream(model, mesh, bucket_bytes=BUCKET, dtype_of=lambda _: torch.bfloat16):
@@ -109,7 +109,7 @@ def _load_state(source: Path, layout: Layout) -> dict[str, int]:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
     engine = from_pretrained(source, layout=layout, device="cpu")
     own = sum(tensor.numel() * 4 for tensors in engine.optimizer.moments().values() for tensor in tensors.values())
-    own += sum(param.local.numel() * 4 for param in held(engine.model, engine.mesh))
+    own += sum(param.local.numel() * 4 for param in local_params(engine.model, engine.mesh))
     path = source.parent / "state"
     if engine.mesh["world"].rank == 0:
         _sparse_state(engine, path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.chat.renderer import Renderer
+from dovetail.data.chat_renderer import Renderer
 from tests.commands.program import make_model
 from tests.fault.processes import programs
 
@@ -31,5 +31,5 @@ def no_program_outlives_its_test() -> Iterator[None]:
 def one_renderer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The commands of a test share the process that renders chat templates: each start of one takes 0.7 s."""
     with Renderer() as renderer:
-        monkeypatch.setattr("dovetail.data.Renderer", lambda: renderer)
+        monkeypatch.setattr("dovetail.data.examples.Renderer", lambda: renderer)
         yield

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from dovetail.watch.progress import Phase, State, read_state
-from dovetail.watch.system import children_of, kernel_state
+from dovetail.launch.progress import Phase, State, read_state
+from dovetail.system import children_of, kernel_state
 from tests.commands.program import start, write_recipe, write_rows
 
 SECONDS = 240.0  # for a program to come to some point, on a busy machine

@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dovetail.checkpoint.async_saver import Saver
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.saver import Saver
-from dovetail.checkpoint.steps import DEBRIS, Retention, clear_debris, open_newest
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
-from dovetail.placement import Region, Slices
-from dovetail.weights.files import TensorSpec
-from dovetail.weights.pieces import Piece
+from dovetail.checkpoint.retention import LEFTOVERS, Retention, clear_debris, open_newest
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.placement import Region, Slices
+from dovetail.weights.safetensors import TensorSpec
+from dovetail.weights.shards import ParamShard
 from dovetail.weights.stream import Export
 from tests.fault.training_checkpoint import state_of
 
@@ -36,7 +36,7 @@ def export_of(tensors: Mapping[str, Tensor], rank: int, world: int) -> Export:
         owners[name] = [(r, ((r * rows, (r + 1) * rows), (0, WIDTH))) for r in range(world)]
         where = owners[name][rank][1]
         region = Region(name, (ROWS, WIDTH), where, ((0, rows), (0, WIDTH)), True, 1)
-        mine[name] = Piece(region, torch.float32, lambda tensor=tensor: tensor)  # type: ignore[misc]
+        mine[name] = ParamShard(region, torch.float32, lambda tensor=tensor: tensor)  # type: ignore[misc]
     return Export(specs, owners, mine)
 
 
@@ -73,7 +73,7 @@ def recovered(folder: Path) -> tuple[int, int]:
     reader.verify()
     found = (reader.manifest.step or 0, order_of(reader))
     clear_debris(folder)
-    assert not [path for pattern in DEBRIS for path in folder.glob(pattern)]
+    assert not [path for pattern in LEFTOVERS for path in folder.glob(pattern)]
     Run(folder).save(50, 50)
     reader, _ = open_newest(folder, Mesh.solo())
     assert reader is not None and order_of(reader) == 50

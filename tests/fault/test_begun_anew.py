@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.checkpoint.steps import DEBRIS, Retention, saved_steps
-from dovetail.mesh import Mesh
-from dovetail.rl.run import Contents, RunDirectory, RunSettings
+from dovetail.checkpoint.retention import LEFTOVERS, Retention, saved_steps
+from dovetail.parallel.mesh import Mesh
+from dovetail.run.directory import Contents, RunDirectory, RunSettings
 from tests.fault.crashing import DIED, die_at, forked
 from tests.fault.saves import Run
 from tests.harness import Apart
@@ -70,7 +70,7 @@ def check(path: Path, told: Path) -> None:
     assert sorted(p.name for p in (path / "rollouts").iterdir()) == [f"step_{s:06}.jsonl" for s in range(1, step + 1)]
     assert [saved.step for saved in saved_steps(path / "checkpoints")[0]] == list(range(step, 0, -1))
     assert {p.name for p in (path / "checkpoints").glob("step_??????")} == {f"step_{s:06}" for s in range(1, step + 1)}
-    assert not [p for pattern in DEBRIS for folder in (path, path / "checkpoints") for p in folder.glob(pattern)]
+    assert not [p for pattern in LEFTOVERS for folder in (path, path / "checkpoints") for p in folder.glob(pattern)]
     aside = path / "superseded"
     kept = "".join(file.read_text() for file in (path / "metrics.jsonl", *aside.rglob("metrics.jsonl")))
     assert all(line(s) in kept for s in range(1, STEPS + 1)), "no row is lost"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.checkpoint.steps import saved_steps
+from dovetail.checkpoint.retention import saved_steps
 from dovetail.errors import CheckpointError
 from tests.checkpoints import assert_same_tensors, tensors_of, write_tiny
 from tests.fault.crashing import (

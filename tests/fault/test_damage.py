@@ -11,11 +11,11 @@ import pytest
 
 from dovetail.checkpoint.manifest import Manifest
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.steps import from_a_whole_step, open_newest, saved_steps
+from dovetail.checkpoint.retention import from_a_whole_step, open_newest, saved_steps
 from dovetail.errors import CheckpointError
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
-from dovetail.weights.directory import MANIFEST
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.weights.safe_paths import MANIFEST
 from tests.checkpoints import write_tiny
 from tests.commands.program import here, on_ranks, read_rows, refusal, write_recipe, write_rows
 from tests.fault.training_checkpoint import write_steps

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.watch.progress import Phase
-from dovetail.watch.system import children_of
+from dovetail.launch.progress import Phase
+from dovetail.system import children_of
 from tests.commands.program import program, read_rows, start, write_recipe, write_rows
 from tests.fault.processes import ENDLESS, all_gone, is_alive, rl_run, stopped_in, waited
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers.utils.hub import HF_MODULES_CACHE
 
-from dovetail.build.text import LOCK
+from dovetail.factory.tokenizer import LOCK
 from tests.commands.program import here, on_ranks, program, refusal, write_recipe, write_rows
 
 TRAP = "import pathlib\npathlib.Path({sentinel!r}).write_text('executed')\n"

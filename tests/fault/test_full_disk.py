@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from dovetail import metrics
-from dovetail.checkpoint.steps import saved_steps
+from dovetail import jsonl
+from dovetail.checkpoint.retention import saved_steps
 from dovetail.cli.output import RowFile, portions
 from dovetail.errors import CheckpointError
-from dovetail.mesh import Mesh
-from dovetail.rl import records, run
-from dovetail.rl.records import MOST_WAITING, Records
-from dovetail.rl.trainer import RLTask
-from dovetail.weights.files import TensorFileWriter
-from dovetail.weights.reader import CheckpointReader
+from dovetail.parallel.mesh import Mesh
+from dovetail.rl.tasks import RLTask
+from dovetail.run import directory, metrics, records
+from dovetail.run.records import MOST_WAITING, Records
+from dovetail.weights.hf_reader import CheckpointReader
+from dovetail.weights.safetensors import TensorFileWriter
 from tests.commands.program import here, read_rows, refusal, write_recipe, write_rows
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -47,9 +47,9 @@ def test_rows_samples_and_events_wait_while_the_disk_is_full(
 
     original = RLTask.step
     monkeypatch.setattr(RLTask, "step", step)
-    for module in (metrics, run):
-        monkeypatch.setattr(module, "append", or_fail(metrics.append))
-    monkeypatch.setattr(run, "write_samples", or_fail(records.write_samples))
+    for module in (metrics, directory):
+        monkeypatch.setattr(module, "append", or_fail(jsonl.append))
+    monkeypatch.setattr(directory, "write_samples", or_fail(records.write_samples))
     monkeypatch.setattr(TensorFileWriter, "close", or_fail(TensorFileWriter.close))
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "c"}])
     trainer = {"steps": 8, "save_every": 2, "keep": 9, "prompts_per_step": 1, "async_save": False}
@@ -171,15 +171,15 @@ def test_a_run_whose_result_would_not_fit_does_not_begin(
 
 def test_no_line_is_ever_half_there(tmp_path: Path) -> None:
     path = tmp_path / "rows"
-    metrics.append(path, {"step": 1})
+    jsonl.append(path, {"step": 1})
     whole = path.read_bytes()
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, limit[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            metrics.append(path, {"step": 2})
+            jsonl.append(path, {"step": 2})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert path.read_bytes() == whole
-    metrics.append(path, {"step": 2})
+    jsonl.append(path, {"step": 2})
     assert [row["step"] for row in read_rows(path)] == [1, 2]

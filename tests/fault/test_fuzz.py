@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dovetail.config import known_keys
+from dovetail.recipe.schema import known_keys
 from tests.commands.program import here, write_recipe, write_rows
 
 # No large numbers: what memory holds is for the machine to say.

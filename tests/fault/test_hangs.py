@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dovetail.cli import supervisor
-from dovetail.watch.progress import LIMITS, read_state
-from dovetail.watch.system import children_of
+from dovetail.launch import supervisor
+from dovetail.launch.progress import LIMITS, read_state
+from dovetail.system import children_of
 from tests.commands.program import here, make_model, start, write_recipe, write_rows
 from tests.fault.processes import all_gone, ranks_of, stopped_in
 
@@ -47,7 +47,7 @@ SUPERVISOR = """
 import sys
 from pathlib import Path
 from dovetail.cli.supervisor import Watch, run_ranks
-from dovetail.watch.progress import LIMITS
+from dovetail.launch.progress import LIMITS
 limits = {{**LIMITS, "update": {limit}, "exit": {limit}}}
 sys.exit(run_ranks([sys.executable, "rank.py"], 3, Watch(limits=limits, run_dir=Path("run"))))
 """

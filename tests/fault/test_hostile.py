@@ -19,9 +19,9 @@ import dovetail
 from dovetail.checkpoint.manifest import Manifest, _checksum
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.errors import CheckpointError
-from dovetail.weights.directory import INDEX, MANIFEST, side_files
-from dovetail.weights.files import TensorFile
-from dovetail.weights.reader import CheckpointReader
+from dovetail.weights.hf_reader import CheckpointReader
+from dovetail.weights.safe_paths import INDEX, MANIFEST, side_files
+from dovetail.weights.safetensors import TensorFile
 from tests.fault.saves import Run
 from tests.harness import Apart
 

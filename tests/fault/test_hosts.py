@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.watch.system import children_of
+from dovetail.system import children_of
 from tests.commands.program import start, write_recipe, write_rows
 from tests.fault.processes import ENDLESS, all_gone, waited
 
@@ -20,7 +20,7 @@ PROGRAM = """
 import os, signal, sys, time, types
 from dovetail.cli import main
 from dovetail.errors import DataError
-from dovetail.watch import hosts
+from dovetail.launch import hosts
 hosts.BEAT_SECONDS, hosts.SILENT_SECONDS, hosts.GONE_SECONDS = 0.2, 3.0, 2.0
 command = sys.modules["dovetail.cli.score"] = types.ModuleType("dovetail.cli.score")
 def run(args, progress):

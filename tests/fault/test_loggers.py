@@ -79,7 +79,7 @@ def test_unknown_loggers_name_the_known(recipe: Path) -> None:
 def test_a_bad_logger_never_stops_a_run(
     module: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dovetail.metrics.LAST_SECONDS", 0.2 if module == HANGING else 60.0)
+    monkeypatch.setattr("dovetail.run.metrics.LAST_SECONDS", 0.2 if module == HANGING else 60.0)
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "wandb.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path / "modules")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.watch.system import children_of
+from dovetail.system import children_of
 from tests.commands.program import read_rows
 from tests.fault.processes import SECONDS, all_gone, rl_run, waited
 

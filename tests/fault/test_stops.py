@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.watch.progress import Phase
-from dovetail.watch.system import children_of
+from dovetail.launch.progress import Phase
+from dovetail.system import children_of
 from tests.commands.program import read_rows
 from tests.fault.processes import AT_REST, AT_WORK, GRADER, SECONDS, all_gone, ranks_of, rl_run, state_of, waited
 

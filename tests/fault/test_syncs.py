@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 import torch
 
-from dovetail.mesh import Mesh
-from dovetail.weights.files import TensorSpec
+from dovetail.parallel.mesh import Mesh
+from dovetail.weights.atomic import replace_file
+from dovetail.weights.safetensors import TensorSpec
 from dovetail.weights.save import write_hf
-from dovetail.weights.staging import replace_file
 from tests.fault.saves import SIDES, Run
 
 Inode = tuple[int, int]

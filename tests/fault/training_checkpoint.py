@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from dovetail.build.engine import EngineOptions, from_pretrained
-from dovetail.checkpoint.saver import Saver
-from dovetail.checkpoint.steps import Retention
+from dovetail.checkpoint.async_saver import Saver
+from dovetail.checkpoint.retention import Retention
 from dovetail.engine.native import NativeEngine
-from dovetail.layout import Layout
+from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
-from dovetail.rl.state import RunState, random_state
+from dovetail.parallel.layout import Layout
+from dovetail.run.state import RunState, random_state
 
 ROLE = "policy"
 OPTIM = OptimSettings(lr=1e-2)

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from dovetail.batch import LossFn, PackedBatch
+from dovetail.batch.loss import LossFn
+from dovetail.batch.packed import PackedBatch
 from dovetail.engine.base import StepReport
 from dovetail.engine.native import NativeEngine
 from dovetail.errors import UserError
 from dovetail.rl.experience import Sample
-from dovetail.rl.trainer import RLTask, never, train
-from dovetail.rl.updates import Row
+from dovetail.rl.step_metrics import Row
+from dovetail.rl.tasks import RLTask, never
+from dovetail.rl.trainer import train
 from tests.golden.job import builder_of
 from tests.probe import parameters
 

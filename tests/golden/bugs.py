@@ -12,16 +12,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from dovetail.batch import Loss, PackedBatch
-from dovetail.mesh import Mesh
+from dovetail.batch.loss import Loss, TokenStats
+from dovetail.batch.packed import PackedBatch
 from dovetail.optim import optimizer
 from dovetail.optim.assembly import Shard
-from dovetail.rl import experience, losses, trainer
+from dovetail.parallel.mesh import Mesh
+from dovetail.rl import experience, losses, tasks
 from dovetail.rl.experience import Sample
-from dovetail.tokenstats import TokenStats
 
 pack_samples, with_advantages = experience.pack_samples, experience.with_advantages
-PREPARE, POLICY_LOSS = trainer.RLTask._prepare, losses.PolicyLoss.__call__
+PREPARE, POLICY_LOSS = tasks.RLTask._prepare, losses.PolicyLoss.__call__
 
 
 def flipped_advantages(batch: PackedBatch, samples: Seq[Sample], settings: Any) -> PackedBatch:
@@ -49,13 +49,13 @@ def no_temperature(samples: Seq[Sample], _temperature: float) -> PackedBatch:
     return pack_samples(samples, 1.0)
 
 
-def stale_scores(task: trainer.RLTask, samples: Seq[Sample]) -> PackedBatch:
+def stale_scores(task: tasks.RLTask, samples: Seq[Sample]) -> PackedBatch:
     """Old log-probs of the policy that the run began with."""
     batch = PREPARE(task, samples)
     return batch.with_fields(old_logprob=batch.fields["reference_logprob"])
 
 
-def shifted_scores(task: trainer.RLTask, samples: Seq[Sample]) -> PackedBatch:
+def shifted_scores(task: tasks.RLTask, samples: Seq[Sample]) -> PackedBatch:
     """Old log-probs one position off."""
     batch = PREPARE(task, samples)
     return batch.with_fields(old_logprob=batch.fields["old_logprob"].roll(1))
@@ -83,13 +83,13 @@ def own_norm(shards: Iterable[Shard], _mesh: Mesh, _suspects: object) -> Tensor:
 
 
 BUGS: Mapping[str, tuple[Any, str, Callable[..., Any]]] = {
-    "advantage sign": (trainer, "with_advantages", flipped_advantages),
-    "wrong groups": (trainer, "with_advantages", grouped_by_sample),
-    "mask one late": (trainer, "pack_samples", mask_late),
-    "mask one early": (trainer, "pack_samples", mask_early),
-    "no temperature in the update": (trainer, "pack_samples", no_temperature),
-    "stale old log-probs": (trainer.RLTask, "_prepare", stale_scores),
-    "old log-probs one off": (trainer.RLTask, "_prepare", shifted_scores),
+    "advantage sign": (tasks, "with_advantages", flipped_advantages),
+    "wrong groups": (tasks, "with_advantages", grouped_by_sample),
+    "mask one late": (tasks, "pack_samples", mask_late),
+    "mask one early": (tasks, "pack_samples", mask_early),
+    "no temperature in the update": (tasks, "pack_samples", no_temperature),
+    "stale old log-probs": (tasks.RLTask, "_prepare", stale_scores),
+    "old log-probs one off": (tasks.RLTask, "_prepare", shifted_scores),
     "KL sign": (losses.PolicyLoss, "__call__", kl_sign),
     "entropy sign": (losses.PolicyLoss, "__call__", entropy_sign),
 }

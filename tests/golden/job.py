@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from dovetail.build.training import Builder
-from dovetail.config import make_recipe
+from dovetail.factory.job import Builder
+from dovetail.recipe.schema import make_recipe
+from dovetail.rl.step_metrics import Row
 from dovetail.rl.trainer import train
-from dovetail.rl.updates import Row
 from examples.quickstart.scratch import character_tokenizer
 from tests.golden.bugs import planted
 

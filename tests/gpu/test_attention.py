@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.batch import cumulative
+from dovetail.batch.packed import cumulative
 from dovetail.kernels import fa4, reference
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import AttentionName, kernels_for
-from dovetail.nn.recompute import Recompute
+from dovetail.nn.activation_checkpoint import Recompute
 from tests.tolerances import OP_BF16, assert_close, max_abs, worst_error
 from tests.unit.blocks import Blocks, Runs
 

@@ -65,8 +65,10 @@ def test_small_and_odd_ones_equal_the_reference() -> None:
     poison()
     check(measure("cuda"), GAIN, rounds=True)
     chosen = kernels_for(torch.device("cuda")).describe()
-    assert {chosen[op] for op in ("rms_norm", "add_norm", "swiglu", "sum_in_order", "lay_twice")} == {"block_triton"}
-    assert {chosen[op] for op in ("heads", "rope")} == {"qkv_triton"}
+    assert {chosen[op] for op in ("rms_norm", "add_norm", "swiglu", "sum_deterministic", "copy_to_both")} == {
+        "norm_triton"
+    }
+    assert {chosen[op] for op in ("heads", "rope")} == {"rope_triton"}
     assert {chosen[op] for op in ("permute", "unpermute", "spread", "top_k")} == {"moe_triton"}
 
 
@@ -111,22 +113,22 @@ def test_parts_are_added_in_order_with_equal_bits() -> None:
     parts = torch.randn(8, 2, 16384, 4, CHANNELS, device="cuda", generator=draw)
     parts = (parts * torch.randn(parts.shape, device="cuda", generator=draw).mul_(3).exp_()).to(torch.bfloat16)
     kernels = kernels_for(parts.device)
-    expected = reference.sum_in_order(parts)
+    expected = reference.sum_deterministic(parts)
     poison()
-    kernels.sum_in_order(parts)
+    kernels.sum_deterministic(parts)
     with no_waiting():
-        found = kernels.sum_in_order(parts)
+        found = kernels.sum_deterministic(parts)
     assert torch.equal(found, expected)
-    assert not torch.equal(found, reference.sum_in_order(parts.flip(0)))
+    assert not torch.equal(found, reference.sum_deterministic(parts.flip(0)))
 
 
 def test_a_number_of_tokens_never_compiles_again() -> None:
     """A variant for each kernel and model, whatever divides the tokens."""
-    from dovetail.kernels import block_triton, qkv_triton
+    from dovetail.kernels import norm_triton, rope_triton
 
     kernels = kernels_for(torch.device("cuda"))
-    jitted: list[Any] = [block_triton._norm, block_triton._norm_grad, block_triton._swiglu, block_triton._swiglu_grad]
-    jitted += [block_triton._columns, qkv_triton._turn, qkv_triton._turn_grad]
+    jitted: list[Any] = [norm_triton._norm, norm_triton._norm_grad, norm_triton._swiglu, norm_triton._swiglu_grad]
+    jitted += [norm_triton._columns, rope_triton._turn, rope_triton._turn_grad]
 
     def variants() -> list[int]:
         return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in jitted]

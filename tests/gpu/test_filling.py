@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.placement import Slices
-from dovetail.weights.files import TensorFile, TensorFileWriter, TensorSpec
-from dovetail.weights.filling import ROOM, Job, do_all, stretches
+from dovetail.parallel.placement import Slices
+from dovetail.weights.parallel_read import ROOM, Job, do_all, stretches
+from dovetail.weights.safetensors import TensorFile, TensorFileWriter, TensorSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ROWS, WIDTH = 5000, 2048  # several times a buffer, in both dtypes

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.batch import Loss, PackedBatch
-from dovetail.fused_head import VocabShard, fused_loss, fused_token_stats
-from dovetail.kernels import head_triton, reference
+from dovetail.batch.loss import Loss, TokenStats
+from dovetail.batch.packed import PackedBatch
+from dovetail.kernels import logprob_triton, reference
 from dovetail.kernels.registry import head_products, kernels_for
-from dovetail.mesh import Axis
-from dovetail.tokenstats import TokenStats, combine
+from dovetail.nn.fused_head import VocabShard, combine, fused_loss, fused_token_stats
+from dovetail.parallel.mesh import Axis
 from tests.tolerances import HEAD_LOGPROB, OP_BF16, OP_FP32, assert_close, max_abs
 from tests.unit.head_memory import Policy
 
@@ -73,7 +73,7 @@ def test_the_row_kernels_are_chosen_and_equal_the_reference() -> None:
     pytest.importorskip("triton")
     from tests.unit.head_rows import measure
 
-    assert kernels_for(torch.device("cuda")).describe()["vocab_grad_"] == "head_triton"
+    assert kernels_for(torch.device("cuda")).describe()["vocab_grad_"] == "logprob_triton"
     for case, errors in measure("cuda").items():
         for what, error in errors.items():
             assert error <= (OP_BF16 if "bfloat16" in what else OP_FP32), (case, what, error)
@@ -234,7 +234,7 @@ def test_two_shards_combine_to_the_whole() -> None:
     draw = torch.Generator("cuda").manual_seed(0)
     z, cut = 5 * torch.randn(50, 9001, device="cuda", generator=draw), 4099
     targets = torch.randint(9001, (50,), device="cuda", generator=draw)
-    parts = [head_triton.vocab_stats(z[:, :cut], targets), head_triton.vocab_stats(z[:, cut:], targets - cut)]
+    parts = [logprob_triton.vocab_stats(z[:, :cut], targets), logprob_triton.vocab_stats(z[:, cut:], targets - cut)]
     stats, normalizer = combine(torch.stack(parts))
     whole, alone = combine(reference.vocab_stats(z.to(torch.float64), targets)[None])
     for a, b in zip((*stats, *normalizer), (*whole, *alone), strict=True):
@@ -248,7 +248,7 @@ def test_more_than_two_to_the_31_logits() -> None:
     assert z.numel() > 1 << 31
     targets = torch.arange(rows, device="cuda")
     tail = z[last].to(torch.float64)
-    _stats, normalizer = combine(head_triton.vocab_stats(z, targets, None)[None])
+    _stats, normalizer = combine(logprob_triton.vocab_stats(z, targets, None)[None])
     _, exactly = combine(reference.vocab_stats(tail, targets[last])[None])
     ours = tuple(each[last] for each in normalizer)
     for got, true in zip(ours, exactly, strict=True):

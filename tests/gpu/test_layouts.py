@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from bench.engines import layout_of
-from dovetail.build.engine import EngineOptions, make_engine, make_mesh
-from dovetail.launch import pick_device
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
+from dovetail.factory.engine import EngineOptions, make_engine, make_mesh
 from dovetail.optim.replicas import hash_bits
-from dovetail.weights.pretrained import Pretrained
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.process_group import pick_device
+from dovetail.weights.hf_directory import Pretrained
 from tests.distributed.matrix import LOSSES, STEP, random_batch
 from tests.distributed.test_executor import check_all, every_schedule, random_plans
 from tests.harness import needs_gpus, run

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
+from dovetail.batch.routing import Routes, RoutingTrace
 from dovetail.kernels import reference
 from dovetail.kernels.registry import KernelSet, kernels_for
-from dovetail.mesh import Mesh
 from dovetail.nn.moe import MoE
-from dovetail.routing import Routes, RoutingTrace
+from dovetail.parallel.mesh import Mesh
 from tests.gpu.test_block import poison
 from tests.gpu.test_head import no_waiting
 from tests.tolerances import HALF_SHARE, OP_BF16, OP_FP32, assert_close

@@ -15,11 +15,12 @@ import torch
 from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from bench.models import one_rank
-from dovetail.batch import LossFn, PackedBatch
-from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.batch.loss import LossFn
+from dovetail.batch.packed import PackedBatch
 from dovetail.engine.native import NativeEngine
-from dovetail.engine.stages import Training
-from dovetail.engine.sums import Sums, add_sums
+from dovetail.engine.reduction import Sums, add_sums
+from dovetail.engine.stage import Training
+from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.pipeline.executor import run as execute
 from dovetail.pipeline.schedule import make_plan

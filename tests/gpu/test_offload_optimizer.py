@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import Qwen2Config
 
 from bench.models import one_rank
-from dovetail.batch import PackedBatch
-from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.batch.packed import PackedBatch
 from dovetail.engine.native import NativeEngine
-from dovetail.optim.adamw import HostedAdamW
+from dovetail.factory.engine import EngineOptions, from_pretrained
+from dovetail.optim.adamw import CPUOffloadAdamW
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.optim.replicas import hash_bits
 from dovetail.rl.losses import SFTLoss
@@ -108,7 +108,7 @@ def test_memory_is_less_by_the_moments_but_for_two_buckets(source: Path) -> None
         tensors = [x for kind in engine.optimizer.moments().values() for x in kind.values()]
         assert {x.device.type for x in tensors} == {"cpu" if hosted else "cuda"}
         if hosted:
-            assert isinstance(engine.optimizer.adamw, HostedAdamW)
+            assert isinstance(engine.optimizer.adamw, CPUOffloadAdamW)
             assert len(engine.optimizer.adamw.buckets) > 3
             assert all(x.is_pinned() for x in tensors)
             largest = max(bucket.num_bytes for bucket in engine.optimizer.adamw.buckets)

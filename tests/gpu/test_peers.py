@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce_scatter_copy_in
 
-from dovetail.build.engine import make_mesh
 from dovetail.engine.copying import PeerScatter, copies_of, together
-from dovetail.layout import Layout
+from dovetail.factory.engine import make_mesh
+from dovetail.parallel.layout import Layout
 from tests.harness import run
 from tests.peer_collectives import any_order
 from tests.tolerances import OP_BF16, OP_FP32

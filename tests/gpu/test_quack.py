@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.gradients import Adder
 from dovetail.kernels import quack, reference
 from dovetail.kernels.cuda import add_weight_grad_
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet, kernels_for
-from dovetail.mesh import Mesh
+from dovetail.nn.activation_checkpoint import Recompute, options
+from dovetail.nn.grad_accumulation import Adder
 from dovetail.nn.linear import Linear
 from dovetail.nn.mlp import GatedMLP
-from dovetail.nn.recompute import Recompute, options
+from dovetail.parallel.mesh import Mesh
 from tests.gpu.test_block import poison
 from tests.gpu.test_head import no_waiting
 from tests.parity.configs import tiny_configs

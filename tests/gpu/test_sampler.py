@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.batch import PackedBatch, Sequence
+from dovetail.batch.micro import MicroBatch
+from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.kernels import cuda
 from dovetail.kernels.registry import kernels_for
-from dovetail.mesh import Mesh
-from dovetail.micro import MicroBatch
+from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
+from dovetail.rollout.cuda_graph import CapturedStep, cuda_capturer
 from dovetail.rollout.native import NativeSampler, SamplerOptions
-from dovetail.rollout.replay import Replay, cuda_recorder
 from tests.parity.configs import VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.tolerances import HALF_SHARE, MODEL_FP32, OP_BF16, OP_FP32, assert_close
 from tests.unit.test_sampler import some_prompts
@@ -138,8 +138,8 @@ def test_a_record_replays_on_new_contents() -> None:
         calls.append(1)
         return y.copy_(2 * x)
 
-    step = cuda_recorder()(double)
-    assert isinstance(step, Replay)
+    step = cuda_capturer()(double)
+    assert isinstance(step, CapturedStep)
     for value in range(5):
         x.fill_(value)
         assert step().tolist() == [2.0 * value] * 4

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from dovetail.batch import PackedBatch, Sequence
+from dovetail.batch.packed import PackedBatch, Sequence
 from tests.hf.families import END, IMAGE, START, VIDEO, VIDEO_END, VIDEO_START, VISION, WORDS
 from tests.parity.reference import GRAD, outputs_of
 

@@ -24,16 +24,16 @@ from transformers import (
 )
 
 from bench.models import one_rank
-from dovetail.arch.foreign import foreign_spec
-from dovetail.batch import PackedBatch, Sequence
-from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.arch.transformers_spec import foreign_spec
+from dovetail.batch.loss import TokenStats
+from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import CheckpointError, DataError, ModelError
+from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.hf.head import logit_scale
-from dovetail.hf.model import ForeignDecoder, make_model
+from dovetail.hf.transformers_model import ForeignDecoder, make_model
 from dovetail.kernels.registry import KernelSet
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
-from dovetail.tokenstats import TokenStats
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
 from tests.harness import run
 from tests.hf.families import IMAGE, TEXT, WORDS, _make
 from tests.hf.sights import CLIP, SMALL, STILL, TALL, WIDE, Rows, alone, logits_of, save_sighted, sights, tiny_sighted

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import DeepseekV3Config
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.batch import PackedBatch, Sequence
-from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ModelError
+from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.hf.kimi_images import KimiImages, published
-from dovetail.hf.model import known_config, make_model
-from dovetail.layout import Layout
+from dovetail.hf.transformers_model import known_config, make_model
+from dovetail.parallel.layout import Layout
 from tests.checkpoints import digests
 from tests.commands.program import here, on_ranks, read_rows, refusal, write_rows
 from tests.harness import run

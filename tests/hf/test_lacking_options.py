@@ -19,13 +19,13 @@ from transformers import (
 )
 
 from bench.models import one_rank
-from dovetail.arch.foreign import ForeignSpec
-from dovetail.build.engine import from_pretrained
-from dovetail.build.layouts import check_layout
-from dovetail.build.sampling import backend_layout
+from dovetail.arch.transformers_spec import ForeignSpec
 from dovetail.errors import LayoutError, ModelError
-from dovetail.layout import Layout
-from dovetail.weights.pretrained import Pretrained
+from dovetail.factory.engine import from_pretrained
+from dovetail.factory.layouts import check_layout
+from dovetail.factory.sampler import backend_layout
+from dovetail.parallel.layout import Layout
+from dovetail.weights.hf_directory import Pretrained
 from tests.commands.program import here, make_model, read_rows, write_recipe, write_rows
 from tests.parity.configs import VOCAB, WINDOW, latent, tiny, tiny_model
 from tests.tolerances import MODEL_FP32

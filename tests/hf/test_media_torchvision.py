@@ -11,10 +11,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from dovetail.build.text import load_processor, load_tokenizer
-from dovetail.data import Limits, load_prompts
+from dovetail.data.examples import Limits, load_prompts
+from dovetail.factory.tokenizer import load_processor, load_tokenizer
 from dovetail.hf.vision import kinds_of
-from dovetail.weights.pretrained import Pretrained
+from dovetail.weights.hf_directory import Pretrained
 from tests.commands.program import on_ranks, read_rows, write_rows
 from tests.hf.eyes import SEEN, Peer, encoded, picture, save_seeing, user
 from tests.hf.sights import GLM, logits_of

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig
 
-from dovetail.batch import PackedBatch
-from dovetail.build.engine import EngineOptions, from_pretrained
-from dovetail.hf.model import make_model
-from dovetail.layout import Layout
+from dovetail.batch.packed import PackedBatch
+from dovetail.factory.engine import EngineOptions, from_pretrained
+from dovetail.hf.transformers_model import make_model
+from dovetail.parallel.layout import Layout
 from tests.distributed.test_weights_memory import LARGE, M_MMAP_THRESHOLD, MIB, PEAKS, resident, write_large
 from tests.harness import run
 from tests.hf.families import TEXT, _make

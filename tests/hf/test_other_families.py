@@ -10,11 +10,11 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from bench.models import one_rank
-from dovetail.batch import PackedBatch
-from dovetail.build.engine import from_pretrained
-from dovetail.hf.model import make_model
-from dovetail.layout import Layout
-from dovetail.nn.recompute import Recompute
+from dovetail.batch.packed import PackedBatch
+from dovetail.factory.engine import from_pretrained
+from dovetail.hf.transformers_model import make_model
+from dovetail.nn.activation_checkpoint import Recompute
+from dovetail.parallel.layout import Layout
 from tests.harness import run
 from tests.hf.test_parity import as_stored, check, figures
 from tests.parity.configs import VOCAB, tiny_model

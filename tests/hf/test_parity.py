@@ -17,15 +17,15 @@ from transformers import (
 )
 
 from bench.models import one_rank
-from dovetail.arch.foreign import foreign_spec
-from dovetail.batch import PackedBatch
-from dovetail.build.engine import EngineOptions, from_pretrained
-from dovetail.hf.model import ForeignDecoder
+from dovetail.arch.transformers_spec import foreign_spec
+from dovetail.batch.packed import PackedBatch
+from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.hf.names import Names
+from dovetail.hf.transformers_model import ForeignDecoder
 from dovetail.kernels.registry import KernelSet
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
-from dovetail.nn.recompute import Recompute
+from dovetail.nn.activation_checkpoint import Recompute
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
 from tests.harness import run
 from tests.hf.families import TEXT, _make
 from tests.parity.configs import tiny, tiny_model

@@ -25,16 +25,16 @@ from transformers import (
 )
 
 from bench.models import one_rank
-from dovetail.arch.foreign import foreign_spec
-from dovetail.build.engine import EngineOptions, from_pretrained
-from dovetail.build.layouts import check_layout
+from dovetail.arch.transformers_spec import foreign_spec
 from dovetail.errors import LayoutError, ModelError
-from dovetail.hf.model import ForeignDecoder, make_model
+from dovetail.factory.engine import EngineOptions, from_pretrained
+from dovetail.factory.layouts import check_layout
+from dovetail.hf.transformers_model import ForeignDecoder, make_model
 from dovetail.kernels.registry import KernelSet
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.transformers import TransformersSampler
-from dovetail.weights.pretrained import Pretrained
+from dovetail.weights.hf_directory import Pretrained
 from tests.commands.program import here, refusal, write_rows
 from tests.hf.families import TEXT, VISION, _make
 from tests.parity.configs import tiny_model

@@ -8,15 +8,15 @@ import pytest
 import torch
 from transformers import OlmoeConfig
 
-from dovetail.batch import PackedBatch, Sequence
-from dovetail.build.engine import EngineOptions, from_pretrained, make_mesh
-from dovetail.build.sampling import Backend, backend_layout, make_sampler
+from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import CheckpointError, ModelError
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
+from dovetail.factory.engine import EngineOptions, from_pretrained, make_mesh
+from dovetail.factory.sampler import Backend, backend_layout, make_sampler
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
 from dovetail.rollout.transformers import TransformersSampler
-from dovetail.weights.pretrained import Pretrained
+from dovetail.weights.hf_directory import Pretrained
 from tests.harness import run
 from tests.hf.families import TEXT, WORDS
 from tests.hf.sights import CLIP, FILM, SMALL, Rows, save_sighted, sights, stored_name, tiny_sighted

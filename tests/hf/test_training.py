@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.build.engine import EngineOptions, from_pretrained
-from dovetail.layout import Layout
+from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
+from dovetail.parallel.layout import Layout
 from dovetail.rl.losses import SFTLoss
-from dovetail.weights.pretrained import EngineName
+from dovetail.weights.hf_directory import EngineName
 from tests.distributed.bodies import ragged
 from tests.harness import run
 from tests.hf.families import TEXT

@@ -10,13 +10,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
-from dovetail.batch import PackedBatch
-from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.batch.packed import PackedBatch
 from dovetail.engine.native import NativeEngine
-from dovetail.hf.model import ForeignDecoder
+from dovetail.factory.engine import EngineOptions, from_pretrained
+from dovetail.hf.transformers_model import ForeignDecoder
 from dovetail.hf.vision import deal
-from dovetail.layout import Layout
-from dovetail.nn.recompute import Recompute
+from dovetail.nn.activation_checkpoint import Recompute
+from dovetail.parallel.layout import Layout
 from tests.checkpoints import assert_same_tensors, tensors_of
 from tests.commands.program import here, on_ranks
 from tests.harness import run

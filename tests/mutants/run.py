@@ -2,7 +2,7 @@
 
     python -m tests.mutants.run [--write] [--clean] [--first TEST ...] [NAME ...]
 
-NAME is a patch or the beginning of its name; default: all, in half an hour. Each runs in a process group of its own what
+NAME is a name in a TOML file of this folder, or its beginning; default: all. Each runs in a process group of its own what
 `make test` runs of the rooms that prove numbers, the smallest layouts first, up to the first failure. --write: RESULTS.md.
 """
 
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -44,11 +45,14 @@ BOUNDS = {"ratio": GRAD_RATIO_FP32, "stray": EXACT}
 
 @dataclass(frozen=True)
 class Mutant:
-    """A planted bug: one changed line of the package."""
+    """A planted bug: one changed line of the package. test: the one that is known to notice it."""
 
     name: str
     kind: str
-    patch: Path
+    path: str
+    test: str
+    old: str
+    new: str
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,9 @@ class Outcome:
 
 
 def mutants() -> list[Mutant]:
-    """Every patch of this folder, by name; its first line says what kind of bug it is."""
-    found = []
-    for patch in sorted(HERE.glob("*.patch")):
-        kind = patch.read_text().splitlines()[0].removeprefix("# kind: ")
-        found.append(Mutant(patch.stem, kind, patch))
-    return found
+    """Every planted bug of this folder's TOML files."""
+    tables = [tomllib.loads(file.read_text())["mutant"] for file in sorted(HERE.glob("*.toml"))]
+    return [Mutant(**fields) for table in tables for fields in table]
 
 
 def copy_tree(target: Path) -> None:
@@ -100,11 +101,13 @@ def copy_tree(target: Path) -> None:
 
 
 def plant(mutant: Mutant, tree: Path) -> None:
-    """Apply the patch to a copy. Raises where it does not fit."""
-    (path,) = re.findall(r"^\+\+\+ b/(\S+)", mutant.patch.read_text(), re.MULTILINE)
-    before = (tree / path).read_text()
-    subprocess.run(["git", "apply", str(mutant.patch)], cwd=tree, check=True)
-    assert (tree / path).read_text() != before, f"{mutant.name} changed nothing"
+    """Change the file in a copy. Raises unless the line is there exactly once."""
+    file = tree / "src/dovetail" / mutant.path
+    before = file.read_text()
+    assert before.count(mutant.old + "\n") == 1, (
+        f"{mutant.name}: {mutant.path} has changed: plant the same bug in the new line"
+    )
+    file.write_text(before.replace(mutant.old + "\n", mutant.new + "\n"))
 
 
 def selection() -> list[str]:
@@ -163,7 +166,8 @@ def outcome(mutant: Mutant, tests: Sequence[str]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy_tree(Path(folder))
         plant(mutant, Path(folder))
-        return Outcome(mutant, first_failure(Path(folder), tests), time.monotonic() - start)
+        first = [mutant.test, *(test for test in tests if test != mutant.test)]
+        return Outcome(mutant, first_failure(Path(folder), first), time.monotonic() - start)
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
@@ -188,7 +192,7 @@ def report(outcomes: Sequence[Outcome]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="patches, or the beginnings of their names")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="names, or their beginnings")
     parser.add_argument("--write", action="store_true", help="write RESULTS.md")
     parser.add_argument("--first", nargs="+", default=[], metavar="TEST", help="tests that run before the others")
     parser.add_argument("--clean", action="store_true", help="first run everything without any bug")

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.arch.foreign import foreign_spec
 from dovetail.arch.registry import spec_from_config
-from dovetail.batch import Loss
-from dovetail.hf.model import ForeignDecoder
+from dovetail.arch.transformers_spec import foreign_spec
+from dovetail.batch.loss import Loss
+from dovetail.batch.micro import MicroBatch
+from dovetail.hf.transformers_model import ForeignDecoder
 from dovetail.kernels import npu, reference
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import KernelSet, npu_kernels
-from dovetail.mesh import Mesh
-from dovetail.micro import MicroBatch
 from dovetail.nn.decoder import Decoder
 from dovetail.nn.model import StagedModel
+from dovetail.parallel.mesh import Mesh
 from tests.hf.families import TEXT
 from tests.npu.stand_in import SIGNATURES, StandIn
 from tests.parity.configs import tiny_configs

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dovetail.build.engine import EngineOptions, from_pretrained
 from dovetail.engine.native import NativeEngine
-from dovetail.layout import Layout
+from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.assembly import Shard
+from dovetail.parallel.layout import Layout
 from tests.parity.reference import LENGTHS, Separable, make_batch, objective, read_reference, value_objective
 from tests.probe import PROBE, gradients
 from tests.tolerances import max_abs, worst_error, worst_ratio

@@ -27,7 +27,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from dovetail.hf.model import group_even_experts
+from dovetail.hf.transformers_model import group_even_experts
 
 VOCAB = 131
 MAX_POSITIONS = (

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dovetail.batch import Loss, PackedBatch
-from dovetail.tokenstats import TokenStats
+from dovetail.batch.loss import Loss, TokenStats
+from dovetail.batch.packed import PackedBatch
 from tests.parity.configs import MAX_POSITIONS, VOCAB, moe_configs, tiny_configs, tiny_model
 
 LENGTHS = (9, 1, 1, MAX_POSITIONS + 6, 3, 12, 1)

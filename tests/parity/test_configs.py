@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dovetail.arch.registry import spec_from_config, validate_layout
-from dovetail.layout import Layout
+from dovetail.parallel.layout import Layout
 from tests.parity.configs import MAX_POSITIONS, WINDOW, save_tiny, tiny_configs, tiny_model
 
 every_variant = pytest.mark.parametrize("name", sorted(tiny_configs()))

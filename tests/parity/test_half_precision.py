@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dovetail.batch import PackedBatch
-from dovetail.build.engine import EngineOptions, from_pretrained
-from dovetail.layout import Layout
-from dovetail.tokenstats import TokenStats
+from dovetail.batch.loss import TokenStats
+from dovetail.batch.packed import PackedBatch
+from dovetail.factory.engine import EngineOptions, from_pretrained
+from dovetail.parallel.layout import Layout
 from tests.harness import run
 from tests.parity.configs import VOCAB, save_tiny, tiny_configs
 from tests.parity.reference import objective, rows_of

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.layout import Layout
+from dovetail.parallel.layout import Layout
 from tests.harness import run
 from tests.parity.bodies import Figures, compare
 from tests.parity.configs import PADS, tiny_configs

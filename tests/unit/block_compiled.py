@@ -13,11 +13,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dovetail.kernels import (
-    block_triton as block,
-    decode_triton as decode,
-    draw_triton as draw,
     moe_triton as moe,
-    qkv_triton as qkv,
+    norm_triton as block,
+    paged_attention_triton as decode,
+    rope_triton as qkv,
+    sampling_triton as draw,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)

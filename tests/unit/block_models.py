@@ -11,12 +11,12 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.batch import Loss
+from dovetail.batch.loss import Loss
+from dovetail.batch.micro import MicroBatch
 from dovetail.kernels.registry import KernelSet, triton_kernels
-from dovetail.mesh import Mesh
-from dovetail.micro import MicroBatch
+from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.nn.decoder import Decoder
-from dovetail.nn.recompute import Recompute
+from dovetail.parallel.mesh import Mesh
 from tests.parity.configs import moe_configs, tiny_configs
 from tests.parity.reference import make_batch, objective
 from tests.tolerances import worst_error

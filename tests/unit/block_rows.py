@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from dovetail.kernels import block_triton, moe_triton, qkv_triton, reference
+from dovetail.kernels import moe_triton, norm_triton, reference, rope_triton
 from tests.tolerances import OP_FP16, OP_FP32, tensor_error
 from tests.unit.decode_rows import whole_range
 
@@ -34,14 +34,14 @@ def drawn(draw: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
 def norms(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
     for rows, width in ((1, 4), (7, 5), (9, 128), (5, 300), (3, 2500)):
         x, y, w = (drawn(draw, dtype, *shape) for shape in ((rows, width), (rows, width), (width,)))
-        ours, theirs = block_triton, reference
+        ours, theirs = norm_triton, reference
         yield f"rms_norm {rows} x {width}", ours.rms_norm, theirs.rms_norm, [x, w], [1e-6]
         wide = drawn(draw, dtype, rows, width + 3)
         yield f"rms_norm, strided, {width}", _cut(ours.rms_norm, width), _cut(theirs.rms_norm, width), [wide, w], [1e-6]
         yield f"add_norm {rows} x {width}", ours.add_norm, theirs.add_norm, [x, y, w], [1e-5]
         yield f"add_norm of one, {rows} x {width}", _alone(ours.add_norm), _alone(theirs.add_norm), [x, w], [1e-5]
     heads = drawn(draw, dtype, 6, 3, 16)
-    yield "rms_norm of heads", block_triton.rms_norm, reference.rms_norm, [heads, drawn(draw, dtype, 16)], [1e-6]
+    yield "rms_norm of heads", norm_triton.rms_norm, reference.rms_norm, [heads, drawn(draw, dtype, 16)], [1e-6]
 
 
 def _cut(op: Op, width: int) -> Op:
@@ -53,7 +53,7 @@ def _alone(op: Op) -> Op:
 
 
 def joint(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
-    ours, theirs = qkv_triton, reference
+    ours, theirs = rope_triton, reference
     for tokens, (queries, groups), channels, turned in ((1, (1, 1), 2, 2), (37, (3, 1), 16, 16), (5, (4, 2), 24, 10)):
         width = (queries + 2 * groups) * channels
         angles = torch.rand(tokens, turned // 2, generator=draw) * 6
@@ -82,26 +82,32 @@ def _later(op: Op) -> Op:
 
 
 def gated(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
-    for rows, width in ((1, 1), (5, 24), (2, block_triton.PIECE + 7)):
+    for rows, width in ((1, 1), (5, 24), (2, norm_triton.PIECE + 7)):
         x = 4 * drawn(draw, dtype, rows, 2 * width)
-        yield f"swiglu {rows} x {width}", block_triton.swiglu, reference.swiglu, [x], []
+        yield f"swiglu {rows} x {width}", norm_triton.swiglu, reference.swiglu, [x], []
 
 
 def sums(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
     """Of parts so unlike each other that their order shows."""
-    for shape in ((1, 3), (8, 1), (8, 5, 7), (3, 2, block_triton.PIECE), (2, block_triton.PIECE + 1)):
+    for shape in ((1, 3), (8, 1), (8, 5, 7), (3, 2, norm_triton.PIECE), (2, norm_triton.PIECE + 1)):
         parts = torch.randn(shape, generator=draw) * torch.randn(shape, generator=draw).mul(2).exp()
         what = " x ".join(map(str, shape))
         given = [parts.to(dtype)]
-        yield f"sum_in_order {what}", _constant(block_triton.sum_in_order), _constant(reference.sum_in_order), given, []
+        yield (
+            f"sum_in_order {what}",
+            _constant(norm_triton.sum_deterministic),
+            _constant(reference.sum_deterministic),
+            given,
+            [],
+        )
         turned = [given[0].mT.contiguous()]
-        ours, theirs = (_constant(op, turn=True) for op in (block_triton.sum_in_order, reference.sum_in_order))
+        ours, theirs = (_constant(op, turn=True) for op in (norm_triton.sum_deterministic, reference.sum_deterministic))
         yield f"sum_in_order, strided, {what}", ours, theirs, turned, []
         own = torch.randn(shape[1:], generator=draw).to(dtype)[..., 1:].contiguous()
         for which in {0, shape[0] - 1}:  # of columns, as they lie in a slot
-            ours, theirs = (_columns(op, which) for op in (block_triton.sum_in_order, reference.sum_in_order))
+            ours, theirs = (_columns(op, which) for op in (norm_triton.sum_deterministic, reference.sum_deterministic))
             yield f"sum_in_order, with its own as {which}, {what}", ours, theirs, given, [own]
-        yield f"lay_twice {what}", _twice(block_triton.lay_twice), _twice(reference.lay_twice), given, []
+        yield f"lay_twice {what}", _twice(norm_triton.copy_to_both), _twice(reference.copy_to_both), given, []
 
 
 def _columns(op: Op, which: int) -> Op:
@@ -238,7 +244,7 @@ def check(found: dict[str, float], coarsest: float, *, rounds: bool) -> None:
         seen[dtype] += 1
         copied = case.startswith(("permute", "spread")) and "value" in case
         turned = case.startswith(("heads", "rope")) and "normed" not in case
-        exact = turned or case.startswith(("sum_in_order", "lay_twice"))
+        exact = turned or case.startswith(("sum_deterministic", "copy_to_both"))
         if copied or (exact and (rounds or dtype != "torch.bfloat16")):
             assert error == 0.0, (case, error)
     assert set(seen.values()) == ({SEEN} if rounds else {SEEN, FEWER})

@@ -10,16 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
-from dovetail.batch import cumulative
+from dovetail.batch.packed import cumulative
+from dovetail.batch.routing import Routes
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import KernelSet
-from dovetail.mesh import Mesh
-from dovetail.nn.context import BatchContext, PackedAttention
+from dovetail.nn.activation_checkpoint import PRODUCTS, PinnedPool, Recompute, is_attention
+from dovetail.nn.context_parallel import BatchContext, PackedAttention
 from dovetail.nn.decoder import Trunk
-from dovetail.nn.model import Cut
-from dovetail.nn.recompute import PRODUCTS, HostMemory, Recompute, is_attention
+from dovetail.nn.model import StageRange
 from dovetail.nn.rope import rope_tables
-from dovetail.routing import Routes
+from dovetail.parallel.mesh import Mesh
 from tests.parity.configs import tiny_configs
 
 
@@ -63,12 +63,12 @@ class Blocks:
         return BatchContext(cos, sin, PackedAttention(spans, self.kernels), Routes())
 
     def trunk(self, recompute: Recompute, *, offload: bool = False) -> Trunk:
-        made = Trunk(self.spec, Mesh.solo(), self.kernels, recompute, Cut.whole(self.spec), tied=False)
+        made = Trunk(self.spec, Mesh.solo(), self.kernels, recompute, StageRange.whole(self.spec), tied=False)
         draw = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=draw, dtype=torch.float64) / 8)
-        made.host = HostMemory(self.device) if offload else None
+        made.host = PinnedPool(self.device) if offload else None
         return made.to(self.device, self.dtype)
 
     def tokens(self, micros: int) -> Tensor:

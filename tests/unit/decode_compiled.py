@@ -11,12 +11,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dovetail.kernels import decode_triton
+from dovetail.kernels import paged_attention_triton
 
 HOPPER, ADA = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 89, 32)
 SHARED = {HOPPER: 227 << 10, ADA: 99 << 10}  # bytes that a program's threads may share
 TYPES = {"table": "*i64", "lengths": "*i64", "found": "*fp32", "table_stride": "i32"}
-KERNELS = (decode_triton._partial, decode_triton._join)
+KERNELS = (paged_attention_triton._partial, paged_attention_triton._join)
 
 
 CASES = (
@@ -32,14 +32,14 @@ def compiled() -> dict[str, tuple[int, int, int]]:
         width = triton.next_power_of_2(dim)
         sizes = {"SHAPE": (7, 16, dim, width, 64, window), "DIM": dim, "WIDTH": width, "SPLITS": 4}
         room = SHARED[target] * 3 // 4  # as `block_triton.shared_bytes`
-        stages = decode_triton.stages_for(16, width, 4 if dtype == "*fp32" else 2, room)
+        stages = paged_attention_triton.stages_for(16, width, 4 if dtype == "*fp32" else 2, room)
         for kernel in KERNELS:
             names = kernel.arg_names
             signature = {n: "constexpr" if n in sizes else TYPES.get(n, dtype) for n in names}
             constants = {(i,): sizes[name] for i, name in enumerate(names) if name in sizes}
             aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "*" in signature[name]}
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-            options = {"num_warps": decode_triton.warps_for(16, width), "num_stages": stages}
+            options = {"num_warps": paged_attention_triton.warps_for(16, width), "num_stages": stages}
             code = triton.compile(source, target=target, options=options)
             case = f"{kernel.__name__} {dim} {dtype} sm_{target.arch}"
             found[case] = (len(code.asm["cubin"]), code.metadata.shared, SHARED[target])

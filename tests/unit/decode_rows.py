@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from dovetail.kernels import decode_triton, reference
+from dovetail.kernels import paged_attention_triton, reference
 from tests.tolerances import tensor_error
 
 CASES = {  # query heads, KV heads, head dim, page, window
@@ -47,7 +47,7 @@ def measure(device: str) -> dict[str, float]:
             exact = (q.to(torch.float64), *cache.nan_to_num().to(torch.float64), table, lengths)
             expected = _call(reference.decode_attention, exact, window)
             given = tuple(x.to(device) for x in (q, *cache, table, lengths))
-            actual = _call(decode_triton.decode_attention, given, window).cpu()
+            actual = _call(paged_attention_triton.decode_attention, given, window).cpu()
             found[f"{name}, {str(dtype).removeprefix('torch.')}"] = tensor_error(actual, expected)
     return found
 
@@ -62,7 +62,7 @@ def written(device: str) -> dict[str, float]:
         pages, offsets = torch.tensor([3, 1, 8, 2, 3]), torch.tensor([15, 0, 7, 3, 4])
         entries = [x.to(device) for x in (pages, offsets, joint[..., :dim], joint[..., dim : dim + narrow])]
         expected, actual = held.to(device), held.to(device, copy=True)
-        decode_triton.write_entries(*actual, *entries)
+        paged_attention_triton.write_entries(*actual, *entries)
         reference.write_entries(*expected, *entries)
         found[f"written {dim} and {narrow}, float32"] = float(not torch.equal(actual, expected))
     return found
@@ -78,5 +78,5 @@ def whole_range(*bounds: tl.tensor | int) -> range:
 
 
 if __name__ == "__main__":
-    vars(decode_triton)["range"] = whole_range
+    vars(paged_attention_triton)["range"] = whole_range
     sys.stdout.write(json.dumps(measure("cpu") | written("cpu")) + "\n")

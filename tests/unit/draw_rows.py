@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from dovetail.kernels import draw_triton
+from dovetail.kernels import sampling_triton
 from dovetail.rollout.base import SamplingParams
-from dovetail.rollout.draw import draw, mask_of
 from dovetail.rollout.noise import bits_at
+from dovetail.rollout.sampling import draw, mask_of
 
 ROWS = 7
 COLUMNS = (1, 5, 256, 257, 4096, 9001)  # within a block, at its edges, at those of a piece, and several pieces
@@ -40,7 +40,7 @@ def measure(device: str) -> dict[str, tuple[int, float]]:
                 _, exact = draw(z.to(torch.float64), uniforms, params)
                 mask = mask_of(torch.tensor(banned), columns).to(device) if banned else None
                 logits, *noise = (x.to(device) for x in (z, streams, positions))
-                told = draw_triton.draw(logits, noise[0], noise[1], temperature, mask).cpu()
+                told = sampling_triton.draw(logits, noise[0], noise[1], temperature, mask).cpu()
                 far = float(((told[1] - exact).abs() / exact.abs().clamp(min=1)).max())
                 found[f"{columns}, {temperature}, {name}"] = int((told[0] != ids).sum()), far
     return found
@@ -50,17 +50,19 @@ def odd(device: str) -> dict[str, bool]:
     """Numbers that are not any, no rows at all, halves, and the noise itself."""
     z = torch.randn(3, 700, generator=torch.Generator().manual_seed(0)).to(device)
     streams, positions = torch.tensor([5, -6, 2**62]).to(device), torch.tensor([0, 1, 2**40]).to(device)
-    alone = draw_triton.draw(z, streams, positions, 1.0, None)
+    alone = sampling_triton.draw(z, streams, positions, 1.0, None)
     z[1, 650] = torch.nan
-    told = draw_triton.draw(z, streams, positions, 1.0, None)
-    half = draw_triton.draw(z.half(), streams, positions, 1.0, None)
+    told = sampling_triton.draw(z, streams, positions, 1.0, None)
+    half = sampling_triton.draw(z.half(), streams, positions, 1.0, None)
     numbers = torch.empty(3, dtype=torch.float64, device=device)
     _numbers[(3,)](streams, positions, numbers)
     return {
         "NaN is told": bool(told[1, 1].isnan()) and 0 <= float(told[0, 1]) < 700,
         "of its row alone": torch.equal(told[:, ::2], alone[:, ::2]),
-        "halves": torch.equal(half[:, ::2], draw_triton.draw(z.half().float(), streams, positions, 1.0, None)[:, ::2]),
-        "no rows": draw_triton.draw(z[:0], streams[:0], positions[:0], 1.0, None).shape == (2, 0),
+        "halves": torch.equal(
+            half[:, ::2], sampling_triton.draw(z.half().float(), streams, positions, 1.0, None)[:, ::2]
+        ),
+        "no rows": sampling_triton.draw(z[:0], streams[:0], positions[:0], 1.0, None).shape == (2, 0),
         "noise": torch.equal(numbers, bits_at(streams, positions).to(torch.float64) * 2.0**-53),
     }
 
@@ -68,7 +70,7 @@ def odd(device: str) -> dict[str, bool]:
 @triton.jit
 def _numbers(streams: tl.tensor, positions: tl.tensor, out: tl.tensor) -> None:
     i = tl.program_id(0)
-    tl.store(out + i, draw_triton._uniform(tl.load(streams + i), tl.load(positions + i)))
+    tl.store(out + i, sampling_triton._uniform(tl.load(streams + i), tl.load(positions + i)))
 
 
 if __name__ == "__main__":

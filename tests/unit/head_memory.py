@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dovetail.batch import Loss, PackedBatch
-from dovetail.fused_head import VocabShard, fused_loss
+from dovetail.batch.loss import Loss, TokenStats
+from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.registry import KernelSet
-from dovetail.mesh import Axis
-from dovetail.tokenstats import TokenStats
+from dovetail.nn.fused_head import VocabShard, fused_loss
+from dovetail.parallel.mesh import Axis
 
 VOCAB, WIDTH = 152064, 16
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dovetail.kernels import head_triton, reference
-from dovetail.tokenstats import combine
+from dovetail.kernels import logprob_triton, reference
+from dovetail.nn.fused_head import combine
 from tests.tolerances import tensor_error
 from tests.unit.large_logits import gradient_errors
 
 ROWS = 6
-BLOCK = head_triton.COLUMNS
+BLOCK = logprob_triton.COLUMNS
 WIDTHS = (1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 37)
 
 
@@ -47,7 +47,7 @@ def measure(device: str) -> dict[str, dict[str, float]]:
     for name, z, targets, temperature in cases(device):
         exact = None if temperature is None else temperature.to(torch.float64)
         expected = reference.vocab_stats(z.to(torch.float64), targets, exact)
-        actual = head_triton.vocab_stats(z, targets, temperature)
+        actual = logprob_triton.vocab_stats(z, targets, temperature)
         stats, normalizer = combine(expected[None], exact)
         errors = {
             "max": tensor_error(actual[:, 0], expected[:, 0]),
@@ -64,12 +64,12 @@ def measure(device: str) -> dict[str, dict[str, float]]:
             want = reference.vocab_grad_(wide, targets, same, g.to(wide.dtype), entropy_gradient, exact)
             for dtype in (None, torch.bfloat16):
                 spent, given = z.clone(), (targets, same, g, entropy_gradient, temperature)
-                got = head_triton.vocab_grad_(spent, *given, dtype=dtype)
+                got = logprob_triton.vocab_grad_(spent, *given, dtype=dtype)
                 assert got.data_ptr() == spent.data_ptr(), "the gradient lies elsewhere than in the logits' memory"
                 what = f"gradient{'' if entropy_gradient is h else ' without entropy'} {dtype or torch.float32}"
                 errors[what] = tensor_error(got, want)
         found[name] = errors
-    return found | {"large logits": gradient_errors(head_triton.vocab_stats, head_triton.vocab_grad_, device)}
+    return found | {"large logits": gradient_errors(logprob_triton.vocab_stats, logprob_triton.vocab_grad_, device)}
 
 
 if __name__ == "__main__":

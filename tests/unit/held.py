@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dovetail.gradients import Adder
 from dovetail.kernels import reference
+from dovetail.nn.grad_accumulation import Adder
 
 
 class Held(Adder):

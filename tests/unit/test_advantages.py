@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.batch import PackedBatch, Sequence
+from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_rewards, whiten
 from tests.tolerances import EXACT, SUM_ORDER, assert_close
 

@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 from dovetail.arch.registry import spec_from_config, validate_layout
 from dovetail.arch.spec import ArchSpec
 from dovetail.errors import LayoutError, ModelError
-from dovetail.layout import Layout
+from dovetail.parallel.layout import Layout
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "llama": LlamaConfig,

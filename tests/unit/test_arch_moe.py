@@ -16,7 +16,7 @@ from transformers import (
 from dovetail.arch.registry import spec_from_config, validate_layout
 from dovetail.arch.spec import ArchSpec
 from dovetail.errors import LayoutError, ModelError
-from dovetail.layout import Layout
+from dovetail.parallel.layout import Layout
 from dovetail.pipeline.partition import partition
 from tests.parity.configs import moe_configs
 

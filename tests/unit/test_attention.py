@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.batch import cumulative
+from dovetail.batch.packed import cumulative
 from dovetail.errors import ConfigError
 from dovetail.kernels import cuda, cudnn, fa4, reference
 from dovetail.kernels.reference import QUERY_BLOCK, Spans

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.batch import PackedBatch, Sequence
-from dovetail.dealing import plan_microbatches
+from dovetail.batch.balancing import plan_microbatches
+from dovetail.batch.micro import MicroBatch
+from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import DataError
 from dovetail.kernels.registry import KernelSet
-from dovetail.mesh import Mesh
-from dovetail.micro import MicroBatch
 from dovetail.nn.decoder import Decoder
+from dovetail.parallel.mesh import Mesh
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=24)
 MULTIPLES = st.sampled_from([1, 2, 3, 8])

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from dovetail.rl import budget, trainer
+from dovetail.rl import trainer
+from dovetail.rl.step_metrics import Row
 from dovetail.rl.trainer import train
-from dovetail.rl.updates import Row
 from tests.unit.test_trainer import LOOP, Clock, PretendedRun, PretendedTask
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (trainer, budget):
+    for module in (trainer, trainer):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

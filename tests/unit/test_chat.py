@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from dovetail.chat.renderer import Renderer
-from dovetail.data import load_prompts, load_score, load_sft
+from dovetail.data.chat_renderer import Renderer
+from dovetail.data.examples import load_prompts, load_score, load_sft
 from dovetail.errors import DataError
 from tests.unit.test_data import (
     ASSISTANT,

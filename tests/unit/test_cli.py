@@ -10,9 +10,9 @@ import yaml
 
 from dovetail.cli.arguments import layout_of, parse, recipe_of, watch_of
 from dovetail.cli.main import run_command
-from dovetail.cli.supervisor import refuse_too_many
 from dovetail.errors import LayoutError
-from dovetail.layout import Layout
+from dovetail.launch.supervisor import refuse_too_many
+from dovetail.parallel.layout import Layout
 
 LONG = "x" * 100_000
 SCORE = ["score", "--model", "M", "--data", "D", "--out", "O"]

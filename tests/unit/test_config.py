@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from dovetail.config import GRPO, PPO, PolicyGradient, Recipe, known_keys, load_recipe, make_recipe
 from dovetail.errors import ConfigError
-from dovetail.layout import Layout
-from dovetail.recipe_keys import FOREIGN
-from dovetail.recipe_yaml import parse_overrides
+from dovetail.parallel.layout import Layout
+from dovetail.recipe.keys import FOREIGN
+from dovetail.recipe.schema import GRPO, PPO, PolicyGradient, Recipe, known_keys, load_recipe, make_recipe
+from dovetail.recipe.yaml import parse_overrides
 
 SMALLEST: dict[str, Any] = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
 ENDLESS: list[Any] = []

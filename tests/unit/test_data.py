@@ -14,13 +14,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from dovetail import data
-from dovetail.batch import PackedBatch
-from dovetail.build.text import banned_ids
-from dovetail.chat.renderer import Renderer
-from dovetail.data import Limits
+from dovetail.batch.packed import PackedBatch
+from dovetail.data import examples
+from dovetail.data.chat_renderer import Renderer
+from dovetail.data.examples import Limits
+from dovetail.data.rows import batch_rows, needs_text, read_rows
 from dovetail.errors import DataError
-from dovetail.rows import batch_rows, needs_text, read_rows
+from dovetail.factory.tokenizer import banned_ids
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -53,9 +53,9 @@ def make_tokenizer(*, bos: bool = False, template: str | None = CHATML, eos: str
 PLAIN = make_tokenizer()
 LIMITS = Limits(vocab_size=260)
 RENDERER = Renderer()  # one process for all tests here
-load_prompts = partial(data.load_prompts, renderer=RENDERER)
-load_sft = partial(data.load_sft, renderer=RENDERER)
-load_score = partial(data.load_score, renderer=RENDERER)
+load_prompts = partial(examples.load_prompts, renderer=RENDERER)
+load_sft = partial(examples.load_sft, renderer=RENDERER)
+load_score = partial(examples.load_score, renderer=RENDERER)
 GOLDEN = [0, 5, 1, 4, 3, 2]  # of seed 0: what a resumed run relies on
 
 

@@ -14,16 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.checkpoint.convert import convert_to_sharded
-from dovetail.checkpoint.reader import ShardedReader
+from dovetail.checkpoint.conversion import convert_to_sharded
+from dovetail.checkpoint.reader import ShardedReader, joined
 from dovetail.errors import CheckpointError, DamagedError
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
-from dovetail.placement import as_index
-from dovetail.weights import files, filling, queue, runs
-from dovetail.weights.checksums import joined
-from dovetail.weights.files import TensorFile, TensorFileWriter, TensorSpec
-from dovetail.weights.filling import blocks, do_all
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.placement import as_index
+from dovetail.weights import async_read, parallel_read, safetensors, strided_read
+from dovetail.weights.parallel_read import blocks, do_all
+from dovetail.weights.safetensors import TensorFile, TensorFileWriter, TensorSpec
 from tests.checkpoints import decoder_on, write_tiny
 
 CPU = torch.device("cpu")
@@ -52,24 +51,24 @@ def _placed(shape: list[int], dtype: torch.dtype, rng: random.Random) -> Tensor:
 
 def _read_in_small_calls(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the smallest rectangles come as large ones do, in many calls, by one of the ways there are."""
-    monkeypatch.setattr(runs, "PLACES", 5)
-    monkeypatch.setattr(queue, "READS", 3)
-    monkeypatch.setattr(files, "MOST", 20)
+    monkeypatch.setattr(strided_read, "PLACES", 5)
+    monkeypatch.setattr(async_read, "READS", 3)
+    monkeypatch.setattr(safetensors, "MOST", 20)
     if way in ("queue", "queue in parts"):
-        monkeypatch.setattr(files, "NEAR", 0)
+        monkeypatch.setattr(safetensors, "NEAR", 0)
     if way == "apart":
-        monkeypatch.setattr(runs, "GAP", 3)
+        monkeypatch.setattr(strided_read, "GAP", 3)
     if way == "in parts":
-        whole = runs._preadv
+        whole = strided_read._preadv
 
         def some(fd: int, address: int, _count: int, at: int) -> int:
             place = (ctypes.c_int64 * 2).from_address(address)
             return int(whole(fd, (ctypes.c_int64 * 2)(place[0], -(-place[1] // 2)), 1, at))
 
-        monkeypatch.setattr(runs, "_preadv", some)
+        monkeypatch.setattr(strided_read, "_preadv", some)
     if way == "queue in parts":
-        read = queue.Queue.read
-        monkeypatch.setattr(queue.Queue, "read", lambda self, *args: read(self, *args) // 2)
+        read = async_read.Queue.read
+        monkeypatch.setattr(async_read.Queue, "read", lambda self, *args: read(self, *args) // 2)
 
 
 @pytest.mark.parametrize("way", ["near", "in parts", "apart", "queue", "queue in parts"])
@@ -130,27 +129,29 @@ def test_columns_are_read_and_handed_on_many_at_once(
     """Not row by row: neither in calls of the kernel nor in copies to a device, and no strided memory to copy from."""
     file, matrix = wide
     if not queued:
-        monkeypatch.setattr(queue.QUEUES, "take", lambda: None)
-    elif taken := queue.QUEUES.take():
-        queue.QUEUES.give_back(taken)
+        monkeypatch.setattr(async_read.QUEUES, "take", lambda: None)
+    elif taken := async_read.QUEUES.take():
+        async_read.QUEUES.give_back(taken)
     else:
         pytest.skip("this kernel has no queue")
     handed: list[Tensor] = []
 
     def note(piece: Tensor, out: Tensor) -> None:
         handed.append(piece)
-        filling.hand_over(piece, out)
+        parallel_read.hand_over(piece, out)
 
-    calls = [Count(os.preadv), Count(runs._preadv), Count(queue._call)]
-    for (place, name), count in zip([(os, "preadv"), (runs, "_preadv"), (queue, "_call")], calls, strict=True):
+    calls = [Count(os.preadv), Count(strided_read._preadv), Count(async_read._call)]
+    for (place, name), count in zip(
+        [(os, "preadv"), (strided_read, "_preadv"), (async_read, "_call")], calls, strict=True
+    ):
         monkeypatch.setattr(place, name, count)
-    monkeypatch.setattr(files, "hand_over", note)
-    out, room = torch.empty(len(matrix), columns), torch.empty(filling.ROOM, dtype=torch.uint8)
+    monkeypatch.setattr(safetensors, "hand_over", note)
+    out, room = torch.empty(len(matrix), columns), torch.empty(parallel_read.ROOM, dtype=torch.uint8)
     bits = torch.empty(len(matrix), columns, dtype=matrix.dtype)
     file.fill("x", ((0, len(matrix)), (12288 - columns, 12288)), out, room)
     wanted = matrix[:, 12288 - columns :]
     assert torch.equal(out.view(torch.int32), wanted.float().view(torch.int32))
-    assert len(handed) <= 1 + 1.1 * (2 * out.numel() / filling.ROOM)
+    assert len(handed) <= 1 + 1.1 * (2 * out.numel() / parallel_read.ROOM)
     assert all(piece.is_contiguous() for piece in handed)
     assert sum(count.calls for count in calls) <= len(matrix) // 32
     assert (calls[2].calls > 0) == (queued and columns < 12200), "where it is worth it"
@@ -165,7 +166,7 @@ def test_columns_of_a_file_that_is_cut_are_told(
 ) -> None:
     file, matrix = wide
     if not queued:
-        monkeypatch.setattr(queue.QUEUES, "take", lambda: None)
+        monkeypatch.setattr(async_read.QUEUES, "take", lambda: None)
     os.truncate(file.path, file.size // 2)
     room = torch.empty(1 << 20, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match="it was cut while being read"):
@@ -177,8 +178,8 @@ def test_columns_of_a_file_that_is_cut_are_told(
 
 def test_a_kernel_without_a_queue_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse = Count(lambda *_: -1)
-    monkeypatch.setattr(queue, "_call", refuse)
-    queues = queue.Queues()
+    monkeypatch.setattr(async_read, "_call", refuse)
+    queues = async_read.Queues()
     assert queues.take() is None and queues.take() is None
     assert refuse.calls <= 1  # none on a machine whose calls we do not know
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dovetail.batch import Loss, PackedBatch, Sum
-from dovetail.fused_head import VocabShard, fused_loss, fused_token_stats
+from dovetail.batch.loss import Loss, Sum, TokenStats
+from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.registry import KernelSet
-from dovetail.mesh import Axis
-from dovetail.tokenstats import TokenStats
+from dovetail.nn.fused_head import VocabShard, fused_loss, fused_token_stats
+from dovetail.parallel.mesh import Axis
 from tests.tolerances import OP_BF16, SUM_ORDER, assert_close, tensor_error
 
 WIDTH, VOCAB = 6, 17

@@ -13,18 +13,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.build.engine import make_decoder
-from dovetail.gradients import Adder
+from dovetail.factory.engine import make_decoder
 from dovetail.kernels import extras, quack
 from dovetail.kernels.reference import add_weight_grad_
 from dovetail.kernels.registry import KernelSet, gated_products, kernels_for
-from dovetail.layout import Layout
-from dovetail.mesh import Axis, Mesh
-from dovetail.nn.beside import Beside
+from dovetail.nn.activation_checkpoint import Recompute
+from dovetail.nn.beside import DelayedWgrad
+from dovetail.nn.grad_accumulation import Adder
 from dovetail.nn.mlp import GatedMLP
-from dovetail.nn.recompute import Recompute
 from dovetail.nn.tiling import Tiled
-from dovetail.nn.turns import straight
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.overlap import run_sync
 from dovetail.rollout.native import NativeSampler
 from tests.parity.configs import tiny_configs
 from tests.tolerances import SUM_ORDER, assert_all_close
@@ -127,9 +127,9 @@ def test_weight_gradients_that_wait_come_later_in_their_order() -> None:
 
 
 def test_downs_weight_gradient_may_come_beside_something_else() -> None:
-    plain, gating, beside = make(KernelSet()), make(everywhere()), Beside()
+    plain, gating, beside = make(KernelSet()), make(everywhere()), DelayedWgrad()
     beside.awaited = True
-    run = mock.Mock(side_effect=lambda x: straight(gating.turns(x, beside)))
+    run = mock.Mock(side_effect=lambda x: run_sync(gating.turns(x, beside)))
     found = played(run, gating)
     assert [name for name in found if "weight" in name] == ["gate_up_proj.weight"]
     beside.rest()
@@ -170,7 +170,7 @@ def test_the_plain_one_is_taken(package: StandIn, kept_out: str) -> None:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_pipeline_s_products_are_plain(monkeypatch: pytest.MonkeyPatch, stages: int) -> None:
     """What travels between stages holds some of a GPU, and products that count on all of it wait for the rest."""
-    monkeypatch.setattr("dovetail.build.engine.kernels_for", lambda _device: everywhere())
+    monkeypatch.setattr("dovetail.factory.engine.kernels_for", lambda _device: everywhere())
     solo, layout = Mesh.solo(), Layout(pp=stages)
     mesh = replace(solo, layout=layout, axes={**solo.axes, "pp": Axis("pp", stages, 0)})
     decoder = make_decoder(spec_from_config(tiny_configs()["llama"].to_dict()), mesh, torch.float32)

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dovetail.batch import Loss, PackedBatch
-from dovetail.fused_head import VocabShard, fused_loss
-from dovetail.gradients import Adder
+from dovetail.batch.loss import Loss, TokenStats
+from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.reference import add_weight_grad_
 from dovetail.kernels.registry import KernelSet
-from dovetail.mesh import Axis, Mesh
 from dovetail.nn import linear
-from dovetail.nn.beside import Beside
+from dovetail.nn.beside import DelayedWgrad
 from dovetail.nn.embedding import VocabEmbedding
-from dovetail.nn.linear import ColumnLinear, Linear, RowLinear, TokenLinear
+from dovetail.nn.fused_head import VocabShard, fused_loss
+from dovetail.nn.grad_accumulation import Adder
+from dovetail.nn.linear import ColumnLinear, Linear, ReplicatedLinear, RowLinear
 from dovetail.nn.tiling import Tiled
-from dovetail.nn.turns import straight
-from dovetail.tokenstats import TokenStats
+from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.overlap import run_sync
 from tests.tolerances import OP_BF16, OP_FP32, SUM_ORDER, assert_close, tensor_error
 from tests.unit.test_tiling import make, tokens
 
@@ -31,7 +31,7 @@ MICROS = 3
 KINDS: dict[str, Callable[[Mesh], Linear]] = {
     "column": lambda mesh: ColumnLinear(8, {"q": (2, 3), "k": (1, 3)}, mesh, bias=True),
     "row": lambda mesh: RowLinear(8, 9, mesh, bias=True),
-    "token": lambda _: TokenLinear(8, 9, bias=True),
+    "token": lambda _: ReplicatedLinear(8, 9, bias=True),
     "without bias": partial(RowLinear, 8, 9),
 }
 
@@ -127,7 +127,7 @@ def test_those_that_wait_come_later_in_their_order(frozen: bool) -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_is_put_off_comes_beside_something_else(frozen: bool) -> None:
     """In its order, one and then the rest; at once where nobody waits for it; and later still where a schedule says so."""
-    expected, adding, beside = layer("row"), layer("row"), Beside()
+    expected, adding, beside = layer("row"), layer("row"), DelayedWgrad()
     adding.adds = add_weight_grad_
     for made in (expected, adding):
         made.weight.requires_grad_(not frozen)
@@ -135,7 +135,7 @@ def test_what_is_put_off_comes_beside_something_else(frozen: bool) -> None:
 
     def run(made: nn.Module, x: Tensor) -> Any:
         assert isinstance(made, RowLinear)
-        return straight(made.turns(x, beside))
+        return run_sync(made.turns(x, beside))
 
     wanted = played(expected, plainly)
     assert_same(played(adding, run), wanted)

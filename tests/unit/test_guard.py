@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 
 from dovetail.errors import NumericsError
-from dovetail.rl.guard import Guard
+from dovetail.rl.step_metrics import Guard
 
 
 def test_skipped_updates_end_a_run_where_they_come_in_a_row() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
 from tests.conftest import LONGEST
 from tests.harness import RankFailed, distributed, run, worker_ids
 from tests.tolerances import EXACT, SUM_ORDER, assert_all_close, assert_close, tensor_error, worst_ratio

@@ -20,12 +20,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is p
 from dovetail.cli.arguments import parse
 from dovetail.cli.given import KEY, given, refuse_differences
 from dovetail.errors import ConfigError
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
-from dovetail.rl import shared
-from dovetail.watch import hosts
-from dovetail.watch.hosts import Signs
-from dovetail.weights.agree import refuse_different
+from dovetail.launch import hosts
+from dovetail.launch.hosts import Signs
+from dovetail.parallel.consensus import refuse_different
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.run import lock
 from tests.commands.program import Ended, _as_rank, here, make_model, refusal, write_recipe, write_rows
 from tests.fault.processes import all_gone, waited
 from tests.harness import run
@@ -58,7 +58,7 @@ def test_the_silent_host_is_named_with_its_ranks() -> None:
 RANK = """
 import ctypes, os, sys, time
 from pathlib import Path
-from dovetail.watch import hosts
+from dovetail.launch import hosts
 hosts.BEAT_SECONDS, hosts.SILENT_SECONDS, hosts.GONE_SECONDS = 0.1, 2.0, 1.0
 class Files:
     def set(self, key, value):
@@ -177,8 +177,8 @@ def test_a_command_compares_what_it_was_given_before_ranks_do_anything_together(
     score = ["score", "--model", "m", "--data", "d", "--out", "o", "--device", "cpu"]
     store, theirs = HashStore(), given(parse([*score, "--temperature", "2"]))
     store.set(f"{KEY}/1", json.dumps(["other", theirs]))
-    monkeypatch.setattr("dovetail.launch._meet", lambda: (store, 0, 2))
-    monkeypatch.setattr("dovetail.launch._initialize", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr("dovetail.parallel.process_group._meet", lambda: (store, 0, 2))
+    monkeypatch.setattr("dovetail.parallel.process_group._initialize", lambda *_: pytest.fail("it began"))
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert refusal(here(*score)).endswith(f"temperature: 1.0 on {HOST} (rank 0); 2.0 on other (rank 1)\n")
@@ -206,9 +206,9 @@ def contents(values: list[str]) -> str:
 
 def directories(paths: list[Path]) -> str:
     mesh = Mesh.build(Layout(dp=2))
-    with mock.patch.object(shared, "SEEN_SECONDS", 0.5):
+    with mock.patch.object(lock, "SEEN_SECONDS", 0.5):
         try:
-            shared.refuse_unshared(paths[mesh["world"].rank], mesh)
+            lock.refuse_unshared(paths[mesh["world"].rank], mesh)
         except ConfigError as error:
             return str(error)
     return ""

@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is public
 
-from dovetail import launch
 from dovetail.errors import ConfigError, LayoutError, MachineError
+from dovetail.parallel import process_group
 from tests.commands.program import here, refusal
 from tests.fault.processes import SECONDS, all_gone, waited
 
@@ -240,7 +240,7 @@ def test_a_port_at_which_nobody_can_meet_is_told(port: str, monkeypatch: pytest.
             monkeypatch.setenv(name, value)
         kind, words = (MachineError, "already in use") if port == "taken" else (ConfigError, "a whole number below")
         with pytest.raises(kind, match=f"MASTER_PORT={given}.*{words}"):
-            launch._meet()
+            process_group._meet()
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="a CUDA device is here")
@@ -266,47 +266,47 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_gpu")
 def test_a_launcher_may_show_each_rank_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = launch.pick_device("cuda")
+    device = process_group.pick_device("cuda")
     assert device == torch.device("cuda", 0)
-    assert launch.num_ranks_here(device) == 2
+    assert process_group.num_ranks_here(device) == 2
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert launch.num_ranks_here(device) == 4  # as far as it can know
+    assert process_group.num_ranks_here(device) == 4  # as far as it can know
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(LayoutError, match="2 ranks on this machine need a cuda device each, there are 1"):
-        launch.pick_device("cuda")
+        process_group.pick_device("cuda")
 
 
 @pytest.mark.usefixtures("one_gpu")
 def test_what_packages_compile_lies_in_the_users_cache_by_architecture(tmp_path: Path) -> None:
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path), "QUACK_CACHE_DIR": "mine"}):
-        launch.pick_device("cuda")
+        process_group.pick_device("cuda")
         folder = tmp_path / "dovetail/kernels/sm90"
         assert folder.is_dir() and os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
         assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(folder)
         assert os.environ["QUACK_CACHE_DIR"] == "mine", "a place of the user's own stays"
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": "/proc"}):
-        launch.pick_device("cuda")
+        process_group.pick_device("cuda")
         assert "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR" not in os.environ
 
 
 @pytest.mark.usefixtures("one_gpu")
 def test_a_device_is_one_ranks_alone() -> None:
     store, device = HashStore(), torch.device("cuda", 0)
-    launch._take(device, store, 0)
-    launch._take(device, store, 0)  # in a second group
+    process_group._take(device, store, 0)
+    process_group._take(device, store, 0)  # in a second group
     with pytest.raises(LayoutError, match="ranks 0 and 1 have the same cuda device, a-gpu; use fewer ranks a machine"):
-        launch._take(device, store, 1)
-    launch._take(torch.device("cpu"), store, 1)
+        process_group._take(device, store, 1)
+    process_group._take(torch.device("cpu"), store, 1)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_ranks_may_have_the_open_files_of_many_groups(world: int) -> None:
     before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few, most = 512, launch.OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, launch.OPEN_FILES)
+    few, most = 512, process_group.OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, process_group.OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
     try:
         with mock.patch("torch.distributed.init_process_group"):
-            launch._initialize(torch.device("cpu"), HashStore(), 0, world)
+            process_group._initialize(torch.device("cpu"), HashStore(), 0, world)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most if world > 1 else few, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
@@ -315,7 +315,7 @@ def test_ranks_may_have_the_open_files_of_many_groups(world: int) -> None:
 def test_deterministic_sets_torch_for_its_block_alone() -> None:
     """An operation without such a form is a user's mistake that says what to set."""
     before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # a documented setting
-    with launch.deterministic(True):
+    with process_group.deterministic(True):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # a documented setting
@@ -324,7 +324,7 @@ def test_deterministic_sets_torch_for_its_block_alone() -> None:
     with pytest.raises(
         ConfigError, match=r"no deterministic form of cumsum_cuda_kernel.*set trainer.deterministic=false"
     ):
-        with launch.deterministic(True):
+        with process_group.deterministic(True):
             raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation, but you set ...")
-    with pytest.raises(RuntimeError, match="another"), launch.deterministic(True):
+    with pytest.raises(RuntimeError, match="another"), process_group.deterministic(True):
         raise RuntimeError("another")

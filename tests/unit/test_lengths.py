@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 import pytest
 
-from dovetail.build.lengths import check_positions, max_positions
 from dovetail.errors import ConfigError
+from dovetail.factory.lengths import check_positions, max_positions
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import dovetail as dt
 from bench.models import one_rank
-from dovetail.engine import checks
-from dovetail.engine.routing import BalanceSettings
+from dovetail.engine import validation
+from dovetail.engine.expert_routing import BalanceSettings
 from dovetail.errors import ConfigError, DataError, ModelError
-from dovetail.mesh import Axis, Mesh
 from dovetail.optim.assembly import shards_of
+from dovetail.parallel.mesh import Axis, Mesh
 from examples import grpo_loss
 from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs
 from tests.tolerances import MODEL_FP32
@@ -381,10 +381,10 @@ def test_columns_have_an_entry_for_every_token() -> None:
 def test_ranks_with_different_batches_are_told_so(other: Any, named: str) -> None:
     mine = dt.PackedBatch.pack(ROWS)
     mesh = Mesh(dt.Layout(dp=2), torch.device("cpu"), {"world": Axis("world", 2, 0)}, {})
-    with mock.patch.object(checks, "stack_numbers", lambda x, *_: [x, checks.fingerprint(mine)]):
-        checks.check_same(mine, mesh)
+    with mock.patch.object(validation, "stack_numbers", lambda x, *_: [x, validation.fingerprint(mine)]):
+        validation.check_same(mine, mesh)
         with pytest.raises(DataError, match=f"rank 1 differs from rank 0 in {named}; every rank takes the same whole"):
-            checks.check_same(other, mesh)
+            validation.check_same(other, mesh)
 
 
 def test_the_example_learns_what_was_rewarded(folder: Path, tmp_path: Path) -> None:

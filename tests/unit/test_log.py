@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.log import WIDTH, Console, curve
-from dovetail.rl.updates import EMPTY_UPDATE
+from dovetail.rl.step_metrics import EMPTY_UPDATE
+from dovetail.run.console import WIDTH, Console, curve
 
 
 def test_a_rising_curve_rises() -> None:

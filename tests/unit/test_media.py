@@ -9,11 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from dovetail.data import Limits, Prompt, load_prompts, load_score, load_sft
+from dovetail.data.examples import Limits, Prompt, load_prompts, load_score, load_sft
+from dovetail.data.media import MediaLocator, MediaRef, Picture
+from dovetail.data.processor import AHEAD, FileMedia, MediaCache, Processor
 from dovetail.errors import DataError
-from dovetail.media import Finder, Picture, Shown
-from dovetail.processor import AHEAD, FileMedia, Processor, Shelf
-from dovetail.rl.state import rows_fingerprint
+from dovetail.run.state import rows_fingerprint
 from tests.hf.eyes import IMAGE_ID, SEEN, VIDEO_ID, VOCAB, base64_of, encoded, picture, said, seeing_tokenizer, user
 
 LIMITS = Limits(VOCAB)
@@ -95,7 +95,7 @@ def test_every_way_to_name_an_image(image: Path) -> None:
         {"image": {"bytes": None, "path": "a.png"}, "text": None, "video": None},
     ]
     for way in ways:
-        finder = Finder({}, image.parent)
+        finder = MediaLocator({}, image.parent)
         assert finder.messages(user({"type": "image", **way}, "?")) == user({"type": "image"}, "?")
         (found,) = finder.all().images
         assert (found.height, found.width) == SIZE
@@ -107,10 +107,10 @@ def test_columns_fill_the_places_in_order(image: Path) -> None:
     other = image.parent / "b.png"
     other.write_bytes(encoded(picture(8, 8)))
     bare, own = {"type": "image"}, {"type": "image", "path": "a.png"}
-    finder = Finder({"images": ["b.png", str(image)]}, image.parent)
+    finder = MediaLocator({"images": ["b.png", str(image)]}, image.parent)
     finder.messages(user(bare, own, bare))
     assert [found.source for found in finder.all().images] == [other, image, image]
-    finder = Finder({"images": ["b.png"]}, image.parent)
+    finder = MediaLocator({"images": ["b.png"]}, image.parent)
     finder.messages(user("nothing"))
     with pytest.raises(DataError, match="1 of its images have no place in the messages"):
         finder.all()
@@ -205,7 +205,7 @@ def test_a_resumed_run_knows_its_rows(image: Path) -> None:
     assert told[0] == told[1] != told[2]
 
 
-def shelf_of(count: int, capacity: int) -> tuple[Shelf, list[FileMedia], list[str]]:
+def shelf_of(count: int, capacity: int) -> tuple[MediaCache, list[FileMedia], list[str]]:
     """A shelf and media of 400 bytes each; who was read, in order."""
     read: list[str] = []
 
@@ -215,8 +215,8 @@ def shelf_of(count: int, capacity: int) -> tuple[Shelf, list[FileMedia], list[st
             raise DataError("bad: broken")
         return {"pixel_values": torch.zeros(100)}
 
-    shelf = Shelf(make, capacity)
-    shown = Shown((Picture(b"", "image 0", 4, 4),))
+    shelf = MediaCache(make, capacity)
+    shown = MediaRef((Picture(b"", "image 0", 4, 4),))
     return shelf, [FileMedia(shown, (1,), str(i), shelf) for i in range(count)], read
 
 

@@ -11,13 +11,22 @@ from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
 
 from dovetail import memory
-from dovetail.batch import PackedBatch
-from dovetail.build.engine import EngineOptions, from_pretrained
+from dovetail.batch.packed import PackedBatch
 from dovetail.engine.native import NativeEngine
 from dovetail.errors import ModelError
-from dovetail.layout import Layout
-from dovetail.memory import ALIGNMENT, CHUNK_BYTES, HOST_RESERVE, Arena, Parked, aligned, host_room, view_at
+from dovetail.factory.engine import EngineOptions, from_pretrained
+from dovetail.memory import (
+    ALIGNMENT,
+    CHUNK_BYTES,
+    HOST_RESERVE,
+    OffloadedState,
+    PinnedArena,
+    aligned,
+    host_room,
+    view_at,
+)
 from dovetail.optim.optimizer import OptimSettings
+from dovetail.parallel.layout import Layout
 from tests.checkpoints import write_tiny
 from tests.distributed.bodies import ragged, tokenwise
 from tests.harness import run
@@ -31,7 +40,7 @@ REQUESTS = st.lists(st.tuples(DTYPES, SHAPES), max_size=12)
 @settings(max_examples=150, deadline=None)
 @given(rounds=st.lists(REQUESTS, min_size=1, max_size=4))
 def test_views_are_aligned_and_disjoint(rounds: list[list[tuple[torch.dtype, tuple[int, ...]]]]) -> None:
-    arena = Arena()
+    arena = PinnedArena()
     for requests in rounds:
         arena.reset()
         views = []
@@ -54,7 +63,7 @@ def test_aligned_sizes(size: int) -> None:
 
 
 def test_the_same_requests_take_the_same_memory_again() -> None:
-    arena = Arena()
+    arena = PinnedArena()
     first = [arena.take(torch.float32, (n,)).data_ptr() for n in (3, 100, 17)]
     size = arena.num_bytes
     for _ in range(3):
@@ -72,7 +81,7 @@ def test_a_view_is_no_copy() -> None:
 def test_shared_storages_are_parked_once() -> None:
     whole = torch.arange(10.0)
     half, empty = whole[:5], torch.empty(0)
-    parked = Parked([whole, half, whole, empty])
+    parked = OffloadedState([whole, half, whole, empty])
     assert parked.num_bytes == 40
     assert whole.untyped_storage().size() == 0
     parked.restore()
@@ -158,7 +167,7 @@ def _asked_while_away(source: Path, folder: Path) -> None:
     assert engine.updates == 0
 
 
-class Promised(Arena):
+class Promised(PinnedArena):
     """Pinned memory that is only counted."""
 
     def _add(self, num_bytes: int) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from dovetail.errors import ConfigError
-from dovetail.metrics import Metrics, append, check_loggers
+from dovetail.jsonl import append
+from dovetail.run.metrics import Metrics, check_loggers
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -18,10 +18,10 @@ from torch import Tensor
 from dovetail.arch.registry import spec_from_config
 from dovetail.kernels.reference import add_weight_grad_, mixture, permute, spread, unpermute
 from dovetail.kernels.registry import KernelSet
-from dovetail.kernels.rows import rounded
-from dovetail.mesh import Axis, Mesh
+from dovetail.kernels.token_permute import rounded
 from dovetail.nn.moe import Experts
-from dovetail.nn.turns import side_by_side, straight
+from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.overlap import interleave, run_sync
 from tests.parity.configs import moe_configs
 from tests.tolerances import EXACT, GRADCHECK, OP_FP64, SUM_ORDER, assert_close
 from tests.unit.held import HandingOver
@@ -182,7 +182,7 @@ def experts_of(room: Room | None, rank: int, count: int, top: int) -> Experts:
 
 def both_ways(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
     leaves = [x.detach().clone().requires_grad_(), weights.detach().clone().requires_grad_()]
-    y = straight(experts.turns(leaves[0], chosen, leaves[1]))
+    y = run_sync(experts.turns(leaves[0], chosen, leaves[1]))
     up = y.detach().cos()  # what a sum of sines asks for, however it is cut
     return y.detach(), *torch.autograd.grad(y, (*leaves, *experts.parameters()), up)
 
@@ -265,7 +265,7 @@ def test_gradients_that_are_handed_over_come_beside_the_last_exchange(halves: in
         experts.kernels = replace(KernelSet(), mixture=handing)
         mine = [whole.chunk(size)[rank].chunk(halves) for whole in (x, chosen, weights)]
         leaves = [(a.clone().requires_grad_(), b, c.clone().requires_grad_()) for a, b, c in zip(*mine, strict=True)]
-        y = torch.cat(side_by_side([experts.turns(*one) for one in leaves]))
+        y = torch.cat(interleave([experts.turns(*one) for one in leaves]))
         EVENTS.seen.clear()
         y.backward(y.detach().cos())
         assert not experts.put_off
@@ -295,7 +295,7 @@ def test_a_token_whose_experts_share_a_rank_goes_there_once() -> None:
     none = torch.empty(0, 3)
     given = [(x, chosen, weights), (x[:0], none.to(torch.int64), none.to(torch.float64))]
     with torch.no_grad():
-        found = room.run(lambda rank: straight(experts_of(room, rank, 8, 3).turns(*given[rank])))
+        found = room.run(lambda rank: run_sync(experts_of(room, rank, 8, 3).turns(*given[rank])))
     assert sorted(n for width, n in room.rows if width == 64) == [0, 1, 3, 4]  # back from both, and there
-    assert_close(found[0], straight(experts_of(None, 0, 8, 3).turns(x, chosen, weights)), SUM_ORDER)
+    assert_close(found[0], run_sync(experts_of(None, 0, 8, 3).turns(x, chosen, weights)), SUM_ORDER)
     assert_close(found[1], x[:0], EXACT)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
+from dovetail.batch.routing import Balance, Routes, RoutingTrace
 from dovetail.kernels.reference import spread
 from dovetail.kernels.registry import KernelSet
-from dovetail.kernels.rows import inverse_of
-from dovetail.mesh import Axis, Mesh
+from dovetail.kernels.token_permute import inverse_of
 from dovetail.nn.moe import MoE, Router
-from dovetail.rl.replay import read_routes, write_routes
-from dovetail.routing import Balance, Routes, RoutingTrace
+from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.rl.router_replay import read_routes, write_routes
 from tests.parity.configs import moe_configs
 from tests.tolerances import EXACT, GRADCHECK, OP_FP64, assert_close
 

@@ -20,22 +20,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.engines import layout_of
-from dovetail import comm
 from dovetail.arch.registry import spec_from_config, ulysses_degree
-from dovetail.batch import Loss, LossFn, PackedBatch
-from dovetail.engine.routing import BalanceSettings, Routing
-from dovetail.engine.sums import Sums, add_sums
-from dovetail.gradients import Adder
+from dovetail.batch.loss import Loss, LossFn, TokenStats
+from dovetail.batch.micro import ContextShard, MicroBatch
+from dovetail.batch.packed import PackedBatch
+from dovetail.batch.routing import Routes
+from dovetail.engine.expert_routing import BalanceSettings, Routing
+from dovetail.engine.reduction import Sums, add_sums
 from dovetail.kernels.reference import add_weight_grad_
 from dovetail.kernels.registry import KernelSet
-from dovetail.mesh import Axis, ContextAxes, Mesh
-from dovetail.micro import MicroBatch, Share
+from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.nn.decoder import Decoder, Head
-from dovetail.nn.recompute import Recompute
+from dovetail.nn.grad_accumulation import Adder
 from dovetail.nn.tiling import tile_mlps
+from dovetail.parallel import collectives
+from dovetail.parallel.mesh import Axis, ContextAxes, Mesh
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
-from dovetail.routing import Routes
-from dovetail.tokenstats import TokenStats
 from tests.parity.configs import VOCAB, moe_configs, tiny_configs
 
 FAMILIES = ("llama_tied", "qwen2_window", "llama_dynamic", "qwen2_yarn", "apertus")
@@ -86,7 +86,7 @@ def micro_batches(model: Decoder, loss: LossFn) -> list[MicroBatch]:
     """Two of a step, on the device, as the engine makes them before its first forward pass."""
     names = ("advantage", "old_logprob", "reference_logprob", "return", "old_value")
     mesh, pairs = model.mesh, []
-    share = Share(mesh["cp"].rank, mesh["cp"].size, ulysses_degree(model.spec, mesh.layout))
+    share = ContextShard(mesh["cp"].rank, mesh["cp"].size, ulysses_degree(model.spec, mesh.layout))
     for lengths in ((9, 1, 30), (17,)):
         batch = PackedBatch.pack([[i % VOCAB for i in range(n)] for n in lengths])
         batch = batch.with_fields(**{name: torch.randn(len(batch)) for name in names})
@@ -174,8 +174,8 @@ def nobody_else() -> Iterator[Mapping[str, mock.Mock]]:
         yield {
             name: patches.enter_context(mock.patch.object(owner, name))
             for owner, name in (
-                (comm, "_FLAT_GATHER"),
-                (comm, "_FLAT_SCATTER"),
+                (collectives, "_FLAT_GATHER"),
+                (collectives, "_FLAT_SCATTER"),
                 (dist, "all_to_all_single"),
                 (dist, "all_reduce"),
             )

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.build.notes import notes
-from dovetail.config import make_recipe
+from dovetail.factory.notes import notes
+from dovetail.recipe.schema import make_recipe
 
 SMALLEST = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
 

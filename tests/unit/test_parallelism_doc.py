@@ -11,13 +11,13 @@ import yaml
 
 from dovetail.arch.qwen2 import qwen2_spec
 from dovetail.arch.spec import ArchSpec
-from dovetail.build.layouts import check_layout
-from dovetail.build.sampling import sampling_layout
-from dovetail.config import make_recipe
-from dovetail.layout import Layout
-from dovetail.micro import Share
-from dovetail.nn.context import cut_chunks
+from dovetail.batch.micro import ContextShard
+from dovetail.factory.layouts import check_layout
+from dovetail.factory.sampler import sampling_layout
+from dovetail.nn.context_parallel import cut_chunks
+from dovetail.parallel.layout import Layout
 from dovetail.pipeline.schedule import Costs, Plan, make_plan, simulate
+from dovetail.recipe.schema import make_recipe
 from tests.traffic import DOC, EACH_MICRO_BATCH, ONCE_A_STEP, Step, expected, table, value_of
 
 TOKENS = 32768
@@ -134,7 +134,7 @@ def chunks() -> str:
     """How three packed sequences are cut over two ranks."""
     lengths, found = (5, 8, 3), []
     for rank in range(2):
-        share = Share(rank, 2)
+        share = ContextShard(rank, 2)
         for number, chunk in zip(share.chunks, cut_chunks(lengths, share, torch.device("cpu")), strict=True):
             at = share.order(sum(lengths))[chunk.queries].tolist()
             queries, keys = " + ".join(map(str, chunk.q_spans.lengths)), " + ".join(map(str, chunk.k_spans.lengths))
@@ -159,7 +159,7 @@ def test_the_pictures_of_cp_show_who_holds_which_chunk() -> None:
     lines = [line.replace("|", " ") for line in DOC.read_text().splitlines()]
     shown_ranks = [line.split()[1:] for line in lines if re.fullmatch(r" +rank( +\d)+ *", line)]
     for ulysses, ranks in zip((1, 2), shown_ranks, strict=True):
-        holders = {int(token): rank for rank in range(4) for token in Share(rank, 4, ulysses).order(8)}
+        holders = {int(token): rank for rank in range(4) for token in ContextShard(rank, 4, ulysses).order(8)}
         step = 8 // len(ranks)
         assert [str(holders[token]) for token in range(0, 8, step)] == ranks
         assert [str(holders[token]) for token in range(step - 1, 8, step)] == ranks

@@ -9,10 +9,10 @@ from hypothesis import given, strategies as st
 
 from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
-from dovetail.config import LayoutSection
 from dovetail.errors import LayoutError
-from dovetail.layout import Layout
+from dovetail.parallel.layout import Layout
 from dovetail.pipeline.partition import SCHEDULES, check_pipeline, partition, stage_costs
+from dovetail.recipe.schema import LayoutSection
 
 
 def model(depth: int, vocabulary: int = 64, width: int = 16) -> ArchSpec:

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
-from dovetail.placement import (
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.placement import (
     Part,
     Placement,
     Split,

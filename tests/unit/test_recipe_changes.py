@@ -12,14 +12,14 @@ import torch
 
 from dovetail.checkpoint.manifest import TRAINING
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.steps import saved_steps
-from dovetail.config import make_recipe
+from dovetail.checkpoint.retention import saved_steps
 from dovetail.errors import CheckpointError, ConfigError
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
-from dovetail.rl.resume import changed, refuse
-from dovetail.rl.state import STRETCH, RunState, model_fingerprint, random_state
-from dovetail.weights.directory import MANIFEST
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.recipe.schema import make_recipe
+from dovetail.run.resume import changed, refuse
+from dovetail.run.state import STRETCH, RunState, model_fingerprint, random_state
+from dovetail.weights.safe_paths import MANIFEST
 from tests.commands.program import here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows
 from tests.fault.training_checkpoint import state_of
 from tests.golden.job import _merged as merged

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from dovetail.cli.arguments import parse
-from dovetail.config import SFT, make_recipe
-from dovetail.recipe_keys import VARIANTS
+from dovetail.recipe.keys import VARIANTS
+from dovetail.recipe.schema import SFT, make_recipe
 from tools.recipe_page import TARGET, page
 
 SMALLEST = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}

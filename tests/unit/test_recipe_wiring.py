@@ -17,14 +17,14 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
-from dovetail.build import text, training
-from dovetail.build.sampling import backend_layout
-from dovetail.build.training import Builder, Job
-from dovetail.config import known_keys, make_recipe
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
-from dovetail.rl.run import RunDirectory
-from dovetail.watch.progress import patience
+from dovetail.factory import job, tokenizer
+from dovetail.factory.job import Builder, Job
+from dovetail.factory.sampler import backend_layout
+from dovetail.launch.progress import patience
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.recipe.schema import known_keys, make_recipe
+from dovetail.run.directory import RunDirectory
 from examples.quickstart.scratch import character_tokenizer
 
 RANKS, UPDATES = 16, 2 * 3  # UPDATES: optimizer steps of a step, algorithm.epochs x algorithm.minibatches
@@ -212,9 +212,9 @@ def make_engine(source: Any, mesh: Mesh, dtype: torch.dtype, head: str, options:
 
 
 def load_tokenizer(source: Any, *, trust_remote_code: bool) -> Any:
-    tokenizer: Any = text.load_tokenizer(source, trust_remote_code=trust_remote_code)
-    tokenizer.trusted = trust_remote_code
-    return tokenizer
+    loaded: Any = tokenizer.load_tokenizer(source, trust_remote_code=trust_remote_code)
+    loaded.trusted = trust_remote_code
+    return loaded
 
 
 def reward_runner(name: str | None, **given: Any) -> SimpleNamespace:
@@ -285,7 +285,7 @@ def jobs(folder: Path) -> Iterator[dict[str, Job]]:
     }
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)  # where a package named tensorboard is
-        stack.enter_context(mock.patch.multiple(training, **stand_ins))
+        stack.enter_context(mock.patch.multiple(job, **stand_ins))
         stack.enter_context(mock.patch.object(RunDirectory, "check_space"))
         found = {}
         for name in ALGORITHMS:

@@ -7,8 +7,15 @@ from torch import Tensor
 
 from dovetail.kernels import fa4
 from dovetail.kernels.registry import KernelSet
-from dovetail.memory import Arena
-from dovetail.nn.recompute import HostMemory, Passage, Recompute, Waiting, is_attention, runner
+from dovetail.memory import PinnedArena
+from dovetail.nn.activation_checkpoint import (
+    ActivationOffload,
+    OffloadedTensor,
+    PinnedPool,
+    Recompute,
+    is_attention,
+    runner,
+)
 from tests.tolerances import EXACT, worst_error
 from tests.unit.blocks import Blocks
 from tests.unit.fa4_stand_in import installed
@@ -48,7 +55,7 @@ def test_gradients_are_made_of_what_comes_back() -> None:
     """The mutation: what waits on the host is changed there, and every gradient but the last block's own notices."""
     blocks = Blocks()
     expected, _ = blocks.gradients(blocks.trunk("full"))
-    model, arena = blocks.trunk("full", offload=True), Arena()
+    model, arena = blocks.trunk("full", offload=True), PinnedArena()
     assert model.host is not None
     model.host.free.append(arena)  # the one that the next pass takes
     out = model(blocks.tokens(1)[0], blocks.context)
@@ -60,19 +67,19 @@ def test_gradients_are_made_of_what_comes_back() -> None:
         assert torch.equal(grad, expected[name]) == ("layers.0." not in name and "embed" not in name), name
 
 
-class Small(HostMemory):
+class Small(PinnedPool):
     """Of a host that has so many bytes for arenas altogether."""
 
     def __init__(self, num_bytes: int | None, ranks: int = 1) -> None:
         super().__init__(torch.device("cpu"), room=self.left, ranks=ranks)
-        self.most, self.made = num_bytes, list[Arena]()
+        self.most, self.made = num_bytes, list[PinnedArena]()
         self.asked = 0
 
     def left(self) -> int | None:
         self.asked += 1
         return None if self.most is None else self.most - self.num_bytes
 
-    def arena(self) -> Arena:
+    def arena(self) -> PinnedArena:
         found = super().arena()
         self.made += [found] if all(found is not one for one in self.made) else []
         return found
@@ -112,11 +119,11 @@ def test_the_first_blocks_leave_and_the_others_come_back_ahead() -> None:
     """Each comes back when the block behind it is asked for, whether that one left or stayed."""
     x = torch.randn(16, 8)
     host = Small(2 * x.nbytes)
-    passage, kept = Passage(host, "full"), list[Waiting]()
+    passage, kept = ActivationOffload(host, "full"), list[OffloadedTensor]()
 
     def block() -> Tensor:
         one = passage.put(x + len(kept))
-        assert isinstance(one, Waiting)
+        assert isinstance(one, OffloadedTensor)
         kept.append(one)
         return x
 
@@ -151,9 +158,9 @@ def test_no_rank_takes_the_share_of_another() -> None:
 
 def test_what_comes_back_lies_as_before() -> None:
     """Attention over [B, H, n, C] returns heads beside each other; a slice of something larger comes back dense."""
-    passage, x = Passage(HostMemory(torch.device("cpu")), "full"), torch.randn(2, 3, 4, 5)
+    passage, x = ActivationOffload(PinnedPool(torch.device("cpu")), "full"), torch.randn(2, 3, 4, 5)
     given = (x, x.transpose(1, 2), x[..., :3], torch.tensor([3]))
-    kept: list[Tensor | Waiting] = []
+    kept: list[Tensor | OffloadedTensor] = []
 
     def block(x: Tensor) -> Tensor:
         kept.extend(passage.put(one) for one in given)

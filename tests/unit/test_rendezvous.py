@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.mesh import Axis, Link, Links
+from dovetail.parallel.mesh import Axis, P2PChannel, P2PChannels
 from dovetail.pipeline import executor
 from dovetail.pipeline.schedule import Action, Costs, Plan, make_plan
 from tests.distributed.test_executor import any_plan, in_the_receivers_order
@@ -39,12 +39,12 @@ class Noted:
         previous, self.rank, self.size, self.notes = (rank - 1) % size, rank, size, list[Note]()
         self.first, self.last = 0, executor.num_stages(plan) - 1
         roads = (("down", rank), ("down", previous), ("up", rank), ("up", (rank + 1) % size))
-        self.links = Links(*(Link(0, road) for road in roads))  # type: ignore[arg-type]  # a road's name for its group
+        self.links = P2PChannels(*(P2PChannel(0, road) for road in roads))  # type: ignore[arg-type]  # a road's name for its group
 
     def __getitem__(self, name: str) -> Axis:
         return Axis(name, self.size, self.rank)
 
-    def start(self, transfer: Callable[..., Any], tensor: Tensor, link: Link) -> Any:
+    def start(self, transfer: Callable[..., Any], tensor: Tensor, link: P2PChannel) -> Any:
         self.notes.append(Note(transfer.__name__, link.group))
         number = len(self.notes) - 1
         handle = mock.Mock()

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.errors import DataError
-from dovetail.rl.judging import count_errors
-from dovetail.rl.rewards import FIRST_SAMPLES, Judged, RewardResult, RewardRunner
+from dovetail.rl.rewards import FIRST_SAMPLES, RewardInput, RewardResult, RewardRunner, count_errors
 from tests.fault.processes import all_gone, is_alive
 
 HANG = 3.0  # seconds that a reward may take; any but the one that hangs takes none, on a busy machine, too
@@ -66,7 +65,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     else:
         with RewardRunner(function="spawns:f", directory=tmp_path, timeout=timeout) as runner:
-            (result,) = runner.score([Judged(completion=f"{what} {marker}")])
+            (result,) = runner.score([RewardInput(completion=f"{what} {marker}")])
             assert (result.error is None) == (what in ("child", "daemon"))
             assert is_alive(int(marker.read_text())) == (what in ("child", "daemon"))
     started = int(marker.read_text())
@@ -80,7 +79,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_reward_that_signals_its_parent_disturbs_nobody(tmp_path: Path) -> None:
     (tmp_path / "spawns.py").write_text(SPAWNING)
     with RewardRunner(function="spawns:f", directory=tmp_path) as runner:
-        assert runner.score([Judged(completion="signal")] * 2) == [RewardResult(0.0)] * 2
+        assert runner.score([RewardInput(completion="signal")] * 2) == [RewardResult(0.0)] * 2
 
 
 FORGING = """
@@ -103,7 +102,7 @@ def test_a_reward_that_writes_into_every_open_file_spoils_its_own_sample_only(tm
     (tmp_path / "forges.py").write_text(FORGING)
     texts = ["", "forge", "", "babble", "", "list", "patch", ""]
     with RewardRunner(function="forges:f", directory=tmp_path) as runner:
-        results = dict(enumerate(runner.score([Judged(completion=text) for text in texts])))
+        results = dict(enumerate(runner.score([RewardInput(completion=text) for text in texts])))
     for number, text in enumerate(texts):
         if text in ("", "patch"):
             assert results[number] == RewardResult(0.25), text
@@ -128,7 +127,7 @@ def test_a_reward_that_always_fails_is_not_asked_for_every_sample(tmp_path: Path
     (tmp_path / "fails.py").write_text(FAILING)
     timeout = 0.2 if what == "hang" else HANG
     runner = RewardRunner(function="fails:f", directory=tmp_path, timeout=timeout, workers=4)
-    results = runner.score([Judged(completion=what)] * 1000, 0.05)
+    results = runner.score([RewardInput(completion=what)] * 1000, 0.05)
     assert (
         sum(result.judged for result in results) == sum(result.error is not None for result in results) == FIRST_SAMPLES
     )
@@ -139,9 +138,9 @@ def test_failures_stop_the_judging_when_they_are_more_than_may_be(tmp_path: Path
     """Not before, however many of them come first: a row that always fails has all its samples side by side."""
     (tmp_path / "fails.py").write_text(FAILING)
     with RewardRunner(function="fails:f", directory=tmp_path, workers=2) as runner:
-        results = runner.score([Judged(completion="raise")] * 10 + [Judged(completion="ok")] * 190, 0.05)
+        results = runner.score([RewardInput(completion="raise")] * 10 + [RewardInput(completion="ok")] * 190, 0.05)
         assert [result.error is None for result in results] == [False] * 10 + [True] * 190
-        results = runner.score([Judged(completion="raise")] * 100 + [Judged(completion="ok")] * 100, 0.05)
+        results = runner.score([RewardInput(completion="raise")] * 100 + [RewardInput(completion="ok")] * 100, 0.05)
     assert sum(result.error is not None for result in results) == 11
     assert sum(result.judged for result in results) < 100
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dovetail.errors import ConfigError
-from dovetail.metrics import json_line
+from dovetail.jsonl import json_line
 from dovetail.rl.reward_functions import final_number, format_match, number_only, numbers, numeric_match
-from dovetail.rl.rewards import Judged, RewardResult, RewardRunner
+from dovetail.rl.rewards import RewardInput, RewardResult, RewardRunner
 
 HANG = 3.0  # seconds that a reward may take; any but the one that hangs takes none, on a busy machine, too
 MODULE = """
@@ -79,9 +79,9 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def sample(completion: str, **more: object) -> Judged:
+def sample(completion: str, **more: object) -> RewardInput:
     columns = {"data_source": "gsm", "level": 3}
-    return Judged(completion=completion, answer="42", prompt="What?", columns=columns, **more)  # type: ignore[arg-type]
+    return RewardInput(completion=completion, answer="42", prompt="What?", columns=columns, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_format() -> None:
 
 def test_built_ins_run_in_workers_and_keep_the_order() -> None:
     with RewardRunner("exact_match", workers=2) as runner:
-        results = runner.score([Judged(completion=str(i), answer=str(i % 3)) for i in range(9)])
+        results = runner.score([RewardInput(completion=str(i), answer=str(i % 3)) for i in range(9)])
         assert results == [RewardResult(float(i < 3)) for i in range(9)]
         assert runner.score([]) == []
     with RewardRunner("format", options={"pattern": "a+"}) as runner:
@@ -175,7 +175,7 @@ def test_built_ins_run_in_workers_and_keep_the_order() -> None:
 
 
 def test_both_signatures(directory: Path) -> None:
-    def score(function: str, samples: list[Judged], **options: float) -> list[RewardResult]:
+    def score(function: str, samples: list[RewardInput], **options: float) -> list[RewardResult]:
         with RewardRunner(function=f"my_rewards:{function}", directory=directory, options=options) as runner:
             return runner.score(samples)
 
@@ -183,7 +183,7 @@ def test_both_signatures(directory: Path) -> None:
     assert score("trl_like", [sample("abc"), sample("")]) == [RewardResult(8.0), RewardResult(5.0)]
     assert score("weighted", [sample("abc")], factor=2.0) == [RewardResult(6.0)]
     messages = [{"role": "user", "content": "hello"}]
-    assert score("chat", [Judged(completion="abc", prompt=messages)]) == [RewardResult(4.0)]
+    assert score("chat", [RewardInput(completion="abc", prompt=messages)]) == [RewardResult(4.0)]
     (result,) = score("two_for_one", [sample("x")])
     assert result.value is None
     assert "list of 1 reward" in str(result.error)
@@ -191,7 +191,7 @@ def test_both_signatures(directory: Path) -> None:
 
 def test_bytes_of_a_row_are_the_text_that_they_hold() -> None:
     with RewardRunner("exact_match") as runner:
-        results = runner.score([Judged(completion=text, answer=text.encode()) for text in ("42", "\u00e9")])
+        results = runner.score([RewardInput(completion=text, answer=text.encode()) for text in ("42", "\u00e9")])
     assert [result.value for result in results] == [1.0, 1.0]
     assert json_line({"answer": b"\xc3\xa9\xff"}) == '{"answer": "\u00e9\\\\xff"}\n'
 
@@ -219,7 +219,7 @@ def test_messages_name_lines_of_the_user_only(directory: Path) -> None:
             told = f"TypeError: expected a list of 1 reward for 1 completion, got {got}"
             assert runner.score([sample(text)])[0].error == told
     with RewardRunner("numeric_match") as runner:
-        assert runner.score([Judged(completion="1", answer="none")])[0].error == (
+        assert runner.score([RewardInput(completion="1", answer="none")])[0].error == (
             "ValueError: the answer 'none' holds no number"
         )
     with pytest.raises(ConfigError, match=rf"No module named 'does_not_exist' \({directory}/broken.py:1\)$"):
@@ -267,7 +267,7 @@ def test_hanging_samples_do_not_wait_for_each_other(directory: Path) -> None:
 @pytest.mark.parametrize("timeout", [3e6, 1e300])
 def test_a_timeout_beyond_what_the_system_counts_is_no_limit(timeout: float) -> None:
     with RewardRunner("exact_match", timeout=timeout) as runner:
-        assert runner.score([Judged(completion="42", answer="42")]) == [RewardResult(1.0)]
+        assert runner.score([RewardInput(completion="42", answer="42")]) == [RewardResult(1.0)]
 
 
 def test_a_regular_expression_that_never_ends_is_killed() -> None:

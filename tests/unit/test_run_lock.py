@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.errors import ConfigError
-from dovetail.rl.lock import NAME, RunLock
+from dovetail.run.lock import NAME, RunLock
 from tests.commands.program import here, make_model, refusal, write_recipe, write_rows
 
 ROUNDS = 1000

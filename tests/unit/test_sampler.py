@@ -12,17 +12,17 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.build.sampling import sampling_layout
 from dovetail.errors import CheckpointError, ConfigError, DataError, LayoutError, ModelError
+from dovetail.factory.sampler import sampling_layout
 from dovetail.kernels import cuda
 from dovetail.kernels.registry import KernelSet
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.draw import cut, draw, inverse_cdf
-from dovetail.rollout.native import NativeSampler, recorder_for
+from dovetail.rollout.native import NativeSampler, capturer_for
 from dovetail.rollout.noise import uniforms
-from dovetail.rollout.waves import plan_waves
+from dovetail.rollout.sampling import cut, draw, inverse_cdf
+from dovetail.rollout.transformers import plan_static_batches
 from tests.parity.configs import MAX_POSITIONS, VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.tolerances import MODEL_FP32, SUM_ORDER, assert_close
 
@@ -102,17 +102,17 @@ def test_no_step_is_recorded_that_asks_the_device() -> None:
     spec, mesh = spec_from_config(tiny_configs()["llama"].to_dict()), Mesh.imagined(Layout(), 0, "cuda")
     kernels = KernelSet(decode_attention=lambda q, *_: q)
     long = replace(spec, attention=replace(spec.attention, head_dim=264))
-    assert recorder_for(spec, mesh, kernels, torch.float32) is not None
-    assert recorder_for(long, mesh, kernels, torch.float32) is None
-    assert recorder_for(spec, mesh, kernels, torch.float64) is None
-    assert recorder_for(spec, mesh, KernelSet(), torch.float32) is None
+    assert capturer_for(spec, mesh, kernels, torch.float32) is not None
+    assert capturer_for(long, mesh, kernels, torch.float32) is None
+    assert capturer_for(spec, mesh, kernels, torch.float64) is None
+    assert capturer_for(spec, mesh, KernelSet(), torch.float32) is None
     experts = spec_from_config(moe_configs()["mixtral"].to_dict())
-    assert recorder_for(experts, mesh, kernels, torch.bfloat16) is None  # the reference reads where their rows end
+    assert capturer_for(experts, mesh, kernels, torch.bfloat16) is None  # the reference reads where their rows end
     grouped = replace(kernels, grouped_mm=cuda.grouped_mm)
     for stays in (False, True):
         with mock.patch.object(cuda, "grouped_stays", return_value=stays):
-            assert (recorder_for(experts, mesh, grouped, torch.bfloat16) is not None) == stays
-            assert recorder_for(experts, Mesh.imagined(Layout(dp=2, ep=2), 0, "cuda"), grouped, torch.bfloat16) is None
+            assert (capturer_for(experts, mesh, grouped, torch.bfloat16) is not None) == stays
+            assert capturer_for(experts, Mesh.imagined(Layout(dp=2, ep=2), 0, "cuda"), grouped, torch.bfloat16) is None
 
 
 def test_rows_that_stop_leave_at_any_step_and_change_nothing_for_the_others() -> None:
@@ -285,7 +285,7 @@ def test_inverse_cdf_equals_its_definition_and_never_takes_weight_zero(columns: 
 def test_waves_hold_every_row_once_within_the_budget() -> None:
     lengths = {3: 10, 5: 40, 8: 10, 9: 1}
     for budget in (1, 60, 200, 10**6):
-        waves = plan_waves(lengths, 6, 5, budget)
+        waves = plan_static_batches(lengths, 6, 5, budget)
         rows = [(wave.prompts[owner], sample) for wave in waves for owner, sample in wave.rows]
         assert sorted(rows) == [(i, sample) for i in sorted(lengths) for sample in range(6)]
         for wave in waves:

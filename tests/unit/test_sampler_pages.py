@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 from dovetail.arch.registry import spec_from_config
 from dovetail.kernels.registry import KernelSet
-from dovetail.mesh import Mesh
+from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, SamplingParams
-from dovetail.rollout.deck import Deck, DeckSize, filled_up
+from dovetail.rollout.cuda_graph import GraphPool
+from dovetail.rollout.model_runner import ModelRunner, RunnerSize, pad_to_bucket
 from dovetail.rollout.native import NativeSampler, SamplerOptions
-from dovetail.rollout.pages import Need, PagePool, Row, Schedule
-from dovetail.rollout.replay import Pool
+from dovetail.rollout.scheduler import PageBudget, PagePool, Request, Schedule
 from tests.parity.configs import VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.tolerances import SUM_ORDER, assert_close
 from tests.unit.test_sampler import some_prompts
@@ -60,11 +60,11 @@ def test_pages_are_free_when_nobody_holds_them() -> None:
 @pytest.mark.parametrize("pages", [7, 8, 11, 40])
 @pytest.mark.parametrize("samples", [1, 3])
 def test_every_row_runs_once_on_pages_of_its_own_and_gives_all_back(pages: int, samples: int) -> None:
-    lengths, need = {3: 9, 5: 4, 8: 10, 9: 1, 11: 8}, Need(samples=samples, new=7, page=4)
+    lengths, need = {3: 9, 5: 4, 8: 10, 9: 1, 11: 8}, PageBudget(samples=samples, new=7, page=4)
     pool = PagePool(pages)
     schedule = Schedule(lengths, need, pool, most_rows=5, prefill_tokens=12)
     assert max(map(need.least, lengths.values())) <= 7
-    running: list[Row] = []
+    running: list[Request] = []
     seen: list[tuple[int, int]] = []
     most, entering = 0, True
     while True:
@@ -151,8 +151,8 @@ def test_steps_are_recorded_once_a_number_of_rows_and_stay_valid(top_p: float) -
 
 
 def test_few_numbers_of_rows_are_recorded() -> None:
-    assert sorted({filled_up(n) for n in range(1, 513)}) == [8, 32, 64, 128, 256, 512]
-    assert all(n <= filled_up(n) <= max(2 * n, 8) or 8 < n <= 16 for n in range(1, 513))
+    assert sorted({pad_to_bucket(n) for n in range(1, 513)}) == [8, 32, 64, 128, 256, 512]
+    assert all(n <= pad_to_bucket(n) <= max(2 * n, 8) or 8 < n <= 16 for n in range(1, 513))
 
 
 def test_pages_that_others_left_change_nothing() -> None:
@@ -185,8 +185,8 @@ def test_a_step_asks_nothing_of_the_device_and_sends_nothing(cuts: dict[str, flo
     kernels = KernelSet(decode_attention=lambda q, *_: torch.empty_like(q))
     spec = spec_from_config(tiny_configs()["qwen3_window"].to_dict())
     sampler = NativeSampler(spec, mesh, kernels, torch.bfloat16)
-    size = DeckSize(rows=8, width=3, ahead=4, pages=9, page=16)
-    deck = Deck(sampler.model, torch.bfloat16, size, None)
+    size = RunnerSize(rows=8, width=3, ahead=4, pages=9, page=16)
+    deck = ModelRunner(sampler.model, torch.bfloat16, size, None)
     deck.begin(SamplingParams(**cuts))  # type: ignore[arg-type]  # of several kinds
     with torch.no_grad(), OnMeta():
         deck._take_from(partial(deck._forward, 4), 4)
@@ -201,7 +201,7 @@ def test_a_pool_ends_with_its_last_record() -> None:
     class Record:
         pass
 
-    pool, first, second = Pool(itertools.count().__next__), Record(), Record()
+    pool, first, second = GraphPool(itertools.count().__next__), Record(), Record()
     assert [pool.take(first), pool.take(second)] == [0, 0]
     del first
     third = Record()

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from dovetail.checkpoint.async_saver import Saver
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.saver import Saver
-from dovetail.checkpoint.steps import Retention, SavedStep, clear_debris, open_newest, saved_steps
+from dovetail.checkpoint.retention import Retention, SavedStep, clear_debris, open_newest, saved_steps
 from dovetail.errors import CheckpointError, DataError
-from dovetail.mesh import Axis, Mesh
-from dovetail.rl.trainer import SupervisedTask
-from dovetail.rl.updates import Row
-from dovetail.weights.files import TensorFileWriter
+from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.rl.step_metrics import Row
+from dovetail.rl.tasks import SupervisedTask
+from dovetail.weights.safetensors import TensorFileWriter
 from tests.commands.program import Ended, here, make_model, read_rows, refusal, write_recipe, write_rows
 from tests.fault.saves import NAMES, SIDES, export_of, made_of, order_of
 from tests.fault.training_checkpoint import state_of

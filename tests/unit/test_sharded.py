@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from dovetail.checkpoint.convert import convert_to_hf, convert_to_sharded
+from dovetail.checkpoint.conversion import convert_to_hf, convert_to_sharded
 from dovetail.checkpoint.manifest import _checksum
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.writer import save_sharded
 from dovetail.errors import CheckpointError
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
-from dovetail.weights.directory import MANIFEST, side_files
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.weights.hf_reader import CheckpointReader
 from dovetail.weights.load import load
-from dovetail.weights.reader import CheckpointReader
+from dovetail.weights.safe_paths import MANIFEST, side_files
 from dovetail.weights.save import save
 from dovetail.weights.stream import stream
 from tests.checkpoints import assert_same_tensors, decoder_on, digests, tensors_of, write_tiny

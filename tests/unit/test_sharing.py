@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.kernels.reference import sum_in_order
-from dovetail.nn.sharing import lay_down
+from dovetail.kernels.reference import sum_deterministic
+from dovetail.nn.context_parallel import scatter_kv_grads
 
 SIZE, GROUPS, CHANNELS = 6, 2, 3  # tokens of a chunk, KV heads and their channels
 
@@ -60,7 +60,7 @@ def test_stretches_are_laid_down_as_autograd_adds_them(lines: int) -> None:
         lengths = [stretch.stop - stretch.start for stretch in stretches for _ in range(2)]
         grads = [torch.randn(n, GROUPS, CHANNELS, generator=draw, dtype=torch.float64) for n in lengths]
         with poisoned():
-            found = lay_down(grads, stretches, 2 * SIZE, lines)
+            found = scatter_kv_grads(grads, stretches, 2 * SIZE, lines)
         assert found.is_contiguous()
         assert torch.equal(found, plain(grads, stretches, lines)), stretches
 
@@ -72,7 +72,7 @@ def test_gradients_need_not_be_dense() -> None:
     lengths = [stretch.stop - stretch.start for stretch in stretches for _ in range(2)]
     grads = [x.permute(2, 1, 0)[:n, :, 1:] for x, n in zip(wide, lengths, strict=True)]
     with poisoned():
-        assert torch.equal(lay_down(grads, stretches, 2 * SIZE, 2), plain(grads, stretches, 2))
+        assert torch.equal(scatter_kv_grads(grads, stretches, 2 * SIZE, 2), plain(grads, stretches, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -83,6 +83,6 @@ def test_sums_are_in_order_and_rounded_once(dtype: torch.dtype) -> None:
     total = parts[0].to(wide)
     for part in parts[1:]:
         total = total + part.to(wide)
-    assert torch.equal(sum_in_order(parts), total.to(dtype))
-    backwards = sum_in_order(parts.flip(0))
+    assert torch.equal(sum_deterministic(parts), total.to(dtype))
+    backwards = sum_deterministic(parts.flip(0))
     assert not torch.equal(total, backwards.to(wide)), "the order of these parts does not matter"

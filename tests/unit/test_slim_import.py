@@ -9,11 +9,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MODULES = (
     "dovetail",
-    "dovetail.config",
-    "dovetail.layout",
+    "dovetail.recipe.schema",
+    "dovetail.parallel.layout",
     "dovetail.errors",
     "dovetail.arch.registry",
-    "dovetail.build.layouts",
+    "dovetail.factory.layouts",
     "dovetail.pipeline.partition",
     "dovetail.pipeline.schedule",
     "dovetail.cli.main",
@@ -24,12 +24,12 @@ WITHOUT_RECIPES = """
 import importlib, pkgutil, sys
 import dovetail.kernels, dovetail.rollout
 
-missing = "pydantic", "pydantic_core", "rich", "dovetail.config", "dovetail.recipe_yaml"  # huggingface_hub needs yaml
+missing = "pydantic", "pydantic_core", "rich", "dovetail.recipe.schema", "dovetail.recipe.yaml"  # huggingface_hub needs yaml
 sys.modules.update(dict.fromkeys(missing))
 rooms = dovetail.kernels, dovetail.rollout
 found = [f"{room.__name__}.{module.name}" for room in rooms for module in pkgutil.iter_modules(room.__path__)]
 found.remove("dovetail.kernels.quack_epilogue")  # needs cutlass, an extra
-library = "build.engine", "build.sampling", "rl.losses", "rl.advantages", "rl.trainer"
+library = "factory.engine", "factory.sampler", "rl.losses", "rl.advantages", "rl.trainer"
 found += [f"dovetail.{name}" for name in library]
 for name in (*found, "bench.rl_step", "bench.sampler", "bench.layouts", "tests.gpu.test_sampler"):
     importlib.import_module(name)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
 from dovetail.weights.experts import stored
-from dovetail.weights.pieces import held_pieces, own_dtype
+from dovetail.weights.shards import own_dtype, param_shards
 from dovetail.weights.stream import Named, spread
 from tests.checkpoints import decoder_on, write_tiny
 
@@ -50,7 +50,7 @@ def test_ranks_of_a_model_write_alike(layout: Layout, tmp_path: Path) -> None:
     first: dict[Named, int] = {}
     for rank in range(layout.num_ranks):
         mesh = Mesh.imagined(layout, rank)
-        for name, piece in held_pieces(stored(decoder_on(source, mesh), mesh, as_wrapped=True), own_dtype):
+        for name, piece in param_shards(stored(decoder_on(source, mesh), mesh, as_wrapped=True), own_dtype):
             key = name, piece.region.checkpoint_slice
             holders.setdefault(key, []).append(rank)
             num_bytes[key] = piece.region.num_elements * 4

@@ -58,7 +58,7 @@ def test_planted_violation_is_found(path: str, code: str, message: str) -> None:
         (SRC, "from torch.distributed.fsdp import fully_shard\n"),
         (SRC, "x = 1  # TO" + "DO(#12): later\n"),
         (SRC, "class A:\n    def __init__(self):\n        self.names = []\n"),
-        ("src/dovetail/launch.py", "import os\nimport torch.distributed as dist\nos.environ['RANK']\n"),
+        ("src/dovetail/parallel/process_group.py", "import os\nimport torch.distributed as dist\nos.environ['RANK']\n"),
         ("src/dovetail/cli/main.py", "import os\nos.environ['RANK']\n"),
         ("src/dovetail/arch/registry.py", "if model_type == 'llama':\n    x = 1\n"),
         ("tests/unit/test_a.py", "assert error <= SUM_ORDER\nassert seconds < 0.5\n"),

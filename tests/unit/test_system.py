@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.watch import system
+from dovetail import system
 
 MEMINFO = """MemTotal:       24684096 kB
 MemFree:        18322704 kB

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from dovetail.arch.registry import spec_from_config
 from dovetail.errors import ModelError
 from dovetail.kernels.registry import KernelSet
-from dovetail.mesh import Mesh
 from dovetail.nn.mlp import make_mlp
 from dovetail.nn.tiling import Tiled, tile_mlps
+from dovetail.parallel.mesh import Mesh
 from tests.parity.configs import tiny_configs
 from tests.tolerances import EXACT, SUM_ORDER, assert_close
 from tests.unit.head_memory import Storages

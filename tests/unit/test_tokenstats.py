@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dovetail.batch.loss import TokenStats
 from dovetail.kernels.reference import vocab_grad_, vocab_stats
-from dovetail.tokenstats import TokenStats, combine
+from dovetail.nn.fused_head import combine
 from tests.tolerances import GRADCHECK, OP_FP32, OP_FP64, assert_close
 from tests.unit.large_logits import gradient_errors
 

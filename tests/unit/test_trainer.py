@@ -10,18 +10,19 @@ from unittest import mock
 import pytest
 import torch
 
-from dovetail.batch import PackedBatch
-from dovetail.data import Prompt
+from dovetail.batch.loss import TokenStats
+from dovetail.batch.packed import PackedBatch
+from dovetail.data.examples import Prompt
 from dovetail.engine.base import Engine, StepReport
 from dovetail.errors import DataError
 from dovetail.rl import trainer
 from dovetail.rl.experience import AdvantageSettings, Sample, drop_equal_groups, pack_samples, with_advantages
-from dovetail.rl.replay import mismatch
 from dovetail.rl.rewards import RewardResult
-from dovetail.rl.trainer import LoopSettings, RLModels, RLSettings, RLTask, inner_batches, never, train, weighted
-from dovetail.rl.updates import Row, describe, mean
+from dovetail.rl.router_replay import mismatch
+from dovetail.rl.step_metrics import Row, mean, sample_metrics
+from dovetail.rl.tasks import LoopSettings, RLModels, RLSettings, RLTask, inner_batches, never, weighted
+from dovetail.rl.trainer import train
 from dovetail.rollout.base import Completion, SamplingParams
-from dovetail.tokenstats import TokenStats
 from tests.tolerances import OP_FP32, assert_close
 
 LOOP = LoopSettings(steps=5, seed=0, rows_per_step=4, epochs=1, minibatches=1, aggregation="token")
@@ -333,8 +334,8 @@ def test_equal_rewards_have_themselves_for_a_mean() -> None:
 def test_groups_of_equal_rewards_are_dropped() -> None:
     assert [s.group for s in drop_equal_groups(SAMPLES)] == [0, 0]
     assert drop_equal_groups(SAMPLES[2:]) == []
-    assert describe(SAMPLES, compared=True)["equal_groups"] == 2 / 3
-    assert "equal_groups" not in describe(SAMPLES, compared=False)
+    assert sample_metrics(SAMPLES, compared=True)["equal_groups"] == 2 / 3
+    assert "equal_groups" not in sample_metrics(SAMPLES, compared=False)
 
 
 def reference_gae(samples: Seq[Sample], batch: PackedBatch, gamma: float, lam: float, penalty: Any) -> list[float]:

@@ -9,27 +9,33 @@ import pytest
 import torch
 
 from bench.engines import spec_of
-from dovetail.batch import PackedBatch
-from dovetail.build.engine import make_decoder
-from dovetail.comm import Pending
-from dovetail.crossing import Crossing
-from dovetail.dealing import middle
-from dovetail.engine.halving import LEAST, Halving
-from dovetail.mesh import Axis, Mesh
-from dovetail.micro import MicroBatch, Share
-from dovetail.nn.turns import Turns, side_by_side, straight
+from dovetail.batch.balancing import balanced_split
+from dovetail.batch.micro import ContextShard, MicroBatch
+from dovetail.batch.packed import PackedBatch
+from dovetail.engine.microbatches import LEAST, DualBatch
+from dovetail.factory.engine import make_decoder
+from dovetail.parallel.collectives import Pending
+from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.overlap import AsyncCollective, AsyncForward, interleave, run_sync
 
 LENGTHS = (5, 3, 9, 2, 7)
 
 
 def test_halves_are_as_alike_as_sequences_allow() -> None:
-    assert [middle(lengths) for lengths in (LENGTHS, (1, 1), (9, 1, 1), (1, 1, 9), (4, 4, 4, 4))] == [3, 1, 1, 2, 2]
+    assert [balanced_split(lengths) for lengths in (LENGTHS, (1, 1), (9, 1, 1), (1, 1, 9), (4, 4, 4, 4))] == [
+        3,
+        1,
+        1,
+        2,
+        2,
+    ]
 
 
 @pytest.mark.parametrize(
-    ("share", "tp"), [*product([Share(), Share(0, 2, 1), Share(1, 2, 1), Share(1, 2, 2)], (1, 2, 4))]
+    ("share", "tp"),
+    [*product([ContextShard(), ContextShard(0, 2, 1), ContextShard(1, 2, 1), ContextShard(1, 2, 2)], (1, 2, 4))],
 )
-def test_rows_of_a_rank_are_those_of_its_halves(share: Share, tp: int) -> None:
+def test_rows_of_a_rank_are_those_of_its_halves(share: ContextShard, tp: int) -> None:
     """Between blocks a rank of tp has its tokens of the first half, then those of the second; what counts is as if whole."""
     draw = torch.Generator().manual_seed(1)
     batch = PackedBatch.pack([torch.randint(90, (n,), generator=draw) for n in LENGTHS])
@@ -55,12 +61,12 @@ def test_rows_of_a_rank_are_those_of_its_halves(share: Share, tp: int) -> None:
 
 
 def test_cut_is_what_every_replica_can_cut() -> None:
-    halving = Halving(4)
+    halving = DualBatch(4)
     assert halving.cuts([LENGTHS, (4, 4)])
     assert not halving.cuts([LENGTHS, (8,)])  # one sequence
     assert not halving.cuts([LENGTHS, (9, 3)])  # too small a half
     assert not halving.cuts([LENGTHS, ()])  # a replica without any
-    assert not Halving(None).cuts([LENGTHS])
+    assert not DualBatch(None).cuts([LENGTHS])
     assert halving.cuts([LENGTHS], 8, 40) and not halving.cuts([LENGTHS], 8, 39)  # 24 + 16 with padding
 
 
@@ -83,12 +89,12 @@ def test_layers_over_tp_take_turns_on_accelerators() -> None:
         ("cuda", {"tp": 2}, False, None),
     ):
         mesh: Any = Axes(device=torch.device(device), sizes=sizes)
-        assert Halving.of(model, mesh, given) == Halving(least), (device, sizes, given)
+        assert DualBatch.of(model, mesh, given) == DualBatch(least), (device, sizes, given)
 
 
 def test_a_crossing_keeps_nothing_of_what_was_taken() -> None:
     """Autograd has it until the backward pass ends, and would hold what came as long."""
-    crossing = Crossing(lambda x: Pending(x + 1), lambda grad: Pending(2 * grad))
+    crossing = AsyncCollective(lambda x: Pending(x + 1), lambda grad: Pending(2 * grad))
     crossing.begin(torch.zeros(3))
     crossing.begin_back(torch.ones(3), torch.Size([3]))
     came, back = crossing.take(), crossing.take_back()
@@ -98,7 +104,7 @@ def test_a_crossing_keeps_nothing_of_what_was_taken() -> None:
     assert [each() for each in held] == [None, None]
 
 
-def layer(name: str, turns: int, told: list[str]) -> Turns[str]:
+def layer(name: str, turns: int, told: list[str]) -> AsyncForward[str]:
     for turn in range(turns):
         told.append(f"{name}{turn}")
         yield
@@ -109,8 +115,8 @@ def layer(name: str, turns: int, told: list[str]) -> Turns[str]:
 def test_turns_alternate_and_the_first_is_ahead() -> None:
     for ahead, order in ((0, "a0 b0 a1 b1 a. b."), (1, "a0 a1 b0 a. b1 b.")):
         told: list[str] = []
-        assert side_by_side([layer("a", 2, told), layer("b", 2, told)], ahead) == ("a", "b")
+        assert interleave([layer("a", 2, told), layer("b", 2, told)], ahead) == ("a", "b")
         assert told == order.split()
     told = []
-    assert side_by_side([layer("a", 2, told)], 1) == ("a",) and straight(layer("b", 1, told)) == "b"
+    assert interleave([layer("a", 2, told)], 1) == ("a",) and run_sync(layer("b", 1, told)) == "b"
     assert told == ["a0", "a1", "a.", "b0", "b."]

@@ -16,11 +16,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dovetail.cli.supervisor import PORTS
-from dovetail.comm import Pending
-from dovetail.watch.progress import LIMITS, PHASES, Phase, Progress, State, read_state
-from dovetail.watch.stacks import Frame, Stack, main_stack
-from dovetail.watch.verdict import Seen, odd_ranks
+from dovetail.launch.hang import Frame, Seen, Stack, main_stack, odd_ranks
+from dovetail.launch.progress import LIMITS, PHASES, Phase, Progress, State, read_state
+from dovetail.launch.supervisor import PORTS
+from dovetail.parallel.collectives import Pending
 from tests.fault.processes import SECONDS, is_alive, waited
 
 WAITS = Stack((Frame("x/torch/distributed/distributed_c10d.py", "9", "all_reduce"), Frame("a.py", "1", "step")))
@@ -122,7 +121,7 @@ SUPERVISOR = """
 import sys
 from pathlib import Path
 from dovetail.cli import supervisor
-from dovetail.watch.progress import LIMITS
+from dovetail.launch.progress import LIMITS
 supervisor.PAUSE_SECONDS = 0.05
 supervisor.GRACE_SECONDS = 0.5
 watch = supervisor.Watch(limits={{**LIMITS, "update": {limit}}}, run_dir=Path("run"), restarts={restarts}, again=("--go", "on"))

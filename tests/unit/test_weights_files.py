@@ -14,10 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from dovetail.errors import CheckpointError
-from dovetail.placement import as_index
-from dovetail.weights.directory import INDEX, SINGLE, side_files
-from dovetail.weights.files import CODES, TensorFile, TensorFileWriter, TensorSpec
-from dovetail.weights.reader import CheckpointReader
+from dovetail.parallel.placement import as_index
+from dovetail.weights.hf_reader import CheckpointReader
+from dovetail.weights.safe_paths import INDEX, SINGLE, side_files
+from dovetail.weights.safetensors import CODES, TensorFile, TensorFileWriter, TensorSpec
 
 
 def _file(path: Path, header: Any, data: bytes = b"") -> Path:

@@ -5,7 +5,6 @@ from typing import Any
 
 from dovetail.arch.apertus import apertus_spec
 from dovetail.arch.deepseek import deepseek_v2_spec, deepseek_v3_spec
-from dovetail.arch.foreign import AnySpec
 from dovetail.arch.llama import llama_spec
 from dovetail.arch.mistral import mistral_spec
 from dovetail.arch.mixtral import mixtral_spec
@@ -14,8 +13,9 @@ from dovetail.arch.qwen2_moe import qwen2_moe_spec
 from dovetail.arch.qwen3 import qwen3_spec
 from dovetail.arch.qwen3_moe import qwen3_moe_spec
 from dovetail.arch.spec import ArchSpec
+from dovetail.arch.transformers_spec import AnySpec
 from dovetail.errors import LayoutError, ModelError, quoted
-from dovetail.layout import Layout
+from dovetail.parallel.layout import Layout
 
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ArchSpec]] = {
     "apertus": apertus_spec,

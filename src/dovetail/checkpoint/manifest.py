@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from dovetail.errors import CheckpointError, quoted
-from dovetail.placement import Slices, overlap
-from dovetail.weights.files import CODES, DTYPES, parse_json
+from dovetail.parallel.placement import Slices, overlap
+from dovetail.weights.safetensors import CODES, DTYPES, parse_json
 
 FORMAT = "dovetail-sharded"
 VERSION = 2

@@ -1,12 +1,11 @@
-"""Reads a sharded checkpoint under any layout: a slice is put together from whichever pieces hold parts of it.
+"""CRC-32 of bytes that several threads sum in stretches: what the sums of two stretches make of the whole.
 
-A piece that is read whole is summed on the way. `settle` sums those that no rank has read whole, and tells all damage on
-every rank: it comes after filling a model and before using it, so that every byte is read once where the layout is that of
-the checkpoint.
+Let a checksum be a polynomial over GF(2). To append n bytes to a stretch is to multiply its checksum by x^(8 n), modulo
+the polynomial of CRC-32, and to add that of the n bytes (as zlib's crc32_combine does, which Python does not have).
 """
 
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -16,19 +15,55 @@ import torch
 from torch import Tensor
 
 from dovetail.checkpoint.manifest import TRAINING, Manifest, StoredFile, StoredRegion
-from dovetail.comm import gather_text
 from dovetail.errors import CheckpointError, DamagedError, listing
-from dovetail.mesh import Mesh
-from dovetail.placement import Slices, as_index, overlap, within
-from dovetail.weights.agree import agreed
-from dovetail.weights.checksums import joined
-from dovetail.weights.directory import MANIFEST, contained
-from dovetail.weights.files import CHUNK, TensorFile
-from dovetail.weights.filling import STRETCH, Job, do_all, stretches
-from dovetail.weights.reader import CheckpointReader, TensorSource
+from dovetail.parallel.collectives import gather_text
+from dovetail.parallel.consensus import agreed
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.placement import Slices, as_index, overlap, within
+from dovetail.weights.hf_reader import CheckpointReader, TensorSource
+from dovetail.weights.parallel_read import STRETCH, Job, do_all, stretches
+from dovetail.weights.safe_paths import MANIFEST, contained
+from dovetail.weights.safetensors import CHUNK, TensorFile
+
+POLYNOMIAL = 0xEDB88320  # bit 31 is the coefficient of x^0, as in the checksums
+
+
+ONE, X = 1 << 31, 1 << 30
+
+
+def joined(parts: Iterable[tuple[int, int]]) -> int:
+    """The checksum of stretches that lie one after the other, from (checksum, bytes) of each."""
+    whole = 0
+    for crc, num_bytes in parts:
+        whole = _times(_power_of_x(8 * num_bytes), whole) ^ crc if whole else crc
+    return whole
+
+
+def _times(first: int, second: int) -> int:
+    product = 0
+    while first:
+        if first & ONE:
+            product ^= second
+        first = first << 1 & 0xFFFFFFFF
+        second = second >> 1 ^ (POLYNOMIAL if second & 1 else 0)
+    return product
+
+
+def _power_of_x(exponent: int) -> int:
+    found, square = ONE, X
+    while exponent:
+        if exponent & 1:
+            found = _times(found, square)
+        square, exponent = _times(square, square), exponent >> 1
+    return found
+
 
 Sums = list[tuple[int, int]]  # of a piece's stretches: (checksum, bytes)
+
+
 UNREAD = (0, -1)
+
+
 CPU = torch.device("cpu")
 
 

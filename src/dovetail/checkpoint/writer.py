@@ -16,15 +16,15 @@ from typing import Any
 from torch import nn
 
 from dovetail.checkpoint.manifest import Manifest, StoredFile, StoredRegion, StoredTensor
-from dovetail.checkpoint.steps import LATEST
-from dovetail.comm import gather_text
-from dovetail.layout import DEGREES, Layout
-from dovetail.mesh import Mesh
-from dovetail.weights.agree import agreed
-from dovetail.weights.directory import MANIFEST, SideFiles
-from dovetail.weights.files import TensorFileWriter, TensorSpec
-from dovetail.weights.pieces import Dtypes, Piece, own_dtype, tensor_of
-from dovetail.weights.staging import Stage, replace_file, staged, sync_directory, write_file, write_sides
+from dovetail.checkpoint.retention import LATEST
+from dovetail.parallel.collectives import gather_text
+from dovetail.parallel.consensus import agreed
+from dovetail.parallel.layout import DEGREES, Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.weights.atomic import AtomicDirectory, replace_file, staged, sync_directory, write_file, write_sides
+from dovetail.weights.safe_paths import MANIFEST, SideFiles
+from dovetail.weights.safetensors import TensorFileWriter, TensorSpec
+from dovetail.weights.shards import Dtypes, ParamShard, own_dtype, tensor_of
 from dovetail.weights.stream import export
 
 
@@ -52,7 +52,7 @@ def write_sharded(
     path: Path,
     mesh: Mesh,
     specs: Sequence[TensorSpec],
-    shares: Mapping[int, Mapping[str, Piece]],
+    shares: Mapping[int, Mapping[str, ParamShard]],
     layout: Layout,
     *,
     sides: SideFiles,
@@ -82,7 +82,9 @@ def write_sharded(
     return target
 
 
-def _write_share(stage: Stage, rank: int, share: Mapping[str, Piece], layout: Layout) -> dict[str, object]:
+def _write_share(
+    stage: AtomicDirectory, rank: int, share: Mapping[str, ParamShard], layout: Layout
+) -> dict[str, object]:
     """One rank's pieces as one file; what the manifest has to say of it."""
     file = f"pieces-{rank:05}-of-{layout.num_ranks:05}.safetensors"
     facts: dict[str, object] = {"rank": rank, "file": file}

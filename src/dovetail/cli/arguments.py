@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dovetail.cli.streams import put
-from dovetail.cli.supervisor import Watch
 from dovetail.errors import ConfigError, quoted, short_words, shortened
-from dovetail.layout import DEGREES, Layout
-from dovetail.watch.progress import LIMITS
+from dovetail.launch.progress import LIMITS
+from dovetail.launch.streams import put
+from dovetail.launch.supervisor import Watch
+from dovetail.parallel.layout import DEGREES, Layout
 
 if TYPE_CHECKING:
-    from dovetail.config import Recipe
+    from dovetail.recipe.schema import Recipe
 
 EPILOG = "The commands, recipes and files that you can rely on: docs/contract.md"
 KEYS = "Every key of a recipe, and how to write GRPO, DAPO, GSPO, PPO and others: docs/recipe.md. "
@@ -74,7 +74,7 @@ def recipe_of(args: argparse.Namespace) -> "Recipe":
     flags |= {key: value for key, value in given.items() if value is not None}
     if args.trust_remote_code:
         flags["model.trust_remote_code"] = True
-    recipe: Recipe = importlib.import_module("dovetail.config").load_recipe(args.recipe, args.overrides, flags)
+    recipe: Recipe = importlib.import_module("dovetail.recipe.schema").load_recipe(args.recipe, args.overrides, flags)
     return recipe
 
 
@@ -92,7 +92,7 @@ def check_model(args: argparse.Namespace, layout: Layout) -> None:
     if args.command == "train":
         recipe = recipe_of(args)
         path, engine = recipe.model.path, recipe.model.engine
-    check: Callable[..., None] = importlib.import_module("dovetail.build.layouts").check_directory
+    check: Callable[..., None] = importlib.import_module("dovetail.factory.layouts").check_directory
     check(path, engine, layout, foreign=args.command != "generate")  # transformers' sampler is whole on every rank
 
 

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import torch
 
-from dovetail.build.engine import make_mesh, make_model, refuse_other_weights
-from dovetail.build.layouts import check_layout
-from dovetail.checkpoint.convert import convert_to_hf, convert_to_sharded
+from dovetail.checkpoint.conversion import convert_to_hf, convert_to_sharded
 from dovetail.checkpoint.reader import open_checkpoint
-from dovetail.launch import pick_device
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
+from dovetail.factory.engine import make_mesh, make_model, refuse_other_weights
+from dovetail.factory.layouts import check_layout
+from dovetail.launch.progress import Progress
 from dovetail.nn.model import StagedModel
-from dovetail.watch.progress import Progress
-from dovetail.weights.agree import agreed
-from dovetail.weights.pretrained import Pretrained, locate, stored_head
-from dovetail.weights.staging import refuse_occupied, refuse_unwritable
+from dovetail.parallel.consensus import agreed
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.process_group import pick_device
+from dovetail.weights.atomic import refuse_occupied, refuse_unwritable
+from dovetail.weights.hf_directory import Pretrained, locate, stored_head
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:

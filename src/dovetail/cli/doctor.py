@@ -7,11 +7,11 @@ import platform
 
 import torch
 
-from dovetail.cli.streams import put
 from dovetail.kernels import reference
 from dovetail.kernels.registry import kernels_for
-from dovetail.launch import pick_device
-from dovetail.tokenstats import combine
+from dovetail.launch.streams import put
+from dovetail.nn.fused_head import combine
+from dovetail.parallel.process_group import pick_device
 
 PACKAGES = ("dovetail", "torch", "transformers", "safetensors", "pydantic", "numpy")
 EXTRAS = (

@@ -4,23 +4,23 @@ import argparse
 
 import torch
 
-from dovetail.arch.foreign import ForeignSpec
-from dovetail.build.engine import make_mesh, refuse_other_weights
-from dovetail.build.lengths import check_positions
-from dovetail.build.sampling import Backend, backend_layout, make_sampler
-from dovetail.build.text import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
+from dovetail.arch.transformers_spec import ForeignSpec
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.cli.output import RowFile, check_out, portions, say
-from dovetail.data import Limits, load_prompts
-from dovetail.launch import pick_device
-from dovetail.layout import Layout
-from dovetail.rl.state import refuse_other_models
+from dovetail.data.examples import Limits, load_prompts
+from dovetail.data.rows import needs_text
+from dovetail.factory.engine import make_mesh, refuse_other_weights
+from dovetail.factory.lengths import check_positions
+from dovetail.factory.sampler import Backend, backend_layout, make_sampler
+from dovetail.factory.tokenizer import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
+from dovetail.launch.progress import Progress
+from dovetail.parallel.consensus import agreed
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.process_group import pick_device
 from dovetail.rollout.base import Prompt, SamplingParams
 from dovetail.rollout.native import SamplerOptions
-from dovetail.rows import needs_text
-from dovetail.watch.progress import Progress
-from dovetail.weights.agree import agreed
-from dovetail.weights.pretrained import Pretrained
+from dovetail.run.state import refuse_other_models
+from dovetail.weights.hf_directory import Pretrained
 
 ON_CPU, ON_GPU = 128, 2048  # samples of a replica between two writes; the last ones of a portion run alone
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import dovetail
 from dovetail.cli.arguments import recipe_of
 from dovetail.errors import ConfigError, listing, unequal
-from dovetail.recipe_yaml import flat
-from dovetail.watch.hosts import Store
+from dovetail.launch.hosts import Store
+from dovetail.recipe.yaml import flat
 
 KEY, VERDICT = "dovetail/given", "dovetail/given/verdict"  # in the store of the ranks
 LIBRARIES = ("torch", "transformers")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from dovetail.checkpoint.manifest import TRAINING, Manifest, StoredTensor
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.cli.streams import put
 from dovetail.errors import CheckpointError
-from dovetail.weights.directory import MANIFEST
+from dovetail.launch.streams import put
+from dovetail.weights.safe_paths import MANIFEST
 
 
 def run(args: argparse.Namespace) -> None:

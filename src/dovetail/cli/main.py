@@ -19,23 +19,23 @@ from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
 from dovetail.cli.arguments import COMMANDS, check_model, layout_of, parse, watch_of
-from dovetail.cli.limits import limit_behind
 from dovetail.cli.quiet import silence
-from dovetail.cli.ranks import (
+from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError, short_lines
+from dovetail.launch.hosts import Store
+from dovetail.launch.limits import limit_behind
+from dovetail.launch.progress import Progress, patience
+from dovetail.launch.rank import (
     DEFECT,
     INTERRUPTED,
     STOPPED,
     USER_ERROR,
-    Membership,
+    RankProcess,
     end_at_second_signal,
     is_first_rank,
     ranks_given,
 )
-from dovetail.cli.streams import open_closed_streams
-from dovetail.cli.supervisor import refuse_too_many, run_ranks
-from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError, short_lines
-from dovetail.watch.hosts import Store
-from dovetail.watch.progress import Progress, patience
+from dovetail.launch.streams import open_closed_streams
+from dovetail.launch.supervisor import refuse_too_many, run_ranks
 
 UNWINDING_SECONDS = 30.0  # from the first signal, for all that is half-written to be removed
 
@@ -47,7 +47,7 @@ def main() -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop.unwind)
     end_at_second_signal(stop.unwind, UNWINDING_SECONDS)
-    stop.me = me = Membership.take()
+    stop.me = me = RankProcess.take()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that knows no such letter ends no run
@@ -58,12 +58,12 @@ def main() -> NoReturn:
     os._exit(stop.code or code if code else code)
 
 
-def run_command(argv: Sequence[str], me: Membership | None = None) -> int:
+def run_command(argv: Sequence[str], me: RankProcess | None = None) -> int:
     """Run one command line; returns its exit code. What fails before the ranks have met, rank 0 reports for all.
 
     `me`: what this process is as a rank. Without it, it is one that nobody watches, such as a test.
     """
-    rank = me or Membership()
+    rank = me or RankProcess()
     with _Outcome(rank.say if is_first_rank() else _silence) as outcome:
         args = parse(argv)
         if not COMMANDS[args.command].runs_on_ranks:
@@ -90,7 +90,7 @@ class _Stop:
     """The first SIGTERM or SIGINT where nothing waits for it. Who waits for a second one is `end_at_second_signal`."""
 
     def __init__(self) -> None:
-        self.me: Membership | None = None
+        self.me: RankProcess | None = None
         self.code: int | None = None
 
     def unwind(self, number: int, _: FrameType | None) -> NoReturn:
@@ -118,9 +118,9 @@ def _interpreter() -> list[str]:
     return [sys.executable] if os.getcwd() in map(os.path.abspath, sys.path) else [sys.executable, "-P"]
 
 
-def _run_as_rank(args: argparse.Namespace, rank: Membership, waits: timedelta) -> int:
+def _run_as_rank(args: argparse.Namespace, rank: RankProcess, waits: timedelta) -> int:
     """Run a command as one of its ranks, which wait for each other at most so long."""
-    launch = importlib.import_module("dovetail.launch")
+    launch = importlib.import_module("dovetail.parallel.process_group")
     silence()
     device = launch.pick_device(args.device)
 

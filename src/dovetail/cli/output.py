@@ -9,12 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from dovetail.cli.streams import complain
 from dovetail.errors import ConfigError
-from dovetail.mesh import Mesh
-from dovetail.metrics import ODD_LETTERS, json_line, write_whole
-from dovetail.weights.agree import agreed
-from dovetail.weights.staging import refuse_unwritable
+from dovetail.jsonl import ODD_LETTERS, json_line, write_whole
+from dovetail.launch.streams import complain
+from dovetail.parallel.consensus import agreed
+from dovetail.parallel.mesh import Mesh
+from dovetail.weights.atomic import refuse_unwritable
 
 Row = TypeVar("Row")
 

@@ -6,20 +6,20 @@ from typing import Any
 
 import torch
 
-from dovetail.batch import PackedBatch, Sequence
-from dovetail.build.engine import EngineOptions, make_engine, make_mesh
-from dovetail.build.text import load_processor, load_tokenizer
+from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.cli.output import RowFile, check_out, portions, say
-from dovetail.data import Limits, Scored, load_score
+from dovetail.data.examples import Limits, Scored, load_score
+from dovetail.data.rows import needs_text
 from dovetail.engine.native import NativeEngine
-from dovetail.launch import pick_device
-from dovetail.layout import Layout
-from dovetail.mesh import Mesh
-from dovetail.rl.state import refuse_other_models
-from dovetail.rows import needs_text
-from dovetail.watch.progress import Progress
-from dovetail.weights.agree import agreed
-from dovetail.weights.pretrained import Pretrained
+from dovetail.factory.engine import EngineOptions, make_engine, make_mesh
+from dovetail.factory.tokenizer import load_processor, load_tokenizer
+from dovetail.launch.progress import Progress
+from dovetail.parallel.consensus import agreed
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.process_group import pick_device
+from dovetail.run.state import refuse_other_models
+from dovetail.weights.hf_directory import Pretrained
 
 Rows = Seq[Scored]
 

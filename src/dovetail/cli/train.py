@@ -4,14 +4,14 @@ import argparse
 import signal
 from pathlib import Path
 
-from dovetail.build.training import Builder
 from dovetail.cli.arguments import recipe_of
-from dovetail.cli.ranks import INTERRUPTED, STOPPED
-from dovetail.cli.streams import complain, put
-from dovetail.launch import StopSignal, deterministic, pick_device
-from dovetail.rl.resume import FinishedError
+from dovetail.factory.job import Builder
+from dovetail.launch.progress import Progress
+from dovetail.launch.rank import INTERRUPTED, STOPPED
+from dovetail.launch.streams import complain, put
+from dovetail.parallel.process_group import StopSignal, deterministic, pick_device
 from dovetail.rl.trainer import train
-from dovetail.watch.progress import Progress
+from dovetail.run.resume import FinishedError
 
 
 def run(args: argparse.Namespace, progress: Progress) -> int:

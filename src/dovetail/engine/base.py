@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dovetail.batch import LossFn, PackedBatch
+from dovetail.batch.loss import LossFn, TokenStats
+from dovetail.batch.packed import PackedBatch
+from dovetail.batch.routing import RoutingTrace
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.routing import RoutingTrace
-from dovetail.tokenstats import TokenStats
 from dovetail.weights.stream import Export
 
 

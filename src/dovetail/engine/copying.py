@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from dovetail.mesh import USES, Mesh
-from dovetail.peers import Peers, Piece
+from dovetail.parallel.mesh import USES, Mesh
+from dovetail.parallel.peers import Peers, Piece
 
 
 class PeerGather(DefaultAllGather):

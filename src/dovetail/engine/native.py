@@ -1,48 +1,77 @@
-"""Our parallel engine: one decoder cut over tp and pp, its rows sharded over dp x cp, fed with packed micro-batches."""
+"""Engines compute in modes of their own, whatever those are in which a script calls them: no_grad, inference_mode, autocast."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dovetail.arch.registry import ulysses_degree
-from dovetail.batch import Loss, LossFn, PackedBatch, carried, start_reading
+from dovetail.batch.balancing import balanced_split, plan_microbatches
+from dovetail.batch.loss import Loss, LossFn, TokenStats
+from dovetail.batch.micro import ContextShard, MicroBatch
+from dovetail.batch.packed import PackedBatch, carried, start_reading
+from dovetail.batch.routing import RoutingTrace
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.training import export_training, load_training
+from dovetail.checkpoint.train_state import export_training, load_training
 from dovetail.checkpoint.writer import save_sharded
-from dovetail.comm import OnTheWay, stack_over, sum_over
-from dovetail.dealing import middle, plan_microbatches
 from dovetail.engine.base import StepReport
-from dovetail.engine.checks import Checked, check_same
-from dovetail.engine.faults import StepWatch, inputs_of, spoiled
-from dovetail.engine.halving import Halving
-from dovetail.engine.modes import in_own_modes
-from dovetail.engine.ondemand import OnDemand
-from dovetail.engine.routing import BalanceSettings, Placed, Routing
-from dovetail.engine.sharding import Residency, begin_gathers, forget_step, sum_where_they_lie
-from dovetail.engine.stages import Inference, Training
-from dovetail.engine.sums import Sums, add_sums, by_name, mean, name_alike, reduce_sums
+from dovetail.engine.expert_routing import BalanceSettings, PlannedMicroBatches, Routing
+from dovetail.engine.fsdp import ReshardPolicy, begin_gathers, enable_grad_accumulation_fusion, forget_step
+from dovetail.engine.microbatches import DualBatch, LazySequence
+from dovetail.engine.nonfinite import StepWatch, inputs_of, spoiled
+from dovetail.engine.reduction import Sums, add_sums, by_name, mean, name_alike, reduce_sums
+from dovetail.engine.stage import Inference, Training
+from dovetail.engine.validation import ValidatedBatch, check_same
 from dovetail.errors import DataError, ModelError
 from dovetail.kernels.reference import wide
-from dovetail.memory import Parked
-from dovetail.mesh import Mesh
-from dovetail.micro import MicroBatch, Share
+from dovetail.memory import OffloadedState
 from dovetail.nn.model import StagedModel
 from dovetail.optim.optimizer import Optimizer, OptimSettings
 from dovetail.optim.replicas import check_replicas
+from dovetail.parallel.collectives import AsyncHostCopy, stack_over, sum_over
+from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.executor import connect, run as execute
 from dovetail.pipeline.partition import stage_costs
 from dovetail.pipeline.schedule import make_plan
-from dovetail.routing import RoutingTrace
-from dovetail.tokenstats import TokenStats
-from dovetail.weights.pieces import local_tensor, parameters_in, reshard
-from dovetail.weights.pretrained import Origin
+from dovetail.weights.hf_directory import CheckpointSource
 from dovetail.weights.save import save
+from dovetail.weights.shards import local_tensor, parameters_in, reshard
 from dovetail.weights.stream import Export, export, stream
+
+P = ParamSpec("P")
+
+
+T = TypeVar("T")
+
+
+class OnMesh(Protocol):
+    """Whoever computes on a mesh."""
+
+    mesh: Mesh
+
+
+E = TypeVar("E", bound=OnMesh)
+
+
+def in_own_modes(call: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
+    """A call with gradients where it asks for them, and in its engine's dtype.
+
+    What inference mode makes, such as parameters that are gathered in it, can never be trained; autocast computes in a dtype
+    that nobody told the engine.
+    """
+
+    @wraps(call)
+    def run(engine: E, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.inference_mode(mode=False), torch.autocast(engine.mesh.device.type, enabled=False):
+            return call(engine, *args, **kwargs)
+
+    return run
+
 
 MICROS_A_STAGE = 2  # micro-batches a step for each pipeline rank, where the sequences are enough: bubbles below a third
 
@@ -54,7 +83,7 @@ class NativeEngine:
         self,
         model: StagedModel,
         mesh: Mesh,
-        origin: Origin,
+        origin: CheckpointSource,
         *,
         optim: OptimSettings | None = None,
         tokens_per_batch: int | None = None,
@@ -72,30 +101,30 @@ class NativeEngine:
         self.tokens_per_batch = tokens_per_batch
         self.dtype = dtype or next(model.parameters()).dtype
         self.watch = watch or StepWatch()
-        self.halving = Halving.of(model, mesh, None)
+        self.halving = DualBatch.of(model, mesh, None)
         connect(mesh)
         self._settings, self._routing = optim or OptimSettings(), Routing.of(model, mesh, balance)
         self._optimizer: Optimizer | None = None
-        self._residency: Residency | None = None
-        self._parked: Parked | None = None
+        self._residency: ReshardPolicy | None = None
+        self._parked: OffloadedState | None = None
 
     @property
     def optimizer(self) -> Optimizer:
         """Made when first needed, so that an engine that only scores holds no moments."""
         if self._optimizer is None:
-            sum_where_they_lie(self.model)
+            enable_grad_accumulation_fusion(self.model)
             self._optimizer = Optimizer(self.model, self.mesh, self._settings)
         return self._optimizer
 
     @property
-    def residency(self) -> Residency:
+    def residency(self) -> ReshardPolicy:
         """What a training step keeps whole between its micro-batches. The first call is collective."""
         if self._residency is None:
-            self._residency = Residency.of(self.model, self.mesh, self.dtype)
+            self._residency = ReshardPolicy.of(self.model, self.mesh, self.dtype)
         return self._residency
 
     @residency.setter
-    def residency(self, residency: Residency) -> None:
+    def residency(self, residency: ReshardPolicy) -> None:
         self._residency = residency
 
     @in_own_modes
@@ -111,7 +140,7 @@ class NativeEngine:
         pairs = self._begun(batch)
         return self._score(batch, pairs), self._trace(batch, pairs)
 
-    def _score(self, batch: PackedBatch, pairs: Placed) -> TokenStats:
+    def _score(self, batch: PackedBatch, pairs: PlannedMicroBatches) -> TokenStats:
         out = torch.zeros(2, len(batch), dtype=self._wide, device=self.mesh.device)
 
         def keep(where: Tensor, micro: MicroBatch, stats: TokenStats) -> None:
@@ -140,7 +169,7 @@ class NativeEngine:
         trace: the report has the experts that every token went to.
         """
         with self._undone_on_error():
-            return self._step(batch, Checked(loss), trace=trace)
+            return self._step(batch, ValidatedBatch(loss), trace=trace)
 
     def _step(self, batch: PackedBatch, loss: LossFn, *, trace: bool) -> StepReport:
         optimizer, residency, progress = self.optimizer, self.residency, self.watch.progress
@@ -166,7 +195,7 @@ class NativeEngine:
         stages.finish()
         name_alike(sums, self.mesh)
         rows = reduce_sums(sums, self.mesh)
-        told = OnTheWay(rows)  # before the update, so that the host need not wait for that
+        told = AsyncHostCopy(rows)  # before the update, so that the host need not wait for that
         losses = [*sums[""]] if sums else []  # and what they counted
         everywhere = stack_over(rows[:1, 1].sum(), self.mesh["pp"])[-1]  # the loss's count: its name comes first
         progress.phase("optimizer")  # for the host: a GPU may still be at the last backward passes
@@ -238,7 +267,7 @@ class NativeEngine:
     def offload(self) -> None:
         """Move weights, gradients and optimizer state to the host and free the device's memory until `onload`."""
         assert self._parked is None, "offload() twice without onload()"
-        self._parked = Parked(self._resident())
+        self._parked = OffloadedState(self._resident())
 
     def onload(self) -> None:
         """Take back what `offload` moved away, bit for bit."""
@@ -263,7 +292,7 @@ class NativeEngine:
             found += [tensor for tensors in self._optimizer.moments().values() for tensor in tensors.values()]
         return found
 
-    def micro_batches(self, batch: PackedBatch) -> Placed:
+    def micro_batches(self, batch: PackedBatch) -> PlannedMicroBatches:
         """This replica's micro-batches, and where in the batch their tokens lie. All replicas have equally many.
 
         Each is made when it is first asked for, and sent without waiting for the device. Of a batch that lies on the device
@@ -272,7 +301,7 @@ class NativeEngine:
         check_same(batch, self.mesh)
         self.model.check(batch)
         multiple, cp, layout = self.mesh.token_multiple, self.mesh["cp"], self.mesh.layout
-        share = Share(cp.rank, cp.size, ulysses_degree(self.model.spec, layout))
+        share = ContextShard(cp.rank, cp.size, ulysses_degree(self.model.spec, layout))
         dp, device = self.mesh["dp"], self.mesh.device
         budget = self._budget(batch)
         plan = plan_microbatches(batch.lengths, dp.size, budget, multiple, self.model.spec.width)
@@ -285,16 +314,16 @@ class NativeEngine:
             start_reading(chosen.media)  # where there was no room for it before
             everywhere = [[batch.lengths[i] for i in each[number]] for each in plan]
             if self.halving.cuts(everywhere, multiple, budget):
-                micro = MicroBatch.halved(chosen, middle(chosen.lengths), multiple, share, tp).to(device)
+                micro = MicroBatch.halved(chosen, balanced_split(chosen.lengths), multiple, share, tp).to(device)
             else:
                 micro = MicroBatch.of(chosen, multiple, share).to(device)
             where = carried(batch.token_index(mine[number]), device)
             return where, micro if self._routing is None else self._routing.note(micro)
 
-        made = OnDemand(len(mine), make)
+        made = LazySequence(len(mine), make)
         return made if batch.tokens.device.type == "cpu" else list(made)
 
-    def _begun(self, batch: PackedBatch) -> Placed:
+    def _begun(self, batch: PackedBatch) -> PlannedMicroBatches:
         """The micro-batches of a call that only looks at them, while its first parameters are gathered."""
         with self._undone_on_error():
             begin_gathers(self._here, self.mesh)
@@ -303,7 +332,7 @@ class NativeEngine:
             forget_step(self.model, self.mesh)
         return pairs
 
-    def _infer(self, pairs: Placed, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
+    def _infer(self, pairs: PlannedMicroBatches, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
         """Forward passes over a whole batch; `keep` gets each result where the last stage is."""
         layout = self.mesh.layout
         stages: Inference[Any] = Inference(
@@ -340,7 +369,7 @@ class NativeEngine:
                 'from_pretrained(..., head="value")'
             )
 
-    def _trace(self, batch: PackedBatch, pairs: Placed) -> RoutingTrace:
+    def _trace(self, batch: PackedBatch, pairs: PlannedMicroBatches) -> RoutingTrace:
         if self._routing is None:
             raise ModelError(f"this {self.model.spec.family} model has no experts that the native engine routes to")
         return self._routing.trace(pairs, len(batch)).map(lambda x: x.to(batch.tokens.device))
@@ -364,5 +393,5 @@ class NativeEngine:
         return wide(self.dtype)
 
 
-def _micros_of(pairs: Placed) -> OnDemand[MicroBatch]:
-    return OnDemand(len(pairs), lambda number: pairs[number][1])
+def _micros_of(pairs: PlannedMicroBatches) -> LazySequence[MicroBatch]:
+    return LazySequence(len(pairs), lambda number: pairs[number][1])

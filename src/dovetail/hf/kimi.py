@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from dovetail.errors import ModelError
-from dovetail.nn.recompute import Recompute, runner
+from dovetail.nn.activation_checkpoint import Recompute, runner
 
 TEXT, SIGHTED = "deepseek_v3", "kimi_k25"  # transformers' names
 THETA = 10000.0

@@ -7,7 +7,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming
 
 from dovetail.errors import ModelError
-from dovetail.weights.reader import TensorSource
+from dovetail.weights.hf_reader import TensorSource
 
 
 class Names:

@@ -16,16 +16,16 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from dovetail.batch import Media, PackedBatch, Unread, cumulative, start_reading
-from dovetail.comm import gather_in_order
+from dovetail.batch.micro import MicroBatch
+from dovetail.batch.packed import LazyMedia, Media, PackedBatch, cumulative, start_reading
 from dovetail.errors import DataError, ModelError, quoted
-from dovetail.kernels.reference import sum_in_order
-from dovetail.mesh import Axis
-from dovetail.micro import MicroBatch
+from dovetail.kernels.reference import sum_deterministic
+from dovetail.parallel.collectives import gather_in_order
+from dovetail.parallel.mesh import Axis
 
 
 @dataclass(frozen=True)
-class Kind:
+class VisionKind:
     """What can be seen: its number among types of tokens (0 is text), and its names in a processor's output."""
 
     name: str
@@ -35,8 +35,8 @@ class Kind:
 
 
 KINDS = (
-    Kind("image", 1, "pixel_values", "image_grid_thw"),
-    Kind("video", 2, "pixel_values_videos", "video_grid_thw"),
+    VisionKind("image", 1, "pixel_values", "image_grid_thw"),
+    VisionKind("video", 2, "pixel_values_videos", "video_grid_thw"),
 )
 GRIDS = (*(kind.grid for kind in KINDS), "second_per_grid_ts")  # what positions follow from
 
@@ -71,7 +71,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Sight:
+class VisionInputs:
     """An image or a video: patches [frames * height * width, ...] on the host, and its grid."""
 
     pixels: Tensor
@@ -80,7 +80,7 @@ class Sight:
 
 
 @dataclass(frozen=True)
-class Seen:
+class VisionOutputs:
     """The features of this rank's tokens: rows [n, D] for its tokens `places` [n], rising; one more set a deep layer."""
 
     places: Tensor
@@ -112,7 +112,7 @@ class Vision:
         here would read the whole batch on every rank.
         """
         for number, (tokens, media) in enumerate(_sequences(batch)):
-            if not isinstance(media, Unread):
+            if not isinstance(media, LazyMedia):
                 self._compare(number, tokens, media)
 
     def _compare(self, number: int, tokens: Tensor, media: Media | None) -> None:
@@ -128,12 +128,12 @@ class Vision:
                     "processor made together, uncut"
                 )
 
-    def _runs(self, sight: Sight, kind: Kind) -> list[int]:
+    def _runs(self, sight: VisionInputs, kind: VisionKind) -> list[int]:
         """How many tokens of a sight lie together, and then apart from those."""
         frames = sight.grid[0] if kind.code == 2 and self.family.frames_apart else 1
         return [sight.rows // frames] * frames
 
-    def sights(self, media: Media | None, number: int, kind: Kind) -> list[Sight]:
+    def sights(self, media: Media | None, number: int, kind: VisionKind) -> list[VisionInputs]:
         """The images, or the videos, of one sequence."""
         if media is None or kind.grid not in media:
             return []
@@ -152,7 +152,7 @@ class Vision:
             )
         area = self.side**2
         parts = media[kind.pixels].split(patches)
-        return [Sight(part, grid, n // area) for part, grid, n in zip(parts, grids, patches, strict=True)]
+        return [VisionInputs(part, grid, n // area) for part, grid, n in zip(parts, grids, patches, strict=True)]
 
     def positions(self, batch: PackedBatch) -> Tensor:
         """[R, T]: each sequence's positions by the model's own rule, as if it were alone."""
@@ -168,7 +168,7 @@ class Vision:
             found.append(alone[:, 0])
         return torch.cat(found, dim=1).to(batch.positions.device)
 
-    def look(self, micro: MicroBatch, dtype: torch.dtype) -> Seen:
+    def look(self, micro: MicroBatch, dtype: torch.dtype) -> VisionOutputs:
         """The features of this rank's tokens of a micro-batch. Collective over cp."""
         device = micro.order.device
         sights, places = self._spread(micro.batch)
@@ -178,7 +178,7 @@ class Vision:
         rows, widths = self._run(mine, dtype, device)
         height = max(*heights, 1)  # at least one row, so that ranks exchange something and gradients find their way
         filled = F.pad(rows[: heights[self.axis.rank]], (0, 0, 0, height - heights[self.axis.rank]))
-        everyone = gather_in_order(filled, self.axis, sum_in_order)
+        everyone = gather_in_order(filled, self.axis, sum_deterministic)
         starts = [rank * height for rank in range(self.axis.size)]
         index = torch.tensor(_stretches([sight.rows for sight in sights], owners, starts), dtype=torch.int64)
         places, by_place = places.sort()  # within a sequence images came before videos
@@ -186,11 +186,11 @@ class Vision:
         local = torch.searchsorted(order, places).clamp(max=len(order) - 1)
         here = order[local] == places
         features = everyone.index_select(0, index[by_place][here].to(device))
-        return Seen(local[here].to(device), tuple(features.split(widths, dim=1)))
+        return VisionOutputs(local[here].to(device), tuple(features.split(widths, dim=1)))
 
-    def _spread(self, batch: PackedBatch) -> tuple[list[Sight], Tensor]:
+    def _spread(self, batch: PackedBatch) -> tuple[list[VisionInputs], Tensor]:
         """All sights of a batch, and the place among its tokens of each row of their features."""
-        sights: list[Sight] = []
+        sights: list[VisionInputs] = []
         places = [torch.empty(0, dtype=torch.int64)]
         starts = cumulative(batch.lengths).tolist()
         start_reading(batch.media)
@@ -203,11 +203,11 @@ class Vision:
                     places.append(starts[number] + (kinds == kind.code).nonzero()[:, 0])
         return sights, torch.cat(places)
 
-    def _run(self, sights: list[Sight], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[int]]:
+    def _run(self, sights: list[VisionInputs], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[int]]:
         """One call of the tower: features [n, D] of all layers that give some, side by side, and the width of each."""
         if not sights:
             grid = (1, self.side, self.side)
-            sights = [Sight(torch.zeros((self.side**2, *self.patch)), grid, 1)]
+            sights = [VisionInputs(torch.zeros((self.side**2, *self.patch)), grid, 1)]
         pixels = torch.cat([sight.pixels for sight in sights]).to(device, dtype)
         grids = torch.tensor([sight.grid for sight in sights], device=device)
         found = self.model.get_video_features(pixels, grids, return_dict=True)
@@ -264,7 +264,7 @@ def as_images(tokens: Tensor, media: Media, config: "transformers.PreTrainedConf
     return {image.pixels: torch.cat(pixels), image.grid: torch.tensor(grids)}
 
 
-def _frames(media: Media, kind: Kind) -> list[tuple[Tensor, tuple[int, int, int]]]:
+def _frames(media: Media, kind: VisionKind) -> list[tuple[Tensor, tuple[int, int, int]]]:
     """The patches and the grid of each frame of all images, or of all videos."""
     if kind.grid not in media:
         return []

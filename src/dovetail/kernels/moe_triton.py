@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dovetail.kernels import reference
-from dovetail.kernels.block_triton import DTYPES
+from dovetail.kernels.norm_triton import DTYPES
 
 PIECE = 1024  # numbers of a row that a program moves
 SORTED = 64  # copies that a program of the sort compares with each other

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dovetail.kernels import reference
 from dovetail.kernels.reference import Spans
-from dovetail.kernels.rows import count_rows
+from dovetail.kernels.token_permute import count_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LONGEST_HEAD, MOST_HEADS = 768, 256  # of fused attention

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dovetail.kernels import moe_triton, quack, reference
-from dovetail.kernels.rows import rounded
+from dovetail.kernels.token_permute import rounded
 
 BLOCK = 1024  # copies of a program
 

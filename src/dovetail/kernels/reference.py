@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.kernels.rows import Collect, Spread, count_rows, inverse_of
+from dovetail.kernels.token_permute import Collect, Spread, count_rows, inverse_of
 
 SHORT = 128  # tokens of a sequence up to which a CPU is faster without flash attention in half precision
 QUERY_BLOCK = 256  # queries that share one attention mask, where a mask is needed
@@ -199,7 +199,7 @@ def _decode_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int |
     return out.flatten(1, 2)
 
 
-def sum_in_order(parts: Tensor, out: Tensor | None = None, own: tuple[int, Tensor] | None = None) -> Tensor:
+def sum_deterministic(parts: Tensor, out: Tensor | None = None, own: tuple[int, Tensor] | None = None) -> Tensor:
     """[n, ...] -> [...]: the first part and the others added to it one after another, in `wide`; rounded once.
 
     out: dense memory for the result. own: which part is not read, and a dense one in its place.
@@ -213,7 +213,7 @@ def sum_in_order(parts: Tensor, out: Tensor | None = None, own: tuple[int, Tenso
     return total.to(parts.dtype) if out is None else out.copy_(total)
 
 
-def lay_twice(x: Tensor, first: Tensor, second: Tensor) -> None:
+def copy_to_both(x: Tensor, first: Tensor, second: Tensor) -> None:
     """Copy x to both; all three are dense, and alike."""
     first.copy_(x)
     second.copy_(x)

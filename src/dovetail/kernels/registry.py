@@ -2,8 +2,6 @@
 
 import importlib
 import importlib.util
-import resource
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -55,8 +53,8 @@ class KernelSet:
     heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = reference.heads
     rope: Callable[..., Tensor] = reference.rope
     swiglu: Callable[..., Tensor] = reference.swiglu
-    sum_in_order: Callable[..., Tensor] = reference.sum_in_order
-    lay_twice: Callable[..., None] = reference.lay_twice
+    sum_deterministic: Callable[..., Tensor] = reference.sum_deterministic
+    copy_to_both: Callable[..., None] = reference.copy_to_both
     grouped_mm: Callable[..., Tensor] = reference.grouped_mm
     top_k: Callable[..., Tensor] = reference.top_k
     router_logits: Callable[..., Tensor] = reference.router_logits
@@ -82,12 +80,12 @@ class KernelSet:
 
 # What triton computes on a GPU, by the module of `kernels` that has it.
 TRITON: Mapping[str, tuple[str, ...]] = {
-    "head_triton": ("vocab_stats", "vocab_grad_"),
-    "block_triton": ("rms_norm", "add_norm", "swiglu", "sum_in_order", "lay_twice"),
-    "qkv_triton": ("heads", "rope"),
+    "logprob_triton": ("vocab_stats", "vocab_grad_"),
+    "norm_triton": ("rms_norm", "add_norm", "swiglu", "sum_deterministic", "copy_to_both"),
+    "rope_triton": ("heads", "rope"),
     "moe_triton": ("top_k", "permute", "unpermute", "spread"),
-    "decode_triton": ("decode_attention", "write_entries"),
-    "draw_triton": ("draw",),
+    "paged_attention_triton": ("decode_attention", "write_entries"),
+    "sampling_triton": ("draw",),
 }
 
 
@@ -181,24 +179,3 @@ PEAK_FLOPS: Mapping[str, float] = {
     "NVIDIA B200": 2250e12,
     "NVIDIA L40S": 362e12,
 }
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """What one device could do at most, in bf16; None for a CPU and for GPUs that are not listed."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for start, peak in PEAK_FLOPS.items() if name.startswith(start)), None)
-
-
-def memory_of(device: torch.device) -> int | None:
-    """Bytes of an accelerator's memory; None for a CPU."""
-    return None if device.type == "cpu" else int(torch.get_device_module(device).mem_get_info(device)[1])
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """The most memory that this process has held so far: on the accelerator, or resident on the host."""
-    if device.type != "cpu":
-        return torch.get_device_module(device).max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

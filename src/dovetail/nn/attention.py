@@ -5,13 +5,13 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec
+from dovetail.batch.routing import Routes
 from dovetail.kernels.registry import KernelSet
-from dovetail.mesh import Mesh
-from dovetail.nn.beside import Beside
+from dovetail.nn.beside import DelayedWgrad
 from dovetail.nn.linear import ColumnLinear, RowLinear
 from dovetail.nn.norm import RMSNorm
-from dovetail.nn.turns import Turns, pause
-from dovetail.routing import Routes
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.overlap import AsyncForward, switch
 
 
 class Context(Protocol):
@@ -27,7 +27,7 @@ class Context(Protocol):
     @property
     def routes(self) -> Routes: ...
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, beside: Beside) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, beside: DelayedWgrad) -> Tensor:
         """q [T, H, C], k [T, G, C], v [T, G, Cv <= C] -> [T, H, Cv], of this rank's heads.
 
         beside: what collectives of its backward pass may have beside them, if it has some.
@@ -51,13 +51,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(a.head_dim, spec.norm_eps, kernels) if a.qk_norm else None
         self.k_norm = RMSNorm(a.head_dim, spec.norm_eps, kernels) if a.qk_norm else None
 
-    def turns(self, x: Tensor, context: Context, beside: Beside) -> Turns[Tensor]:
+    def turns(self, x: Tensor, context: Context, beside: DelayedWgrad) -> AsyncForward[Tensor]:
         """[t, D] -> [t, D], as a generator; the output's weight gradient may be computed beside a collective."""
         gains, eps = None, 0.0
         if self.q_norm is not None and self.k_norm is not None:
             gains, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
         joint = yield from self.qkv_proj.turns(x)
-        yield from pause(self.qkv_proj.axis)
+        yield from switch(self.qkv_proj.axis)
         q, k, v = self.kernels.heads(joint, self.counts, context.cos, context.sin, gains, eps)
         mixed = context.attend(self.layer, q, k, v, self.window, beside)
         return (yield from self.o_proj.turns(mixed.flatten(1), beside))

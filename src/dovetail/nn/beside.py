@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 
-class Beside:
+class DelayedWgrad:
     """What a block has put off in one backward pass, and does beside the collectives of that pass.
 
     `awaited` is set in the forward pass, by whoever calls `rest` in the backward pass; where it is not, layers compute their

@@ -11,25 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec
-from dovetail.batch import Loss, LossFn
+from dovetail.batch.loss import Loss, LossFn, TokenStats
+from dovetail.batch.micro import MicroBatch
 from dovetail.kernels.registry import KernelSet
-from dovetail.mesh import Mesh
-from dovetail.micro import MicroBatch
+from dovetail.nn.activation_checkpoint import PinnedPool, Recompute, runner
 from dovetail.nn.attention import Attention, Context
-from dovetail.nn.beside import Beside
-from dovetail.nn.context import context_of
+from dovetail.nn.beside import DelayedWgrad
+from dovetail.nn.context_parallel import context_of
 from dovetail.nn.embedding import VocabEmbedding
 from dovetail.nn.heads import LMHead, ValueHead, shared
 from dovetail.nn.linear import Linear
 from dovetail.nn.mla import LatentAttention
 from dovetail.nn.mlp import make_mlp
-from dovetail.nn.model import Cut, StagedModel
+from dovetail.nn.model import StagedModel, StageRange
 from dovetail.nn.moe import Experts, MoE, Router
 from dovetail.nn.norm import RMSNorm
-from dovetail.nn.recompute import HostMemory, Recompute, runner
 from dovetail.nn.tiling import Tiled
-from dovetail.nn.turns import Turns, side_by_side, turns_ahead
-from dovetail.tokenstats import TokenStats
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.overlap import AsyncForward, interleave, lead_of_first_half
 
 Head = Literal["lm", "value", "value_without_bias"]
 
@@ -40,7 +39,7 @@ class Block(nn.Module):
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
         self.norm_names = spec.norm_names
-        self.ahead = turns_ahead(mesh["tp"])
+        self.ahead = lead_of_first_half(mesh["tp"])
         first, second = self.norm_names
         self.add_module(first, RMSNorm(spec.width, spec.norm_eps, kernels))
         self.self_attn = (LatentAttention if spec.attention.latent else Attention)(spec, layer, mesh, kernels)
@@ -57,13 +56,13 @@ class Block(nn.Module):
     def _in_turns(self, *given: Any) -> tuple[Tensor, ...]:
         *halves, contexts = given
         both = [self.turns(x, context) for x, context in zip(halves, contexts, strict=True)]
-        return side_by_side(both, self.ahead)
+        return interleave(both, self.ahead)
 
-    def turns(self, x: Tensor, context: Context) -> Turns[Tensor]:
+    def turns(self, x: Tensor, context: Context) -> AsyncForward[Tensor]:
         """[t, D] -> [t, D], as a generator."""
         first, second = (self.get_submodule(name) for name in self.norm_names)
         assert isinstance(first, RMSNorm) and isinstance(second, RMSNorm)
-        later = Beside()
+        later = DelayedWgrad()
         x, part = first.beside(x)
         part = yield from self.self_attn.turns(part, context, later)
         x, part = second.beside(x, part)
@@ -81,11 +80,11 @@ class Trunk(nn.Module):
     norm: RMSNorm
 
     def __init__(
-        self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet, recompute: Recompute, cut: Cut, *, tied: bool
+        self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet, recompute: Recompute, cut: StageRange, *, tied: bool
     ) -> None:
         super().__init__()
         self.recompute = recompute
-        self.host: HostMemory | None = None
+        self.host: PinnedPool | None = None
         if cut.first or (tied and cut.last):
             self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.width, mesh, tied=tied, pad=spec.pad_id)
         held = [layer for stage in cut.stages for layer in stage]
@@ -122,10 +121,10 @@ class Decoder(StagedModel):
         kernels: KernelSet,
         head: Head = "lm",
         recompute: Recompute = "none",
-        cut: Cut | None = None,
+        cut: StageRange | None = None,
     ) -> None:
         tied = head == "lm" and spec.tie_embeddings
-        super().__init__(spec, mesh, cut or Cut.whole(spec), tied=tied)
+        super().__init__(spec, mesh, cut or StageRange.whole(spec), tied=tied)
         self.rope, self.kernels, self.is_critic, self.recompute = spec.rope, kernels, head != "lm", recompute
         self.model = Trunk(spec, mesh, kernels, recompute, self.cut, tied=tied)
         if head == "lm" and (self.cut.last or (tied and self.cut.first)):

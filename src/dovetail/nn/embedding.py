@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dovetail.comm import reduce_scatter
-from dovetail.gradients import Adder, add_rows
-from dovetail.mesh import Mesh
-from dovetail.placement import Part, Placement, Split
+from dovetail.nn.grad_accumulation import Adder, add_rows
+from dovetail.parallel.collectives import reduce_scatter
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.placement import Part, Placement, Split
 
 
 def vocab_placement(vocab_size: int, tp: int, *, tied: bool) -> tuple[int, Placement]:

@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dovetail.batch import Loss, LossFn, PackedBatch, Sum, is_separable
-from dovetail.comm import all_gather, all_reduce, gather_replicated
-from dovetail.fused_head import VocabShard, fused_loss, fused_token_stats
-from dovetail.gradients import Adder
+from dovetail.batch.loss import Loss, LossFn, Sum, TokenStats, is_separable
+from dovetail.batch.micro import MicroBatch
+from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet
-from dovetail.mesh import Axis, Mesh
-from dovetail.micro import MicroBatch
 from dovetail.nn.embedding import vocab_placement
-from dovetail.placement import Placement
-from dovetail.tokenstats import TokenStats
+from dovetail.nn.fused_head import VocabShard, fused_loss, fused_token_stats
+from dovetail.nn.grad_accumulation import Adder
+from dovetail.parallel.collectives import all_gather, all_reduce, gather_replicated
+from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.placement import Placement
 
 
 class LMHead(Adder):
@@ -73,7 +73,7 @@ class ValueHead(nn.Module):
 
 
 @dataclass(frozen=True)
-class WholeSequences:
+class SequenceGather:
     """A loss that needs whole sequences, computed by every cp rank from what all of them have.
 
     Each rank's gradient is that of its own tokens; the value is told once, by the first. forward all_reduce of [n] for
@@ -101,4 +101,4 @@ class WholeSequences:
 
 def shared(loss: LossFn, micro: MicroBatch, axis: Axis) -> LossFn:
     """`loss` as one rank of cp computes it."""
-    return loss if axis.size == 1 or is_separable(loss) else WholeSequences(loss, micro, axis)
+    return loss if axis.size == 1 or is_separable(loss) else SequenceGather(loss, micro, axis)

@@ -19,13 +19,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dovetail.crossing import Crossing, arrive, gathering, leave
-from dovetail.gradients import Adder, AddProduct, add_product
 from dovetail.kernels.reference import wide
-from dovetail.mesh import Mesh
-from dovetail.nn.beside import Beside
-from dovetail.nn.turns import Turns, pause, scattered, straight
-from dovetail.placement import Part, Placement, Split
+from dovetail.nn.beside import DelayedWgrad
+from dovetail.nn.grad_accumulation import Adder, AddProduct, add_product
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.overlap import (
+    AsyncCollective,
+    AsyncForward,
+    async_all_gather,
+    finish,
+    reduce_scatter_async,
+    run_sync,
+    start,
+    switch,
+)
+from dovetail.parallel.placement import Part, Placement, Split
 
 
 class Linear(Adder):
@@ -44,11 +52,15 @@ class Linear(Adder):
         self.waiting: deque[tuple[Tensor, Tensor, AddProduct]] = deque()  # dy [T, out], x [T, in], and what adds
 
     def product(
-        self, x: Tensor, bias: Tensor | None, crossing: Crossing | None = None, beside: Beside | None = None
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        crossing: AsyncCollective | None = None,
+        beside: DelayedWgrad | None = None,
     ) -> Tensor:
         """x w.T + bias, where x is what arrives by the crossing. dw may be computed beside something else."""
         if self.adds is None or not torch.is_grad_enabled():
-            return F.linear(arrive(x, crossing), self.weight, bias)
+            return F.linear(finish(x, crossing), self.weight, bias)
         y: Tensor = _Product.apply(x, self.weight, bias, self, crossing, beside)
         return y
 
@@ -58,7 +70,9 @@ class Linear(Adder):
             with torch.no_grad():
                 add_product(self.weight, *self.waiting.popleft())
 
-    def add_or_wait(self, dy: Tensor, x: Tensor, adds: AddProduct | None = None, beside: Beside | None = None) -> None:
+    def add_or_wait(
+        self, dy: Tensor, x: Tensor, adds: AddProduct | None = None, beside: DelayedWgrad | None = None
+    ) -> None:
         """dy.T x, summed into `weight.grad` by `adds`, default: the layer's; while the layer waits, later; otherwise beside
         a collective that is awaited, if there is one.
         """
@@ -87,8 +101,8 @@ class _Product(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         layer: Linear,
-        crossing: Crossing | None,
-        beside: Beside | None,
+        crossing: AsyncCollective | None,
+        beside: DelayedWgrad | None,
     ) -> Tensor:
         ctx.layer, ctx.crossing, ctx.beside, ctx.shape = layer, crossing, beside, x.shape
         x = x if crossing is None else crossing.take()
@@ -106,7 +120,7 @@ class _Product(torch.autograd.Function):
         return dx, None, db, None, None, None
 
 
-def sent_back(dx: Tensor, crossing: Crossing | None, shape: torch.Size) -> Tensor:
+def sent_back(dx: Tensor, crossing: AsyncCollective | None, shape: torch.Size) -> Tensor:
     """The gradient of what arrived, on its way by the crossing, if there is one, to what left with this shape."""
     return dx if crossing is None else crossing.begin_back(dx, shape)
 
@@ -137,12 +151,12 @@ class ColumnLinear(Linear):
         self.placements = dict.fromkeys(("weight", "bias"), Placement((Split(0, "tp", tuple(cut)),)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return straight(self.turns(x))
+        return run_sync(self.turns(x))
 
-    def turns(self, x: Tensor) -> Turns[Tensor]:
+    def turns(self, x: Tensor) -> AsyncForward[Tensor]:
         """The same: tokens are gathered during other work, if there is any."""
-        left = leave(x, crossing := gathering(self.axis))
-        yield from pause(self.axis)
+        left = start(x, crossing := async_all_gather(self.axis))
+        yield from switch(self.axis)
         return self.product(left, self.bias, crossing)
 
 
@@ -166,15 +180,15 @@ class RowLinear(Linear):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        return straight(self.turns(x))
+        return run_sync(self.turns(x))
 
-    def turns(self, x: Tensor, beside: Beside | None = None) -> Turns[Tensor]:
+    def turns(self, x: Tensor, beside: DelayedWgrad | None = None) -> AsyncForward[Tensor]:
         """The same: sums are scattered during other work, if there is any, and dw may be computed beside some."""
-        y = yield from scattered(self.product(x, None, beside=beside), self.axis)
+        y = yield from reduce_scatter_async(self.product(x, None, beside=beside), self.axis)
         return y if self.bias is None else y + self.bias
 
 
-class TokenLinear(Linear):
+class ReplicatedLinear(Linear):
     """[t, in] -> [t, out], whole on every rank, which sees its own tokens only: gradients are partial. No collectives."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec
-from dovetail.comm import all_gather
 from dovetail.kernels.registry import KernelSet
-from dovetail.mesh import Mesh
 from dovetail.nn.attention import Context
-from dovetail.nn.beside import Beside
-from dovetail.nn.linear import ColumnLinear, RowLinear, TokenLinear
+from dovetail.nn.beside import DelayedWgrad
+from dovetail.nn.linear import ColumnLinear, ReplicatedLinear, RowLinear
 from dovetail.nn.norm import RMSNorm
-from dovetail.nn.turns import Turns
+from dovetail.parallel.collectives import all_gather
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.overlap import AsyncForward
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
 
@@ -41,16 +41,16 @@ class LatentAttention(nn.Module):
         if latent.q_rank is None:
             self.q_proj = ColumnLinear(spec.width, {"q_proj": queries}, mesh)
         else:
-            self.q_a_proj = TokenLinear(spec.width, latent.q_rank, bias=latent.bias)
+            self.q_a_proj = ReplicatedLinear(spec.width, latent.q_rank, bias=latent.bias)
             self.q_a_layernorm = RMSNorm(latent.q_rank, LATENT_EPS, kernels)
             self.q_b_proj = ColumnLinear(latent.q_rank, {"q_b_proj": queries}, mesh)
-        self.kv_a_proj_with_mqa = TokenLinear(spec.width, latent.kv_rank + latent.rope_dim, bias=latent.bias)
+        self.kv_a_proj_with_mqa = ReplicatedLinear(spec.width, latent.kv_rank + latent.rope_dim, bias=latent.bias)
         self.kv_a_layernorm = RMSNorm(latent.kv_rank, LATENT_EPS, kernels)
         kv_heads = (a.num_heads, latent.nope_dim + latent.v_dim)
         self.kv_b_proj = ColumnLinear(latent.kv_rank, {"kv_b_proj": kv_heads}, mesh)
         self.o_proj = RowLinear(a.num_heads * latent.v_dim, spec.width, mesh, bias=a.o_bias)
 
-    def turns(self, x: Tensor, context: Context, beside: Beside) -> Turns[Tensor]:
+    def turns(self, x: Tensor, context: Context, beside: DelayedWgrad) -> AsyncForward[Tensor]:
         """As `Attention.turns`."""
         q_nope, q_rope = (yield from self._queries(x)).split((self.latent.nope_dim, self.latent.rope_dim), dim=-1)
         kv, k_rope = self.kv_a_proj_with_mqa(x).split((self.latent.kv_rank, self.latent.rope_dim), dim=-1)
@@ -66,7 +66,7 @@ class LatentAttention(nn.Module):
         mixed = context.attend(self.layer, q, k, v, self.window, beside)
         return (yield from self.o_proj.turns(mixed.flatten(1), beside))
 
-    def _queries(self, x: Tensor) -> Turns[Tensor]:
+    def _queries(self, x: Tensor) -> AsyncForward[Tensor]:
         if self.latent.q_rank is None:
             q = yield from self.q_proj.turns(x)
         else:

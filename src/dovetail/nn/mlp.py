@@ -7,14 +7,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec
-from dovetail.crossing import Crossing, arrive, gathering, leave
 from dovetail.kernels.registry import GatedProducts, KernelSet
-from dovetail.mesh import Mesh
-from dovetail.nn.beside import Beside
-from dovetail.nn.keeping import Kept, keep
+from dovetail.nn.beside import DelayedWgrad
 from dovetail.nn.linear import ColumnLinear, RowLinear, sent_back
-from dovetail.nn.turns import Turns, pause, scattered, straight
-from dovetail.placement import Placement
+from dovetail.nn.saved_tensor import SavedTensor, keep
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.overlap import (
+    AsyncCollective,
+    AsyncForward,
+    async_all_gather,
+    finish,
+    reduce_scatter_async,
+    run_sync,
+    start,
+    switch,
+)
+from dovetail.parallel.placement import Placement
 
 
 class GatedMLP(nn.Module):
@@ -32,25 +40,29 @@ class GatedMLP(nn.Module):
         self.down_proj = RowLinear(width, spec.width, mesh, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return straight(self.turns(x))
+        return run_sync(self.turns(x))
 
-    def turns(self, x: Tensor, beside: Beside | None = None) -> Turns[Tensor]:
+    def turns(self, x: Tensor, beside: DelayedWgrad | None = None) -> AsyncForward[Tensor]:
         """The same, as a generator; down's weight gradient may be computed beside something else."""
         up, down, products = self.gate_up_proj, self.down_proj, self._gating(x)
         if products is None:
             both = yield from up.turns(x)
-            yield from pause(up.axis)
+            yield from switch(up.axis)
             return (yield from down.turns(self.kernels.swiglu(both), beside))
-        left = leave(x, crossing := gathering(up.axis))
-        yield from pause(up.axis)
+        left = start(x, crossing := async_all_gather(up.axis))
+        yield from switch(up.axis)
         if not torch.is_grad_enabled():
-            gated = products.gated(arrive(left, crossing), up.weight)
-            yield from pause(up.axis)
+            gated = products.gated(finish(left, crossing), up.weight)
+            yield from switch(up.axis)
             return (yield from down.turns(gated))
         both, gated = _GateUp.apply(left, up.weight, up, products, crossing)
         both, kept = keep(both)
-        yield from pause(up.axis)
-        return (yield from scattered(_Down.apply(both, gated, down.weight, kept, down, products, beside), down.axis))
+        yield from switch(up.axis)
+        return (
+            yield from reduce_scatter_async(
+                _Down.apply(both, gated, down.weight, kept, down, products, beside), down.axis
+            )
+        )
 
     def _gating(self, x: Tensor) -> GatedProducts | None:
         """The products that gate inside, where they do what this call asks for."""
@@ -68,7 +80,12 @@ class _GateUp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, layer: ColumnLinear, products: GatedProducts, crossing: Crossing | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        layer: ColumnLinear,
+        products: GatedProducts,
+        crossing: AsyncCollective | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.layer, ctx.products, ctx.crossing, ctx.shape = layer, products, crossing, x.shape
         x = (x if crossing is None else crossing.take()).contiguous()
@@ -102,10 +119,10 @@ class _Down(torch.autograd.Function):
         _both: Tensor,
         gated: Tensor,
         weight: Tensor,
-        kept: Kept,
+        kept: SavedTensor,
         layer: RowLinear,
         products: GatedProducts,
-        beside: Beside | None,
+        beside: DelayedWgrad | None,
     ) -> Tensor:
         ctx.kept, ctx.layer, ctx.products, ctx.beside = kept, layer, products, beside
         return F.linear(gated, weight)
@@ -154,12 +171,12 @@ class PlainMLP(nn.Module):
         self.down_proj = RowLinear(spec.ffn_width, spec.width, mesh, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return straight(self.turns(x))
+        return run_sync(self.turns(x))
 
-    def turns(self, x: Tensor, beside: Beside | None = None) -> Turns[Tensor]:
+    def turns(self, x: Tensor, beside: DelayedWgrad | None = None) -> AsyncForward[Tensor]:
         """As `GatedMLP.turns`."""
         y = yield from self.up_proj.turns(x)
-        yield from pause(self.up_proj.axis)
+        yield from switch(self.up_proj.axis)
         return (yield from self.down_proj.turns(self.act_fn(y), beside))
 
 

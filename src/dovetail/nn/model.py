@@ -8,25 +8,25 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dovetail.arch.foreign import AnySpec
 from dovetail.arch.spec import ArchSpec
-from dovetail.batch import COLDEST, HOTTEST, PackedBatch
+from dovetail.arch.transformers_spec import AnySpec
+from dovetail.batch.packed import MAX_TEMPERATURE, MIN_TEMPERATURE, PackedBatch
+from dovetail.batch.routing import RoutingTrace
 from dovetail.errors import DataError
 from dovetail.kernels.registry import KernelSet
 from dovetail.memory import ask_once
-from dovetail.mesh import Mesh
+from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.nn.heads import LMHead, ValueHead
 from dovetail.nn.linear import Linear
-from dovetail.nn.recompute import Recompute
-from dovetail.placement import placements_of
-from dovetail.routing import RoutingTrace
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.placement import placements_of
 
 # How a checkpoint has a layer's experts: see `weights.experts`.
 ExpertForm = Literal["fused", "turned", "apart", "mixtral"]
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageRange:
     """Which stages of a pipeline a model is: the layers of each, and whether the first and the last are among them."""
 
     stages: tuple[range, ...]
@@ -34,7 +34,7 @@ class Cut:
     last: bool = True
 
     @classmethod
-    def whole(cls, spec: AnySpec) -> "Cut":
+    def whole(cls, spec: AnySpec) -> "StageRange":
         """One stage that is everything."""
         return cls((range(spec.depth),))
 
@@ -49,7 +49,7 @@ class StagedModel(nn.Module):
     is_critic: bool  # its head gives values
     recompute: Recompute = "none"
 
-    def __init__(self, spec: AnySpec, mesh: Mesh, cut: Cut, *, tied: bool) -> None:
+    def __init__(self, spec: AnySpec, mesh: Mesh, cut: StageRange, *, tied: bool) -> None:
         super().__init__()
         self.spec, self.mesh, self.cut, self.tied = spec, mesh, cut, tied
         self.experts: ExpertForm = "fused"
@@ -138,9 +138,9 @@ def _check_temperature(batch: PackedBatch) -> None:
     if "temperature" not in batch.fields:
         return
     counted = batch.fields["temperature"][batch.mask]
-    fits = (counted >= COLDEST) & (counted <= HOTTEST)
+    fits = (counted >= MIN_TEMPERATURE) & (counted <= MAX_TEMPERATURE)
     if not bool(fits.all()):
         raise DataError(
-            f"the batch has a token of temperature {float(counted[~fits][0]):g}; expected {COLDEST:g} to {HOTTEST:g}, which "
-            "divides its logits"
+            f"the batch has a token of temperature {float(counted[~fits][0]):g}; expected {MIN_TEMPERATURE:g} "
+            f"to {MAX_TEMPERATURE:g}, which divides its logits"
         )

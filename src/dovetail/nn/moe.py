@@ -20,17 +20,25 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec, MoeSpec
-from dovetail.comm import OnTheWay, all_gather, begin_all_to_all, begin_exchange, stack_over
-from dovetail.crossing import Crossing, arrive, gathering, leave
-from dovetail.gradients import Adder
+from dovetail.batch.routing import Routes
 from dovetail.kernels.registry import KernelSet
-from dovetail.kernels.rows import rounded
-from dovetail.mesh import Mesh
-from dovetail.nn.linear import TokenLinear
+from dovetail.kernels.token_permute import rounded
+from dovetail.nn.grad_accumulation import Adder
+from dovetail.nn.linear import ReplicatedLinear
 from dovetail.nn.mlp import GatedMLP
-from dovetail.nn.turns import Turns, pause, scattered, straight
-from dovetail.placement import Part, Placement, Split
-from dovetail.routing import Routes
+from dovetail.parallel.collectives import AsyncHostCopy, all_gather, begin_all_to_all, begin_exchange, stack_over
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.overlap import (
+    AsyncCollective,
+    AsyncForward,
+    async_all_gather,
+    finish,
+    reduce_scatter_async,
+    run_sync,
+    start,
+    switch,
+)
+from dovetail.parallel.placement import Part, Placement, Split
 
 TINY = 1e-20  # keeps the sum of chosen weights from being 0
 T = TypeVar("T")
@@ -98,7 +106,7 @@ class Experts(Adder):
         """Whatever needs these experts' parameters: FSDP2 has them gathered meanwhile, once for both halves of a batch."""
         return run(*given)
 
-    def turns(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Turns[Tensor]:
+    def turns(self, x: Tensor, chosen: Tensor, weights: Tensor) -> AsyncForward[Tensor]:
         """What this module is for, as a generator. The host learns how many rows go where while the other half computes."""
         ep, kernels = self.ep, self.kernels
         add = None if self.adds is None else self.add
@@ -107,12 +115,12 @@ class Experts(Adder):
         here = len(self.gate_up_proj)
         ranks, counts = destinations(chosen // here, ep.size)
         coming = begin_exchange(counts, ep).take()
-        numbers = OnTheWay(torch.stack((counts[:, 0], coming[:, 0], coming[:, 1])))
+        numbers = AsyncHostCopy(torch.stack((counts[:, 0], coming[:, 0], coming[:, 1])))
         room = ranks.numel()  # for a row of each; how many there are, the host learns while they are written
         rows, places, _ = kernels.permute(x, ranks, ep.size, room)
         notes = kernels.spread(noted(chosen, weights), places, ranks.shape[1], room)
-        to_experts = [Crossing(None, None), Crossing(None, None)]
-        sent = [leave(each, crossing) for each, crossing in zip((rows, notes), to_experts, strict=True)]
+        to_experts = [AsyncCollective(None, None), AsyncCollective(None, None)]
+        sent = [start(each, crossing) for each, crossing in zip((rows, notes), to_experts, strict=True)]
         matrices = self._matrices()  # after what leaves, so that their gradients come before it is waited for
         yield
         to, by, copies = numbers.take()  # the host waits once
@@ -121,18 +129,18 @@ class Experts(Adder):
             crossing.there = partial(begin_all_to_all, to=to, by=by, axis=ep, room=room)
             crossing.back = partial(begin_all_to_all, to=by, by=to, axis=ep, room=len(each))
             crossing.begin(each)
-        rows, notes = (arrive(each, crossing) for each, crossing in zip(sent, to_experts, strict=True))
+        rows, notes = (finish(each, crossing) for each, crossing in zip(sent, to_experts, strict=True))
         chosen, weights = read(notes)
         chosen = (chosen - ep.rank * here) % (ep.size * here)  # experts of other ranks lie behind those of this one
         chosen[came:] = here
         y = kernels.mixture(kernels, rows, chosen, weights, matrices, sum(copies), add)
-        home = Crossing(
+        home = AsyncCollective(
             partial(begin_all_to_all, to=by, by=to, axis=ep),
             partial(begin_all_to_all, to=to, by=by, axis=ep, room=len(y)),
         )
-        left = leave(y, home)
+        left = start(y, home)
         yield
-        return kernels.unpermute(arrive(left, home), places.view(ranks.shape), None)
+        return kernels.unpermute(finish(left, home), places.view(ranks.shape), None)
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
         return self.summed("gate_up_proj"), self.summed("down_proj")
@@ -177,12 +185,12 @@ class MoE(nn.Module):
         self.experts = Experts(spec, moe, mesh, kernels)
         if self.shared_name:
             self.add_module(self.shared_name, GatedMLP(spec, mesh, kernels, width=moe.shared_width))
-        self.shared_expert_gate = TokenLinear(spec.width, 1) if moe.shared_gate else None
+        self.shared_expert_gate = ReplicatedLinear(spec.width, 1) if moe.shared_gate else None
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
-        return straight(self.turns(x, routes))
+        return run_sync(self.turns(x, routes))
 
-    def turns(self, x: Tensor, routes: Routes) -> Turns[Tensor]:
+    def turns(self, x: Tensor, routes: Routes) -> AsyncForward[Tensor]:
         """The same, as a generator, for those who have the experts' parameters gathered."""
         y = yield from self._routed(x, *self.gate(x, routes))
         if not self.shared_name:
@@ -192,13 +200,13 @@ class MoE(nn.Module):
         shared = yield from mlp.turns(x)
         return y + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared)
 
-    def _routed(self, x: Tensor, indices: Tensor, weights: Tensor) -> Turns[Tensor]:
-        left = leave(x, crossing := gathering(self.tp))
-        yield from pause(self.tp)
-        x, weights = arrive(left, crossing), all_gather(weights, self.tp)
+    def _routed(self, x: Tensor, indices: Tensor, weights: Tensor) -> AsyncForward[Tensor]:
+        left = start(x, crossing := async_all_gather(self.tp))
+        yield from switch(self.tp)
+        x, weights = finish(left, crossing), all_gather(weights, self.tp)
         chosen = stack_over(indices, self.tp).flatten(0, 1)  # [T, K]
         y = yield from self.experts.turns(x, chosen, weights)
-        return (yield from scattered(y, self.tp))
+        return (yield from reduce_scatter_async(y, self.tp))
 
 
 class _WithCost(torch.autograd.Function):

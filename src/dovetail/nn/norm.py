@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.kernels.registry import KernelSet
-from dovetail.placement import Placement
+from dovetail.parallel.placement import Placement
 
 
 class RMSNorm(nn.Module):

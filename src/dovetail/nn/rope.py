@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dovetail.arch.spec import BY_LENGTH, RopeSpec
-from dovetail.batch import carried
+from dovetail.batch.packed import carried
 from dovetail.errors import ModelError
 from dovetail.kernels.reference import wide
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from dovetail.errors import ModelError
 from dovetail.kernels.reference import wide
-from dovetail.nn.beside import Beside
-from dovetail.nn.keeping import Kept, keep
+from dovetail.nn.beside import DelayedWgrad
 from dovetail.nn.linear import Linear
-from dovetail.nn.turns import Turns
+from dovetail.nn.saved_tensor import SavedTensor, keep
+from dovetail.parallel.overlap import AsyncForward
 
 
 class Tiled(nn.Module):
@@ -31,7 +31,7 @@ class Tiled(nn.Module):
         for name, part in mlp.named_children():
             self.add_module(name, part)
 
-    def turns(self, x: Tensor, _beside: Beside | None = None) -> Turns[Tensor]:
+    def turns(self, x: Tensor, _beside: DelayedWgrad | None = None) -> AsyncForward[Tensor]:
         """As of any MLP; tiles take no turns, and put nothing off."""
         yield from ()
         return self(x)
@@ -62,7 +62,7 @@ class _Tiles(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mlp: Tiled, kept: Kept, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mlp: Tiled, kept: SavedTensor, *_: Tensor) -> Tensor:
         ctx.mlp, ctx.kept = mlp, kept
         y = torch.empty_like(x)
         for ours, tile in zip(y.split(mlp.tokens, -2), x.split(mlp.tokens, -2), strict=True):

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from dovetail.memory import Arena, aligned, view_at
-from dovetail.nn.recompute import HostMemory
+from dovetail.memory import PinnedArena, aligned, view_at
+from dovetail.nn.activation_checkpoint import PinnedPool
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BUCKET_BYTES = 1 << 29  # of moments that are on the device together; a parameter with more has a bucket of its own
 
 
-class StoppableAdamW(torch.optim.AdamW):
+class SkippableAdamW(torch.optim.AdamW):
     """AdamW whose fused step does nothing, and does not count, where a number on the device is 1: nobody waits for it."""
 
     found_inf: Tensor
@@ -62,7 +62,7 @@ class Bucket:
         return found
 
 
-class HostedAdamW(StoppableAdamW):
+class CPUOffloadAdamW(SkippableAdamW):
     """The same with moments in pinned host memory; on a CPU in plain memory. `state` shows them where they wait.
 
     The device holds two buckets during a step, and none otherwise. Who waits for the device finds the moments updated.
@@ -75,11 +75,11 @@ class HostedAdamW(StoppableAdamW):
         self.hosts: list[Tensor] = []  # for every bucket its bytes, once there are moments
         self.device = self.buckets[0].params[0].device
         # a queue of copies for each way, since a link carries both at once
-        self._coming, self._leaving = HostMemory(self.device), HostMemory(self.device)
+        self._coming, self._leaving = PinnedPool(self.device), PinnedPool(self.device)
 
     def reserve(self) -> None:
         if not self.hosts:
-            arena = Arena(pinned=self.device.type != "cpu")
+            arena = PinnedArena(pinned=self.device.type != "cpu")
             arena.reserve(sum(bucket.num_bytes for bucket in self.buckets))
             self.hosts = [arena.take(torch.uint8, (bucket.num_bytes,)) for bucket in self.buckets]
 

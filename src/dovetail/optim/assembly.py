@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dovetail.mesh import Mesh
-from dovetail.optim.adamw import HostedAdamW, StoppableAdamW
-from dovetail.placement import Placement, Region
-from dovetail.weights.pieces import held, local_tensor
+from dovetail.optim.adamw import CPUOffloadAdamW, SkippableAdamW
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.placement import Placement, Region
+from dovetail.weights.shards import local_params, local_tensor
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Shard:
 
 def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
     """Every parameter of `model` that is trained, each once, in the model's order."""
-    found = held(model, mesh)  # reshards, which may put other objects in the parameters' places
+    found = local_params(model, mesh)  # reshards, which may put other objects in the parameters' places
     return [
         Shard(h.name, h.parameter, nn.Parameter(h.local), h.placement, h.regions)
         for h in found
@@ -56,11 +56,11 @@ def adamw(
     eps: float,
     weight_decay: float,
     on_host: bool = False,
-) -> StoppableAdamW:
+) -> SkippableAdamW:
     """AdamW over local shards. Vectors, norms and biases are not decayed. on_host: its moments wait there."""
     groups: list[dict[str, Any]] = [
         {"params": [s.local for s in shards if s.is_decayed], "weight_decay": weight_decay},
         {"params": [s.local for s in shards if not s.is_decayed], "weight_decay": 0.0},
     ]
-    kind = HostedAdamW if on_host else StoppableAdamW
+    kind = CPUOffloadAdamW if on_host else SkippableAdamW
     return kind([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from dovetail.comm import all_reduce_, sum_over
 from dovetail.kernels.reference import wide
-from dovetail.mesh import Mesh
 from dovetail.optim.assembly import Shard
-from dovetail.placement import as_index
+from dovetail.parallel.collectives import all_reduce_, sum_over
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.placement import as_index
 
 
 def reduce_partial(shards: Iterable[Shard], mesh: Mesh) -> None:
@@ -35,10 +35,10 @@ def reduce_partial(shards: Iterable[Shard], mesh: Mesh) -> None:
         all_reduce_(copied[copies], mesh.copies[copies])
 
 
-def global_norm(shards: Iterable[Shard], mesh: Mesh, suspects: Sequence[Tensor] = ()) -> Tensor:
+def global_norm(shards: Iterable[Shard], mesh: Mesh, nonfinite_candidates: Sequence[Tensor] = ()) -> Tensor:
     """The 2-norm of the whole gradient, each element counted once, in the wide dtype; equal on every rank.
 
-    Not a number where any number of `suspects` is not finite on any rank: one collective tells both.
+    Not a number where any number of `nonfinite_candidates` is not finite on any rank: one collective tells both.
     """
     parts: list[Tensor] = []
     for shard in shards:
@@ -47,14 +47,14 @@ def global_norm(shards: Iterable[Shard], mesh: Mesh, suspects: Sequence[Tensor] 
         owned = [grad[as_index(r.local_slice)] for r in shard.regions if r.owned]
         parts += [part for part in owned if part.numel()]
     norms = torch._foreach_norm(parts, dtype=wide(parts[0].dtype)) if parts else ()
-    found = [torch.stack(scalars).square().sum() for scalars in (norms, _spoiled(suspects)) if scalars]
+    found = [torch.stack(scalars).square().sum() for scalars in (norms, _spoiled(nonfinite_candidates)) if scalars]
     total = sum((x.to(torch.float64) for x in found), torch.zeros((), dtype=torch.float64, device=mesh.device))
     return sum_over(total, mesh["world"]).sqrt()
 
 
-def _spoiled(suspects: Iterable[Tensor]) -> list[Tensor]:
+def _spoiled(nonfinite_candidates: Iterable[Tensor]) -> list[Tensor]:
     """For every tensor 0, or not a number where it holds one that is not finite; nothing waits for the device."""
-    real = [x.detach() for x in suspects if x.is_floating_point() and x.numel()]
+    real = [x.detach() for x in nonfinite_candidates if x.is_floating_point() and x.numel()]
     return list(torch._foreach_mul(torch._foreach_norm(real, math.inf), 0.0)) if real else []
 
 

@@ -8,13 +8,13 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from dovetail.comm import OnTheWay
 from dovetail.errors import ConfigError
-from dovetail.mesh import Mesh
 from dovetail.optim.adamw import MOMENTS
 from dovetail.optim.assembly import adamw, shards_of
 from dovetail.optim.grads import global_norm, reduce_partial, scale_
 from dovetail.optim.lr import Schedule, lr_factor
+from dovetail.parallel.collectives import AsyncHostCopy
+from dovetail.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +99,9 @@ class Optimizer:
             group["lr"] = lr
         self.adamw.found_inf = (~finite).to(torch.float32)
         fresh, numbers = not self.adamw.state, torch.stack([norm, ~finite])
-        early = None if s.on_host else OnTheWay(numbers)
+        early = None if s.on_host else AsyncHostCopy(numbers)
         self.adamw.step()
-        grad_norm, skipped = (early or OnTheWay(numbers)).take()
+        grad_norm, skipped = (early or AsyncHostCopy(numbers)).take()
         skipped = bool(skipped)
         self.steps += not skipped
         if skipped and fresh:

@@ -13,20 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dovetail.comm import gather_text, stack_over
 from dovetail.errors import MachineError, listing
-from dovetail.mesh import Mesh
 from dovetail.nn.model import StagedModel
 from dovetail.optim.optimizer import Optimizer
-from dovetail.placement import as_index
-from dovetail.weights.pieces import held
+from dovetail.parallel.collectives import gather_text, stack_over
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.placement import as_index
+from dovetail.weights.shards import local_params
 
 # By an element's bytes: an integer type as wide.
 BITS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NOTHING = 0  # fills the row of a rank that has fewer pieces than another
 
 
-class Piece(NamedTuple):
+class ReplicaSlice(NamedTuple):
     """Something that this rank holds; what has the same name on another rank should be the same."""
 
     name: str
@@ -70,10 +70,10 @@ def hash_bits(x: Tensor) -> Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-def _pieces(model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> Iterator[Piece]:
+def _pieces(model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> Iterator[ReplicaSlice]:
     """Each region of each parameter, of its moments, and of the buffers."""
     shards, names = iter(optimizer.shards if optimizer else ()), set()
-    for item in held(model, mesh):
+    for item in local_params(model, mesh):
         names.add(item.name)
         tensors: dict[str, Tensor] = {"": item.local}
         if item.parameter is not None and optimizer is not None:
@@ -82,11 +82,11 @@ def _pieces(model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> Iterat
         for region in item.regions:
             rows = "x".join(f"{start}:{stop}" for start, stop in region.checkpoint_slice)
             for kind, tensor in tensors.items():
-                yield Piece(f"{region.checkpoint_name}[{rows}]{kind}", tensor[as_index(region.local_slice)])
+                yield ReplicaSlice(f"{region.checkpoint_name}[{rows}]{kind}", tensor[as_index(region.local_slice)])
     stored = model.stored_name if isinstance(model, StagedModel) else str
     for name, buffer in model.named_buffers():
         if stored(name) not in names:
-            yield Piece(f"buffer {stored(name)}", buffer)
+            yield ReplicaSlice(f"buffer {stored(name)}", buffer)
 
 
 def _gather(row: Sequence[int], mesh: Mesh) -> list[list[int]]:

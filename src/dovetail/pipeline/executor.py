@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dovetail.mesh import Link, Mesh
+from dovetail.parallel.mesh import Mesh, P2PChannel
 from dovetail.pipeline.schedule import Action, Plan, simulate
 
 
@@ -207,7 +207,7 @@ class Mail:
         return self.next if gradient else self.previous
 
 
-def _start(transfer: Callable[..., dist.Work | None], tensor: Tensor, link: Link | None) -> dist.Work:
+def _start(transfer: Callable[..., dist.Work | None], tensor: Tensor, link: P2PChannel | None) -> dist.Work:
     assert link is not None, "a plan with virtual stages on a mesh without them"
     handle = transfer(tensor, link.peer, group=link.group)
     assert handle is not None

@@ -3,9 +3,9 @@
 from functools import lru_cache
 from itertools import accumulate
 
-from dovetail.arch.foreign import AnySpec
+from dovetail.arch.transformers_spec import AnySpec
 from dovetail.errors import LayoutError
-from dovetail.layout import Layout
+from dovetail.parallel.layout import Layout
 from dovetail.pipeline.schedule import Costs
 
 SCHEDULES = ("1f1b", "interleaved", "gpipe", "zero_bubble")  # of training; scoring knows only forwards

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dovetail.batch import PackedBatch, Sequence
-from dovetail.data import Prompt
+from dovetail.batch.packed import PackedBatch, Sequence
+from dovetail.data.examples import Prompt
 from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_rewards, whiten
 from dovetail.rl.losses import KLEstimator, kl_estimate
 from dovetail.rollout.base import Completion

@@ -13,11 +13,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dovetail.batch import Loss, PackedBatch, Sum
+from dovetail.batch.loss import Loss, Sum, TokenStats
+from dovetail.batch.packed import PackedBatch
 from dovetail.errors import ConfigError
 from dovetail.kernels.reference import widened
-from dovetail.kernels.rows import count_rows
-from dovetail.tokenstats import TokenStats
+from dovetail.kernels.token_permute import count_rows
 
 Aggregation = Literal["token", "sequence", "sequence_sum"]
 KLEstimator = Literal["k1", "k2", "k3"]

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from dovetail.rl.reward_functions import BUILT_IN
-from dovetail.watch.system import adopt_orphans, die_with_parent, end_children
+from dovetail.system import adopt_orphans, die_with_parent, end_children
 
 Scorer = Callable[[Mapping[str, Any]], Any]
 # What lies between the call and a user's file: this package, and Python's way of importing a module.
@@ -35,12 +35,12 @@ END_SECONDS = 10.0  # for killed processes to be gone
 LOOK_MILLISECONDS = 1000.0  # between two looks at whether the runner is there
 
 
-class Caught:
+class CapturedOutput:
     """A `with` block whose failure, of any kind, becomes the text `error`: for calling code that is not ours."""
 
     error: str | None = None
 
-    def __enter__(self) -> "Caught":
+    def __enter__(self) -> "CapturedOutput":
         return self
 
     def __exit__(
@@ -73,7 +73,7 @@ def main() -> NoReturn:
     os.dup2(2, 1)
     setup = loads(requests.readline())
     scorer = None
-    with Caught() as caught:
+    with CapturedOutput() as caught:
         scorer = load(setup["name"], setup["function"], setup["options"], setup["directory"])
     answers.write(dumps({"id": setup["id"], "value": None, "error": caught.error}) + "\n")
     if scorer is not None:
@@ -113,7 +113,7 @@ def evaluate(scorer: Scorer, sample: Mapping[str, Any]) -> dict[str, Any]:
     """{"value": number or None, "error": text or None} of one sample."""
     value: Any = None
     number = math.nan
-    with Caught() as caught:
+    with CapturedOutput() as caught:
         value = scorer(sample)
         if isinstance(value, Mapping):  # as verl's rewards may tell more than the number
             value = value["score"]

@@ -13,27 +13,41 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from dovetail.errors import ConfigError, quoted
-from dovetail.metrics import as_text
+from dovetail.data.examples import Prompt
+from dovetail.errors import ConfigError, DataError, quoted
+from dovetail.jsonl import as_text
+from dovetail.parallel.consensus import agreed, of_first
+from dovetail.parallel.mesh import Mesh
 from dovetail.rl.reward_functions import BUILT_IN
 from dovetail.rl.reward_worker import END_SECONDS
+from dovetail.rollout.base import Completion
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dovetail.rl.reward_worker import main; main()"
+
+
 SLOW = "where it needs longer, raise reward.timeout_seconds"
+
+
 _START_SECONDS = 120.0  # a user's module may import heavy things
+
+
 LONGEST = 1e6  # seconds that a reward may take; the system's calls take no more than twice as many
+
+
 FIRST_SAMPLES = 8  # where all of so many fail, drawn at random, that 5 % of all fail has a chance of 4e-11
+
+
 _MOST_BYTES = 1 << 20  # of an answer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class RewardInput:
     """What a reward may look at: the row's prompt (text or messages), answer and other columns, and the response."""
 
     completion: str
@@ -101,7 +115,7 @@ class RewardRunner:
     ) -> None:
         self.close()
 
-    def score(self, samples: Sequence[Judged], most_errors: float | None = None) -> list[RewardResult]:
+    def score(self, samples: Sequence[RewardInput], most_errors: float | None = None) -> list[RewardResult]:
         """One result a sample, in order, whatever the reward function does to its worker.
 
         most_errors: give up, and close the runner, once more than this share of all samples has failed, or all of the
@@ -247,3 +261,51 @@ def _parsed(line: bytes) -> Mapping[str, Any] | None:
         case {"id": str(), "value": int() | float() | None, "error": str() | None}:
             return answer
     return None
+
+
+MOST_REWARD_ERRORS = 0.05  # of a step's samples; above it the reward itself is taken to be wrong
+
+
+class RewardTask:
+    """`runner` is there on the first rank only; `name` is the reward's, for messages. Collective."""
+
+    def __init__(self, runner: RewardRunner | None, mesh: Mesh, name: str) -> None:
+        self.runner, self.mesh, self.name = runner, mesh, name
+
+    def __call__(self, prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str]) -> list[RewardResult]:
+        """One result a completion; `prompts[i]` is what completion i answers."""
+        told: list[tuple[float | None, str | None, bool]] = []
+        with agreed(self.mesh):
+            if self.runner is not None:
+                judged = [
+                    RewardInput(completion=text, answer=p.answer, finish=c.finish, prompt=p.prompt, columns=p.columns)
+                    for p, c, text in zip(prompts, completions, texts, strict=True)
+                ]
+                results = self.runner.score(judged, MOST_REWARD_ERRORS)
+                told = [(result.value, result.error, result.judged) for result in results]
+        return [RewardResult(*result) for result in of_first(told, self.mesh)]
+
+    def close(self) -> None:
+        """End the reward processes."""
+        if self.runner is not None:
+            self.runner.close()
+
+
+def count_errors(results: Seq[RewardResult], ids: Seq[Any], where: str) -> tuple[int, str | None]:
+    """How many samples an error dropped, and the first one's cause; DataError where they are too many. `ids`: of their rows."""
+    failed = [(result.error, row) for result, row in zip(results, ids, strict=True) if result.error is not None]
+    errors, total, judged = len(failed), len(results), sum(result.judged for result in results)
+    if not failed:
+        return 0, None
+    cause, row = failed[0]
+    if errors > MOST_REWARD_ERRORS * total:
+        share = f"{errors} of {total} samples, more than {MOST_REWARD_ERRORS:.0%}"
+    elif judged < total:
+        share = f"all of the first {judged} of {total} samples"
+    else:
+        return errors, cause
+    rest = "" if judged == total else " (the others were not judged)"
+    raise DataError(
+        f"{where}: the reward failed on {share}{rest}; first cause: {cause}, on row {row!r:.100}; fix the reward function, "
+        "or the rows that it fails on"
+    )

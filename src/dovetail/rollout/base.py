@@ -7,10 +7,10 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from dovetail.batch import COLDEST, HOTTEST, Media
+from dovetail.batch.packed import MAX_TEMPERATURE, MIN_TEMPERATURE, Media
+from dovetail.batch.routing import RoutingTrace
 from dovetail.bounds import MOST_NEW_TOKENS, MOST_SAMPLES
 from dovetail.errors import ConfigError, DataError, ModelError
-from dovetail.routing import RoutingTrace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class SamplingParams:
             "samples": (1 <= self.samples <= MOST_SAMPLES, f"1 to {MOST_SAMPLES:,}"),
             "max_new_tokens": (1 <= self.max_new_tokens <= MOST_NEW_TOKENS, f"1 to {MOST_NEW_TOKENS:,}"),
             "temperature": (
-                self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST,
-                f"0 (the likeliest token), or {COLDEST:g} to {HOTTEST:g}",
+                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
+                f"0 (the likeliest token), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
             ),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (which cuts nothing)"),
             "top_k": (self.top_k >= 0, "0 (which cuts nothing) or more"),

@@ -11,24 +11,23 @@ import torch
 from torch import Tensor
 
 from dovetail.arch.spec import BY_LENGTH, ArchSpec
-from dovetail.comm import stack_over
-from dovetail.dealing import plan_microbatches
+from dovetail.batch.balancing import plan_microbatches
 from dovetail.errors import CheckpointError, listing
 from dovetail.kernels import cuda, reference
 from dovetail.kernels.registry import KernelSet
-from dovetail.mesh import Mesh
 from dovetail.nn.decoder import Decoder
-from dovetail.placement import as_index, checkpoint_shapes
+from dovetail.parallel.collectives import stack_over
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.placement import as_index, checkpoint_shapes
 from dovetail.rollout.base import Completion, Prompt, SamplingParams, check_lengths, check_prompts
-from dovetail.rollout.cache import entry_bytes
-from dovetail.rollout.deck import Deck, DeckSize, filled_up
-from dovetail.rollout.found import Found, FoundRoutes
-from dovetail.rollout.pages import Need, PagePool, Schedule
-from dovetail.rollout.replay import Recorder, cuda_recorder
-from dovetail.rollout.running import Generation
+from dovetail.rollout.cuda_graph import GraphCapturer, cuda_capturer
+from dovetail.rollout.kv_cache import entry_bytes
+from dovetail.rollout.model_runner import ModelRunner, RunnerSize, pad_to_bucket
+from dovetail.rollout.results import SampleBuffer, SampledRoutes
+from dovetail.rollout.scheduler import GenerationLoop, PageBudget, PagePool, Schedule
 from dovetail.weights.experts import form_of, stored
+from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import load
-from dovetail.weights.reader import TensorSource
 
 MAX_TOKENS = 1 << 16
 FREE_SHARE = 0.5  # of a GPU's free memory that the cache may take; logits and prompts need some, too
@@ -64,7 +63,7 @@ class NativeSampler:
         *,
         max_tokens: int | None = None,
         options: SamplerOptions | None = None,
-        recorder: Recorder | None = None,
+        recorder: GraphCapturer | None = None,
     ) -> None:
         """max_tokens: most entries that one replica's cache holds, or what a single row needs if that is more.
 
@@ -74,9 +73,9 @@ class NativeSampler:
         self.spec, self.mesh, self.kernels, self.dtype, self.max_tokens = spec, mesh, kernels, dtype, max_tokens
         self.options = options or SamplerOptions()
         self.ahead = self.options.ahead or (1 if mesh.device.type == "cpu" else 8)
-        self.recorder = recorder or recorder_for(spec, mesh, kernels, dtype)
+        self.recorder = recorder or capturer_for(spec, mesh, kernels, dtype)
         self.model = _empty_decoder(spec, mesh, kernels, dtype)
-        self._deck: Deck | None = None
+        self._deck: ModelRunner | None = None
         self._wanted = 0  # pages that the deck was made for, whatever the budget made of it
         self._filled = False
 
@@ -132,28 +131,30 @@ class NativeSampler:
         mine = {i: len(prompts[i].ids) for batch in dealt for i in batch}
         rows, longest = len(prompts) * params.samples, max((len(prompt.ids) for prompt in prompts), default=0)
         moe, device = self.spec.moe, self.mesh.device
-        routes = FoundRoutes(rows, longest + new, moe, device) if params.trace and moe is not None else None
-        found = Found(rows, new, torch.device("cpu"), routes)
+        routes = SampledRoutes(rows, longest + new, moe, device) if params.trace and moe is not None else None
+        found = SampleBuffer(rows, new, torch.device("cpu"), routes)
         if mine:
             self._run(mine, prompts, params, found)
         return found.completions(prompts, params, self.mesh)
 
-    def _run(self, mine: Mapping[int, int], prompts: Sequence[Prompt], params: SamplingParams, found: Found) -> None:
+    def _run(
+        self, mine: Mapping[int, int], prompts: Sequence[Prompt], params: SamplingParams, found: SampleBuffer
+    ) -> None:
         """All samples of some prompts (number -> length)."""
-        need = Need(params.samples, params.max_new_tokens, self.options.page)
+        need = PageBudget(params.samples, params.max_new_tokens, self.options.page)
         deck, self._deck = self._deck_for(mine, need), None
         deck.begin(params)
         pool = PagePool(deck.size.pages - 1)
         limits = {"most_rows": self.options.most_rows, "prefill_tokens": self.options.prefill_tokens}
         schedule = Schedule(mine, need, pool, **limits)
         try:
-            Generation(deck, schedule, prompts, params, found).run()
+            GenerationLoop(deck, schedule, prompts, params, found).run()
         finally:
             if not self.options.hold:
                 deck.forget()
         self._deck = deck if self.options.hold else None
 
-    def _deck_for(self, mine: Mapping[int, int], need: Need) -> Deck:
+    def _deck_for(self, mine: Mapping[int, int], need: PageBudget) -> ModelRunner:
         """The one that is held, if it was made for as much; otherwise one for these prompts within the budget."""
         page, lengths = self.options.page, mine.values()
         rows = min(self.options.most_rows, len(mine) * need.samples)
@@ -168,8 +169,8 @@ class NativeSampler:
             self._deck = None  # its memory is part of the new one's budget
         self._wanted = wanted
         pages = min(wanted, max(least, self._budget() // page))
-        size = DeckSize(rows=filled_up(rows), width=width, ahead=self.ahead, pages=1 + pages, page=page)
-        return Deck(self.model, self.dtype, size, self.recorder)
+        size = RunnerSize(rows=pad_to_bucket(rows), width=width, ahead=self.ahead, pages=1 + pages, page=page)
+        return ModelRunner(self.model, self.dtype, size, self.recorder)
 
     def _budget(self) -> int:
         """Most entries that the cache may hold, the same on every rank of tp."""
@@ -209,7 +210,7 @@ class NativeSampler:
             check_lengths(prompts, params, rope.kind, rope.max_positions)
 
 
-def recorder_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Recorder | None:
+def capturer_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> GraphCapturer | None:
     """What records steps: on one GPU, where no operation of a step asks the device for anything; otherwise None.
 
     Those that may: reference attention to a cache, which float64 and long heads take, too, and grouped products of experts.
@@ -220,7 +221,7 @@ def recorder_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dt
     if spec.moe is not None and alone:
         widths = (spec.width, spec.moe.ffn_width)
         asks |= kernels.grouped_mm is not cuda.grouped_mm or not cuda.grouped_stays(mesh.device, dtype, *widths)
-    return cuda_recorder() if alone and not asks else None
+    return cuda_capturer() if alone and not asks else None
 
 
 def _empty_decoder(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Decoder:

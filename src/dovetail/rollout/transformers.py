@@ -1,12 +1,8 @@
-"""Sampling by a transformers model's own `generate`, for families that our decoder does not describe.
-
-Every rank holds the whole model and continues its share of the prompts, with their images and videos. Which token is taken
-is ours: a logits processor draws it from counter-based noise, as the embedded sampler does, and leaves it as the only
-possible one.
-"""
+"""Which samples run together: waves of rows whose cache stays within a budget, as a pure function of the lengths."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,23 +10,54 @@ import torch
 import transformers
 from torch import Tensor
 
-from dovetail.batch import start_reading
-from dovetail.dealing import plan_microbatches
+from dovetail.batch.balancing import plan_microbatches
+from dovetail.batch.packed import start_reading
 from dovetail.errors import CheckpointError, listing
 from dovetail.hf.kimi import replace_tower
-from dovetail.hf.model import OLD_STEMS, group_even_experts, is_sighted, known_config
 from dovetail.hf.names import Names
-from dovetail.hf.rope import check_sections, length_limit
+from dovetail.hf.rotary import check_sections, length_limit
+from dovetail.hf.transformers_model import OLD_STEMS, group_even_experts, is_sighted, known_config
 from dovetail.hf.vision import as_images, family_of, kinds_of
-from dovetail.mesh import Mesh
+from dovetail.parallel.consensus import agreed
+from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams, check_lengths, check_prompts
-from dovetail.rollout.draw import draw
-from dovetail.rollout.found import Found
 from dovetail.rollout.noise import uniforms
-from dovetail.rollout.waves import Wave, plan_waves
-from dovetail.weights.agree import agreed
+from dovetail.rollout.results import SampleBuffer
+from dovetail.rollout.sampling import draw
 from dovetail.weights.experts import FUSED, MIXTRAL
-from dovetail.weights.reader import TensorSource
+from dovetail.weights.hf_reader import TensorSource
+
+
+@dataclass(frozen=True)
+class StaticBatch:
+    """Prompts by number, longest first, and the rows to draw: (place in `prompts`, sample)."""
+
+    prompts: tuple[int, ...]
+    rows: tuple[tuple[int, int], ...]
+
+
+def plan_static_batches(lengths: Mapping[int, int], samples: int, new: int, budget: int) -> list[StaticBatch]:
+    """`samples` rows of every prompt (number -> length), `new` tokens each, in waves of at most `budget` entries.
+
+    A wave costs its rows times its longest row, so prompts of like length go together. A prompt whose samples do not
+    fit at once is spread over waves; a single row always gets its own, whatever it costs.
+    """
+    waves: list[StaticBatch] = []
+    prompts: list[int] = []
+    rows: list[tuple[int, int]] = []
+    longest = 0
+    for prompt in sorted(lengths, key=lambda i: (-lengths[i], i)):
+        for sample in range(samples):
+            if rows and (len(rows) + 1) * longest > budget:
+                waves.append(StaticBatch(tuple(prompts), tuple(rows)))
+                prompts, rows = [], []
+            if not rows:
+                longest = lengths[prompt] + new
+            if not prompts or prompts[-1] != prompt:
+                prompts.append(prompt)
+            rows.append((len(prompts) - 1, sample))
+    return [*waves, StaticBatch(tuple(prompts), tuple(rows))] if rows else waves
+
 
 MAX_TOKENS = 1 << 15  # rows times the longest of them that a rank runs at a time
 
@@ -101,12 +128,12 @@ class TransformersSampler:
         costs = [len(prompt.ids) + params.samples * new for prompt in prompts]
         dealt = plan_microbatches(costs, replicas.size, None)[replicas.rank]
         mine = {i: len(prompts[i].ids) for batch in dealt for i in batch}
-        found = Found(len(prompts) * params.samples, new, self.mesh.device)
-        for wave in plan_waves(mine, params.samples, new, MAX_TOKENS):
+        found = SampleBuffer(len(prompts) * params.samples, new, self.mesh.device)
+        for wave in plan_static_batches(mine, params.samples, new, MAX_TOKENS):
             self._run(wave, prompts, params, found)
         return found.completions(prompts, params, self.mesh)
 
-    def _run(self, wave: Wave, prompts: Sequence[Prompt], params: SamplingParams, found: Found) -> None:
+    def _run(self, wave: StaticBatch, prompts: Sequence[Prompt], params: SamplingParams, found: SampleBuffer) -> None:
         """All tokens of a wave's rows, which are padded on the left."""
         device = self.mesh.device
         rows = [prompts[wave.prompts[owner]] for owner, _ in wave.rows]
@@ -199,7 +226,7 @@ class _Draw:
         samples: np.ndarray[Any, Any],
         prompt_length: int,
         slots: Tensor,
-        found: Found,
+        found: SampleBuffer,
     ) -> None:
         self.params, self.rows, self.samples, self.prompt_length = params, rows, samples, prompt_length
         self.slots, self.found = slots, found

@@ -14,23 +14,32 @@ from typing import TypeVar
 
 from torch import nn
 
-from dovetail.mesh import Mesh
 from dovetail.nn.model import ExpertForm, StagedModel
-from dovetail.placement import REPLICATED, Region, Slices, as_index, checkpoint_shapes, overlap, placements_of, within
-from dovetail.weights.pieces import Held, held
-from dovetail.weights.reader import TensorSource
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.placement import (
+    REPLICATED,
+    Region,
+    Slices,
+    as_index,
+    checkpoint_shapes,
+    overlap,
+    placements_of,
+    within,
+)
+from dovetail.weights.hf_reader import TensorSource
+from dovetail.weights.shards import LocalParam, local_params
 
 T = TypeVar("T")
 FUSED = (("experts.gate_up_proj", ("gate_proj", "up_proj")), ("experts.down_proj", ("down_proj",)))
 MIXTRAL = (".mlp.", ".block_sparse_moe.", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
 
 
-def stored(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[Held]:
-    """`held`, in the form that the checkpoint has."""
-    return as_stored(model, held(model, mesh, as_wrapped=as_wrapped))
+def stored(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[LocalParam]:
+    """`local_params`, in the form that the checkpoint has."""
+    return as_stored(model, local_params(model, mesh, as_wrapped=as_wrapped))
 
 
-def as_stored(model: nn.Module, params: list[Held]) -> list[Held]:
+def as_stored(model: nn.Module, params: list[LocalParam]) -> list[LocalParam]:
     """Tensors that lie as the parameters of `model` do, in the form that its checkpoint has."""
     form: ExpertForm = model.experts if isinstance(model, StagedModel) else "fused"
     if form == "mixtral":
@@ -52,7 +61,7 @@ def form_of(model: StagedModel, source: TensorSource) -> ExpertForm:
     return "fused"
 
 
-def _views(param: Held, form: ExpertForm) -> Iterator[Held]:
+def _views(param: LocalParam, form: ExpertForm) -> Iterator[LocalParam]:
     for ending, parts in FUSED:
         if param.name.endswith(ending):
             names = tuple(MIXTRAL[2][part] for part in parts) if form == "mixtral" else parts
@@ -61,13 +70,13 @@ def _views(param: Held, form: ExpertForm) -> Iterator[Held]:
     yield param
 
 
-def _renamed(param: Held) -> Held:
+def _renamed(param: LocalParam) -> LocalParam:
     """Under Mixtral's name for the block."""
     regions = (replace(r, checkpoint_name=r.checkpoint_name.replace(*MIXTRAL[:2])) for r in param.regions)
     return replace(param, name=param.name.replace(*MIXTRAL[:2]), regions=tuple(regions))
 
 
-def _turned(param: Held) -> Held:
+def _turned(param: LocalParam) -> LocalParam:
     """The same with its last two dims exchanged."""
     splits = tuple(replace(split, dim=(0, 2, 1)[split.dim]) for split in param.placement.splits)
     regions = tuple(
@@ -85,7 +94,7 @@ def _turned(param: Held) -> Held:
     )
 
 
-def _apart(param: Held, parts: tuple[str, ...]) -> Iterator[Held]:
+def _apart(param: LocalParam, parts: tuple[str, ...]) -> Iterator[LocalParam]:
     """Every expert's matrices, those that this rank holds some of with a region."""
     ((count, rows, columns),) = checkpoint_shapes(param.name, param.placement, param.shape).values()
     size, stem = rows // len(parts), param.name.rpartition(".")[0]
@@ -102,7 +111,7 @@ def _apart(param: Held, parts: tuple[str, ...]) -> Iterator[Held]:
                     local = param.local[as_index(_moved(shared, region))][0]
                     here = tuple((0, length) for length in local.shape)
                     regions = (Region(name, (size, columns), within(shared, matrix)[1:], here, region.owned),)
-            yield Held(name, REPLICATED, (size, columns), local, regions, (), None)
+            yield LocalParam(name, REPLICATED, (size, columns), local, regions, (), None)
 
 
 def _moved(shared: Slices, region: Region) -> Slices:

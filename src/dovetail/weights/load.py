@@ -13,15 +13,15 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from dovetail.comm import gather_text
 from dovetail.errors import CheckpointError, listing
-from dovetail.mesh import Mesh
-from dovetail.placement import as_index, checkpoint_shapes
-from dovetail.weights.agree import agreed
+from dovetail.parallel.collectives import gather_text
+from dovetail.parallel.consensus import agreed
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.placement import as_index, checkpoint_shapes
 from dovetail.weights.experts import stored
-from dovetail.weights.filling import Job, do_all
-from dovetail.weights.pieces import Held
-from dovetail.weights.reader import TensorSource
+from dovetail.weights.hf_reader import TensorSource
+from dovetail.weights.parallel_read import Job, do_all
+from dovetail.weights.shards import LocalParam
 
 TOLERATED = ("*rotary_emb.inv_freq",)  # buffers that old checkpoints list; computed here
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
@@ -48,7 +48,7 @@ def load(
 
 
 def load_into(
-    params: list[Held],
+    params: list[LocalParam],
     source: TensorSource,
     mesh: Mesh,
     *,
@@ -76,7 +76,7 @@ def load_into(
 
 
 def compare(
-    params: list[Held],
+    params: list[LocalParam],
     source: TensorSource,
     mesh: Mesh,
     *,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from dovetail.mesh import Mesh
-from dovetail.weights.directory import INDEX, SINGLE, SideFiles
-from dovetail.weights.files import TensorFileWriter, TensorSpec, dump_json
-from dovetail.weights.pieces import Dtypes, own_dtype
-from dovetail.weights.staging import Stage, staged, write_file, write_sides
+from dovetail.parallel.mesh import Mesh
+from dovetail.weights.atomic import AtomicDirectory, staged, write_file, write_sides
+from dovetail.weights.safe_paths import INDEX, SINGLE, SideFiles
+from dovetail.weights.safetensors import TensorFileWriter, TensorSpec, dump_json
+from dovetail.weights.shards import Dtypes, own_dtype
 from dovetail.weights.stream import BUCKET_BYTES, export, gather_whole
 
 SHARD_BYTES = 5 * 10**9
@@ -89,7 +89,9 @@ def split_files(specs: Sequence[TensorSpec], shard_bytes: int) -> dict[str, list
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def _write_files(stage: Stage, mine: dict[str, list[TensorSpec]], order: Sequence[str], produce: Produce) -> None:
+def _write_files(
+    stage: AtomicDirectory, mine: dict[str, list[TensorSpec]], order: Sequence[str], produce: Produce
+) -> None:
     """Take every tensor that comes; write this rank's. An error is kept: the others' collectives must match."""
     where = {spec.name: file for file, specs in mine.items() for spec in specs}
     left = {file: len(specs) for file, specs in mine.items()}

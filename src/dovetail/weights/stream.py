@@ -12,13 +12,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dovetail.comm import gather_text, stack_over
 from dovetail.memory import aligned, view_at
-from dovetail.mesh import Mesh
-from dovetail.placement import Slices, as_index
+from dovetail.parallel.collectives import gather_text, stack_over
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.placement import Slices, as_index
 from dovetail.weights.experts import stored
-from dovetail.weights.files import CODES, DTYPES, TensorSpec
-from dovetail.weights.pieces import Dtypes, Held, Piece, add_piece, export_specs, held_pieces, keys_of, own_dtype
+from dovetail.weights.safetensors import CODES, DTYPES, TensorSpec
+from dovetail.weights.shards import (
+    Dtypes,
+    LocalParam,
+    ParamShard,
+    add_piece,
+    export_specs,
+    keys_of,
+    own_dtype,
+    param_shards,
+)
 
 Named = tuple[str, Slices]  # a piece: its tensor, and which rectangle of it
 Starts = tuple[dict[tuple[str, Slices], int], int]  # of one rank: where each piece begins in its bytes; how many in all
@@ -32,7 +41,7 @@ class Export:
 
     specs: dict[str, TensorSpec]
     owners: dict[str, list[tuple[int, Slices]]]  # tensor -> (world rank, the rectangle that it owns)
-    mine: dict[str, Piece]
+    mine: dict[str, ParamShard]
 
 
 def export(
@@ -47,7 +56,7 @@ def export(
 
 
 def export_held(
-    params: list[Held],
+    params: list[LocalParam],
     mesh: Mesh,
     *,
     dtype_of: Dtypes = own_dtype,
@@ -55,7 +64,7 @@ def export_held(
     prefix: str = "",
 ) -> Export:
     """The same of tensors that lie as a model's parameters do, named `prefix` + the parameter's name. Collective."""
-    here = [(prefix + name, piece) for name, piece in held_pieces(params, dtype_of, listed)]
+    here = [(prefix + name, piece) for name, piece in param_shards(params, dtype_of, listed)]
     told = [
         [(prefix + spec.name, CODES[spec.dtype], spec.shape) for spec in export_specs(params, dtype_of, listed)],
         [(name, piece.region.checkpoint_slice) for name, piece in here],
@@ -74,7 +83,7 @@ def export_held(
     owners: dict[str, list[tuple[int, Slices]]] = {name: [] for name in specs}
     for (name, slices), rank in chosen.items():
         owners[name].append((rank, slices))
-    mine: dict[str, Piece] = {}
+    mine: dict[str, ParamShard] = {}
     for name, piece in here:
         if chosen[name, piece.region.checkpoint_slice] == mesh["world"].rank:
             add_piece(mine, name, piece)

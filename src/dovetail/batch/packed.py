@@ -1,0 +1,278 @@
+"""The one shape of batch: packed tokens [T], with sequence boundaries, shifted targets, masks and per-token fields.
+
+Index i of `targets`, `mask` and every field belongs to the prediction made at position i: `targets[i]` is the token
+that follows `tokens[i]` in its sequence. The shift happens here, before anything is cut, so no rank ever needs its
+neighbor's token.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from dovetail.batch.routing import RoutingTrace, joined
+from dovetail.errors import DataError
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30  # temperatures between which logits over them are numbers that differ
+
+
+# What a model's processor makes of the images and videos of one sequence: pixel_values, image_grid_thw, ...
+Media = Mapping[str, Tensor]
+
+
+class LazyMedia(Mapping[str, Tensor]):
+    """Media that are read when they are first asked for. They were checked against their tokens when they were made."""
+
+    def start(self) -> None:
+        """Begin to read in the background, if there is room."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence before packing. `mask` and list-valued fields have one entry a token of `ids`: entry j belongs to
+    predicting ids[j], so entry 0 is never used. A number as a field stands for every token. `media` are the images and
+    videos whose places in `ids` its placeholder tokens hold. `routing` has an entry for each token of `ids`."""
+
+    ids: Seq[int]
+    mask: Seq[bool] | None = None
+    fields: Mapping[str, float | Seq[float]] = field(default_factory=dict)
+    media: Media | None = None
+    routing: RoutingTrace | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """T tokens of S sequences, back to back.
+
+    tokens, positions, targets: int64 [T]; mask: bool [T], False where nothing is predicted or nothing counts;
+    cu_seqlens: int32 [S + 1]; lengths: the same on the host; fields: float32 (or wider) [T] by name. The field
+    `temperature`, where present, divides the logits. media: by sequence, on the host wherever the tokens are; empty
+    where no sequence has any. routing: the experts that tokens are to go to.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    targets: Tensor
+    mask: Tensor
+    lengths: tuple[int, ...]
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    media: tuple[Media | None, ...] = ()
+    routing: RoutingTrace | None = None
+
+    @classmethod
+    def pack(
+        cls, sequences: Iterable[Sequence | Seq[int] | Tensor], *, dtype: torch.dtype = torch.float32
+    ) -> "PackedBatch":
+        """Pack sequences in order. The last token of each predicts nothing: its target is 0 and its mask False."""
+        if hasattr(sequences, "ndim"):  # of a tensor or an array nobody knows which tokens are padding
+            raise DataError(
+                f"pack got {_kind(sequences)}; give a list with a 1-D tensor for each sequence, without its padding, as in "
+                "pack([row[:n] for row, n in zip(ids, lengths)])"
+            )
+        rows = [
+            replace(row, ids=_ids(row.ids, i)) if isinstance(row, Sequence) else Sequence(_ids(row, i))
+            for i, row in enumerate(sequences)
+        ]
+        lengths = tuple(len(row.ids) for row in rows)
+        if not all(lengths):
+            raise DataError(f"sequence {lengths.index(0)} has no tokens; a sequence needs at least one")
+        names = sorted({name for row in rows for name in row.fields})
+        tokens = [token for row in rows for token in row.ids]
+        targets = [token for row in rows for token in (*row.ids[1:], 0)]
+        mask: list[bool] = []
+        columns: dict[str, list[float]] = {name: [] for name in names}
+        for index, (row, n) in enumerate(zip(rows, lengths, strict=True)):
+            kept = [True] * n if row.mask is None else list(row.mask)
+            if len(kept) != n:
+                raise DataError(f"sequence {index} has {n} tokens but a mask of {len(kept)}; give one a token")
+            mask += [bool(m) for m in kept[1:]] + [False]
+            for name in names:
+                if name not in row.fields:
+                    raise DataError(f"sequence {index} has no field {name!r}; give it to all or none")
+                columns[name] += _shifted(row.fields[name], n, name, index)
+        return cls(
+            tokens=torch.tensor(tokens, dtype=torch.int64),
+            positions=torch.tensor([p for n in lengths for p in range(n)], dtype=torch.int64),
+            cu_seqlens=cumulative(lengths),
+            targets=torch.tensor(targets, dtype=torch.int64),
+            mask=torch.tensor(mask, dtype=torch.bool),
+            lengths=lengths,
+            fields={name: torch.tensor(column, dtype=dtype) for name, column in columns.items()},
+            media=_some([row.media for row in rows]),
+            routing=joined([(len(row.ids), row.routing) for row in rows]),
+        )
+
+    def __len__(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """[T]: which sequence each token belongs to."""
+        counts = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
+        return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=len(self))
+
+    def with_fields(self, **fields: Tensor) -> "PackedBatch":
+        """The same tokens with fields added or replaced: [T], entry i of the prediction made at token i."""
+        for name, x in fields.items():
+            self._check_column(f"field {name!r}", x)
+        return replace(self, fields={**self.fields, **fields})
+
+    def with_routing(self, routing: RoutingTrace | None) -> "PackedBatch":
+        """The same tokens, to be routed as a trace says; None: as each model sees fit."""
+        return replace(self, routing=routing)
+
+    def with_mask(self, mask: Tensor) -> "PackedBatch":
+        """The same tokens, of which those count where `mask` [T] is True."""
+        self._check_column("the mask", mask)
+        if mask.dtype != torch.bool:
+            raise DataError(f"the mask is {_kind(mask)}; give torch.bool, as in mask > 0")
+        return replace(self, mask=mask)
+
+    def to(self, device: torch.device | str) -> "PackedBatch":
+        """On a device, all but its media."""
+        return self._map(lambda x: x.to(device), self.cu_seqlens.to(device), self.lengths, self.media, self.routing)
+
+    def carried(self, device: torch.device) -> "PackedBatch":
+        """On a device, all but its media, from the host without waiting for what the device has to do before."""
+        send = partial(carried, device=device)
+        return self._map(send, send(self.cu_seqlens), self.lengths, self.media, self.routing)
+
+    def select(self, sequences: Seq[int]) -> "PackedBatch":
+        """Only these sequences, in this order."""
+        lengths, ends = tuple(self.lengths[s] for s in sequences), [0, *accumulate(self.lengths)]
+        spans = [slice(ends[s], ends[s + 1]) for s in sequences] or [slice(0, 0)]
+        media = _some([self.media[s] for s in sequences]) if self.media else ()
+        return self._map(
+            lambda x: torch.cat([x[span] for span in spans]),
+            cumulative(lengths).to(self.cu_seqlens.device),
+            lengths,
+            media,
+            self.routing,
+        )
+
+    def token_index(self, sequences: Seq[int]) -> Tensor:
+        """int64: where the tokens of these sequences lie in this batch."""
+        ends = [0, *accumulate(self.lengths)]
+        spans = [torch.arange(ends[s], ends[s + 1]) for s in sequences]
+        return (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)).to(self.tokens.device)
+
+    def compact(self, index: Tensor) -> "PackedBatch":
+        """Only the tokens at the sorted positions `index` [n]. Sequences keep their number and may become empty.
+
+        `cu_seqlens` counts what is left; `lengths`, which the device would have to tell, stay those of all tokens. What
+        is left is for heads and losses, so media and routing stay behind.
+        """
+        cu_seqlens = torch.searchsorted(index, self.cu_seqlens.to(index.dtype), out_int32=True)
+        return self._map(lambda x: x[index], cu_seqlens, self.lengths)
+
+    def pad_to_multiple(self, multiple: int) -> "PackedBatch":
+        """Add one masked sequence of zeros so that T is a positive multiple of `multiple`; T already one: unchanged."""
+        return self.padded(-len(self) % multiple if len(self) else multiple)
+
+    def padded(self, missing: int) -> "PackedBatch":
+        """With one more sequence, of so many masked zeros; 0: unchanged."""
+        if not missing:
+            return self
+        names = ("tokens", "targets", "mask")
+        padded = {name: torch.nn.functional.pad(getattr(self, name), (0, missing)) for name in names}
+        positions = torch.cat([self.positions, torch.arange(missing, device=self.positions.device)])
+        fill = {name: 1.0 if name == "temperature" else 0.0 for name in self.fields}
+        fields = {n: torch.nn.functional.pad(x, (0, missing), value=fill[n]) for n, x in self.fields.items()}
+        lengths = (*self.lengths, missing)
+        return PackedBatch(
+            **padded,
+            positions=positions,
+            cu_seqlens=cumulative(lengths).to(self.cu_seqlens.device),
+            lengths=lengths,
+            fields=fields,
+            media=(*self.media, None) if self.media else (),
+            routing=None if self.routing is None else self.routing.padded(missing),
+        )
+
+    def _check_column(self, name: str, x: Tensor) -> None:
+        if not isinstance(x, Tensor) or x.shape != self.tokens.shape or x.device != self.tokens.device:
+            expected = f"a tensor [{len(self)}] on {self.tokens.device}, an entry for every token of the batch"
+            raise DataError(f"{name} is {_kind(x)}; expected {expected} (dt.Sequence packs lists)")
+
+    def _map(
+        self,
+        fn: Callable[[Tensor], Tensor],
+        cu_seqlens: Tensor,
+        lengths: tuple[int, ...],
+        media: tuple[Media | None, ...] = (),
+        routing: RoutingTrace | None = None,
+    ) -> "PackedBatch":
+        return PackedBatch(
+            tokens=fn(self.tokens),
+            positions=fn(self.positions),
+            cu_seqlens=cu_seqlens,
+            targets=fn(self.targets),
+            mask=fn(self.mask),
+            lengths=lengths,
+            fields={name: fn(x) for name, x in self.fields.items()},
+            media=media,
+            routing=None if routing is None else routing.map(fn),
+        )
+
+
+def start_reading(media: Iterable[Media | None]) -> None:
+    """Begin to read what is not read yet, all at once."""
+    for each in media:
+        if isinstance(each, LazyMedia):
+            each.start()
+
+
+def carried(x: Tensor, device: torch.device) -> Tensor:
+    """What lies on the host, on the device, without waiting for what the device has to do before; what lies there already."""
+    here = x.device.type == "cpu"
+    return (x.pin_memory() if here and device.type == "cuda" else x).to(device, non_blocking=here)
+
+
+def cumulative(lengths: Seq[int]) -> Tensor:
+    """int32 [S + 1] on the host: where each sequence starts, and T."""
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
+
+
+def _some(media: list[Media | None]) -> tuple[Media | None, ...]:
+    """By sequence, or nothing where no sequence has any."""
+    return tuple(media) if any(each is not None for each in media) else ()
+
+
+def _ids(row: Seq[int] | Tensor, index: int) -> list[int]:
+    try:
+        ids = torch.as_tensor(row)
+    except (TypeError, ValueError, RuntimeError):
+        ids = torch.empty(0, 0)
+    if ids.dim() != 1 or (ids.numel() and ids.is_floating_point()):
+        raise DataError(
+            f"sequence {index} is {_kind(row)}; give a list or a 1-D tensor of whole ids, as in pack([[1, 5, 7], [1, 9]])"
+        )
+    return ids.tolist()
+
+
+def _kind(x: object) -> str:
+    return f"a tensor {list(x.shape)} of {x.dtype} on {x.device}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+
+
+def _shifted(values: float | Seq[float], n: int, name: str, index: int) -> list[float]:
+    if isinstance(values, (int, float, Real)) or (isinstance(values, Tensor) and not values.dim()):
+        return [float(values)] * n
+    try:
+        count, found = len(values), [*map(float, values[1:])]
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"sequence {index}: field {name!r} is {_kind(values)} ({error}); give a number, or one for each of {n} tokens"
+        ) from error
+    if count != n:
+        raise DataError(f"sequence {index} has {n} tokens but {count} entries in field {name!r}")
+    return [*found, 1.0 if name == "temperature" else 0.0]

@@ -1,0 +1,127 @@
+"""From a Hugging Face directory to sharded pieces and back, bit for bit, by copying rectangles: no model is built."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dovetail.checkpoint.reader import open_checkpoint
+from dovetail.checkpoint.writer import write_sharded
+from dovetail.parallel.consensus import agreed
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.placement import Region
+from dovetail.weights.experts import stored
+from dovetail.weights.hf_directory import CONFIG, saved_config
+from dovetail.weights.hf_reader import TensorSource
+from dovetail.weights.load import FLOATS, NO_ALIASES, compare, tolerated
+from dovetail.weights.safe_paths import SideFiles, side_files
+from dovetail.weights.safetensors import TensorSpec, dump_json, parse_json
+from dovetail.weights.save import SHARD_BYTES, write_hf
+from dovetail.weights.shards import LocalParam, ParamShard, add_piece
+
+
+def convert_to_sharded(
+    source: Path | str,
+    target: Path | str,
+    layout: Layout,
+    model_on: Callable[[Mesh], nn.Module],
+    mesh: Mesh,
+    *,
+    aliases: Mapping[str, str] = NO_ALIASES,
+    ignore: Collection[str] = (),
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Cut `source`, an HF directory or a sharded checkpoint, into the pieces of `layout`'s ranks. Collective.
+
+    `model_on` makes a rank's model from that rank's mesh, which has no groups and lies on the meta device. The
+    processes of `mesh` deal the ranks of `layout` among them: one process does, and so do as many as there are ranks.
+    What no parameter asks for and `ignore` (patterns, as in `load`) lets be there goes along whole, with rank 0.
+    """
+    reader = open_checkpoint(source, mesh)
+    reader.settle(mesh)
+    world = mesh["world"]
+    by_rank: dict[int, list[LocalParam]] = {}
+    for rank in range(world.rank, layout.num_ranks, world.size):
+        imagined = Mesh.imagined(layout, rank)
+        by_rank[rank] = stored(model_on(imagined), imagined, as_wrapped=True)
+    params = [param for found in by_rank.values() for param in found]
+    present = compare(params, reader, mesh, aliases=aliases, ignore=ignore)
+    shares = {rank: _share(found, present, reader, dtype) for rank, found in by_rank.items()}
+    asked = {name for names in present.values() for name in names}
+    extra = [name for name in reader.names if name not in asked and tolerated(name, ignore)]
+    if 0 in shares:
+        shares[0] |= {name: _whole_piece(name, reader, dtype) for name in extra}
+    return write_sharded(
+        Path(target), mesh, _specs(reader, dtype), shares, layout, sides=_sides(reader.path, mesh, dtype)
+    )
+
+
+def convert_to_hf(
+    source: Path | str,
+    target: Path | str,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Rejoin the sharded checkpoint `source` into the HF directory `target`. Collective over `mesh`."""
+    reader = open_checkpoint(source, mesh)
+    reader.settle(mesh)
+    specs = {spec.name: spec for spec in _specs(reader, dtype)}
+
+    def produce(order: Any, mine: Any) -> Iterator[tuple[str, Tensor]]:
+        return ((name, reader.read(name).to(specs[name].dtype)) for name in order if name in mine)
+
+    sides = _sides(reader.path, mesh, dtype)
+    write_hf(Path(target), mesh, list(specs.values()), produce, sides=sides, shard_bytes=shard_bytes)
+
+
+def _share(
+    params: list[LocalParam], present: Mapping[str, list[str]], reader: TensorSource, dtype: torch.dtype | None
+) -> dict[str, ParamShard]:
+    """The owned pieces of one rank, under the source's names."""
+    found: dict[str, ParamShard] = {}
+    for param in params:
+        for region in param.regions:
+            if region.owned:
+                for name in present[region.checkpoint_name]:
+                    add_piece(found, name, _piece(name, region, reader, dtype))
+    return found
+
+
+def _piece(name: str, region: Region, reader: TensorSource, dtype: torch.dtype | None) -> ParamShard:
+    final = _final_dtype(reader.dtype(name), dtype)
+    return ParamShard(region, final, partial(_read, reader, name, region, final))
+
+
+def _read(reader: TensorSource, name: str, region: Region, dtype: torch.dtype) -> Tensor:
+    return reader.read(name, region.checkpoint_slice).to(dtype)
+
+
+def _whole_piece(name: str, reader: TensorSource, dtype: torch.dtype | None) -> ParamShard:
+    shape = reader.shape(name)
+    whole = tuple((0, length) for length in shape)
+    return _piece(name, Region(name, shape, whole, whole, True), reader, dtype)
+
+
+def _specs(reader: TensorSource, dtype: torch.dtype | None) -> list[TensorSpec]:
+    return [TensorSpec(n, _final_dtype(reader.dtype(n), dtype), reader.shape(n)) for n in reader.names]
+
+
+def _final_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return own if wanted is None or own not in FLOATS else wanted
+
+
+def _sides(directory: Path, mesh: Mesh, dtype: torch.dtype | None) -> SideFiles:
+    """The source's side files; a cast is told to the config, or transformers would cast back on loading."""
+    sides: dict[str, Path | bytes] = {}
+    with agreed(mesh):
+        sides |= side_files(directory)
+        if dtype is not None and CONFIG in sides:
+            config = parse_json((directory / CONFIG).read_bytes(), str(directory / CONFIG))
+            sides[CONFIG] = dump_json(saved_config(config, "lm", dtype))
+    return sides

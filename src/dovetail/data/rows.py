@@ -1,0 +1,151 @@
+"""The rows of a data file, as they lie there: JSONL first, parquet where pyarrow is installed; and which a step takes.
+
+Every mistake names file and line.
+"""
+
+import importlib
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from dovetail.errors import DataError, shortened
+
+DEEPEST = 100  # lists and objects inside each other; some 300 are more than Python's own functions can walk
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or as bytes, which json lets pass
+
+
+@dataclass(frozen=True)
+class JsonRow:
+    """One row of a file and where it stands: the line from 1 in JSONL, the row from 1 in parquet."""
+
+    values: Mapping[str, Any]
+    path: Path
+    line: int
+
+    def error(self, message: str) -> DataError:
+        """`raise row.error(...)`: the message with file and line in front."""
+        return DataError(f"{self.path}:{self.line}: {message}")
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """A DataError of this block says where the row stands."""
+        try:
+            yield
+        except DataError as error:
+            raise self.error(str(error)) from error
+
+    def gives(self, name: str, instead_of: str) -> bool:
+        """Whether the text is under `name`. A null is as a key that is not there, unless the row has nothing else."""
+        return name in self.values and (self.values[name] is not None or instead_of not in self.values)
+
+    def id(self, index: int) -> Any:
+        """The row's own, or its index; a null is none, as a table fills up rows without one."""
+        given = self.values.get("id")
+        return index if given is None else given
+
+    def require(self, *names: str) -> None:
+        """Raise DataError unless the row has these keys."""
+        missing = [name for name in names if name not in self.values]
+        if missing:
+            has = shortened(", ".join(map(repr, self.values)) or "nothing")
+            raise self.error(f"the row lacks {', '.join(map(repr, missing))} (it has {has}); add the key to the row")
+
+
+def read_rows(path: Path | str) -> Iterator[JsonRow]:
+    """The rows of a .parquet file, or of any other as JSON lines; blank lines are passed over."""
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such data file; give the path of a .jsonl or .parquet file")
+    if path.suffix == ".parquet":
+        yield from _read_parquet(path)
+        return
+    with path.open("rb") as lines:
+        for line, text in enumerate(lines, start=1):
+            if not text.strip():
+                continue
+            deep = DataError(
+                f"{path}:{line}: lists and objects inside each other more than {DEEPEST} deep; make it flat"
+            )
+            try:
+                values = json.loads(text.rstrip())
+            except RecursionError as error:
+                raise deep from error
+            except ValueError as error:  # bad JSON, or bad UTF-8
+                raise DataError(f"{path}:{line}: not JSON ({error}); each line must be one JSON object") from error
+            if text.count(b"[") + text.count(b"{") > DEEPEST and is_deep(values):
+                raise deep
+            if not isinstance(values, dict):
+                raise DataError(f"{path}:{line}: a {type(values).__name__}, not a JSON object such as {{...}}")
+            if SURROGATE.search(text) and not _is_text(values):
+                raise DataError(
+                    f"{path}:{line}: half of a surrogate pair, which no text can hold; write the character itself"
+                )
+            yield JsonRow(values, path, line)
+
+
+def is_deep(values: Any) -> bool:
+    """Whether there are more than `DEEPEST` lists and objects inside each other."""
+    level, depth = [values], 0
+    while level and depth <= DEEPEST:
+        inside = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
+        level, depth = [item for item in inside if isinstance(item, dict | list)], depth + 1
+    return depth > DEEPEST
+
+
+def needs_text(path: Path | str) -> bool:
+    """Whether any row of the file gives text, so that a tokenizer is needed."""
+    return any(not row.gives("input_ids", instead_of="prompt") for row in read_rows(path))
+
+
+def batch_rows(num_rows: int, count: int, seed: int | None, start: int) -> list[int]:
+    """`count` rows from the `start`-th on: a stretch of an endless stream of shuffled epochs.
+
+    Every epoch holds every row once, without a seed in the file's order; a step may reach into the next epoch. A pure
+    function of its arguments, so that a resumed run needs no state for the data but how many rows it has taken.
+    """
+    stream = range(start, start + count)
+    orders = {epoch: _epoch_order(num_rows, seed, epoch) for epoch in {at // num_rows for at in stream}}
+    return [orders[at // num_rows][at % num_rows] for at in stream]
+
+
+def _is_text(values: dict[str, Any]) -> bool:
+    """Whether all strings in `values` can be written as UTF-8."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _read_parquet(path: Path) -> Iterator[JsonRow]:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise DataError(f"{path}: parquet needs pyarrow: pip install 'dovetail[parquet]', or give JSONL") from error
+    row = 0
+    try:
+        file = parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"several columns are named {twice!r}")
+        for group in file.iter_batches():
+            for values in group.to_pylist():
+                row += 1
+                yield JsonRow(values, path, row)
+    except (ValueError, OSError, ArithmeticError, NotImplementedError) as error:  # or dates too far away
+        raise DataError(f"{path}: not readable as parquet ({error}); write it again, or give JSONL") from error
+
+
+@lru_cache(maxsize=2)  # every step asks; to shuffle a million rows takes half a second
+def _epoch_order(num_rows: int, seed: int | None, epoch: int) -> Sequence[int]:
+    if seed is None:
+        return range(num_rows)
+    order = list(range(num_rows))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order

@@ -1,0 +1,29 @@
+"""Peak throughput and memory of a device."""
+
+import resource
+import sys
+
+import torch
+
+from dovetail.kernels.registry import PEAK_FLOPS
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """What one device could do at most, in bf16; None for a CPU and for GPUs that are not listed."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for start, peak in PEAK_FLOPS.items() if name.startswith(start)), None)
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of an accelerator's memory; None for a CPU."""
+    return None if device.type == "cpu" else int(torch.get_device_module(device).mem_get_info(device)[1])
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory that this process has held so far: on the accelerator, or resident on the host."""
+    if device.type != "cpu":
+        return torch.get_device_module(device).max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

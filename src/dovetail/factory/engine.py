@@ -1,0 +1,306 @@
+"""From a directory's name to an engine. `build` is the only room that knows every constructor."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from math import prod, sqrt
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from dovetail.arch.registry import FAMILIES
+from dovetail.arch.spec import ArchSpec
+from dovetail.checkpoint.reader import ShardedReader, open_checkpoint
+from dovetail.engine.expert_routing import BalanceSettings
+from dovetail.engine.fsdp import shard_over_data
+from dovetail.engine.microbatches import DualBatch
+from dovetail.engine.native import NativeEngine
+from dovetail.engine.nonfinite import StepWatch
+from dovetail.errors import CheckpointError, ConfigError, ModelError
+from dovetail.factory.layouts import check_layout
+from dovetail.hf.transformers_model import ForeignDecoder
+from dovetail.kernels.reference import wide
+from dovetail.kernels.registry import kernels_for
+from dovetail.nn.activation_checkpoint import PinnedPool, Recompute
+from dovetail.nn.decoder import Decoder, Head, Trunk
+from dovetail.nn.model import StagedModel, StageRange
+from dovetail.nn.tiling import tile_mlps
+from dovetail.optim.assembly import shards_of
+from dovetail.optim.optimizer import OptimSettings
+from dovetail.parallel.layout import Layout
+from dovetail.parallel.mesh import PATIENCE, USES, Axis, Mesh
+from dovetail.parallel.peers import Peers, Ring
+from dovetail.parallel.placement import as_index
+from dovetail.parallel.process_group import ensure_process_group, num_ranks, num_ranks_here, pick_device
+from dovetail.parallel.symmetric import rings
+from dovetail.pipeline.partition import partition
+from dovetail.weights.experts import form_of
+from dovetail.weights.hf_directory import (
+    LM_HEAD,
+    CheckpointSource,
+    EngineName,
+    Pretrained,
+    StoredHead,
+    find_value_head,
+    refuse_adapters,
+    saved_sides,
+)
+from dovetail.weights.hf_reader import TensorSource
+from dovetail.weights.load import load
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What an engine may be told beside its model, layout and compute dtype.
+
+    master_dtype: of the weights that are held and updated; default: float32, or wider.
+    tokens_per_batch: most tokens that one replica holds in a micro-batch, padding included; default: all in one.
+    recompute: what backward computes again: none, light (all but products and attention), selective (all but attention)
+        or full.
+    offload_activations: what is kept for that waits on the host as far as that has room, and comes back a block ahead.
+    offload_optimizer: AdamW's moments wait on the host, and pass through the device while parameters are updated.
+    in_turns: whether micro-batches of several sequences are computed as two halves, each during the collectives of the other;
+        default: on accelerators, where tp has collectives, ep none, and halves are large enough.
+    mlp_tile_tokens: how many tokens MLPs compute at a time, keeping only their inputs for backward; 0: all.
+    fresh_head_seed: lets a value head that the checkpoint lacks be drawn from this seed, equally on all ranks.
+    save_dtype: of saved and streamed tensors; default: the source checkpoint's, tensor by tensor.
+    balance: what keeps the experts of a mixture evenly loaded; default: nothing.
+    watch: whom a training step tells where it is, and where it leaves what it skipped.
+    engine: whose layers run, for `from_pretrained`: native (ours), transformers (its own), auto (ours where there are).
+    resume: a training checkpoint, the role in it and its optimizer steps, to go on from instead of the source's weights.
+    """
+
+    master_dtype: torch.dtype | None = None
+    optim: OptimSettings | None = None
+    tokens_per_batch: int | None = None
+    recompute: Recompute = "none"
+    offload_activations: bool = False
+    offload_optimizer: bool = False
+    in_turns: bool | None = None
+    mlp_tile_tokens: int = 0
+    fresh_head_seed: int | None = None
+    save_dtype: torch.dtype | None = None
+    balance: BalanceSettings | None = None
+    watch: StepWatch = field(default_factory=StepWatch)
+    engine: EngineName = "auto"
+    resume: tuple[ShardedReader, str, int] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for what is none of the values that an option takes."""
+        for name, known in {"recompute": get_args(Recompute), "engine": get_args(EngineName)}.items():
+            if vars(self)[name] not in known:
+                raise ConfigError(f"{name}={vars(self)[name]!r}; expected one of {', '.join(known)}")
+        for name in ("master_dtype", "save_dtype"):
+            if not isinstance(vars(self)[name], (torch.dtype, type(None))):
+                raise ConfigError(f"{name}={vars(self)[name]!r}; expected one of torch's, such as torch.bfloat16")
+        if self.mlp_tile_tokens < 0:
+            raise ConfigError(f"mlp_tile_tokens={self.mlp_tile_tokens}; expected 0 (all at once) or more")
+
+
+DEFAULTS = EngineOptions()
+FAR_LARGER = 8
+HEADS = ("lm", "value")
+ACTIVATIONS = Ring(4, 1 << 27)  # for tp and cp: 16384 tokens of width 4096 in half precision
+GATHERS, SUMS = Ring(2, 1 << 27), Ring(2, 1 << 28)  # for FSDP2, which goes piece by piece: see `engine.copying`
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # that an engine computes in
+
+
+@torch.inference_mode(mode=False)  # what is made in it can never be trained
+def from_pretrained(
+    path: str | Path,
+    *,
+    layout: Layout | None = None,
+    dtype: torch.dtype | str = torch.float32,
+    head: Literal["lm", "value"] = "lm",
+    device: str = "auto",
+    options: EngineOptions = DEFAULTS,
+) -> NativeEngine:
+    """An engine with the weights of an HF directory, a sharded checkpoint or a pinned hub name. Collective.
+
+    layout: parallel degrees; an open or absent dp takes the ranks that are left. dtype: of the computation, or its name.
+    head: "lm" for log-probs and entropies, "value" for values. Raises ConfigError, ModelError, CheckpointError or
+    LayoutError, all on every rank.
+    """
+    if head not in HEADS:
+        raise ConfigError(f"head={head!r}; expected one of {', '.join(HEADS)}: log-probs and entropies, or values")
+    if not isinstance(layout, (Layout, type(None))):
+        raise ConfigError(f"layout={layout!r}; expected dt.Layout, as in dt.Layout(tp=2)")
+    dtype = dtype_named(dtype)
+    where = pick_device(device)
+    ensure_process_group(where)
+    source = Pretrained.open(path, options.engine)
+    engine = make_engine(source, make_mesh(layout, where), dtype, head, options)
+    if engine.mesh["world"].rank == 0:
+        for note in source.notes:
+            warnings.warn(note, stacklevel=3)  # where the function was called, behind its decorator
+    return engine
+
+
+def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
+    """One that an engine computes in, itself or by its name."""
+    known = {str(each).removeprefix("torch."): each for each in DTYPES}
+    found = known.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r}; expected one of {', '.join(known)}, or torch's object of that name")
+    return found
+
+
+def make_mesh(
+    layout: Layout | None, device: torch.device, *, engine: bool = True, patience: timedelta = PATIENCE
+) -> Mesh:
+    """The mesh of a layout over the ranks of the job. Collective.
+
+    engine: whether an engine may run over it, which has so much to send that rings are worth their memory (`peers`).
+    patience: that of `Mesh.build`.
+    """
+    layout = (layout or Layout(dp=None)).resolve(num_ranks())
+
+    def reach(world: Axis, axes: Mapping[str, Axis]) -> Mapping[str, Peers]:
+        of_use = dict(zip(USES, (GATHERS, SUMS), strict=True))
+        sizes = {name: of_use.get(name.rpartition(" ")[2], ACTIVATIONS) for name in axes}
+        return rings(world, axes, sizes, device, kernels_for(device)) if engine and layout.copy_engines else {}
+
+    return Mesh.build(layout, device, reach, patience)
+
+
+def make_engine(
+    source: Pretrained, mesh: Mesh, dtype: torch.dtype, head: Literal["lm", "value"], options: EngineOptions
+) -> NativeEngine:
+    """A sharded, filled model. Each rank reads its own slices only. Collective."""
+    check_layout(source.spec, mesh.layout)
+    reader = open_checkpoint(source.path, mesh)
+    refuse_adapters(reader, source.path)
+    refuse_other_weights(source, reader)
+    found = LM_HEAD
+    if head == "value":
+        found = find_value_head(reader, source.path, fresh=options.fresh_head_seed is not None)
+    master = options.master_dtype or wide(dtype)
+    model = make_model(source, mesh, master, reader, found.kind, options.recompute)
+    _spare_memory(model, mesh, options)
+    shard_over_data(model, mesh, dtype)
+    model.materialize(mesh.device)
+    if options.resume is None:
+        load(
+            model, reader, mesh, aliases=found.aliases, fresh=found.fresh, ignore=(*found.ignore, *source.spec.ignored)
+        )
+        if found.fresh:
+            fill_fresh(model, mesh, found.fresh, options.fresh_head_seed or 0)
+    origin = CheckpointSource(
+        partial(_saved_dtype, reader, found, options.save_dtype),
+        tuple(reader.names),
+        saved_sides(source, found.kind, options.save_dtype),
+    )
+    optim = options.optim or OptimSettings()
+    if options.offload_optimizer:
+        optim = replace(optim, on_host=True)
+    engine = NativeEngine(
+        model,
+        mesh,
+        origin,
+        optim=optim,
+        tokens_per_batch=options.tokens_per_batch,
+        dtype=dtype,
+        balance=options.balance,
+        watch=options.watch,
+    )
+    engine.halving = DualBatch.of(model, mesh, options.in_turns)
+    if options.resume is not None:
+        checkpoint, role, updates = options.resume
+        engine.load_training(role, checkpoint, updates)
+    return engine
+
+
+def refuse_other_weights(source: Pretrained, reader: TensorSource) -> None:
+    """Before memory is asked for, refuse the config of a far larger model. A nearer one is told tensor by tensor."""
+    held = sum(prod(reader.shape(name)) for name in reader.names)
+    asked = sum(source.spec.layer_params) + source.spec.head_params
+    if asked > FAR_LARGER * held:
+        raise CheckpointError(
+            f"{source.path}: config.json describes a model of {asked:.3g} weights or more, but the checkpoint has {held:.3g}; "
+            "does its config.json belong to its weights?"
+        )
+
+
+def _spare_memory(model: StagedModel, mesh: Mesh, options: EngineOptions) -> None:
+    """Have blocks keep less on the device between forward and backward, as far as the options ask for it."""
+    if options.mlp_tile_tokens:
+        if options.recompute == "light":
+            raise ConfigError(
+                "mlp_tile_tokens forgets what activation_checkpointing=light (in the library recompute) keeps; set that to "
+                "selective or full"
+            )
+        spec = model.spec  # of all stages: where one alone refused, the others would wait for it
+        dense = isinstance(spec, ArchSpec) and not all(map(spec.is_moe, range(spec.depth)))
+        tile_mlps(model.text, options.mlp_tile_tokens, elsewhere=dense)
+    if options.offload_activations:
+        if options.recompute == "none":
+            raise ConfigError(
+                "offload_activations moves what recomputation starts from; set activation_checkpointing=selective "
+                "or full (in the library recompute)"
+            )
+        if not isinstance(model.text, Trunk):
+            raise ConfigError("offload_activations works with model.engine=native only; leave it out or set false")
+        model.text.host = PinnedPool(mesh.device, ranks=num_ranks_here(mesh.device))
+
+
+def make_model(
+    source: Pretrained,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    reader: TensorSource,
+    head: Head = "lm",
+    recompute: Recompute = "none",
+) -> StagedModel:
+    """This rank's stages of a model, ours or transformers', on the meta device: shapes and placements, no memory.
+
+    `reader` says how its checkpoint names things.
+    """
+    if isinstance(source.spec, ArchSpec):
+        decoder = make_decoder(source.spec, mesh, dtype, head, recompute)
+        decoder.experts = form_of(decoder, reader)
+        return decoder
+    kernels = kernels_for(mesh.device)
+    try:
+        model = ForeignDecoder(source.spec, source.config, mesh, kernels, head, recompute, reader)
+    except ModelError as error:
+        known = f"config.json: model_type is {source.spec.family!r}; known families: {', '.join(FAMILIES)}"
+        raise ModelError(f"{source.spec.lacking or known}; the transformers engine cannot run it: {error}") from error
+    return model.hold_in(dtype)
+
+
+def make_decoder(
+    spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, head: Head = "lm", recompute: Recompute = "none"
+) -> Decoder:
+    """This rank's stages of the decoder on the meta device: shapes and placements, no memory."""
+    ranges, pp, kernels = partition(spec, mesh.layout), mesh["pp"], kernels_for(mesh.device)
+    if pp.size > 1:  # transfers hold a part of a GPU while they wait, and dense gated products count on the whole of it
+        kernels = replace(kernels, gated=None)
+    cut = StageRange(ranges[pp.rank :: pp.size], first=pp.rank == 0, last=pp.rank == pp.size - 1)
+    with torch.device("meta"):
+        return Decoder(spec, mesh, kernels, head, recompute, cut).hold_in(dtype)
+
+
+def fill_fresh(model: StagedModel, mesh: Mesh, names: tuple[str, ...], seed: int) -> None:
+    """Draw a value head: weight ~ N(0, 1 / (D + 1)), bias 0; the same numbers whatever the layout."""
+    width = model.spec.width
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(1, width, generator=generator, dtype=torch.float64) / sqrt(width + 1)
+    with torch.no_grad():
+        for shard in shards_of(model, mesh):
+            if shard.name in names:
+                for region in shard.regions:
+                    drawn = weight if shard.name.endswith("weight") else torch.zeros(1)
+                    shard.local[as_index(region.local_slice)] = drawn[as_index(region.checkpoint_slice)].to(shard.local)
+
+
+def _saved_dtype(
+    reader: TensorSource, head: StoredHead, save_dtype: torch.dtype | None, name: str
+) -> torch.dtype | None:
+    """The dtype in which a tensor leaves; a fresh head's is that of the checkpoint's first tensor."""
+    if save_dtype is not None:
+        return save_dtype
+    source = head.aliases.get(name, name)
+    return reader.dtype(source if source in reader.names else next(iter(reader.names)))

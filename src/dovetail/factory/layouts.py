@@ -1,0 +1,51 @@
+"""Whether a model can be cut by a layout, from its config alone. Imports no torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dovetail.arch.registry import FAMILIES, spec_from_config, ulysses_degree, validate_layout
+from dovetail.arch.spec import ArchSpec
+from dovetail.arch.transformers_spec import AnySpec, ForeignSpec, foreign_spec
+from dovetail.errors import LayoutError
+from dovetail.parallel.layout import Layout
+from dovetail.pipeline.partition import check_pipeline
+
+
+def check_layout(spec: AnySpec, layout: Layout) -> Layout:
+    """The layout. Raises LayoutError for degrees that the engine does not cut by, or that this model cannot be cut by."""
+    if isinstance(spec, ForeignSpec) and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
+        if spec.lacking:
+            raise LayoutError(
+                f"layout {layout}: {spec.lacking}; --engine transformers may run it, but cuts by cp and dp alone; set tp=1, "
+                "pp=1 and ep=1"
+            )
+        raise LayoutError(
+            f"layout {layout}: model_type is {spec.family!r}; known families: {', '.join(FAMILIES)}; others, and those with "
+            "engine=transformers, are cut by cp and dp alone; set tp=1, pp=1 and ep=1"
+        )
+    if layout.cp_mode != "auto" and layout.cp == 1:
+        raise LayoutError(f"layout: cp_mode={layout.cp_mode} says how to cut by cp; leave it out at cp=1")
+    check_pipeline(spec, layout)
+    if isinstance(spec, ArchSpec):
+        validate_layout(spec, layout)
+    ulysses_degree(spec, layout)
+    return layout
+
+
+def check_directory(path: str, engine: str, layout: Layout, *, foreign: bool = True) -> None:
+    """Refuse the layout where the config.json in the directory `path` shows that the model cannot be cut by it.
+
+    engine: auto, native or transformers. foreign: whether models that transformers runs are cut, too. What cannot be read
+    is left to the ranks, which fetch names of the hub and refuse a config that is not sound.
+    """
+    try:
+        config: Any = json.loads((Path(path) / "config.json").read_bytes())
+        if not isinstance(config, dict):
+            return
+        native = engine == "native" or (engine == "auto" and config.get("model_type") in FAMILIES)
+        spec = spec_from_config(config) if native else foreign_spec(config)
+    except (OSError, ValueError, RecursionError):
+        return
+    if native or foreign:
+        check_layout(spec, layout)

@@ -1,0 +1,70 @@
+"""What a run tells once as it starts: keys that have no effect, and what its rows and lengths come to. It runs all the same.
+
+Keys that ask for experts where there are none are refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dovetail.arch.spec import ArchSpec
+from dovetail.arch.transformers_spec import AnySpec
+from dovetail.errors import ConfigError
+from dovetail.factory.lengths import max_positions
+from dovetail.recipe.schema import PPO, SFT, Recipe, RewardSection
+
+
+def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], dropped: Sequence[str] = ()) -> list[str]:
+    """One line each. `config`: the policy's config.json; `lengths`: tokens of every row to train on; `dropped`: lines about
+    rows that are left out, and about models, some perhaps twice."""
+    told, algorithm, trainer = list(dict.fromkeys(dropped)), recipe.algorithm, recipe.trainer
+    idle = []
+    if not isinstance(algorithm, PPO):
+        idle += [f"critic.{key}" for key, value in recipe.critic if value is not None]
+    if isinstance(algorithm, SFT):
+        default = RewardSection(name="exact_match")
+        idle += [f"reference.{key}" for key, value in recipe.reference if value is not None]
+        idle += ["trainer.stop_at_reward"] if trainer.stop_at_reward is not None else []
+        idle += [
+            f"reward.{'import' if key == 'function' else key}"
+            for key, value in recipe.reward
+            if value not in (None, dict(default)[key])
+        ]
+    if idle:
+        told.append(f"without effect, since algorithm.name is {algorithm.name}: {', '.join(idle)}")
+    if not isinstance(algorithm, SFT) and algorithm.kl_coef:
+        estimator, place = algorithm.kl_estimator, algorithm.kl_in
+        if (estimator == "k1") != (place == "reward"):
+            told.append(
+                f"algorithm.kl_estimator={estimator} with kl_in={place} hardly pulls towards the reference; take k1 in the "
+                "reward, k2 or k3 in the loss"
+            )
+    if isinstance(algorithm, PPO) and algorithm.critic_warmup >= trainer.steps:
+        told.append(
+            f"the policy is never trained: algorithm.critic_warmup={algorithm.critic_warmup} steps train the critic alone, and "
+            f"trainer.steps is {trainer.steps}"
+        )
+    if trainer.eval_every and recipe.data.eval is None:
+        told.append("without effect, since there is no data.eval: trainer.eval_every")
+    if trainer.prompts_per_step > len(lengths):
+        told.append(
+            f"trainer.prompts_per_step is {trainer.prompts_per_step}, and data.train has {len(lengths)} rows: a step takes "
+            "some of them more than once"
+        )
+    most = max_positions(config)
+    if isinstance(algorithm, SFT) and most is not None and max(lengths) > most:
+        told.append(
+            f"the longest row of data.train has {max(lengths)} tokens, but the model has {most} positions "
+            "(max_position_embeddings): those beyond were never trained"
+        )
+    return told
+
+
+def check_experts(recipe: Recipe, spec: AnySpec) -> None:
+    """Refuse keys for experts where our engine routes to none."""
+    asked = {f"model.moe.{name}": value for name, value in recipe.model.moe} | {"rollout.replay": recipe.rollout.replay}
+    wanted = [key for key, value in asked.items() if value not in (0.0, "none")]
+    if wanted and not (isinstance(spec, ArchSpec) and spec.moe):
+        raise ConfigError(
+            f"{', '.join(wanted)}: {recipe.model.path} is a {spec.family} model without experts that the native engine routes "
+            "to; leave these keys out"
+        )

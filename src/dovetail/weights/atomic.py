@@ -1,0 +1,137 @@
+"""A directory that appears complete or not at all: written under a hidden name beside its place, then renamed."""
+
+import os
+import shutil
+import tempfile
+import uuid
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dovetail.errors import CheckpointError, ConfigError
+from dovetail.parallel.collectives import gather_text
+from dovetail.parallel.consensus import CollectiveErrors, agreed
+from dovetail.parallel.mesh import Mesh
+from dovetail.weights.safe_paths import SideFiles
+from dovetail.weights.safetensors import CHUNK
+
+
+@dataclass(frozen=True)
+class AtomicDirectory:
+    """Where to write, and where to keep what goes wrong while writing."""
+
+    path: Path
+    verdict: CollectiveErrors
+    lead: bool  # the rank that writes what there is only one of
+
+
+@contextmanager
+def staged(target: Path, mesh: Mesh) -> Iterator[AtomicDirectory]:
+    """All ranks write into one hidden directory that becomes `target`, or vanishes with an error. Collective.
+
+    `target` may be absent or empty. Everything in the directory is on the disk before the rename.
+    """
+    lead = mesh["world"].rank == 0
+    hidden = target.parent / f".tmp-{target.name}-{uuid.uuid4().hex[:8]}"
+    with agreed(mesh):
+        if lead:
+            refuse_occupied(target)
+            refuse_unwritable(target, "the directory")
+            make_directory(target.parent)
+            hidden.mkdir()
+    stage = AtomicDirectory(
+        Path(gather_text(str(hidden), mesh["world"], mesh.device)[0]), CollectiveErrors(mesh, target), lead
+    )
+    complete = False
+    try:
+        yield stage
+        stage.verdict.settle()
+        with agreed(mesh):
+            if lead:
+                for folder, _, _ in os.walk(stage.path):
+                    sync_directory(Path(folder))
+                os.rename(stage.path, target)
+                sync_directory(target.parent)
+        complete = True
+    finally:
+        if lead and not complete:
+            shutil.rmtree(stage.path, ignore_errors=True)
+
+
+def refuse_occupied(target: Path) -> None:
+    """Raise unless a directory can appear at `target` without anything being lost."""
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise CheckpointError(
+            f"{target} is there already and is not an empty directory; remove it or choose another path"
+        )
+    if target.is_dir() and (target.is_mount() or target.samefile(os.curdir)):
+        raise CheckpointError(
+            f"{target} is a mount point or the working directory, which cannot be replaced; give a path inside it"
+        )
+
+
+def refuse_unwritable(path: Path, what: str) -> None:
+    """Raise where nothing could be made at `path`, which may be absent; `what` says what it is."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    refusal = f"{what} {path} cannot be written: {folder} is no directory that you may write to"
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise ConfigError(refusal)
+    try:  # /proc, for one, looks writable to root
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{refusal} ({error.strerror})") from error
+
+
+def write_sides(sides: SideFiles, directory: Path) -> dict[str, tuple[int, int]]:
+    """Copy or write each side file; (size, crc32) of what was written."""
+    return {name: write_file(directory / name, content) for name, content in sides.items()}
+
+
+def write_file(path: Path, content: Path | bytes) -> tuple[int, int]:
+    """Copy a file, or write bytes, onto the disk; (size, crc32)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = crc = 0
+    with open(path, "xb") as out:
+        if isinstance(content, bytes):
+            out.write(content)
+            size, crc = len(content), zlib.crc32(content)
+        else:
+            with open(content, "rb") as source:
+                while block := source.read(CHUNK):
+                    out.write(block)
+                    size, crc = size + len(block), zlib.crc32(block, crc)
+        out.flush()
+        os.fsync(out.fileno())
+    return size, crc
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Have the file `path` hold `content`: readers see the old file or the new one, whole."""
+    fresh = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        write_file(fresh, content)
+        os.replace(fresh, path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory, and those above it that are missing; their entries are on the disk."""
+    missing = [each for each in (path.absolute(), *path.absolute().parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_directory(each.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Put a directory's entries on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

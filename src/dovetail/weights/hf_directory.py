@@ -1,0 +1,198 @@
+"""What a model directory says of itself: its config, its family, its head, and what to write beside its weights again.
+
+A directory comes from disk, or from the hub by a name pinned to a commit; of that only safetensors and JSON are fetched.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import snapshot_download
+
+from dovetail.arch.registry import FAMILIES, spec_from_config
+from dovetail.arch.transformers_spec import AnySpec, ForeignSpec, foreign_spec
+from dovetail.errors import CheckpointError, ModelError, OptionError, quoted
+from dovetail.nn.decoder import Head
+from dovetail.weights.hf_reader import TensorSource
+from dovetail.weights.safe_paths import SideFiles, side_files
+from dovetail.weights.safetensors import dump_json, parse_json
+from dovetail.weights.shards import Dtypes
+
+CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+ADAPTED = ("lora_", ".base_layer.", ".modules_to_save.")  # in names of tensors that peft writes
+EngineName = Literal["auto", "native", "transformers"]
+FETCHED = ("*.safetensors", "*.json")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tiktoken.model")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+# Names that value heads have in the wild, ours first; TRL and OpenRLHF among them.
+HEAD_STEMS = ("score", "v_head.summary", "v_head", "value_head.summary", "value_head", "classifier", "lm_head")
+HEAD_NAMES = ("score.weight", "score.bias")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model directory before its weights are read."""
+
+    path: Path
+    config: Mapping[str, Any]
+    spec: AnySpec
+    sides: Mapping[str, Path]
+
+    @classmethod
+    def open(cls, name: str | Path, engine: EngineName = "auto") -> "Pretrained":
+        """Read the config of a directory, or of a pinned hub name, which is fetched first.
+
+        Its spec is the one that `engine` runs; auto: ours where we know the family and its options, else transformers'.
+        """
+        path = locate(name)
+        if (path / ADAPTER).is_file():
+            raise _unmerged(path, ADAPTER)
+        file = path / CONFIG
+        if not file.is_file():
+            raise CheckpointError(f"{path} has no {CONFIG}; give a directory that transformers can load")
+        config = parse_json(file.read_bytes(), str(file))
+        named = config.get("model_type")
+        native = engine == "native" or (engine == "auto" and (not isinstance(named, str) or named in FAMILIES))
+        spec = _known_spec(config, engine) if native else foreign_spec(config)
+        return cls(path, config, spec, side_files(path))
+
+    @property
+    def notes(self) -> list[str]:
+        """What its user should know before it runs."""
+        lacking = self.spec.lacking if isinstance(self.spec, ForeignSpec) else ""
+        return [f"{lacking}; so the transformers engine runs this model (--engine transformers)"] if lacking else []
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return any(name in self.sides for name in TOKENIZER_FILES)
+
+
+def _known_spec(config: Mapping[str, Any], engine: EngineName) -> AnySpec:
+    """Of a family that we know: what `engine` runs."""
+    try:
+        return spec_from_config(config)
+    except OptionError as error:
+        if engine == "native":
+            raise ModelError(f"{error}; --engine transformers may run it, cut by cp and dp alone") from error
+        return replace(foreign_spec(config), lacking=str(error))
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """Where an engine's weights came from, so that they leave as they came: dtypes, names and files beside them."""
+
+    dtype_of: Dtypes
+    listed: tuple[str, ...]
+    sides: SideFiles
+
+
+@dataclass(frozen=True)
+class StoredHead:
+    """Where a head's tensors are found: our names -> the checkpoint's, which ones it lacks, which ones to leave out."""
+
+    kind: Head
+    aliases: Mapping[str, str]
+    fresh: tuple[str, ...]
+    ignore: tuple[str, ...] = ("lm_head.*", "language_model.lm_head.*")
+
+
+LM_HEAD = StoredHead("lm", {}, (), ())
+
+
+def locate(name: str | Path) -> Path:
+    """The directory of `name`: a path, or HUB_NAME@COMMIT."""
+    path = Path(name)
+    if path.is_dir():
+        return path
+    repository, at, revision = str(name).partition("@")
+    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", repository) is not None
+    if not at or not is_hub_name:
+        remedy = "give one with config.json and safetensors files, or OWNER/NAME@COMMIT of the hub"
+        if is_hub_name:
+            remedy = f"for a hub model, pin it to a commit: {name}@COMMIT"
+        raise CheckpointError(f"{name} is not a directory; {remedy}")
+    if not COMMIT.fullmatch(revision):
+        raise CheckpointError(
+            f"{name}: {quoted(revision)} is not a commit; a branch or tag can move, so give the 40 hexadecimal digits of one"
+        )
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(FETCHED)))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{name} could not be fetched from the hub: {error}") from error
+
+
+def refuse_adapters(source: TensorSource, path: Path) -> None:
+    """Weights beside which an adapter's lie would be read without it."""
+    found = next((name for name in source.names if any(part in name for part in ADAPTED)), None)
+    if found is not None:
+        raise _unmerged(path, found)
+
+
+def _unmerged(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} holds an adapter ({found}), which is not applied here; merge it into its model first: "
+        "peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(NEW)"
+    )
+
+
+def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> StoredHead:
+    """The value head of a checkpoint under any of its usual names; with `fresh`, one to be made where there is none."""
+    for stem in HEAD_STEMS:
+        weight, bias = f"{stem}.weight", f"{stem}.bias"
+        if weight not in source.names or (stem == "lm_head" and source.shape(weight)[0] != 1):
+            continue
+        aliases = {"score.weight": weight}
+        if bias in source.names:
+            return StoredHead("value", {**aliases, "score.bias": bias}, ())
+        if stem == "score":  # a reward model (sequence classification) has no bias, and keeps having none
+            return StoredHead("value_without_bias", aliases, ())
+        return StoredHead("value", aliases, ("score.bias",))
+    if not fresh:
+        known = ", ".join(f"{stem}.weight" for stem in HEAD_STEMS)
+        raise ModelError(
+            f"{path} has no value head: expected one of {known} (lm_head with one row); give a reward or "
+            'value model, or --head lm (in the library head="lm", or EngineOptions(fresh_head_seed=0) for a new head)'
+        )
+    return StoredHead("value", {}, HEAD_NAMES)
+
+
+def stored_head(source: TensorSource, pretrained: Pretrained) -> StoredHead:
+    """The head that a checkpoint holds, whichever it is."""
+    named = any(f"{stem}.weight" in source.names for stem in HEAD_STEMS if stem != "lm_head")
+    one_row = "lm_head.weight" in source.names and source.shape("lm_head.weight")[0] == 1
+    if named or (one_row and pretrained.spec.vocab_size > 1):
+        return find_value_head(source, pretrained.path, fresh=False)
+    return LM_HEAD
+
+
+def saved_config(config: Mapping[str, Any], head: Head, dtype: torch.dtype | None) -> dict[str, Any]:
+    """The config to write beside saved weights: a value model says so, a changed dtype too; else it is the source's."""
+    changed = dict(config)
+    if dtype is not None:
+        name = str(dtype).removeprefix("torch.")
+        changed |= {key: name for key in ("dtype", "torch_dtype") if key in config} or {"dtype": name}
+    if head == "lm":
+        return changed
+    kind = "ForTokenClassification" if head == "value" else "ForSequenceClassification"
+    named = "".join(word.capitalize() for word in str(config["model_type"]).split("_"))  # as transformers names classes
+    (first, *_) = config.get("architectures") or [f"{named}ForCausalLM"]
+    if head == "value" or not first.endswith(kind):  # a sequence classifier's own config stays as it is
+        changed |= {
+            "architectures": [re.sub(r"(For\w+|Model)$", "", first) + kind],
+            "num_labels": 1,
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+        }
+    return changed
+
+
+def saved_sides(pretrained: Pretrained, head: Head, dtype: torch.dtype | None) -> SideFiles:
+    """Every file beside the weights, with the config as it must be now; byte for byte the source's where it may."""
+    changed = saved_config(pretrained.config, head, dtype)
+    if changed == dict(pretrained.config):
+        return pretrained.sides
+    return {**pretrained.sides, CONFIG: dump_json(changed)}
