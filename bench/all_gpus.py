@@ -164,13 +164,12 @@ TWO = (
     Bench("two_rl", "bench.rl_step", "--shape 0.5b --layout tp=2 --prompts 8 --new-tokens 128", 40, 120, gpus=2),
     Bench("two_models", "pytest", f"{PYTEST} test_layout_equals_one_gpu", 90, 400, gpus=2, alone=True),
 )
-BOTH_WAYS = "{0} {0},copy_engines=False --sequences 16 --profile"  # collectives by copies, and by NCCL
+PROFILED = "{} --sequences 16 --profile"
 FOUR = (
-    Bench("four_dp4", "bench.layouts", BOTH_WAYS.format("dp=4"), 60, 130, gpus=4),
-    Bench("four_tp2dp2", "bench.layouts", f"{BOTH_WAYS.format('tp=2,dp=2')} {TWO_A_MICRO}", 60, 130, gpus=4),
-    Bench("four_tp4", "bench.layouts", f"{BOTH_WAYS.format('tp=4')} {TWO_A_MICRO}", 60, 130, gpus=4),
+    Bench("four_dp4", "bench.layouts", PROFILED.format("dp=4"), 60, 130, gpus=4),
+    Bench("four_tp2dp2", "bench.layouts", f"{PROFILED.format('tp=2,dp=2')} {TWO_A_MICRO}", 60, 130, gpus=4),
+    Bench("four_tp4", "bench.layouts", f"{PROFILED.format('tp=4')} {TWO_A_MICRO}", 60, 130, gpus=4),
     Bench("four_load", "bench.load", "tp=4 dp=4", 40, 90, gpus=4),
-    Bench("four_peers", "pytest", "-q -p no:cacheprovider tests/gpu/test_peers.py", 40, 120, gpus=4, alone=True),
     Bench("four_models", "pytest", f"{PYTEST} test_layout_equals_one_gpu", 120, 500, gpus=4, alone=True),
 )
 BENCHES = {1: ONE, 2: TWO, 4: FOUR, 8: EIGHT}

@@ -94,7 +94,7 @@ class Bench:
         self.num_bytes = sum(path.stat().st_size for path in self.files)
         self.raw = torch.empty(self.num_bytes, dtype=torch.uint8).random_()
         self.room = torch.empty_like(self.raw)
-        self.resident = sum(t.untyped_storage().nbytes() for t in engine._resident())
+        self.resident = sum(t.untyped_storage().nbytes() for t in engine._device_state())
         self.away = torch.empty(self.resident, dtype=torch.uint8, device=engine.mesh.device)
         self.host = torch.empty(self.resident, dtype=torch.uint8, pin_memory=self.away.is_cuda)
 

@@ -105,7 +105,7 @@ def layout_of(text: str) -> dt.Layout:
 
 def name_of(layout: dt.Layout) -> str:
     """As `layout_of` reads it."""
-    extras = {"virtual_stages": 1, "schedule": "1f1b", "cp_mode": "auto", "copy_engines": True}
+    extras = {"virtual_stages": 1, "schedule": "1f1b", "cp_mode": "auto"}
     return ",".join([str(layout), *(f"{k}={getattr(layout, k)}" for k, v in extras.items() if getattr(layout, k) != v)])
 
 

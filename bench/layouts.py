@@ -148,7 +148,7 @@ def measure(layout: dt.Layout, session: Session) -> None:
         mlp_tile_tokens=given.mlp_tile_tokens,
         offload=given.offload,
     )
-    engine.halving = DualBatch.of(engine.model, engine.mesh, TURNS[given.in_turns])
+    engine.dual_batch = DualBatch.of(engine.model, engine.mesh, TURNS[given.in_turns])
     made = time.perf_counter() - begun
     batch = dense_batch(spec, given.length, given.sequences)
     warm = dense_batch(spec, given.warm_length or given.length, given.sequences)

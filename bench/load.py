@@ -141,7 +141,7 @@ def measure(folder: Path, text: str, session: Session, peers: tuple[float, float
     """An engine's making, part by part, the longest of all ranks each; the mesh is there before."""
     session.begin(f"{session.given.shape} {text}")
     raw, copied, broadcast = peers
-    mesh = make_mesh(layout_of(text), session.device, engine=False)
+    mesh = make_mesh(layout_of(text), session.device)
     rounds = [_parts(folder, mesh) for _ in range(ROUNDS)]
     names = list(rounds[0])
     table = torch.tensor([[parts[name] for name in names] for parts in rounds], device=session.device)

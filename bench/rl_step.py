@@ -129,7 +129,7 @@ def step(engine: NativeEngine, spec: ArchSpec, session: Session, dtype: torch.dt
     clock = Clock(device)
     engine.watch = StepWatch(clock)
     sampler = NativeSampler(
-        spec, make_mesh(sampling_layout(spec, engine.mesh.layout), device, engine=False), kernels_for(device), dtype
+        spec, make_mesh(sampling_layout(spec, engine.mesh.layout), device), kernels_for(device), dtype
     )
     draw = torch.Generator().manual_seed(1)
     prompts = [

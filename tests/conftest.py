@@ -57,7 +57,6 @@ LONGEST = (
     "distributed/test_communication.py",
     "unit/test_recompute.py",
     "distributed/test_step_start.py",
-    "distributed/test_peers.py",
     "distributed/test_fuzz_layouts.py",
     "distributed/test_weights_memory.py",
     "fault/test_rewards.py",

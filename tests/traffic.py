@@ -184,8 +184,10 @@ def counted(mesh: Mesh) -> Iterator[dict[str, Fraction]]:
     """Count what this rank sends over the groups of a mesh: a model's own collectives, FSDP2's and the executor's."""
     axes = [*mesh.axes.values(), *(axis for pair in mesh.context.values() for axis in pair), *mesh.copies.values()]
     groups = {str(axis.group.group_name): axis.name for axis in axes if axis.group is not None}
-    roads = {"to_next": mesh.links.to_next, "to_previous": mesh.links.to_previous}
-    traffic = Traffic(groups | {str(link.group.group_name): road for road, link in roads.items() if link is not None})
+    channels = {"to_next": mesh.channels.to_next, "to_previous": mesh.channels.to_previous}
+    traffic = Traffic(
+        groups | {str(channel.group.group_name): name for name, channel in channels.items() if channel is not None}
+    )
     phases = {"forward": "forward", "backward": "backward", "weight": "backward", "finish": "backward"}
     with ExitStack() as patches:
         for name in COLLECTIVES:

@@ -23,7 +23,6 @@ PROCESS_GROUP_FILES = (
     "parallel/process_group.py",
     "parallel/mesh.py",
     "parallel/collectives.py",
-    "parallel/symmetric.py",
     "pipeline/executor.py",
 )
 SHARDING_MODULES = ("torch.distributed.fsdp", "torch.distributed.tensor")  # wrappers, not process groups

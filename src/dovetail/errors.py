@@ -1,21 +1,21 @@
-"""The mistakes a user can make, as exception kinds: each message says what was given, what was expected and what to do.
+"""Exceptions for users, and helpers for their messages: what was given, what was expected and what to do.
 
-Everything raised on purpose for a user's mistake is a `UserError`; the command line prints its message once, without
-a traceback, and exits with 2. Anything else that escapes is a defect of ours and exits with 1.
+A user's mistake is a `UserError`: the command line prints its message once, without a traceback, and exits with 2. Any
+other exception is a defect and exits with 1.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-REPEATED = 200  # characters of what was given that a message repeats
-LINE = 2000  # characters of a line of a report
-WORD = re.compile(rf"\S{{{REPEATED + 4},}}")  # one that is shortened already is not shortened again
-SHOWN_RANKS = 8  # of those that have a value, in a message
+MAX_QUOTED = 200  # characters of a given value in a message
+MAX_LINE = 2000  # characters of a line of a report
+LONG_WORD = re.compile(rf"\S{{{MAX_QUOTED + 4},}}")  # longer than a shortened one
+SHOWN_RANKS = 8  # for each value, in a message
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend; the message names the edit."""
+    """A mistake that the user can fix; the message names the edit."""
 
 
 class ConfigError(UserError):
@@ -27,19 +27,19 @@ class LayoutError(UserError):
 
 
 class ModelError(UserError):
-    """A model directory asks for something that this engine does not compute."""
+    """A model that this engine does not compute."""
 
 
 class OptionError(ModelError):
-    """An option of a known family that the native engine does not compute; transformers' own layers may."""
+    """An option of a known family that the native engine does not compute; transformers may."""
 
 
 class CheckpointError(UserError):
-    """Tensors that are missing, extra, mis-shaped or corrupt, all named together."""
+    """Tensors that are missing, extra, of a wrong shape or corrupt, all named together."""
 
 
 class DamagedError(CheckpointError):
-    """Bytes of the checkpoint at `path` that are not those that were written."""
+    """The checkpoint at `path` is not as it was written."""
 
     def __init__(self, message: str, path: Path) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class DamagedError(CheckpointError):
 
 
 class DataError(UserError):
-    """Rows that cannot be trained on or scored."""
+    """Rows or batches that cannot be trained on or scored."""
 
 
 class NumericsError(UserError):
@@ -55,19 +55,19 @@ class NumericsError(UserError):
 
 
 class MachineError(RuntimeError):
-    """Something that neither the user nor this program did: a defect of the machine. Exit 1, without a traceback."""
+    """A defect of the machine. Exit 1, without a traceback."""
 
 
 class SecondaryFailure(RuntimeError):
-    """This rank failed after another one did; that one reports the cause, so this one is silent."""
+    """This rank failed after another one, which reports the cause."""
 
 
 class LostStore(SecondaryFailure):
-    """This rank failed, and the process that the ranks share their state by is gone."""
+    """This rank failed after the store of the ranks was gone."""
 
 
 def listing(items: list[str], limit: int = 20) -> str:
-    """`items` for a message: one a line, the first `limit`, then how many more."""
+    """The first `limit` items, one a line, and how many more there are."""
     lines = [f"  - {item}" for item in items[:limit]]
     if len(items) > limit:
         lines.append(f"  ... and {len(items) - limit} more")
@@ -75,45 +75,49 @@ def listing(items: list[str], limit: int = 20) -> str:
 
 
 def shortened(text: object) -> str:
-    """`text` for a message: its first 200 characters, and how many it has where that is more."""
-    text = str(text)
-    return text if len(text) <= REPEATED else f"{text[:REPEATED]}... ({len(text)} characters)"
+    """The first 200 characters of `text`, and how many it has where that is more."""
+    return _cut(str(text), MAX_QUOTED)
 
 
 def quoted(value: object) -> str:
-    """A value that was given, as Python writes it, for a message."""
+    """The shortened repr of a given value."""
     try:
         return shortened(repr(value))
-    except (ValueError, RecursionError):  # a whole number of thousands of digits; lists in lists without end
+    except (ValueError, RecursionError):  # an int of thousands of digits; lists nested too deep
         return f"a {type(value).__name__} that is too large to show"
 
 
 def short_words(text: str) -> str:
-    """The text with its long words shortened: for messages of others, which repeat all that they were given."""
-    return WORD.sub(lambda word: shortened(word[0]), text)
+    """The text with long words shortened: messages of libraries may repeat a whole value."""
+    return LONG_WORD.sub(lambda word: shortened(word[0]), text)
 
 
 def short_lines(text: str) -> str:
-    """The text with its lines cut that nobody reads to their end, whatever they repeat."""
-    return "\n".join(x if len(x) <= LINE else f"{x[:LINE]}... ({len(x)} characters)" for x in text.split("\n"))
+    """The text with long lines cut."""
+    return "\n".join(_cut(line, MAX_LINE) for line in text.split("\n"))
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
 def unequal(values: Mapping[str, Sequence[str]], hosts: Sequence[str]) -> list[str]:
-    """One line for each name whose values, one a rank, are not all equal: who has which. hosts: one a rank."""
+    """A line for each name whose values, one a rank, differ. hosts: one a rank."""
     lines = []
-    for name, everyone in values.items():
+    for name, by_rank in values.items():
         owners: dict[str, list[int]] = {}
-        for rank, value in enumerate(everyone):
+        for rank, value in enumerate(by_rank):
             owners.setdefault(value, []).append(rank)
         if len(owners) > 1:
-            shares = [f"{shortened(value)} on {_who(ranks, hosts)}" for value, ranks in owners.items()]
+            shares = [f"{shortened(value)} on {_owners(ranks, hosts)}" for value, ranks in owners.items()]
             lines.append(f"{name}: {'; '.join(shares[:SHOWN_RANKS])}")
     return lines
 
 
-def _who(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+def _owners(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     names = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    shown = [
-        ", ".join(map(str, list(each)[:SHOWN_RANKS])) + ", ..." * (len(each) > SHOWN_RANKS) for each in (names, ranks)
-    ]
-    return f"{shown[0]} (rank {shown[1]})"
+    hosts_shown, ranks_shown = (
+        ", ".join(map(str, items[:SHOWN_RANKS])) + ", ..." * (len(items) > SHOWN_RANKS)
+        for items in (names, list(ranks))
+    )
+    return f"{hosts_shown} (rank {ranks_shown})"

@@ -1,4 +1,4 @@
-"""Rows of JSON: one line each, written whole or not at all."""
+"""JSON lines, written whole or not at all."""
 
 import json
 import math
@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
-ODD_LETTERS = "backslashreplace"  # half a surrogate pair, which UTF-8 lacks, becomes the escape that JSON has for it
+ODD_LETTERS = "backslashreplace"  # half a surrogate pair becomes JSON's escape
 
 
 def append(path: Path, row: Row) -> None:
-    """Write a row behind those that are there, of which a kill may have cut the last: its whole line, or nothing of it where
-    that fails."""
+    """Append a row, after a newline where a kill has cut the last row."""
     data = json_line(row).encode(errors=ODD_LETTERS)
     with open(path, "a+b", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
@@ -24,7 +23,7 @@ def append(path: Path, row: Row) -> None:
 
 
 def write_whole(file: FileIO, data: bytes) -> None:
-    """All of `data` at the file's end, or nothing of it where that fails."""
+    """Append all of `data`, or nothing where that fails."""
     end = file.seek(0, os.SEEK_END)
     try:
         while data:
@@ -35,7 +34,7 @@ def write_whole(file: FileIO, data: bytes) -> None:
 
 
 def json_line(row: Row) -> str:
-    """One line of JSON, which knows no numbers that are not finite: they become null."""
+    """One line of JSON; numbers that are not finite become null."""
     try:
         return json.dumps(row, ensure_ascii=False, allow_nan=False, default=as_text) + "\n"
     except ValueError:
@@ -43,7 +42,7 @@ def json_line(row: Row) -> str:
 
 
 def as_text(value: object) -> str:
-    """What JSON has no word for. Bytes are the text that they hold: some writers of parquet store strings so."""
+    """A value of no JSON type as text. Bytes are decoded: some writers of parquet store strings as bytes."""
     return value.decode(errors=ODD_LETTERS) if isinstance(value, bytes) else str(value)
 
 

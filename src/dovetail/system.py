@@ -1,7 +1,4 @@
-"""What the kernel knows of processes: their states, their children, the memory left, and whether it killed any for want of it.
-
-Linux tells by /proc and prctl. Elsewhere each function gives the answer that costs least: nothing is known.
-"""
+"""Processes and memory as Linux reports them in /proc and cgroups. On other systems nothing is known."""
 
 import contextlib
 import ctypes
@@ -21,35 +18,35 @@ _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 
 def kernel_state(pid: int) -> str:
-    """The letter that ps shows: R, S, D (waits inside the kernel), T (stopped), t (traced), Z; "" where not known."""
+    """The state letter of ps: R, S, D (waits inside the kernel), T (stopped), t (traced), Z; "" where unknown."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 
 
 def parent_of(pid: int) -> int | None:
-    """The parent of a process; None where it is not known."""
+    """The parent of a process; None where unknown."""
     fields = _stat(pid)
     return int(fields[1]) if fields else None
 
 
 def children_of(roots: Iterable[int]) -> set[int]:
-    """Every process below `roots`, those themselves left out."""
+    """All descendants of `roots`."""
     below: dict[int, list[int]] = defaultdict(list)
     for entry in _PROC.glob("[0-9]*"):
         fields = _stat(int(entry.name))
         if fields:
             below[int(fields[1])].append(int(entry.name))
-    found: set[int] = set()
-    left = list(roots)
-    while left:
-        fresh = set(below.get(left.pop(), [])) - found
-        found |= fresh
-        left += fresh
-    return found
+    descendants: set[int] = set()
+    stack = list(roots)
+    while stack:
+        fresh = set(below.get(stack.pop(), [])) - descendants
+        descendants |= fresh
+        stack += fresh
+    return descendants
 
 
 def out_of_memory_kills() -> int:
-    """A count that rises when the kernel kills a process of this machine, or of our control groups, for want of memory."""
+    """A count that rises when the kernel kills a process of this machine, or of our cgroups, for lack of memory."""
     counters = [_PROC / "vmstat"]
     for top, inside in _memory_groups():
         if top == _CGROUPS:
@@ -60,30 +57,27 @@ def out_of_memory_kills() -> int:
 
 
 def free_memory() -> int | None:
-    """Bytes that this process could take before the kernel kills one for it, of this machine and of our control groups.
-
-    What files left in memory counts as free. None where nothing is known.
-    """
+    """Bytes of memory left on this machine and in our cgroups, page cache included; None where unknown."""
     available = _counter(_PROC / "meminfo", "MemAvailable:")
-    found = [] if available is None else [available << 10]
+    bounds = [] if available is None else [available << 10]
     for top, inside in _memory_groups():
         above = (top / parent for parent in Path(inside).parents)
-        found += [left for folder in (top / inside, *above) if (left := _left_of_group(folder)) is not None]
-    return max(min(found), 0) if found else None
+        bounds += [left for folder in (top / inside, *above) if (left := _left_of_group(folder)) is not None]
+    return max(min(bounds), 0) if bounds else None
 
 
 def adopt_orphans() -> None:
-    """Have what our children leave behind become our own children, so that it can be found and ended."""
+    """Become the parent of orphaned descendants, so that they can be ended."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process when its parent is gone, even if it never returns to Python."""
+    """Have the kernel kill this process when its parent ends."""
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def limit_memory(more: int) -> None:
-    """Have the kernel refuse this process more than `more` bytes beyond what it has by now."""
+    """Limit this process's address space to its present size and `more` bytes."""
     sizes = _PROC / "self/statm"
     if sizes.exists():
         wanted = int(sizes.read_text().split()[0]) * resource.getpagesize() + more
@@ -93,9 +87,7 @@ def limit_memory(more: int) -> None:
 
 
 def end_children(spared: Iterable[int] = (), seconds: float = math.inf) -> set[int]:
-    """Kill every process below this one, but for `spared` and what they started, until there is none. Those that are left
-    after so many seconds wait inside the kernel, and end when that lets them.
-    """
+    """Kill all descendants but `spared` and theirs -> those left after `seconds`, which wait inside the kernel."""
     kept, until = set(spared) | children_of(spared), time.monotonic() + seconds
     while left := {pid for pid in children_of([os.getpid()]) - kept if kernel_state(pid) not in ("Z", "X")}:
         for pid in left:
@@ -107,7 +99,7 @@ def end_children(spared: Iterable[int] = (), seconds: float = math.inf) -> set[i
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; empty where the process is gone."""
+    """The fields of /proc/PID/stat from the state on; empty for a process that has ended."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -115,7 +107,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _memory_groups() -> Iterator[tuple[Path, str]]:
-    """The trees of control groups that bound memory (version 2, then 1), and where in each this process is."""
+    """(root, path of this process) of the cgroup trees that limit memory, version 2 or 1."""
     membership = _PROC / "self/cgroup"
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -126,7 +118,7 @@ def _memory_groups() -> Iterator[tuple[Path, str]]:
 
 
 def _left_of_group(folder: Path) -> int | None:
-    """Bytes up to the limit of a control group of either version; None where it has none."""
+    """Bytes up to the limit of a cgroup; None where it has none."""
     names = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
     for limit, used, prefix in names:
         with contextlib.suppress(OSError, ValueError):  # no such file; or "max"
@@ -137,7 +129,7 @@ def _left_of_group(folder: Path) -> int | None:
 
 
 def _counter(path: Path, name: str) -> int | None:
-    """The value behind `name` in a file of lines `name value`, perhaps with a unit; None where there is none."""
+    """The value of `name` in a file of lines `name value [unit]`; None where there is none."""
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():
             key, _, value = line.partition(" ")

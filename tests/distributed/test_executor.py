@@ -280,7 +280,7 @@ def most_held(plan: Plan) -> tuple[int, int]:
     """The most receives that this rank has under way at a time, and the most sent tensors that it holds."""
     mesh, coming, held = Mesh.build(Layout(pp=len(plan))), [0], [0]
 
-    class Watched(executor.Mail):
+    class Watched(executor.Mailbox):
         def post(self, i: int) -> None:
             super().post(i)
             coming.append(len(self.arrived))
@@ -289,7 +289,7 @@ def most_held(plan: Plan) -> tuple[int, int]:
             super().send(message, tensor)
             held.append(len(self.leaving))
 
-    with mock.patch.object(executor, "Mail", Watched):
+    with mock.patch.object(executor, "Mailbox", Watched):
         executor.run(plan, Sleeper(len(plan), Costs(0.0, 0.0, 0.0)), mesh)
     return max(coming), max(held)
 

@@ -165,7 +165,7 @@ def test_what_cannot_be_kept_ends_no_run(tmp_path: Path, capsys: pytest.CaptureF
     """A disk that is full on one rank: the others would wait for it in the next collective."""
     (tmp_path / "full").write_text("no folder")
     watch = StepWatch(Progress(), tmp_path / "full/faults")
-    assert watch.keep(["loss"], [], Mesh.solo()) == {0: ["loss"]}
+    assert watch.record(["loss"], [], Mesh.solo()) == {0: ["loss"]}
     assert "what rank 0 computed on, is not kept" in capsys.readouterr().err
 
 

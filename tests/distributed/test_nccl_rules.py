@@ -65,7 +65,7 @@ def elsewhere(x: Tensor, axis: Axis) -> None:
 
 
 def miscounted(x: Tensor, axis: Axis) -> None:
-    collectives.begin_all_to_all(x, [1, 1], [2 * axis.rank, 1], axis).take()
+    collectives.begin_all_to_all(x, [1, 1], [2 * axis.rank, 1], axis).wait()
 
 
 def empty(x: Tensor, axis: Axis) -> None:
@@ -79,7 +79,7 @@ def forgotten(x: Tensor, axis: Axis) -> None:
 def overwritten(x: Tensor, axis: Axis) -> None:
     begun = collectives.begin_scatter(x, axis)
     x.zero_()
-    begun.take()
+    begun.wait()
 
 
 BROKEN: Mapping[str, Callable[[Tensor, Axis], None]] = {

@@ -131,7 +131,7 @@ def resident(path: Path, layout: Layout) -> dict[str, float]:
     exact: dict[str, Tensor] = {}
     for residency in (ReshardPolicy(False, True), ReshardPolicy(True, True), ReshardPolicy(False, False)):
         engine = engine_of(path, layout, torch.float64, BUDGET)
-        engine.residency = residency
+        engine.reshard_policy = residency
         before = engine.score(batch_of(torch.float64)).logprob
         engine.train_step(batch_of(torch.float64), objective)
         assert torch.equal(before, engine.score(batch_of(torch.float64)).logprob)  # at learning rate 0
@@ -161,7 +161,7 @@ def gathers(path: Path, layout: Layout, *, again: bool, tiles: int) -> tuple[int
     )
     original = DefaultAllGather.__call__
     for i, gathered in enumerate((True, False)):
-        engine.residency = ReshardPolicy(gathered, True)
+        engine.reshard_policy = ReshardPolicy(gathered, True)
 
         def counting(*given: Any, i: int = i, **named: Any) -> Any:
             found[i] += 1

@@ -292,11 +292,11 @@ def test_what_packages_compile_lies_in_the_users_cache_by_architecture(tmp_path:
 @pytest.mark.usefixtures("one_gpu")
 def test_a_device_is_one_ranks_alone() -> None:
     store, device = HashStore(), torch.device("cuda", 0)
-    process_group._take(device, store, 0)
-    process_group._take(device, store, 0)  # in a second group
+    process_group._claim_device(device, store, 0)
+    process_group._claim_device(device, store, 0)  # in a second group
     with pytest.raises(LayoutError, match="ranks 0 and 1 have the same cuda device, a-gpu; use fewer ranks a machine"):
-        process_group._take(device, store, 1)
-    process_group._take(torch.device("cpu"), store, 1)
+        process_group._claim_device(device, store, 1)
+    process_group._claim_device(torch.device("cpu"), store, 1)
 
 
 @pytest.mark.parametrize("world", [1, 2])

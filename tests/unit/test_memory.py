@@ -45,7 +45,7 @@ def test_views_are_aligned_and_disjoint(rounds: list[list[tuple[torch.dtype, tup
         arena.reset()
         views = []
         for number, (dtype, shape) in enumerate(requests):
-            view = arena.take(dtype, shape)
+            view = arena.allocate(dtype, shape)
             assert (view.dtype, tuple(view.shape)) == (dtype, shape)
             assert view.is_contiguous()
             assert view.numel() == 0 or view.storage_offset() * dtype.itemsize % ALIGNMENT == 0
@@ -64,11 +64,11 @@ def test_aligned_sizes(size: int) -> None:
 
 def test_the_same_requests_take_the_same_memory_again() -> None:
     arena = PinnedArena()
-    first = [arena.take(torch.float32, (n,)).data_ptr() for n in (3, 100, 17)]
+    first = [arena.allocate(torch.float32, (n,)).data_ptr() for n in (3, 100, 17)]
     size = arena.num_bytes
     for _ in range(3):
         arena.reset()
-        assert [arena.take(torch.float32, (n,)).data_ptr() for n in (3, 100, 17)] == first
+        assert [arena.allocate(torch.float32, (n,)).data_ptr() for n in (3, 100, 17)] == first
     assert arena.num_bytes == size
 
 
@@ -160,7 +160,7 @@ def _asked_while_away(source: Path, folder: Path) -> None:
         engine.check_replicas,
     ]
     for call in calls:
-        with pytest.raises(ModelError, match=r"stepped aside by offload\(\), .*; call onload\(\) first"):
+        with pytest.raises(ModelError, match=r"was moved to the host by offload\(\); call onload\(\) first"):
             call()
     engine.onload()
     assert torch.equal(engine.score(batch).logprob, before)
@@ -181,7 +181,7 @@ def test_pinned_chunks_are_powers_of_two(sizes: list[int]) -> None:
     arena = Promised("meta", pinned=True)
     arena.reserve(sum(sizes[: len(sizes) // 2]))
     for size in sizes:
-        arena.take(torch.uint8, (size,))
+        arena.allocate(torch.uint8, (size,))
     for chunk in arena._chunks:
         assert len(chunk) >= CHUNK_BYTES and len(chunk).bit_count() == 1
 
@@ -200,7 +200,7 @@ def test_what_is_reserved_is_little_more_than_was_asked_for(size: int) -> None:
 def test_large_requests_of_one_size_waste_an_eighth_of_their_chunks(size: int, count: int) -> None:
     arena = Promised("meta", pinned=True)
     for _ in range(count):
-        arena.take(torch.uint8, (size,))
+        arena.allocate(torch.uint8, (size,))
     *full, last = (len(chunk) for chunk in arena._chunks)
     assert all(chunk // size * size >= 7 / 8 * chunk for chunk in full)
     assert 7 / 8 * sum(full) <= count * aligned(size) and last < 16 * size
@@ -219,7 +219,7 @@ def test_an_arena_grows_within_the_room(sizes: list[int], room: int) -> None:
             assert (arena.num_bytes > before) == (smallest <= left)
         if arena.has(size):
             grown = arena.num_bytes
-            arena.take(torch.uint8, (size,))
+            arena.allocate(torch.uint8, (size,))
             assert arena.num_bytes == grown, "it was there"
     assert arena.num_bytes <= room
     assert all(len(chunk).bit_count() == 1 for chunk in arena._chunks)
@@ -234,7 +234,7 @@ def test_an_arena_has_what_it_gives_without_more_memory(sizes: list[int], reserv
     arena.reserve(reserved)
     for size in sizes:
         had, before = arena.has(size), arena.num_bytes
-        arena.take(torch.uint8, (size,))
+        arena.allocate(torch.uint8, (size,))
         assert had == (arena.num_bytes == before)
 
 

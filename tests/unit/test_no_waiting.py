@@ -98,7 +98,7 @@ def micro_batches(model: Decoder, loss: LossFn) -> list[MicroBatch]:
     if routing is not None:
         routing.settings = BalanceSettings()  # its count is asked for once a step, here
         with NoCopiesFromTheHost():
-            pairs = list(routing.charged(pairs, loss, 1, torch.float32))
+            pairs = list(routing.with_balance(pairs, loss, 1, torch.float32))
         for _, micro in pairs:
             assert micro.routes is not None and micro.routes.balance is not None
             micro.routes.balance = replace(micro.routes.balance, aux_coef=0.1, z_coef=0.1, weight=1.0)
@@ -157,7 +157,7 @@ def test_nor_does_scoring(head: Head) -> None:
 def one_of_many(text: str) -> Mesh:
     """The mesh of the last rank, with all axes and nobody at their other ends."""
     layout = layout_of(f"{text},dp=1")
-    mesh = Mesh.imagined(layout, layout.num_ranks - 1)
+    mesh = Mesh.abstract(layout, layout.num_ranks - 1)
     cp, tp = mesh["cp"], mesh["tp"]
     context = {
         u: ContextAxes(Axis("ulysses", u, cp.rank % u), Axis("gather", cp.size // u, cp.rank // u))

@@ -76,9 +76,14 @@ def part(path: str) -> Callable[[Any], Any]:
     return found
 
 
+def noted(words: str) -> Callable[[Any], Any]:
+    """Whether the job's notes have these words."""
+    return lambda job: words in str(job.notes)
+
+
 LAYOUT = {
     "tp": 2, "pp": 2, "cp": 2, "dp": 2, "ep": 2, "virtual_stages": 2, "cp_mode": "gather", "pp_split": (1, 2, 2, 3),
-    "schedule": "interleaved", "copy_engines": False,
+    "schedule": "interleaved",
 }  # fmt: skip
 LAYOUTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "layout": ("task.models.policy.mesh.layout", LAYOUT),
@@ -92,6 +97,7 @@ TABLE = (
         for section, (path, values) in LAYOUTS.items()
         for name, value in values.items()
     ),
+    *(Leaf(f"{section}.copy_engines", False, noted(f"{section}.copy_engines"), True) for section in LAYOUTS),
     Leaf("model.path", "FOLDER/policy", lambda job: str(models(job).policy.source.path)),
     Leaf("model.engine", "transformers", lambda job: type(models(job).policy.source.spec).__name__, "ForeignSpec", "rloo"),
     Leaf("model.dtype", "bfloat16", lambda job: [e.dtype for e in vars(models(job)).values()], [torch.bfloat16] * 4),
@@ -190,7 +196,7 @@ TABLE = (
     Leaf("trainer.loggers", ("tensorboard",), part("run.settings.loggers")),
     Leaf("trainer.max_skipped_steps", 4, part("loop.max_skipped_steps")),
     Leaf("trainer.check_replicas_every", 6, part("loop.check_replicas_every")),
-    Leaf("trainer.timeouts", {"rollout": 1e5}, part("task.models.policy.mesh.patience"), patience({"rollout": 1e5})),
+    Leaf("trainer.timeouts", {"rollout": 1e5}, part("task.models.policy.mesh.timeout"), patience({"rollout": 1e5})),
     Leaf("trainer.activation_checkpointing", "selective", trained("recompute"), ["selective"] * 2),
     Leaf("trainer.offload_activations", True, trained("offload_activations"), [True] * 2),
     Leaf("trainer.offload_optimizer", True, trained("offload_optimizer"), [True] * 2),
@@ -200,9 +206,9 @@ TABLE = (
 ALGORITHMS = ("ppo", "grpo", "rloo", "sft")
 
 
-def make_mesh(layout: Layout, device: torch.device, *, patience: timedelta, **_: bool) -> Mesh:
+def make_mesh(layout: Layout, device: torch.device, *, timeout: timedelta) -> Mesh:
     """The mesh of one process that says it is of some layout."""
-    return replace(Mesh.solo(device), layout=layout, patience=patience)
+    return replace(Mesh.solo(device), layout=layout, timeout=timeout)
 
 
 def make_engine(source: Any, mesh: Mesh, dtype: torch.dtype, head: str, options: Any) -> SimpleNamespace:

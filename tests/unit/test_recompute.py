@@ -60,7 +60,7 @@ def test_gradients_are_made_of_what_comes_back() -> None:
     model.host.free.append(arena)  # the one that the next pass takes
     out = model(blocks.tokens(1)[0], blocks.context)
     arena.reset()
-    arena.take(blocks.dtype, (sum(blocks.lengths), blocks.spec.width)).mul_(1.5)  # the first block's input
+    arena.allocate(blocks.dtype, (sum(blocks.lengths), blocks.spec.width)).mul_(1.5)  # the first block's input
     out.backward(out.detach())
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for name, grad in found.items():

@@ -39,7 +39,7 @@ class Noted:
         previous, self.rank, self.size, self.notes = (rank - 1) % size, rank, size, list[Note]()
         self.first, self.last = 0, executor.num_stages(plan) - 1
         roads = (("down", rank), ("down", previous), ("up", rank), ("up", (rank + 1) % size))
-        self.links = P2PChannels(*(P2PChannel(0, road) for road in roads))  # type: ignore[arg-type]  # a road's name for its group
+        self.channels = P2PChannels(*(P2PChannel(0, road) for road in roads))  # type: ignore[arg-type]  # a road's name for its group
 
     def __getitem__(self, name: str) -> Axis:
         return Axis(name, self.size, self.rank)

@@ -99,7 +99,7 @@ def test_waves_and_order_of_prompts_change_no_sample(budget: int) -> None:
 
 def test_no_step_is_recorded_that_asks_the_device() -> None:
     """Longer heads than those of the kernels take the reference, which asks for lengths."""
-    spec, mesh = spec_from_config(tiny_configs()["llama"].to_dict()), Mesh.imagined(Layout(), 0, "cuda")
+    spec, mesh = spec_from_config(tiny_configs()["llama"].to_dict()), Mesh.abstract(Layout(), 0, "cuda")
     kernels = KernelSet(decode_attention=lambda q, *_: q)
     long = replace(spec, attention=replace(spec.attention, head_dim=264))
     assert capturer_for(spec, mesh, kernels, torch.float32) is not None
@@ -112,7 +112,7 @@ def test_no_step_is_recorded_that_asks_the_device() -> None:
     for stays in (False, True):
         with mock.patch.object(cuda, "grouped_stays", return_value=stays):
             assert (capturer_for(experts, mesh, grouped, torch.bfloat16) is not None) == stays
-            assert capturer_for(experts, Mesh.imagined(Layout(dp=2, ep=2), 0, "cuda"), grouped, torch.bfloat16) is None
+            assert capturer_for(experts, Mesh.abstract(Layout(dp=2, ep=2), 0, "cuda"), grouped, torch.bfloat16) is None
 
 
 def test_rows_that_stop_leave_at_any_step_and_change_nothing_for_the_others() -> None:
@@ -392,7 +392,7 @@ def test_params_are_checked(wrong: dict[str, float]) -> None:
 def test_pipeline_ranks_sample_as_tensor_parallel_ones() -> None:
     spec = spec_from_config(tiny_configs()["llama"].to_dict())
     assert sampling_layout(spec, Layout(tp=2, pp=2, cp=2, dp=3)) == Layout(tp=4, dp=6)
-    assert sampling_layout(spec, Layout.parse("pp=2,dp=3,copy_engines=false")) == Layout(tp=2, dp=3, copy_engines=False)
+    assert sampling_layout(spec, Layout.parse("pp=2,dp=3,copy_engines=false")) == Layout(tp=2, dp=3)
     odd = spec_from_config(tiny_configs()["llama"].to_dict() | {"num_attention_heads": 4, "num_key_value_heads": 4})
     with pytest.raises(
         LayoutError, match=r"layout tp=4,pp=2: the sampler runs pipeline ranks as tp=8; .*use one of tp=1, 2, 4"

@@ -101,7 +101,7 @@ def test_ranks_wait_for_each_other_as_long_as_the_mesh_says(tmp_path: Path, monk
     asked = []
     monkeypatch.setattr(dist, "new_group", lambda **how: asked.append(how))
     solo = Mesh.solo()
-    mesh = replace(solo, axes={**solo.axes, "world": Axis("world", 2)}, patience=timedelta(hours=5))
+    mesh = replace(solo, axes={**solo.axes, "world": Axis("world", 2)}, timeout=timedelta(hours=5))
     Saver(tmp_path, mesh, Retention(1), background=True)
     assert asked == [{"backend": "gloo", "timeout": timedelta(hours=5)}]
 

@@ -49,7 +49,7 @@ def test_ranks_of_a_model_write_alike(layout: Layout, tmp_path: Path) -> None:
     num_bytes: dict[Named, int] = {}
     first: dict[Named, int] = {}
     for rank in range(layout.num_ranks):
-        mesh = Mesh.imagined(layout, rank)
+        mesh = Mesh.abstract(layout, rank)
         for name, piece in param_shards(stored(decoder_on(source, mesh), mesh, as_wrapped=True), own_dtype):
             key = name, piece.region.checkpoint_slice
             holders.setdefault(key, []).append(rank)

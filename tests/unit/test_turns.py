@@ -14,7 +14,7 @@ from dovetail.batch.micro import ContextShard, MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.engine.microbatches import LEAST, DualBatch
 from dovetail.factory.engine import make_decoder
-from dovetail.parallel.collectives import Pending
+from dovetail.parallel.collectives import Handle
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.parallel.overlap import AsyncCollective, AsyncForward, interleave, run_sync
 
@@ -54,7 +54,7 @@ def test_rows_of_a_rank_are_those_of_its_halves(share: ContextShard, tp: int) ->
     assert int(micro.batch.mask[micro.order[~real]].sum()) == 0  # padding lies behind all tokens, and does not count
     both = torch.cat([half.counted.targets for half in micro.halves])
     assert torch.equal(micro.counted.targets, both) and torch.equal(micro.batch.targets[micro.order[micro.index]], both)
-    assert torch.equal(micro.all_counted.targets[micro.mine], both)
+    assert torch.equal(micro.all_counted.targets[micro.local], both)
     counts = micro.counted.cu_seqlens.diff()[: len(LENGTHS)]
     per_half = [half.counted.cu_seqlens.diff()[:n] for half, n in zip(micro.halves, (2, 3), strict=True)]
     assert torch.equal(counts, torch.cat(per_half))
@@ -94,7 +94,7 @@ def test_layers_over_tp_take_turns_on_accelerators() -> None:
 
 def test_a_crossing_keeps_nothing_of_what_was_taken() -> None:
     """Autograd has it until the backward pass ends, and would hold what came as long."""
-    crossing = AsyncCollective(lambda x: Pending(x + 1), lambda grad: Pending(2 * grad))
+    crossing = AsyncCollective(lambda x: Handle(x + 1), lambda grad: Handle(2 * grad))
     crossing.begin(torch.zeros(3))
     crossing.begin_back(torch.ones(3), torch.Size([3]))
     came, back = crossing.take(), crossing.take_back()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ import torch
 from dovetail.launch.hang import Frame, Seen, Stack, main_stack, odd_ranks
 from dovetail.launch.progress import LIMITS, PHASES, Phase, Progress, State, read_state
 from dovetail.launch.supervisor import PORTS
-from dovetail.parallel.collectives import Pending
+from dovetail.parallel.collectives import Handle
 from tests.fault.processes import SECONDS, is_alive, waited
 
 WAITS = Stack((Frame("x/torch/distributed/distributed_c10d.py", "9", "all_reduce"), Frame("a.py", "1", "step")))
@@ -73,7 +73,7 @@ def test_who_takes_the_result_of_a_collective_waits(tmp_path: Path) -> None:
     """torch's `wait` has no frame of its own."""
     with (tmp_path / "stacks").open("w") as file:
         work = SimpleNamespace(wait=partial(faulthandler.dump_traceback, file, all_threads=True))
-        Pending(torch.zeros(1), cast("Any", work)).take()
+        Handle(torch.zeros(1), work.wait).wait()
     stack = main_stack((tmp_path / "stacks").read_text())
     assert stack.waits, str(stack)
 

@@ -1,4 +1,4 @@
-"""Who computes which sequences, and which of them together: pure functions of the lengths, so ranks agree without a word."""
+"""Sequence-length balancing over replicas and micro-batches, the same on every rank."""
 
 from collections.abc import Sequence as Seq
 from heapq import heapreplace
@@ -10,11 +10,11 @@ from dovetail.errors import DataError
 def plan_microbatches(
     lengths: Seq[int], replicas: int, budget: int | None, multiple: int = 1, width: int = 1 << 20
 ) -> list[list[list[int]]]:
-    """Which sequences each replica runs in each micro-batch: [replica][micro-batch] -> sequence numbers.
+    """Sequence numbers: [replica][micro-batch].
 
-    Sequences go to replicas by falling cost (longest first, to the least loaded); a replica fills micro-batches first
-    fit, longest first, each of at most `budget` tokens counting the padding to `multiple`. Every replica has equally many
-    micro-batches; some may be empty. `width` weighs attention (n^2) against the rest (n): cost = n (1 + n / 12 width).
+    Sequences go longest first to the least loaded replica, and first fit into its micro-batches of at most `budget` tokens,
+    padded to `multiple`. All replicas have equally many micro-batches; some may be empty. A sequence of n tokens costs
+    n (1 + n / 12 width).
     """
     if budget is not None:
         for i, n in enumerate(lengths):
@@ -23,16 +23,16 @@ def plan_microbatches(
                     f"sequence {i} has {n} tokens ({_padded(n, multiple)} with padding), more than tokens_per_batch="
                     f"{budget}; raise that (in a recipe trainer.tokens_per_batch) or leave the sequence out (data.overlong=drop)"
                 )
-    loads = [(0.0, 0, replica) for replica in range(replicas)]  # a heap: the least loaded is first, then who has fewest
+    loads = [(0.0, 0, replica) for replica in range(replicas)]  # a heap of (cost, sequences, replica)
     dealt: list[list[int]] = [[] for _ in range(replicas)]
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         load, count, replica = loads[0]
         heapreplace(loads, (load + lengths[i] * (1 + lengths[i] / (12 * width)), count + 1, replica))
         dealt[replica].append(i)
     plans = []
-    for mine in dealt:
+    for sequences in dealt:
         bins: list[tuple[int, list[int]]] = []
-        for i in mine:
+        for i in sequences:
             for b, (used, members) in enumerate(bins):
                 if budget is None or _padded(used + lengths[i], multiple) <= budget:
                     bins[b] = (used + lengths[i], [*members, i])
@@ -45,7 +45,7 @@ def plan_microbatches(
 
 
 def balanced_split(lengths: Seq[int]) -> int:
-    """How many of at least two packed sequences make the first half: what leaves the halves' tokens most alike."""
+    """How many sequences make the first half, so that the halves' tokens differ least."""
     ends = list(accumulate(lengths))
     return min(range(1, len(lengths)), key=lambda cut: abs(2 * ends[cut - 1] - ends[-1]))
 

@@ -1,42 +1,38 @@
-"""The one shape of batch: packed tokens [T], with sequence boundaries, shifted targets, masks and per-token fields.
+"""Packed batches: tokens [T] with sequence boundaries, shifted targets, a mask and per-token fields.
 
-Index i of `targets`, `mask` and every field belongs to the prediction made at position i: `targets[i]` is the token
-that follows `tokens[i]` in its sequence. The shift happens here, before anything is cut, so no rank ever needs its
-neighbor's token.
+Entry i of `targets`, `mask` and fields belongs to the prediction made at position i: `targets[i]` follows `tokens[i]` in
+its sequence. So no context-parallel rank needs its neighbor's token.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from dovetail.batch.routing import RoutingTrace, joined
+from dovetail.batch.routing import RoutingTrace, join_traces
 from dovetail.errors import DataError
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30  # temperatures between which logits over them are numbers that differ
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30  # so that logits over a temperature stay finite and distinct
 
-
-# What a model's processor makes of the images and videos of one sequence: pixel_values, image_grid_thw, ...
-Media = Mapping[str, Tensor]
+Media = Mapping[str, Tensor]  # a processor's output for one sequence: pixel_values, image_grid_thw, ...
 
 
 class LazyMedia(Mapping[str, Tensor]):
-    """Media that are read when they are first asked for. They were checked against their tokens when they were made."""
+    """Media that are read at first access."""
 
     def start(self) -> None:
-        """Begin to read in the background, if there is room."""
+        """Start reading in the background, if memory allows."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One sequence before packing. `mask` and list-valued fields have one entry a token of `ids`: entry j belongs to
-    predicting ids[j], so entry 0 is never used. A number as a field stands for every token. `media` are the images and
-    videos whose places in `ids` its placeholder tokens hold. `routing` has an entry for each token of `ids`."""
+    """One sequence before packing. `mask`, fields and `routing` have one entry a token of `ids`; entry j of mask and fields
+    belongs to predicting ids[j]. A number as a field holds for every token.
+    """
 
     ids: Seq[int]
     mask: Seq[bool] | None = None
@@ -47,12 +43,11 @@ class Sequence:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """T tokens of S sequences, back to back.
+    """T tokens of S sequences.
 
-    tokens, positions, targets: int64 [T]; mask: bool [T], False where nothing is predicted or nothing counts;
-    cu_seqlens: int32 [S + 1]; lengths: the same on the host; fields: float32 (or wider) [T] by name. The field
-    `temperature`, where present, divides the logits. media: by sequence, on the host wherever the tokens are; empty
-    where no sequence has any. routing: the experts that tokens are to go to.
+    tokens, positions, targets: int64 [T]; mask: bool [T]; cu_seqlens: int32 [S + 1]; lengths: the same on the host;
+    fields: float32 (or wider) [T] by name, of which `temperature` divides the logits. media: by sequence, on the host, or
+    empty. routing: experts to replay.
     """
 
     tokens: Tensor
@@ -69,8 +64,8 @@ class PackedBatch:
     def pack(
         cls, sequences: Iterable[Sequence | Seq[int] | Tensor], *, dtype: torch.dtype = torch.float32
     ) -> "PackedBatch":
-        """Pack sequences in order. The last token of each predicts nothing: its target is 0 and its mask False."""
-        if hasattr(sequences, "ndim"):  # of a tensor or an array nobody knows which tokens are padding
+        """Pack in order. The last token of each sequence has target 0 and mask False."""
+        if hasattr(sequences, "ndim"):  # rows of a tensor or an array may have padding
             raise DataError(
                 f"pack got {_kind(sequences)}; give a list with a 1-D tensor for each sequence, without its padding, as in "
                 "pack([row[:n] for row, n in zip(ids, lengths)])"
@@ -104,8 +99,8 @@ class PackedBatch:
             mask=torch.tensor(mask, dtype=torch.bool),
             lengths=lengths,
             fields={name: torch.tensor(column, dtype=dtype) for name, column in columns.items()},
-            media=_some([row.media for row in rows]),
-            routing=joined([(len(row.ids), row.routing) for row in rows]),
+            media=_media_of([row.media for row in rows]),
+            routing=join_traces([(len(row.ids), row.routing) for row in rows]),
         )
 
     def __len__(self) -> int:
@@ -117,41 +112,36 @@ class PackedBatch:
 
     @property
     def sequence_ids(self) -> Tensor:
-        """[T]: which sequence each token belongs to."""
+        """[T]: each token's sequence."""
         counts = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
         return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=len(self))
 
     def with_fields(self, **fields: Tensor) -> "PackedBatch":
-        """The same tokens with fields added or replaced: [T], entry i of the prediction made at token i."""
         for name, x in fields.items():
             self._check_column(f"field {name!r}", x)
         return replace(self, fields={**self.fields, **fields})
 
     def with_routing(self, routing: RoutingTrace | None) -> "PackedBatch":
-        """The same tokens, to be routed as a trace says; None: as each model sees fit."""
         return replace(self, routing=routing)
 
     def with_mask(self, mask: Tensor) -> "PackedBatch":
-        """The same tokens, of which those count where `mask` [T] is True."""
         self._check_column("the mask", mask)
         if mask.dtype != torch.bool:
             raise DataError(f"the mask is {_kind(mask)}; give torch.bool, as in mask > 0")
         return replace(self, mask=mask)
 
-    def to(self, device: torch.device | str) -> "PackedBatch":
-        """On a device, all but its media."""
-        return self._map(lambda x: x.to(device), self.cu_seqlens.to(device), self.lengths, self.media, self.routing)
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
+        """All but the media. non_blocking: as `to_device`."""
 
-    def carried(self, device: torch.device) -> "PackedBatch":
-        """On a device, all but its media, from the host without waiting for what the device has to do before."""
-        send = partial(carried, device=device)
-        return self._map(send, send(self.cu_seqlens), self.lengths, self.media, self.routing)
+        def move(x: Tensor) -> Tensor:
+            return to_device(x, torch.device(device)) if non_blocking else x.to(device)
+
+        return self._map(move, move(self.cu_seqlens), self.lengths, self.media, self.routing)
 
     def select(self, sequences: Seq[int]) -> "PackedBatch":
-        """Only these sequences, in this order."""
         lengths, ends = tuple(self.lengths[s] for s in sequences), [0, *accumulate(self.lengths)]
         spans = [slice(ends[s], ends[s + 1]) for s in sequences] or [slice(0, 0)]
-        media = _some([self.media[s] for s in sequences]) if self.media else ()
+        media = _media_of([self.media[s] for s in sequences]) if self.media else ()
         return self._map(
             lambda x: torch.cat([x[span] for span in spans]),
             cumulative(lengths).to(self.cu_seqlens.device),
@@ -161,26 +151,25 @@ class PackedBatch:
         )
 
     def token_index(self, sequences: Seq[int]) -> Tensor:
-        """int64: where the tokens of these sequences lie in this batch."""
+        """int64: positions of these sequences' tokens."""
         ends = [0, *accumulate(self.lengths)]
         spans = [torch.arange(ends[s], ends[s + 1]) for s in sequences]
         return (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)).to(self.tokens.device)
 
     def compact(self, index: Tensor) -> "PackedBatch":
-        """Only the tokens at the sorted positions `index` [n]. Sequences keep their number and may become empty.
+        """The tokens at the sorted positions `index` [n], without media and routing. Sequences may become empty.
 
-        `cu_seqlens` counts what is left; `lengths`, which the device would have to tell, stay those of all tokens. What
-        is left is for heads and losses, so media and routing stay behind.
+        `cu_seqlens` counts them; `lengths`, which only the device could tell, stay those of all tokens.
         """
         cu_seqlens = torch.searchsorted(index, self.cu_seqlens.to(index.dtype), out_int32=True)
         return self._map(lambda x: x[index], cu_seqlens, self.lengths)
 
     def pad_to_multiple(self, multiple: int) -> "PackedBatch":
-        """Add one masked sequence of zeros so that T is a positive multiple of `multiple`; T already one: unchanged."""
+        """With one more masked sequence, if T is no positive multiple."""
         return self.padded(-len(self) % multiple if len(self) else multiple)
 
     def padded(self, missing: int) -> "PackedBatch":
-        """With one more sequence, of so many masked zeros; 0: unchanged."""
+        """With one more sequence, of masked zeros."""
         if not missing:
             return self
         names = ("tokens", "targets", "mask")
@@ -226,26 +215,24 @@ class PackedBatch:
 
 
 def start_reading(media: Iterable[Media | None]) -> None:
-    """Begin to read what is not read yet, all at once."""
-    for each in media:
-        if isinstance(each, LazyMedia):
-            each.start()
+    for item in media:
+        if isinstance(item, LazyMedia):
+            item.start()
 
 
-def carried(x: Tensor, device: torch.device) -> Tensor:
-    """What lies on the host, on the device, without waiting for what the device has to do before; what lies there already."""
-    here = x.device.type == "cpu"
-    return (x.pin_memory() if here and device.type == "cuda" else x).to(device, non_blocking=here)
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """`x.to(device)` through pinned memory, without waiting for the device."""
+    on_host = x.device.type == "cpu"
+    return (x.pin_memory() if on_host and device.type == "cuda" else x).to(device, non_blocking=on_host)
 
 
 def cumulative(lengths: Seq[int]) -> Tensor:
-    """int32 [S + 1] on the host: where each sequence starts, and T."""
+    """int32 [S + 1]: the start of each sequence, and T."""
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
 
 
-def _some(media: list[Media | None]) -> tuple[Media | None, ...]:
-    """By sequence, or nothing where no sequence has any."""
-    return tuple(media) if any(each is not None for each in media) else ()
+def _media_of(media: list[Media | None]) -> tuple[Media | None, ...]:
+    return tuple(media) if any(item is not None for item in media) else ()
 
 
 def _ids(row: Seq[int] | Tensor, index: int) -> list[int]:
@@ -268,11 +255,11 @@ def _shifted(values: float | Seq[float], n: int, name: str, index: int) -> list[
     if isinstance(values, (int, float, Real)) or (isinstance(values, Tensor) and not values.dim()):
         return [float(values)] * n
     try:
-        count, found = len(values), [*map(float, values[1:])]
+        count, shifted = len(values), [*map(float, values[1:])]
     except (TypeError, ValueError) as error:
         raise DataError(
             f"sequence {index}: field {name!r} is {_kind(values)} ({error}); give a number, or one for each of {n} tokens"
         ) from error
     if count != n:
         raise DataError(f"sequence {index} has {n} tokens but {count} entries in field {name!r}")
-    return [*found, 1.0 if name == "temperature" else 0.0]
+    return [*shifted, 1.0 if name == "temperature" else 0.0]

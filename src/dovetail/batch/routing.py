@@ -1,4 +1,4 @@
-"""Which experts tokens go to: as a value that any pass can return and any other can take (router replay), and in flight."""
+"""Experts of tokens: traces that one pass records and another replays, and the routes of a micro-batch."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -14,16 +14,15 @@ from dovetail.parallel.mesh import Axis
 
 
 def narrow_dtype(experts: int) -> torch.dtype:
-    """The narrowest type that numbers this many experts and that every backend sends."""
+    """The narrowest dtype for expert numbers that every backend can send."""
     return torch.uint8 if experts <= 256 else torch.int32
 
 
 @dataclass(frozen=True)
 class RoutingTrace:
-    """The experts of T tokens in the layers that route, named by their numbers in the whole model.
+    """The experts of T tokens in M layers, numbered as in the whole model.
 
-    indices: int32 [T, M, K] for the M layers `layers`. valid: bool [T]; where it is False nothing is known, and a layer that
-    is given the trace routes the token itself.
+    indices: int32 [T, M, K]. valid: bool [T]; where it is False the router chooses.
     """
 
     layers: tuple[int, ...]
@@ -34,56 +33,54 @@ class RoutingTrace:
         return int(self.valid.shape[0])
 
     def of(self, layer: int) -> Tensor:
-        """[T, K]: the experts in one layer."""
         return self.indices[:, self.layers.index(layer)]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "RoutingTrace":
-        """The same for other tokens, or elsewhere: `fn` acts on dim 0."""
+        """Apply `fn` to both tensors."""
         return replace(self, indices=fn(self.indices), valid=fn(self.valid))
 
     def padded(self, missing: int) -> "RoutingTrace":
-        """With tokens at the end of which nothing is known."""
         return self.map(lambda x: F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)))
 
     @classmethod
     def cat(cls, traces: Iterable["RoutingTrace"]) -> "RoutingTrace":
-        """One after the other; all have the same layers."""
-        first, *others = traces
-        assert all(other.layers == first.layers for other in others)
-        indices = torch.cat([first.indices, *(other.indices for other in others)])
-        return replace(first, indices=indices, valid=torch.cat([first.valid, *(other.valid for other in others)]))
+        """Concatenate traces of the same layers."""
+        parts = list(traces)
+        assert all(part.layers == parts[0].layers for part in parts)
+        return cls(
+            parts[0].layers, torch.cat([part.indices for part in parts]), torch.cat([part.valid for part in parts])
+        )
 
     def agreement(self, other: "RoutingTrace") -> float:
-        """The share of (token, layer) pairs known to both whose experts are the same, in any order; 1 of none."""
+        """The share of (token, layer) pairs valid in both that have the same set of experts; 1 of none."""
         both = self.valid & other.valid
         same = (self.indices[both].sort(-1).values == other.indices[both].sort(-1).values).all(-1)
         return float(same.to(torch.float64).mean()) if same.numel() else 1.0
 
 
-def joined(rows: Iterable[tuple[int, RoutingTrace | None]]) -> RoutingTrace | None:
-    """The traces of all sequences (tokens, trace), or none of any: what some lack is not made up. Raises DataError."""
+def join_traces(rows: Iterable[tuple[int, RoutingTrace | None]]) -> RoutingTrace | None:
+    """Concatenate the traces of (tokens, trace); None where none has one. Raises DataError."""
     pairs = list(rows)
-    found = [trace for _, trace in pairs if trace is not None]
-    if not found:
+    traces = [trace for _, trace in pairs if trace is not None]
+    if not traces:
         return None
     for index, (tokens, trace) in enumerate(pairs):
         if trace is None:
             raise DataError(f"sequence {index} has no routing, which others have; give it to all or none")
         if len(trace) != tokens:
             raise DataError(f"sequence {index} has {tokens} tokens but routing for {len(trace)}")
-        if trace.layers != found[0].layers:
-            raise DataError(f"sequence {index} is routed in layers {trace.layers}, others in {found[0].layers}")
-    return RoutingTrace.cat(found)
+        if trace.layers != traces[0].layers:
+            raise DataError(f"sequence {index} is routed in layers {trace.layers}, others in {traces[0].layers}")
+    return RoutingTrace.cat(traces)
 
 
 @dataclass(frozen=True)
 class Balance:
-    """What keeps experts evenly loaded while this rank's tokens [t] are trained on. Padding does not count.
+    """Balance losses of this rank's tokens [t], without padding.
 
-    A sequence of n tokens, of which c_e went to expert e, costs `aux_coef` x E / (K n) sum_e c_e p_e, p being its tokens' mean
-    score (DeepSeek-V3, arXiv 2412.19437, section 2.1.2: 1 where all is even); a token costs `z_coef` x (log-sum-exp of its
-    logits)^2 (ST-MoE, arXiv 2202.08906). Sums over a sequence are sums over `axes`, whose ranks share it.
-    weight: of one token's cost in the sum that is divided by the loss's count, so that what is left is a mean over tokens.
+    A sequence of n tokens, c_e of which went to expert e, costs `aux_coef` x E / (K n) sum_e c_e p_e, p being its mean score
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); a token costs `z_coef` x (log-sum-exp of its logits)^2 (ST-MoE,
+    arXiv 2202.08906). Ranks of `axes` share sequences. weight: of one token's cost before division by the loss's count.
     """
 
     counted: Tensor  # bool [t]
@@ -97,12 +94,10 @@ class Balance:
 
 @dataclass
 class Routes:
-    """The routing of one rank's tokens [t] of one micro-batch, while its layers are computed.
+    """The routing of one rank's tokens [t] of one micro-batch, by layer.
 
-    given: experts to take instead of choosing. chosen: layer -> int32 [t, K]; what a layer chose at first stays, so that
-    whatever computes it again (activation checkpointing) takes the same path, come what may of its logits. loads: how many
-    of a sequence's tokens here each expert has, [S, E]; shared: of all its tokens, where they are asked for. costs: the sums
-    of both balance terms.
+    given: experts to replay. chosen: int32 [t, K], kept so that recomputation takes the same experts. loads: [S, E], tokens
+    of each sequence on this rank; shared: on all ranks, for balance losses. costs: sums of both balance losses.
     """
 
     given: RoutingTrace | None = None
@@ -113,7 +108,7 @@ class Routes:
     costs: dict[int, Tensor] = field(default_factory=dict)
 
     def choose(self, layer: int, live: Callable[[], Tensor]) -> Tensor:
-        """int64 [t, K]: the experts of every token. `live` ranks them by this layer's own scores."""
+        """int64 [t, K]: the experts of every token. `live`: the choice by scores."""
         if layer not in self.chosen:
             indices = live().to(torch.int32)
             if self.given is not None:
@@ -122,25 +117,25 @@ class Routes:
         return self.chosen[layer].long()
 
     def cost(self, layer: int, logits: Tensor, scores: Tensor) -> Tensor | None:
-        """What balance costs in a layer with these router logits and scores [t, E]; None where it costs nothing."""
+        """The balance losses of a layer, or None. logits, scores: [t, E]."""
         b = self.balance
         if b is None:
             return None
         if layer not in self.loads:
-            self._note_loads(b, layer, scores.shape[1])
+            self._record_loads(b, layer, scores.shape[1])
         if not (b.aux_coef or b.z_coef):
             return None
-        even = scores.shape[1] / (self.chosen[layer].shape[1] * b.lengths.to(scores.dtype))  # times an even load: 1
+        even = scores.shape[1] / (self.chosen[layer].shape[1] * b.lengths.to(scores.dtype))  # 1 over an even load
         shares = scores / scores.sum(-1, keepdim=True)
         aux = ((self.shared[layer] * even[:, None])[b.owner] * shares).sum(-1)
         z = logits.logsumexp(-1).square()
-        costs = torch.stack([torch.where(b.counted, each, 0.0).sum() for each in (aux, z)])
+        costs = torch.stack([torch.where(b.counted, cost, 0.0).sum() for cost in (aux, z)])
         self.costs[layer] = costs.detach()
         return b.weight * (b.aux_coef * costs[0] + b.z_coef * costs[1])
 
-    def _note_loads(self, b: Balance, layer: int, experts: int) -> None:
+    def _record_loads(self, b: Balance, layer: int, experts: int) -> None:
         at = b.owner[:, None] * experts + self.chosen[layer]
-        mine = count_rows(at.flatten(), len(b.lengths) * experts, b.counted[:, None].expand_as(at).flatten())
-        self.loads[layer] = self.shared[layer] = mine.view(-1, experts)
+        loads = count_rows(at.flatten(), len(b.lengths) * experts, b.counted[:, None].expand_as(at).flatten())
+        self.loads[layer] = self.shared[layer] = loads.view(-1, experts)
         for axis in b.axes if b.aux_coef or b.z_coef else ():
             self.shared[layer] = sum_over(self.shared[layer], axis)

@@ -62,7 +62,7 @@ class Saver:
     def wait(self) -> None:
         """Let the save that is under way come to its end, whatever that is: for a run that ends by an error of its own."""
         if self._thread is not None:
-            self._thread.join(self.mesh.patience.total_seconds())
+            self._thread.join(self.mesh.timeout.total_seconds())
 
     def settle(self) -> bool:
         """Wait for the save that is under way, and raise what went wrong with it: the same on every rank.

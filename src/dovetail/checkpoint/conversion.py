@@ -46,7 +46,7 @@ def convert_to_sharded(
     world = mesh["world"]
     by_rank: dict[int, list[LocalParam]] = {}
     for rank in range(world.rank, layout.num_ranks, world.size):
-        imagined = Mesh.imagined(layout, rank)
+        imagined = Mesh.abstract(layout, rank)
         by_rank[rank] = stored(model_on(imagined), imagined, as_wrapped=True)
     params = [param for found in by_rank.values() for param in found]
     present = compare(params, reader, mesh, aliases=aliases, ignore=ignore)

@@ -68,8 +68,8 @@ def write_sharded(
     with staged(target, mesh) as stage:
         written = [_write_share(stage, rank, share, layout) for rank, share in shares.items() if share]
         found = gather_text(json.dumps(written), mesh["world"], mesh.device)
-        stage.verdict.settle()
-        with stage.verdict.keep():
+        stage.verdict.raise_collectively()
+        with stage.verdict.catch():
             if stage.lead:
                 stored = {name: StoredFile(*facts) for name, facts in write_sides(sides, stage.path).items()}
                 manifest = _manifest(specs, [each for text in found for each in json.loads(text)], layout, step, stored)
@@ -88,7 +88,7 @@ def _write_share(
     """One rank's pieces as one file; what the manifest has to say of it."""
     file = f"pieces-{rank:05}-of-{layout.num_ranks:05}.safetensors"
     facts: dict[str, object] = {"rank": rank, "file": file}
-    with stage.verdict.keep():
+    with stage.verdict.catch():
         specs = [TensorSpec(name, piece.dtype, piece.region.shape) for name, piece in share.items()]
         writer = TensorFileWriter(stage.path / file, specs)
         for name, piece in share.items():

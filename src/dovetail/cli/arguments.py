@@ -68,8 +68,6 @@ def recipe_of(args: argparse.Namespace) -> "Recipe":
     if args.layout is not None:
         degrees = Layout.parse(args.layout)
         flags = {f"layout.{name}": getattr(degrees, name) or "auto" for name in DEGREES}
-        if "copy_engines" in args.layout:  # no degree: left out, it is the recipe's
-            flags["layout.copy_engines"] = degrees.copy_engines
     given = {"model.dtype": args.dtype, "model.engine": args.engine}
     flags |= {key: value for key, value in given.items() if value is not None}
     if args.trust_remote_code:

@@ -21,7 +21,7 @@ from dovetail.weights.hf_directory import Pretrained, locate, stored_head
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
     """Cut or rejoin; every rank copies its own rectangles."""
-    mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device), engine=False)
+    mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
     progress.phase("run")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     with agreed(mesh):  # to be told so after all of a large source has been read would be late

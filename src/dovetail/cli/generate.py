@@ -27,7 +27,7 @@ ON_CPU, ON_GPU = 128, 2048  # samples of a replica between two writes; the last 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
     """Sample every row; noise depends on seed, row, sample and position alone."""
-    mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device), engine=False)
+    mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
     with agreed(mesh):
         check_out(args.out, args.data, mesh)
         source = Pretrained.open(args.model, args.engine)
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         layout = backend_layout(source, mesh.layout, backend)
     if mesh["world"].size > 1:
         refuse_other_models("--model", source, mesh)
-    sampler_mesh = mesh if layout == mesh.layout else make_mesh(layout, mesh.device, engine=False)
+    sampler_mesh = mesh if layout == mesh.layout else make_mesh(layout, mesh.device)
     reader = open_checkpoint(source.path, mesh)
     refuse_other_weights(source, reader)
     stops = stop_ids(source, tokenizer)

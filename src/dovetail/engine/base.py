@@ -1,7 +1,4 @@
-"""What an engine does, whatever is behind it.
-
-Every call is collective and takes the same global batch on every rank.
-"""
+"""The interface of an engine. Every call is collective and takes the same global batch on every rank."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,34 +17,33 @@ from dovetail.weights.stream import Export
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step, the same on every rank. `loss`, and each metric, is its global sum over its global count.
+    """One optimizer step, the same on every rank. `loss` and each metric are a global sum over its global count.
 
-    A step in which nothing is counted on any rank (masks all False, a loss that counts 0) updates nothing, not even by weight
-    decay: it is `skipped` without `faults`, and `loss`, a mean of nothing, is not a number.
-    `faults`: what was not finite, by rank, where the step was skipped.
+    A step that counts nothing on any rank (masks all False) updates nothing, not even by weight decay: it is `skipped`
+    without `faults`, and its loss is NaN. faults: what was not finite, by rank, where that is why it was skipped.
     """
 
     loss: float
     grad_norm: float
     lr: float
-    tokens: int  # tokens that the model computed, padding not counted
-    flops: float  # of the model, forward and backward; what is recomputed is not counted
-    skipped: bool  # something was not finite, or nothing was counted, so nothing was updated
+    tokens: int  # computed by the model, without padding
+    flops: float  # of the model, forward and backward, without recomputation
+    skipped: bool
     metrics: Mapping[str, float]
     routing: RoutingTrace | None = None  # of every token, where it was asked for
     faults: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
     def describe_faults(self) -> str:
-        """Why the step was skipped, for a message: what was not finite, and where."""
+        """Why the step was skipped."""
         if self.skipped and not self.faults:
             return "the loss counted nothing"
-        return "not finite: " + "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in self.faults.items())
+        return "not finite: " + "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in self.faults.items())
 
 
 class Engine(Protocol):
     """A model cut over ranks. Results cover all tokens of the batch, in its order, on every rank.
 
-    A call that raises leaves nothing of itself behind: after a step that did, the weights are those of before.
+    A call that raises has no effect: after a failed step the weights are those of before.
     """
 
     def score(self, batch: PackedBatch) -> TokenStats:
@@ -55,7 +51,7 @@ class Engine(Protocol):
         ...
 
     def score_and_trace(self, batch: PackedBatch) -> tuple[TokenStats, RoutingTrace]:
-        """The same, and the experts that every token went to."""
+        """`score`, and the experts of every token."""
         ...
 
     def values(self, batch: PackedBatch) -> Tensor:
@@ -65,19 +61,18 @@ class Engine(Protocol):
     def train_step(self, batch: PackedBatch, loss: LossFn) -> StepReport:
         """Forward, backward and one optimizer step over the whole batch.
 
-        `loss` is called once or more for each micro-batch, which has some of the batch's sequences in an order of the engine's:
-        neighbors in the batch may be in different ones.
+        `loss` is called once or more for each micro-batch; which sequences a micro-batch has is the engine's choice.
         """
         ...
 
     def check_replicas(self) -> None:
-        """Raise MachineError on every rank where ranks hold different bits of what they hold copies of."""
+        """Raise MachineError on every rank where replicas of a tensor differ in any bit."""
         ...
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(HF name, whole tensor) of every parameter, one bounded bucket resident at a time.
 
-        `dtype`: of all tensors; default: each in the one that it is saved in.
+        dtype: of all tensors; default: each in its saved one.
         """
         ...
 
@@ -86,29 +81,29 @@ class Engine(Protocol):
         ...
 
     def save_sharded(self, path: Path | str) -> Path:
-        """Write each rank's pieces and their manifest, complete or not at all: where they lie."""
+        """Write each rank's shards and their manifest, complete or not at all -> their directory."""
         ...
 
     def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
-        """Everything that training goes on from, for a checkpoint in which this engine plays `role`.
+        """All training state, for a checkpoint in which this engine has the name `role`.
 
-        `with_model`: and the weights as `save_pretrained` would write them.
+        with_model: also the weights as `save_pretrained` writes them.
         """
         ...
 
     def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
-        """Go on from what another engine exported under `role` after that many optimizer steps, whatever its layout."""
+        """Resume from the state exported under `role` after that many optimizer steps, in any layout."""
         ...
 
     @property
     def updates(self) -> int:
-        """Optimizer steps that this engine has done."""
+        """Optimizer steps so far."""
         ...
 
     def offload(self) -> None:
-        """Move weights and optimizer state to the host and free the device's memory; nothing else may be called."""
+        """Move weights and optimizer state to the host; only `onload` may be called next."""
         ...
 
     def onload(self) -> None:
-        """Take them back, bit for bit."""
+        """Restore them, bit for bit."""
         ...

@@ -1,4 +1,4 @@
-"""What an engine does about experts: traces in and out, the cost of uneven loads, and biases that even them out."""
+"""Experts of an engine's model: routing traces in and out, balance losses, and bias updates."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -7,27 +7,25 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from dovetail.arch.spec import ArchSpec, MoeSpec
+from dovetail.arch.spec import MoeSpec
 from dovetail.batch.loss import LossFn, TokenStats
 from dovetail.batch.micro import MicroBatch
-from dovetail.batch.packed import carried
+from dovetail.batch.packed import to_device
 from dovetail.batch.routing import Balance, Routes, RoutingTrace
 from dovetail.engine.microbatches import LazySequence
-from dovetail.nn.decoder import Decoder
 from dovetail.nn.model import StagedModel
 from dovetail.nn.moe import Router
 from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.mesh import Mesh
 
-PlannedMicroBatches = Sequence[
-    tuple[Tensor, MicroBatch]
-]  # this replica's micro-batches, and where in the batch their tokens lie
+# This replica's micro-batches, each with the positions of its tokens in the batch.
+PlannedMicroBatches = Sequence[tuple[Tensor, MicroBatch]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceSettings:
-    """How training evens out what experts get. The coefficients are those of `routing.Balance`; bias_rate: by how much a step
-    moves the bias of an expert with too few or too many tokens (arXiv 2408.15664), where the family has such biases."""
+    """Coefficients of `batch.routing.Balance`. bias_rate: step of the selection biases (arXiv 2408.15664), where a family
+    has them."""
 
     aux_coef: float = 0.0
     z_coef: float = 0.0
@@ -35,97 +33,97 @@ class BalanceSettings:
 
 
 class Routing:
-    """The experts of one engine's model, whichever of its layers are here."""
+    """The experts of this rank's layers."""
 
-    def __init__(self, model: Decoder, moe: MoeSpec, mesh: Mesh, settings: BalanceSettings) -> None:
+    def __init__(self, model: StagedModel, moe: MoeSpec, mesh: Mesh, settings: BalanceSettings) -> None:
         self.model, self.moe, self.mesh, self.settings = model, moe, mesh, settings
 
     @classmethod
     def of(cls, model: StagedModel, mesh: Mesh, settings: BalanceSettings | None) -> "Routing | None":
-        """None for a model without experts of ours."""
-        if not isinstance(model, Decoder) or not isinstance(model.spec, ArchSpec) or model.spec.moe is None:
-            return None
-        return cls(model, model.spec.moe, mesh, settings or BalanceSettings())
+        return None if model.moe is None else cls(model, model.moe, mesh, settings or BalanceSettings())
 
-    def note(self, micro: MicroBatch) -> MicroBatch:
-        """`micro`, or its halves, ready to note routes, taking those that its batch brings along."""
+    def with_routes(self, micro: MicroBatch) -> MicroBatch:
+        """`micro`, or each of its halves, with `Routes` to record in, replaying those of its batch."""
         if micro.halves:
-            return replace(micro, halves=tuple(map(self.note, micro.halves)))
-        trace, rows = micro.batch.routing, self._mine(micro)
+            return replace(micro, halves=tuple(map(self.with_routes, micro.halves)))
+        trace, rows = micro.batch.routing, self._rows(micro)
         return replace(micro, routes=Routes(None if trace is None else trace.map(lambda x: x[rows])))
 
-    def charged(self, pairs: PlannedMicroBatches, loss: LossFn, tokens: int, dtype: torch.dtype) -> PlannedMicroBatches:
-        """The micro-batches of a step of so many tokens, which note their loads and pay for uneven ones. Collective.
+    def with_balance(
+        self, pairs: PlannedMicroBatches, loss: LossFn, tokens: int, dtype: torch.dtype
+    ) -> PlannedMicroBatches:
+        """The micro-batches of a step of so many tokens, with balance losses. Collective. dtype: of a loss's statistics.
 
-        Each is charged when it is asked for; a cost needs the count of all, and so all at once. dtype: of a loss's statistics.
+        Lazy, but for a balance loss with a coefficient: that needs the count of all micro-batches.
         """
         settings, weight = self.settings, 0.0
         if settings.aux_coef or settings.z_coef:
             with torch.no_grad():
                 weight = self._expected_count(pairs, loss, dtype) / tokens
 
-        def charge(number: int) -> tuple[Tensor, MicroBatch]:
-            for where, micro in apart(pairs[number : number + 1]):
-                self._charge(where, micro, weight)
+        def prepare(number: int) -> tuple[Tensor, MicroBatch]:
+            for index, micro in split_halves(pairs[number : number + 1]):
+                self._set_balance(index, micro, weight)
             return pairs[number]
 
-        return LazySequence(len(pairs), charge)
+        return LazySequence(len(pairs), prepare)
 
-    def _charge(self, where: Tensor, micro: MicroBatch, weight: float) -> None:
-        rows, batch, settings = self._mine(micro), micro.batch, self.settings
+    def _set_balance(self, index: Tensor, micro: MicroBatch, weight: float) -> None:
+        rows, batch, settings = self._rows(micro), micro.batch, self.settings
         assert micro.routes is not None
         micro.routes.balance = Balance(
-            counted=rows < len(where),
+            counted=rows < len(index),
             owner=batch.sequence_ids[rows],
-            lengths=carried(torch.tensor(batch.lengths), rows.device),
+            lengths=to_device(torch.tensor(batch.lengths), rows.device),
             axes=(self.mesh["tp"], self.mesh["cp"]),
             aux_coef=settings.aux_coef,
             z_coef=settings.z_coef,
             weight=weight,
         )
 
-    def settle(self, totals: tuple[Tensor, Tensor], tokens: int, *, skipped: bool) -> dict[str, float]:
-        """After a step, with its `totals`: move biases, unless it was skipped, and tell how even the loads were.
-
-        Means over layers: the most and the least loaded expert's share of an even load, and the costs of a token.
+    def update(self, totals: tuple[Tensor, Tensor], tokens: int, *, skipped: bool) -> dict[str, float]:
+        """Update the biases by a step's `totals` unless it was skipped -> metrics, means over layers: the most and the least
+        loaded expert's load over the mean load, and the balance losses per token.
         """
         loads, costs = totals
         if not skipped and self.moe.bias and self.settings.bias_rate:
-            self._move_biases(loads)
+            self._update_biases(loads)
         shares = loads / loads.mean(1, keepdim=True)
-        found = {"expert_load_max": fmean(shares.amax(1).tolist()), "expert_load_min": fmean(shares.amin(1).tolist())}
+        metrics = {
+            "expert_load_max": fmean(shares.amax(1).tolist()),
+            "expert_load_min": fmean(shares.amin(1).tolist()),
+        }
         if self.settings.aux_coef or self.settings.z_coef:
-            found |= dict(zip(("balance_loss", "router_z_loss"), (costs.mean(0) / tokens).tolist(), strict=True))
-        return found
+            metrics |= dict(zip(("balance_loss", "router_z_loss"), (costs.mean(0) / tokens).tolist(), strict=True))
+        return metrics
 
     def trace(self, pairs: PlannedMicroBatches, tokens: int) -> RoutingTrace:
         """The routes of all tokens of a batch, on every rank. Collective."""
         moe, device = self.moe, self.mesh.device
         indices = torch.zeros(tokens, len(moe.numbers), moe.top_k, dtype=torch.int32, device=device)
-        for where, micro in apart(pairs):
-            rows = self._mine(micro)
-            real = rows < len(where)
+        for index, micro in split_halves(pairs):
+            rows = self._rows(micro)
+            real = rows < len(index)
             assert micro.routes is not None
             for layer, chosen in micro.routes.chosen.items():
-                indices[where[rows[real]], moe.numbers.index(layer)] = chosen[real]
-        return RoutingTrace(moe.numbers, self._summed(indices), torch.ones(tokens, dtype=torch.bool, device=device))
+                indices[index[rows[real]], moe.numbers.index(layer)] = chosen[real]
+        return RoutingTrace(moe.numbers, self._sum(indices), torch.ones(tokens, dtype=torch.bool, device=device))
 
     def totals(self, pairs: PlannedMicroBatches) -> tuple[Tensor, Tensor]:
-        """How many tokens each expert of each routing layer had, [M, E], and the sums of both costs, [M, 2]. Collective; the
-        host waits for nothing, so it may ask while backward passes run."""
-        both = torch.zeros(
-            len(self.moe.numbers), self.moe.num_experts + 2, dtype=torch.float64, device=self.mesh.device
-        )
-        for _, micro in apart(pairs):
+        """Tokens of each expert of each layer [M, E], and the sums of both balance losses [M, 2]. Collective; the host
+        does not wait for the device."""
+        moe = self.moe
+        both = torch.zeros(len(moe.numbers), moe.num_experts + 2, dtype=torch.float64, device=self.mesh.device)
+        for _, micro in split_halves(pairs):
             assert micro.routes is not None
             for layer, load in micro.routes.loads.items():
-                both[self.moe.numbers.index(layer), :-2] += load.sum(0)
+                both[moe.numbers.index(layer), :-2] += load.sum(0)
             for layer, cost in micro.routes.costs.items():
-                both[self.moe.numbers.index(layer), -2:] += cost
-        both = self._summed(both)
+                both[moe.numbers.index(layer), -2:] += cost
+        both = self._sum(both)
         return both[:, :-2], both[:, -2:]
 
-    def _move_biases(self, loads: Tensor) -> None:
+    def _update_biases(self, loads: Tensor) -> None:
         """Raise the bias of experts with less than the mean load, lower that of the others."""
         for module in self.model.modules():
             if isinstance(module, Router):
@@ -134,7 +132,7 @@ class Routing:
                 module.e_score_correction_bias += step.to(module.e_score_correction_bias.dtype)
 
     def _expected_count(self, pairs: PlannedMicroBatches, loss: LossFn, dtype: torch.dtype) -> float:
-        """What `loss` will count over all micro-batches: its count is a matter of its tokens, not of what they cost."""
+        """What `loss` will count over all micro-batches; a count does not depend on the statistics."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for _, micro in pairs:
             blank = torch.zeros(len(micro.all_counted), dtype=dtype, device=self.mesh.device)
@@ -142,19 +140,18 @@ class Routing:
             total += torch.as_tensor(loss(stats, micro.all_counted).count)
         return float(sum_over(total, self.mesh["dp"]))
 
-    def _mine(self, micro: MicroBatch) -> Tensor:
-        """int64 [t]: which of the micro-batch's tokens are this rank's between blocks."""
+    def _rows(self, micro: MicroBatch) -> Tensor:
+        """int64 [t]: the micro-batch's tokens that this rank has between blocks."""
         return micro.order.chunk(self.mesh["tp"].size)[self.mesh["tp"].rank]
 
-    def _summed(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, each of which has tokens, or layers, of its own."""
+    def _sum(self, x: Tensor) -> Tensor:
         return sum_over(sum_over(sum_over(x, self.mesh["tp"]), self.mesh["fsdp"]), self.mesh["pp"])
 
 
-def apart(pairs: PlannedMicroBatches) -> Iterator[tuple[Tensor, MicroBatch]]:
-    """What blocks compute: the halves of micro-batches that have some, each with where in the batch its tokens lie."""
-    for where, micro in pairs:
+def split_halves(pairs: PlannedMicroBatches) -> Iterator[tuple[Tensor, MicroBatch]]:
+    """Whole micro-batches, and the halves of the others, each with its tokens' positions in the batch."""
+    for index, micro in pairs:
         if micro.halves:
-            yield from zip((where[: micro.first], where[micro.first :]), micro.halves, strict=True)
+            yield from zip((index[: micro.first], index[micro.first :]), micro.halves, strict=True)
         else:
-            yield where, micro
+            yield index, micro

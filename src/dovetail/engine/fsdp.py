@@ -1,6 +1,5 @@
-"""FSDP2 around a model: each block a group, its experts and untied ends apart, sums not means."""
+"""FSDP2 around a model: each block, its experts and untied ends are groups; gradients are summed, not averaged."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from dovetail.device import memory_of
-from dovetail.engine.copying import copies_of
 from dovetail.kernels.reference import wide
-from dovetail.nn.decoder import Decoder
 from dovetail.nn.grad_accumulation import Adder
 from dovetail.nn.linear import Linear
 from dovetail.nn.model import StagedModel
@@ -22,15 +19,15 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import placements_of
 from dovetail.weights.shards import reshard
 
-SHARE = 1 / 3  # of a device's memory, for what a step may keep whole to spare communication
+MEMORY_SHARE = 1 / 3  # of a device's memory, for what a step may keep unsharded to save communication
 
 
 @dataclass(frozen=True)
 class ReshardPolicy:
-    """What stays whole between the micro-batches of a step.
+    """What stays unsharded between the micro-batches of a step.
 
-    gathered: parameters, so that they are gathered once a step; else by every pass, and so also in a step of one micro-batch
-    whose blocks spare memory. summed: the sums of gradients, so that they are reduced once a step; else after every micro-batch.
+    gathered: parameters, gathered once a step instead of in every pass. A step of one micro-batch that recomputes
+    activations reshards them all the same. summed: gradients, reduced once a step instead of once a micro-batch.
     """
 
     gathered: bool
@@ -38,39 +35,34 @@ class ReshardPolicy:
 
     @classmethod
     def within(cls, elements: int, parameter: int, gradient: int, memory: int | None) -> "ReshardPolicy":
-        """For so many elements, of so many bytes each, in a device's memory: both, gradients alone, or neither.
-
-        None: nobody knows the memory, as on a host. There gathering is a copy within it; a sum spares more than that.
-        """
+        """For a number of elements, of so many bytes each, and a device's memory; None: on a host, gather by copies."""
         if memory is None:
             return cls(gathered=False, summed=True)
-        summed = elements * gradient <= SHARE * memory
-        return cls(gathered=elements * (parameter + gradient) <= SHARE * memory, summed=summed)
+        summed = elements * gradient <= MEMORY_SHARE * memory
+        return cls(gathered=elements * (parameter + gradient) <= MEMORY_SHARE * memory, summed=summed)
 
     @classmethod
     def of(cls, model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> "ReshardPolicy":
-        """That of a sharded model which computes in `dtype`. Collective over dp x cp, whose ranks must do the same.
+        """For a sharded model that computes in `dtype`. Collective over dp x cp, whose ranks must do the same.
 
-        A pipeline's stages run many times a step and may add weight gradients after their last backward pass; one rank
-        alone reduces nothing, and gathers by copying.
+        Pipeline stages run many times a step and may add weight gradients after their last backward pass; a single rank
+        reduces nothing and gathers by copies.
         """
         if mesh["pp"].size > 1 or mesh["fsdp"].size == 1:
             return cls(gathered=True, summed=True)
         first, memory = next(model.parameters()), memory_of(mesh.device)
         if memory is not None:
-            everyone = stack_over(torch.tensor(memory, device=mesh.device), mesh["fsdp"])
-            memory = int(everyone.min())
+            memory = int(stack_over(torch.tensor(memory, device=mesh.device), mesh["fsdp"]).min())
         elements = sum(parameter.numel() for parameter in model.parameters())
         return cls.within(elements, dtype.itemsize, wide(first.dtype).itemsize, memory)
 
 
 def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Shard the parameters' rows over dp x cp, in place. They compute in `dtype`, gradients are reduced in the wide one.
+    """Shard the parameters' rows over dp x cp, in place. They compute in `dtype`; gradients are reduced in the wide dtype.
 
-    One process is a group of one rank, not a second path. Gradients are summed: the engine divides once, by the count.
-    Experts are groups of their own, over the ranks that hold the same ones. Blocks are gathered again in backward, but for
-    pipeline stages, which run many times a step, and for one rank that computes in a dtype of its own: there a gather is
-    a cast of the whole model, done once a step.
+    Gradients are summed: the engine divides by the global count. Experts are sharded over the ranks that hold the same
+    ones. Parameters are resharded after forward, except on pipeline stages, which run many times a step, and on a single rank
+    that casts them: there a gather is a cast of the whole model, done once a step.
     """
     first = next(model.parameters())
     keep = mesh["pp"].size > 1 or (mesh["fsdp"].size == 1 and dtype != first.dtype)
@@ -80,48 +72,31 @@ def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
         cast_forward_inputs=False,
     )
     options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": not keep}
-    copies = {name: copies_of(mesh, name) for name in mesh.fsdp}
     for module in (*model.groups(), model):
         axes = {placement.sharded_over for placement in placements_of(module).values()}
-        axis = "expert_fsdp" if axes == {"expert_fsdp"} and mesh["ep"].size > 1 else "fsdp"  # or else the same ranks
+        axis = "expert_fsdp" if axes == {"expert_fsdp"} and mesh["ep"].size > 1 else "fsdp"
         fully_shard(module, mesh=mesh.fsdp[axis], **options)
-        if mesh[axis].size > 1:  # the sum of one is itself, and FSDP would divide by 1.0 into a copy of every gradient
+        if mesh[axis].size > 1:  # on one rank FSDP would divide by 1.0 into a copy of every gradient
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if (between := copies[axis]) is not None:
-                module.set_custom_all_gather(between.gather)
-                module.set_custom_reduce_scatter(between.scatter)
 
 
 def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
-    """Have the parameters that a forward pass needs first on their way, so that the host prepares its batch meanwhile.
+    """Prefetch the parameters that a forward pass needs first, while the host prepares the batch. Collective.
 
-    Collective. These are the gathers with which the pass would begin, in its order, and FSDP2 takes what has come: a rank that
-    begins them late, or in the pass, still meets the others. Who raises before the pass drops them by `forget_step`.
+    The order is that of the pass, so a rank that starts late still matches the others. `forget_step` drops them.
     """
-    for module in _first_groups(model):
+    for module in (model, *model.first_groups()):
         if isinstance(module, FSDPModule):
-            # of one rank it is a copy, which the device makes at once; and `copying` has no gathers that nobody waits for
-            module.unshard(async_op=mesh["fsdp"].size > 1 and copies_of(mesh, "fsdp") is None)
-
-
-def _first_groups(model: StagedModel) -> Iterator[nn.Module]:
-    """What every forward pass gathers first. Foreign layers say nothing of their order, but all lie in the root."""
-    yield model
-    if isinstance(model, Decoder):
-        if model.cut.first:
-            yield model.model.embed_tokens
-        for layer in model.cut.stages[0][:1]:
-            yield model.model.layers[str(layer)]
+            module.unshard(async_op=mesh["fsdp"].size > 1)
 
 
 def forget_step(model: StagedModel, mesh: Mesh) -> None:
-    """Drop what a step that raised has left: gradients, products that wait, what is gathered or on its way, and where FSDP2
-    thinks it is.
+    """Drop what a step that raised has left: gradients, delayed weight gradients, gathered parameters and FSDP2's state.
 
-    No collectives: the other ranks may be anywhere. FSDP2's own `reset_iter_state` is younger than torch 2.11, and keeps
-    gradients that are not reduced; its last callback of a backward pass does the rest in every version.
+    No collectives: the other ranks may be anywhere. FSDP2's own `reset_iter_state` is younger than torch 2.11 and keeps
+    gradients that are not reduced; its final callback of a backward pass does the rest in every version.
     """
     for module in model.modules():
         if isinstance(module, Adder):
@@ -131,20 +106,19 @@ def forget_step(model: StagedModel, mesh: Mesh) -> None:
             module.waits = False
     assert isinstance(model, FSDPModule)
     state = model._get_fsdp_state()
-    context = state._state_ctx
     for module in model.modules():  # not FSDP2's list of them, which its first forward pass makes
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         if group is None:
             continue
-        group._training_state = TrainingState.POST_BACKWARD  # or the callback would reduce what is there
-        group.wait_for_unshard()  # or the next pass would take what was on its way, whatever the weights are by then
+        group._training_state = TrainingState.POST_BACKWARD  # or the callback would reduce these gradients
+        group.wait_for_unshard()  # or the next pass would use a prefetch of old weights
         for param in group.fsdp_params:
             param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
-    context.iter_forward_root = None
+    state._state_ctx.iter_forward_root = None
     model.set_is_last_backward(True)
-    if context.all_states:
+    if state._state_ctx.all_states:
         state._root_post_backward_final_callback()
     if mesh["pp"].size == 1 and mesh["fsdp"].size > 1:
         model.set_reshard_after_forward(True)
@@ -152,9 +126,9 @@ def forget_step(model: StagedModel, mesh: Mesh) -> None:
 
 
 def enable_grad_accumulation_fusion(model: StagedModel) -> None:
-    """Have our layers' gradients summed in `.grad` of what FSDP gathers, in the dtype in which it reduces them.
+    """Have our layers add weight gradients into `.grad` of the gathered parameters, in the dtype that FSDP reduces.
 
-    It then takes them as they are; left to itself it copies every one into such a sum. Foreign layers leave theirs to it.
+    FSDP then takes them without a copy. Layers of transformers leave theirs to FSDP.
     """
     adders = [module for module in model.modules() if isinstance(module, Adder)]
     if not any(isinstance(adder, Linear) for adder in adders):
@@ -163,11 +137,11 @@ def enable_grad_accumulation_fusion(model: StagedModel) -> None:
         adder.adds = model.kernels.add_weight_grad_
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            _use_fp32_grads(module)
+            _use_wide_grads(module)
 
 
-def _use_fp32_grads(module: nn.Module) -> None:
-    """Of the parameters that are gathered for this module: FSDP makes them in its next forward pass, and keeps them."""
+def _use_wide_grads(module: nn.Module) -> None:
+    """Set `grad_dtype` of this module's gathered parameters, which FSDP makes in its next forward pass and keeps."""
 
     def widen(_module: nn.Module, _inputs: object) -> None:
         for parameter in module.parameters():

@@ -1,4 +1,4 @@
-"""What a training step leaves behind when a number was not finite: which rank saw what, and what it computed on."""
+"""Faults of a training step: what was not finite, on which rank, and the micro-batches it was computed from."""
 
 import json
 import shutil
@@ -20,32 +20,32 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.weights.atomic import write_file
 from dovetail.weights.safetensors import TensorFileWriter, TensorSpec, dump_json
 
-GRADIENT = "gradient"  # of faults, the one that follows from any other
+GRADIENT = "gradient"  # prefix of the faults that follow from any other
 
 
 @dataclass(frozen=True)
 class StepWatch:
-    """Whom a training step tells where it is, and the directory for what it had to skip; None: nothing is kept."""
+    """The progress that training steps report, and the folder for skipped micro-batches; None: they are not written."""
 
     progress: Progress = field(default_factory=Progress)
     folder: Path | None = None
 
-    def keep(self, mine: Sequence[str], micros: Sequence[MicroBatch], mesh: Mesh) -> dict[int, list[str]]:
-        """Everybody's faults, by rank; the ranks where they began write what they computed on. Collective.
+    def record(self, own: Sequence[str], micros: Sequence[MicroBatch], mesh: Mesh) -> dict[int, list[str]]:
+        """All ranks' faults; ranks with a cause write their micro-batches. Collective.
 
-        Gradients are summed before they are looked at, so a rank that sees them alone may not be where they went wrong.
+        A gradient is a cause only where no rank has another: gradients are summed before they are checked.
         """
-        everyone = [json.loads(text) for text in gather_text(json.dumps(list(mine)), mesh["world"], mesh.device)]
-        causes = [[fault for fault in found if not fault.startswith(GRADIENT)] for found in everyone]
-        faults = {rank: found for rank, found in enumerate(causes if any(causes) else everyone) if found}
-        if self.folder is not None and mesh["world"].rank in faults:
-            step, rank = self.progress.state.step or 0, mesh["world"].rank
-            name = f"step_{step:06}.rank_{rank}"
+        by_rank = [json.loads(text) for text in gather_text(json.dumps(list(own)), mesh["world"], mesh.device)]
+        causes = [[fault for fault in names if not fault.startswith(GRADIENT)] for names in by_rank]
+        faults = {rank: names for rank, names in enumerate(causes if any(causes) else by_rank) if names}
+        rank = mesh["world"].rank
+        if self.folder is not None and rank in faults:
+            name = f"step_{self.progress.state.step or 0:06}.rank_{rank}"
             number = len([*self.folder.glob(name), *self.folder.glob(f"{name}.*")])  # a step may have several updates
             place = self.folder / (f"{name}.{number + 1}" if number else name)
             try:
                 self._write(place, faults, micros, mesh)
-            except OSError as error:  # a full disk, perhaps: the other ranks go on, and so does the run
+            except OSError as error:  # such as a full disk: the run goes on
                 shutil.rmtree(place, ignore_errors=True)
                 sys.stderr.write(f"dovetail: {place}, what rank {rank} computed on, is not kept: {error}\n")
         return faults
@@ -58,15 +58,19 @@ class StepWatch:
         for key, x in tensors.items():
             writer.write(key, x)
         writer.close()
-        step, rank = self.progress.state.step or 0, mesh["world"].rank
-        told = {"step": step, "rank": rank, "layout": str(mesh.layout), "coords": mesh.coords}
-        lengths = [list(micro.batch.lengths) for micro in micros]
-        faults_by_rank = {str(other): found for other, found in faults.items()}
-        write_file(place / "fault.json", dump_json({**told, "faults": faults_by_rank, "lengths": lengths}))
+        description = {
+            "step": self.progress.state.step or 0,
+            "rank": mesh["world"].rank,
+            "layout": str(mesh.layout),
+            "coords": mesh.coords,
+            "faults": {str(rank): names for rank, names in faults.items()},
+            "lengths": [list(micro.batch.lengths) for micro in micros],
+        }
+        write_file(place / "fault.json", dump_json(description))
 
 
 def inputs_of(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
-    """What the losses read of the batch, on this rank's counted tokens, by micro-batch and name."""
+    """The floating-point fields of this rank's counted tokens, which losses read."""
     return {
         f"{name} of micro-batch {i}": x
         for i, micro in enumerate(micros)
@@ -75,11 +79,10 @@ def inputs_of(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
     }
 
 
-def spoiled(
+def nonfinite_parts(
     batch: PackedBatch, pairs: PlannedMicroBatches, parts: Sequence[Tensor], sums: Sequence[Tensor]
 ) -> list[str]:
-    """The names of what is not finite of a step: what its losses read, the losses of this rank's micro-batches (`parts`), and
-    their sum and count (`sums`)."""
+    """Names of what is not finite among a step's inputs, losses of micro-batches (`parts`), and their total and count."""
     bad = [name for name, x in inputs_of([micro for _, micro in pairs]).items() if not bool(torch.isfinite(x).all())]
     for i, part in enumerate(parts):
         if not bool(torch.isfinite(part)):

@@ -1,11 +1,11 @@
-"""What a caller hands an engine, looked at before it does harm: batches that differ between ranks, losses of a wrong form."""
+"""Checks of what callers give an engine: batches that differ between ranks, and results of losses."""
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,15 +21,15 @@ COMPARED = ("lengths", "names of fields", "tokens", "targets", "mask")
 
 
 def check_same(batch: PackedBatch, mesh: Mesh) -> None:
-    """Raise DataError on every rank where ranks hold different batches, or none. Collective: a few numbers, between hosts.
+    """Raise DataError on every rank where ranks hold different batches, or none. Collective, over gloo.
 
-    Fields are compared by name and dtype: numbers that ranks computed may differ in a last bit. Of a batch on an accelerator
-    only what the host knows is compared, since the rest would wait for the device.
+    Fields are compared by name and dtype: computed values may differ in a last bit. Tensors on an accelerator are not
+    compared, since that would wait for the device.
     """
     world = mesh["world"]
-    everyone = stack_numbers(fingerprint(batch), world, mesh.device) if world.size > 1 else []
-    for rank, theirs in enumerate(everyone):
-        differ = [name for name, a, b in zip(COMPARED, everyone[0], theirs, strict=True) if a != b]
+    prints = stack_numbers(fingerprint(batch), world, mesh.device) if world.size > 1 else []
+    for rank, values in enumerate(prints):
+        differ = [name for name, a, b in zip(COMPARED, prints[0], values, strict=True) if a != b]
         if differ:
             raise DataError(
                 f"ranks were given different batches: rank {rank} differs from rank 0 in {', '.join(differ)}; every rank takes "
@@ -42,36 +42,32 @@ def check_same(batch: PackedBatch, mesh: Mesh) -> None:
 
 
 def fingerprint(batch: Any) -> list[int]:
-    """A number for each of `COMPARED`, the same wherever that is the same; 0 for what is not on the host, and -1 of no batch."""
+    """A checksum for each of `COMPARED`: 0 for tensors that are not on the host, -1 for what is no batch."""
     if not isinstance(batch, PackedBatch):
         return [-1] * len(COMPARED)
     names = sorted((name, str(x.dtype)) for name, x in batch.fields.items())
-    known = [zlib.crc32(json.dumps(each).encode()) for each in (batch.lengths, names)]
+    known = [zlib.crc32(json.dumps(value).encode()) for value in (batch.lengths, names)]
     columns = (batch.tokens, batch.targets, batch.mask)
     return [*known, *(zlib.crc32(x.contiguous().numpy().data) if x.device.type == "cpu" else 0 for x in columns)]
 
 
-class _Noted:
-    """Adds to what a loss raises what it was given."""
-
-    def __init__(self, batch: PackedBatch) -> None:
-        self.batch = batch
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if isinstance(error, Exception):
-            count = int((self.batch.cu_seqlens.diff() > 0).sum())
-            error.add_note(
-                f"raised by the loss of a micro-batch of {count} sequences with {len(self.batch)} counted tokens; which they are "
-                "is the engine's choice, so a loss cannot rely on pairs or groups (docs/contract.md, Losses)"
-            )
+@contextmanager
+def _noting_batch(batch: PackedBatch) -> Iterator[None]:
+    """Add to an error of a loss what the loss was given."""
+    try:
+        yield
+    except Exception as error:
+        count = int((batch.cu_seqlens.diff() > 0).sum())
+        error.add_note(
+            f"raised by the loss of a micro-batch of {count} sequences with {len(batch)} counted tokens; which they are "
+            "is the engine's choice, so a loss cannot rely on pairs or groups (docs/contract.md, Losses)"
+        )
+        raise
 
 
 @dataclass(frozen=True)
-class ValidatedBatch:
-    """A loss whose results have the form that the engine adds up: scalars, as tensors of the statistics' device."""
+class ValidatedLoss:
+    """A loss whose results are checked to be scalars, as tensors on the statistics' device."""
 
     loss: LossFn
 
@@ -81,48 +77,45 @@ class ValidatedBatch:
 
     def __call__(self, stats: Any, batch: PackedBatch, /) -> Loss:
         first: Tensor = stats if isinstance(stats, Tensor) else stats.logprob
-        with _Noted(batch):
-            found = self.loss(stats, batch)
-        if not isinstance(found, Loss):
+        with _noting_batch(batch):
+            result = self.loss(stats, batch)
+        if not isinstance(result, Loss):
             raise ConfigError(
-                f"the loss returned a {type(found).__name__}; return dt.Loss(total, count, metrics): sums over the batch's "
+                f"the loss returned a {type(result).__name__}; return dt.Loss(total, count, metrics): sums over the batch's "
                 "tokens, and how many they are, as in dt.Loss(-stats.logprob.sum(), batch.mask.sum(), {})"
             )
-        total, count = _scalar("total", found.total, first), _scalar("count", found.count, first)
-        if not isinstance(found.metrics, Mapping):
+        total, count = _scalar("total", result.total, first), _scalar("count", result.count, first)
+        if not isinstance(result.metrics, Mapping):
             raise ConfigError(
-                f"the loss's metrics are a {type(found.metrics).__name__}; give a dict of names and dt.Sum"
+                f"the loss's metrics are a {type(result.metrics).__name__}; give a dict of names and dt.Sum"
             )
         if torch.is_grad_enabled() and not total.requires_grad:
             if bool(total != 0):
+                named = "values" if isinstance(stats, Tensor) else "stats.logprob or stats.entropy"
                 raise ConfigError(
-                    f"the loss's total, {float(total):.4g}, has no gradient: compute it from the {_named(stats)} that the "
+                    f"the loss's total, {float(total):.4g}, has no gradient: compute it from the {named} that the "
                     "loss is given; look for detach(), item() or no_grad()"
                 )
-            total = total + first[:0].sum()  # nothing to train here
-        return Loss(total, count, {name: _metric(name, each, first) for name, each in found.metrics.items()})
+            total = total + first[:0].sum()  # backward still needs a graph
+        return Loss(total, count, {name: _metric(name, value, first) for name, value in result.metrics.items()})
 
 
-def _named(stats: Any) -> str:
-    return "values" if isinstance(stats, Tensor) else "stats.logprob or stats.entropy"
-
-
-def _metric(name: Any, found: Any, like: Tensor) -> Sum:
+def _metric(name: Any, value: Any, like: Tensor) -> Sum:
     if not (isinstance(name, str) and name):  # "" is the loss itself in the engine's sums
         raise ConfigError(f"the loss names a metric {name!r}; give it a name that is a string and not empty")
-    if not isinstance(found, Sum):
+    if not isinstance(value, Sum):
         raise ConfigError(
-            f"the loss's metric {name!r} is a {type(found).__name__}; give dt.Sum(total, count): the engine adds the sums of all "
+            f"the loss's metric {name!r} is a {type(value).__name__}; give dt.Sum(total, count): the engine adds the sums of all "
             "micro-batches and ranks, and divides once"
         )
-    return Sum(*(_scalar(f"metric {name!r}", x, like) for x in found))
+    return Sum(*(_scalar(f"metric {name!r}", x, like) for x in value))
 
 
 def _scalar(name: str, x: Any, like: Tensor) -> Tensor:
-    """A number as a tensor of no dimension where `like` lies; one that is there already stays as it is."""
+    """A number as a tensor of no dimension on the device of `like`."""
     if isinstance(x, Tensor) and not x.dim():
         return x.to(like.device)
     if isinstance(x, Real):
         return torch.full((), float(x), dtype=torch.float64, device=like.device)
-    found = f"is a tensor {list(x.shape)}; take its sum()" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
-    raise ConfigError(f"the loss's {name} {found}; expected a number or a tensor of one")
+    given = f"is a tensor {list(x.shape)}; take its sum()" if isinstance(x, Tensor) else f"is a {type(x).__name__}"
+    raise ConfigError(f"the loss's {name} {given}; expected a number or a tensor of one")

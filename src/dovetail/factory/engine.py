@@ -1,7 +1,6 @@
 """From a directory's name to an engine. `build` is the only room that knows every constructor."""
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -31,11 +30,9 @@ from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.assembly import shards_of
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
-from dovetail.parallel.mesh import PATIENCE, USES, Axis, Mesh
-from dovetail.parallel.peers import Peers, Ring
+from dovetail.parallel.mesh import TIMEOUT, Mesh
 from dovetail.parallel.placement import as_index
 from dovetail.parallel.process_group import ensure_process_group, num_ranks, num_ranks_here, pick_device
-from dovetail.parallel.symmetric import rings
 from dovetail.pipeline.partition import partition
 from dovetail.weights.experts import form_of
 from dovetail.weights.hf_directory import (
@@ -103,8 +100,6 @@ class EngineOptions:
 DEFAULTS = EngineOptions()
 FAR_LARGER = 8
 HEADS = ("lm", "value")
-ACTIVATIONS = Ring(4, 1 << 27)  # for tp and cp: 16384 tokens of width 4096 in half precision
-GATHERS, SUMS = Ring(2, 1 << 27), Ring(2, 1 << 28)  # for FSDP2, which goes piece by piece: see `engine.copying`
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # that an engine computes in
 
 
@@ -148,22 +143,9 @@ def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def make_mesh(
-    layout: Layout | None, device: torch.device, *, engine: bool = True, patience: timedelta = PATIENCE
-) -> Mesh:
-    """The mesh of a layout over the ranks of the job. Collective.
-
-    engine: whether an engine may run over it, which has so much to send that rings are worth their memory (`peers`).
-    patience: that of `Mesh.build`.
-    """
-    layout = (layout or Layout(dp=None)).resolve(num_ranks())
-
-    def reach(world: Axis, axes: Mapping[str, Axis]) -> Mapping[str, Peers]:
-        of_use = dict(zip(USES, (GATHERS, SUMS), strict=True))
-        sizes = {name: of_use.get(name.rpartition(" ")[2], ACTIVATIONS) for name in axes}
-        return rings(world, axes, sizes, device, kernels_for(device)) if engine and layout.copy_engines else {}
-
-    return Mesh.build(layout, device, reach, patience)
+def make_mesh(layout: Layout | None, device: torch.device, *, timeout: timedelta = TIMEOUT) -> Mesh:
+    """The mesh of a layout over the ranks of the job. Collective. timeout: as `Mesh.build` takes it."""
+    return Mesh.build((layout or Layout(dp=None)).resolve(num_ranks()), device, timeout)
 
 
 def make_engine(
@@ -206,7 +188,7 @@ def make_engine(
         balance=options.balance,
         watch=options.watch,
     )
-    engine.halving = DualBatch.of(model, mesh, options.in_turns)
+    engine.dual_batch = DualBatch.of(model, mesh, options.in_turns)
     if options.resume is not None:
         checkpoint, role, updates = options.resume
         engine.load_training(role, checkpoint, updates)

@@ -269,24 +269,22 @@ class Builder:
     def _sampler_mesh(self) -> Mesh:
         section = self.recipe.rollout.layout or LayoutSection()
         folded = partial(backend_layout, self.source, backend=self.recipe.rollout.backend)
-        return self._mesh(section, "rollout.layout", folded, engine=False)
+        return self._mesh(section, "rollout.layout", folded)
 
     def _mesh(
         self,
         section: LayoutSection,
         name: str = "layout",
         change: Callable[[Layout], Layout] = lambda layout: layout,
-        *,
-        engine: bool = True,
     ) -> Mesh:
-        """One for every layout: engines ask before the sampler, which has theirs where it can."""
+        """One for every layout: the sampler shares an engine's where layouts are equal."""
         try:
             layout = change(section.to_layout().resolve(num_ranks()))
         except LayoutError as error:
             raise LayoutError(f"{name}: {error}") from error
         if layout not in self.meshes:
             limit = patience(self.recipe.trainer.timeouts)
-            self.meshes[layout] = make_mesh(layout, self.device, engine=engine, patience=limit)
+            self.meshes[layout] = make_mesh(layout, self.device, timeout=limit)
         return self.meshes[layout]
 
     @property

@@ -17,6 +17,12 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], dro
     """One line each. `config`: the policy's config.json; `lengths`: tokens of every row to train on; `dropped`: lines about
     rows that are left out, and about models, some perhaps twice."""
     told, algorithm, trainer = list(dict.fromkeys(dropped)), recipe.algorithm, recipe.trainer
+    layouts = {
+        "layout": recipe.layout,
+        "critic.layout": recipe.critic.layout,
+        "reference.layout": recipe.reference.layout,
+        "rollout.layout": recipe.rollout.layout,
+    }
     idle = []
     if not isinstance(algorithm, PPO):
         idle += [f"critic.{key}" for key, value in recipe.critic if value is not None]
@@ -43,6 +49,9 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], dro
             f"the policy is never trained: algorithm.critic_warmup={algorithm.critic_warmup} steps train the critic alone, and "
             f"trainer.steps is {trainer.steps}"
         )
+    if given := [name for name, layout in layouts.items() if layout and layout.copy_engines is not None]:
+        keys = ", ".join(f"{name}.copy_engines" for name in given)
+        told.append(f"{keys} has no effect any more: NCCL runs all collectives; leave it out")
     if trainer.eval_every and recipe.data.eval is None:
         told.append("without effect, since there is no data.eval: trainer.eval_every")
     if trainer.prompts_per_step > len(lengths):

@@ -26,7 +26,7 @@ def backend_layout(source: Pretrained, layout: Layout, backend: Backend) -> Layo
     if backend == "transformers":
         if isinstance(source.spec, ForeignSpec) and source.spec.lacking:
             check_layout(source.spec, layout)  # tp was asked for, and would be replicas
-        return Layout(dp=layout.num_ranks, copy_engines=layout.copy_engines)
+        return Layout(dp=layout.num_ranks)
     named = source.config.get("model_type")
     if named not in FAMILIES:
         known_config(source.config)  # nobody is sent to transformers that does not know the family either
@@ -47,7 +47,7 @@ def sampling_layout(spec: ArchSpec, layout: Layout) -> Layout:
     """
     check_layout(spec, layout)
     assert layout.dp is not None
-    folded = Layout(tp=layout.tp * layout.pp, dp=layout.dp * layout.cp, copy_engines=layout.copy_engines)
+    folded = Layout(tp=layout.tp * layout.pp, dp=layout.dp * layout.cp)
     try:
         validate_layout(spec, folded)
     except LayoutError as error:

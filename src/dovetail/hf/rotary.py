@@ -5,7 +5,7 @@ import transformers
 from torch import Tensor, nn
 
 from dovetail.arch.spec import BY_LENGTH
-from dovetail.batch.packed import PackedBatch, carried
+from dovetail.batch.packed import PackedBatch, to_device
 from dovetail.errors import ModelError
 
 BEYOND = 1 << 40  # added to the positions of a sequence that is longer than the limit
@@ -27,7 +27,7 @@ def marked(batch: PackedBatch, limit: int) -> Tensor:
     """[T]: the positions of a batch, from BEYOND on in sequences longer than the limit."""
     lengths = torch.tensor(batch.lengths)
     beyond = (lengths > limit).repeat_interleave(lengths)
-    return batch.positions + BEYOND * carried(beyond, batch.positions.device)
+    return batch.positions + BEYOND * to_device(beyond, batch.positions.device)
 
 
 class LongRope(nn.Module):

@@ -182,7 +182,7 @@ class Vision:
         starts = [rank * height for rank in range(self.axis.size)]
         index = torch.tensor(_stretches([sight.rows for sight in sights], owners, starts), dtype=torch.int64)
         places, by_place = places.sort()  # within a sequence images came before videos
-        order = micro.share.order(len(micro.batch))
+        order = micro.shard.order(len(micro.batch))
         local = torch.searchsorted(order, places).clamp(max=len(order) - 1)
         here = order[local] == places
         features = everyone.index_select(0, index[by_place][here].to(device))

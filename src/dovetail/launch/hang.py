@@ -19,7 +19,7 @@ ASK = signal.SIGUSR2  # USR1 is what batch systems send before they end a job
 
 
 # Where the newest frame of a rank lies that is in a collective.
-WAITING_IN = ("/torch/distributed/", "/dovetail/comm.py", "/dovetail/pipeline/executor.py")
+WAITING_IN = ("/torch/distributed/", "/dovetail/parallel/collectives.py", "/dovetail/pipeline/executor.py")
 
 
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')

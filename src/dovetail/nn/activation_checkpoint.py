@@ -180,7 +180,7 @@ class PinnedPool:
                 self.stayed += x.nbytes
                 return None
         strides = torch.empty_like(x, device="meta").stride()  # kernels look at them, and copies of equal ones are fast
-        return arena.take(x.dtype, (x.numel(),)).as_strided(x.shape, strides)
+        return arena.allocate(x.dtype, (x.numel(),)).as_strided(x.shape, strides)
 
     def copy(self, to: Tensor, source: Tensor) -> Any:
         """Copy beside the computation, after all that it was asked to do before; the event says when."""

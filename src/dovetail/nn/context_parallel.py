@@ -4,12 +4,12 @@ A line holds two chunks of c tokens: of L lines the i-th holds the i-th of 2 L c
 of the keys and values of all T = 2 L c tokens. A rank then reads or writes, beside attention and what the network brings:
 
     forward    2 M / L            for the join of its own keys and values
-               M                  for the later half turned round, while the earlier half still comes (copy engines: M / L)
+               M                  for the later half reordered, while the earlier half still comes
     backward   (2 + 1 / (2 L)) M  for the gradients of both stretches of keys of one document, laid down as they leave
                (1 + 1 / L) M      for the sum of what comes
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dovetail.arch.spec import RopeSpec
 from dovetail.batch.micro import ContextShard, MicroBatch
-from dovetail.batch.packed import carried, cumulative
+from dovetail.batch.packed import cumulative, to_device
 from dovetail.batch.routing import Routes
 from dovetail.kernels.reference import Spans, as_wide_as
 from dovetail.kernels.registry import KernelSet
@@ -36,20 +36,14 @@ def share_keys(
     axis: Axis,
     add: Callable[..., Tensor],
     during: Callable[[], None] = nothing,
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterable[tuple[Tensor, Tensor]]:
     """This line's k and v [t, G, C] -> the keys and the values of each stretch [n, G, C] of all lines' T tokens.
 
-    They come one by one, as far as they have arrived: those of the first half of all tokens before the second half has. They
-    are views of one tensor, and nobody may write to them. Gradients are rounded to k's dtype on the rank whose
+    They are views of one tensor, and nobody may write to them. Gradients are rounded to k's dtype on the rank whose
     queries ask for them and then summed by `add`, [L, ...] -> [...], in rank order. `during` goes on while they travel.
     """
-    *found, arrive = _SharedKeys.apply(k, v, tuple(stretches), axis, add, during)
-    half, arrived = len(k) * axis.size // 2, False
-    for stretch, key, value in zip(stretches, found[::2], found[1::2], strict=True):
-        if stretch.stop > half and not arrived:
-            arrive()
-            arrived = True
-        yield key, value
+    found = _SharedKeys.apply(k, v, tuple(stretches), axis, add, during)
+    return zip(found[::2], found[1::2], strict=True)
 
 
 class _SharedKeys(torch.autograd.Function):
@@ -66,15 +60,15 @@ class _SharedKeys(torch.autograd.Function):
         during: Callable[[], None],
     ) -> tuple[Any, ...]:
         ctx.stretches, ctx.axis, ctx.add, ctx.during, ctx.own = stretches, axis, add, during, len(k)
-        everything, arrive = gather_mirrored(torch.cat((k, v), dim=1), axis)
-        return *(x for stretch in stretches for x in everything[stretch].chunk(2, dim=1)), arrive
+        everything = gather_mirrored(torch.cat((k, v), dim=1), axis)
+        return tuple(x for stretch in stretches for x in everything[stretch].chunk(2, dim=1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        parts = scatter_kv_grads(grads[:-1], ctx.stretches, ctx.own, ctx.axis.size)
+        parts = scatter_kv_grads(grads, ctx.stretches, ctx.own, ctx.axis.size)
         begun = begin_sum_in_order(parts, ctx.axis, ctx.add)
         ctx.during()
-        dk, dv = begun.take()
+        dk, dv = begun.wait()
         return dk, dv, None, None, None, None
 
 
@@ -198,14 +192,14 @@ class BatchContext:
 
 def context_of(micro: MicroBatch, rope: RopeSpec, dtype: torch.dtype, mesh: Mesh, kernels: KernelSet) -> BatchContext:
     """The context of this rank's tokens of a micro-batch."""
-    batch, some = micro.batch, None if micro.share.size == 1 else micro.order
+    batch, some = micro.batch, None if micro.shard.size == 1 else micro.order
     cos, sin = rope_tables(rope, batch.positions, batch.lengths, dtype, some)
     return BatchContext(cos, sin, attention_of(micro, mesh, kernels), micro.routes or Routes())
 
 
 def attention_of(micro: MicroBatch, mesh: Mesh, kernels: KernelSet) -> BatchAttention:
     """What this rank's tokens of a micro-batch attend to."""
-    batch, share = micro.batch, micro.share
+    batch, share = micro.batch, micro.shard
     if share.size == 1:
         return PackedAttention(Spans(batch.cu_seqlens, batch.lengths), kernels)
     chunks = cut_chunks(batch.lengths, share, batch.tokens.device)
@@ -215,10 +209,10 @@ def attention_of(micro: MicroBatch, mesh: Mesh, kernels: KernelSet) -> BatchAtte
 def cut_chunks(lengths: Sequence[int], share: ContextShard, device: torch.device) -> tuple[Chunk, ...]:
     """The chunks of queries of one rank, for packed sequences of these lengths: two, or one that is everything."""
     ends = cumulative(lengths).tolist()
-    if share.lines == 1:
-        spans = Spans(carried(cumulative(lengths), device), tuple(lengths))
+    if share.groups == 1:
+        spans = Spans(to_device(cumulative(lengths), device), tuple(lengths))
         return (Chunk(slice(0, ends[-1]), slice(0, ends[-1]), spans, spans),)
-    size = ends[-1] // (2 * share.lines)
+    size = ends[-1] // (2 * share.groups)
     found = []
     for at, chunk in enumerate(share.chunks):
         start, stop = chunk * size, (chunk + 1) * size
@@ -229,8 +223,8 @@ def cut_chunks(lengths: Sequence[int], share: ContextShard, device: torch.device
             Chunk(
                 slice(at * size, (at + 1) * size),
                 slice(inside[0][0], stop),
-                Spans(carried(cumulative(queries), device), queries),
-                Spans(carried(cumulative(keys), device), keys),
+                Spans(to_device(cumulative(queries), device), queries),
+                Spans(to_device(cumulative(keys), device), keys),
             )
         )
     return tuple(found)

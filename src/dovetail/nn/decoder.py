@@ -180,6 +180,12 @@ class Decoder(StagedModel):
             at_once = {part for tiled in parts if isinstance(tiled, Tiled) for part in tiled.modules()}
             yield from (part for part in parts if isinstance(part, Linear) and part not in at_once)
 
+    def first_groups(self) -> Iterator[nn.Module]:
+        if self.cut.first:
+            yield self.model.embed_tokens
+        for layer in self.cut.stages[0][:1]:
+            yield self.model.layers[str(layer)]
+
     def groups(self) -> Iterator[nn.Module]:
         yield from (module for module in self.model.modules() if isinstance(module, Experts))
         yield from self.model.layers.values()

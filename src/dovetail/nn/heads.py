@@ -96,7 +96,7 @@ class SequenceGather:
     def _spread(self, x: Tensor) -> Tensor:
         """[n] of this rank's counted tokens -> those of all cp ranks, in the batch's order."""
         everyone = x.new_zeros(len(self.micro.all_counted))
-        return all_reduce(everyone.index_copy(0, self.micro.mine, x), self.axis)
+        return all_reduce(everyone.index_copy(0, self.micro.local, x), self.axis)
 
 
 def shared(loss: LossFn, micro: MicroBatch, axis: Axis) -> LossFn:

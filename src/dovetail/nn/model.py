@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dovetail.arch.spec import ArchSpec
+from dovetail.arch.spec import ArchSpec, MoeSpec
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.batch.packed import MAX_TEMPERATURE, MIN_TEMPERATURE, PackedBatch
 from dovetail.batch.routing import RoutingTrace
@@ -65,6 +65,11 @@ class StagedModel(nn.Module):
         """The part that attends over packed tokens."""
         raise NotImplementedError
 
+    @property
+    def moe(self) -> MoeSpec | None:
+        """The experts that the native engine routes to."""
+        return self.spec.moe if isinstance(self.spec, ArchSpec) else None
+
     def check(self, batch: PackedBatch) -> None:
         """Refuse a batch that this model cannot read. All ranks have the same, so all refuse alike."""
         if batch.media:
@@ -91,7 +96,7 @@ class StagedModel(nn.Module):
             )
 
     def _check_routing(self, trace: RoutingTrace) -> None:
-        moe = self.spec.moe if isinstance(self.spec, ArchSpec) else None
+        moe = self.moe
         if moe is None:
             raise DataError(
                 f"the batch brings routing, but {self.spec.family} models as this one have no experts of ours; take "
@@ -120,6 +125,10 @@ class StagedModel(nn.Module):
     def groups(self) -> Iterator[nn.Module]:
         """The modules whose parameters are gathered together, before those that are left."""
         raise NotImplementedError
+
+    def first_groups(self) -> Iterator[nn.Module]:
+        """Those of `groups` that every forward pass gathers first, where their order is known."""
+        return iter(())
 
     def materialize(self, device: torch.device) -> None:
         """Give the parameters memory, which the caller fills: all but their padding, which is zero."""

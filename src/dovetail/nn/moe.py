@@ -114,7 +114,7 @@ class Experts(Adder):
             return kernels.mixture(kernels, x, chosen, weights, self._matrices(), None, add)
         here = len(self.gate_up_proj)
         ranks, counts = destinations(chosen // here, ep.size)
-        coming = begin_exchange(counts, ep).take()
+        coming = begin_exchange(counts, ep).wait()
         numbers = AsyncHostCopy(torch.stack((counts[:, 0], coming[:, 0], coming[:, 1])))
         room = ranks.numel()  # for a row of each; how many there are, the host learns while they are written
         rows, places, _ = kernels.permute(x, ranks, ep.size, room)
@@ -123,7 +123,7 @@ class Experts(Adder):
         sent = [start(each, crossing) for each, crossing in zip((rows, notes), to_experts, strict=True)]
         matrices = self._matrices()  # after what leaves, so that their gradients come before it is waited for
         yield
-        to, by, copies = numbers.take()  # the host waits once
+        to, by, copies = numbers.wait()  # the host waits once
         came, room = sum(by), rounded(sum(by))
         for each, crossing in zip((rows, notes), to_experts, strict=True):
             crossing.there = partial(begin_all_to_all, to=to, by=by, axis=ep, room=room)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dovetail.arch.spec import BY_LENGTH, RopeSpec
-from dovetail.batch.packed import carried
+from dovetail.batch.packed import to_device
 from dovetail.errors import ModelError
 from dovetail.kernels.reference import wide
 
@@ -32,7 +32,7 @@ def rope_tables(
     if spec.kind in BY_LENGTH and max(lengths, default=0) > spec.max_positions:
         rows = torch.stack([inverse_frequencies(spec, wide(dtype), length) for length in lengths])
         spread = rows.repeat_interleave(torch.tensor(lengths), dim=0)
-        frequencies = carried(spread, positions.device)
+        frequencies = to_device(spread, positions.device)
         if at is not None:
             frequencies = frequencies[at]
     angles = positions.to(wide(dtype))[:, None] * frequencies
@@ -42,7 +42,7 @@ def rope_tables(
 @lru_cache(maxsize=64)
 def _frequencies_on(spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Those of no length in particular: a host that sent them to every forward pass would wait for the device each time."""
-    return carried(inverse_frequencies(spec, dtype), device)
+    return to_device(inverse_frequencies(spec, dtype), device)
 
 
 def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> Tensor:

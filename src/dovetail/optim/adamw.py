@@ -81,7 +81,7 @@ class CPUOffloadAdamW(SkippableAdamW):
         if not self.hosts:
             arena = PinnedArena(pinned=self.device.type != "cpu")
             arena.reserve(sum(bucket.num_bytes for bucket in self.buckets))
-            self.hosts = [arena.take(torch.uint8, (bucket.num_bytes,)) for bucket in self.buckets]
+            self.hosts = [arena.allocate(torch.uint8, (bucket.num_bytes,)) for bucket in self.buckets]
 
     def begin(self, steps: int = 0) -> None:
         """The same. Memory is taken the first time, if it was not before."""

@@ -101,7 +101,7 @@ class Optimizer:
         fresh, numbers = not self.adamw.state, torch.stack([norm, ~finite])
         early = None if s.on_host else AsyncHostCopy(numbers)
         self.adamw.step()
-        grad_norm, skipped = (early or AsyncHostCopy(numbers)).take()
+        grad_norm, skipped = (early or AsyncHostCopy(numbers)).wait()
         skipped = bool(skipped)
         self.steps += not skipped
         if skipped and fresh:

@@ -1,24 +1,19 @@
-"""How a model is cut over ranks, as a value: the degrees of each kind of parallelism. No torch here.
+"""Parallel degrees of a model, without torch.
 
 Ranks = tp x pp x cp x dp. `ep` adds none: it divides dp x cp. Rank order, outermost first: pp, dp, cp, tp.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from dovetail.errors import LayoutError, quoted
 
 DEGREES = ("tp", "pp", "cp", "dp", "ep")
-MOST_DIGITS = 9  # of a degree
-YES_NO: Mapping[str, bool] = {"true": True, "false": False}
+MAX_DIGITS = 9  # of a degree
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The degrees of one model's parallelism. `dp=None` means: whatever the number of ranks leaves over.
-
-    copy_engines: whether GPUs of one host gather and sum by copies between them (`peers`), where they can.
-    """
+    """Parallel degrees of one model. `dp=None`: the ranks that the other degrees leave over."""
 
     tp: int = 1
     pp: int = 1
@@ -29,7 +24,6 @@ class Layout:
     cp_mode: str = "auto"
     pp_split: str | tuple[int, ...] = "auto"
     schedule: str = "1f1b"
-    copy_engines: bool = True
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, "virtual_stages"):
@@ -38,27 +32,24 @@ class Layout:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise LayoutError(f"layout {name}={quoted(value)}: expected a whole number of 1 or more")
-        if not isinstance(self.copy_engines, bool):
-            raise LayoutError(f"layout copy_engines={self.copy_engines!r}: expected True or False")
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """`"tp=2,dp=2"` -> Layout(tp=2, dp=2). Any subset, any order; an unnamed dp is left to the launcher.
+        """`"tp=2,dp=2"` -> Layout(tp=2, dp=2). Any subset, any order; an unnamed dp is None.
 
-        Besides degrees, `copy_engines=false`.
+        `copy_engines=true` or `false`, of earlier releases, has no effect.
         """
         degrees: dict[str, int | None] = {"dp": None}
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = item.partition("=")
             if degrees.get(name) is not None:
                 raise LayoutError(f"layout {quoted(text)}: {name} is given twice; leave one out")
-            if name == "copy_engines" and value.lower() in YES_NO:
-                degrees[name] = YES_NO[value.lower()]
+            if name == "copy_engines" and value.lower() in ("true", "false"):
                 continue
             if name not in DEGREES or not equals:
-                known = ", ".join((*(f"{degree}=N" for degree in DEGREES), "copy_engines=false"))
+                known = ", ".join(f"{degree}=N" for degree in DEGREES)
                 raise LayoutError(f"layout {quoted(text)}: {quoted(item)} is not one of {known}")
-            if not value.isdecimal() or len(value) > MOST_DIGITS or int(value) < 1:
+            if not value.isdecimal() or len(value) > MAX_DIGITS or int(value) < 1:
                 raise LayoutError(
                     f"layout {quoted(text)}: {name} must be a whole number of 1 or more, not {quoted(value)}"
                 )
@@ -67,16 +58,16 @@ class Layout:
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one replica: tp x pp x cp."""
+        """Ranks of one replica: tp x pp x cp."""
         return self.tp * self.pp * self.cp
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the job: tp x pp x cp x dp, dp counting 1 while it is not known."""
+        """tp x pp x cp x dp; an unknown dp counts 1."""
         return self.model_ranks * (self.dp or 1)
 
     def resolve(self, world: int) -> "Layout":
-        """The same layout with dp known, checked against `world` ranks."""
+        """With dp known, checked against `world` ranks. Raises LayoutError."""
         if self.dp is None:
             if world % self.model_ranks:
                 raise LayoutError(

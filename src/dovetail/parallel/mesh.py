@@ -1,16 +1,14 @@
-"""Who talks to whom: the named axes of one model over the ranks of a job. Built once, passed down, never global.
+"""The parallel axes of one model over the ranks of a job, and their process groups.
 
-Ranks are numbered with pp outermost, then dp, cp and tp, so tp ranks are neighbors. `fsdp` is dp x cp merged: the
-ranks over which FSDP2 shards parameters. Of these `ep` neighbors hold different experts, and `expert_fsdp` are the ranks
-that hold the same ones, over which FSDP2 shards those. `ends` joins the first and the last pipeline rank, which both hold a tied
-table. `world` is every rank. Meshes of different layouts may live in one job.
+Ranks are numbered with pp outermost, then dp, cp and tp. Derived axes: `fsdp` is dp x cp, over which FSDP2 shards
+parameters; of its ranks `ep` neighbors hold different experts, and `expert_fsdp` are those with the same ones. `ends` is
+the first and the last pipeline rank, which both hold a tied table. `world` is every rank. A job may have several meshes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,49 +17,43 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dovetail.parallel.layout import Layout
-from dovetail.parallel.peers import Peers
 
 ORDER = ("pp", "dp", "cp", "tp")
-USES = ("gathers", "sums")  # of the axes fsdp and expert_fsdp
-Reach = Callable[["Axis", Mapping[str, "Axis"]], Mapping[str, Peers]]
-PATIENCE = timedelta(minutes=30)  # of a rank that waits for others
-ROAD_BLOCKS = 4  # of a GPU that a transfer between pipeline ranks may occupy while it waits for its other end
+TIMEOUT = timedelta(minutes=30)  # of a collective
+P2P_MAX_CTAS = 4  # GPU blocks that a pipeline transfer may occupy while it waits for the other end
+Groups = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One parallel axis as this rank sees it. One of size 1 needs no group, and its collectives are the identity.
-
-    peers: other ways than the group's for large tensors, where there are any.
-    """
+    """One parallel axis as this rank sees it; without a group where its size is 1."""
 
     name: str
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
-    peers: Peers | None = None
 
 
 class ContextAxes(NamedTuple):
-    """The cp axis as a product: neighbors exchange heads for tokens, lines across them gather keys and values."""
+    """cp as a product: `ulysses` neighbors exchange heads for tokens, `gather` ranks share keys and values."""
 
     ulysses: Axis = Axis("ulysses")
     gather: Axis = Axis("gather")
 
 
 class P2PChannel(NamedTuple):
-    """A one-way road between two pipeline ranks: what is sent on it arrives in that order, and nothing comes back."""
+    """A one-way channel between two pipeline ranks; messages arrive in the order in which they are sent."""
 
-    peer: int  # the rank in the job at the other end
+    peer: int  # global rank of the other end
     group: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
 class P2PChannels:
-    """The roads of one pipeline rank: activations go to the next rank, gradients to the previous one.
+    """Channels of one pipeline rank: activations go to the next rank, gradients to the previous one.
 
-    With virtual stages the last rank's next is the first; without, those two roads are None. Each has a group of its
-    own, so that nothing crosses where the previous and the next rank are the same.
+    Each has a group of its own, since with pp=2 the previous and the next rank are the same. Only with virtual stages is the
+    first rank next to the last.
     """
 
     to_next: P2PChannel | None = None
@@ -74,10 +66,8 @@ class P2PChannels:
 class Mesh:
     """The axes of one model.
 
-    `rings` are other ways between the ranks of some axes, where there are any: one for tp, one for cp with cp_mode gather, one
-    for each of `USES` of FSDP2's.
-    `copies[n]` are the groups of n neighboring tp ranks that hold the same KV heads; `context[u]` is cp as u (Ulysses)
-    x cp / u (gather); which n and u a model takes follows from its heads.
+    copies[n]: the n neighboring tp ranks that hold the same KV heads. context[u]: cp as u (Ulysses) x cp / u (gather). Which
+    n and u a model uses follows from its heads.
     """
 
     layout: Layout
@@ -86,89 +76,77 @@ class Mesh:
     copies: Mapping[int, Axis]
     fsdp: Mapping[str, DeviceMesh] = field(default_factory=dict)  # of the axes fsdp and expert_fsdp
     context: Mapping[int, ContextAxes] = field(default_factory=lambda: {1: ContextAxes()})
-    links: P2PChannels = P2PChannels()
-    rings: Mapping[str, Peers] = field(default_factory=dict)
-    patience: timedelta = PATIENCE  # after which who waits in a collective gives up
+    channels: P2PChannels = P2PChannels()
+    timeout: timedelta = TIMEOUT
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
 
     @property
     def coords(self) -> dict[str, int]:
-        """This rank's place on every axis, by name."""
+        """This rank's coordinate on every axis."""
         return {name: axis.rank for name, axis in self.axes.items()}
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of every axis, by name."""
+        """The size of every axis."""
         return {name: axis.size for name, axis in self.axes.items()}
 
     def on_host(self) -> "Mesh":
-        """The same mesh for talk between hosts: its world has a gloo group of its own, as patient. Collective."""
+        """The same mesh with a gloo group of its own as its world. Collective."""
         world = self["world"]
-        group = None if world.size == 1 else dist.new_group(backend="gloo", timeout=self.patience)
+        group = None if world.size == 1 else dist.new_group(backend="gloo", timeout=self.timeout)
         return replace(self, device=torch.device("cpu"), axes={**self.axes, "world": replace(world, group=group)})
 
     @property
     def token_multiple(self) -> int:
-        """What the number of packed tokens must be a multiple of."""
+        """The number of packed tokens must be a multiple of this."""
         return self["tp"].size * (2 * self["cp"].size if self["cp"].size > 1 else 1)
 
     @classmethod
     def solo(cls, device: torch.device | str = "cpu") -> "Mesh":
-        """The mesh of one process without any group: every axis has size 1. For a model that FSDP does not wrap."""
-        return cls.imagined(Layout(), 0, device)
+        """The mesh of one process without any group, for a model that FSDP does not wrap."""
+        return cls.abstract(Layout(), 0, device)
 
     @classmethod
-    def imagined(cls, layout: Layout, rank: int, device: torch.device | str = "meta") -> "Mesh":
-        """The mesh of one rank of a layout whose dp is known, as far as shapes need it: without any group."""
+    def abstract(cls, layout: Layout, rank: int, device: torch.device | str = "meta") -> "Mesh":
+        """The mesh of one rank of a layout whose dp is known, without groups."""
         sizes = {name: int(getattr(layout, name)) for name in ORDER}
         data = sizes["dp"] * sizes["cp"]
         sizes |= {"fsdp": data, "ep": layout.ep, "expert_fsdp": data // layout.ep, "world": layout.num_ranks}
-        coords = coords_of(rank, sizes)
+        coords = _coords_of(rank, sizes)
         at_end = layout.pp > 1 and coords["pp"] in (0, layout.pp - 1)
         sizes["ends"], coords["ends"] = 2 if at_end else 1, int(at_end and coords["pp"] > 0)
         axes = {name: Axis(name, size, coords[name]) for name, size in sizes.items()}
         return cls(layout, torch.device(device), axes, {1: Axis("copies")})
 
     @classmethod
-    def build(
-        cls,
-        layout: Layout,
-        device: torch.device | str = "cpu",
-        reach: Reach = lambda *_: {},
-        patience: timedelta = PATIENCE,
-    ) -> "Mesh":
-        """Split the default process group into axes. Collective: every rank calls it, with the same layout.
+    def build(cls, layout: Layout, device: torch.device | str = "cpu", timeout: timedelta = TIMEOUT) -> "Mesh":
+        """Split the default process group into axes. Collective: every rank calls it with the same layout.
 
-        reach: what makes another way between the ranks of the axes given to it, by name, where there is one. It gets the
-            world first, over which it is collective. patience: after which who waits in a collective of any axis gives up;
-            the world's is that of the default group.
+        timeout: of collectives of every axis but the world.
         """
-        world, me = dist.get_world_size(), dist.get_rank()
-        make_axis = partial(_axis, patience=patience)
-        layout = layout.resolve(world)
-        device = torch.device(device)
+        world, rank = dist.get_world_size(), dist.get_rank()
+        layout, device = layout.resolve(world), torch.device(device)
+        make_axis = partial(_axis, rank=rank, timeout=timeout)
         grid = torch.arange(world).view([getattr(layout, name) for name in ORDER])
-        axes = {"world": Axis("world", world, me, dist.group.WORLD)}
+        axes = {"world": Axis("world", world, rank, dist.group.WORLD)}
         for name in ORDER:
-            axes[name] = make_axis(name, _lines(grid, (name,)), me)
-        data = _lines(grid, ("dp", "cp"))
-        axes["fsdp"] = make_axis("fsdp", data, me, always=True)
-        axes["ep"] = make_axis("ep", _neighbors(data, layout.ep), me)
+            axes[name] = make_axis(name, _groups(grid, (name,)))
+        data = _groups(grid, ("dp", "cp"))
+        axes["fsdp"] = make_axis("fsdp", data, always=True)
+        axes["ep"] = make_axis("ep", _neighbors(data, layout.ep))
         axes["expert_fsdp"] = axes["fsdp"]
         if layout.ep > 1:
-            shared = [line[i :: layout.ep] for line in data for i in range(layout.ep)]
-            axes["expert_fsdp"] = make_axis("expert_fsdp", shared, me, always=True)
-        pp_lines = _lines(grid, ("pp",))
-        axes["ends"] = make_axis("ends", [[line[0], line[-1]] for line in pp_lines if len(line) > 1], me)
-        tp_lines = _lines(grid, ("tp",))
-        copies = {n: make_axis("copies", _neighbors(tp_lines, n), me) for n in _divisors(layout.tp)}
-        cp_lines = _lines(grid, ("cp",))
+            same = [ranks[i :: layout.ep] for ranks in data for i in range(layout.ep)]
+            axes["expert_fsdp"] = make_axis("expert_fsdp", same, always=True)
+        stages, tp, cp = (_groups(grid, (name,)) for name in ("pp", "tp", "cp"))
+        axes["ends"] = make_axis("ends", [[ranks[0], ranks[-1]] for ranks in stages] if layout.pp > 1 else [])
+        copies = {n: make_axis("copies", _neighbors(tp, n)) for n in _divisors(layout.tp)}
         context = {
             u: ContextAxes(
-                make_axis("ulysses", _neighbors(cp_lines, u), me),
-                make_axis("gather", [line[i::u] for line in cp_lines for i in range(u)], me),
+                make_axis("ulysses", _neighbors(cp, u)),
+                make_axis("gather", [ranks[i::u] for ranks in cp for i in range(u)]),
             )
             for u in _divisors(layout.cp)
         }
@@ -177,77 +155,79 @@ class Mesh:
             group = axes[name].group
             assert group is not None
             fsdp[name] = DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
-        links = _links(pp_lines, me, device, patience, ring=layout.virtual_stages > 1)
-        used = {
-            "tp": axes["tp"],
-            **({"cp": context[1].gather} if layout.cp_mode == "gather" else {}),
-            **{f"{name} {use}": axes[name] for name in fsdp for use in USES},
-        }
-        if layout.ep == 1:
-            used = {name: axis for name, axis in used.items() if not name.startswith("expert")}
-        rings = reach(axes["world"], used)
-        axes["tp"] = replace(axes["tp"], peers=rings.get("tp"))
-        context[1] = context[1]._replace(gather=replace(context[1].gather, peers=rings.get("cp")))
-        return cls(layout, device, axes, copies, fsdp, context, links, rings, patience)
+        channels = _channels(stages, rank, device, timeout, ring=layout.virtual_stages > 1)
+        return cls(layout, device, axes, copies, fsdp, context, channels, timeout)
 
 
-def coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The place of any rank on the axes of `ORDER`, and on those made of them: the inverse of the rank order."""
-    found, rest = {"world": rank}, rank
+def _coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The coordinates of a rank: the inverse of the rank order."""
+    coords, rest = {"world": rank}, rank
     for name in reversed(ORDER):
-        rest, found[name] = divmod(rest, sizes[name])
-    found["fsdp"] = found["dp"] * sizes["cp"] + found["cp"]
-    found["expert_fsdp"], found["ep"] = divmod(found["fsdp"], sizes["ep"])
-    return found
+        rest, coords[name] = divmod(rest, sizes[name])
+    coords["fsdp"] = coords["dp"] * sizes["cp"] + coords["cp"]
+    coords["expert_fsdp"], coords["ep"] = divmod(coords["fsdp"], sizes["ep"])
+    return coords
 
 
-def _lines(grid: torch.Tensor, names: tuple[str, ...]) -> list[list[int]]:
+def _groups(grid: torch.Tensor, names: tuple[str, ...]) -> list[list[int]]:
     """The groups of ranks that differ only along `names`."""
     dims = [ORDER.index(name) for name in names]
     length = prod(grid.shape[d] for d in dims)
-    lines: list[list[int]] = grid.movedim(dims, list(range(-len(dims), 0))).reshape(-1, length).tolist()
-    return lines
+    groups: list[list[int]] = grid.movedim(dims, list(range(-len(dims), 0))).reshape(-1, length).tolist()
+    return groups
 
 
-def _neighbors(lines: list[list[int]], n: int) -> list[list[int]]:
-    """Each line cut into groups of n neighbors."""
-    return [line[i : i + n] for line in lines for i in range(0, len(line), n)]
+def _neighbors(groups: Groups, n: int) -> list[Sequence[int]]:
+    """Each group split into groups of n neighbors."""
+    return [ranks[i : i + n] for ranks in groups for i in range(0, len(ranks), n)]
 
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _axis(name: str, lines: list[list[int]], me: int, *, patience: timedelta, always: bool = False) -> Axis:
-    """This rank's axis among `lines`. `new_group` is collective, so every rank makes every group."""
-    mine = Axis(name)
-    for line in lines:
-        group = dist.new_group(line, timeout=patience) if len(line) > 1 or always else None
-        if me in line:
-            mine = Axis(name, len(line), line.index(me), group)
-    return mine
+def _new_group(groups: Groups, rank: int, timeout: timedelta, options: Any = None) -> dist.ProcessGroup:
+    """This rank's group of disjoint `groups`. Collective over the world.
+
+    A rank in none of them makes a group of itself: torch names a group after its ranks and the number of groups made
+    so far, which must be the same on all members, and NCCL splits a communicator with all of its ranks.
+    """
+    ranks = next((ranks for ranks in groups if rank in ranks), [rank])
+    return dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)
 
 
-def _links(lines: list[list[int]], me: int, device: torch.device, patience: timedelta, *, ring: bool) -> P2PChannels:
-    """This rank's roads along its line. Every rank makes every road, in the same order."""
-    mine: dict[str, P2PChannel] = {}
-    for line in lines:
-        hops = list(pairwise(line)) + ([(line[-1], line[0])] if ring else [])
-        for first, second in hops if len(line) > 1 else ():
-            options = (_road_options(device, patience) for _ in range(2))
-            down, up = (dist.new_group([first, second], timeout=patience, pg_options=each) for each in options)
-            if me == first:
-                mine |= {"to_next": P2PChannel(second, down), "from_next": P2PChannel(second, up)}
-            if me == second:
-                mine |= {"from_previous": P2PChannel(first, down), "to_previous": P2PChannel(first, up)}
-    return P2PChannels(**mine)
+def _axis(name: str, groups: Groups, *, rank: int, timeout: timedelta, always: bool = False) -> Axis:
+    """This rank's axis among equally large disjoint groups. always: with a group even of size 1."""
+    if not groups or (len(groups[0]) == 1 and not always):
+        return Axis(name)
+    group = _new_group(groups, rank, timeout)
+    ranks = next((ranks for ranks in groups if rank in ranks), None)
+    return Axis(name) if ranks is None else Axis(name, len(ranks), ranks.index(rank), group)
 
 
-def _road_options(device: torch.device, patience: timedelta) -> Any:
-    """NCCL's of one road; they are not shared, torch writes the group's name into them. Other backends have none."""
+def _channels(stages: Groups, rank: int, device: torch.device, timeout: timedelta, *, ring: bool) -> P2PChannels:
+    """This rank's channels along its pipeline. Neighboring hops share a rank, so even and odd ones are made in turn."""
+    size, channels = len(stages[0]), dict[str, P2PChannel]()
+    hops = [(i, (i + 1) % size) for i in range(size if ring else size - 1)] if size > 1 else []
+    closing = hops[size - 1 :] if size % 2 else []  # in an odd ring it shares a rank with even and odd hops
+    for chosen in (hops[: size - len(closing) : 2], hops[1::2], closing):
+        pairs = [(ranks[i], ranks[j]) for ranks in stages for i, j in chosen]
+        if not pairs:
+            continue
+        down, up = (_new_group(pairs, rank, timeout, _channel_options(device, timeout)) for _ in range(2))
+        for first, second in pairs:
+            if rank == first:
+                channels |= {"to_next": P2PChannel(second, down), "from_next": P2PChannel(second, up)}
+            if rank == second:
+                channels |= {"from_previous": P2PChannel(first, down), "to_previous": P2PChannel(first, up)}
+    return P2PChannels(**channels)
+
+
+def _channel_options(device: torch.device, timeout: timedelta) -> Any:
+    """NCCL's options of one group, into which torch writes its name. None for other backends."""
     if device.type != "cuda":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = ROAD_BLOCKS
-    options._timeout = patience  # as given to `new_group`; torch warns where they differ
+    options.config.max_ctas = P2P_MAX_CTAS
+    options._timeout = timeout  # torch warns where it differs from new_group's
     return options

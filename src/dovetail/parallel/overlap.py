@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dovetail.parallel.collectives import Pending, begin_gather, begin_scatter
+from dovetail.parallel.collectives import Handle, begin_gather, begin_scatter
 from dovetail.parallel.mesh import Axis
 
 
@@ -23,10 +23,10 @@ class AsyncCollective:
     there, back: what begins either; there may be set after `start`, when it is known what goes where.
     """
 
-    def __init__(self, there: Callable[[Tensor], Pending] | None, back: Callable[[Tensor], Pending] | None) -> None:
+    def __init__(self, there: Callable[[Tensor], Handle] | None, back: Callable[[Tensor], Handle] | None) -> None:
         self.there, self.back = there, back
-        self._there: Pending | None = None
-        self._back: Pending | None = None
+        self._there: Handle | None = None
+        self._back: Handle | None = None
 
     def begin(self, x: Tensor) -> None:
         """There, with what leaves."""
@@ -36,7 +36,7 @@ class AsyncCollective:
     def take(self) -> Tensor:
         """What came, once."""
         assert self._there is not None
-        came, self._there = self._there.take(), None
+        came, self._there = self._there.wait(), None
         return came
 
     def begin_back(self, grad: Tensor, shape: torch.Size) -> Tensor:
@@ -48,7 +48,7 @@ class AsyncCollective:
     def take_back(self) -> Tensor:
         """The gradient of what left."""
         assert self._back is not None
-        grad, self._back = self._back.take(), None
+        grad, self._back = self._back.wait(), None
         return grad
 
 

@@ -1,4 +1,4 @@
-"""Which pipeline rank holds which layers: a cut of the model into stages of equal cost, before any weight is read."""
+"""Partition of a model's layers into pipeline stages of balanced cost."""
 
 from functools import lru_cache
 from itertools import accumulate
@@ -8,14 +8,14 @@ from dovetail.errors import LayoutError
 from dovetail.parallel.layout import Layout
 from dovetail.pipeline.schedule import Costs
 
-SCHEDULES = ("1f1b", "interleaved", "gpipe", "zero_bubble")  # of training; scoring knows only forwards
+SCHEDULES = ("1f1b", "interleaved", "gpipe", "zero_bubble")  # of training
 
 
 def partition(spec: AnySpec, layout: Layout) -> tuple[range, ...]:
-    """The layers of each stage, in stage order: every layer once, at least one a stage. Raises as `check_pipeline`.
+    """The layers of each stage, at least one. Raises as `check_pipeline`.
 
-    `pp_split` if it is given; else the costliest stage costs as little as possible. A layer costs the weights of its
-    products, the head, in the last stage, its own; the embedding is a lookup and costs nothing.
+    By `pp_split`, or else so that the costliest stage costs least. A layer costs the weights of its matrix products, the
+    last stage those of the head as well; the embedding is a lookup and costs nothing.
     """
     check_pipeline(spec, layout)
     split = layout.pp_split
@@ -26,7 +26,7 @@ def partition(spec: AnySpec, layout: Layout) -> tuple[range, ...]:
 
 
 def stage_costs(spec: AnySpec, layout: Layout) -> Costs:
-    """What each stage's halves cost, in weights that they multiply with: as long as attention is a small part of it.
+    """Costs of each stage, in weights of its matrix products: attention is taken to be a small part.
 
     The loss and all three products of the head run in the last stage's forward.
     """
@@ -35,7 +35,7 @@ def stage_costs(spec: AnySpec, layout: Layout) -> Costs:
 
 
 def check_pipeline(spec: AnySpec, layout: Layout) -> None:
-    """Refuse a cut by pp that this model or the schedules cannot have. Raises LayoutError."""
+    """Raise LayoutError for a pipeline that the model or the schedule does not allow."""
     pp, virtual, schedule = layout.pp, layout.virtual_stages, layout.schedule
     if schedule not in SCHEDULES:
         raise LayoutError(f"layout: schedule={schedule!r} is not known; use one of {', '.join(SCHEDULES)}")
@@ -82,7 +82,7 @@ def _check_split(spec: AnySpec, layout: Layout) -> None:
 
 
 def _nearest(depth: int, layout: Layout) -> str:
-    """The largest pp that leaves every stage a layer; fewer stages a rank where no pipeline can have as many."""
+    """The largest pp that leaves every stage a layer, or else fewer virtual stages."""
     if depth // layout.virtual_stages > 1:
         return f"pp={depth // layout.virtual_stages}"
     if depth // layout.pp > 1:
@@ -92,15 +92,15 @@ def _nearest(depth: int, layout: Layout) -> str:
 
 @lru_cache(maxsize=64)
 def _balanced(spec: AnySpec, stages: int) -> tuple[int, ...]:
-    """How many layers each stage has: the costliest stage is as cheap as can be.
+    """Layers of each stage, so that the costliest stage costs least.
 
-    Of equal cuts: the one of least variance, then the one with the fewest layers beside the head; then the later stages,
-    where fewer micro-batches live, have more. Dynamic programs over (stage, layers so far): first the bound, then the cut.
+    Among equal cuts: least variance, then fewest layers in the last stage, then more layers in later stages, where fewer
+    micro-batches are live. Dynamic programs over (stage, layers so far): first the bound, then the cut.
     """
     totals, depth = [0, *accumulate(spec.layer_params)], spec.depth
     totals[-1] += spec.head_params
 
-    def ends(stage: int) -> range:  # of a stage, with a layer left for each of the later ones
+    def ends(stage: int) -> range:  # leaves a layer for each later stage
         return range(stage, depth - stages + stage + 1)
 
     worst = {0: 0}
@@ -112,7 +112,7 @@ def _balanced(spec: AnySpec, stages: int) -> tuple[int, ...]:
     bound = worst[depth]
     cuts: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(1, stages + 1):
-        found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        longer: dict[int, tuple[int, tuple[int, ...]]] = {}
         for end in ends(stage) if stage < stages else (depth,):
             options = [
                 (squares + (totals[end] - totals[start]) ** 2, (*sizes, end - start))
@@ -120,10 +120,10 @@ def _balanced(spec: AnySpec, stages: int) -> tuple[int, ...]:
                 if start < end and totals[end] - totals[start] <= bound
             ]
             if options:
-                found[end] = min(
+                longer[end] = min(
                     options, key=lambda option: (option[0], option[1][-1] if stage == stages else 0, option[1])
                 )
-        cuts = found
+        cuts = longer
     return cuts[depth][1]
 
 

@@ -1,4 +1,4 @@
-"""What every pipeline rank does, in which order: schedules as plain data, made and checked without torch or processes."""
+"""Pipeline schedules as plain data, made and simulated without torch or processes."""
 
 import heapq
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ Kind = Literal["forward", "backward", "input", "weight"]
 class Action(NamedTuple):
     """One stage computes one micro-batch.
 
-    backward: both gradients at once; input, then weight later: the same in two halves, of which only the first is
-    waited for by the stage before. Stages count through the whole model: rank r of P holds r, r + P, r + 2 P, ...
+    backward: both gradients; input, then weight: the same in two halves, of which the previous stage needs the first. Rank r
+    of P holds stages r, r + P, r + 2 P, ... of the whole model.
     """
 
     kind: Kind
@@ -22,15 +22,15 @@ class Action(NamedTuple):
     micro: int
 
 
-Plan = tuple[tuple[Action, ...], ...]  # what each pipeline rank does, in order
-Need = tuple[str, int, int]  # a forward, or as "input" the gradient for the stage before, be it of input or backward
+Plan = tuple[tuple[Action, ...], ...]  # the actions of each pipeline rank, in order
+Need = tuple[str, int, int]  # (kind, stage, micro) of an ended action; "input" stands for backward, too
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one micro-batch, in any unit: one for all stages, or one a stage. A backward takes input + weight.
+    """Times of one micro-batch, in any unit, for all stages or one a stage. A backward takes input + weight.
 
-    The head's backward runs inside the last stage's forward, so that is where its time belongs.
+    The head's backward runs inside the last stage's forward and counts there.
     """
 
     forward: float | tuple[float, ...] = 1.0
@@ -38,7 +38,7 @@ class Costs:
     weight: float | tuple[float, ...] = 1.0
 
     def of(self, kind: Kind, stage: int) -> float:
-        """The time that a stage takes for one micro-batch."""
+        """The time of one stage for one micro-batch."""
         if kind == "backward":
             return self.of("input", stage) + self.of("weight", stage)
         times = {"forward": self.forward, "input": self.input, "weight": self.weight}[kind]
@@ -47,7 +47,7 @@ class Costs:
 
 UNIT = Costs()
 
-# Whether a kind starts or ends the life of activations; and what it computes, as bits: a backward is both halves.
+# Change of the number of live micro-batches; and the parts that a kind computes, as bits.
 LIVES: Mapping[Kind, int] = MappingProxyType({"forward": 1, "input": 0, "weight": -1, "backward": -1})
 HALVES: Mapping[Kind, int] = MappingProxyType({"forward": 1, "input": 2, "weight": 4, "backward": 6})
 
@@ -55,10 +55,9 @@ HALVES: Mapping[Kind, int] = MappingProxyType({"forward": 1, "input": 2, "weight
 def make_plan(schedule: str, ranks: int, virtual: int, micros: int, costs: Costs = UNIT) -> Plan:
     """The plan of one step of `micros` micro-batches over `ranks` x `virtual` stages.
 
-    forward: no backward, for scoring. gpipe: all forwards, then all backwards. 1f1b and interleaved, which differ by
-    `virtual` alone: a backward as soon as there is one, so that few activations live (`simulate` counts them).
-    zero_bubble (one stage a rank): backwards in two halves, the second of which fills the time that a rank would wait;
-    `costs` decide where. In every plan a rank needs what another sends it in the order in which it is sent.
+    forward: no backward, for scoring. gpipe: all forwards, then all backwards. 1f1b and interleaved (virtual > 1): one
+    forward, one backward. zero_bubble (virtual = 1): weight gradients fill the time that a rank would wait, placed by
+    `costs`. In every plan a rank needs messages in the order in which they are sent.
     """
     assert ranks >= 1 and virtual >= 1 and micros >= 1, (ranks, virtual, micros)
     if schedule == "zero_bubble":
@@ -69,18 +68,17 @@ def make_plan(schedule: str, ranks: int, virtual: int, micros: int, costs: Costs
 
 
 def _alternate(schedule: str, rank: int, ranks: int, virtual: int, micros: int) -> tuple[Action, ...]:
-    """Some forwards, then backward and forward in turn, then the other backwards.
+    """Warmup forwards, then backward and forward in turn, then the other backwards.
 
-    Micro-batches go through a rank's stages in groups of one a rank: when the group's last leaves a stage, its first
-    has come around to the next. The last group is filled up with micro-batches that do not exist, which are then left
-    out: what remains of an order without deadlock has none.
+    Micro-batches go through a rank's stages in groups of `ranks`: when the group's last leaves a stage, its first has come
+    around to the next. A last group that is smaller is filled up, and what does not exist is dropped from the order.
     """
     groups = [range(first, first + ranks) for first in range(0, micros, ranks)]
-    mine = range(rank, ranks * virtual, ranks)
-    forwards = [Action("forward", stage, micro) for group in groups for stage in mine for micro in group]
-    backwards = [Action("backward", stage, micro) for group in groups for stage in reversed(mine) for micro in group]
-    ahead = ranks - 1 - rank  # the ranks that a micro-batch still has to pass
-    if virtual > 1:  # the rounds before the last stage; and twice that way, so that what is sent has time to arrive
+    stages = range(rank, ranks * virtual, ranks)
+    forwards = [Action("forward", stage, micro) for group in groups for stage in stages for micro in group]
+    backwards = [Action("backward", stage, micro) for group in groups for stage in reversed(stages) for micro in group]
+    ahead = ranks - 1 - rank  # warmup forwards: the later ranks
+    if virtual > 1:  # and the rounds before the last stage; twice the ranks, so that messages have time to arrive
         ahead = 2 * ahead + (virtual - 1) * ranks
     if schedule in ("forward", "gpipe"):
         ahead = len(forwards)
@@ -93,15 +91,16 @@ def _alternate(schedule: str, rank: int, ranks: int, virtual: int, micros: int) 
 
 
 def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
-    """Time runs, and a rank that is free takes up the most urgent action that could start now.
+    """List scheduling: a free rank starts the most urgent action that is ready; 1f1b where that is no slower.
 
-    First what another rank waits for: a gradient for the stage before, then a forward, as long as at most `ranks`
-    micro-batches live (as on 1f1b's first rank); last a weight gradient. No backward is whole: one that ended the rank's
-    work would make the ranks end one after the other, and with equal stages a step would take 1f1b's time. Gradients are
-    therefore synchronized after the plan. Where this order is no faster, the plan is 1f1b's.
+    First an input gradient, then a forward, with at most `ranks` live micro-batches (as on 1f1b's first rank), last a weight
+    gradient. No backward is whole: as a rank's last action it would make ranks end one after the other. Gradients are
+    therefore synchronized after the plan.
     """
     plan: list[list[Action]] = [[] for _ in range(ranks)]
-    ended = {kind: [0] * ranks for kind in ("forward", "input", "weight")}  # on a rank, all three go micro by micro
+    ended = {
+        kind: [0] * ranks for kind in ("forward", "input", "weight")
+    }  # counts by rank: each kind goes micro by micro
 
     def most_urgent(rank: int) -> Kind | None:
         forwards, inputs, weights = ended["forward"][rank], ended["input"][rank], ended["weight"][rank]
@@ -125,18 +124,17 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
             _, rank, kind = heapq.heappop(running)
             free.add(rank)
             ended[kind][rank] += 1
-    found, alternate = tuple(map(tuple, plan)), make_plan("1f1b", ranks, 1, micros)
-    return found if simulate(found, costs).total < simulate(alternate, costs).total else alternate
+    split, alternate = tuple(map(tuple, plan)), make_plan("1f1b", ranks, 1, micros)
+    return split if simulate(split, costs).total < simulate(alternate, costs).total else alternate
 
 
 class PlanError(AssertionError):
-    """A plan that cannot be carried out: our mistake, never the user's. The message names the actions."""
+    """A defect of a plan; the message names the actions."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A plan in time. `start`, `finish`: of each rank's actions, in the plan's order. `live`: most micro-batches whose
-    activations a rank keeps for a backward, counted a stage, from the forward until the last of the backward."""
+    """start, finish: of each rank's actions. live: most (stage, micro-batch) activations that a rank holds."""
 
     start: tuple[tuple[float, ...], ...]
     finish: tuple[tuple[float, ...], ...]
@@ -146,21 +144,18 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time that is spent waiting."""
+        """The share of all ranks' time spent waiting."""
         return 1.0 - sum(self.busy) / (len(self.busy) * self.total)
 
 
 def simulate(plan: Plan, costs: Costs = UNIT) -> Timeline:
-    """Carry out a plan: every rank goes through its actions in order and waits only for what an action needs.
-
-    Sending takes no time and blocks nobody. Raises PlanError for a plan that is not whole or that deadlocks.
-    """
+    """Run a plan on paper; transfers take no time. Raises PlanError for a plan that is incomplete or deadlocks."""
     stages = _check_whole(plan)
     times = {kind: [costs.of(kind, stage) for stage in range(stages)] for kind in HALVES}
     start: list[list[float]] = [[] for _ in plan]
     finish: list[list[float]] = [[] for _ in plan]
     ended: dict[Need, float] = {}
-    waiting: dict[Need, int] = {}  # the rank that goes on when this has ended; no two can wait for the same and go on
+    waiting: dict[Need, int] = {}  # the rank that continues after it; no two can wait for the same
     ready = list(range(len(plan)))
     while ready:
         rank = ready.pop()
@@ -190,7 +185,7 @@ def simulate(plan: Plan, costs: Costs = UNIT) -> Timeline:
 
 
 def _need(kind: Kind, stage: int, micro: int, stages: int) -> Need | None:
-    """What has to end before an action can start, if anything. What that in turn needed has ended before it."""
+    """The action that has to end before this one can start, if any."""
     if kind == "forward":
         return ("forward", stage - 1, micro) if stage else None
     if kind == "weight":
@@ -204,11 +199,11 @@ def _most_live(actions: tuple[Action, ...]) -> int:
 
 
 def _check_whole(plan: Plan) -> int:
-    """The number of stages, if each computes every micro-batch once, on its rank: forward, and backward if any does."""
+    """The number of stages, each of which must compute every micro-batch once on its rank: forward, and backward if any."""
     ranks = len(plan)
     stages = ranks * -(-(1 + max(action.stage for actions in plan for action in actions)) // ranks)
     micros = 1 + max(action.micro for actions in plan for action in actions)
-    found = [[0] * micros for _ in range(stages)]
+    done = [[0] * micros for _ in range(stages)]
     for rank, actions in enumerate(plan):
         for action in actions:
             kind, stage, micro = action
@@ -216,14 +211,14 @@ def _check_whole(plan: Plan) -> int:
                 raise PlanError(
                     f"rank {rank} does not hold the stage of {action}; rank {stage % ranks} of {ranks} does"
                 )
-            if found[stage][micro] & HALVES[kind]:
+            if done[stage][micro] & HALVES[kind]:
                 raise PlanError(f"rank {rank} does {action} twice")
-            found[stage][micro] |= HALVES[kind]
-    forward_only = all(has <= HALVES["forward"] for row in found for has in row)
+            done[stage][micro] |= HALVES[kind]
+    forward_only = all(has <= HALVES["forward"] for row in done for has in row)
     wanted = HALVES["forward"] | (0 if forward_only else HALVES["backward"])
     missing = [
         str(Action(kind, stage, micro))
-        for stage, row in enumerate(found)
+        for stage, row in enumerate(done)
         for micro, has in enumerate(row)
         for kind in ("forward", "input", "weight")
         if wanted & ~has & HALVES[kind]

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from dovetail.bounds import LARGEST, MOST_NEW_TOKENS, MOST_SAMPLES, MOST_TOKENS
+from dovetail.bounds import MAX_FLOAT, MAX_NEW_TOKENS, MAX_SAMPLES, MAX_TOKENS
 from dovetail.errors import ConfigError, quoted
 from dovetail.launch.progress import Phase
 from dovetail.parallel.layout import Layout
@@ -78,11 +78,11 @@ class LayoutSection(Section):
         "auto", description="layers of each stage; auto: balanced by cost"
     )
     schedule: Literal["1f1b", "interleaved", "gpipe", "zero_bubble"] = Field("1f1b", description="pipeline schedule")
-    copy_engines: bool = Field(True, description="GPUs of one host gather and sum by copies between them; else by NCCL")
+    copy_engines: bool | None = Field(None, description="no effect; accepted so that older runs resume")
 
     def to_layout(self) -> Layout:
         """The same as a `Layout`; `dp: auto` stays open until the ranks are known."""
-        return Layout(**{**dict(self), "dp": None if self.dp == "auto" else self.dp})
+        return Layout(**self.model_dump(exclude={"copy_engines"}) | {"dp": None if self.dp == "auto" else self.dp})
 
 
 class CriticSection(Section):
@@ -122,7 +122,7 @@ class PolicyGradient(Algorithm):
     """Keys of every RL algorithm."""
 
     clip_low: Share = Field(0.2, description="the ratio is clipped below 1 - clip_low")
-    clip_high: Annotated[float, Field(ge=0, le=LARGEST)] = Field(
+    clip_high: Annotated[float, Field(ge=0, le=MAX_FLOAT)] = Field(
         0.2, description="the ratio is clipped above 1 + clip_high"
     )
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
@@ -169,7 +169,7 @@ class PPO(PolicyGradient):
     normalize_advantage: bool = Field(True, description="whiten advantages over all tokens of a step")
     gamma: Share = Field(1.0, description="discount of later rewards")
     lam: Share = Field(1.0, description="lambda of generalized advantage estimation")
-    value_clip: Annotated[float, Field(gt=0, le=LARGEST)] | None = Field(
+    value_clip: Annotated[float, Field(gt=0, le=MAX_FLOAT)] | None = Field(
         0.2, description="how far a value may move in one step; null: no limit"
     )
     value_coef: PositiveFloat = Field(1.0, description="weight of the value loss")
@@ -195,10 +195,8 @@ class RolloutSection(Section):
         description="native: the embedded sampler; transformers: the model's own generate, whole on every rank",
     )
     layout: LayoutSection | None = Field(None, description="empty: tp 1, one sampler a rank")
-    samples_per_prompt: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = Field(
-        8, description="completions of each prompt"
-    )
-    max_new_tokens: Annotated[int, Field(ge=1, le=MOST_NEW_TOKENS)] = Field(64, description="longest completion")
+    samples_per_prompt: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = Field(8, description="completions of each prompt")
+    max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = Field(64, description="longest completion")
     temperature: PositiveFloat = Field(1.0, description="divides the logits, in sampling and in training")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="sample from the smallest set with this mass")
     top_k: NonNegativeInt = Field(0, description="sample from the k likeliest tokens; 0: all")
@@ -261,7 +259,7 @@ class TrainerSection(Section):
     prompts_per_step: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         16, description="data rows of a step over all ranks"
     )
-    tokens_per_batch: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = Field(
+    tokens_per_batch: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = Field(
         16384, description="most tokens of one replica in one micro-batch, with padding"
     )
     save_every: NonNegativeInt = Field(50, description="steps between checkpoints; 0: only when the run is stopped")
@@ -302,7 +300,7 @@ class TrainerSection(Section):
     offload_optimizer: bool = Field(
         False, description="moments of AdamW wait in host memory: 8 bytes a parameter, over the ranks"
     )
-    mlp_tile_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = Field(
+    mlp_tile_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = Field(
         0, description="tokens that an MLP computes at a time, keeping its input only; 0: all"
     )
 

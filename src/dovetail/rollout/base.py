@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dovetail.batch.packed import MAX_TEMPERATURE, MIN_TEMPERATURE, Media
 from dovetail.batch.routing import RoutingTrace
-from dovetail.bounds import MOST_NEW_TOKENS, MOST_SAMPLES
+from dovetail.bounds import MAX_NEW_TOKENS, MAX_SAMPLES
 from dovetail.errors import ConfigError, DataError, ModelError
 
 
@@ -33,8 +33,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         expected = {
-            "samples": (1 <= self.samples <= MOST_SAMPLES, f"1 to {MOST_SAMPLES:,}"),
-            "max_new_tokens": (1 <= self.max_new_tokens <= MOST_NEW_TOKENS, f"1 to {MOST_NEW_TOKENS:,}"),
+            "samples": (1 <= self.samples <= MAX_SAMPLES, f"1 to {MAX_SAMPLES:,}"),
+            "max_new_tokens": (1 <= self.max_new_tokens <= MAX_NEW_TOKENS, f"1 to {MAX_NEW_TOKENS:,}"),
             "temperature": (
                 self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
                 f"0 (the likeliest token), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",

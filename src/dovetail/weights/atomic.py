@@ -47,7 +47,7 @@ def staged(target: Path, mesh: Mesh) -> Iterator[AtomicDirectory]:
     complete = False
     try:
         yield stage
-        stage.verdict.settle()
+        stage.verdict.raise_collectively()
         with agreed(mesh):
             if lead:
                 for folder, _, _ in os.walk(stage.path):

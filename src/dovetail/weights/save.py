@@ -67,7 +67,7 @@ def write_hf(
     with staged(target, mesh) as stage:
         mine = {name: files[name] for wave in waves for name in wave[world.rank : world.rank + 1]}
         _write_files(stage, mine, order, produce)
-        with stage.verdict.keep():
+        with stage.verdict.catch():
             if stage.lead:
                 write_sides(sides, stage.path)
                 if len(files) > 1:
@@ -97,12 +97,12 @@ def _write_files(
     left = {file: len(specs) for file, specs in mine.items()}
     writers: dict[str, TensorFileWriter] = {}
     verdict = stage.verdict
-    with verdict.keep():
+    with verdict.catch():
         for name, tensor in produce(order, where.keys()):
             file = where.get(name)
             if file is None or verdict.problem:
                 continue
-            with verdict.keep():
+            with verdict.catch():
                 if file not in writers:
                     writers[file] = TensorFileWriter(stage.path / file, mine[file], dict(METADATA))
                 writers[file].write(name, tensor)
