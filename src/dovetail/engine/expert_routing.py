@@ -7,13 +7,12 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from dovetail.arch.spec import ArchSpec, MoeSpec
+from dovetail.arch.spec import MoeSpec
 from dovetail.batch.loss import LossFn, TokenStats
 from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import carried
 from dovetail.batch.routing import Balance, Routes, RoutingTrace
 from dovetail.engine.microbatches import LazySequence
-from dovetail.nn.decoder import Decoder
 from dovetail.nn.model import StagedModel
 from dovetail.nn.moe import Router
 from dovetail.parallel.collectives import sum_over
@@ -37,15 +36,13 @@ class BalanceSettings:
 class Routing:
     """The experts of one engine's model, whichever of its layers are here."""
 
-    def __init__(self, model: Decoder, moe: MoeSpec, mesh: Mesh, settings: BalanceSettings) -> None:
+    def __init__(self, model: StagedModel, moe: MoeSpec, mesh: Mesh, settings: BalanceSettings) -> None:
         self.model, self.moe, self.mesh, self.settings = model, moe, mesh, settings
 
     @classmethod
     def of(cls, model: StagedModel, mesh: Mesh, settings: BalanceSettings | None) -> "Routing | None":
         """None for a model without experts of ours."""
-        if not isinstance(model, Decoder) or not isinstance(model.spec, ArchSpec) or model.spec.moe is None:
-            return None
-        return cls(model, model.spec.moe, mesh, settings or BalanceSettings())
+        return None if model.moe is None else cls(model, model.moe, mesh, settings or BalanceSettings())
 
     def note(self, micro: MicroBatch) -> MicroBatch:
         """`micro`, or its halves, ready to note routes, taking those that its batch brings along."""

@@ -1,6 +1,5 @@
 """FSDP2 around a model: each block a group, its experts and untied ends apart, sums not means."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from dovetail.device import memory_of
 from dovetail.engine.copying import copies_of
 from dovetail.kernels.reference import wide
-from dovetail.nn.decoder import Decoder
-from dovetail.nn.grad_accumulation import Adder
+from dovetail.nn.grad_accumulation import GradAccumulator
 from dovetail.nn.linear import Linear
 from dovetail.nn.model import StagedModel
 from dovetail.parallel.collectives import stack_over
@@ -100,20 +98,10 @@ def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
     Collective. These are the gathers with which the pass would begin, in its order, and FSDP2 takes what has come: a rank that
     begins them late, or in the pass, still meets the others. Who raises before the pass drops them by `forget_step`.
     """
-    for module in _first_groups(model):
+    for module in model.first_groups():
         if isinstance(module, FSDPModule):
             # of one rank it is a copy, which the device makes at once; and `copying` has no gathers that nobody waits for
             module.unshard(async_op=mesh["fsdp"].size > 1 and copies_of(mesh, "fsdp") is None)
-
-
-def _first_groups(model: StagedModel) -> Iterator[nn.Module]:
-    """What every forward pass gathers first. Foreign layers say nothing of their order, but all lie in the root."""
-    yield model
-    if isinstance(model, Decoder):
-        if model.cut.first:
-            yield model.model.embed_tokens
-        for layer in model.cut.stages[0][:1]:
-            yield model.model.layers[str(layer)]
 
 
 def forget_step(model: StagedModel, mesh: Mesh) -> None:
@@ -123,12 +111,7 @@ def forget_step(model: StagedModel, mesh: Mesh) -> None:
     No collectives: the other ranks may be anywhere. FSDP2's own `reset_iter_state` is younger than torch 2.11, and keeps
     gradients that are not reduced; its last callback of a backward pass does the rest in every version.
     """
-    for module in model.modules():
-        if isinstance(module, Adder):
-            module.put_off.clear()
-        if isinstance(module, Linear):
-            module.waiting.clear()
-            module.waits = False
+    model.wgrad_queue.clear()
     assert isinstance(model, FSDPModule)
     state = model._get_fsdp_state()
     context = state._state_ctx
@@ -156,11 +139,11 @@ def enable_grad_accumulation_fusion(model: StagedModel) -> None:
 
     It then takes them as they are; left to itself it copies every one into such a sum. Foreign layers leave theirs to it.
     """
-    adders = [module for module in model.modules() if isinstance(module, Adder)]
-    if not any(isinstance(adder, Linear) for adder in adders):
+    accumulators = [module for module in model.modules() if isinstance(module, GradAccumulator)]
+    if not any(isinstance(module, Linear) for module in accumulators):
         return
-    for adder in adders:
-        adder.adds = model.kernels.add_weight_grad_
+    for accumulator in accumulators:
+        accumulator.wgrad_queue = model.wgrad_queue
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _use_fp32_grads(module)

@@ -25,7 +25,7 @@ from dovetail.engine.fsdp import ReshardPolicy, begin_gathers, enable_grad_accum
 from dovetail.engine.microbatches import DualBatch, LazySequence
 from dovetail.engine.nonfinite import StepWatch, inputs_of, spoiled
 from dovetail.engine.reduction import Sums, add_sums, by_name, mean, name_alike, reduce_sums
-from dovetail.engine.stage import Inference, Training
+from dovetail.engine.stage import InferenceRunner, TrainingRunner
 from dovetail.engine.validation import ValidatedBatch, check_same
 from dovetail.errors import DataError, ModelError
 from dovetail.kernels.reference import wide
@@ -189,7 +189,7 @@ class NativeEngine:
             add_sums(sums, value)
             parts.append(value.total.detach())
 
-        stages = Training(self.model, self.mesh, micros, self.dtype, loss, keep, residency)
+        stages = TrainingRunner(self.model, self.mesh, micros, self.dtype, loss, keep, residency)
         layout, costs = self.mesh.layout, stage_costs(self.model.spec, self.mesh.layout)
         execute(make_plan(layout.schedule, layout.pp, layout.virtual_stages, len(micros), costs), stages, self.mesh)
         stages.finish()
@@ -313,7 +313,7 @@ class NativeEngine:
             chosen = batch.select(mine[number])
             start_reading(chosen.media)  # where there was no room for it before
             everywhere = [[batch.lengths[i] for i in each[number]] for each in plan]
-            if self.halving.cuts(everywhere, multiple, budget):
+            if self.halving.should_split(everywhere, multiple, budget):
                 micro = MicroBatch.halved(chosen, balanced_split(chosen.lengths), multiple, share, tp).to(device)
             else:
                 micro = MicroBatch.of(chosen, multiple, share).to(device)
@@ -335,7 +335,7 @@ class NativeEngine:
     def _infer(self, pairs: PlannedMicroBatches, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
         """Forward passes over a whole batch; `keep` gets each result where the last stage is."""
         layout = self.mesh.layout
-        stages: Inference[Any] = Inference(
+        stages: InferenceRunner[Any] = InferenceRunner(
             self.model,
             self.mesh,
             _micros_of(pairs),

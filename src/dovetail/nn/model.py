@@ -1,4 +1,4 @@
-"""What an engine runs, whoever wrote its layers: some stages of a model, with a head, for packed micro-batches."""
+"""The interface of a model to an engine: pipeline stages and a head, for packed micro-batches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dovetail.arch.spec import ArchSpec
+from dovetail.arch.spec import ArchSpec, MoeSpec
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.batch.packed import MAX_TEMPERATURE, MIN_TEMPERATURE, PackedBatch
 from dovetail.batch.routing import RoutingTrace
@@ -16,8 +16,8 @@ from dovetail.errors import DataError
 from dovetail.kernels.registry import KernelSet
 from dovetail.memory import ask_once
 from dovetail.nn.activation_checkpoint import Recompute
+from dovetail.nn.grad_accumulation import WgradQueue
 from dovetail.nn.heads import LMHead, ValueHead
-from dovetail.nn.linear import Linear
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import placements_of
 
@@ -27,7 +27,7 @@ ExpertForm = Literal["fused", "turned", "apart", "mixtral"]
 
 @dataclass(frozen=True)
 class StageRange:
-    """Which stages of a pipeline a model is: the layers of each, and whether the first and the last are among them."""
+    """The pipeline stages of a model: the layers of each, and whether the first and the last are among them."""
 
     stages: tuple[range, ...]
     first: bool = True
@@ -35,64 +35,70 @@ class StageRange:
 
     @classmethod
     def whole(cls, spec: AnySpec) -> "StageRange":
-        """One stage that is everything."""
+        """One stage with all layers."""
         return cls((range(spec.depth),))
 
 
 class StagedModel(nn.Module):
     """Parameters under the checkpoint's names, with the last stage's head as `lm_head` or `score`.
 
-    `forward(micro, loss, stage, x)` is what `nn.decoder.Decoder.forward` says.
+    `forward(micro, loss, stage, x)`: see `Decoder.forward`.
     """
 
     kernels: KernelSet
-    is_critic: bool  # its head gives values
+    is_critic: bool  # has a value head
     recompute: Recompute = "none"
+    supports_dual_batch: bool = False  # whether a micro-batch may have halves
 
     def __init__(self, spec: AnySpec, mesh: Mesh, cut: StageRange, *, tied: bool) -> None:
         super().__init__()
         self.spec, self.mesh, self.cut, self.tied = spec, mesh, cut, tied
         self.experts: ExpertForm = "fused"
+        self.wgrad_queue = WgradQueue()
 
     @property
     def head(self) -> LMHead | ValueHead:
-        found = self._modules.get("lm_head") or self._modules["score"]
-        assert isinstance(found, (LMHead, ValueHead))
-        return found
+        head = self._modules.get("lm_head") or self._modules["score"]
+        assert isinstance(head, (LMHead, ValueHead))
+        return head
+
+    @property
+    def moe(self) -> MoeSpec | None:
+        """The experts that the native engine routes to."""
+        return self.spec.moe if isinstance(self.spec, ArchSpec) else None
 
     @property
     def text(self) -> nn.Module:
-        """The part that attends over packed tokens."""
+        """The language model, without the head."""
         raise NotImplementedError
 
     def check(self, batch: PackedBatch) -> None:
-        """Refuse a batch that this model cannot read. All ranks have the same, so all refuse alike."""
+        """Raise DataError for a batch that this model cannot read, on all ranks alike."""
         if batch.media:
             raise DataError(f"the batch has images or videos, but {self.spec.family} reads text only; leave them out")
-        if batch.tokens.device.type == "cpu":  # elsewhere the question would wait for the device
+        if batch.tokens.device.type == "cpu":  # elsewhere this would wait for the device
             self._check_ids(batch.tokens)
-            if not self._knows(batch.targets):  # a mask takes longer to apply, and mostly there is nothing behind it
+            if not self._has_ids(batch.targets):  # mostly spares the mask
                 self._check_ids(batch.targets[batch.mask])
             if not self.is_critic:
                 _check_temperature(batch)
         if batch.routing is not None:
             self._check_routing(batch.routing)
 
-    def _knows(self, ids: Tensor) -> bool:
+    def _has_ids(self, ids: Tensor) -> bool:
         low, high = torch.aminmax(ids) if ids.numel() else (0, 0)
         return bool(low >= 0 and high < self.spec.vocab_size)
 
     def _check_ids(self, ids: Tensor) -> None:
-        """Cut over tp, a table would give zeros for an id that no rank has."""
-        if not self._knows(ids):
+        """An embedding sharded over tp would give zeros for an unknown id."""
+        if not self._has_ids(ids):
             raise DataError(
                 f"the batch has ids {int(ids.min())} to {int(ids.max())}, but this {self.spec.family} model has ids 0 to "
                 f"{self.spec.vocab_size - 1}; tokenize with the model's own tokenizer"
             )
 
     def _check_routing(self, trace: RoutingTrace) -> None:
-        moe = self.spec.moe if isinstance(self.spec, ArchSpec) else None
-        if moe is None:
+        if (moe := self.moe) is None:
             raise DataError(
                 f"the batch brings routing, but {self.spec.family} models as this one have no experts of ours; take "
                 "batch.with_routing(None)"
@@ -113,16 +119,16 @@ class StagedModel(nn.Module):
         """The checkpoint's name of a parameter or buffer."""
         return name
 
-    def linears(self, stage: int) -> Iterator[Linear]:
-        """The products of one of its stages whose weight gradients may wait."""
+    def groups(self) -> Iterator[nn.Module]:
+        """The modules that FSDP2 gathers as one, children first; the model's other parameters are one more group."""
         raise NotImplementedError
 
-    def groups(self) -> Iterator[nn.Module]:
-        """The modules whose parameters are gathered together, before those that are left."""
-        raise NotImplementedError
+    def first_groups(self) -> Iterator[nn.Module]:
+        """Those that every forward pass gathers first, in order, as far as it is known."""
+        yield self
 
     def materialize(self, device: torch.device) -> None:
-        """Give the parameters memory, which the caller fills: all but their padding, which is zero."""
+        """Allocate the parameters: uninitialized, but for zeros in their padding."""
         with torch.no_grad():
             stored = [param.to_local() if isinstance(param, DTensor) else param for param in self.parameters()]
         ask_once([x.numel() * x.element_size() for x in stored], device)
@@ -134,7 +140,6 @@ class StagedModel(nn.Module):
 
 
 def _check_temperature(batch: PackedBatch) -> None:
-    """Logits over next to nothing are no numbers, over less than 0 those of another distribution, over infinity all alike."""
     if "temperature" not in batch.fields:
         return
     counted = batch.fields["temperature"][batch.mask]
