@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 class LazySequence(Sequence[Item]):
-    """`count` items, each made by `make(number)` when it is first read, so while the device computes those before."""
+    """Items that `make(number)` makes when they are first read."""
 
     def __init__(self, count: int, make: Callable[[int], Item]) -> None:
         self._numbers, self._make = range(count), make
@@ -39,22 +39,22 @@ MIN_HALF_TOKENS = 2048  # products of fewer lose more than their collectives cos
 
 @dataclass(frozen=True)
 class DualBatch:
-    """Which micro-batches are split into halves that overlap. min_tokens: of the smaller half; None: never."""
+    """Which micro-batches are split. min_tokens: of the smaller half; None: none are."""
 
     min_tokens: int | None
 
     @classmethod
     def of(cls, model: StagedModel, mesh: Mesh, enabled: bool | None) -> "DualBatch":
-        """None: on accelerators with tp and without ep, where it is faster (docs/performance.md). True: always."""
+        """enabled: None: where it is faster (docs/performance.md)."""
         if enabled is None:
             pays = model.supports_dual_batch and mesh["tp"].size > 1 and mesh["ep"].size == 1
             return cls(MIN_HALF_TOKENS if pays and mesh.device.type != "cpu" else None)
         return cls(1 if enabled and model.supports_dual_batch else None)
 
     def should_split(self, lengths: Sequence[Sequence[int]], multiple: int = 1, budget: int | None = None) -> bool:
-        """Whether to split a micro-batch, given its sequences' lengths in every replica: ranks of ep exchange tokens once a half.
+        """Given a micro-batch's sequence lengths in every replica, since ranks of ep exchange tokens once a half.
 
-        multiple: of tokens, to which each half is padded. budget: most tokens of both.
+        multiple: to which each half is padded. budget: most tokens of both.
         """
         return all(self._should_split(replica, multiple, budget) for replica in lengths)
 

@@ -1,7 +1,6 @@
-"""What the executor calls on a rank's pipeline stages: forward, backward and weight gradients of a micro-batch.
+"""What the executor runs on a rank's pipeline stages: forward, backward and weight gradients of micro-batches.
 
-Without a pipeline there is one stage. A `ReshardPolicy` says whether parameters stay gathered through a step, and whether
-gradients are accumulated until the last backward pass reduces them. Where deferred weight gradients come after it, `finish` does.
+The last backward pass reduces gradients, or `finish`, where deferred weight gradients come later.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ class _StageRunner:
         self.model, self.mesh, self.micros, self.dtype = model, mesh, micros, dtype
 
     def buffer(self, micro: int) -> Tensor:
-        """Uninitialized memory for a micro-batch's hidden states, or their gradient, [t, D]."""
+        """Memory for a micro-batch's hidden states, or their gradient, [t, D]."""
         tokens = len(self.micros[micro]) // self.mesh["tp"].size
         return torch.empty(tokens, self.model.spec.width, dtype=self.dtype, device=self.mesh.device)
 
@@ -41,7 +40,7 @@ class _StageRunner:
 
 
 class InferenceRunner(_StageRunner, Generic[Result]):
-    """Forward passes only. The rank of the last stage calls `on_result` with each micro-batch's number and result."""
+    """The last stage calls `on_result` with each micro-batch's number and result."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class InferenceRunner(_StageRunner, Generic[Result]):
 
 
 class TrainingRunner(_StageRunner):
-    """Forward and backward passes. The rank of the last stage calls `on_loss` with each micro-batch's loss."""
+    """The last stage calls `on_loss` with each micro-batch's loss."""
 
     def __init__(
         self,
@@ -82,7 +81,6 @@ class TrainingRunner(_StageRunner):
         on_loss: Callable[[Loss], None],
         policy: ReshardPolicy | None = None,
     ) -> None:
-        """policy: default: what the device's memory allows."""
         super().__init__(model, mesh, micros, dtype)
         self.loss, self.on_loss = loss, on_loss
         self.policy = policy or ReshardPolicy.of(model, mesh, dtype)
@@ -116,20 +114,20 @@ class TrainingRunner(_StageRunner):
         self.model.wgrad_queue.flush((stage, micro))
 
     def finish(self) -> None:
-        """Reduce the gradients, if no backward pass did: FSDP2 does it at the end of any backward pass of its root."""
+        """Reduce the gradients, if no backward pass did, as FSDP2 does at the end of any backward pass of its root."""
         if not self.reduced:
             self._reduce_next(True)
             self.model(None).backward()
         self._gather_between_passes(False)
 
     def _gather_between_passes(self, gathered: bool) -> None:
-        """Pipelines and single ranks keep the setting they were wrapped with."""
+        """Pipelines and single ranks keep their setting."""
         if self.stays_gathered and self.mesh["pp"].size == 1 and self.mesh["fsdp"].size > 1:
             assert isinstance(self.model, FSDPModule)
             self.model.set_reshard_after_forward(not gathered)
 
     def _reduce_next(self, last: bool) -> None:
-        """Whether the next backward pass reduces gradients and reshards parameters."""
+        """Whether the next backward pass reduces gradients and reshards."""
         model = self.model
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(last or not self.policy.summed)

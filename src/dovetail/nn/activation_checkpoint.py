@@ -5,7 +5,7 @@
     selective   all but attention
     full        everything; only the block's input is kept
 
-A product that the block changes in place, as some of transformers' models do, is computed again.
+Products that a block changes in place are computed again.
 """
 
 from collections import deque
@@ -32,17 +32,15 @@ PRODUCTS = (
 
 
 def is_attention(operation: str) -> bool:
-    """Whether an operation of that name is an attention kernel."""
     return any(word in operation for word in ATTENTION)
 
 
 def is_kept(recompute: Recompute, operation: str) -> bool:
-    """Whether an operation's result is kept for backward, not computed again."""
     return is_attention(operation) or (recompute == "light" and operation in PRODUCTS)
 
 
 def runner(recompute: Recompute, host: "PinnedPool | None" = None) -> Callable[..., Any]:
-    """(block, *arguments) -> output, for the blocks of one forward pass in order. host: offloads what they keep."""
+    """Runs the blocks of one forward pass: (block, *arguments) -> output. host: where to offload what they keep."""
     if recompute == "none" or not torch.is_grad_enabled():
         return lambda block, *arguments: block(*arguments)
     if host is not None:
@@ -51,7 +49,7 @@ def runner(recompute: Recompute, host: "PinnedPool | None" = None) -> Callable[.
 
 
 def options(recompute: Recompute) -> dict[str, Any]:
-    """Arguments of torch's `checkpoint`. Nothing in a block is random."""
+    """Arguments of torch's `checkpoint`."""
     out: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     return out if recompute == "full" else out | {"context_fn": partial(selective_contexts, recompute)}
 
@@ -61,9 +59,7 @@ def selective_contexts(
     put: Callable[[Tensor], Any] = lambda x: x,
     get: Callable[[Any], Tensor] = lambda x: x,
 ) -> tuple["_Keep", "_Reuse"]:
-    """The contexts of a forward pass and of its repetition. Results of attention pass through `put` and `get`; products do
-    not, since the last one of a block is never needed.
-    """
+    """Contexts of a forward pass and of its repetition. Results of attention, not products, pass through `put` and `get`."""
     kept: deque[tuple[str, Any]] = deque()
     return _Keep(recompute, kept, put), _Reuse(recompute, kept, get)
 
@@ -79,8 +75,6 @@ class _Mode(TorchDispatchMode):
 
 
 class _Keep(_Mode):
-    """Keeps the results of some operations."""
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -99,8 +93,6 @@ class _Keep(_Mode):
 
 
 class _Reuse(_Mode):
-    """Returns them again, in the same order."""
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -114,7 +106,7 @@ class _Reuse(_Mode):
 
 
 class _Product:
-    """A product's result; None once the block has changed it. (For those of attention autograd raises an error.)"""
+    """A product's result; None once the block has changed it."""
 
     def __init__(self, x: Tensor) -> None:
         self.x: Tensor | None = x
@@ -133,7 +125,7 @@ def _written_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 class SavedTensor:
-    """A tensor that `save_for_backward_early` saved; to be read once, in a backward pass."""
+    """What `save_for_backward_early` saved; to be read once, in a backward pass."""
 
     node: FunctionCtx
 
@@ -143,10 +135,9 @@ class SavedTensor:
 
 
 def save_for_backward_early(x: Tensor) -> tuple[Tensor, SavedTensor]:
-    """x, which must require a gradient, and a handle by which a later function's backward reads it.
+    """x, which must require a gradient, and a handle for the backward of a later function that saves nothing itself.
 
-    A checkpoint that repeats a block stops once it has all that was saved, and a Function saves after it has run: what
-    follows this and saves nothing itself is not repeated.
+    That function is then not recomputed: a checkpoint stops once it has all that was saved.
     """
     saved = SavedTensor()
     return _SaveEarly.apply(x, saved), saved
@@ -167,7 +158,7 @@ class _SaveEarly(torch.autograd.Function):
 
 
 class OffloadedTensor:
-    """A tensor that backward reads once: on the device, on the host, or being copied. host: None if it stays on the device."""
+    """On the device, on the host, or being copied. host: None if it stays on the device."""
 
     def __init__(self, x: Tensor, host: Tensor | None, block: int) -> None:
         self.device_tensor: Tensor | None = x
@@ -176,11 +167,10 @@ class OffloadedTensor:
 
 
 class PinnedPool:
-    """A stream for copies to and from the host, and the arenas that forward passes take from it and return.
+    """Pinned host memory and a stream for copies.
 
-    available: the bytes of host memory that may still be taken, asked whenever an arena would grow; None: no limit. Default:
-        what the kernel reports, and no limit on CPU devices.
-    ranks: on this host. All may allocate at once: an arena grows by at most its share of what is available.
+    available: bytes of host memory left, asked before an arena grows; None: no limit. Default: as the kernel says.
+    ranks: on this host, which share what is available.
     """
 
     def __init__(
@@ -192,25 +182,23 @@ class PinnedPool:
         self.available = available or (host_room if self.side is not None else lambda: None)
         self.ranks = ranks
         self.free: list[PinnedArena] = []
-        self.not_offloaded = 0  # bytes, of all passes, for which there was no room
+        self.not_offloaded = 0  # bytes, for lack of host memory
 
     def arena(self) -> PinnedArena:
         return self.free.pop() if self.free else PinnedArena(pinned=self.side is not None)
 
     def allocate(self, arena: PinnedArena, x: Tensor) -> Tensor | None:
-        """Memory of an arena, in the strides of a copy of `x`; None where the host has no room for it."""
+        """Memory with the strides of a copy of `x`; None if the host has too little."""
         if not arena.has(x.nbytes):
             available = self.available()
             if available is not None and not arena.grow(x.nbytes, available // self.ranks):
                 self.not_offloaded += x.nbytes
                 return None
-        strides = torch.empty_like(
-            x, device="meta"
-        ).stride()  # kernels depend on them, and copies of equal ones are fast
+        strides = torch.empty_like(x, device="meta").stride()  # kernels depend on them
         return arena.take(x.dtype, (x.numel(),)).as_strided(x.shape, strides)
 
     def copy(self, to: Tensor, source: Tensor) -> Any:
-        """Copy on the side stream, after all work queued before. Returns the event of its end."""
+        """Copy on the side stream, after all work queued before. Returns an event."""
         if self.side is None:
             to.copy_(source)
             return None
@@ -220,24 +208,22 @@ class PinnedPool:
             return self.side.record_event()
 
     def wait(self, copied: Any) -> None:
-        """Have the current stream, not this process, wait for a copy. Memory may be freed or read after that."""
+        """Have the current stream, not this process, wait for a copy."""
         if copied is not None:
             self.module.current_stream(self.device).wait_event(copied)
 
 
 class ActivationOffload:
-    """Offloads what the blocks of one forward pass keep, their inputs and results of attention, while each block is computed,
-    and fetches it one block before backward needs it.
+    """Offloads blocks' inputs and results of attention while the next block runs, and fetches them one block ahead of backward.
 
-    The last block's is needed first, and stays, as does what the host has no room for: that of the later blocks, whose memory
-    backward frees first.
+    The last block's stay, and those for which the host has no memory.
     """
 
     def __init__(self, host: PinnedPool, recompute: Recompute) -> None:
         self.host, self.recompute = host, recompute
         self.arena = host.arena()
         self.blocks: list[list[OffloadedTensor]] = []
-        self.unread = 0  # tensors that backward has not read yet
+        self.unread = 0
 
     def __call__(self, block: Callable[..., Tensor], *arguments: Any) -> Tensor:
         for tensor in self.blocks[-1] if self.blocks else ():
@@ -252,7 +238,7 @@ class ActivationOffload:
         return out
 
     def put(self, x: Tensor) -> Tensor | OffloadedTensor:
-        """Start to offload a tensor; states of generators and the like stay."""
+        """Start to offload a tensor. Integers, such as generator states, stay."""
         if not x.is_floating_point() or x.device.type != self.host.device.type:
             return x
         x = x.detach()
@@ -264,7 +250,7 @@ class ActivationOffload:
         return tensor
 
     def get(self, tensor: Tensor | OffloadedTensor) -> Tensor:
-        """The tensor on the device; starts to fetch those of the block before."""
+        """The tensor on the device. Starts to fetch the block before."""
         if isinstance(tensor, Tensor):
             return tensor
         for block in (tensor.block, tensor.block - 1):

@@ -1,4 +1,4 @@
-"""Grouped-query attention over packed tokens. What queries see comes from outside: a packed batch, or a KV cache."""
+"""Grouped-query attention."""
 
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from dovetail.parallel.overlap import AsyncForward, switch
 
 
 class Context(Protocol):
-    """What every layer of one forward pass shares: rotary tables, attention and expert routes."""
+    """What the layers of a forward pass share: a packed batch's, or a KV cache's."""
 
     @property
     def cos(self) -> Tensor: ...  # [T, rotary_dim / 2]
@@ -31,7 +31,7 @@ class Context(Protocol):
 
 
 class Attention(nn.Module):
-    """[t, D] -> [t, D]. Queries, keys and values are one product, sharded by heads."""
+    """[t, D] -> [t, D], sharded by heads."""
 
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()

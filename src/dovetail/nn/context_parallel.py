@@ -1,12 +1,6 @@
 """Context parallelism: attention of this rank's tokens to those of all ranks of cp, by gathered keys or exchanged heads.
 
-Of L lines (ranks, or groups that exchange heads) the i-th holds the i-th of 2 L chunks of tokens, and the i-th last. With M bytes
-of all keys and values, a rank reads or writes, besides attention and communication:
-
-    forward    2 M / L            concatenating its own keys and values
-               M                  reordering the later half, while the earlier half is received
-    backward   (2 + 1 / (2 L)) M  the gradients of both chunks' keys of one document, summed by rank before they are sent
-               (1 + 1 / L) M      the sum of those received
+Of L lines (ranks, or groups that exchange heads) the i-th holds the i-th of 2 L chunks of tokens, and the i-th last.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,17 +25,16 @@ from dovetail.parallel.mesh import Axis, ContextAxes, Mesh
 def share_keys(
     k: Tensor, v: Tensor, stretches: Sequence[slice], axis: Axis, add: Callable[..., Tensor]
 ) -> Iterable[tuple[Tensor, Tensor]]:
-    """This line's k and v [t, G, C] -> keys and values [n, G, C] of each stretch of all lines' tokens.
+    """This line's k and v [t, G, C] -> read-only keys and values [n, G, C] of each stretch of all lines' tokens.
 
-    They are views of one tensor: do not write to them. Gradients are rounded to k's dtype by the rank of the queries, then
-    summed in rank order by `add`, [L, ...] -> [...].
+    Gradients are rounded to k's dtype, then summed over the lines in order by `add`, [L, ...] -> [...].
     """
     out = _SharedKeys.apply(k, v, tuple(stretches), axis, add)
     return zip(out[::2], out[1::2], strict=True)
 
 
 class _SharedKeys(torch.autograd.Function):
-    """forward: all_gather, sliced into stretches. backward: the stretches' gradients added up, all_to_all, sum."""
+    """forward: all_gather, sliced into stretches. backward: their sum by line, all_to_all, sum."""
 
     @staticmethod
     def forward(
@@ -60,9 +53,7 @@ class _SharedKeys(torch.autograd.Function):
 
 
 def scatter_kv_grads(grads: Sequence[Tensor], stretches: Sequence[slice], own: int, lines: int) -> Tensor:
-    """Gradients of keys and values of each stretch, [n, G, C] each -> [lines, 2, own, G, C], by line and its tokens: added where
-    stretches overlap, 0 where there is none. Each number is read and written once.
-    """
+    """Gradients of keys and values of each stretch, [n, G, C] -> their sums [lines, 2, own, G, C] by line and its tokens."""
     size = own // 2
     out = grads[0].new_empty((lines, 2, own, *grads[0].shape[1:]))
     ends = {end for stretch in stretches for end in (stretch.start, stretch.stop)}
@@ -92,7 +83,7 @@ def _sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """Causal attention within each packed sequence; this rank has all tokens."""
+    """Causal attention within packed sequences, of all tokens."""
 
     spans: Spans
     kernels: KernelSet
@@ -103,7 +94,7 @@ class PackedAttention:
 
 
 class Chunk(NamedTuple):
-    """Consecutive queries of a rank and the keys that they see, by sequence. A rank's chunks follow each other."""
+    """Consecutive queries of a rank, and the keys that they see."""
 
     queries: slice
     keys: slice
@@ -113,7 +104,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedAttention:
-    """Causal attention within each packed sequence; each rank of cp has some of the tokens."""
+    """Causal attention within packed sequences that are sharded over cp."""
 
     chunks: tuple[Chunk, ...]
     axes: ContextAxes
@@ -136,7 +127,7 @@ class SharedAttention:
         return heads_to_tokens(out[0] if len(out) == 1 else torch.cat(out), self.axes.ulysses)[..., :v_dim]
 
     def _all_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Some heads of all tokens of the Ulysses group, by one all_to_all. Too few KV heads are repeated."""
+        """Some heads of all tokens of the Ulysses group. Too few KV heads are repeated."""
         size = self.axes.ulysses.size
         if size == 1:
             return q, k, v
@@ -165,14 +156,12 @@ class BatchContext:
 
 
 def context_of(micro: MicroBatch, rope: RopeSpec, dtype: torch.dtype, mesh: Mesh, kernels: KernelSet) -> BatchContext:
-    """The context of this rank's tokens of a micro-batch."""
     batch, own = micro.batch, None if micro.share.size == 1 else micro.order
     cos, sin = rope_tables(rope, batch.positions, batch.lengths, dtype, own)
     return BatchContext(cos, sin, attention_of(micro, mesh, kernels), micro.routes or Routes())
 
 
 def attention_of(micro: MicroBatch, mesh: Mesh, kernels: KernelSet) -> BatchAttention:
-    """What this rank's tokens of a micro-batch attend to."""
     batch, share = micro.batch, micro.share
     if share.size == 1:
         return PackedAttention(Spans(batch.cu_seqlens, batch.lengths), kernels)
@@ -181,7 +170,7 @@ def attention_of(micro: MicroBatch, mesh: Mesh, kernels: KernelSet) -> BatchAtte
 
 
 def cut_chunks(lengths: Sequence[int], share: ContextShard, device: torch.device) -> tuple[Chunk, ...]:
-    """The chunks of one rank, for packed sequences of these lengths: two, or one of all tokens."""
+    """One rank's chunks of packed sequences: two, or one of all tokens."""
     ends = cumulative(lengths).tolist()
     if share.lines == 1:
         spans = Spans(carried(cumulative(lengths), device), tuple(lengths))
@@ -193,12 +182,6 @@ def cut_chunks(lengths: Sequence[int], share: ContextShard, device: torch.device
         inside = [(a, b) for a, b in pairwise(ends) if a < stop and b > start]
         queries = tuple(min(b, stop) - max(a, start) for a, b in inside)
         keys = tuple(min(b, stop) - a for a, b in inside)
-        chunks.append(
-            Chunk(
-                slice(at * size, (at + 1) * size),
-                slice(inside[0][0], stop),
-                Spans(carried(cumulative(queries), device), queries),
-                Spans(carried(cumulative(keys), device), keys),
-            )
-        )
+        q_spans, k_spans = (Spans(carried(cumulative(lengths), device), lengths) for lengths in (queries, keys))
+        chunks.append(Chunk(slice(at * size, (at + 1) * size), slice(inside[0][0], stop), q_spans, k_spans))
     return tuple(chunks)

@@ -1,7 +1,4 @@
-"""The one decoder: embedding, blocks, norm, head. Families differ by their `ArchSpec`.
-
-Packed tokens [T] come in; between blocks activations are [t, D], t = T / (cp tp).
-"""
+"""The decoder: packed tokens [T] -> head. Between blocks activations are [t, D], t = T / (cp tp)."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
@@ -43,7 +40,7 @@ class Block(nn.Module):
         self.mlp = MoE(spec, layer, mesh, kernels) if spec.is_moe(layer) else make_mlp(spec, mesh, kernels)
 
     def forward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """x [t, D] of each half of a micro-batch, or of all of it; then a tuple of their contexts. Returns as many [t, D]."""
+        """x [t, D] of each half of a micro-batch, or of all of it, and the tuple of their contexts -> as many [t, D]."""
         if isinstance(self.mlp, MoE):
             out: tuple[Tensor, ...] = self.mlp.experts(self._interleaved, *arguments)
             return out
@@ -65,7 +62,7 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Embedding, blocks and final norm, those of `cut`: tokens [T] -> hidden states [t, D]. host: offloads activations."""
+    """Embedding, blocks and final norm of `cut`: tokens [T] -> hidden states [t, D]. host: where activations are offloaded."""
 
     embed_tokens: VocabEmbedding
     norm: RMSNorm
@@ -91,7 +88,7 @@ class Trunk(nn.Module):
     def blocks(
         self, layers: Iterable[int], halves: tuple[Tensor, ...], contexts: tuple[Context, ...]
     ) -> tuple[Tensor, ...]:
-        """Consecutive layers, of the halves of a micro-batch or all of it: [t, D] each."""
+        """Consecutive layers, as `Block.forward`."""
         run = runner(self.recompute, self.host)
         for layer in layers:
             halves = run(self.layers[str(layer)], *halves, contexts)
@@ -99,10 +96,7 @@ class Trunk(nn.Module):
 
 
 class Decoder(StagedModel):
-    """A model under HF's names, or some pipeline stages of it: `model` is the trunk, `lm_head` or `score` the head.
-
-    A tied table is held at both ends of a pipeline, under both of its names.
-    """
+    """A model under HF's names, or pipeline stages of it. Both ends of a pipeline hold a tied table, under both names."""
 
     supports_dual_batch = True
 
@@ -129,10 +123,9 @@ class Decoder(StagedModel):
     def forward(
         self, micro: MicroBatch | None, loss: LossFn | None = None, stage: int = 0, x: Tensor | None = None
     ) -> TokenStats | Loss | Tensor:
-        """Stage number `stage` of `cut.stages`. x [t, D]: the stage before's result; None: this is the model's first.
+        """One of `cut.stages`: x [t, D] of the stage before, None for the first -> x for the next, or the head's result.
 
-        Returns x for the next stage, or the head's result. Without a micro-batch: a scalar whose backward pass runs FSDP2's
-        hooks and nothing else.
+        Without a micro-batch: a scalar whose backward pass runs FSDP2's hooks alone.
         """
         if micro is None:
             return torch.zeros((), device=self.mesh.device, requires_grad=True)
@@ -147,7 +140,6 @@ class Decoder(StagedModel):
         return result
 
     def _blocks(self, micro: MicroBatch, stage: int, x: Tensor) -> Tensor:
-        """[t, D] -> [t, D]."""
         parts = micro.apart
         contexts = tuple(context_of(part, self.rope, x.dtype, self.mesh, self.kernels) for part in parts)
         rows = [len(part) // self.mesh["tp"].size for part in parts]
@@ -155,7 +147,7 @@ class Decoder(StagedModel):
         return torch.cat(halves) if micro.halves else halves[0]
 
     def hold_in(self, dtype: torch.dtype) -> "Decoder":
-        """Hold parameters and buffers in `dtype`, but biases of routing in float32."""
+        """Convert to `dtype`, but for biases of routers, which stay float32."""
         self.to(dtype)
         for module in self.modules():
             if isinstance(module, Router) and module.moe.bias:

@@ -13,19 +13,13 @@ from dovetail.parallel.placement import Part, Placement, Split
 
 
 def vocab_placement(vocab_size: int, tp: int, *, tied: bool) -> tuple[int, Placement]:
-    """(rows a rank, placement) of a [V, D] table, padded at the end to a multiple of tp.
-
-    A tied one is held at both ends of a pipeline, and each sees one of its two uses.
-    """
+    """(rows a rank, placement) of a [V, D] table, padded to a multiple of tp."""
     part = Part.padded("", vocab_size, tp)
     return part.local_length(tp), Placement((Split(0, "tp", (part,)),), partial_over=("ends",) if tied else ())
 
 
 class VocabEmbedding(GradAccumulator):
-    """[T] -> [t, D]. Each rank looks up the ids of its rows; lookups of `pad` give its row no gradient.
-
-    forward reduce_scatter, backward all_gather.
-    """
+    """[T] -> [t, D]. `pad` gets no gradient. forward reduce_scatter, backward all_gather."""
 
     def __init__(self, vocab_size: int, width: int, mesh: Mesh, *, tied: bool = False, pad: int | None = None) -> None:
         super().__init__()
@@ -42,7 +36,7 @@ class VocabEmbedding(GradAccumulator):
         rows = self.weight.shape[0]
         local = tokens - self.axis.rank * rows
         own = (local >= 0) & (local < rows)
-        # Others' tokens look up different rows: their gradients are 0, but added one by one.
+        # Others' tokens look up different rows: adding many gradients to one row would be slow, though they are 0.
         anywhere = torch.arange(len(tokens), device=tokens.device) % rows
         return reduce_scatter(self._lookup(torch.where(own, local, anywhere)) * own[:, None], self.axis)
 
@@ -54,7 +48,7 @@ class VocabEmbedding(GradAccumulator):
 
 
 class _Lookup(torch.autograd.Function):
-    """forward: rows of the table. backward: their gradients are accumulated. No collectives."""
+    """forward: rows of the table. backward: accumulates their gradients."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, table: VocabEmbedding) -> Tensor:

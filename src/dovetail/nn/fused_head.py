@@ -1,13 +1,13 @@
 """Fused linear log-prob and entropy from vocabulary-sharded logits, in one pass and one collective.
 
-Each rank reduces its columns to four numbers a token; the ranks gather [T, 4] once and combine in rank order:
+Each rank reduces its columns to four numbers a token; the ranks gather and combine them in order:
 
     d = (z - m) / tau     m = max z    s = sum e^d      u = sum d e^d           t = z_y if this rank holds column y, else 0
     D = (m - M) / tau     M = max m    S = sum s e^D    U = sum e^D (u + s D)
     logprob = (sum t - M) / tau - ln S                  entropy = ln S - U / S
 
-The maximum is subtracted before the division by tau: at large logits the rounding of z / tau would cost digits. The shifted first
-moment keeps large terms from canceling. Padded vocabulary columns are cut off first.
+The maximum is subtracted before the division by tau, and the first moment is shifted: both keep digits at large logits. Padded
+columns are cut off first.
 """
 
 from collections.abc import Iterator
@@ -27,10 +27,7 @@ from dovetail.parallel.mesh import Axis
 
 
 class Normalizer(NamedTuple):
-    """What the gradient needs of each row, all [n]: the largest logit M, S, and U / S, the mean of d under p.
-
-    Not as log-sum-exp: at large logits its rounding would scale all of p = e^d / S.
-    """
+    """M, S and U / S (the mean of d under p) of each row, all [n]. At large logits log-sum-exp would be less exact."""
 
     peak: Tensor
     total: Tensor
@@ -38,7 +35,7 @@ class Normalizer(NamedTuple):
 
 
 def combine(stats: Tensor, temperature: Tensor | None = None) -> tuple[TokenStats, Normalizer]:
-    """Every rank's `vocab_stats` [ranks, n, 4] -> statistics and normalizer of the whole vocabulary."""
+    """`vocab_stats` of every rank [ranks, n, 4] -> statistics and normalizer of the whole vocabulary."""
     m, s, u, t = stats.unbind(-1)
     peak = m.amax(0)
     shift, chosen = torch.where(m == float("-inf"), 0.0, m - peak), t.sum(0) - peak
@@ -53,23 +50,18 @@ def combine(stats: Tensor, temperature: Tensor | None = None) -> tuple[TokenStat
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's rows of the head: w [columns, D] without padding, from row `first` of the vocabulary on."""
+    """This rank's rows of the head, w [columns, D] without padding, from row `first` on."""
 
     weight: Tensor
     first: int
     axis: Axis
     kernels: KernelSet
-    owner: GradAccumulator | None = (
-        None  # the module that accumulates the weight's gradient, in the first rows of its own
-    )
+    owner: GradAccumulator | None = None  # accumulates the gradient, in the first rows of its weight's
 
     def stats(
         self, x: Tensor, batch: PackedBatch, rows: slice, *, keep: bool
     ) -> tuple[Tensor | None, TokenStats, Normalizer]:
-        """(This rank's logits without temperature, or None; statistics, normalizer) of some of the batch's rows, of x [n, D].
-
-        keep: the logits are needed.
-        """
+        """Logits without temperature, if `keep`, statistics and normalizer of some of the batch's rows of x [n, D]."""
         targets, temperature = batch.targets[rows] - self.first, _temperature(batch, rows, x.dtype)
         products, x, z = self.products(x), x[rows], None
         if products is not None:
@@ -80,20 +72,19 @@ class VocabShard:
         return z, *combine(stack_over(stats, self.axis), temperature)
 
     def products(self, x: Tensor) -> HeadProducts | None:
-        """The kernels' fused products, if they support hidden states like x."""
         products = self.kernels.head
         return products if products is not None and products.takes(x, self.weight) else None
 
 
 def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
-    """Statistics of `batch.targets` [n] from hidden states [n, D], without a gradient."""
+    """Statistics of `batch.targets` [n] from hidden states x [n, D], without a gradient."""
     with torch.no_grad():
         stats = [shard.stats(x, batch, rows, keep=False)[1] for rows in _chunks(len(batch), shard.kernels.head_chunk)]
         return TokenStats(*(torch.cat(column) for column in zip(*stats, strict=True)))
 
 
 def fused_loss(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -> Loss:
-    """The loss of hidden states [n, D] on the counted tokens of `batch` [n]. Only `total` has a gradient."""
+    """The loss of hidden states x [n, D] on the counted tokens of `batch` [n]. Only `total` has a gradient."""
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or shard.weight.requires_grad)
     with torch.no_grad():
         gradients = _Gradients.of(x, shard) if needs_grad else None
@@ -109,10 +100,7 @@ def fused_loss(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Buffers: rows of dx [n, D], and the sum dw [columns, D] in the wide dtype, None for a frozen weight.
-
-    fresh: dw is uninitialized before the first chunk.
-    """
+    """Buffers dx [n, D] and dw [columns, D] in the wide dtype, None if frozen. fresh: dw is uninitialized."""
 
     dx: Tensor
     dw: Tensor | None
@@ -132,7 +120,7 @@ class _Gradients:
 
 
 def _separable(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradients: _Gradients | None) -> Loss:
-    """One pass: each chunk's logits give its loss and its gradients."""
+    """One pass: loss and gradients chunk by chunk."""
     values = []
     for rows in _chunks(len(batch), shard.kernels.head_chunk):
         z, stats, normalizer = shard.stats(x, batch, rows, keep=gradients is not None)
@@ -143,12 +131,12 @@ def _separable(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, g
         values.append(value)
         if gradients is not None and z is not None:
             _backward_chunk(x, rows, z, shard, batch, normalizer, (g, h), gradients)
-        del z  # or two chunks of logits live at once
+        del z  # or two chunks of logits are alive at once
     return values[0] if len(values) == 1 else _sum_of(values)
 
 
 def _whole(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradients: _Gradients | None) -> Loss:
-    """Two passes: the loss from all statistics, then gradients from recomputed logits."""
+    """Two passes: the loss of all statistics, then gradients from recomputed logits."""
     value, g, h = _loss_gradients(loss, fused_token_stats(x, shard, batch), batch, gradients is not None)
     if gradients is not None:
         for rows in _chunks(len(batch), shard.kernels.head_chunk):
@@ -185,7 +173,7 @@ def _backward_chunk(
     gh: tuple[Tensor, Tensor | None],
     gradients: _Gradients,
 ) -> None:
-    """The gradients of some rows, given their logits z, which are overwritten."""
+    """The gradients of some rows. Overwrites their logits z."""
     local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows, x.dtype)
     dz = shard.kernels.vocab_grad_(z, local_targets, normalizer, *gh, temperature, dtype=x.dtype)
     first, products = gradients.fresh and rows.start == 0, shard.products(x)
@@ -198,9 +186,7 @@ def _backward_chunk(
 
 
 class _WithGradients(torch.autograd.Function):
-    """forward: the total. backward: dx and dw, computed before, times the upstream gradient, which must be 1 where dw was
-    accumulated.
-    """
+    """forward: the total. backward: dx and dw, known already, times the upstream gradient, 1 where dw was accumulated."""
 
     @staticmethod
     def forward(
@@ -221,7 +207,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 def _sum_of(losses: list[Loss]) -> Loss:
-    """The loss of all parts; a metric may be in some of them only."""
+    """A metric may be in some of the parts only."""
     totals, counts, metrics = zip(*losses, strict=True)
     summed = {}
     for name in dict.fromkeys(name for part in metrics for name in part):
@@ -238,10 +224,9 @@ def _detached(loss: Loss) -> Loss:
 
 
 def _temperature(batch: PackedBatch, rows: slice, dtype: torch.dtype) -> Tensor | None:
-    """In the wide dtype of `dtype`: the field may be wider, and so would be the statistics."""
     return batch.fields["temperature"][rows].to(wide(dtype)) if "temperature" in batch.fields else None
 
 
 def _chunks(n: int, size: int) -> Iterator[slice]:
-    """Slices that cover n rows; an empty one for none, so that every rank runs the same collectives."""
+    """Slices that cover n rows; an empty one for none: every rank runs the same collectives."""
     return (slice(start, min(start + size, n)) for start in range(0, max(n, 1), size))

@@ -1,7 +1,4 @@
-"""Weight gradients accumulated into `weight.grad`, in its `grad_dtype`, by the product that computes them.
-
-As Megatron's gradient accumulation fusion: no extra pass, and no rounding to the weight's dtype before the sum.
-"""
+"""Fused gradient accumulation (as Megatron's): products add to `weight.grad` in its `grad_dtype`, without rounding before."""
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -16,29 +13,24 @@ AddWeightGrad = Callable[..., None]  # `kernels.reference.add_weight_grad_`
 
 
 class WgradQueue:
-    """Weight gradients that are computed later than the backward pass reaches them, by key.
-
-    bucket: the key under which `accumulate` defers; None: it computes at once.
-    """
+    """Deferred weight gradients, by key. bucket: the key under which `accumulate` defers; None: it computes at once."""
 
     def __init__(self) -> None:
         self.bucket: Hashable = None
         self.deferred: dict[Hashable, deque[Callable[[], None]]] = {}
 
     def accumulate(self, weight: Tensor, dy: Tensor, x: Tensor, add: AddWeightGrad) -> None:
-        """weight.grad += dy.T @ x, at once or when the bucket is flushed; `weight` must stay that tensor (FSDP2: gathered)."""
+        """weight.grad += dy.T @ x, now or when the bucket is flushed; until then FSDP2 must not reshard the weight."""
         if self.bucket is None:
             accumulate_product(weight, dy, x, add)
         else:
             self.defer(self.bucket, partial(accumulate_product, weight, dy, x, add))
 
     def defer(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Have `flush(key)` call `work`."""
         self.deferred.setdefault(key, deque()).append(work)
 
     @torch.no_grad()
     def flush(self, key: Hashable) -> None:
-        """Compute what was deferred under `key`, in that order."""
         works = self.deferred.pop(key, deque())
         while works:
             works.popleft()()
@@ -49,7 +41,7 @@ class WgradQueue:
 
     @contextmanager
     def immediate(self) -> Iterator[None]:
-        """Compute at once within."""
+        """Do not defer within."""
         bucket, self.bucket = self.bucket, None
         try:
             yield
@@ -58,17 +50,14 @@ class WgradQueue:
 
 
 class GradAccumulator(nn.Module):
-    """A module that accumulates its weights' gradients itself; as long as it has no queue, autograd does.
-
-    In a backward pass its parameters must be those of the forward pass (FSDP2: gathered again).
-    """
+    """A module that accumulates its weights' gradients itself once it has a queue."""
 
     def __init__(self) -> None:
         super().__init__()
         self.wgrad_queue: WgradQueue | None = None
 
     def accumulated(self, name: str) -> Tensor:
-        """A parameter whose gradient autograd or `defer_wgrad` provides, and this module accumulates."""
+        """A parameter whose gradient comes from autograd or `defer_wgrad`."""
         weight = self.get_parameter(name)
         if self.wgrad_queue is None or not (weight.requires_grad and torch.is_grad_enabled()):
             return weight
@@ -76,15 +65,13 @@ class GradAccumulator(nn.Module):
         return out
 
     def defer_wgrad(self, name: str, dz: Tensor, x: Tensor, add: AddWeightGrad) -> None:
-        """The gradient dz.T @ x of an `accumulated` parameter, computed when the backward pass comes to where that was
-        called: after the collectives that it starts before.
-        """
+        """The gradient dz.T @ x of an `accumulated` parameter, computed when the backward pass reaches that call."""
         assert self.wgrad_queue is not None
         self.wgrad_queue.defer(self, partial(accumulate_product, self.get_parameter(name), dz, x, add))
 
 
 class _AccumulateGrad(torch.autograd.Function):
-    """forward: the weight. backward: its gradient and what the module deferred are accumulated; autograd gets none."""
+    """forward: the weight. backward: accumulates its gradient, and what the module deferred."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, owner: GradAccumulator, name: str) -> Tensor:
@@ -102,13 +89,12 @@ class _AccumulateGrad(torch.autograd.Function):
 
 
 def accumulate_product(weight: Tensor, dy: Tensor, x: Tensor, add: AddWeightGrad) -> None:
-    """weight.grad += dy.T @ x."""
     total, first = grad_buffer(weight)
     add(total, dy, x, first=first)
 
 
 def accumulate_rows(weight: Tensor, rows: Tensor, index: Tensor) -> None:
-    """weight.grad[index] += rows, deterministic."""
+    """weight.grad[index] += rows, deterministically."""
     total, first = grad_buffer(weight)
     if first:
         total.zero_()

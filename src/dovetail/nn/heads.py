@@ -1,4 +1,4 @@
-"""The heads: log-probs and entropies (actor, reference), or values (critic)."""
+"""Heads: log-probs and entropies, or values."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,10 +21,7 @@ from dovetail.parallel.placement import Placement
 
 
 class LMHead(GradAccumulator):
-    """Hidden states [t, D] -> statistics or loss of the counted tokens, or logits.
-
-    Gathers tokens (backward: reduce_scatter), drops masked ones, shards the vocabulary.
-    """
+    """Hidden states [t, D] -> statistics or loss of the counted tokens. forward all_gather, backward reduce_scatter."""
 
     def __init__(self, vocab_size: int, width: int, mesh: Mesh, kernels: KernelSet, *, tied: bool = False) -> None:
         super().__init__()
@@ -36,14 +33,13 @@ class LMHead(GradAccumulator):
         self.placements = {"weight": placement}
 
     def forward(self, x: Tensor, micro: MicroBatch, loss: LossFn | None) -> TokenStats | Loss:
-        """With a loss, that loss; without, the statistics [n] of the counted tokens."""
         counted = all_gather(x, self.axis)[micro.index]
         if loss is None:
             return fused_token_stats(counted, self.shard, micro.counted)
         return fused_loss(counted, self.shard, micro.counted, loss)
 
     def logits(self, x: Tensor) -> Tensor:
-        """This rank's logits [n, columns], in the wide dtype, of hidden states [n, D] that every rank of tp holds."""
+        """This rank's logits [n, columns] in the wide dtype, of hidden states x [n, D] that all ranks of tp hold."""
         return self.kernels.logits(x, self.shard.weight).to(wide(x.dtype))
 
     @property
@@ -53,9 +49,9 @@ class LMHead(GradAccumulator):
 
 
 class ValueHead(nn.Module):
-    """Hidden states [t, D] -> values [T], in the wide dtype, on every rank of tp.
+    """Hidden states [t, D] -> values [T] in the wide dtype. Each rank computes its own tokens, so gradients are partial.
 
-    Each rank computes its own tokens, so gradients are partial. forward all_gather of [t] floats, backward a slice.
+    forward all_gather of [t], backward a slice.
     """
 
     def __init__(self, width: int, mesh: Mesh, *, bias: bool) -> None:
@@ -66,17 +62,16 @@ class ValueHead(nn.Module):
         self.placements = dict.fromkeys(("weight", "bias"), Placement(partial_over=("tp",)))
 
     def forward(self, x: Tensor, micro: MicroBatch, loss: LossFn | None) -> Tensor | Loss:
-        """With a loss, that loss of the counted tokens' values; without, the values [T] of all tokens."""
+        """Values of all tokens, or the loss of those of the counted tokens."""
         values = gather_replicated(F.linear(x, self.weight, self.bias)[:, 0].to(wide(x.dtype)), self.axis)
         return values if loss is None else loss(values[micro.index], micro.counted)
 
 
 @dataclass(frozen=True)
 class SequenceGather:
-    """A loss of whole sequences, computed by every cp rank from the statistics of all.
+    """A loss of whole sequences, computed by every cp rank; only the first returns its value.
 
-    Each rank's gradient is that of its own tokens; only the first returns the value. forward all_reduce of [n] for each input of
-    the loss, backward none.
+    forward all_reduce of each input [n], backward none: each rank's gradient is that of its own tokens.
     """
 
     loss: LossFn
@@ -93,11 +88,11 @@ class SequenceGather:
         return Loss(total - total.detach(), 0 * count, zeros)
 
     def _gather(self, x: Tensor) -> Tensor:
-        """[n] of this rank's counted tokens -> those of all cp ranks, in the batch's order."""
+        """Of this rank's counted tokens -> of all ranks', in the batch's order."""
         whole = x.new_zeros(len(self.micro.all_counted))
         return all_reduce(whole.index_copy(0, self.micro.mine, x), self.axis)
 
 
 def shared(loss: LossFn, micro: MicroBatch, axis: Axis) -> LossFn:
-    """`loss` as one rank of cp computes it."""
+    """`loss` as a rank of cp computes it."""
     return loss if axis.size == 1 or is_separable(loss) else SequenceGather(loss, micro, axis)

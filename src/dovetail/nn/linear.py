@@ -1,4 +1,4 @@
-"""Linear layers sharded over tensor parallelism. Between blocks tokens are sharded, inside them features.
+"""Tensor-parallel linear layers. Between blocks tokens are sharded, inside them features.
 
 ColumnLinear      forward  y = all_gather(x) w.T       [t, D] -> [T, out / tp]
                   backward dx = reduce_scatter(dy w)
@@ -7,7 +7,7 @@ RowLinear         forward  y = reduce_scatter(x w.T)   [T, in / tp] -> [t, D]
 ReplicatedLinear  forward  y = x w.T                   [t, in] -> [t, out], of this rank's tokens
                   backward dx = dy w
 
-All backwards also give dw = dy.T x, at once or deferred: see `WgradQueue`.
+dw = dy.T x may be deferred: see `WgradQueue`.
 """
 
 from collections.abc import Callable
@@ -20,28 +20,18 @@ from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.grad_accumulation import AddWeightGrad, GradAccumulator
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.overlap import (
-    AsyncCollective,
-    AsyncForward,
-    async_all_gather,
-    reduce_scatter_async,
-    run_sync,
-    start,
-    switch,
-)
+from dovetail.parallel.overlap import AsyncCollective, AsyncForward, reduce_scatter_async, run_sync, start_all_gather
 from dovetail.parallel.placement import Part, Placement, Split
 
 
 class LinearProducts(NamedTuple):
-    """How a linear layer is computed, forward and backward."""
-
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias -> y
     input_grad: Callable[[Tensor, Tensor], Tensor]  # dy, weight -> dx
     add_weight_grad_: AddWeightGrad
 
 
 class Linear(GradAccumulator):
-    """The base of the layers below: a weight, an optional bias and their products by `KernelSet.linear`."""
+    """Computes by `KernelSet.linear` and its gradients."""
 
     weight: nn.Parameter
 
@@ -56,7 +46,7 @@ class Linear(GradAccumulator):
         collective: AsyncCollective | None = None,
         products: LinearProducts | None = None,
     ) -> Tensor:
-        """x w.T + bias; with a collective, of its result, where `start` has returned x."""
+        """x w.T + bias; with a collective, of its result, given what `start` returned as x."""
         if products is None:
             kernels = self.kernels
             products = LinearProducts(kernels.linear, kernels.linear_input_grad, kernels.add_weight_grad_)
@@ -65,10 +55,10 @@ class Linear(GradAccumulator):
 
 
 class _Linear(torch.autograd.Function):
-    """forward: y = x w.T + b, of the collective's x. backward: dx = dy w, which starts the inverse collective; db = sum(dy);
-    dw = dy.T x is accumulated by the layer's queue, or returned if it has none.
+    """forward: y = x w.T + b. backward: dx = dy w, which starts the inverse collective; db = sum(dy); dw = dy.T x, accumulated by
+    the queue, or returned without one.
 
-    Only x is saved: backward takes the layer's weight, whose gradient counts, also where FSDP2 gathered it again.
+    Backward takes the layer's weight, which FSDP2 may have gathered again; only x is saved.
     """
 
     @staticmethod
@@ -102,11 +92,10 @@ class _Linear(torch.autograd.Function):
 
 
 class ColumnLinear(Linear):
-    """[t, D] -> [T, sum of out_i / tp], the parts in order. Gathers tokens, shards output features.
+    """[t, D] -> [T, sum of out_i / tp]. forward all_gather, backward reduce_scatter.
 
-    `parts` maps checkpoint names to (number of units, unit length): heads are never split. Fewer units than ranks:
-    neighboring ranks hold copies of one. Units of length 1 are features, padded with zeros to a multiple of the ranks.
-    forward all_gather, backward reduce_scatter.
+    parts: checkpoint name -> (units, unit length). Heads are not split: if there are fewer than ranks, neighbors hold copies.
+    Features (length 1) are padded with zeros to a multiple of the ranks.
     """
 
     def __init__(
@@ -131,15 +120,14 @@ class ColumnLinear(Linear):
         return run_sync(self.forward_async(x))
 
     def forward_async(self, x: Tensor) -> AsyncForward[Tensor]:
-        sent = start(x, gather := async_all_gather(self.axis))
-        yield from switch(self.axis)
-        return self.product(sent, self.bias, gather)
+        x, gather = yield from start_all_gather(x, self.axis)
+        return self.product(x, self.bias, gather)
 
 
 class RowLinear(Linear):
-    """[T, in / tp] -> [t, D]. Shards input features, padded with zeros to a multiple of the ranks; scatters tokens.
+    """[T, in / tp] -> [t, D], input features padded with zeros. forward reduce_scatter, backward all_gather.
 
-    The bias is added to this rank's tokens, so its gradient is partial. forward reduce_scatter, backward all_gather.
+    The bias is added to this rank's tokens, so its gradient is partial.
     """
 
     def __init__(self, in_features: int, width: int, mesh: Mesh, kernels: KernelSet, *, bias: bool = False) -> None:
@@ -162,7 +150,7 @@ class RowLinear(Linear):
 
 
 class ReplicatedLinear(Linear):
-    """[t, in] -> [t, out], whole on every rank, of its own tokens: gradients are partial. No collectives."""
+    """[t, in] -> [t, out], of this rank's tokens: gradients are partial. No collectives."""
 
     def __init__(self, in_features: int, out_features: int, kernels: KernelSet, *, bias: bool = False) -> None:
         super().__init__(kernels)

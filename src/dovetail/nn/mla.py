@@ -1,10 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values from a low-rank latent, sharded by heads.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), sharded by heads; the ranks of tp gather latents.
 
-    latents   of this rank's tokens [t, rank]; the ranks of tp exchange them, not hidden states
-    heads     q = q_b(norm(q_a(x))) or q_proj(x); k_nope and v = kv_b(norm(kv_a(x))); one rotary key for all heads
+    q = q_b(norm(q_a(x))) or q_proj(x)    k_nope, v = kv_b(norm(kv_a(x)))    one rotary key for all heads
 
-Where values are narrower than keys, kernels, caches and exchanges pad them. Where they are wider, queries and keys are padded
-here, and the scale head_dim^-1/2 of the scores is corrected.
+Where values are wider than keys, queries and keys are padded, and the scale head_dim^-1/2 of the scores is corrected.
 """
 
 import math
@@ -73,7 +71,7 @@ class LatentAttention(nn.Module):
         return q.unflatten(-1, (-1, self.latent.key_dim))
 
     def _rotate(self, x: Tensor, context: Context) -> Tensor:
-        """Heads [T, H, R]. Interleaved channels are brought into halves and stay there."""
+        """Heads [T, H, R], with interleaved channels reordered into halves."""
         if self.latent.interleaved:
             x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
         return self.kernels.rope(x, context.cos, context.sin)

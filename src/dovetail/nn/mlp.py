@@ -11,26 +11,14 @@ from dovetail.kernels.registry import GatedProducts, KernelSet
 from dovetail.nn.activation_checkpoint import SavedTensor, save_for_backward_early
 from dovetail.nn.linear import ColumnLinear, LinearProducts, RowLinear
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.overlap import (
-    AsyncForward,
-    async_all_gather,
-    finish,
-    reduce_scatter_async,
-    run_sync,
-    start,
-    switch,
-)
+from dovetail.parallel.overlap import AsyncForward, finish, reduce_scatter_async, run_sync, start_all_gather, switch
 from dovetail.parallel.placement import Placement
 
 
 class GatedMLP(nn.Module):
-    """[t, D] -> [t, D]. Gate and up are one product, fused with the activation where the kernels can.
-
-    forward all_gather, reduce_scatter; backward the same.
-    """
+    """[t, D] -> [t, D]. Gate and up are one product, fused with the activation where the kernels can."""
 
     def __init__(self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet, width: int | None = None) -> None:
-        """width: F; default: the family's."""
         super().__init__()
         self.kernels, width = kernels, width or spec.ffn_width
         parts = dict.fromkeys(("gate_proj", "up_proj"), (width, 1))
@@ -46,8 +34,7 @@ class GatedMLP(nn.Module):
             gate_up = yield from up.forward_async(x)
             yield from switch(up.axis)
             return (yield from down.forward_async(self.kernels.swiglu(gate_up)))
-        sent = start(x.contiguous(), gather := async_all_gather(up.axis))
-        yield from switch(up.axis)
+        sent, gather = yield from start_all_gather(x.contiguous(), up.axis)
         if not torch.is_grad_enabled():
             gated = products.gated(finish(sent, gather), up.weight)
             yield from switch(up.axis)
@@ -74,10 +61,9 @@ class GatedMLP(nn.Module):
 
 
 class _FusedDown(torch.autograd.Function):
-    """forward: z = silu(gate) up w.T. backward: the gradient of gates and ups in pairs, and, by the same product,
-    silu(gate) up again, for dw, which the layer's queue accumulates.
+    """forward: z = silu(gate) up w.T. backward: d_gate_up in pairs and, by the same product, silu(gate) up again for dw.
 
-    Gates and ups were saved earlier and this saves nothing, so activation checkpointing does not repeat it.
+    It saves nothing itself, so activation checkpointing does not repeat it.
     """
 
     @staticmethod
@@ -108,7 +94,7 @@ class XIELU(nn.Module):
         x > 0    a x^2 + b x                            a = softplus(alpha_p)
         x <= 0   c (e^min(x, eps) - 1 - x) + b x        c = b + softplus(alpha_n)
 
-    Each rank sees its own features, so the scalars' gradients are partial. b and eps are buffers of the checkpoint.
+    Each rank sees its own features, so the scalars' gradients are partial. b and eps are in the checkpoint.
     """
 
     def __init__(self) -> None:
@@ -146,5 +132,4 @@ class PlainMLP(nn.Module):
 
 
 def make_mlp(spec: ArchSpec, mesh: Mesh, kernels: KernelSet) -> GatedMLP | PlainMLP:
-    """The dense MLP of a family."""
     return (GatedMLP if spec.activation == "swiglu" else PlainMLP)(spec, mesh, kernels)

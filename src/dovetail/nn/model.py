@@ -1,4 +1,4 @@
-"""The interface of a model to an engine: pipeline stages and a head, for packed micro-batches."""
+"""The interface of a model to an engine."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ ExpertForm = Literal["fused", "turned", "apart", "mixtral"]
 
 @dataclass(frozen=True)
 class StageRange:
-    """The pipeline stages of a model: the layers of each, and whether the first and the last are among them."""
+    """The layers of a rank's pipeline stages, and whether they include the first and the last."""
 
     stages: tuple[range, ...]
     first: bool = True
@@ -35,15 +35,11 @@ class StageRange:
 
     @classmethod
     def whole(cls, spec: AnySpec) -> "StageRange":
-        """One stage with all layers."""
         return cls((range(spec.depth),))
 
 
 class StagedModel(nn.Module):
-    """Parameters under the checkpoint's names, with the last stage's head as `lm_head` or `score`.
-
-    `forward(micro, loss, stage, x)`: see `Decoder.forward`.
-    """
+    """Parameters under the checkpoint's names, the head as `lm_head` or `score`. forward: see `Decoder.forward`."""
 
     kernels: KernelSet
     is_critic: bool  # has a value head
@@ -64,7 +60,7 @@ class StagedModel(nn.Module):
 
     @property
     def moe(self) -> MoeSpec | None:
-        """The experts that the native engine routes to."""
+        """Experts that this model routes to itself."""
         return self.spec.moe if isinstance(self.spec, ArchSpec) else None
 
     @property
@@ -73,12 +69,12 @@ class StagedModel(nn.Module):
         raise NotImplementedError
 
     def check(self, batch: PackedBatch) -> None:
-        """Raise DataError for a batch that this model cannot read, on all ranks alike."""
+        """Raises DataError for a batch that this model cannot read."""
         if batch.media:
             raise DataError(f"the batch has images or videos, but {self.spec.family} reads text only; leave them out")
         if batch.tokens.device.type == "cpu":  # elsewhere this would wait for the device
             self._check_ids(batch.tokens)
-            if not self._has_ids(batch.targets):  # mostly spares the mask
+            if not self._has_ids(batch.targets):  # rarely
                 self._check_ids(batch.targets[batch.mask])
             if not self.is_critic:
                 _check_temperature(batch)
@@ -90,7 +86,7 @@ class StagedModel(nn.Module):
         return bool(low >= 0 and high < self.spec.vocab_size)
 
     def _check_ids(self, ids: Tensor) -> None:
-        """An embedding sharded over tp would give zeros for an unknown id."""
+        """A sharded embedding would give zeros for an unknown id."""
         if not self._has_ids(ids):
             raise DataError(
                 f"the batch has ids {int(ids.min())} to {int(ids.max())}, but this {self.spec.family} model has ids 0 to "
@@ -116,19 +112,19 @@ class StagedModel(nn.Module):
             )
 
     def stored_name(self, name: str) -> str:
-        """The checkpoint's name of a parameter or buffer."""
+        """In the checkpoint."""
         return name
 
     def groups(self) -> Iterator[nn.Module]:
-        """The modules that FSDP2 gathers as one, children first; the model's other parameters are one more group."""
+        """The modules that FSDP2 gathers as one, children first."""
         raise NotImplementedError
 
     def first_groups(self) -> Iterator[nn.Module]:
-        """Those that every forward pass gathers first, in order, as far as it is known."""
+        """Those that every forward pass gathers first."""
         yield self
 
     def materialize(self, device: torch.device) -> None:
-        """Allocate the parameters: uninitialized, but for zeros in their padding."""
+        """Allocate the parameters: zeros in the padding, else uninitialized."""
         with torch.no_grad():
             stored = [param.to_local() if isinstance(param, DTensor) else param for param in self.parameters()]
         ask_once([x.numel() * x.element_size() for x in stored], device)

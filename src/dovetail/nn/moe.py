@@ -1,15 +1,15 @@
 """Mixtures of experts: a router, experts sharded over ep and tp, and shared experts.
 
-A token chooses K of E experts, and is sent once to each rank of ep that has some of them:
+A token is sent once to each rank of ep that has some of its K experts:
 
     [t, D]   all_gather over tp               [T, D]
              a row for each of its ranks      sorted by rank (stable)
-             all_to_all over ep               rows for experts of this rank, from every rank; with each its choice
-             mixture of the experts here      the same rows; features are sharded over tp, so these are partial sums
+             all_to_all over ep               rows for this rank's experts, with their choices
+             mixture of these experts         partial sums over tp
              all_to_all back, sum over ranks  [T, D]
              reduce_scatter over tp           [t, D]
 
-Every way back is the inverse permutation: no gradient is added atomically, so equal inputs give equal bits.
+Deterministic: backward is the inverse permutation.
 """
 
 from collections.abc import Callable
@@ -31,12 +31,11 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.overlap import (
     AsyncCollective,
     AsyncForward,
-    async_all_gather,
     finish,
     reduce_scatter_async,
     run_sync,
     start,
-    switch,
+    start_all_gather,
 )
 from dovetail.parallel.placement import Part, Placement, Split
 
@@ -45,9 +44,9 @@ T = TypeVar("T")
 
 
 class Router(nn.Module):
-    """[t, D] -> each token's experts [t, K] and their weights [t, K], in the wide dtype, of this rank's tokens.
+    """[t, D] -> experts [t, K] and their weights [t, K] in the wide dtype, of this rank's tokens.
 
-    Replayed routes replace the choice; weights come from the live scores, so the router learns either way.
+    Replayed routes replace the choice, but not the weights, so the router is trained.
     """
 
     e_score_correction_bias: Tensor
@@ -70,7 +69,7 @@ class Router(nn.Module):
         return indices, weights * self.moe.scale
 
     def best(self, scores: Tensor) -> Tensor:
-        """[t, E] -> [t, K]: the experts with the best scores in the best groups."""
+        """[t, E] -> the best experts of the best groups [t, K]."""
         moe = self.moe
         if moe.bias:
             scores = scores + self.e_score_correction_bias
@@ -84,9 +83,9 @@ class Router(nn.Module):
 
 
 class Experts(GradAccumulator):
-    """Tokens [T, D] and their experts and weights [T, K] -> weighted sums over the experts [T, D], partial over tp.
+    """Tokens [T, D], experts and weights [T, K] -> weighted sums [T, D], partial over tp.
 
-    forward and backward: two all_to_all over ep of a row for each token and rank, and one of the choices.
+    forward and backward: two all_to_all over ep of rows, and one of choices.
     """
 
     def __init__(self, spec: ArchSpec, moe: MoeSpec, mesh: Mesh, kernels: KernelSet) -> None:
@@ -103,11 +102,10 @@ class Experts(GradAccumulator):
         }
 
     def forward(self, run: Callable[..., T], *arguments: Any) -> T:
-        """Run what needs the parameters: FSDP2 gathers them once for both halves of a batch."""
+        """Run what needs the parameters: FSDP2 then gathers them once for both halves of a batch."""
         return run(*arguments)
 
     def forward_async(self, x: Tensor, chosen: Tensor, weights: Tensor) -> AsyncForward[Tensor]:
-        """The mixture. While the other half computes, the host learns how many rows go where."""
         ep, kernels = self.ep, self.kernels
         defer = None if self.wgrad_queue is None else self.defer_wgrad
         if ep.size == 1:
@@ -116,7 +114,7 @@ class Experts(GradAccumulator):
         ranks, counts = destinations(chosen // here, ep.size)
         received = begin_exchange(counts, ep).take()
         numbers = AsyncHostCopy(torch.stack((counts[:, 0], received[:, 0], received[:, 1])))
-        capacity = ranks.numel()  # a row for each: the host does not know yet how many there are
+        capacity = ranks.numel()  # the host does not know yet how many rows there are
         rows, places, _ = kernels.permute(x, ranks, ep.size, capacity)
         choices = kernels.spread(pack_choices(chosen, weights), places, ranks.shape[1], capacity)
         to_experts = [AsyncCollective(None, None), AsyncCollective(None, None)]
@@ -147,9 +145,7 @@ class Experts(GradAccumulator):
 
 
 def destinations(owners: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The ranks of a token's experts, [T, K] -> without repeats [T, min(K, size)], `size` for none; and the number of rows and
-    of copies for each rank, [size, 2].
-    """
+    """Owners [T, K] -> ranks without repeats [T, min(K, size)], `size` for none; and rows and copies for each rank [size, 2]."""
     every = torch.arange(size, device=owners.device)
     to = owners[:, :, None] == every
     goes = to.any(1)  # [T, size]
@@ -160,20 +156,20 @@ def destinations(owners: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_choices(chosen: Tensor, weights: Tensor) -> Tensor:
-    """Experts and weights [T, K] in one tensor [T, 2 K] of the weights' dtype; experts as the bits of integers."""
+    """Experts and weights [T, K] -> [T, 2 K] of the weights' dtype, which holds the bits of the experts' numbers."""
     integer = torch.int32 if weights.element_size() == 4 else torch.int64
     return torch.cat((weights, chosen.to(integer).view(weights.dtype)), 1)
 
 
 def unpack_choices(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `pack_choices`: experts, and weights, which alone have gradients."""
+    """The inverse of `pack_choices`. Weights alone have gradients."""
     weights, bits = packed.chunk(2, dim=1)
     integer = torch.int32 if packed.element_size() == 4 else torch.int64
     return bits.detach().contiguous().view(integer), weights
 
 
 class MoE(nn.Module):
-    """[t, D] -> [t, D]: routed experts, and shared ones, gated or not, where the family has them."""
+    """[t, D] -> [t, D]: routed experts and, where the family has them, shared ones."""
 
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
@@ -201,8 +197,7 @@ class MoE(nn.Module):
         return y + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared)
 
     def _routed(self, x: Tensor, indices: Tensor, weights: Tensor) -> AsyncForward[Tensor]:
-        sent = start(x, gather := async_all_gather(self.tp))
-        yield from switch(self.tp)
+        sent, gather = yield from start_all_gather(x, self.tp)
         x, weights = finish(sent, gather), all_gather(weights, self.tp)
         chosen = stack_over(indices, self.tp).flatten(0, 1)  # [T, K]
         y = yield from self.experts.forward_async(x, chosen, weights)
@@ -222,5 +217,5 @@ class _AddRouterLoss(torch.autograd.Function):
 
 
 def add_router_loss(x: Tensor, loss: Tensor | None) -> Tensor:
-    """`x`; `loss` is added to the loss computed from it, in whichever pipeline stage that is."""
+    """`x`; `loss` is added to the loss computed from it, even in another pipeline stage."""
     return x if loss is None else _AddRouterLoss.apply(x, loss)

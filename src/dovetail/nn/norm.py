@@ -1,4 +1,4 @@
-"""RMSNorm. Under tensor parallelism each rank sees only its own tokens or heads, so the gain's gradient is partial."""
+"""RMSNorm. Each rank of tp sees its own tokens or heads, so the gain's gradient is partial."""
 
 import torch
 from torch import Tensor, nn

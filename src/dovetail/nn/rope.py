@@ -1,7 +1,6 @@
-"""Rotary position embedding: the tables [T, R / 2] of a forward pass, for R rotated channels of a head.
+"""Rotary position embedding: tables [T, R / 2], R rotated channels a head, channel i paired with i + R / 2.
 
-Channel i is paired with i + R / 2, as in Hugging Face checkpoints. The order of operations is that of transformers: the rounding
-of a frequency is multiplied by the position.
+Operations are in transformers' order, since positions multiply a frequency's rounding.
 """
 
 import math
@@ -20,9 +19,9 @@ from dovetail.kernels.reference import wide
 def rope_tables(
     spec: RopeSpec, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype, at: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, [T, R / 2] in `dtype`, for packed positions [T], computed in float32 or wider.
+    """cos and sin, [T, R / 2] in `dtype`, for packed positions [T].
 
-    lengths: of the sequences; the kinds `BY_LENGTH` have frequencies for each. at [t]: the tokens wanted; default: all.
+    lengths: of the sequences, for the kinds `BY_LENGTH`. at [t]: only these tokens.
     """
     if at is not None:
         positions = positions[at]
@@ -39,12 +38,12 @@ def rope_tables(
 
 @lru_cache(maxsize=64)
 def _frequencies_on(spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Those of short sequences, cached: sending them in every forward pass would wait for the device."""
+    """Cached: sending them in every forward pass would wait for the device."""
     return carried(inverse_frequencies(spec, dtype), device)
 
 
 def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> Tensor:
-    """Radians per position, [R / 2]; the kinds `BY_LENGTH` depend on the sequence's length."""
+    """Radians per position, [R / 2]. length: of the sequence, for the kinds `BY_LENGTH`."""
     channels = torch.arange(0, spec.rotary_dim, 2).to(dtype) / spec.rotary_dim
     plain = 1.0 / spec.theta**channels
     match spec.kind:
@@ -65,7 +64,7 @@ def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> 
 
 
 def _dynamic_base(spec: RopeSpec, dtype: torch.dtype, length: int) -> Tensor:
-    """NTK-aware scaling. A tensor, to round in `dtype`."""
+    """NTK-aware scaling, rounded in `dtype`."""
     stretch = spec.factor * torch.tensor(length, dtype=dtype) / spec.max_positions - (spec.factor - 1)
     return spec.theta * stretch ** (spec.rotary_dim / (spec.rotary_dim - 2))
 

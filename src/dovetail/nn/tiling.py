@@ -1,7 +1,6 @@
-"""MLPs by tiles of tokens: only the input is saved for backward, whatever the MLP's width.
+"""MLPs by tiles of tokens: only the input is saved, and backward computes each tile again.
 
-Backward computes each tile again, so the MLP runs twice, also in a block that is recomputed as a whole, since the input is
-saved before the MLP runs. It runs three times where the block saves the MLP's output too (Gemma's norm after it).
+Recomputing the block does not run the MLP once more, unless the block saves its output (Gemma's norm after it).
 """
 
 from contextlib import nullcontext
@@ -19,10 +18,7 @@ from dovetail.parallel.overlap import AsyncForward
 
 
 class Tiled(GradAccumulator):
-    """[..., t, D] -> [..., t, D]. Its children are the MLP's, under their names.
-
-    Ranks of tp have equally many tokens, so equally many tiles and collectives.
-    """
+    """[..., t, D] -> [..., t, D]. Its children are the MLP's, under their names."""
 
     def __init__(self, mlp: nn.Module, tokens: int) -> None:
         super().__init__()
@@ -32,7 +28,6 @@ class Tiled(GradAccumulator):
             self.add_module(name, part)
 
     def forward_async(self, x: Tensor) -> AsyncForward[Tensor]:
-        """Without overlap."""
         yield from ()
         return self(x)
 
@@ -44,7 +39,7 @@ class Tiled(GradAccumulator):
         return y
 
     def tile_weights(self) -> list[nn.Parameter]:
-        """The parameters whose gradients this sums over tiles: those that no queue accumulates."""
+        """The parameters whose gradients no queue accumulates."""
         queued = {id(part.weight) for part in self.modules() if isinstance(part, Linear) and part.wgrad_queue}
         return [weight for weight in self.parameters() if id(weight) not in queued]
 
@@ -54,9 +49,7 @@ class Tiled(GradAccumulator):
 
 
 class _Tiles(torch.autograd.Function):
-    """forward: the MLP of every tile. backward: dx of every tile; dw summed over the tiles in the wide dtype, but for
-    weights whose products accumulate it themselves, at once. The MLP's collectives, both ways, once a tile.
-    """
+    """forward: the MLP of every tile. backward: dx; dw of `tile_weights`, summed over tiles in the wide dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tiled: Tiled, saved: SavedTensor, *_: Tensor) -> Tensor:
@@ -90,10 +83,7 @@ class _Tiles(torch.autograd.Function):
 
 
 def tile_mlps(model: nn.Module, tokens: int, *, elsewhere: bool = False) -> None:
-    """Run every dense MLP of a model's blocks by tiles of that many tokens. Raises ModelError if there is none.
-
-    elsewhere: other pipeline stages have some.
-    """
+    """Tile every dense MLP of a model's blocks. Raises ModelError if there is none, here or `elsewhere` in the pipeline."""
     blocks = [block for block in model.modules() if _is_dense(block._modules.get("mlp"))]
     for block in blocks:
         block.add_module("mlp", Tiled(block.get_submodule("mlp"), tokens))
@@ -104,7 +94,6 @@ def tile_mlps(model: nn.Module, tokens: int, *, elsewhere: bool = False) -> None
 
 
 def _is_dense(mlp: nn.Module | None) -> bool:
-    """Whether it consists of linear layers, and has no other weights."""
     if mlp is None:
         return False
     layers = (mlp._modules.get(name) for name in ("up_proj", "gate_up_proj", "down_proj"))

@@ -1,4 +1,4 @@
-"""Asynchronous collectives inside a forward pass, and dual-batch overlap: two halves of a batch that take turns."""
+"""Asynchronous collectives in a forward pass, and dual-batch overlap: two halves of a batch that take turns."""
 
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -17,8 +17,9 @@ AsyncForward = Generator[None, None, T]  # a forward pass that yields while its 
 
 
 class AsyncCollective:
-    """A collective between two points of a forward pass, `start` and `finish`; in the backward pass its inverse starts at
-    `finish` and is waited for at `start`. Both may be set after `start`, which then does not run the first one.
+    """A collective between `start` and `finish` of a forward pass; its inverse runs from `finish` to `start` in backward.
+
+    Both may be set after `start`.
     """
 
     def __init__(self, collective: Collective | None, inverse: Collective | None) -> None:
@@ -31,13 +32,13 @@ class AsyncCollective:
         self._forward = self.collective(x.detach())
 
     def wait(self) -> Tensor:
-        """The result, once: autograd keeps this object, which must not keep the result."""
+        """The result, once: autograd keeps this object alive."""
         assert self._forward is not None
         out, self._forward = self._forward.take(), None
         return out
 
     def start_backward(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        """Start the inverse. Returns a placeholder of that shape, which autograd carries to `start`."""
+        """Returns a placeholder of that shape for autograd."""
         assert self.inverse is not None
         self._backward = self.inverse(grad)
         return grad.new_empty(()).expand(shape)
@@ -49,7 +50,7 @@ class AsyncCollective:
 
 
 class _Start(torch.autograd.Function):
-    """forward: x. backward: the result of the inverse collective, whatever autograd passes."""
+    """forward: x. backward: the result of the inverse collective."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collective: AsyncCollective) -> Tensor:
@@ -74,43 +75,44 @@ class _Finish(torch.autograd.Function):
         return ctx.collective.start_backward(grads[0], ctx.shape), None
 
 
-def start(x: Tensor, collective: AsyncCollective | None) -> Tensor:
-    """Start a collective of x, if it is set already. Returns what `finish` takes; without a collective, x."""
-    if collective is None:
-        return x
+def start(x: Tensor, collective: AsyncCollective) -> Tensor:
+    """Start a collective, if it is set already. Returns what `finish` takes."""
     if collective.collective is not None:
         collective.start(x)
     return _Start.apply(x, collective)
 
 
 def finish(sent: Tensor, collective: AsyncCollective | None) -> Tensor:
-    """The result, given what `start` returned."""
     return sent if collective is None else _Finish.apply(sent, collective)
 
 
-def async_all_gather(axis: Axis) -> AsyncCollective | None:
-    """`collectives.all_gather`; None on an axis of size 1."""
-    gather, scatter = partial(begin_gather, axis=axis), partial(begin_scatter, axis=axis)
-    return None if axis.size == 1 else AsyncCollective(gather, scatter)
+def start_all_gather(x: Tensor, axis: Axis) -> AsyncForward[tuple[Tensor, AsyncCollective | None]]:
+    """`collectives.all_gather` as far as `finish`, whose arguments it returns."""
+    if axis.size == 1:
+        return x, None
+    gather = AsyncCollective(partial(begin_gather, axis=axis), partial(begin_scatter, axis=axis))
+    x = start(x, gather)
+    yield
+    return x, gather
 
 
 def reduce_scatter_async(x: Tensor, axis: Axis) -> AsyncForward[Tensor]:
     """`collectives.reduce_scatter`: [n, ...] -> [n / size, ...]."""
-    collective = None
-    if axis.size > 1:
-        collective = AsyncCollective(partial(begin_scatter, axis=axis), partial(begin_gather, axis=axis))
-    sent = start(x, collective)
-    yield from switch(axis)
-    return finish(sent, collective)
+    if axis.size == 1:
+        return x
+    scatter = AsyncCollective(partial(begin_scatter, axis=axis), partial(begin_gather, axis=axis))
+    x = start(x, scatter)
+    yield
+    return finish(x, scatter)
 
 
 def run_sync(forward: AsyncForward[T]) -> T:
-    """Run one forward pass alone."""
+    """Without overlap."""
     return interleave([forward])[0]
 
 
 def interleave(forwards: Sequence[AsyncForward[T]], lead: int = 0) -> tuple[T, ...]:
-    """Run several in turns, each up to its next yield. The first makes `lead` steps before the others."""
+    """Run several in turns, from yield to yield. The first makes `lead` steps before the others."""
     results: dict[int, T] = {}
     order = chain([0] * lead, cycle(range(len(forwards))))
     while len(results) < len(forwards):
@@ -124,15 +126,11 @@ def interleave(forwards: Sequence[AsyncForward[T]], lead: int = 0) -> tuple[T, .
 
 
 def lead_of_first_half(tp: Axis) -> int:
-    """How many steps the first half of a block best runs ahead of the second.
-
-    Of three steps between collectives of tensor-parallel layers two have products and one hardly more than a norm: one step
-    ahead, each half has products while the other communicates, but for both ends of a block.
-    """
+    """The best `lead` in a block: with 1, one half has products while the other communicates, but for the block's ends."""
     return 1 if tp.size > 1 else 0
 
 
 def switch(axis: Axis) -> AsyncForward[None]:
-    """Let the other half run, if the axis has collectives to hide."""
+    """Let the other half run, if it has collectives to hide."""
     if axis.size > 1:
         yield
