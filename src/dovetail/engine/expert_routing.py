@@ -62,7 +62,7 @@ class Routing:
                 weight = self._expected_count(pairs, loss, dtype) / tokens
 
         def charge(number: int) -> tuple[Tensor, MicroBatch]:
-            for where, micro in apart(pairs[number : number + 1]):
+            for where, micro in apart([pairs[number]]):
                 self._charge(where, micro, weight)
             return pairs[number]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, overload
+from typing import TypeVar
 
 from dovetail.batch.balancing import balanced_split
 from dovetail.nn.model import StagedModel
@@ -21,13 +21,7 @@ class LazySequence(Sequence[Item]):
     def __len__(self) -> int:
         return len(self._numbers)
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Item]: ...
-    def __getitem__(self, index: int | slice) -> Item | list[Item]:
-        if isinstance(index, slice):
-            return [self[i] for i in self._numbers[index]]
+    def __getitem__(self, index: int) -> Item:  # type: ignore[override]  # no slices
         number = self._numbers[index]
         if number not in self._made:
             self._made[number] = self._make(number)
@@ -56,12 +50,12 @@ class DualBatch:
 
         multiple: to which each half is padded. budget: most tokens of both.
         """
-        return all(self._should_split(replica, multiple, budget) for replica in lengths)
-
-    def _should_split(self, lengths: Sequence[int], multiple: int, budget: int | None) -> bool:
-        if self.min_tokens is None or len(lengths) < 2:
+        if self.min_tokens is None or min(map(len, lengths)) < 2:
             return False
-        split = balanced_split(lengths)
-        halves = [sum(lengths[:split]), sum(lengths[split:])]
-        padded = sum(-(-half // multiple) * multiple for half in halves)
-        return min(halves) >= self.min_tokens and (budget is None or padded <= budget)
+        for replica in lengths:
+            split = balanced_split(replica)
+            halves = [sum(replica[:split]), sum(replica[split:])]
+            padded = sum(-(-half // multiple) * multiple for half in halves)
+            if min(halves) < self.min_tokens or (budget is not None and padded > budget):
+                return False
+        return True

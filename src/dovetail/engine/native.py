@@ -335,7 +335,7 @@ class NativeEngine:
     def _infer(self, pairs: PlannedMicroBatches, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
         """Forward passes over a whole batch; `keep` gets each result where the last stage is."""
         layout = self.mesh.layout
-        stages: InferenceRunner[Any] = InferenceRunner(
+        stages = InferenceRunner(
             self.model,
             self.mesh,
             _micros_of(pairs),

@@ -4,7 +4,6 @@ The last backward pass reduces gradients, or `finish`, where deferred weight gra
 """
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,14 +17,19 @@ from dovetail.nn.tiling import Tiled
 from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.schedule import Action
 
-Result = TypeVar("Result")
-
 
 class _StageRunner:
     """Stage s of the whole model is the s // pp-th of its rank."""
 
-    def __init__(self, model: StagedModel, mesh: Mesh, micros: Sequence[MicroBatch], dtype: torch.dtype) -> None:
-        self.model, self.mesh, self.micros, self.dtype = model, mesh, micros, dtype
+    def __init__(
+        self,
+        model: StagedModel,
+        mesh: Mesh,
+        micros: Sequence[MicroBatch],
+        dtype: torch.dtype,
+        on_result: Callable[..., None],
+    ) -> None:
+        self.model, self.mesh, self.micros, self.dtype, self.on_result = model, mesh, micros, dtype, on_result
 
     def buffer(self, micro: int) -> Tensor:
         """Memory for a micro-batch's hidden states, or their gradient, [t, D]."""
@@ -39,19 +43,8 @@ class _StageRunner:
         return self.model.cut.last and self.local(stage) == len(self.model.cut.stages) - 1
 
 
-class InferenceRunner(_StageRunner, Generic[Result]):
+class InferenceRunner(_StageRunner):
     """The last stage calls `on_result` with each micro-batch's number and result."""
-
-    def __init__(
-        self,
-        model: StagedModel,
-        mesh: Mesh,
-        micros: Sequence[MicroBatch],
-        dtype: torch.dtype,
-        on_result: Callable[[int, Result], None],
-    ) -> None:
-        super().__init__(model, mesh, micros, dtype)
-        self.on_result = on_result
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
         with torch.no_grad():
@@ -81,8 +74,8 @@ class TrainingRunner(_StageRunner):
         on_loss: Callable[[Loss], None],
         policy: ReshardPolicy | None = None,
     ) -> None:
-        super().__init__(model, mesh, micros, dtype)
-        self.loss, self.on_loss = loss, on_loss
+        super().__init__(model, mesh, micros, dtype, on_loss)
+        self.loss = loss
         self.policy = policy or ReshardPolicy.of(model, mesh, dtype)
         several = mesh["pp"].size > 1 or len(micros) > 1
         spares_memory = model.recompute != "none" or any(isinstance(part, Tiled) for part in model.modules())
@@ -98,7 +91,7 @@ class TrainingRunner(_StageRunner):
         if not self.is_last(stage):
             self.pending[stage, micro] = x, y
             return y
-        self.on_loss(y)
+        self.on_result(y)
         self.pending[stage, micro] = x, y.total
         return None
 

@@ -110,18 +110,14 @@ class _Product:
 
     def __init__(self, x: Tensor) -> None:
         self.x: Tensor | None = x
-        self.storage = _storage_id(x)
-
-
-def _storage_id(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+        self.storage = x.untyped_storage()._cdata
 
 
 def _written_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
     arguments = func._schema.arguments
     values = {**{argument.name: x for argument, x in zip(arguments, args, strict=False)}, **kwargs}
     written = [values.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return {_storage_id(x) for x in tree_leaves(written) if isinstance(x, Tensor)}
+    return {x.untyped_storage()._cdata for x in tree_leaves(written) if isinstance(x, Tensor)}
 
 
 class SavedTensor:

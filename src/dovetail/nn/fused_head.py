@@ -11,7 +11,7 @@ columns are cut off first.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -87,71 +87,90 @@ def fused_loss(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -
     """The loss of hidden states x [n, D] on the counted tokens of `batch` [n]. Only `total` has a gradient."""
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or shard.weight.requires_grad)
     with torch.no_grad():
-        gradients = _Gradients.of(x, shard) if needs_grad else None
-        run = _separable if is_separable(loss) else _whole
-        result = run(x, shard, batch, loss, gradients)
-    if gradients is None:
+        run = _Pass(x, shard, batch, loss)
+        run = run.with_gradients() if needs_grad else run
+        result = run.separable() if is_separable(loss) else run.whole()
+    if not needs_grad:
         return result
-    dx, dw, added = gradients.dx, gradients.dw, False
+    dx, dw, added = run.dx, run.dw, False
     if dw is not None:
         dw, added = (None, True) if shard.owner else (dw.to(shard.weight.dtype), False)
     return result._replace(total=_WithGradients.apply(result.total, x, shard.weight, dx, dw, added))
 
 
 @dataclass(frozen=True)
-class _Gradients:
-    """Buffers dx [n, D] and dw [columns, D] in the wide dtype, None if frozen. fresh: dw is uninitialized."""
+class _Pass:
+    """A loss of x on a batch, and buffers for dx [n, D] and dw [columns, D] in the wide dtype, if needed. fresh: dw is
+    uninitialized.
+    """
 
-    dx: Tensor
-    dw: Tensor | None
+    x: Tensor
+    shard: VocabShard
+    batch: PackedBatch
+    loss: LossFn
+    dx: Tensor | None = None
+    dw: Tensor | None = None
     fresh: bool = True
 
-    @classmethod
-    def of(cls, x: Tensor, shard: VocabShard) -> "_Gradients":
-        w, dx = shard.weight, torch.empty_like(x)
+    def with_gradients(self) -> "_Pass":
+        dx, w, owner = torch.empty_like(self.x), self.shard.weight, self.shard.owner
         if not w.requires_grad:
-            return cls(dx, None)
-        if shard.owner is None:
-            return cls(dx, torch.empty_like(w, dtype=wide(w.dtype)))
-        total, fresh = grad_buffer(shard.owner.get_parameter("weight"))
+            return replace(self, dx=dx)
+        if owner is None:
+            return replace(self, dx=dx, dw=torch.empty_like(w, dtype=wide(w.dtype)))
+        total, fresh = grad_buffer(owner.get_parameter("weight"))
         if fresh:
             total[len(w) :].zero_()
-        return cls(dx, total[: len(w)], fresh)
+        return replace(self, dx=dx, dw=total[: len(w)], fresh=fresh)
 
+    def separable(self) -> Loss:
+        """One pass: loss and gradients chunk by chunk."""
+        values, needs_grad = [], self.dx is not None
+        for rows in self._chunks():
+            z, stats, normalizer = self.shard.stats(self.x, self.batch, rows, keep=needs_grad)
+            part = self.batch
+            if rows.stop - rows.start < len(part):
+                part = part.compact(torch.arange(rows.start, rows.stop, device=self.x.device))
+            value, g, h = _loss_gradients(self.loss, stats, part, needs_grad)
+            values.append(value)
+            if needs_grad and z is not None:
+                self._backward(rows, z, normalizer, g, h)
+            del z  # or two chunks of logits are alive at once
+        return values[0] if len(values) == 1 else _sum_of(values)
 
-def _separable(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradients: _Gradients | None) -> Loss:
-    """One pass: loss and gradients chunk by chunk."""
-    values = []
-    for rows in _chunks(len(batch), shard.kernels.head_chunk):
-        z, stats, normalizer = shard.stats(x, batch, rows, keep=gradients is not None)
-        part = batch
-        if rows.stop - rows.start < len(batch):
-            part = batch.compact(torch.arange(rows.start, rows.stop, device=x.device))
-        value, g, h = _loss_gradients(loss, stats, part, gradients is not None)
-        values.append(value)
-        if gradients is not None and z is not None:
-            _backward_chunk(x, rows, z, shard, batch, normalizer, (g, h), gradients)
-        del z  # or two chunks of logits are alive at once
-    return values[0] if len(values) == 1 else _sum_of(values)
-
-
-def _whole(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradients: _Gradients | None) -> Loss:
-    """Two passes: the loss of all statistics, then gradients from recomputed logits."""
-    value, g, h = _loss_gradients(loss, fused_token_stats(x, shard, batch), batch, gradients is not None)
-    if gradients is not None:
-        for rows in _chunks(len(batch), shard.kernels.head_chunk):
-            z, _, normalizer = shard.stats(x, batch, rows, keep=True)
+    def whole(self) -> Loss:
+        """Two passes: the loss of all statistics, then gradients from recomputed logits."""
+        stats, needs_grad = fused_token_stats(self.x, self.shard, self.batch), self.dx is not None
+        value, g, h = _loss_gradients(self.loss, stats, self.batch, needs_grad)
+        for rows in self._chunks() if needs_grad else ():
+            z, _, normalizer = self.shard.stats(self.x, self.batch, rows, keep=True)
             assert z is not None
-            gh = (g[rows], None if h is None else h[rows])
-            _backward_chunk(x, rows, z, shard, batch, normalizer, gh, gradients)
+            self._backward(rows, z, normalizer, g[rows], None if h is None else h[rows])
             del z
-    return value
+        return value
+
+    def _backward(self, rows: slice, z: Tensor, normalizer: Normalizer, g: Tensor, h: Tensor | None) -> None:
+        """The gradients of some rows. Overwrites their logits z."""
+        assert self.dx is not None
+        x, shard, batch = self.x, self.shard, self.batch
+        local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows, x.dtype)
+        dz = shard.kernels.vocab_grad_(z, local_targets, normalizer, g, h, temperature, dtype=x.dtype)
+        first, products = self.fresh and rows.start == 0, shard.products(x)
+        if products is not None:
+            products.logit_grads_(dz, x[rows], shard.weight, self.dx[rows], self.dw, first=first)
+            return
+        if self.dw is not None:
+            shard.kernels.add_weight_grad_(self.dw, dz, x[rows], first=first)
+        torch.mm(dz, shard.weight, out=self.dx[rows])
+
+    def _chunks(self) -> Iterator[slice]:
+        return _chunks(len(self.batch), self.shard.kernels.head_chunk)
 
 
 def _loss_gradients(
     loss: LossFn, stats: TokenStats, batch: PackedBatch, needs_grad: bool
 ) -> tuple[Loss, Tensor, Tensor | None]:
-    """The loss's value and its gradients in the two statistics: zeros, or None for the entropy, where it ignores one."""
+    """The loss and its gradients in the two statistics: zeros, or None for the entropy, where it ignores one."""
     if not needs_grad:
         return _detached(loss(stats, batch)), stats.logprob, None
     with torch.enable_grad():
@@ -161,28 +180,6 @@ def _loss_gradients(
             return _detached(value), torch.zeros_like(stats.logprob), None
         g, h = torch.autograd.grad(value.total, leaves, allow_unused=True)
     return _detached(value), torch.zeros_like(stats.logprob) if g is None else g, h
-
-
-def _backward_chunk(
-    x: Tensor,
-    rows: slice,
-    z: Tensor,
-    shard: VocabShard,
-    batch: PackedBatch,
-    normalizer: Normalizer,
-    gh: tuple[Tensor, Tensor | None],
-    gradients: _Gradients,
-) -> None:
-    """The gradients of some rows. Overwrites their logits z."""
-    local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows, x.dtype)
-    dz = shard.kernels.vocab_grad_(z, local_targets, normalizer, *gh, temperature, dtype=x.dtype)
-    first, products = gradients.fresh and rows.start == 0, shard.products(x)
-    if products is not None:
-        products.logit_grads_(dz, x[rows], shard.weight, gradients.dx[rows], gradients.dw, first=first)
-        return
-    if gradients.dw is not None:
-        shard.kernels.add_weight_grad_(gradients.dw, dz, x[rows], first=first)
-    torch.mm(dz, shard.weight, out=gradients.dx[rows])
 
 
 class _WithGradients(torch.autograd.Function):

@@ -74,24 +74,23 @@ class StagedModel(nn.Module):
             raise DataError(f"the batch has images or videos, but {self.spec.family} reads text only; leave them out")
         if batch.tokens.device.type == "cpu":  # elsewhere this would wait for the device
             self._check_ids(batch.tokens)
-            if not self._has_ids(batch.targets):  # rarely
-                self._check_ids(batch.targets[batch.mask])
+            self._check_ids(batch.targets, batch.mask)
             if not self.is_critic:
                 _check_temperature(batch)
         if batch.routing is not None:
             self._check_routing(batch.routing)
 
-    def _has_ids(self, ids: Tensor) -> bool:
-        low, high = torch.aminmax(ids) if ids.numel() else (0, 0)
-        return bool(low >= 0 and high < self.spec.vocab_size)
-
-    def _check_ids(self, ids: Tensor) -> None:
+    def _check_ids(self, ids: Tensor, mask: Tensor | None = None) -> None:
         """A sharded embedding would give zeros for an unknown id."""
-        if not self._has_ids(ids):
-            raise DataError(
-                f"the batch has ids {int(ids.min())} to {int(ids.max())}, but this {self.spec.family} model has ids 0 to "
-                f"{self.spec.vocab_size - 1}; tokenize with the model's own tokenizer"
-            )
+        low, high = torch.aminmax(ids) if ids.numel() else (0, 0)
+        if low >= 0 and high < self.spec.vocab_size:
+            return None
+        if mask is not None:  # rarely
+            return self._check_ids(ids[mask])
+        raise DataError(
+            f"the batch has ids {int(low)} to {int(high)}, but this {self.spec.family} model has ids 0 to "
+            f"{self.spec.vocab_size - 1}; tokenize with the model's own tokenizer"
+        )
 
     def _check_routing(self, trace: RoutingTrace) -> None:
         if (moe := self.moe) is None:
