@@ -49,7 +49,7 @@ from dovetail.device import peak_flops, peak_memory_gib
 from dovetail.engine.microbatches import DualBatch
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.reduction import add_sums
-from dovetail.engine.stage import Training
+from dovetail.engine.stage import TrainingRunner
 from dovetail.parallel.collectives import gather_text, stack_over
 from dovetail.parallel.process_group import deterministic
 from dovetail.pipeline.executor import run as execute
@@ -264,7 +264,7 @@ def traced(
 class Timed:
     """Work whose actions are timed on the device."""
 
-    work: Training
+    work: TrainingRunner
     device: torch.device
     times: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
 
@@ -301,7 +301,7 @@ def bubbles(engine: NativeEngine, batch: dt.PackedBatch, steps: int) -> tuple[fl
     found = []
     for _ in range(1 + steps):
         sums: dict[str, Any] = {}
-        work = Training(engine.model, mesh, micros, engine.dtype, SFTLoss(), partial(add_sums, sums))
+        work = TrainingRunner(engine.model, mesh, micros, engine.dtype, SFTLoss(), partial(add_sums, sums))
         timing = Timed(work, device)
         wall = timed(device, lambda timing=timing: execute(plan, timing, mesh))
         work.finish()

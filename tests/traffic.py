@@ -22,7 +22,7 @@ from dovetail.arch.registry import ulysses_degree
 from dovetail.arch.spec import ArchSpec
 from dovetail.engine import native
 from dovetail.engine.fsdp import begin_gathers
-from dovetail.engine.stage import Training
+from dovetail.engine.stage import TrainingRunner
 from dovetail.parallel import collectives
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
@@ -196,7 +196,9 @@ def counted(mesh: Mesh) -> Iterator[dict[str, Fraction]]:
         for name, flat in (("_FLAT_GATHER", "all_gather_single"), ("_FLAT_SCATTER", "reduce_scatter_single")):
             patches.enter_context(mock.patch.object(collectives, name, traffic.counting(flat, vars(collectives)[name])))
         for name, phase in phases.items():
-            patches.enter_context(mock.patch.object(Training, name, traffic.during(phase, vars(Training)[name])))
+            patches.enter_context(
+                mock.patch.object(TrainingRunner, name, traffic.during(phase, vars(TrainingRunner)[name]))
+            )
         early = traffic.during("forward", begin_gathers)  # of what the first forward pass would gather
         patches.enter_context(mock.patch.object(native, "begin_gathers", early))
         yield traffic.sent

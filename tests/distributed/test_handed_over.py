@@ -75,8 +75,7 @@ def whole_model(folder: Path, layout: Layout, case: Case) -> tuple[Figures, int,
     kernels = mock.patch.object(engine, "kernels_for", return_value=KernelSet(mixture=handing))
     with kernels, mock.patch.object(matrix, "measure", noted):
         (figures,) = compare(str(folder), layout, (case,)).values()
-    left = [module for module in made[0].model.modules() if getattr(module, "put_off", None)]
-    assert not left, "gradients that nobody added"
+    assert not made[0].model.wgrad_queue.deferred, "gradients that nobody added"
     return figures, handing.handed, handing.plain
 
 

@@ -235,7 +235,7 @@ def before_activations(source: Path) -> None:
         taken.append(len(hosted_of(engine).hosts))
 
     text: Any = engine.model.text
-    text.recompute, text.host = "full", PinnedPool(torch.device("cpu"), room=room)
+    text.recompute, text.host = "full", PinnedPool(torch.device("cpu"), available=room)
     engine.score(ragged(0))
     assert not hosted_of(engine).hosts, "nothing is updated yet"
     engine.train_step(ragged(0), tokenwise)

@@ -1,9 +1,6 @@
 """Attention cut over cp against all tokens on one rank: values and every gradient, for documents of any length, and bits."""
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,21 +8,15 @@ from torch import Tensor
 
 from dovetail.batch.micro import ContextShard
 from dovetail.batch.packed import PackedBatch
-from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.kernels import reference
 from dovetail.kernels.reference import sum_deterministic
 from dovetail.kernels.registry import KernelSet
-from dovetail.nn.beside import DelayedWgrad
 from dovetail.nn.context_parallel import PackedAttention, SharedAttention, cut_chunks, share_keys
-from dovetail.nn.grad_accumulation import add_product
-from dovetail.parallel import collectives
-from dovetail.parallel.collectives import Handle, gather_in_order, gather_mirrored
+from dovetail.parallel.collectives import gather_in_order, gather_mirrored
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Axis, Mesh
-from tests.distributed.matrix import LOSSES, SHALLOW, path_of, random_batch, write_models
 from tests.harness import run
 from tests.nccl_rules import kept
-from tests.probe import PROBE
 from tests.tolerances import SUM_ORDER, assert_close
 from tests.unit.test_sharing import poisoned
 
@@ -63,12 +54,12 @@ def compare(layout: Layout, ulysses: int) -> None:
     for lengths, window, values in cases():
         q, k, v, up = drawn(torch.float64, values)
         whole = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-        expected = PackedAttention(spans(lengths), KernelSet()).attend(*whole, window, DelayedWgrad())
+        expected = PackedAttention(spans(lengths), KernelSet()).attend(*whole, window)
         wanted = torch.autograd.grad(expected, whole, up)
         own = q.detach()[mine].requires_grad_(), k.detach()[mine].requires_grad_(), v.detach()[mine].requires_grad_()
         shared = SharedAttention(cut_chunks(lengths, share, CPU), mesh.context[ulysses], KernelSet())
         with poisoned(), kept():
-            actual = shared.attend(*own, window, DelayedWgrad())
+            actual = shared.attend(*own, window)
             found = torch.autograd.grad(actual, own, up[mine])
         what = f"{layout}, {lengths}, window {window}"
         assert_close(actual, expected[mine], SUM_ORDER, what)
@@ -113,53 +104,6 @@ def bits(dtype: torch.dtype) -> None:
         with kept() as rules:
             assert torch.equal(gather_mirrored(q[mine], axis), q)
         assert sum(rules.seen.values()) == 2
-
-
-def beside_collectives(folder: str, layout: Layout) -> list[int]:
-    """How many weight gradients were computed beside each exchange of one backward pass, in its order."""
-    open_now, found = list[int](), list[int]()
-    begin = collectives.begin_exchange
-
-    class Noted(Handle):
-        def wait(self) -> Tensor:
-            if self.complete is not None:
-                found.append(open_now.pop())
-            return super().wait()
-
-    def begun(x: Tensor, axis: Axis) -> Handle:
-        open_now.append(0)
-        made = begin(x, axis)
-        return Noted(made.result, made.complete, made.source)
-
-    def added(*given: Any) -> None:
-        open_now[:] = [n + 1 for n in open_now]
-        add_product(*given)
-
-    options = EngineOptions(optim=PROBE)
-    engine = from_pretrained(folder, layout=layout, dtype=torch.float64, device="cpu", options=options)
-    batch = random_batch((TOKENS,), "sft", torch.float64)
-    engine.train_step(batch, LOSSES["sft"])  # the first one makes the optimizer
-    with mock.patch.object(collectives, "begin_exchange", begun), mock.patch("dovetail.nn.linear.add_product", added):
-        engine.train_step(batch, LOSSES["sft"])
-    return found
-
-
-@pytest.mark.parametrize(
-    ("layout", "forward", "backward"),
-    [
-        (Layout(cp=2, cp_mode="gather"), 0, [2]),
-        (Layout(cp=2, cp_mode="ulysses"), 2, [1, 1]),
-        (Layout(cp=4, cp_mode="product"), 2, [1, 0, 1]),
-    ],
-    ids=lambda value: str(value.cp_mode) if isinstance(value, Layout) else "",
-)
-def test_weight_gradients_lie_under_exchanges(
-    layout: Layout, forward: int, backward: list[int], tmp_path: Path
-) -> None:
-    """Of attention's output and of the MLP's, both behind attention: what has to wait for other ranks has them meanwhile."""
-    write_models(tmp_path, ["llama"], SHALLOW)
-    for found in run(layout.num_ranks, beside_collectives, path_of(tmp_path, "llama", SHALLOW), layout):
-        assert found == [0] * forward * SHALLOW + backward * SHALLOW
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -18,7 +18,7 @@ from dovetail.engine.fsdp import ReshardPolicy
 from dovetail.engine.native import NativeEngine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.kernels.reference import add_weight_grad_
-from dovetail.nn.grad_accumulation import Adder
+from dovetail.nn.grad_accumulation import GradAccumulator
 from dovetail.nn.linear import Linear
 from dovetail.parallel.layout import Layout
 from tests.harness import run
@@ -84,7 +84,9 @@ class Sums:
 def counted(path: Path, layout: Layout) -> tuple[int, int, int, int, set[torch.dtype]]:
     """Products of a model, micro-batches of a step, sums that it started, gradients that it added, and their types."""
     engine, sums = engine_of(path, layout, torch.bfloat16, BUDGET), Sums()
-    engine.model.kernels = replace(engine.model.kernels, add_weight_grad_=sums)
+    for part in engine.model.modules():
+        if isinstance(part, Linear):
+            part.kernels = replace(part.kernels, add_weight_grad_=sums)
     batch = batch_of(torch.float32)
     engine.train_step(batch, objective)
     products = sum(isinstance(part, Linear) for part in engine.model.modules())
@@ -110,8 +112,8 @@ def compared(path: Path, layout: Layout) -> dict[str, float]:
             assert engine.optimizer.steps == 0  # so that it adds
             if kind == "autograd":
                 for part in engine.model.modules():
-                    if isinstance(part, Adder):
-                        part.adds = None
+                    if isinstance(part, GradAccumulator):
+                        part.wgrad_queue = None
             engine.train_step(batch_of(torch.float64 if dtype == torch.float64 else torch.float32), objective)
             flat = {key: value.to(torch.float64) for key, value in gradients(engine)[0].items()}
             found[f"{name} {kind}"] = worst_error(flat, exact)[0]

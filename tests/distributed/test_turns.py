@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn import moe
-from dovetail.nn.linear import Linear
+from dovetail.nn.grad_accumulation import WgradQueue
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.overlap import AsyncCollective
 from tests.distributed.matrix import (
@@ -123,18 +123,18 @@ def covered(folder: Path, layout: Layout, *, in_turns: bool) -> dict[str, tuple[
         weights.register_hook(lambda _: events.append(("product", 0)))
         return chosen, weights
 
-    read = moe.read
+    read = moe.unpack_choices
     engine.train_step(batch, LOSSES["sft"])  # the first one makes the optimizer
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(AsyncCollective, "__init__", kept))
         patches.enter_context(mock.patch.object(F, "linear", product_of(F.linear)))
-        patches.enter_context(noting(Linear, "add_or_wait", "product"))
-        patches.enter_context(mock.patch.object(moe, "read", mixing))
-        for method in ("begin", "take", "begin_back", "take_back"):
+        patches.enter_context(noting(WgradQueue, "accumulate", "product"))
+        patches.enter_context(mock.patch.object(moe, "unpack_choices", mixing))
+        for method in ("start", "wait", "start_backward", "wait_backward"):
             patches.enter_context(noting(AsyncCollective, method, method))
         engine.train_step(batch, LOSSES["sft"])
     found = {}
-    for begin, end in (("begin", "take"), ("begin_back", "take_back")):
+    for begin, end in (("start", "wait"), ("start_backward", "wait_backward")):
         spans = [(i, events.index((end, number))) for i, (what, number) in enumerate(events) if what == begin]
         under = sum(any(what == "product" for what, _ in events[i:j]) for i, j in spans)
         found[begin] = under, len(spans) - under
@@ -148,8 +148,8 @@ def test_products_lie_under_three_of_four_collectives(dense: Path) -> None:
         run(2, covered, path_of(dense, "llama", SHALLOW), Layout(tp=2), in_turns=in_turns)[0]
         for in_turns in (False, True)
     )
-    assert alone == {"begin": (0, 4 * layers), "begin_back": (2 * layers, 2 * layers)}
-    assert turns == {"begin": (6 * layers, 2 * layers), "begin_back": (7 * layers, layers)}
+    assert alone == {"start": (0, 4 * layers), "start_backward": (2 * layers, 2 * layers)}
+    assert turns == {"start": (6 * layers, 2 * layers), "start_backward": (7 * layers, layers)}
 
 
 def test_products_lie_under_exchanges_of_experts(mixed: Path) -> None:
@@ -158,4 +158,4 @@ def test_products_lie_under_exchanges_of_experts(mixed: Path) -> None:
     """
     layers = SHALLOW
     turns, *_ = run(2, covered, path_of(mixed, "qwen3_moe", SHALLOW), Layout(dp=2, ep=2), in_turns=True)
-    assert turns == {"begin": (layers, 5 * layers), "begin_back": (5 * layers, layers)}
+    assert turns == {"start": (layers, 5 * layers), "start_backward": (5 * layers, layers)}

@@ -19,7 +19,7 @@ from dovetail.batch.loss import LossFn
 from dovetail.batch.packed import PackedBatch
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.reduction import Sums, add_sums
-from dovetail.engine.stage import Training
+from dovetail.engine.stage import TrainingRunner
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.pipeline.executor import run as execute
@@ -114,7 +114,7 @@ def play(
     pairs, sums = list(engine.micro_batches(batch())), Sums()
     assert len(pairs) > 2
     micros = [micro for _, micro in pairs]
-    stages = Training(engine.model, engine.mesh, micros, engine.dtype, fn, partial(add_sums, sums))
+    stages = TrainingRunner(engine.model, engine.mesh, micros, engine.dtype, fn, partial(add_sums, sums))
     plan = make_plan("1f1b", 1, 1, len(pairs))
     with guard:
         execute(plan, stages, engine.mesh)

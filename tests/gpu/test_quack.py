@@ -12,11 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dovetail.arch.registry import spec_from_config
 from dovetail.kernels import quack, reference
-from dovetail.kernels.cuda import add_weight_grad_
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet, kernels_for
 from dovetail.nn.activation_checkpoint import Recompute, options
-from dovetail.nn.grad_accumulation import Adder
+from dovetail.nn.grad_accumulation import GradAccumulator, WgradQueue
 from dovetail.nn.linear import Linear
 from dovetail.nn.mlp import GatedMLP
 from dovetail.parallel.mesh import Mesh
@@ -217,7 +216,7 @@ def made(kernels: KernelSet, width: int, ffn: int, dtype: torch.dtype = torch.bf
     for part in mlp.modules():
         if isinstance(part, Linear):
             part.weight.grad_dtype = torch.promote_types(dtype, torch.float32)
-            part.adds = reference.add_weight_grad_ if dtype == torch.float64 else add_weight_grad_
+            part.wgrad_queue = WgradQueue()
     return mlp
 
 
@@ -274,7 +273,7 @@ def test_an_mlp_that_is_repeated(recompute: Recompute) -> None:
 
 def test_nothing_waits_for_the_host() -> None:
     mlp = made(kernels_for(torch.device("cuda")), 512, 1024)
-    assert all(isinstance(part, Adder) for part in mlp.children())
+    assert all(isinstance(part, GradAccumulator) for part in mlp.children())
 
     def step(x: Tensor, dy: Tensor) -> None:
         mlp(x).backward(dy)

@@ -7,21 +7,21 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.kernels import reference
-from dovetail.nn.grad_accumulation import Adder
+from dovetail.nn.grad_accumulation import GradAccumulator, WgradQueue
 
 
-class Held(Adder):
+class Held(GradAccumulator):
     """gate_up [E, 2F, D] and down [E, D, F]; sums in the wide dtype."""
 
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = (nn.Parameter(x.detach().clone()) for x in (gate_up, down))
         self.gate_up_proj.grad_dtype = self.down_proj.grad_dtype = reference.wide(down.dtype)
-        self.adds = reference.add_weight_grad_
+        self.wgrad_queue = WgradQueue()
 
     def both(self) -> tuple[Tensor, Tensor]:
         """As a mixture takes them."""
-        return self.summed("gate_up_proj"), self.summed("down_proj")
+        return self.accumulated("gate_up_proj"), self.accumulated("down_proj")
 
     def sums(self) -> dict[str, Tensor]:
         """The gradients, by name."""
@@ -31,7 +31,7 @@ class Held(Adder):
 class HandingOver(torch.autograd.Function):
     """Any mixture of (x, weights, gate_up, down), which keeps what `quack_moe` keeps and hands over what it does.
 
-    handed: `gradients.Adder.add`, and what it is to add with, of the gradient twice.
+    handed: `GradAccumulator.defer_wgrad`, and what it is to add with, of the gradient twice.
     """
 
     @staticmethod

@@ -146,7 +146,7 @@ def handed_over(inputs: dict[str, Tensor], chosen: Tensor, somewhere: int, up: T
     """The sums over two equal micro-batches of both weights' gradients. No second one comes from autograd."""
     held = Held(inputs["gate_up"], inputs["down"])
     for _ in range(2):
-        y = mixture(TRITON, inputs["x"], chosen, inputs["weights"], held.both(), somewhere, held.add, PLAIN)
+        y = mixture(TRITON, inputs["x"], chosen, inputs["weights"], held.both(), somewhere, held.defer_wgrad, PLAIN)
         y.backward(up.to(y.dtype))
     found = {name.removesuffix("_proj"): x for name, x in held.sums().items()}
     assert len(found) == 2 and all(x.dtype == torch.float32 for x in found.values())

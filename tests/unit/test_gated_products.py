@@ -4,7 +4,6 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from unittest import mock
 
 import pytest
 import torch
@@ -15,16 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from dovetail.arch.registry import spec_from_config
 from dovetail.factory.engine import make_decoder
 from dovetail.kernels import extras, quack
-from dovetail.kernels.reference import add_weight_grad_
 from dovetail.kernels.registry import KernelSet, gated_products, kernels_for
 from dovetail.nn.activation_checkpoint import Recompute
-from dovetail.nn.beside import DelayedWgrad
-from dovetail.nn.grad_accumulation import Adder
+from dovetail.nn.grad_accumulation import GradAccumulator, WgradQueue
 from dovetail.nn.mlp import GatedMLP
 from dovetail.nn.tiling import Tiled
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Axis, Mesh
-from dovetail.parallel.overlap import run_sync
 from dovetail.rollout.native import NativeSampler
 from tests.parity.configs import tiny_configs
 from tests.tolerances import SUM_ORDER, assert_all_close
@@ -42,10 +38,12 @@ def package() -> Iterator[StandIn]:
         yield module
 
 
-def adding(model: nn.Module) -> None:
+def accumulating(model: nn.Module) -> WgradQueue:
+    queue = WgradQueue()
     for part in model.modules():
-        if isinstance(part, Adder):
-            part.adds = add_weight_grad_
+        if isinstance(part, GradAccumulator):
+            part.wgrad_queue = queue
+    return queue
 
 
 def make(kernels: KernelSet, *, biased: bool = False, adds: bool = True) -> GatedMLP:
@@ -56,7 +54,7 @@ def make(kernels: KernelSet, *, biased: bool = False, adds: bool = True) -> Gate
         for weight in mlp.parameters():
             weight.copy_(torch.randn(weight.shape, generator=draw, dtype=torch.float64) / 8)
     if adds:
-        adding(mlp)
+        accumulating(mlp)
     return mlp
 
 
@@ -109,30 +107,16 @@ def test_what_is_frozen_gets_none(package: StandIn, frozen: tuple[str, ...], lea
     assert bool(package.calls) == (learns or "gate_up_proj" not in frozen)
 
 
-def test_weight_gradients_that_wait_come_later_in_their_order() -> None:
+def test_deferred_weight_gradients_come_in_their_order() -> None:
     plain, gating = make(KernelSet()), make(everywhere())
-    layers = (gating.gate_up_proj, gating.down_proj)
-    for layer in layers:
-        layer.waits = True
+    queue = accumulating(gating)
+    queue.bucket = "later"
     found = played(gating, gating)
     assert not [name for name in found if "weight" in name]
-    counts = []
-    for _ in MICROS:
-        for layer in layers:
-            counts.append([len(dy) for dy, _, _ in layer.waiting])
-            layer.add_weight_gradient()
-    assert counts[::2] == counts[1::2] == [[8, 1, 13], [1, 13], [13]]
-    found |= {name: p.grad for name, p in gating.named_parameters() if p.grad is not None}
-    assert_all_close(found, played(plain, plain), SUM_ORDER)
-
-
-def test_downs_weight_gradient_may_come_beside_something_else() -> None:
-    plain, gating, beside = make(KernelSet()), make(everywhere()), DelayedWgrad()
-    beside.awaited = True
-    run = mock.Mock(side_effect=lambda x: run_sync(gating.turns(x, beside)))
-    found = played(run, gating)
-    assert [name for name in found if "weight" in name] == ["gate_up_proj.weight"]
-    beside.rest()
+    rows = [(work.args[0].shape[0], len(work.args[1])) for work in queue.deferred["later"]]  # type: ignore[attr-defined]
+    assert rows == [(width, n) for n in reversed(MICROS) for width in (WIDTH, 2 * FFN)]
+    queue.flush("later")
+    assert not queue.deferred
     found |= {name: p.grad for name, p in gating.named_parameters() if p.grad is not None}
     assert_all_close(found, played(plain, plain), SUM_ORDER)
 
@@ -209,7 +193,7 @@ def test_what_runs_again(package: StandIn, recompute: Recompute, offload: bool) 
     found = []
     for blocks, level in ((plain, "none"), (gating, "none"), (gating, recompute)):
         model = blocks.trunk(level, offload=offload and level != "none")  # type: ignore[arg-type]  # a Recompute
-        adding(model)
+        accumulating(model)
         package.calls.clear()
         found.append(blocks.gradients(model, 2))
     (expected, _), (_, once), (grads, runs) = found

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,26 +11,22 @@ from torch.utils.checkpoint import checkpoint
 
 from dovetail.batch.loss import Loss, TokenStats
 from dovetail.batch.packed import PackedBatch
-from dovetail.kernels.reference import add_weight_grad_
 from dovetail.kernels.registry import KernelSet
-from dovetail.nn import linear
-from dovetail.nn.beside import DelayedWgrad
 from dovetail.nn.embedding import VocabEmbedding
 from dovetail.nn.fused_head import VocabShard, fused_loss
-from dovetail.nn.grad_accumulation import Adder
+from dovetail.nn.grad_accumulation import GradAccumulator, WgradQueue
 from dovetail.nn.linear import ColumnLinear, Linear, ReplicatedLinear, RowLinear
 from dovetail.nn.tiling import Tiled
 from dovetail.parallel.mesh import Axis, Mesh
-from dovetail.parallel.overlap import run_sync
 from tests.tolerances import OP_BF16, OP_FP32, SUM_ORDER, assert_close, tensor_error
 from tests.unit.test_tiling import make, tokens
 
 MICROS = 3
 KINDS: dict[str, Callable[[Mesh], Linear]] = {
-    "column": lambda mesh: ColumnLinear(8, {"q": (2, 3), "k": (1, 3)}, mesh, bias=True),
-    "row": lambda mesh: RowLinear(8, 9, mesh, bias=True),
-    "token": lambda _: ReplicatedLinear(8, 9, bias=True),
-    "without bias": partial(RowLinear, 8, 9),
+    "column": lambda mesh: ColumnLinear(8, {"q": (2, 3), "k": (1, 3)}, mesh, KernelSet(), bias=True),
+    "row": lambda mesh: RowLinear(8, 9, mesh, KernelSet(), bias=True),
+    "token": lambda _: ReplicatedLinear(8, 9, KernelSet(), bias=True),
+    "without bias": lambda mesh: RowLinear(8, 9, mesh, KernelSet()),
 }
 
 
@@ -84,14 +78,14 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_those_of_autograd(kind: str, run: Callable[[nn.Module, Tensor], Any]) -> None:
     expected, adding = played(layer(kind), plainly), layer(kind)
-    adding.adds = add_weight_grad_
+    adding.wgrad_queue = WgradQueue()
     assert_same(played(adding, run), expected)
 
 
 @pytest.mark.parametrize("frozen", [["weight"], ["bias"], ["weight", "bias"]], ids=" and ".join)
 def test_what_is_frozen_gets_none(frozen: list[str]) -> None:
     expected, adding = layer("row"), layer("row")
-    adding.adds = add_weight_grad_
+    adding.wgrad_queue = WgradQueue()
     for made in (expected, adding):
         for name in frozen:
             made.get_parameter(name).requires_grad_(False)
@@ -102,70 +96,49 @@ def test_what_is_frozen_gets_none(frozen: list[str]) -> None:
 
 def test_an_input_that_does_not_learn_gets_none() -> None:
     expected, adding = layer("row"), layer("row")
-    adding.adds = add_weight_grad_
+    adding.wgrad_queue = WgradQueue()
     found = played(adding, plainly, x_learns=False)
     assert_same(found, played(expected, plainly, x_learns=False))
     assert found.keys() == {"weight", "bias"}
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_those_that_wait_come_later_in_their_order(frozen: bool) -> None:
-    expected, waiting = layer("row"), layer("row")
-    waiting.adds, waiting.waits = add_weight_grad_, True
-    for made in (expected, waiting):
+def test_deferred_ones_come_later_in_their_order(frozen: bool) -> None:
+    expected, deferring, queue = layer("row"), layer("row"), WgradQueue()
+    deferring.wgrad_queue = queue
+    for made in (expected, deferring):
         made.weight.requires_grad_(not frozen)
-    found = played(waiting, plainly)
-    assert "weight" not in found
-    for _ in range(MICROS):
-        waiting.add_weight_gradient()
-    assert not waiting.waiting
-    if waiting.weight.grad is not None:
-        found["weight"] = waiting.weight.grad
-    assert_same(found, played(expected, plainly))
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_what_is_put_off_comes_beside_something_else(frozen: bool) -> None:
-    """In its order, one and then the rest; at once where nobody waits for it; and later still where a schedule says so."""
-    expected, adding, beside = layer("row"), layer("row"), DelayedWgrad()
-    adding.adds = add_weight_grad_
-    for made in (expected, adding):
-        made.weight.requires_grad_(not frozen)
-    assert isinstance(adding, RowLinear)
-
-    def run(made: nn.Module, x: Tensor) -> Any:
-        assert isinstance(made, RowLinear)
-        return run_sync(made.turns(x, beside))
-
     wanted = played(expected, plainly)
-    assert_same(played(adding, run), wanted)
-    adding.zero_grad()
-    beside.awaited, seen = True, []
-    with mock.patch.object(linear, "add_product", lambda _weight, dy, *_: seen.append(len(dy))):
-        assert "weight" not in played(adding, run)
-        assert not seen
-        beside.one()
-        assert seen == ([] if frozen else [7]), "the latest micro-batch has the first backward pass"
-        beside.rest()
-        assert seen == ([] if frozen else [7, 6, 5])
-        adding.waits = True
-        played(adding, run)
-        beside.rest()
-    assert len(adding.waiting) == (0 if frozen else MICROS)
-    adding.waits = False
-    adding.waiting.clear()
-    adding.zero_grad()
-    found = played(adding, run)
-    with torch.no_grad():
-        beside.rest()
-    if adding.weight.grad is not None:
-        found["weight"] = adding.weight.grad
+    queue.bucket = "later"
+    found = played(deferring, plainly)
+    assert "weight" not in found
+    assert [len(work.args[1]) for work in queue.deferred.get("later", ())] == ([] if frozen else [7, 6, 5])  # type: ignore[attr-defined]
+    queue.flush("earlier")
+    assert deferring.weight.grad is None, "another bucket"
+    queue.flush("later")
+    assert not queue.deferred
+    if deferring.weight.grad is not None:
+        found["weight"] = deferring.weight.grad
     assert_same(found, wanted)
+    deferring.zero_grad()
+    with queue.immediate():
+        assert_same(played(deferring, plainly), wanted)
+    assert queue.bucket == "later" and not queue.deferred
+
+
+def test_a_queue_that_is_cleared_computes_at_once() -> None:
+    made, queue = layer("row"), WgradQueue()
+    made.wgrad_queue, queue.bucket = queue, 0
+    played(made, plainly)
+    queue.clear()
+    queue.flush(0)
+    assert made.weight.grad is None
+    assert "weight" in played(made, plainly)
 
 
 def test_nothing_is_kept_where_nothing_learns() -> None:
     made = layer("row")
-    made.adds = add_weight_grad_
+    made.wgrad_queue = WgradQueue()
     with torch.no_grad():
         assert not made(micros()[0][0]).requires_grad
 
@@ -176,14 +149,14 @@ def test_half_precision_weights_sum_in_float32() -> None:
     x, dy = micros(torch.bfloat16)[0]
     exact = 100 * (dy.to(torch.float64).T @ x.to(torch.float64))
     errors: list[float] = []
-    for adds in (None, add_weight_grad_):
-        made.adds, made.weight.grad = adds, None
-        if adds:
+    for queue in (None, WgradQueue()):
+        made.wgrad_queue, made.weight.grad = queue, None
+        if queue:
             made.weight.grad_dtype = torch.float32
         for _ in range(100):
             made(x).backward(dy)
         assert made.weight.grad is not None
-        assert made.weight.grad.dtype == (torch.float32 if adds else torch.bfloat16)
+        assert made.weight.grad.dtype == (torch.float32 if queue else torch.bfloat16)
         errors.append(tensor_error(made.weight.grad, exact))
     assert errors[1] <= OP_BF16 < errors[0]
 
@@ -204,7 +177,7 @@ def surprise(stats: TokenStats, batch: PackedBatch) -> Loss:
 def test_a_table_s_and_a_head_s_are_added_too(tied: bool) -> None:
     """Both uses of a tied table, of which the head knows the first rows only; the head adds during its forward pass."""
     table = VocabEmbedding(7, 4, Mesh.solo()).to(torch.float64)
-    table.adds, ids, dy = add_weight_grad_, torch.tensor([3, 1, 3]), micros()[0][0][:3, :4]
+    table.wgrad_queue, ids, dy = WgradQueue(), torch.tensor([3, 1, 3]), micros()[0][0][:3, :4]
     nn.init.normal_(table.weight, generator=torch.Generator().manual_seed(2))
     want = torch.zeros_like(table.weight)
     x, shard, batch = head(table, 5)
@@ -226,7 +199,7 @@ def test_a_table_s_and_a_head_s_are_added_too(tied: bool) -> None:
 def test_sums_of_a_bfloat16_table_and_head_are_float32() -> None:
     """And rounded nowhere else: what both gave once, three times over."""
     table = VocabEmbedding(7, 4, Mesh.solo()).to(torch.bfloat16)
-    table.weight.grad_dtype, table.adds = torch.float32, add_weight_grad_
+    table.weight.grad_dtype, table.wgrad_queue = torch.float32, WgradQueue()
     nn.init.normal_(table.weight, generator=torch.Generator().manual_seed(2))
     ids, dy = torch.tensor([3, 1, 3]), micros()[0][0][:3, :4].to(torch.bfloat16)
     table(ids).backward(dy)
@@ -250,7 +223,7 @@ def test_sums_of_a_bfloat16_table_and_head_are_float32() -> None:
 
 def test_a_frozen_head_leaves_its_weight_alone() -> None:
     table = VocabEmbedding(7, 4, Mesh.solo()).to(torch.float64).requires_grad_(False)
-    table.adds = add_weight_grad_
+    table.wgrad_queue = WgradQueue()
     nn.init.normal_(table.weight)
     x, shard, batch = head(table, 7)
     (2 * fused_loss(x, shard, batch, surprise).total).backward()
@@ -263,10 +236,10 @@ def test_a_frozen_head_leaves_its_weight_alone() -> None:
 
 def test_what_a_head_has_added_cannot_be_scaled_afterwards() -> None:
     table = VocabEmbedding(7, 4, Mesh.solo()).to(torch.float64)
-    table.adds = add_weight_grad_
+    table.wgrad_queue = WgradQueue()
     nn.init.normal_(table.weight)
     total = fused_loss(*head(table, 7), surprise).total
-    with pytest.raises(AssertionError, match="in its sum"):
+    with pytest.raises(AssertionError, match="accumulated already"):
         (2 * total).backward()
 
 
@@ -275,10 +248,10 @@ def test_tiles_add_theirs(family: str) -> None:
     mlp, expected = make(family), make(family)
     x, up = tokens(13, mlp)
     expected(x).backward(up)
-    adders = [part for part in mlp.modules() if isinstance(part, Adder)]
+    adders = [part for part in mlp.modules() if isinstance(part, GradAccumulator)]
     assert len(adders) == 2
     for adder in adders:
-        adder.adds = add_weight_grad_
+        adder.wgrad_queue = WgradQueue()
     Tiled(mlp, 4)(x.detach()).backward(up)
     for (name, ours), theirs in zip(mlp.named_parameters(), expected.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.kernels.reference import add_weight_grad_, mixture, permute, spread, unpermute
+from dovetail.kernels.reference import mixture, permute, spread, unpermute
 from dovetail.kernels.registry import KernelSet
 from dovetail.kernels.token_permute import rounded
+from dovetail.nn.grad_accumulation import WgradQueue
 from dovetail.nn.moe import Experts
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.parallel.overlap import interleave, run_sync
@@ -182,7 +183,7 @@ def experts_of(room: Room | None, rank: int, count: int, top: int) -> Experts:
 
 def both_ways(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
     leaves = [x.detach().clone().requires_grad_(), weights.detach().clone().requires_grad_()]
-    y = run_sync(experts.turns(leaves[0], chosen, leaves[1]))
+    y = run_sync(experts.forward_async(leaves[0], chosen, leaves[1]))
     up = y.detach().cos()  # what a sum of sines asks for, however it is cut
     return y.detach(), *torch.autograd.grad(y, (*leaves, *experts.parameters()), up)
 
@@ -261,14 +262,14 @@ def test_gradients_that_are_handed_over_come_beside_the_last_exchange(halves: in
     def rank_in(room: Room, rank: int) -> tuple[list[str], list[Tensor | None]]:
         EVENTS.seen = []
         experts = experts_of(room, rank, count, top)
-        experts.adds = add_weight_grad_
+        experts.wgrad_queue = WgradQueue()
         experts.kernels = replace(KernelSet(), mixture=handing)
         mine = [whole.chunk(size)[rank].chunk(halves) for whole in (x, chosen, weights)]
         leaves = [(a.clone().requires_grad_(), b, c.clone().requires_grad_()) for a, b, c in zip(*mine, strict=True)]
-        y = torch.cat(interleave([experts.turns(*one) for one in leaves]))
+        y = torch.cat(interleave([experts.forward_async(*one) for one in leaves]))
         EVENTS.seen.clear()
         y.backward(y.detach().cos())
-        assert not experts.put_off
+        assert not experts.wgrad_queue.deferred
         return EVENTS.seen, [parameter.grad for parameter in experts.parameters()]
 
     room = LoggedRoom(size)
@@ -295,7 +296,7 @@ def test_a_token_whose_experts_share_a_rank_goes_there_once() -> None:
     none = torch.empty(0, 3)
     given = [(x, chosen, weights), (x[:0], none.to(torch.int64), none.to(torch.float64))]
     with torch.no_grad():
-        found = room.run(lambda rank: run_sync(experts_of(room, rank, 8, 3).turns(*given[rank])))
+        found = room.run(lambda rank: run_sync(experts_of(room, rank, 8, 3).forward_async(*given[rank])))
     assert sorted(n for width, n in room.rows if width == 64) == [0, 1, 3, 4]  # back from both, and there
-    assert_close(found[0], run_sync(experts_of(None, 0, 8, 3).turns(x, chosen, weights)), SUM_ORDER)
+    assert_close(found[0], run_sync(experts_of(None, 0, 8, 3).forward_async(x, chosen, weights)), SUM_ORDER)
     assert_close(found[1], x[:0], EXACT)

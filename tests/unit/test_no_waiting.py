@@ -27,11 +27,10 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.batch.routing import Routes
 from dovetail.engine.expert_routing import BalanceSettings, Routing
 from dovetail.engine.reduction import Sums, add_sums
-from dovetail.kernels.reference import add_weight_grad_
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.nn.decoder import Decoder, Head
-from dovetail.nn.grad_accumulation import Adder
+from dovetail.nn.grad_accumulation import GradAccumulator, WgradQueue
 from dovetail.nn.tiling import tile_mlps
 from dovetail.parallel import collectives
 from dovetail.parallel.mesh import Axis, ContextAxes, Mesh
@@ -77,8 +76,8 @@ def decoder(family: str, head: Head, recompute: Recompute = "none", mesh: Mesh =
     with torch.device("meta"):
         made = Decoder(spec_from_config(config.to_dict()), mesh, kernels, head, recompute)
     for part in made.modules():
-        if isinstance(part, Adder):
-            part.adds = add_weight_grad_
+        if isinstance(part, GradAccumulator):
+            part.wgrad_queue = WgradQueue()
     return made
 
 

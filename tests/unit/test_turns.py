@@ -12,7 +12,7 @@ from bench.engines import spec_of
 from dovetail.batch.balancing import balanced_split
 from dovetail.batch.micro import ContextShard, MicroBatch
 from dovetail.batch.packed import PackedBatch
-from dovetail.engine.microbatches import LEAST, DualBatch
+from dovetail.engine.microbatches import MIN_HALF_TOKENS, DualBatch
 from dovetail.factory.engine import make_decoder
 from dovetail.parallel.collectives import Handle
 from dovetail.parallel.mesh import Axis, Mesh
@@ -62,12 +62,12 @@ def test_rows_of_a_rank_are_those_of_its_halves(share: ContextShard, tp: int) ->
 
 def test_cut_is_what_every_replica_can_cut() -> None:
     halving = DualBatch(4)
-    assert halving.cuts([LENGTHS, (4, 4)])
-    assert not halving.cuts([LENGTHS, (8,)])  # one sequence
-    assert not halving.cuts([LENGTHS, (9, 3)])  # too small a half
-    assert not halving.cuts([LENGTHS, ()])  # a replica without any
-    assert not DualBatch(None).cuts([LENGTHS])
-    assert halving.cuts([LENGTHS], 8, 40) and not halving.cuts([LENGTHS], 8, 39)  # 24 + 16 with padding
+    assert halving.should_split([LENGTHS, (4, 4)])
+    assert not halving.should_split([LENGTHS, (8,)])  # one sequence
+    assert not halving.should_split([LENGTHS, (9, 3)])  # too small a half
+    assert not halving.should_split([LENGTHS, ()])  # a replica without any
+    assert not DualBatch(None).should_split([LENGTHS])
+    assert halving.should_split([LENGTHS], 8, 40) and not halving.should_split([LENGTHS], 8, 39)  # 24 + 16 with padding
 
 
 class Axes(SimpleNamespace):
@@ -80,7 +80,7 @@ class Axes(SimpleNamespace):
 def test_layers_over_tp_take_turns_on_accelerators() -> None:
     model = make_decoder(spec_of("tiny"), Mesh.solo("meta"), torch.float32)
     for device, sizes, given, least in (
-        ("cuda", {"tp": 2}, None, LEAST),
+        ("cuda", {"tp": 2}, None, MIN_HALF_TOKENS),
         ("cuda", {"tp": 2, "ep": 2}, None, None),
         ("cuda", {"ep": 8}, None, None),
         ("cuda", {}, None, None),
@@ -92,12 +92,12 @@ def test_layers_over_tp_take_turns_on_accelerators() -> None:
         assert DualBatch.of(model, mesh, given) == DualBatch(least), (device, sizes, given)
 
 
-def test_a_crossing_keeps_nothing_of_what_was_taken() -> None:
-    """Autograd has it until the backward pass ends, and would hold what came as long."""
-    crossing = AsyncCollective(lambda x: Handle(x + 1), lambda grad: Handle(2 * grad))
-    crossing.begin(torch.zeros(3))
-    crossing.begin_back(torch.ones(3), torch.Size([3]))
-    came, back = crossing.take(), crossing.take_back()
+def test_a_collective_does_not_keep_its_results() -> None:
+    """Autograd keeps it until the backward pass ends."""
+    collective = AsyncCollective(lambda x: Handle(x + 1), lambda grad: Handle(2 * grad))
+    collective.start(torch.zeros(3))
+    collective.start_backward(torch.ones(3), torch.Size([3]))
+    came, back = collective.wait(), collective.wait_backward()
     assert (came.tolist(), back.tolist()) == ([1.0] * 3, [2.0] * 3)
     held = ref(came), ref(back)
     del came, back

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dovetail.device import memory_of
 from dovetail.kernels.reference import wide
-from dovetail.nn.grad_accumulation import Adder
+from dovetail.nn.grad_accumulation import GradAccumulator
 from dovetail.nn.linear import Linear
 from dovetail.nn.model import StagedModel
 from dovetail.parallel.collectives import stack_over
@@ -87,7 +87,7 @@ def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
 
     The order is that of the pass, so a rank that starts late still matches the others. `forget_step` drops them.
     """
-    for module in (model, *model.first_groups()):
+    for module in model.first_groups():
         if isinstance(module, FSDPModule):
             module.unshard(async_op=mesh["fsdp"].size > 1)
 
@@ -98,12 +98,7 @@ def forget_step(model: StagedModel, mesh: Mesh) -> None:
     No collectives: the other ranks may be anywhere. FSDP2's own `reset_iter_state` is younger than torch 2.11 and keeps
     gradients that are not reduced; its final callback of a backward pass does the rest in every version.
     """
-    for module in model.modules():
-        if isinstance(module, Adder):
-            module.put_off.clear()
-        if isinstance(module, Linear):
-            module.waiting.clear()
-            module.waits = False
+    model.wgrad_queue.clear()
     assert isinstance(model, FSDPModule)
     state = model._get_fsdp_state()
     for module in model.modules():  # not FSDP2's list of them, which its first forward pass makes
@@ -130,11 +125,11 @@ def enable_grad_accumulation_fusion(model: StagedModel) -> None:
 
     FSDP then takes them without a copy. Layers of transformers leave theirs to FSDP.
     """
-    adders = [module for module in model.modules() if isinstance(module, Adder)]
-    if not any(isinstance(adder, Linear) for adder in adders):
+    accumulators = [module for module in model.modules() if isinstance(module, GradAccumulator)]
+    if not any(isinstance(module, Linear) for module in accumulators):
         return
-    for adder in adders:
-        adder.adds = model.kernels.add_weight_grad_
+    for accumulator in accumulators:
+        accumulator.wgrad_queue = model.wgrad_queue
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _use_wide_grads(module)

@@ -25,7 +25,7 @@ from dovetail.engine.fsdp import ReshardPolicy, begin_gathers, enable_grad_accum
 from dovetail.engine.microbatches import DualBatch, LazySequence
 from dovetail.engine.nonfinite import StepWatch, inputs_of, nonfinite_parts
 from dovetail.engine.reduction import Sums, add_sums, mean, reduce_sums, sums_by_name, unify_names
-from dovetail.engine.stage import Inference, Training
+from dovetail.engine.stage import InferenceRunner, TrainingRunner
 from dovetail.engine.validation import ValidatedLoss, check_same
 from dovetail.errors import DataError, ModelError
 from dovetail.kernels.reference import wide
@@ -175,7 +175,7 @@ class NativeEngine:
             add_sums(sums, value)
             parts.append(value.total.detach())
 
-        stages = Training(self.model, self.mesh, micros, self.dtype, loss, keep, policy)
+        stages = TrainingRunner(self.model, self.mesh, micros, self.dtype, loss, keep, policy)
         layout, costs = self.mesh.layout, stage_costs(self.model.spec, self.mesh.layout)
         execute(make_plan(layout.schedule, layout.pp, layout.virtual_stages, len(micros), costs), stages, self.mesh)
         stages.finish()
@@ -297,7 +297,7 @@ class NativeEngine:
             chosen = batch.select(own[number])
             start_reading(chosen.media)  # those that found no memory before
             lengths = [[batch.lengths[i] for i in replica[number]] for replica in plan]
-            if self.dual_batch.cuts(lengths, multiple, budget):
+            if self.dual_batch.should_split(lengths, multiple, budget):
                 micro = MicroBatch.halved(chosen, balanced_split(chosen.lengths), multiple, share, tp).to(device)
             else:
                 micro = MicroBatch.of(chosen, multiple, share).to(device)
@@ -319,7 +319,7 @@ class NativeEngine:
     def _infer(self, pairs: PlannedMicroBatches, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
         """Forward passes over a whole batch; on the last stage's ranks `keep` gets each result."""
         layout = self.mesh.layout
-        stages: Inference[Any] = Inference(
+        stages = InferenceRunner(
             self.model,
             self.mesh,
             _micros_of(pairs),

@@ -1,12 +1,9 @@
-"""What this rank's pipeline stages compute for each micro-batch: with gradients, or without. The executor says when.
+"""What the executor runs on a rank's pipeline stages: forward, backward and weight gradients of micro-batches.
 
-Without a pipeline there is one stage and the same code. A `ReshardPolicy` says whether parameters stay gathered through a
-step, and whether gradients add up where they are until the rank's last backward pass reduces and shards them: one
-reduction a step. Where weight gradients may come after that, the reduction waits for `finish`.
+The last backward pass reduces gradients, or `finish`, where deferred weight gradients come later.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,17 +17,22 @@ from dovetail.nn.tiling import Tiled
 from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.schedule import Action
 
-Result = TypeVar("Result")
 
+class _StageRunner:
+    """Stage s of the whole model is the s // pp-th of its rank."""
 
-class _Stages:
-    """The stages of one rank: stage number s of the whole model is its s // pp-th."""
-
-    def __init__(self, model: StagedModel, mesh: Mesh, micros: Sequence[MicroBatch], dtype: torch.dtype) -> None:
-        self.model, self.mesh, self.micros, self.dtype = model, mesh, micros, dtype
+    def __init__(
+        self,
+        model: StagedModel,
+        mesh: Mesh,
+        micros: Sequence[MicroBatch],
+        dtype: torch.dtype,
+        on_result: Callable[..., None],
+    ) -> None:
+        self.model, self.mesh, self.micros, self.dtype, self.on_result = model, mesh, micros, dtype, on_result
 
     def buffer(self, micro: int) -> Tensor:
-        """Memory for what crosses a boundary: a micro-batch's hidden states, or their gradient, [t, D]."""
+        """Memory for a micro-batch's hidden states, or their gradient, [t, D]."""
         tokens = len(self.micros[micro]) // self.mesh["tp"].size
         return torch.empty(tokens, self.model.spec.width, dtype=self.dtype, device=self.mesh.device)
 
@@ -41,26 +43,15 @@ class _Stages:
         return self.model.cut.last and self.local(stage) == len(self.model.cut.stages) - 1
 
 
-class Inference(_Stages, Generic[Result]):
-    """Forward passes only. On the rank of the last stage `keep` gets each micro-batch's number and result."""
-
-    def __init__(
-        self,
-        model: StagedModel,
-        mesh: Mesh,
-        micros: Sequence[MicroBatch],
-        dtype: torch.dtype,
-        keep: Callable[[int, Result], None],
-    ) -> None:
-        super().__init__(model, mesh, micros, dtype)
-        self.keep = keep
+class InferenceRunner(_StageRunner):
+    """The last stage calls `on_result` with each micro-batch's number and result."""
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
         with torch.no_grad():
             y = self.model(self.micros[micro], None, self.local(stage), x)
         if not self.is_last(stage):
             return y
-        self.keep(micro, y)
+        self.on_result(micro, y)
         return None
 
     def backward(self, action: Action, grad: Tensor | None, *, last: bool) -> Tensor | None:
@@ -70,8 +61,8 @@ class Inference(_Stages, Generic[Result]):
         raise AssertionError(f"weight gradient of stage {stage} in a plan without gradients")
 
 
-class Training(_Stages):
-    """Forward and backward passes; the losses of the rank of the last stage go to `keep`."""
+class TrainingRunner(_StageRunner):
+    """The last stage calls `on_loss` with each micro-batch's loss."""
 
     def __init__(
         self,
@@ -80,18 +71,17 @@ class Training(_Stages):
         micros: Sequence[MicroBatch],
         dtype: torch.dtype,
         loss: LossFn,
-        keep: Callable[[Loss], None],
-        residency: ReshardPolicy | None = None,
+        on_loss: Callable[[Loss], None],
+        policy: ReshardPolicy | None = None,
     ) -> None:
-        """residency: default: what the device's memory allows."""
-        super().__init__(model, mesh, micros, dtype)
-        self.loss, self.keep = loss, keep
-        self.residency = residency or ReshardPolicy.of(model, mesh, dtype)
+        super().__init__(model, mesh, micros, dtype, on_loss)
+        self.loss = loss
+        self.policy = policy or ReshardPolicy.of(model, mesh, dtype)
         several = mesh["pp"].size > 1 or len(micros) > 1
-        # what is gathered, from one pass to the next
-        self.stays = self.residency.gathered and (several or not _spares_memory(model))
-        self._stay_gathered(True)
-        self.alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # what each stage got and gave
+        spares_memory = model.recompute != "none" or any(isinstance(part, Tiled) for part in model.modules())
+        self.stays_gathered = self.policy.gathered and (several or not spares_memory)
+        self._gather_between_passes(True)
+        self.pending: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output of each stage
         self.reduced = False
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
@@ -99,49 +89,41 @@ class Training(_Stages):
             x.requires_grad_()
         y = self.model(self.micros[micro], self.loss, self.local(stage), x)
         if not self.is_last(stage):
-            self.alive[stage, micro] = x, y
+            self.pending[stage, micro] = x, y
             return y
-        self.keep(y)
-        self.alive[stage, micro] = x, y.total
+        self.on_result(y)
+        self.pending[stage, micro] = x, y.total
         return None
 
     def backward(self, action: Action, grad: Tensor | None, *, last: bool) -> Tensor | None:
-        if self.mesh.layout.schedule == "zero_bubble":  # in any other, no weight gradient ever waits
-            for linear in self.model.linears(self.local(action.stage)):
-                linear.waits = action.kind == "input"
+        key = (action.stage, action.micro)
+        self.model.wgrad_queue.bucket = key if action.kind == "input" else None
         self._reduce_next(last and action.kind == "backward")
-        x, y = self.alive.pop((action.stage, action.micro))
+        x, y = self.pending.pop(key)
         y.backward(grad)
         return None if x is None else x.grad
 
     def weight(self, stage: int, micro: int) -> None:
-        for linear in self.model.linears(self.local(stage)):
-            for _ in self.micros[micro].apart:
-                linear.add_weight_gradient()
+        self.model.wgrad_queue.flush((stage, micro))
 
     def finish(self) -> None:
-        """Reduce the gradients, if no backward pass did: FSDP2 does it at the end of any backward pass of its root."""
+        """Reduce the gradients, if no backward pass did, as FSDP2 does at the end of any backward pass of its root."""
         if not self.reduced:
             self._reduce_next(True)
             self.model(None).backward()
-        self._stay_gathered(False)
+        self._gather_between_passes(False)
 
-    def _stay_gathered(self, gathered: bool) -> None:
-        """Whether forward passes leave parameters gathered. Pipelines and single ranks do as they were wrapped to do."""
-        if self.stays and self.mesh["pp"].size == 1 and self.mesh["fsdp"].size > 1:
+    def _gather_between_passes(self, gathered: bool) -> None:
+        """Pipelines and single ranks keep their setting."""
+        if self.stays_gathered and self.mesh["pp"].size == 1 and self.mesh["fsdp"].size > 1:
             assert isinstance(self.model, FSDPModule)
             self.model.set_reshard_after_forward(not gathered)
 
     def _reduce_next(self, last: bool) -> None:
-        """Whether the next backward pass is the one that leaves gradients reduced and parameters sharded."""
+        """Whether the next backward pass reduces gradients and reshards."""
         model = self.model
         assert isinstance(model, FSDPModule)
-        model.set_requires_gradient_sync(last or not self.residency.summed)
+        model.set_requires_gradient_sync(last or not self.policy.summed)
         model.set_is_last_backward(last)
-        model.set_reshard_after_backward(last or not self.stays)
+        model.set_reshard_after_backward(last or not self.stays_gathered)
         self.reduced = last
-
-
-def _spares_memory(model: StagedModel) -> bool:
-    """Whether blocks forget between forward and backward what they could keep, because memory ends before time does."""
-    return model.recompute != "none" or any(isinstance(part, Tiled) for part in model.modules())

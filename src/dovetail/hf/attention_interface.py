@@ -10,7 +10,6 @@ import transformers
 from torch import Tensor, nn
 
 from dovetail.errors import ModelError
-from dovetail.nn.beside import DelayedWgrad
 from dovetail.nn.context_parallel import BatchAttention
 
 NAME = "dovetail"
@@ -57,7 +56,7 @@ def attention(
     width = q.shape[-1]
     if scaling is not None and scaling != width**-0.5:
         q = q * (scaling * width**0.5)
-    found = context.attend(q, k, v, options.get("sliding_window") or masked, DelayedWgrad())
+    found = context.attend(q, k, v, options.get("sliding_window") or masked)
     return found.contiguous()[None], None  # some models view it: transformers' own functions return no other
 
 

@@ -31,7 +31,6 @@ from dovetail.nn.activation_checkpoint import Recompute, options
 from dovetail.nn.context_parallel import attention_of
 from dovetail.nn.decoder import Head
 from dovetail.nn.heads import LMHead, ValueHead, shared
-from dovetail.nn.linear import Linear
 from dovetail.nn.model import StagedModel, StageRange
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.experts import form_of
@@ -157,10 +156,6 @@ class ForeignDecoder(StagedModel):
                 name = theirs + name.removeprefix(ours)
                 break
         return self.renamed.get(name, name)
-
-    def linears(self, stage: int) -> Iterator[Linear]:
-        """None: foreign layers have no weight gradients that wait."""
-        return iter(())
 
     def groups(self) -> Iterator[nn.Module]:
         kinds = (Block, transformers.GradientCheckpointingLayer)

@@ -219,6 +219,16 @@ def copy_to_both(x: Tensor, first: Tensor, second: Tensor) -> None:
     second.copy_(x)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] @ weight [N, K].T + bias [N]. Its gradients are `linear_input_grad` and `add_weight_grad_`."""
+    return F.linear(x, weight, bias)
+
+
+def linear_input_grad(dy: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of `linear`'s input: dy [T, N] @ weight [N, K]."""
+    return dy @ weight
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, of the joint product [T, 2 F] -> [T, F]."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -228,8 +238,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Each expert's product of its own tokens: x [T, K], weight [E, K, N], offsets int [E] -> [T, N].
 
-    Tokens lie by expert; expert e's end at `offsets[e]`, where the next one's begin, and the last one's at T. An expert
-    may have none: the gradient of its weight is 0.
+    Tokens are sorted by expert; expert e's end at `offsets[e]`. One may have none: the gradient of its weight is 0.
     """
     ends = offsets.tolist()
     assert ends[-1] == len(x), f"the last expert's tokens end at {ends[-1]} of {len(x)}"
@@ -253,19 +262,14 @@ def permute(x: Tensor, experts: Tensor, count: int, total: int | None = None) ->
 
 
 def spread(x: Tensor, rows: Tensor, copies: int, total: int | None = None) -> Tensor:
-    """The first that `permute` returns, of other numbers [T, N] of the same tokens, given its `rows`.
-
-    Here and below no gradient is added atomically, so equal inputs give equal bits.
-    """
+    """The first that `permute` returns, of other numbers [T, N] of the same tokens, given its `rows`. Deterministic."""
     found: Tensor = Spread.apply(x, rows, copies, total)
     return found
 
 
 def unpermute(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
-    """The weighted sum of a token's copies: x [n, D], rows int [T K] as `permute` returns, weights [T, K] -> [T, D].
-
-    Without weights rows is [T, K], and the sum a plain one. Each row of x is one copy; who is nowhere adds nothing.
-    """
+    """The weighted sum of a token's copies: x [n, D], rows int [T K] as `permute` returns, weights [T, K] -> [T, D]; without
+    weights, rows [T, K], a plain sum. Deterministic."""
     copies = Collect.apply(x, rows.flatten())
     if weights is None:
         return copies.unflatten(0, rows.shape).sum(1)
@@ -288,7 +292,7 @@ def mixture(
     chosen int [n, K], weights [n, K] in `wide`; the experts': gate_up [E, 2 F, D] and down [E, D, F]. copies: how many
     of `chosen` are below E; the others are nowhere: they cost nothing and add nothing, and the gradient of their weight
     is 0. Without it all are. ops: the kernels that the parts are computed by. add: takes the gradient of "gate_up_proj" or
-    "down_proj", which autograd then does not get, as what it is a product of and what adds that (`gradients.Adder.add`).
+    "down_proj", which autograd then does not get, as what it is a product of and what adds that (`GradAccumulator.defer_wgrad`).
     """
     gate_up, down = experts
     rows, places, ends = ops.permute(x, chosen, len(gate_up), copies)

@@ -1,8 +1,4 @@
-"""The one decoder: embedding, blocks, norm, head. Families differ by their `ArchSpec`, actor and critic by the head.
-
-Packed tokens T come in; between blocks activations are [t, D], t = T / (cp tp). A pipeline stage is a decoder with
-fewer layers.
-"""
+"""The decoder: packed tokens [T] -> head. Between blocks activations are [t, D], t = T / (cp tp)."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
@@ -16,17 +12,14 @@ from dovetail.batch.micro import MicroBatch
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.activation_checkpoint import PinnedPool, Recompute, runner
 from dovetail.nn.attention import Attention, Context
-from dovetail.nn.beside import DelayedWgrad
 from dovetail.nn.context_parallel import context_of
 from dovetail.nn.embedding import VocabEmbedding
 from dovetail.nn.heads import LMHead, ValueHead, shared
-from dovetail.nn.linear import Linear
 from dovetail.nn.mla import LatentAttention
 from dovetail.nn.mlp import make_mlp
 from dovetail.nn.model import StagedModel, StageRange
 from dovetail.nn.moe import Experts, MoE, Router
 from dovetail.nn.norm import RMSNorm
-from dovetail.nn.tiling import Tiled
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.overlap import AsyncForward, interleave, lead_of_first_half
 
@@ -39,42 +32,37 @@ class Block(nn.Module):
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
         self.norm_names = spec.norm_names
-        self.ahead = lead_of_first_half(mesh["tp"])
+        self.lead = lead_of_first_half(mesh["tp"])
         first, second = self.norm_names
         self.add_module(first, RMSNorm(spec.width, spec.norm_eps, kernels))
         self.self_attn = (LatentAttention if spec.attention.latent else Attention)(spec, layer, mesh, kernels)
         self.add_module(second, RMSNorm(spec.width, spec.norm_eps, kernels))
         self.mlp = MoE(spec, layer, mesh, kernels) if spec.is_moe(layer) else make_mlp(spec, mesh, kernels)
 
-    def forward(self, *given: Any) -> tuple[Tensor, ...]:
-        """x [t, D] of each half of a micro-batch, or of all of it; then their contexts, as a tuple. Returns as many [t, D]."""
+    def forward(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """x [t, D] of each half of a micro-batch, or of all of it, and the tuple of their contexts -> as many [t, D]."""
         if isinstance(self.mlp, MoE):
-            found: tuple[Tensor, ...] = self.mlp.experts(self._in_turns, *given)
-            return found
-        return self._in_turns(*given)
+            out: tuple[Tensor, ...] = self.mlp.experts(self._interleaved, *arguments)
+            return out
+        return self._interleaved(*arguments)
 
-    def _in_turns(self, *given: Any) -> tuple[Tensor, ...]:
-        *halves, contexts = given
-        both = [self.turns(x, context) for x, context in zip(halves, contexts, strict=True)]
-        return interleave(both, self.ahead)
+    def _interleaved(self, *arguments: Any) -> tuple[Tensor, ...]:
+        *halves, contexts = arguments
+        forwards = [self.forward_async(x, context) for x, context in zip(halves, contexts, strict=True)]
+        return interleave(forwards, self.lead)
 
-    def turns(self, x: Tensor, context: Context) -> AsyncForward[Tensor]:
-        """[t, D] -> [t, D], as a generator."""
+    def forward_async(self, x: Tensor, context: Context) -> AsyncForward[Tensor]:
         first, second = (self.get_submodule(name) for name in self.norm_names)
         assert isinstance(first, RMSNorm) and isinstance(second, RMSNorm)
-        later = DelayedWgrad()
-        x, part = first.beside(x)
-        part = yield from self.self_attn.turns(part, context, later)
-        x, part = second.beside(x, part)
-        mlp = self.mlp.turns(part, context.routes) if isinstance(self.mlp, MoE) else self.mlp.turns(part, later)
-        return x + (yield from mlp)
+        x, normed = first.add_norm(x)
+        out = yield from self.self_attn.forward_async(normed, context)
+        x, normed = second.add_norm(x, out)
+        routes = (context.routes,) if isinstance(self.mlp, MoE) else ()
+        return x + (yield from self.mlp.forward_async(normed, *routes))
 
 
 class Trunk(nn.Module):
-    """Embedding, blocks and final norm, as far as the cut holds them: tokens [T] -> hidden states [t, D].
-
-    `recompute` trades memory for time in the backward pass; with `host`, what is kept for it waits there.
-    """
+    """Embedding, blocks and final norm of `cut`: tokens [T] -> hidden states [t, D]. host: where activations are offloaded."""
 
     embed_tokens: VocabEmbedding
     norm: RMSNorm
@@ -93,14 +81,14 @@ class Trunk(nn.Module):
             self.norm = RMSNorm(spec.width, spec.norm_eps, kernels)
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        """All of it, for a decoder that is whole."""
+        """Without a pipeline."""
         (x,) = self.blocks(range(len(self.layers)), (self.embed_tokens(tokens),), (context,))
         return self.norm(x)
 
     def blocks(
         self, layers: Iterable[int], halves: tuple[Tensor, ...], contexts: tuple[Context, ...]
     ) -> tuple[Tensor, ...]:
-        """Some neighboring layers, of the halves of a micro-batch or all of it: [t, D] each."""
+        """Consecutive layers, as `Block.forward`."""
         run = runner(self.recompute, self.host)
         for layer in layers:
             halves = run(self.layers[str(layer)], *halves, contexts)
@@ -108,11 +96,9 @@ class Trunk(nn.Module):
 
 
 class Decoder(StagedModel):
-    """A model under HF's names, or some stages of it: `model` is the trunk, `lm_head` or `score` the head.
+    """A model under HF's names, or pipeline stages of it. Both ends of a pipeline hold a tied table, under both names."""
 
-    head = "lm": statistics or loss of the counted tokens; "value", "value_without_bias": values [t], or their loss.
-    A tied table is held at both ends of a pipeline, under both of its names.
-    """
+    supports_dual_batch = True
 
     def __init__(
         self,
@@ -137,10 +123,9 @@ class Decoder(StagedModel):
     def forward(
         self, micro: MicroBatch | None, loss: LossFn | None = None, stage: int = 0, x: Tensor | None = None
     ) -> TokenStats | Loss | Tensor:
-        """One of this decoder's stages: of the first, x is None; of all but the last, the result is the next one's x.
+        """One of `cut.stages`: x [t, D] of the stage before, None for the first -> x for the next, or the head's result.
 
-        stage: which of `cut.stages`. x [t, D]: what the stage before computed. Without a micro-batch nothing is computed:
-        what comes out is a scalar whose backward pass does no more than what a wrapper does in any.
+        Without a micro-batch: a scalar whose backward pass runs FSDP2's hooks alone.
         """
         if micro is None:
             return torch.zeros((), device=self.mesh.device, requires_grad=True)
@@ -155,7 +140,6 @@ class Decoder(StagedModel):
         return result
 
     def _blocks(self, micro: MicroBatch, stage: int, x: Tensor) -> Tensor:
-        """One stage's: [t, D] -> [t, D], half by half where the micro-batch has two."""
         parts = micro.apart
         contexts = tuple(context_of(part, self.rope, x.dtype, self.mesh, self.kernels) for part in parts)
         rows = [len(part) // self.mesh["tp"].size for part in parts]
@@ -163,7 +147,7 @@ class Decoder(StagedModel):
         return torch.cat(halves) if micro.halves else halves[0]
 
     def hold_in(self, dtype: torch.dtype) -> "Decoder":
-        """Hold parameters and buffers in `dtype`; biases of routing stay as exact as checkpoints have them."""
+        """Convert to `dtype`, but for biases of routers, which stay float32."""
         self.to(dtype)
         for module in self.modules():
             if isinstance(module, Router) and module.moe.bias:
@@ -174,18 +158,6 @@ class Decoder(StagedModel):
     def text(self) -> Trunk:
         return self.model
 
-    def linears(self, stage: int) -> Iterator[Linear]:
-        for layer in self.cut.stages[stage]:
-            parts = list(self.model.layers[str(layer)].modules())
-            at_once = {part for tiled in parts if isinstance(tiled, Tiled) for part in tiled.modules()}
-            yield from (part for part in parts if isinstance(part, Linear) and part not in at_once)
-
-    def first_groups(self) -> Iterator[nn.Module]:
-        if self.cut.first:
-            yield self.model.embed_tokens
-        for layer in self.cut.stages[0][:1]:
-            yield self.model.layers[str(layer)]
-
     def groups(self) -> Iterator[nn.Module]:
         yield from (module for module in self.model.modules() if isinstance(module, Experts))
         yield from self.model.layers.values()
@@ -193,3 +165,9 @@ class Decoder(StagedModel):
             yield self.model.embed_tokens
         if not self.tied and self.cut.last:
             yield self.head
+
+    def first_groups(self) -> Iterator[nn.Module]:
+        yield self
+        if self.cut.first:
+            yield self.model.embed_tokens
+        yield from (self.model.layers[str(layer)] for layer in self.cut.stages[0][:1])

@@ -1,17 +1,17 @@
-"""Log-probability and entropy of tokens from vocabulary-sharded logits, in one pass and one collective.
+"""Fused linear log-prob and entropy from vocabulary-sharded logits, in one pass and one collective.
 
-Each rank reduces its own columns to four numbers a token, so the ranks exchange [T, 4] once and combine in rank order:
+Each rank reduces its columns to four numbers a token; the ranks gather and combine them in order:
 
     d = (z - m) / tau     m = max z    s = sum e^d      u = sum d e^d           t = z_y if this rank holds column y, else 0
     D = (m - M) / tau     M = max m    S = sum s e^D    U = sum e^D (u + s D)
     logprob = (sum t - M) / tau - ln S                  entropy = ln S - U / S
 
-Logits lose their maximum before they meet the temperature tau: at large logits the rounding of z / tau alone would cost digits.
-The shifted first moment keeps large terms from canceling. Padded vocabulary columns are cut off before any of this.
+The maximum is subtracted before the division by tau, and the first moment is shifted: both keep digits at large logits. Padded
+columns are cut off first.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,16 +21,13 @@ from dovetail.batch.loss import Loss, LossFn, Sum, TokenStats, is_separable
 from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import HeadProducts, KernelSet
-from dovetail.nn.grad_accumulation import Adder, sum_of
+from dovetail.nn.grad_accumulation import GradAccumulator, grad_buffer
 from dovetail.parallel.collectives import stack_over
 from dovetail.parallel.mesh import Axis
 
 
 class Normalizer(NamedTuple):
-    """What the gradient needs of each row, all [n]: the largest logit M, S, and U / S, the mean of d under p.
-
-    They stay apart: the rounding of their sum, the log-sum-exp, would scale all of p = e^d / S at large logits.
-    """
+    """M, S and U / S (the mean of d under p) of each row, all [n]. At large logits log-sum-exp would be less exact."""
 
     peak: Tensor
     total: Tensor
@@ -38,7 +35,7 @@ class Normalizer(NamedTuple):
 
 
 def combine(stats: Tensor, temperature: Tensor | None = None) -> tuple[TokenStats, Normalizer]:
-    """Every rank's `vocab_stats` [ranks, n, 4] -> statistics and normalizer of the whole vocabulary, in rank order."""
+    """`vocab_stats` of every rank [ranks, n, 4] -> statistics and normalizer of the whole vocabulary."""
     m, s, u, t = stats.unbind(-1)
     peak = m.amax(0)
     shift, chosen = torch.where(m == float("-inf"), 0.0, m - peak), t.sum(0) - peak
@@ -53,21 +50,18 @@ def combine(stats: Tensor, temperature: Tensor | None = None) -> tuple[TokenStat
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's rows of the head: w [columns, D] without padding, which start at `first` of the vocabulary."""
+    """This rank's rows of the head, w [columns, D] without padding, from row `first` on."""
 
     weight: Tensor
     first: int
     axis: Axis
     kernels: KernelSet
-    owner: Adder | None = None  # who adds the weight's gradient, its first rows', where autograd is not to get it
+    owner: GradAccumulator | None = None  # accumulates the gradient, in the first rows of its weight's
 
     def stats(
         self, x: Tensor, batch: PackedBatch, rows: slice, *, keep: bool
     ) -> tuple[Tensor | None, TokenStats, Normalizer]:
-        """Statistics over the whole vocabulary of some of the batch's rows, whose hidden states are among x [n, D].
-
-        The first are this rank's logits of these rows, before any temperature, or None: `keep` says whether they are needed.
-        """
+        """Logits without temperature, if `keep`, statistics and normalizer of some of the batch's rows of x [n, D]."""
         targets, temperature = batch.targets[rows] - self.first, _temperature(batch, rows, x.dtype)
         products, x, z = self.products(x), x[rows], None
         if products is not None:
@@ -78,94 +72,105 @@ class VocabShard:
         return z, *combine(stack_over(stats, self.axis), temperature)
 
     def products(self, x: Tensor) -> HeadProducts | None:
-        """Those made for a head, where they take hidden states like x."""
         products = self.kernels.head
         return products if products is not None and products.takes(x, self.weight) else None
 
 
 def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
-    """Statistics of `batch.targets` [n] from hidden states [n, D]; one product a token, no gradient."""
+    """Statistics of `batch.targets` [n] from hidden states x [n, D], without a gradient."""
     with torch.no_grad():
-        found = [shard.stats(x, batch, rows, keep=False)[1] for rows in _chunks(len(batch), shard.kernels.head_chunk)]
-        return TokenStats(*(torch.cat(column) for column in zip(*found, strict=True)))
+        stats = [shard.stats(x, batch, rows, keep=False)[1] for rows in _chunks(len(batch), shard.kernels.head_chunk)]
+        return TokenStats(*(torch.cat(column) for column in zip(*stats, strict=True)))
 
 
 def fused_loss(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -> Loss:
-    """The loss of hidden states [n, D] on the counted tokens of `batch` [n].
-
-    `total` carries the gradient to `x` and the shard's weight where gradients are enabled; counts and metrics do not.
-    """
+    """The loss of hidden states x [n, D] on the counted tokens of `batch` [n]. Only `total` has a gradient."""
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or shard.weight.requires_grad)
     with torch.no_grad():
-        gradients = _Gradients.of(x, shard) if needs_grad else None
-        run = _separable if is_separable(loss) else _whole
-        result = run(x, shard, batch, loss, gradients)
-    if gradients is None:
+        run = _Pass(x, shard, batch, loss)
+        run = run.with_gradients() if needs_grad else run
+        result = run.separable() if is_separable(loss) else run.whole()
+    if not needs_grad:
         return result
-    dx, dw, added = gradients.dx, gradients.dw, False
+    dx, dw, added = run.dx, run.dw, False
     if dw is not None:
         dw, added = (None, True) if shard.owner else (dw.to(shard.weight.dtype), False)
-    return result._replace(total=_GradientsInHand.apply(result.total, x, shard.weight, dx, dw, added))
+    return result._replace(total=_WithGradients.apply(result.total, x, shard.weight, dx, dw, added))
 
 
 @dataclass(frozen=True)
-class _Gradients:
-    """Where the chunks leave their gradients: rows of dx [n, D], and a sum dw [columns, D] in the wide dtype; None for a weight
-    that is frozen.
-
-    fresh: nothing is in dw before the first chunk.
+class _Pass:
+    """A loss of x on a batch, and buffers for dx [n, D] and dw [columns, D] in the wide dtype, if needed. fresh: dw is
+    uninitialized.
     """
 
-    dx: Tensor
-    dw: Tensor | None
+    x: Tensor
+    shard: VocabShard
+    batch: PackedBatch
+    loss: LossFn
+    dx: Tensor | None = None
+    dw: Tensor | None = None
     fresh: bool = True
 
-    @classmethod
-    def of(cls, x: Tensor, shard: VocabShard) -> "_Gradients":
-        w, dx = shard.weight, torch.empty_like(x)
+    def with_gradients(self) -> "_Pass":
+        dx, w, owner = torch.empty_like(self.x), self.shard.weight, self.shard.owner
         if not w.requires_grad:
-            return cls(dx, None)
-        if shard.owner is None:
-            return cls(dx, torch.empty_like(w, dtype=wide(w.dtype)))
-        total, fresh = sum_of(shard.owner.get_parameter("weight"))
+            return replace(self, dx=dx)
+        if owner is None:
+            return replace(self, dx=dx, dw=torch.empty_like(w, dtype=wide(w.dtype)))
+        total, fresh = grad_buffer(owner.get_parameter("weight"))
         if fresh:
             total[len(w) :].zero_()
-        return cls(dx, total[: len(w)], fresh)
+        return replace(self, dx=dx, dw=total[: len(w)], fresh=fresh)
 
+    def separable(self) -> Loss:
+        """One pass: loss and gradients chunk by chunk."""
+        values, needs_grad = [], self.dx is not None
+        for rows in self._chunks():
+            z, stats, normalizer = self.shard.stats(self.x, self.batch, rows, keep=needs_grad)
+            part = self.batch
+            if rows.stop - rows.start < len(part):
+                part = part.compact(torch.arange(rows.start, rows.stop, device=self.x.device))
+            value, g, h = _loss_gradients(self.loss, stats, part, needs_grad)
+            values.append(value)
+            if needs_grad and z is not None:
+                self._backward(rows, z, normalizer, g, h)
+            del z  # or two chunks of logits are alive at once
+        return values[0] if len(values) == 1 else _sum_of(values)
 
-def _separable(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradients: _Gradients | None) -> Loss:
-    """One pass: each chunk's logits give its loss and, while they are there, its gradients."""
-    values = []
-    for rows in _chunks(len(batch), shard.kernels.head_chunk):
-        z, stats, normalizer = shard.stats(x, batch, rows, keep=gradients is not None)
-        here = batch
-        if rows.stop - rows.start < len(batch):
-            here = batch.compact(torch.arange(rows.start, rows.stop, device=x.device))
-        value, g, h = _loss_gradients(loss, stats, here, gradients is not None)
-        values.append(value)
-        if gradients is not None and z is not None:
-            _backward_chunk(x, rows, z, shard, batch, normalizer, (g, h), gradients)
-        del z  # or two chunks of logits live at once
-    return values[0] if len(values) == 1 else _sum_of(values)
-
-
-def _whole(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, gradients: _Gradients | None) -> Loss:
-    """Two passes: all statistics and the loss first, then the gradients from logits computed again."""
-    value, g, h = _loss_gradients(loss, fused_token_stats(x, shard, batch), batch, gradients is not None)
-    if gradients is not None:
-        for rows in _chunks(len(batch), shard.kernels.head_chunk):
-            z, _, normalizer = shard.stats(x, batch, rows, keep=True)
+    def whole(self) -> Loss:
+        """Two passes: the loss of all statistics, then gradients from recomputed logits."""
+        stats, needs_grad = fused_token_stats(self.x, self.shard, self.batch), self.dx is not None
+        value, g, h = _loss_gradients(self.loss, stats, self.batch, needs_grad)
+        for rows in self._chunks() if needs_grad else ():
+            z, _, normalizer = self.shard.stats(self.x, self.batch, rows, keep=True)
             assert z is not None
-            gh = (g[rows], None if h is None else h[rows])
-            _backward_chunk(x, rows, z, shard, batch, normalizer, gh, gradients)
+            self._backward(rows, z, normalizer, g[rows], None if h is None else h[rows])
             del z
-    return value
+        return value
+
+    def _backward(self, rows: slice, z: Tensor, normalizer: Normalizer, g: Tensor, h: Tensor | None) -> None:
+        """The gradients of some rows. Overwrites their logits z."""
+        assert self.dx is not None
+        x, shard, batch = self.x, self.shard, self.batch
+        local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows, x.dtype)
+        dz = shard.kernels.vocab_grad_(z, local_targets, normalizer, g, h, temperature, dtype=x.dtype)
+        first, products = self.fresh and rows.start == 0, shard.products(x)
+        if products is not None:
+            products.logit_grads_(dz, x[rows], shard.weight, self.dx[rows], self.dw, first=first)
+            return
+        if self.dw is not None:
+            shard.kernels.add_weight_grad_(self.dw, dz, x[rows], first=first)
+        torch.mm(dz, shard.weight, out=self.dx[rows])
+
+    def _chunks(self) -> Iterator[slice]:
+        return _chunks(len(self.batch), self.shard.kernels.head_chunk)
 
 
 def _loss_gradients(
     loss: LossFn, stats: TokenStats, batch: PackedBatch, needs_grad: bool
 ) -> tuple[Loss, Tensor, Tensor | None]:
-    """The loss's value and its gradients in the two statistics: zeros, or None for the entropy, where it ignores one."""
+    """The loss and its gradients in the two statistics: zeros, or None for the entropy, where it ignores one."""
     if not needs_grad:
         return _detached(loss(stats, batch)), stats.logprob, None
     with torch.enable_grad():
@@ -177,32 +182,8 @@ def _loss_gradients(
     return _detached(value), torch.zeros_like(stats.logprob) if g is None else g, h
 
 
-def _backward_chunk(
-    x: Tensor,
-    rows: slice,
-    z: Tensor,
-    shard: VocabShard,
-    batch: PackedBatch,
-    normalizer: Normalizer,
-    gh: tuple[Tensor, Tensor | None],
-    gradients: _Gradients,
-) -> None:
-    """Turn the logits z of some rows into their gradient, and leave dx and dw."""
-    local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows, x.dtype)
-    dz = shard.kernels.vocab_grad_(z, local_targets, normalizer, *gh, temperature, dtype=x.dtype)
-    first, products = gradients.fresh and rows.start == 0, shard.products(x)
-    if products is not None:
-        products.logit_grads_(dz, x[rows], shard.weight, gradients.dx[rows], gradients.dw, first=first)
-        return
-    if gradients.dw is not None:
-        shard.kernels.add_weight_grad_(gradients.dw, dz, x[rows], first=first)
-    torch.mm(dz, shard.weight, out=gradients.dx[rows])
-
-
-class _GradientsInHand(torch.autograd.Function):
-    """forward: the total, whose gradients are known already. backward: dx and dw times the upstream gradient, which is 1 where dw
-    was added to its sum.
-    """
+class _WithGradients(torch.autograd.Function):
+    """forward: the total. backward: dx and dw, known already, times the upstream gradient, 1 where dw was accumulated."""
 
     @staticmethod
     def forward(
@@ -217,23 +198,22 @@ class _GradientsInHand(torch.autograd.Function):
         dx, dw = ctx.saved_tensors
         (upstream,) = grads
         if ctx.added and upstream.device.type == "cpu":
-            assert float(upstream) == 1, "dw is in its sum already"
-        dx, dw = (each if each is None else each.mul_(upstream.to(each.dtype)) for each in (dx, dw))
+            assert float(upstream) == 1, "dw is accumulated already"
+        dx, dw = (grad if grad is None else grad.mul_(upstream.to(grad.dtype)) for grad in (dx, dw))
         return None, dx, dw, None, None, None
 
 
 def _sum_of(losses: list[Loss]) -> Loss:
-    """The loss of all parts together: sums of sums, a metric's of the parts that have it."""
+    """A metric may be in some of the parts only."""
     totals, counts, metrics = zip(*losses, strict=True)
     summed = {}
-    for name in dict.fromkeys(name for each in metrics for name in each):
-        parts = zip(*(each[name] for each in metrics if name in each), strict=True)
+    for name in dict.fromkeys(name for part in metrics for name in part):
+        parts = zip(*(part[name] for part in metrics if name in part), strict=True)
         summed[name] = Sum(*(torch.stack(part).sum(0) for part in parts))
     return Loss(torch.stack(totals).sum(0), torch.stack(counts).sum(0), summed)
 
 
 def _detached(loss: Loss) -> Loss:
-    """Without a graph, and all of it tensors."""
     metrics = {
         name: Sum(torch.as_tensor(s.total).detach(), torch.as_tensor(s.count)) for name, s in loss.metrics.items()
     }
@@ -241,10 +221,9 @@ def _detached(loss: Loss) -> Loss:
 
 
 def _temperature(batch: PackedBatch, rows: slice, dtype: torch.dtype) -> Tensor | None:
-    """In the wide dtype of what is computed: whoever made the field may have it wider, and so would be the statistics."""
     return batch.fields["temperature"][rows].to(wide(dtype)) if "temperature" in batch.fields else None
 
 
 def _chunks(n: int, size: int) -> Iterator[slice]:
-    """Slices that cover n rows; one empty slice for none, so that every rank runs the same ops."""
+    """Slices that cover n rows; an empty one for none: every rank runs the same collectives."""
     return (slice(start, min(start + size, n)) for start in range(0, max(n, 1), size))

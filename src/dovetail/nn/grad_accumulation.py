@@ -1,95 +1,112 @@
-"""Weight gradients summed where they lie: into `weight.grad`, in its `grad_dtype`, without a pass of their own.
-
-Autograd hands a gradient over in the weight's dtype, and whoever sums several of them reads and writes them once more.
-Added here, nothing is rounded to the weight's dtype before the sum, and a product adds while it computes.
-"""
+"""Fused gradient accumulation (as Megatron's): products add to `weight.grad` in its `grad_dtype`, without rounding before."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-class AddProduct(Protocol):
-    """`kernels.reference.add_weight_grad_`: total += dz.T @ x, where the first one finds nothing in total."""
-
-    def __call__(self, total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None: ...
+AddWeightGrad = Callable[..., None]  # `kernels.reference.add_weight_grad_`
 
 
-class Adder(nn.Module):
-    """A module that adds its weights' gradients itself once `adds` is there, and leaves them to autograd before.
+class WgradQueue:
+    """Deferred weight gradients, by key. bucket: the key under which `accumulate` defers; None: it computes at once."""
 
-    In a backward pass its parameters are the tensors that its forward pass saw (FSDP2: gathered again).
-    """
+    def __init__(self) -> None:
+        self.bucket: Hashable = None
+        self.deferred: dict[Hashable, deque[Callable[[], None]]] = {}
+
+    def accumulate(self, weight: Tensor, dy: Tensor, x: Tensor, add: AddWeightGrad) -> None:
+        """weight.grad += dy.T @ x, now or when the bucket is flushed; until then FSDP2 must not reshard the weight."""
+        if self.bucket is None:
+            accumulate_product(weight, dy, x, add)
+        else:
+            self.defer(self.bucket, partial(accumulate_product, weight, dy, x, add))
+
+    def defer(self, key: Hashable, work: Callable[[], None]) -> None:
+        self.deferred.setdefault(key, deque()).append(work)
+
+    @torch.no_grad()
+    def flush(self, key: Hashable) -> None:
+        works = self.deferred.pop(key, deque())
+        while works:
+            works.popleft()()
+
+    def clear(self) -> None:
+        self.bucket = None
+        self.deferred.clear()
+
+    @contextmanager
+    def immediate(self) -> Iterator[None]:
+        """Do not defer within."""
+        bucket, self.bucket = self.bucket, None
+        try:
+            yield
+        finally:
+            self.bucket = bucket
+
+
+class GradAccumulator(nn.Module):
+    """A module that accumulates its weights' gradients itself once it has a queue."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.adds: AddProduct | None = None
-        self.put_off: deque[Callable[[], None]] = deque()  # gradients that a backward pass adds in a moment
+        self.wgrad_queue: WgradQueue | None = None
 
-    def summed(self, name: str) -> Tensor:
-        """The parameter of that name, whose gradient autograd computes and this module adds."""
+    def accumulated(self, name: str) -> Tensor:
+        """A parameter whose gradient comes from autograd or `defer_wgrad`."""
         weight = self.get_parameter(name)
-        if self.adds is None or not (weight.requires_grad and torch.is_grad_enabled()):
+        if self.wgrad_queue is None or not (weight.requires_grad and torch.is_grad_enabled()):
             return weight
-        found: Tensor = _Summed.apply(weight, self, name)
-        return found
+        out: Tensor = _AccumulateGrad.apply(weight, self, name)
+        return out
 
-    def add(self, name: str, dz: Tensor, x: Tensor, add: AddProduct) -> None:
-        """The gradient of a parameter that was `summed`, dz.T @ x, from whoever hands none to autograd. It is added when the
-        backward pass comes to where that was: whatever it began in between, such as a collective, goes on beside the product.
-        """
-        self.put_off.append(partial(add_product, self.get_parameter(name), dz, x, add))
+    def defer_wgrad(self, name: str, dz: Tensor, x: Tensor, add: AddWeightGrad) -> None:
+        """The gradient dz.T @ x of an `accumulated` parameter, computed when the backward pass reaches that call."""
+        assert self.wgrad_queue is not None
+        self.wgrad_queue.defer(self, partial(accumulate_product, self.get_parameter(name), dz, x, add))
 
 
-class _Summed(torch.autograd.Function):
-    """forward: the weight. backward: its gradient is added, and what was put off; autograd gets none."""
+class _AccumulateGrad(torch.autograd.Function):
+    """forward: the weight. backward: accumulates its gradient, and what the module deferred."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, owner: Adder, name: str) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, owner: GradAccumulator, name: str) -> Tensor:
         ctx.owner, ctx.name = owner, name
         ctx.set_materialize_grads(False)
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
-        owner = ctx.owner
-        while owner.put_off:
-            owner.put_off.popleft()()
+        ctx.owner.wgrad_queue.flush(ctx.owner)
         if grads[0] is not None:
-            add_to(owner.get_parameter(ctx.name), grads[0])
+            total, first = grad_buffer(ctx.owner.get_parameter(ctx.name))
+            total.copy_(grads[0]) if first else total.add_(grads[0])
         return None, None, None
 
 
-def add_product(weight: Tensor, dy: Tensor, x: Tensor, add: AddProduct) -> None:
-    """weight.grad += dy.T @ x."""
-    total, first = sum_of(weight)
+def accumulate_product(weight: Tensor, dy: Tensor, x: Tensor, add: AddWeightGrad) -> None:
+    total, first = grad_buffer(weight)
     add(total, dy, x, first=first)
 
 
-def add_to(weight: Tensor, dw: Tensor) -> None:
-    """weight.grad += dw."""
-    total, first = sum_of(weight)
-    total.copy_(dw) if first else total.add_(dw)
-
-
-def add_rows(weight: Tensor, rows: Tensor, at: Tensor) -> None:
-    """weight.grad[at] += rows: those that are not named are not touched. Equal inputs give equal bits."""
-    total, first = sum_of(weight)
+def accumulate_rows(weight: Tensor, rows: Tensor, index: Tensor) -> None:
+    """weight.grad[index] += rows, deterministically."""
+    total, first = grad_buffer(weight)
     if first:
         total.zero_()
     rows = rows.to(total.dtype)
     if total.device.type == "cpu":
-        total.index_add_(0, at, rows)  # one after the other; on a GPU in any order
+        total.index_add_(0, index, rows)  # in order; on a GPU in any order
     else:
-        total.index_put_((at,), rows, accumulate=True)  # sorted first
+        total.index_put_((index,), rows, accumulate=True)  # sorts first
 
 
-def sum_of(weight: Tensor) -> tuple[Tensor, bool]:
-    """`weight.grad`, and whether it is new memory that nobody wrote."""
+def grad_buffer(weight: Tensor) -> tuple[Tensor, bool]:
+    """`weight.grad`, and whether it is new, uninitialized memory."""
     if weight.grad is not None:
         return weight.grad, False
     weight.grad = torch.empty_like(weight, dtype=weight.grad_dtype or weight.dtype, requires_grad=False)

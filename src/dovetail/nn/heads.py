@@ -1,4 +1,4 @@
-"""What sits on top of the trunk: log-probs and entropies (actor, reference), or values (critic)."""
+"""Heads: log-probs and entropies, or values."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,17 +14,14 @@ from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.embedding import vocab_placement
 from dovetail.nn.fused_head import VocabShard, fused_loss, fused_token_stats
-from dovetail.nn.grad_accumulation import Adder
+from dovetail.nn.grad_accumulation import GradAccumulator
 from dovetail.parallel.collectives import all_gather, all_reduce, gather_replicated
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.parallel.placement import Placement
 
 
-class LMHead(Adder):
-    """Hidden states [t, D] -> statistics or loss of the counted tokens, or logits.
-
-    Gathers tokens (backward: reduce_scatter), splits the vocabulary; masked tokens are gone before the product.
-    """
+class LMHead(GradAccumulator):
+    """Hidden states [t, D] -> statistics or loss of the counted tokens. forward all_gather, backward reduce_scatter."""
 
     def __init__(self, vocab_size: int, width: int, mesh: Mesh, kernels: KernelSet, *, tied: bool = False) -> None:
         super().__init__()
@@ -36,27 +33,25 @@ class LMHead(Adder):
         self.placements = {"weight": placement}
 
     def forward(self, x: Tensor, micro: MicroBatch, loss: LossFn | None) -> TokenStats | Loss:
-        """With a loss, that loss; without, the statistics [n] of the counted tokens."""
         counted = all_gather(x, self.axis)[micro.index]
         if loss is None:
             return fused_token_stats(counted, self.shard, micro.counted)
         return fused_loss(counted, self.shard, micro.counted, loss)
 
     def logits(self, x: Tensor) -> Tensor:
-        """This rank's logits [n, columns], in the wide dtype, of hidden states [n, D] that every rank of the axis holds."""
+        """This rank's logits [n, columns] in the wide dtype, of hidden states x [n, D] that all ranks of tp hold."""
         return self.kernels.logits(x, self.shard.weight).to(wide(x.dtype))
 
     @property
     def shard(self) -> VocabShard:
         weight = self.weight if self.columns == self.weight.shape[0] else self.weight[: self.columns]
-        return VocabShard(weight, self.first, self.axis, self.kernels, self if self.adds else None)
+        return VocabShard(weight, self.first, self.axis, self.kernels, None if self.wgrad_queue is None else self)
 
 
 class ValueHead(nn.Module):
-    """Hidden states [t, D] -> values [T], in the wide dtype, equal on every rank of tp.
+    """Hidden states [t, D] -> values [T] in the wide dtype. Each rank computes its own tokens, so gradients are partial.
 
-    Each rank computes its own tokens, so the parameters' gradients are partial. forward all_gather of [t] floats,
-    backward this rank's slice.
+    forward all_gather of [t], backward a slice.
     """
 
     def __init__(self, width: int, mesh: Mesh, *, bias: bool) -> None:
@@ -67,17 +62,16 @@ class ValueHead(nn.Module):
         self.placements = dict.fromkeys(("weight", "bias"), Placement(partial_over=("tp",)))
 
     def forward(self, x: Tensor, micro: MicroBatch, loss: LossFn | None) -> Tensor | Loss:
-        """With a loss, that loss of the counted tokens' values; without, the values [T] of all tokens."""
+        """Values of all tokens, or the loss of those of the counted tokens."""
         values = gather_replicated(F.linear(x, self.weight, self.bias)[:, 0].to(wide(x.dtype)), self.axis)
         return values if loss is None else loss(values[micro.index], micro.counted)
 
 
 @dataclass(frozen=True)
 class SequenceGather:
-    """A loss that needs whole sequences, computed by every cp rank from what all of them have.
+    """A loss of whole sequences, computed by every cp rank; only the first returns its value.
 
-    Each rank's gradient is that of its own tokens; the value is told once, by the first. forward all_reduce of [n] for
-    each of the loss's inputs, backward none.
+    forward all_reduce of each input [n], backward none: each rank's gradient is that of its own tokens.
     """
 
     loss: LossFn
@@ -86,19 +80,19 @@ class SequenceGather:
     separable: ClassVar[bool] = False
 
     def __call__(self, stats: TokenStats | Tensor, _: PackedBatch, /) -> Loss:
-        whole = self._spread(stats) if isinstance(stats, Tensor) else TokenStats(*map(self._spread, stats))
+        whole = self._gather(stats) if isinstance(stats, Tensor) else TokenStats(*map(self._gather, stats))
         total, count, metrics = self.loss(whole, self.micro.all_counted)
         if self.axis.rank == 0:
             return Loss(total, count, metrics)
-        nothing = {name: Sum(0 * s.total, 0 * s.count) for name, s in metrics.items()}
-        return Loss(total - total.detach(), 0 * count, nothing)
+        zeros = {name: Sum(0 * s.total, 0 * s.count) for name, s in metrics.items()}
+        return Loss(total - total.detach(), 0 * count, zeros)
 
-    def _spread(self, x: Tensor) -> Tensor:
-        """[n] of this rank's counted tokens -> those of all cp ranks, in the batch's order."""
-        everyone = x.new_zeros(len(self.micro.all_counted))
-        return all_reduce(everyone.index_copy(0, self.micro.local, x), self.axis)
+    def _gather(self, x: Tensor) -> Tensor:
+        """Of this rank's counted tokens -> of all ranks', in the batch's order."""
+        whole = x.new_zeros(len(self.micro.all_counted))
+        return all_reduce(whole.index_copy(0, self.micro.local, x), self.axis)
 
 
 def shared(loss: LossFn, micro: MicroBatch, axis: Axis) -> LossFn:
-    """`loss` as one rank of cp computes it."""
+    """`loss` as a rank of cp computes it."""
     return loss if axis.size == 1 or is_separable(loss) else SequenceGather(loss, micro, axis)

@@ -1,97 +1,64 @@
-"""Linear layers cut over the tensor-parallel axis. Between blocks tokens are cut, inside them features are.
+"""Tensor-parallel linear layers. Between blocks tokens are sharded, inside them features.
 
-ColumnLinear   forward  y = all_gather(x) w.T       [t, D] -> [T, out / tp]
-               backward dx = reduce_scatter(dy w)
-RowLinear      forward  y = reduce_scatter(x w.T)   [T, in / tp] -> [t, D]
-               backward dx = all_gather(dy) w
+ColumnLinear      forward  y = all_gather(x) w.T       [t, D] -> [T, out / tp]
+                  backward dx = reduce_scatter(dy w)
+RowLinear         forward  y = reduce_scatter(x w.T)   [T, in / tp] -> [t, D]
+                  backward dx = all_gather(dy) w
+ReplicatedLinear  forward  y = x w.T                   [t, in] -> [t, out], of this rank's tokens
+                  backward dx = dy w
 
-TokenLinear    forward  y = x w.T                   [t, in] -> [t, out], of this rank's tokens alone
-               backward dx = dy w
-
-All backwards also give dw = dy.T x, at once or, where a pipeline schedule wants it, later: see `Linear`.
+dw = dy.T x may be deferred: see `WgradQueue`.
 """
 
-from collections import deque
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dovetail.kernels.reference import wide
-from dovetail.nn.beside import DelayedWgrad
-from dovetail.nn.grad_accumulation import Adder, AddProduct, add_product
+from dovetail.kernels.registry import KernelSet
+from dovetail.nn.grad_accumulation import AddWeightGrad, GradAccumulator
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.overlap import (
-    AsyncCollective,
-    AsyncForward,
-    async_all_gather,
-    finish,
-    reduce_scatter_async,
-    run_sync,
-    start,
-    switch,
-)
+from dovetail.parallel.overlap import AsyncCollective, AsyncForward, reduce_scatter_async, run_sync, start_all_gather
 from dovetail.parallel.placement import Part, Placement, Split
 
 
-class Linear(Adder):
-    """A product whose weight gradient is added where it lies, at once or later: what all these layers are.
+class LinearProducts(NamedTuple):
+    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias -> y
+    input_grad: Callable[[Tensor, Tensor], Tensor]  # dy, weight -> dx
+    add_weight_grad_: AddWeightGrad
 
-    With `adds`, a backward pass adds the weight's gradient to `weight.grad`; while the layer `waits` it leaves it out, and
-    `add_weight_gradient` adds that of the micro-batch that has waited longest. `weight` must be the same tensor until
-    then (FSDP2: gathered).
-    """
+
+class Linear(GradAccumulator):
+    """Computes by `KernelSet.linear` and its gradients."""
 
     weight: nn.Parameter
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: KernelSet) -> None:
         super().__init__()
-        self.waits = False
-        self.waiting: deque[tuple[Tensor, Tensor, AddProduct]] = deque()  # dy [T, out], x [T, in], and what adds
+        self.kernels = kernels
 
     def product(
         self,
         x: Tensor,
         bias: Tensor | None,
-        crossing: AsyncCollective | None = None,
-        beside: DelayedWgrad | None = None,
+        collective: AsyncCollective | None = None,
+        products: LinearProducts | None = None,
     ) -> Tensor:
-        """x w.T + bias, where x is what arrives by the crossing. dw may be computed beside something else."""
-        if self.adds is None or not torch.is_grad_enabled():
-            return F.linear(finish(x, crossing), self.weight, bias)
-        y: Tensor = _Product.apply(x, self.weight, bias, self, crossing, beside)
+        """x w.T + bias; with a collective, of its result, given what `start` returned as x."""
+        if products is None:
+            kernels = self.kernels
+            products = LinearProducts(kernels.linear, kernels.linear_input_grad, kernels.add_weight_grad_)
+        y: Tensor = _Linear.apply(x, self.weight, bias, self, collective, products)
         return y
 
-    def add_weight_gradient(self) -> None:
-        """The gradient that has waited longest, summed into `weight.grad`."""
-        if self.weight.requires_grad:
-            with torch.no_grad():
-                add_product(self.weight, *self.waiting.popleft())
 
-    def add_or_wait(
-        self, dy: Tensor, x: Tensor, adds: AddProduct | None = None, beside: DelayedWgrad | None = None
-    ) -> None:
-        """dy.T x, summed into `weight.grad` by `adds`, default: the layer's; while the layer waits, later; otherwise beside
-        a collective that is awaited, if there is one.
-        """
-        adds = adds or self.adds
-        assert adds is not None
-        if self.waits:
-            self.waiting.append((dy, x, adds))
-        elif beside is not None and beside.awaited:
-            beside.put_off(partial(add_product, self.weight, dy, x, adds))
-        else:
-            add_product(self.weight, dy, x, adds)
+class _Linear(torch.autograd.Function):
+    """forward: y = x w.T + b. backward: dx = dy w, which starts the inverse collective; db = sum(dy); dw = dy.T x, accumulated by
+    the queue, or returned without one.
 
-
-class _Product(torch.autograd.Function):
-    """forward: y = x w.T + b of what arrives. backward: dx = dy w, which begins its way back; db; dw is added by the layer,
-    now or later. A collective goes on beside dw's product.
-
-    Only x is saved: the layer has the weight, and the one whose gradient counts, whoever recomputed or stored what is
-    saved.
+    Backward takes the layer's weight, which FSDP2 may have gathered again; only x is saved.
     """
 
     @staticmethod
@@ -101,75 +68,70 @@ class _Product(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         layer: Linear,
-        crossing: AsyncCollective | None,
-        beside: DelayedWgrad | None,
+        collective: AsyncCollective | None,
+        products: LinearProducts,
     ) -> Tensor:
-        ctx.layer, ctx.crossing, ctx.beside, ctx.shape = layer, crossing, beside, x.shape
-        x = x if crossing is None else crossing.take()
+        ctx.layer, ctx.collective, ctx.products, ctx.shape = layer, collective, products, x.shape
+        x = x if collective is None else collective.wait()
         ctx.save_for_backward(x if weight.requires_grad else None)
-        return F.linear(x, weight, bias)
+        return products.forward(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
-        dy, (x,), layer = grads[0], ctx.saved_tensors, ctx.layer
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        dy, (x,), layer, products = grads[0], ctx.saved_tensors, ctx.layer, ctx.products
         for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
-        dx = sent_back(dy @ layer.weight, ctx.crossing, ctx.shape) if for_x else None
-        if for_weight:
-            layer.add_or_wait(dy, x, beside=ctx.beside)
-        db = dy.sum(0, dtype=wide(dy.dtype)) if for_bias else None
-        return dx, None, db, None, None, None
-
-
-def sent_back(dx: Tensor, crossing: AsyncCollective | None, shape: torch.Size) -> Tensor:
-    """The gradient of what arrived, on its way by the crossing, if there is one, to what left with this shape."""
-    return dx if crossing is None else crossing.begin_back(dx, shape)
+        dx = dw = None
+        if for_x:
+            dx = products.input_grad(dy, layer.weight)
+            dx = dx if ctx.collective is None else ctx.collective.start_backward(dx, ctx.shape)
+        if for_weight and layer.wgrad_queue is not None:
+            layer.wgrad_queue.accumulate(layer.weight, dy, x, products.add_weight_grad_)
+        elif for_weight:
+            products.add_weight_grad_(dw := torch.empty_like(layer.weight), dy, x, first=True)
+        return dx, dw, dy.sum(0, dtype=wide(dy.dtype)) if for_bias else None, None, None, None
 
 
 class ColumnLinear(Linear):
-    """[t, D] -> [T, sum of out_i / tp], one part beside the next. Gathers tokens, splits output features.
+    """[t, D] -> [T, sum of out_i / tp]. forward all_gather, backward reduce_scatter.
 
-    `parts` maps checkpoint names to (number of units, unit length): heads are never cut through. Fewer units than
-    ranks: neighboring ranks hold copies of one unit. Units of length 1 are features, padded with zeros to a multiple of
-    the ranks.
-    forward all_gather, backward reduce_scatter.
+    parts: checkpoint name -> (units, unit length). Heads are not split: if there are fewer than ranks, neighbors hold copies.
+    Features (length 1) are padded with zeros to a multiple of the ranks.
     """
 
-    def __init__(self, width: int, parts: dict[str, tuple[int, int]], mesh: Mesh, *, bias: bool = False) -> None:
-        super().__init__()
+    def __init__(
+        self, width: int, parts: dict[str, tuple[int, int]], mesh: Mesh, kernels: KernelSet, *, bias: bool = False
+    ) -> None:
+        super().__init__(kernels)
         self.axis = mesh["tp"]
         tp = self.axis.size
-        cut = []
+        sharded = []
         for name, (units, length) in parts.items():
             if length == 1:
-                cut.append(Part.padded(name, units, tp))
+                sharded.append(Part.padded(name, units, tp))
                 continue
             assert units % tp == 0 or tp % units == 0, f"{name}: {units} units over tp={tp}; arch refuses this"
-            cut.append(Part(name, units * length, copies=max(1, tp // units)))
-        self.lengths = [part.local_length(tp) for part in cut]
+            sharded.append(Part(name, units * length, copies=max(1, tp // units)))
+        self.lengths = [part.local_length(tp) for part in sharded]
         self.weight = nn.Parameter(torch.empty(sum(self.lengths), width))
         self.bias = nn.Parameter(torch.empty(sum(self.lengths))) if bias else None
-        self.placements = dict.fromkeys(("weight", "bias"), Placement((Split(0, "tp", tuple(cut)),)))
+        self.placements = dict.fromkeys(("weight", "bias"), Placement((Split(0, "tp", tuple(sharded)),)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_sync(self.turns(x))
+        return run_sync(self.forward_async(x))
 
-    def turns(self, x: Tensor) -> AsyncForward[Tensor]:
-        """The same: tokens are gathered during other work, if there is any."""
-        left = start(x, crossing := async_all_gather(self.axis))
-        yield from switch(self.axis)
-        return self.product(left, self.bias, crossing)
+    def forward_async(self, x: Tensor) -> AsyncForward[Tensor]:
+        x, gather = yield from start_all_gather(x, self.axis)
+        return self.product(x, self.bias, gather)
 
 
 class RowLinear(Linear):
-    """[T, in / tp] -> [t, D]. Splits input features, padded with zeros to a multiple of the ranks; sums over ranks and
-    scatters tokens.
+    """[T, in / tp] -> [t, D], input features padded with zeros. forward reduce_scatter, backward all_gather.
 
-    The bias is added once, to this rank's tokens, so its gradient is partial.
-    forward reduce_scatter, backward all_gather.
+    The bias is added to this rank's tokens, so its gradient is partial.
     """
 
-    def __init__(self, in_features: int, width: int, mesh: Mesh, *, bias: bool = False) -> None:
-        super().__init__()
+    def __init__(self, in_features: int, width: int, mesh: Mesh, kernels: KernelSet, *, bias: bool = False) -> None:
+        super().__init__(kernels)
         self.axis = mesh["tp"]
         part = Part.padded("", in_features, self.axis.size)
         self.weight = nn.Parameter(torch.empty(width, part.local_length(self.axis.size)))
@@ -180,19 +142,18 @@ class RowLinear(Linear):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_sync(self.turns(x))
+        return run_sync(self.forward_async(x))
 
-    def turns(self, x: Tensor, beside: DelayedWgrad | None = None) -> AsyncForward[Tensor]:
-        """The same: sums are scattered during other work, if there is any, and dw may be computed beside some."""
-        y = yield from reduce_scatter_async(self.product(x, None, beside=beside), self.axis)
+    def forward_async(self, x: Tensor) -> AsyncForward[Tensor]:
+        y = yield from reduce_scatter_async(self.product(x, None), self.axis)
         return y if self.bias is None else y + self.bias
 
 
 class ReplicatedLinear(Linear):
-    """[t, in] -> [t, out], whole on every rank, which sees its own tokens only: gradients are partial. No collectives."""
+    """[t, in] -> [t, out], of this rank's tokens: gradients are partial. No collectives."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
-        super().__init__()
+    def __init__(self, in_features: int, out_features: int, kernels: KernelSet, *, bias: bool = False) -> None:
+        super().__init__(kernels)
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.placements = dict.fromkeys(("weight", "bias"), Placement(partial_over=("tp",)))

@@ -1,10 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values from a low-rank latent, cut by heads.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), sharded by heads; the ranks of tp gather latents.
 
-    latents   a token's own, of this rank's tokens [t, rank]; the ranks of tp exchange them, not hidden states
-    heads     q = q_b(norm(q_a(x))) or q_proj(x); k_nope and v = kv_b(norm(kv_a(x))); one rotary key for all heads
+    q = q_b(norm(q_a(x))) or q_proj(x)    k_nope, v = kv_b(norm(kv_a(x)))    one rotary key for all heads
 
-Where values have fewer channels than keys, a kernel, cache or exchange of heads that wants one head dim pads them itself;
-where they have more, queries and keys are padded here, and the scores' scale by head_dim^-1/2 is made up for.
+Where values are wider than keys, queries and keys are padded, and the scale head_dim^-1/2 of the scores is corrected.
 """
 
 import math
@@ -16,7 +14,6 @@ from torch import Tensor, nn
 from dovetail.arch.spec import ArchSpec
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.attention import Context
-from dovetail.nn.beside import DelayedWgrad
 from dovetail.nn.linear import ColumnLinear, ReplicatedLinear, RowLinear
 from dovetail.nn.norm import RMSNorm
 from dovetail.parallel.collectives import all_gather
@@ -39,42 +36,42 @@ class LatentAttention(nn.Module):
         self.stretch = latent.stretch * math.sqrt(a.head_dim / latent.key_dim)
         queries = (a.num_heads, latent.key_dim)
         if latent.q_rank is None:
-            self.q_proj = ColumnLinear(spec.width, {"q_proj": queries}, mesh)
+            self.q_proj = ColumnLinear(spec.width, {"q_proj": queries}, mesh, kernels)
         else:
-            self.q_a_proj = ReplicatedLinear(spec.width, latent.q_rank, bias=latent.bias)
+            self.q_a_proj = ReplicatedLinear(spec.width, latent.q_rank, kernels, bias=latent.bias)
             self.q_a_layernorm = RMSNorm(latent.q_rank, LATENT_EPS, kernels)
-            self.q_b_proj = ColumnLinear(latent.q_rank, {"q_b_proj": queries}, mesh)
-        self.kv_a_proj_with_mqa = ReplicatedLinear(spec.width, latent.kv_rank + latent.rope_dim, bias=latent.bias)
+            self.q_b_proj = ColumnLinear(latent.q_rank, {"q_b_proj": queries}, mesh, kernels)
+        kv_width = latent.kv_rank + latent.rope_dim
+        self.kv_a_proj_with_mqa = ReplicatedLinear(spec.width, kv_width, kernels, bias=latent.bias)
         self.kv_a_layernorm = RMSNorm(latent.kv_rank, LATENT_EPS, kernels)
         kv_heads = (a.num_heads, latent.nope_dim + latent.v_dim)
-        self.kv_b_proj = ColumnLinear(latent.kv_rank, {"kv_b_proj": kv_heads}, mesh)
-        self.o_proj = RowLinear(a.num_heads * latent.v_dim, spec.width, mesh, bias=a.o_bias)
+        self.kv_b_proj = ColumnLinear(latent.kv_rank, {"kv_b_proj": kv_heads}, mesh, kernels)
+        self.o_proj = RowLinear(a.num_heads * latent.v_dim, spec.width, mesh, kernels, bias=a.o_bias)
 
-    def turns(self, x: Tensor, context: Context, beside: DelayedWgrad) -> AsyncForward[Tensor]:
-        """As `Attention.turns`."""
+    def forward_async(self, x: Tensor, context: Context) -> AsyncForward[Tensor]:
         q_nope, q_rope = (yield from self._queries(x)).split((self.latent.nope_dim, self.latent.rope_dim), dim=-1)
         kv, k_rope = self.kv_a_proj_with_mqa(x).split((self.latent.kv_rank, self.latent.rope_dim), dim=-1)
-        expanded = yield from self.kv_b_proj.turns(self.kv_a_layernorm(kv))
+        expanded = yield from self.kv_b_proj.forward_async(self.kv_a_layernorm(kv))
         k_nope, v = expanded.unflatten(-1, (-1, self.latent.nope_dim + self.latent.v_dim)).split(
             (self.latent.nope_dim, self.latent.v_dim), dim=-1
         )  # [T, H, C]
-        k_rope = self._turned(all_gather(k_rope, self.tp)[:, None], context).expand(-1, k_nope.shape[1], -1)
-        q = torch.cat((q_nope, self._turned(q_rope, context)), dim=-1) * self.stretch
+        k_rope = self._rotate(all_gather(k_rope, self.tp)[:, None], context).expand(-1, k_nope.shape[1], -1)
+        q = torch.cat((q_nope, self._rotate(q_rope, context)), dim=-1) * self.stretch
         k = torch.cat((k_nope, k_rope), dim=-1)
-        if missing := self.head_dim - self.latent.key_dim:
-            q, k = F.pad(q, (0, missing)), F.pad(k, (0, missing))
-        mixed = context.attend(self.layer, q, k, v, self.window, beside)
-        return (yield from self.o_proj.turns(mixed.flatten(1), beside))
+        if padding := self.head_dim - self.latent.key_dim:
+            q, k = F.pad(q, (0, padding)), F.pad(k, (0, padding))
+        out = context.attend(self.layer, q, k, v, self.window)
+        return (yield from self.o_proj.forward_async(out.flatten(1)))
 
     def _queries(self, x: Tensor) -> AsyncForward[Tensor]:
         if self.latent.q_rank is None:
-            q = yield from self.q_proj.turns(x)
+            q = yield from self.q_proj.forward_async(x)
         else:
-            q = yield from self.q_b_proj.turns(self.q_a_layernorm(self.q_a_proj(x)))
+            q = yield from self.q_b_proj.forward_async(self.q_a_layernorm(self.q_a_proj(x)))
         return q.unflatten(-1, (-1, self.latent.key_dim))
 
-    def _turned(self, x: Tensor, context: Context) -> Tensor:
-        """Rotated heads [T, H, R]. Where channels turn with their neighbors, these are brought into halves and stay there."""
+    def _rotate(self, x: Tensor, context: Context) -> Tensor:
+        """Heads [T, H, R], with interleaved channels reordered into halves."""
         if self.latent.interleaved:
             x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
         return self.kernels.rope(x, context.cos, context.sin)

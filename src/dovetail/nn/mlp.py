@@ -8,132 +8,84 @@ from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec
 from dovetail.kernels.registry import GatedProducts, KernelSet
-from dovetail.nn.beside import DelayedWgrad
-from dovetail.nn.linear import ColumnLinear, RowLinear, sent_back
-from dovetail.nn.saved_tensor import SavedTensor, keep
+from dovetail.nn.activation_checkpoint import SavedTensor, save_for_backward_early
+from dovetail.nn.linear import ColumnLinear, LinearProducts, RowLinear
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.overlap import (
-    AsyncCollective,
-    AsyncForward,
-    async_all_gather,
-    finish,
-    reduce_scatter_async,
-    run_sync,
-    start,
-    switch,
-)
+from dovetail.parallel.overlap import AsyncForward, finish, reduce_scatter_async, run_sync, start_all_gather, switch
 from dovetail.parallel.placement import Placement
 
 
 class GatedMLP(nn.Module):
-    """[t, D] -> [t, D]. Gate and up are one product, which gates its result itself where the kernels have one that does.
-
-    forward all_gather, reduce_scatter; backward the same.
-    """
+    """[t, D] -> [t, D]. Gate and up are one product, fused with the activation where the kernels can."""
 
     def __init__(self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet, width: int | None = None) -> None:
-        """width: F; default: the family's."""
         super().__init__()
         self.kernels, width = kernels, width or spec.ffn_width
         parts = dict.fromkeys(("gate_proj", "up_proj"), (width, 1))
-        self.gate_up_proj = ColumnLinear(spec.width, parts, mesh, bias=spec.mlp_bias)
-        self.down_proj = RowLinear(width, spec.width, mesh, bias=spec.mlp_bias)
+        self.gate_up_proj = ColumnLinear(spec.width, parts, mesh, kernels, bias=spec.mlp_bias)
+        self.down_proj = RowLinear(width, spec.width, mesh, kernels, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_sync(self.turns(x))
+        return run_sync(self.forward_async(x))
 
-    def turns(self, x: Tensor, beside: DelayedWgrad | None = None) -> AsyncForward[Tensor]:
-        """The same, as a generator; down's weight gradient may be computed beside something else."""
-        up, down, products = self.gate_up_proj, self.down_proj, self._gating(x)
+    def forward_async(self, x: Tensor) -> AsyncForward[Tensor]:
+        up, down, products = self.gate_up_proj, self.down_proj, self._fused_products(x)
         if products is None:
-            both = yield from up.turns(x)
+            gate_up = yield from up.forward_async(x)
             yield from switch(up.axis)
-            return (yield from down.turns(self.kernels.swiglu(both), beside))
-        left = start(x, crossing := async_all_gather(up.axis))
-        yield from switch(up.axis)
+            return (yield from down.forward_async(self.kernels.swiglu(gate_up)))
+        sent, gather = yield from start_all_gather(x.contiguous(), up.axis)
         if not torch.is_grad_enabled():
-            gated = products.gated(finish(left, crossing), up.weight)
+            gated = products.gated(finish(sent, gather), up.weight)
             yield from switch(up.axis)
-            return (yield from down.turns(gated))
-        both, gated = _GateUp.apply(left, up.weight, up, products, crossing)
-        both, kept = keep(both)
-        yield from switch(up.axis)
-        return (
-            yield from reduce_scatter_async(
-                _Down.apply(both, gated, down.weight, kept, down, products, beside), down.axis
-            )
+            return (yield from down.forward_async(gated))
+        gated = x.new_empty(len(x) * up.axis.size, len(up.weight) // 2)
+        fused = LinearProducts(
+            lambda x, weight, _: products.gated_product_into(x, weight, gated),
+            products.input_gradient,
+            products.add_joint_grad_,
         )
+        gate_up, saved = save_for_backward_early(up.product(sent, None, gather, fused))
+        yield from switch(up.axis)
+        y = _FusedDown.apply(gate_up, gated, down.weight, saved, down, products)
+        return (yield from reduce_scatter_async(y, down.axis))
 
-    def _gating(self, x: Tensor) -> GatedProducts | None:
-        """The products that gate inside, where they do what this call asks for."""
-        found, up, down = self.kernels.gated, self.gate_up_proj, self.down_proj
-        if found is None or up.bias is not None or not found.takes(x, up.weight, down.weight):
+    def _fused_products(self, x: Tensor) -> GatedProducts | None:
+        """The fused products, if they support this call."""
+        products, up, down = self.kernels.gated, self.gate_up_proj, self.down_proj
+        if products is None or up.bias is not None or not products.takes(x, up.weight, down.weight):
             return None
-        learns = up.adds is not None and down.adds is not None and (x.requires_grad or up.weight.requires_grad)
-        return found if learns or not torch.is_grad_enabled() else None
+        queued = up.wgrad_queue is not None and down.wgrad_queue is not None
+        trains = queued and (x.requires_grad or up.weight.requires_grad)
+        return products if trains or not torch.is_grad_enabled() else None
 
 
-class _GateUp(torch.autograd.Function):
-    """forward: gates and ups in pairs, of the x that arrives, and beside them silu(gate) up, for `_Down` alone.
-    backward: dx, which begins its way back; dw is added by the layer, now or later. As `linear._Product`.
+class _FusedDown(torch.autograd.Function):
+    """forward: z = silu(gate) up w.T. backward: d_gate_up in pairs and, by the same product, silu(gate) up again for dw.
+
+    It saves nothing itself, so activation checkpointing does not repeat it.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        layer: ColumnLinear,
-        products: GatedProducts,
-        crossing: AsyncCollective | None,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.layer, ctx.products, ctx.crossing, ctx.shape = layer, products, crossing, x.shape
-        x = (x if crossing is None else crossing.take()).contiguous()
-        gated = x.new_empty(len(x), len(weight) // 2)
-        both = products.gated_product_into(x, weight, gated)
-        ctx.save_for_backward(x if weight.requires_grad else None)
-        ctx.mark_non_differentiable(gated)
-        ctx.set_materialize_grads(False)
-        return both, gated
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        (d_both, _), (x,), layer, products = grads, ctx.saved_tensors, ctx.layer, ctx.products
-        for_x, for_weight, *_ = ctx.needs_input_grad
-        dx = sent_back(products.input_gradient(d_both, layer.weight), ctx.crossing, ctx.shape) if for_x else None
-        if for_weight:
-            layer.add_or_wait(d_both, x, products.add_joint_grad_)
-        return dx, None, None, None, None
-
-
-class _Down(torch.autograd.Function):
-    """forward: z = silu(gate) up w.T. backward: the gradient of gates and ups in pairs; silu(gate) up once more, by the same
-    product; and with it dw, added by the layer, now or later.
-
-    Gates and ups were kept ahead of it, and it saves nothing: where a block is repeated, this product is not.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        _both: Tensor,
+        _gate_up: Tensor,
         gated: Tensor,
         weight: Tensor,
-        kept: SavedTensor,
+        saved: SavedTensor,
         layer: RowLinear,
         products: GatedProducts,
-        beside: DelayedWgrad | None,
     ) -> Tensor:
-        ctx.kept, ctx.layer, ctx.products, ctx.beside = kept, layer, products, beside
-        return F.linear(gated, weight)
+        ctx.saved, ctx.layer, ctx.products = saved, layer, products
+        return layer.kernels.linear(gated, weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         dz, layer = grads[0].contiguous(), ctx.layer
-        d_both, gated, _ = ctx.products.gated_gradient(dz, layer.weight, ctx.kept.take())
+        d_gate_up, gated, _ = ctx.products.gated_gradient(dz, layer.weight, ctx.saved.get())
         if ctx.needs_input_grad[2]:
-            layer.add_or_wait(dz, gated, ctx.products.add_weight_grad_, ctx.beside)
-        return d_both, None, None, None, None, None, None
+            layer.wgrad_queue.accumulate(layer.weight, dz, gated, ctx.products.add_weight_grad_)
+        return d_gate_up, None, None, None, None, None
 
 
 class XIELU(nn.Module):
@@ -142,7 +94,7 @@ class XIELU(nn.Module):
         x > 0    a x^2 + b x                            a = softplus(alpha_p)
         x <= 0   c (e^min(x, eps) - 1 - x) + b x        c = b + softplus(alpha_n)
 
-    Each rank sees its own features, so the scalars' gradients are partial. b and eps come with the checkpoint.
+    Each rank sees its own features, so the scalars' gradients are partial. b and eps are in the checkpoint.
     """
 
     def __init__(self) -> None:
@@ -164,22 +116,20 @@ class XIELU(nn.Module):
 class PlainMLP(nn.Module):
     """[t, D] -> [t, D]."""
 
-    def __init__(self, spec: ArchSpec, mesh: Mesh) -> None:
+    def __init__(self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
-        self.up_proj = ColumnLinear(spec.width, {"up_proj": (spec.ffn_width, 1)}, mesh, bias=spec.mlp_bias)
+        self.up_proj = ColumnLinear(spec.width, {"up_proj": (spec.ffn_width, 1)}, mesh, kernels, bias=spec.mlp_bias)
         self.act_fn = XIELU()
-        self.down_proj = RowLinear(spec.ffn_width, spec.width, mesh, bias=spec.mlp_bias)
+        self.down_proj = RowLinear(spec.ffn_width, spec.width, mesh, kernels, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_sync(self.turns(x))
+        return run_sync(self.forward_async(x))
 
-    def turns(self, x: Tensor, beside: DelayedWgrad | None = None) -> AsyncForward[Tensor]:
-        """As `GatedMLP.turns`."""
-        y = yield from self.up_proj.turns(x)
+    def forward_async(self, x: Tensor) -> AsyncForward[Tensor]:
+        y = yield from self.up_proj.forward_async(x)
         yield from switch(self.up_proj.axis)
-        return (yield from self.down_proj.turns(self.act_fn(y), beside))
+        return (yield from self.down_proj.forward_async(self.act_fn(y)))
 
 
 def make_mlp(spec: ArchSpec, mesh: Mesh, kernels: KernelSet) -> GatedMLP | PlainMLP:
-    """The block that the spec asks for."""
-    return GatedMLP(spec, mesh, kernels) if spec.activation == "swiglu" else PlainMLP(spec, mesh)
+    return (GatedMLP if spec.activation == "swiglu" else PlainMLP)(spec, mesh, kernels)

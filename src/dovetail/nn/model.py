@@ -1,4 +1,4 @@
-"""What an engine runs, whoever wrote its layers: some stages of a model, with a head, for packed micro-batches."""
+"""The interface of a model to an engine."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from dovetail.errors import DataError
 from dovetail.kernels.registry import KernelSet
 from dovetail.memory import ask_once
 from dovetail.nn.activation_checkpoint import Recompute
+from dovetail.nn.grad_accumulation import WgradQueue
 from dovetail.nn.heads import LMHead, ValueHead
-from dovetail.nn.linear import Linear
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import placements_of
 
@@ -27,7 +27,7 @@ ExpertForm = Literal["fused", "turned", "apart", "mixtral"]
 
 @dataclass(frozen=True)
 class StageRange:
-    """Which stages of a pipeline a model is: the layers of each, and whether the first and the last are among them."""
+    """The layers of a rank's pipeline stages, and whether they include the first and the last."""
 
     stages: tuple[range, ...]
     first: bool = True
@@ -35,69 +35,65 @@ class StageRange:
 
     @classmethod
     def whole(cls, spec: AnySpec) -> "StageRange":
-        """One stage that is everything."""
         return cls((range(spec.depth),))
 
 
 class StagedModel(nn.Module):
-    """Parameters under the checkpoint's names, with the last stage's head as `lm_head` or `score`.
-
-    `forward(micro, loss, stage, x)` is what `nn.decoder.Decoder.forward` says.
-    """
+    """Parameters under the checkpoint's names, the head as `lm_head` or `score`. forward: see `Decoder.forward`."""
 
     kernels: KernelSet
-    is_critic: bool  # its head gives values
+    is_critic: bool  # has a value head
     recompute: Recompute = "none"
+    supports_dual_batch: bool = False  # whether a micro-batch may have halves
 
     def __init__(self, spec: AnySpec, mesh: Mesh, cut: StageRange, *, tied: bool) -> None:
         super().__init__()
         self.spec, self.mesh, self.cut, self.tied = spec, mesh, cut, tied
         self.experts: ExpertForm = "fused"
+        self.wgrad_queue = WgradQueue()
 
     @property
     def head(self) -> LMHead | ValueHead:
-        found = self._modules.get("lm_head") or self._modules["score"]
-        assert isinstance(found, (LMHead, ValueHead))
-        return found
-
-    @property
-    def text(self) -> nn.Module:
-        """The part that attends over packed tokens."""
-        raise NotImplementedError
+        head = self._modules.get("lm_head") or self._modules["score"]
+        assert isinstance(head, (LMHead, ValueHead))
+        return head
 
     @property
     def moe(self) -> MoeSpec | None:
-        """The experts that the native engine routes to."""
+        """Experts that this model routes to itself."""
         return self.spec.moe if isinstance(self.spec, ArchSpec) else None
 
+    @property
+    def text(self) -> nn.Module:
+        """The language model, without the head."""
+        raise NotImplementedError
+
     def check(self, batch: PackedBatch) -> None:
-        """Refuse a batch that this model cannot read. All ranks have the same, so all refuse alike."""
+        """Raises DataError for a batch that this model cannot read."""
         if batch.media:
             raise DataError(f"the batch has images or videos, but {self.spec.family} reads text only; leave them out")
-        if batch.tokens.device.type == "cpu":  # elsewhere the question would wait for the device
+        if batch.tokens.device.type == "cpu":  # elsewhere this would wait for the device
             self._check_ids(batch.tokens)
-            if not self._knows(batch.targets):  # a mask takes longer to apply, and mostly there is nothing behind it
-                self._check_ids(batch.targets[batch.mask])
+            self._check_ids(batch.targets, batch.mask)
             if not self.is_critic:
                 _check_temperature(batch)
         if batch.routing is not None:
             self._check_routing(batch.routing)
 
-    def _knows(self, ids: Tensor) -> bool:
+    def _check_ids(self, ids: Tensor, mask: Tensor | None = None) -> None:
+        """A sharded embedding would give zeros for an unknown id."""
         low, high = torch.aminmax(ids) if ids.numel() else (0, 0)
-        return bool(low >= 0 and high < self.spec.vocab_size)
-
-    def _check_ids(self, ids: Tensor) -> None:
-        """Cut over tp, a table would give zeros for an id that no rank has."""
-        if not self._knows(ids):
-            raise DataError(
-                f"the batch has ids {int(ids.min())} to {int(ids.max())}, but this {self.spec.family} model has ids 0 to "
-                f"{self.spec.vocab_size - 1}; tokenize with the model's own tokenizer"
-            )
+        if low >= 0 and high < self.spec.vocab_size:
+            return None
+        if mask is not None:  # rarely
+            return self._check_ids(ids[mask])
+        raise DataError(
+            f"the batch has ids {int(low)} to {int(high)}, but this {self.spec.family} model has ids 0 to "
+            f"{self.spec.vocab_size - 1}; tokenize with the model's own tokenizer"
+        )
 
     def _check_routing(self, trace: RoutingTrace) -> None:
-        moe = self.moe
-        if moe is None:
+        if (moe := self.moe) is None:
             raise DataError(
                 f"the batch brings routing, but {self.spec.family} models as this one have no experts of ours; take "
                 "batch.with_routing(None)"
@@ -115,23 +111,19 @@ class StagedModel(nn.Module):
             )
 
     def stored_name(self, name: str) -> str:
-        """The checkpoint's name of a parameter or buffer."""
+        """In the checkpoint."""
         return name
 
-    def linears(self, stage: int) -> Iterator[Linear]:
-        """The products of one of its stages whose weight gradients may wait."""
-        raise NotImplementedError
-
     def groups(self) -> Iterator[nn.Module]:
-        """The modules whose parameters are gathered together, before those that are left."""
+        """The modules that FSDP2 gathers as one, children first."""
         raise NotImplementedError
 
     def first_groups(self) -> Iterator[nn.Module]:
-        """Those of `groups` that every forward pass gathers first, where their order is known."""
-        return iter(())
+        """Those that every forward pass gathers first."""
+        yield self
 
     def materialize(self, device: torch.device) -> None:
-        """Give the parameters memory, which the caller fills: all but their padding, which is zero."""
+        """Allocate the parameters: zeros in the padding, else uninitialized."""
         with torch.no_grad():
             stored = [param.to_local() if isinstance(param, DTensor) else param for param in self.parameters()]
         ask_once([x.numel() * x.element_size() for x in stored], device)
@@ -143,7 +135,6 @@ class StagedModel(nn.Module):
 
 
 def _check_temperature(batch: PackedBatch) -> None:
-    """Logits over next to nothing are no numbers, over less than 0 those of another distribution, over infinity all alike."""
     if "temperature" not in batch.fields:
         return
     counted = batch.fields["temperature"][batch.mask]

@@ -1,4 +1,4 @@
-"""RMSNorm. Under tensor parallelism each rank sees only its own tokens or heads, so the gain's gradient is partial."""
+"""RMSNorm. Each rank of tp sees its own tokens or heads, so the gain's gradient is partial."""
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
-    def beside(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x + y, or x alone, which goes on beside what is normed, and its norm."""
+    def add_norm(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x + y, or x alone, and its norm."""
         return self.kernels.add_norm(x, y, self.weight, self.eps)

@@ -1,8 +1,6 @@
-"""Rotary position embedding: the tables of a forward pass. `KernelSet.rope` turns heads by them.
+"""Rotary position embedding: tables [T, R / 2], R rotated channels a head, channel i paired with i + R / 2.
 
-Tables are [T, R / 2], R being the rotated channels of a head. Channel i turns with channel i + R / 2 (the halves of
-Hugging Face checkpoints, not neighboring pairs); channels from R on pass through. The order of operations is that of
-transformers, since one rounding of a frequency is multiplied by the position.
+Operations are in transformers' order, since positions multiply a frequency's rounding.
 """
 
 import math
@@ -21,18 +19,17 @@ from dovetail.kernels.reference import wide
 def rope_tables(
     spec: RopeSpec, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype, at: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, [T, R / 2] in `dtype`, for packed positions [T]; computed in float32 or wider, once a forward pass.
+    """cos and sin, [T, R / 2] in `dtype`, for packed positions [T].
 
-    lengths: how many of the T tokens each sequence has. Only the kinds `BY_LENGTH` read them: their frequencies follow
-    each sequence's own length, never its neighbors'. at [t]: the tokens that are wanted; default: all.
+    lengths: of the sequences, for the kinds `BY_LENGTH`. at [t]: only these tokens.
     """
     if at is not None:
         positions = positions[at]
     frequencies = _frequencies_on(spec, wide(dtype), positions.device)
     if spec.kind in BY_LENGTH and max(lengths, default=0) > spec.max_positions:
         rows = torch.stack([inverse_frequencies(spec, wide(dtype), length) for length in lengths])
-        spread = rows.repeat_interleave(torch.tensor(lengths), dim=0)
-        frequencies = to_device(spread, positions.device)
+        by_token = rows.repeat_interleave(torch.tensor(lengths), dim=0)
+        frequencies = to_device(by_token, positions.device)
         if at is not None:
             frequencies = frequencies[at]
     angles = positions.to(wide(dtype))[:, None] * frequencies
@@ -41,12 +38,12 @@ def rope_tables(
 
 @lru_cache(maxsize=64)
 def _frequencies_on(spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Those of no length in particular: a host that sent them to every forward pass would wait for the device each time."""
+    """Cached: sending them in every forward pass would wait for the device."""
     return to_device(inverse_frequencies(spec, dtype), device)
 
 
 def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> Tensor:
-    """Radians per position, [R / 2], for a sequence of this length, which only the kinds `BY_LENGTH` read."""
+    """Radians per position, [R / 2]. length: of the sequence, for the kinds `BY_LENGTH`."""
     channels = torch.arange(0, spec.rotary_dim, 2).to(dtype) / spec.rotary_dim
     plain = 1.0 / spec.theta**channels
     match spec.kind:
@@ -67,13 +64,13 @@ def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> 
 
 
 def _dynamic_base(spec: RopeSpec, dtype: torch.dtype, length: int) -> Tensor:
-    """NTK-aware scaling: the base grows with what the sequence exceeds. A tensor, so as to round in `dtype`."""
+    """NTK-aware scaling, rounded in `dtype`."""
     stretch = spec.factor * torch.tensor(length, dtype=dtype) / spec.max_positions - (spec.factor - 1)
     return spec.theta * stretch ** (spec.rotary_dim / (spec.rotary_dim - 2))
 
 
 def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
-    """Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1: long wavelengths are scaled by `factor`, short ones kept, those between interpolated."""
     wavelength = 2 * math.pi / plain
     turns = spec.max_positions / wavelength  # over the original length
     share = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
@@ -83,10 +80,10 @@ def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
 
 
 def _yarn(spec: RopeSpec, periods: Tensor) -> Tensor:
-    """YaRN (arXiv 2309.00071): a ramp over the channels from kept (many turns) to slowed by `factor` (few turns)."""
+    """YaRN (arXiv 2309.00071): a ramp over the channels from kept (many turns) to scaled by `factor` (few turns)."""
 
     def channel_of(turns: float) -> float:
-        """The channel, as a real number, that makes that many turns over the original length."""
+        """The channel, as a real number, with that many turns over the original length."""
         return spec.rotary_dim * math.log(spec.max_positions / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     low, high = channel_of(spec.beta_fast), channel_of(spec.beta_slow)

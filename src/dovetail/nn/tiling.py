@@ -1,10 +1,9 @@
-"""MLPs by tiles of tokens: what one keeps for its backward pass is its input, whatever its width.
+"""MLPs by tiles of tokens: only the input is saved, and backward computes each tile again.
 
-Backward computes each tile again, so the MLP runs twice, also inside a block that is recomputed as a whole: a
-checkpoint stops once it has all that was saved, and the input is saved before the MLP runs. Only where the block keeps
-the MLP's output too (Gemma's norm after it) does recomputing it take a third run.
+Recomputing the block does not run the MLP once more, unless the block saves its output (Gemma's norm after it).
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,99 +11,90 @@ from torch import Tensor, nn
 
 from dovetail.errors import ModelError
 from dovetail.kernels.reference import wide
-from dovetail.nn.beside import DelayedWgrad
+from dovetail.nn.activation_checkpoint import SavedTensor, save_for_backward_early
+from dovetail.nn.grad_accumulation import GradAccumulator
 from dovetail.nn.linear import Linear
-from dovetail.nn.saved_tensor import SavedTensor, keep
 from dovetail.parallel.overlap import AsyncForward
 
 
-class Tiled(nn.Module):
-    """[..., t, D] -> [..., t, D], by tiles of tokens. Its parts are the MLP's own, under their names.
-
-    Ranks of tp have equally many tokens, so equally many tiles and collectives.
-    """
+class Tiled(GradAccumulator):
+    """[..., t, D] -> [..., t, D]. Its children are the MLP's, under their names."""
 
     def __init__(self, mlp: nn.Module, tokens: int) -> None:
         super().__init__()
-        self.whole = (mlp,)  # in a tuple, so as not to be a part by that name
+        self.mlp = (mlp,)  # in a tuple, so as not to be a child
         self.tokens = tokens
         for name, part in mlp.named_children():
             self.add_module(name, part)
 
-    def turns(self, x: Tensor, _beside: DelayedWgrad | None = None) -> AsyncForward[Tensor]:
-        """As of any MLP; tiles take no turns, and put nothing off."""
+    def forward_async(self, x: Tensor) -> AsyncForward[Tensor]:
         yield from ()
         return self(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not x.requires_grad:  # or `keep` would save nothing
+        if not x.requires_grad:  # or nothing would be saved
             x = x.detach().requires_grad_()
-        x, kept = keep(x)
-        y: Tensor = _Tiles.apply(x, self, kept, *self.summed_here())
+        x, saved = save_for_backward_early(x)
+        y: Tensor = _Tiles.apply(x, self, saved, *self.tile_weights())
         return y
 
-    def summed_here(self) -> list[nn.Parameter]:
-        """The parameters whose gradients the products inside do not add themselves."""
-        adding = {id(part.weight) for part in self.modules() if isinstance(part, Linear) and part.adds is not None}
-        return [weight for weight in self.parameters() if id(weight) not in adding]
+    def tile_weights(self) -> list[nn.Parameter]:
+        """The parameters whose gradients no queue accumulates."""
+        queued = {id(part.weight) for part in self.modules() if isinstance(part, Linear) and part.wgrad_queue}
+        return [weight for weight in self.parameters() if id(weight) not in queued]
 
     def tile(self, x: Tensor) -> Tensor:
-        """Some tokens' share."""
-        y: Tensor = self.whole[0](x)
+        y: Tensor = self.mlp[0](x)
         return y
 
 
 class _Tiles(torch.autograd.Function):
-    """forward: the MLP of every tile. backward: dx of every tile; dw summed over the tiles in the wide dtype, but for
-    weights whose products add it themselves.
-
-    The collectives of the MLP, both directions, once a tile.
-    """
+    """forward: the MLP of every tile. backward: dx; dw of `tile_weights`, summed over tiles in the wide dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mlp: Tiled, kept: SavedTensor, *_: Tensor) -> Tensor:
-        ctx.mlp, ctx.kept = mlp, kept
+    def forward(ctx: Any, x: Tensor, tiled: Tiled, saved: SavedTensor, *_: Tensor) -> Tensor:
+        ctx.tiled, ctx.saved = tiled, saved
         y = torch.empty_like(x)
-        for ours, tile in zip(y.split(mlp.tokens, -2), x.split(mlp.tokens, -2), strict=True):
-            ours.copy_(mlp.tile(tile))
+        for out, tile in zip(y.split(tiled.tokens, -2), x.split(tiled.tokens, -2), strict=True):
+            out.copy_(tiled.tile(tile))
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,), x, mlp = grads, ctx.kept.take(), ctx.mlp
-        _, _, _, *wanted = ctx.needs_input_grad
-        weights = [p for p, one in zip(mlp.summed_here(), wanted, strict=True) if one]
+        (dy,), x, tiled = grads, ctx.saved.get(), ctx.tiled
+        _, _, _, *needed = ctx.needs_input_grad
+        weights = [weight for weight, need in zip(tiled.tile_weights(), needed, strict=True) if need]
         dx, dw = torch.empty_like(x), [torch.zeros_like(weight, dtype=wide(weight.dtype)) for weight in weights]
-        for start in range(0, max(x.shape[-2], 1), mlp.tokens):
-            rows = (..., slice(start, start + mlp.tokens), slice(None))
-            with torch.enable_grad():
-                tile = x[rows].detach().requires_grad_()
-                y = mlp.tile(tile)
-            dx[rows], *parts = torch.autograd.grad(y, (tile, *weights), dy[rows])
-            for total, part in zip(dw, parts, strict=True):
-                total += part
-        found = iter(dw)
-        given = (next(found).to(p.dtype) if one else None for p, one in zip(mlp.summed_here(), wanted, strict=True))
-        return dx, None, None, *given
+        with nullcontext() if tiled.wgrad_queue is None else tiled.wgrad_queue.immediate():
+            for first in range(0, max(x.shape[-2], 1), tiled.tokens):
+                rows = (..., slice(first, first + tiled.tokens), slice(None))
+                with torch.enable_grad():
+                    tile = x[rows].detach().requires_grad_()
+                    y = tiled.tile(tile)
+                dx[rows], *parts = torch.autograd.grad(y, (tile, *weights), dy[rows])
+                for total, part in zip(dw, parts, strict=True):
+                    total += part
+        totals = iter(dw)
+        weight_grads = (
+            next(totals).to(weight.dtype) if need else None
+            for weight, need in zip(tiled.tile_weights(), needed, strict=True)
+        )
+        return dx, None, None, *weight_grads
 
 
 def tile_mlps(model: nn.Module, tokens: int, *, elsewhere: bool = False) -> None:
-    """Have every dense MLP of a model's blocks run by tiles of that many tokens. Raises ModelError if there is none.
-
-    elsewhere: other pipeline stages have some, so there need not be one here.
-    """
-    found = [
-        (block, mlp) for block in model.modules() if (mlp := block._modules.get("mlp")) is not None and _dense(mlp)
-    ]
-    for block, mlp in found:
-        block.add_module("mlp", Tiled(mlp, tokens))
-    if not found and not elsewhere:
+    """Tile every dense MLP of a model's blocks. Raises ModelError if there is none, here or `elsewhere` in the pipeline."""
+    blocks = [block for block in model.modules() if _is_dense(block._modules.get("mlp"))]
+    for block in blocks:
+        block.add_module("mlp", Tiled(block.get_submodule("mlp"), tokens))
+    if not blocks and not elsewhere:
         raise ModelError(
             f"mlp_tile_tokens={tokens}, but the model has no MLP of up_proj and down_proj alone; leave it out or set 0"
         )
 
 
-def _dense(mlp: nn.Module) -> bool:
-    """Whether it is made of products that work on each token alone, and of nothing that has weights of its own."""
-    products = (mlp._modules.get(name) for name in ("up_proj", "gate_up_proj", "down_proj"))
-    return not mlp._parameters and sum(isinstance(p, (nn.Linear, Linear)) for p in products) == 2
+def _is_dense(mlp: nn.Module | None) -> bool:
+    if mlp is None:
+        return False
+    layers = (mlp._modules.get(name) for name in ("up_proj", "gate_up_proj", "down_proj"))
+    return not mlp._parameters and sum(isinstance(layer, (nn.Linear, Linear)) for layer in layers) == 2

@@ -11,7 +11,6 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.batch.routing import Routes
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import KernelSet
-from dovetail.nn.beside import DelayedWgrad
 from dovetail.parallel.mesh import Mesh
 
 
@@ -61,7 +60,7 @@ class PrefillContext:
     offsets: Tensor
     routes: Routes
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, _beside: DelayedWgrad) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         self.kernels.write_entries(*self.cache.layer(layer), self.pages, self.offsets, k, v)
         return self.kernels.attention(q, k, v, self.spans, self.spans, window)
 
@@ -83,7 +82,7 @@ class DecodeContext:
     offsets: Tensor
     routes: Routes
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None, _beside: DelayedWgrad) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         n = len(self.lengths)
         held = self.cache.layer(layer)
         self.kernels.write_entries(*held, self.pages, self.offsets, k[:n], v[:n])
