@@ -35,7 +35,7 @@ from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.retention import Retention
 from dovetail.engine.native import NativeEngine
 from dovetail.memory import wait_for
-from dovetail.weights.parallel_read import READERS, STRETCH
+from dovetail.weights.parallel_read import JOB_BYTES, READERS
 from dovetail.weights.safetensors import memory_of
 
 ROLE, CHUNK = "policy", 1 << 26
@@ -186,7 +186,7 @@ class Bench:
         view, at, jobs = memory_of(self.room), 0, []
         for path in self.files:
             size = path.stat().st_size
-            spans = [(start, min(size, start + STRETCH)) for start in range(0, size, STRETCH)]
+            spans = [(start, min(size, start + JOB_BYTES)) for start in range(0, size, JOB_BYTES)]
             jobs += [partial(_read_part, path, start, view[at + start : at + stop]) for start, stop in spans]
             at += size
         with ThreadPoolExecutor(READERS) as threads:

@@ -1,8 +1,4 @@
-"""CRC-32 of bytes that several threads sum in stretches: what the sums of two stretches make of the whole.
-
-Let a checksum be a polynomial over GF(2). To append n bytes to a stretch is to multiply its checksum by x^(8 n), modulo
-the polynomial of CRC-32, and to add that of the n bytes (as zlib's crc32_combine does, which Python does not have).
-"""
+"""Reads sharded checkpoints: rectangles of tensors from any layout's pieces, and their checksums."""
 
 import zlib
 from collections.abc import Collection, Iterable, Iterator
@@ -21,18 +17,22 @@ from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Slices, as_index, overlap, within
 from dovetail.weights.hf_reader import CheckpointReader, TensorSource
-from dovetail.weights.parallel_read import STRETCH, Job, do_all, stretches
+from dovetail.weights.parallel_read import JOB_BYTES, Job, job_parts, run_jobs
 from dovetail.weights.safe_paths import MANIFEST, contained
 from dovetail.weights.safetensors import CHUNK, TensorFile
 
 POLYNOMIAL = 0xEDB88320  # bit 31 is the coefficient of x^0, as in the checksums
-
-
 ONE, X = 1 << 31, 1 << 30
+Sums = list[tuple[int, int]]  # (checksum, bytes) of the parts of a piece
+UNREAD = (0, -1)
+CPU = torch.device("cpu")
 
 
-def joined(parts: Iterable[tuple[int, int]]) -> int:
-    """The checksum of stretches that lie one after the other, from (checksum, bytes) of each."""
+def combined_crc(parts: Iterable[tuple[int, int]]) -> int:
+    """The CRC-32 of consecutive parts, from the (checksum, bytes) of each, like zlib's crc32_combine.
+
+    A checksum is a polynomial over GF(2). Appending n bytes multiplies it by x^(8 n), modulo that of CRC-32.
+    """
     whole = 0
     for crc, num_bytes in parts:
         whole = _times(_power_of_x(8 * num_bytes), whole) ^ crc if whole else crc
@@ -50,21 +50,12 @@ def _times(first: int, second: int) -> int:
 
 
 def _power_of_x(exponent: int) -> int:
-    found, square = ONE, X
+    result, square = ONE, X
     while exponent:
         if exponent & 1:
-            found = _times(found, square)
+            result = _times(result, square)
         square, exponent = _times(square, square), exponent >> 1
-    return found
-
-
-Sums = list[tuple[int, int]]  # of a piece's stretches: (checksum, bytes)
-
-
-UNREAD = (0, -1)
-
-
-CPU = torch.device("cpu")
+    return result
 
 
 class ShardedReader:
@@ -144,7 +135,7 @@ class ShardedReader:
             if shared is None:
                 continue
             here, place = within(shared, region.slices), out[as_index(within(shared, slices))]
-            found = list(stretches(here, place, self.dtype(name)))
+            found = list(job_parts(here, place, self.dtype(name)))
             sums: Sums | None = None
             if shared == region.slices and region not in self._sound:
                 sums = self._sums[region] = [UNREAD] * len(found)
@@ -154,7 +145,7 @@ class ShardedReader:
     def _fill(self, region: StoredRegion, part: Slices, out: Tensor, sums: Sums | None, at: int, room: Tensor) -> None:
         with self._noted(region):
             file = self._files[region.file]
-            crc = file.fill(region.key, part, out, room, summed=sums is not None)
+            crc = file.fill(region.key, part, out, room, checksum=sums is not None)
             if sums is not None:
                 sums[at] = crc, out.numel() * file.entries[region.key].dtype.itemsize
 
@@ -174,7 +165,7 @@ class ShardedReader:
         sides = list(self.manifest.sides) if pieces else []
         try:
             with agreed(mesh):
-                do_all([job for piece in left[world.rank :: world.size] for job in self._summing(*piece)], CPU)
+                run_jobs([job for piece in left[world.rank :: world.size] for job in self._summing(*piece)], CPU)
                 found = list(self._problems.values()) + [self._damage(*piece) for piece in pieces]
                 found += [self._side_damage(name) for name in sides[world.rank :: world.size]]
                 if any(found):
@@ -192,13 +183,13 @@ class ShardedReader:
     def _summing(self, name: str, region: StoredRegion) -> Iterator[Job]:
         """What sums a piece that nobody needs whole."""
         num_bytes = prod(stop - start for start, stop in region.slices) * self.dtype(name).itemsize
-        spans = [(at, min(at + STRETCH, num_bytes)) for at in range(0, num_bytes, STRETCH)]
+        spans = [(at, min(at + JOB_BYTES, num_bytes)) for at in range(0, num_bytes, JOB_BYTES)]
         sums = self._sums[region] = [UNREAD] * len(spans)
         return (partial(self._sum, region, span, sums, at) for at, span in enumerate(spans))
 
     def _sum(self, region: StoredRegion, span: tuple[int, int], sums: Sums, at: int, room: Tensor) -> None:
         with self._noted(region):
-            sums[at] = self._files[region.file].sum(region.key, *span, room), span[1] - span[0]
+            sums[at] = self._files[region.file].checksum(region.key, *span, room), span[1] - span[0]
 
     @contextmanager
     def _noted(self, region: StoredRegion) -> Iterator[None]:
@@ -210,7 +201,7 @@ class ShardedReader:
 
     def _damage(self, name: str, region: StoredRegion) -> str:
         sums = self._sums.get(region)
-        if sums is None or region in self._problems or (UNREAD not in sums and joined(sums) == region.crc32):
+        if sums is None or region in self._problems or (UNREAD not in sums and combined_crc(sums) == region.crc32):
             return ""
         return f"{region.file}: {name} {region.slices} does not match its checksum"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dovetail.errors import CheckpointError, listing
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Slices
-from dovetail.weights.parallel_read import Job, stretches
+from dovetail.weights.parallel_read import Job, job_parts
 from dovetail.weights.safe_paths import INDEX, SINGLE, contained, refuse_without_safetensors
 from dovetail.weights.safetensors import TensorFile, parse_json
 
@@ -105,7 +105,7 @@ class CheckpointReader:
 
     def jobs(self, name: str, slices: Slices, out: Tensor) -> Iterator[Job]:
         """What brings a rectangle of the tensor into `out`, whatever its dtype, device and strides."""
-        for part, place in stretches(slices, out, self.dtype(name)):
+        for part, place in job_parts(slices, out, self.dtype(name)):
             yield partial(self._where[name].fill, name, part, place)
 
     def settle(self, mesh: Mesh) -> None:

@@ -20,7 +20,7 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index, checkpoint_shapes
 from dovetail.weights.experts import stored
 from dovetail.weights.hf_reader import TensorSource
-from dovetail.weights.parallel_read import Job, do_all
+from dovetail.weights.parallel_read import Job, run_jobs
 from dovetail.weights.shards import LocalParam
 
 TOLERATED = ("*rotary_emb.inv_freq",)  # buffers that old checkpoints list; computed here
@@ -72,7 +72,7 @@ def load_into(
                 if region.checkpoint_name in present:
                     place = param.local[as_index(region.local_slice)]
                     jobs += source.jobs(present[region.checkpoint_name][0], region.checkpoint_slice, place)
-        do_all(jobs, mesh.device)
+        run_jobs(jobs, mesh.device)
 
 
 def compare(

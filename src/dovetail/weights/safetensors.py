@@ -14,7 +14,7 @@ import stat
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from errno import EMFILE
 from math import prod
@@ -22,16 +22,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dovetail.errors import CheckpointError, quoted
 from dovetail.memory import view_at
 from dovetail.parallel.placement import Slices
-from dovetail.weights.async_read import QUEUES
-from dovetail.weights.parallel_read import blocks, hand_over
-from dovetail.weights.strided_read import MOST, NEAR, joined_runs, read_runs, run_length, runs_of
+from dovetail.weights.parallel_read import MAX_RANGES, blocks, byte_ranges, copy_out, range_elements, scatter_reads
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -116,12 +113,12 @@ class TensorFile:
             raise CheckpointError(f"{path} is not a regular file")
         self._fd = _opened(path)
         self.size = os.fstat(self._fd).st_size
-        length = struct.unpack("<Q", self._bytes(0, 8))[0] if self.size >= 8 else -1
+        length = struct.unpack("<Q", self._bytes(8))[0] if self.size >= 8 else -1
         if not 2 <= length <= min(MAX_HEADER, self.size - 8):
             raise CheckpointError(
                 f"{path}: a header of {length} bytes does not fit a file of {self.size}; it is cut or no safetensors"
             )
-        self.header = self._bytes(0, 8 + length)
+        self.header = self._bytes(8 + length)
         self.entries = _parse_header(self.header, self.size, str(path))
 
     def __del__(self) -> None:
@@ -135,73 +132,68 @@ class TensorFile:
         assert len(slices) == len(entry.shape), f"{name}: {len(slices)} slices of {len(entry.shape)} dims"
         assert all(0 <= a <= b <= n for (a, b), n in zip(slices, entry.shape, strict=True)), f"{name}: {slices}"
         out = torch.empty([stop - start for start, stop in slices], dtype=entry.dtype)
-        self._read_exactly(entry, slices, out)
+        for block, part in _blocks(entry, slices, out, CHUNK):
+            self._read_exactly(entry, block, part)
         return out
 
-    def fill(self, name: str, slices: Slices, out: Tensor, room: Tensor, *, summed: bool = False) -> int:
-        """Bring a rectangle of a tensor into `out`, whatever its dtype, device and strides, by way of `room` [bytes].
+    def fill(self, name: str, slices: Slices, out: Tensor, buffer: Tensor, *, checksum: bool = False) -> int:
+        """Read a rectangle into `out`, of any dtype, device and strides, through `buffer` [bytes].
 
-        The result is the checksum of the rectangle's bytes where it is `summed`, else 0.
+        Returns the CRC-32 of the rectangle's bytes, or 0 without `checksum`.
         """
         entry, crc = self.entries[name], 0
-        size = entry.dtype.itemsize
         in_place = out.device.type == "cpu" and out.dtype == entry.dtype and out.is_contiguous()
-        most = min(len(room) // size, MOST * run_length(entry.shape, slices))
-        for block, part in blocks(slices, out, most):
-            piece = part if in_place else view_at(room, 0, entry.dtype, part.shape)
-            self._read_exactly(entry, block, piece)
-            crc = zlib.crc32(memory_of(piece), crc) if summed else crc
+        for block, part in _blocks(entry, slices, out, len(buffer)):
+            target = part if in_place else view_at(buffer, 0, entry.dtype, part.shape)
+            self._read_exactly(entry, block, target)
+            crc = zlib.crc32(memory_of(target), crc) if checksum else crc
             if not in_place:
-                hand_over(piece, part)
+                copy_out(target, part)
         return crc
 
-    def sum(self, name: str, start: int, stop: int, room: Tensor) -> int:
-        """The checksum of the bytes [start, stop) of a tensor, by way of `room`."""
-        crc, view, base = 0, memory_of(room), self.entries[name].start
-        for at in range(start, stop, len(room)):
+    def checksum(self, name: str, start: int, stop: int, buffer: Tensor) -> int:
+        """The CRC-32 of the bytes [start, stop) of a tensor, read through `buffer`."""
+        crc, view, base = 0, memory_of(buffer), self.entries[name].start
+        for at in range(start, stop, len(buffer)):
             block = view[: stop - at]
-            self._fill(block, base + at)
+            self._fill([block], base + at)
             crc = zlib.crc32(block, crc)
         self._count(stop - start)
         return crc
 
     def _read_exactly(self, entry: Entry, slices: Slices, out: Tensor) -> None:
-        """Bring a rectangle into the contiguous `out` of the host."""
-        view, runs, at = memory_of(out), runs_of(entry.shape, slices, entry.dtype.itemsize), 0
-        if runs.gap > NEAR and (queue := QUEUES.take()):
-            there = queue.read(self._fd, entry.start + runs.offsets, runs.length, out.data_ptr())
-            QUEUES.give_back(queue)
-            for i in np.flatnonzero(there < runs.length).tolist():  # of a file that was cut, or on a disk that fails
-                got = int(there[i])
-                self._fill(view[i * runs.length + got :][: runs.length - got], entry.start + int(runs.offsets[i]) + got)
-            at = len(view)
-        for part in joined_runs(runs) if not at else ():
-            first, num_bytes = entry.start + int(part.offsets[0]), len(part.offsets) * part.length
-            if len(part.offsets) == 1:
-                self._fill(view[at : at + num_bytes], first)
-            elif end := read_runs(self._fd, entry.start, part, out.data_ptr() + at):
-                raise self._cut(end)
-            at += num_bytes
-        self._count(at)
+        """Read a rectangle into the contiguous host tensor `out`."""
+        view = memory_of(out)
+        for offset, buffers in scatter_reads(*byte_ranges(entry.shape, slices, entry.dtype.itemsize), view):
+            self._fill(buffers, entry.start + offset)
+        self._count(len(view))
 
     def _count(self, num_bytes: int) -> None:
         with self._counting:
             self.bytes_read += num_bytes
 
-    def _bytes(self, offset: int, length: int) -> bytearray:
+    def _bytes(self, length: int) -> bytearray:
         out = bytearray(length)
-        self._fill(memoryview(out), offset)
+        self._fill([memoryview(out)], 0)
         return out
 
-    def _fill(self, view: memoryview, offset: int) -> None:
-        while view:
-            got = os.preadv(self._fd, [view[:CHUNK]], offset)
+    def _fill(self, buffers: list[memoryview], offset: int) -> None:
+        while buffers:
+            got = os.preadv(self._fd, buffers, offset)
             if not got:
-                raise self._cut(offset + len(view))
-            view, offset = view[got:], offset + got
+                end = offset + sum(map(len, buffers))
+                raise CheckpointError(f"{self.path} ends before byte {end}: it was cut while being read")
+            offset, full = offset + got, 0
+            while full < len(buffers) and got >= len(buffers[full]):
+                got -= len(buffers[full])
+                full += 1
+            buffers = buffers[full:]
+            if got:
+                buffers[0] = buffers[0][got:]
 
-    def _cut(self, end: int) -> CheckpointError:
-        return CheckpointError(f"{self.path} ends before byte {end}: it was cut while being read")
+
+def _blocks(entry: Entry, slices: Slices, out: Tensor, num_bytes: int) -> Iterator[tuple[Slices, Tensor]]:
+    return blocks(slices, out, min(num_bytes // entry.dtype.itemsize, MAX_RANGES * range_elements(entry.shape, slices)))
 
 
 def _opened(path: Path) -> int:
