@@ -27,7 +27,7 @@ def tiny_engine(source: Path, layout: Layout | None = None, **options: Any) -> N
 
 def fill(engine: NativeEngine, value: float) -> None:
     """Have every weight and moment be made of `value`, so that two saves cannot be mixed unseen."""
-    moments = engine.optimizer.moments()
+    moments = engine.optimizer.state_tensors()
     with torch.no_grad():
         for shard in engine.optimizer.shards:
             shard.local.fill_(value)

@@ -182,7 +182,7 @@ class NativeEngine:
         if self._routing is not None:
             pairs = self._routing.charged(pairs, loss, len(batch), self._wide)
         micros = _micros_of(pairs)
-        optimizer.adamw.reserve()  # what activations take of the host is what this leaves
+        optimizer.rule.reserve()  # what activations take of the host is what this leaves
         parts: list[Tensor] = []  # each micro-batch's loss
 
         def keep(value: Loss) -> None:
@@ -247,18 +247,18 @@ class NativeEngine:
         )
 
     def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
-        """The weights as they are trained and AdamW's moments; `with_model`: the weights as they are saved, too."""
+        """The weights as they are trained and the optimizer's state; `with_model`: the weights as they are saved, too."""
         saved = None
         if with_model:
             saved = export(self._here, self.mesh, dtype_of=self.origin.dtype_of, listed=self.origin.listed)
-        state = export_training(self._here, self.mesh, role, self.optimizer.moments(), saved)
+        state = export_training(self._here, self.mesh, role, self.optimizer.state_tensors(), saved)
         return state if saved is None else [saved, *state]
 
     def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
         """Go on from a training checkpoint of any layout, after that many optimizer steps."""
         model = self._here
         self.optimizer.resume(updates)
-        load_training(model, self.mesh, role, self.optimizer.moments(), reader)
+        load_training(model, self.mesh, role, self.optimizer.state_tensors(), reader)
 
     @property
     def updates(self) -> int:
@@ -289,7 +289,7 @@ class NativeEngine:
         found += [local_tensor(param.grad) for param in self.model.parameters() if param.grad is not None]
         found += list(self.model.buffers())
         if self._optimizer is not None and not self._settings.on_host:
-            found += [tensor for tensors in self._optimizer.moments().values() for tensor in tensors.values()]
+            found += [tensor for tensors in self._optimizer.state_tensors().values() for tensor in tensors.values()]
         return found
 
     def micro_batches(self, batch: PackedBatch) -> PlannedMicroBatches:

@@ -52,10 +52,10 @@ def export(
     `dtype_of` names the dtype of each tensor (None: the parameter's own). `listed` are the source checkpoint's names in
     its order: tensors follow that order, and a tied weight leaves under those of its names that are listed.
     """
-    return export_held(stored(model, mesh), mesh, dtype_of=dtype_of, listed=listed)
+    return export_params(stored(model, mesh), mesh, dtype_of=dtype_of, listed=listed)
 
 
-def export_held(
+def export_params(
     params: list[LocalParam],
     mesh: Mesh,
     *,
