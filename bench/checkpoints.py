@@ -122,7 +122,7 @@ class Bench:
             found["call"].append(time.perf_counter() - start)
             self._steps()
             found["saving"].append(time.perf_counter() - start)
-            saver.settle()
+            saver.finish()
             with self._other_process():
                 found["beside"].append(_seconds(self._steps))
         found = {name: seconds[1:] for name, seconds in found.items()}
@@ -158,7 +158,7 @@ class Bench:
     def _save(self, name: str, *, background: bool) -> Path:
         saver = self._saver(name, background=background)
         self._begin(saver, 0)
-        saver.settle()
+        saver.finish()
         return (saver.folder / "step_000000").resolve()
 
     def _removed(self, path: Path) -> None:
@@ -178,7 +178,7 @@ class Bench:
         self._forget()
         reader = ShardedReader(self.whole)
         self.engine.load_training(ROLE, reader, 1)
-        reader.settle(self.engine.mesh, training=True)
+        reader.verify_checksums(self.engine.mesh, training=True)
 
     def _read(self) -> None:
         """As many threads as ours, no checksum, into memory that is there."""

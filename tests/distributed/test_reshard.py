@@ -95,7 +95,7 @@ def engine_of(source: Path, cut: Cut, head: Any) -> NativeEngine:
 def save(engine: NativeEngine, path: Path) -> None:
     exports = engine.export_training(ROLE, with_model=True)
     specs = [spec for export in exports for spec in export.specs.values()]
-    mine = {name: piece for export in exports for name, piece in export.mine.items()}
+    mine = {name: piece for export in exports for name, piece in export.local.items()}
     mesh = engine.mesh
     state = {"updates": engine.updates}
     write_sharded(path, mesh, specs, {mesh["world"].rank: mine}, mesh.layout, sides={}, state=state)

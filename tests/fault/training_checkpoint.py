@@ -52,7 +52,7 @@ def saver_of(engine: NativeEngine, folder: Path, *, keep: int = 10, background: 
 def save(saver: Saver, engine: NativeEngine, step: int, state: Mapping[str, Any]) -> None:
     """One save, to its end."""
     saver.save(step, engine.export_training(ROLE, with_model=True), engine.origin.sides, state)
-    saver.settle()
+    saver.finish()
 
 
 def write_steps(source: Path, folder: Path, layout: Layout | None = None, steps: int = 2) -> None:

@@ -207,10 +207,10 @@ def test_damage_is_told_however_much_was_read(share: str, cut: Path) -> None:
     sound = ShardedReader(cut)
     _read(sound, share)
     before = sound.bytes_read
-    sound.settle(Mesh.solo())
+    sound.verify_checksums(Mesh.solo())
     summed = sound.bytes_read - before
     assert summed == 0 if share == "all" else summed > (0.9 * size if share == "nothing" else 0.3 * size)
-    sound.settle(Mesh.solo())
+    sound.verify_checksums(Mesh.solo())
     assert sound.bytes_read == before + summed, "once is enough"
     for piece in sorted(cut.glob("pieces-*")):
         whole = piece.read_bytes()
@@ -218,7 +218,7 @@ def test_damage_is_told_however_much_was_read(share: str, cut: Path) -> None:
         reader = ShardedReader(cut)
         _read(reader, share)
         with pytest.raises(DamagedError, match=piece.name) as caught:
-            reader.settle(Mesh.solo())
+            reader.verify_checksums(Mesh.solo())
         assert caught.value.path == cut
         last = list(reader._files[piece.name].entries)[-1]
         assert last in str(caught.value)
@@ -235,4 +235,4 @@ def test_a_file_that_is_cut_while_it_is_read_is_damage(cut: Path) -> None:
             list(reader.jobs(name, tuple((0, n) for n in reader.shape(name)), torch.empty(reader.shape(name)))), CPU
         )
     with pytest.raises(DamagedError, match="it was cut while being read"):
-        reader.settle(Mesh.solo())
+        reader.verify_checksums(Mesh.solo())

@@ -16,10 +16,11 @@ from dovetail.parallel.collectives import gather_text
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Slices, as_index, overlap, within
+from dovetail.weights.atomic import file_blocks
 from dovetail.weights.hf_reader import CheckpointReader, TensorSource
 from dovetail.weights.parallel_read import JOB_BYTES, Job, job_parts, run_jobs
 from dovetail.weights.safe_paths import MANIFEST, contained
-from dovetail.weights.safetensors import CHUNK, TensorFile
+from dovetail.weights.safetensors import TensorFile
 
 POLYNOMIAL = 0xEDB88320  # bit 31 is the coefficient of x^0, as in the checksums
 ONE, X = 1 << 31, 1 << 30
@@ -59,7 +60,7 @@ def _power_of_x(exponent: int) -> int:
 
 
 class ShardedReader:
-    """A sharded checkpoint whose manifest and headers have been checked; `settle` checks the data. Never writes."""
+    """A sharded checkpoint whose manifest and headers have been checked; `verify_checksums` checks the data."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -69,7 +70,7 @@ class ShardedReader:
         self._files = {name: self._open(name, stored) for name, stored in self.manifest.pieces.items()}
         self._sums: dict[StoredRegion, Sums] = {}  # of pieces that are read, or will be, and not compared yet
         self._problems: dict[StoredRegion, str] = {}
-        self._sound: set[StoredRegion] = set()
+        self._verified: set[StoredRegion] = set()
         for name, tensor in self.manifest.tensors.items():
             for region in tensor.regions:
                 entry = self._files[region.file].entries.get(region.key)
@@ -80,7 +81,7 @@ class ShardedReader:
                     )
 
     def _open(self, name: str, stored: StoredFile) -> TensorFile:
-        """A file of pieces, or what is wrong with it and which tensors are lost with it."""
+        """A file of pieces; the error says which tensors are lost with it."""
         try:
             path = contained(self.path, name)
             if path.stat().st_size != stored.size:
@@ -97,7 +98,7 @@ class ShardedReader:
 
     @property
     def names(self) -> Collection[str]:
-        """The model's tensors. Those of the training state can be read, too, but make no model."""
+        """The model's tensors. Those of the training state can be read, too."""
         return self._names
 
     @property
@@ -111,7 +112,6 @@ class ShardedReader:
         return self.manifest.tensors[name].dtype
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """The tensor, or a rectangle of it, on the CPU in its own dtype."""
         tensor = self.manifest.tensors[name]
         slices = tuple((0, length) for length in tensor.shape) if slices is None else slices
         out = torch.empty([stop - start for start, stop in slices], dtype=tensor.dtype)
@@ -126,74 +126,71 @@ class ShardedReader:
         return out
 
     def jobs(self, name: str, slices: Slices, out: Tensor) -> Iterator[Job]:
-        """What brings a rectangle of the tensor into `out`, whatever its dtype, device and strides.
-
-        Pieces that are read whole are summed; `settle` compares, and tells what could not be read, too.
-        """
+        """Jobs that read a rectangle into `out`. `verify_checksums` compares the pieces that they read whole."""
         for region in self.manifest.tensors[name].regions:
             shared = overlap(slices, region.slices)
             if shared is None:
                 continue
             here, place = within(shared, region.slices), out[as_index(within(shared, slices))]
-            found = list(job_parts(here, place, self.dtype(name)))
+            parts = list(job_parts(here, place, self.dtype(name)))
             sums: Sums | None = None
-            if shared == region.slices and region not in self._sound:
-                sums = self._sums[region] = [UNREAD] * len(found)
-            for at, (part, inside) in enumerate(found):
-                yield partial(self._fill, region, part, inside, sums, at)
+            if shared == region.slices and region not in self._verified:
+                sums = self._sums[region] = [UNREAD] * len(parts)
+            for at, (part, target) in enumerate(parts):
+                yield partial(self._fill, region, part, target, sums, at)
 
-    def _fill(self, region: StoredRegion, part: Slices, out: Tensor, sums: Sums | None, at: int, room: Tensor) -> None:
-        with self._noted(region):
+    def _fill(
+        self, region: StoredRegion, part: Slices, out: Tensor, sums: Sums | None, at: int, buffer: Tensor
+    ) -> None:
+        with self._problem_noted(region):
             file = self._files[region.file]
-            crc = file.fill(region.key, part, out, room, checksum=sums is not None)
+            crc = file.fill(region.key, part, out, buffer, checksum=sums is not None)
             if sums is not None:
                 sums[at] = crc, out.numel() * file.entries[region.key].dtype.itemsize
 
-    def settle(self, mesh: Mesh, *, training: bool = False) -> None:
-        """Compare the checksums of the model's tensors, with `training` of all; sum those pieces that no rank has read
-        whole. DamagedError on every rank names all that differ. Collective.
+    def verify_checksums(self, mesh: Mesh, *, training: bool = False) -> None:
+        """Compare the checksums of the model's tensors, or with `training` of all, reading what no rank has read whole.
+
+        DamagedError on every rank names all that differ. Collective.
         """
         world, names = mesh["world"], self.manifest.tensors if training else self.names
         pieces = [(name, region) for name in names for region in self.manifest.tensors[name].regions]
-        pieces = [piece for piece in pieces if piece[1] not in self._sound]
+        pieces = [piece for piece in pieces if piece[1] not in self._verified]
         marks = "".join("01"[region in self._sums] for _, region in pieces)
-        left = [
-            piece
-            for piece, *seen in zip(pieces, *gather_text(marks, world, mesh.device), strict=True)
-            if "1" not in seen
-        ]
+        everyone = gather_text(marks, world, mesh.device)
+        unread = [piece for piece, *read in zip(pieces, *everyone, strict=True) if "1" not in read]
         sides = list(self.manifest.sides) if pieces else []
         try:
             with agreed(mesh):
-                run_jobs([job for piece in left[world.rank :: world.size] for job in self._summing(*piece)], CPU)
-                found = list(self._problems.values()) + [self._damage(*piece) for piece in pieces]
-                found += [self._side_damage(name) for name in sides[world.rank :: world.size]]
-                if any(found):
-                    told = listing([problem for problem in dict.fromkeys(found) if problem])
-                    raise CheckpointError(f"{self.path} is damaged; use an older checkpoint or another copy:\n{told}")
+                run_jobs([job for piece in unread[world.rank :: world.size] for job in self._sum_jobs(*piece)], CPU)
+                problems = list(self._problems.values()) + [self._damage(*piece) for piece in pieces]
+                problems += [self._side_damage(name) for name in sides[world.rank :: world.size]]
+                if any(problems):
+                    text = listing([problem for problem in dict.fromkeys(problems) if problem])
+                    raise CheckpointError(f"{self.path} is damaged; use an older checkpoint or another copy:\n{text}")
         except CheckpointError as error:
             raise DamagedError(str(error), self.path) from error
-        self._sound |= {region for _, region in pieces}
+        self._verified |= {region for _, region in pieces}
         self._sums.clear()
 
     def verify(self) -> None:
-        """Compare all checksums. By one process, after it has opened the checkpoint and used nothing of it."""
-        self.settle(Mesh.solo(), training=True)
+        """Compare all checksums, in one process."""
+        self.verify_checksums(Mesh.solo(), training=True)
 
-    def _summing(self, name: str, region: StoredRegion) -> Iterator[Job]:
-        """What sums a piece that nobody needs whole."""
+    def _sum_jobs(self, name: str, region: StoredRegion) -> Iterator[Job]:
+        """Jobs that read a piece for its checksum alone."""
         num_bytes = prod(stop - start for start, stop in region.slices) * self.dtype(name).itemsize
         spans = [(at, min(at + JOB_BYTES, num_bytes)) for at in range(0, num_bytes, JOB_BYTES)]
         sums = self._sums[region] = [UNREAD] * len(spans)
         return (partial(self._sum, region, span, sums, at) for at, span in enumerate(spans))
 
-    def _sum(self, region: StoredRegion, span: tuple[int, int], sums: Sums, at: int, room: Tensor) -> None:
-        with self._noted(region):
-            sums[at] = self._files[region.file].checksum(region.key, *span, room), span[1] - span[0]
+    def _sum(self, region: StoredRegion, span: tuple[int, int], sums: Sums, at: int, buffer: Tensor) -> None:
+        with self._problem_noted(region):
+            sums[at] = self._files[region.file].checksum(region.key, *span, buffer), span[1] - span[0]
 
     @contextmanager
-    def _noted(self, region: StoredRegion) -> Iterator[None]:
-        """Bytes that cannot be read are as good as lost: `settle` tells of them."""
+    def _problem_noted(self, region: StoredRegion) -> Iterator[None]:
+        """Bytes that cannot be read are damage, which `verify_checksums` reports."""
         try:
             yield
         except (CheckpointError, OSError) as error:
@@ -206,18 +203,16 @@ class ShardedReader:
         return f"{region.file}: {name} {region.slices} does not match its checksum"
 
     def _side_damage(self, name: str) -> str:
-        stored, path = self.manifest.sides[name], contained(self.path, name)
-        size = crc = 0
-        with open(path, "rb") as file:
-            while block := file.read(CHUNK):
-                size, crc = size + len(block), zlib.crc32(block, crc)
+        stored, size, crc = self.manifest.sides[name], 0, 0
+        for block in file_blocks(contained(self.path, name)):
+            size, crc = size + len(block), zlib.crc32(block, crc)
         return "" if (size, crc) == (stored.size, stored.crc32) else f"{name} does not match its checksum"
 
 
 def open_checkpoint(path: Path | str, mesh: Mesh) -> TensorSource:
     """A reader of an HF directory, or of a sharded checkpoint. Collective: all raise, or none.
 
-    What is read of it may be used after `settle`.
+    What is read of it may be used after `verify_checksums`.
     """
     source: TensorSource | None = None
     with agreed(mesh):

@@ -93,7 +93,7 @@ class StateSource:
         return self._reader.jobs(self._stored[name], slices, out)
 
     def settle(self, mesh: Mesh) -> None:
-        self._reader.settle(mesh, training=True)
+        self._reader.verify_checksums(mesh, training=True)
 
 
 def _saved_as_trained(reader: ShardedReader, role: str) -> list[str]:

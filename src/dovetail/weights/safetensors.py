@@ -1,9 +1,6 @@
-"""Safetensors files, read with suspicion and written piece by piece.
+"""Safetensors files: a header is checked completely before any data is read; files are written tensor by tensor.
 
-A header is checked completely (sizes, ranges, overlaps, gaps, names, dtypes) before any byte of data is looked at.
-Reads fetch the bytes of a slice with positioned reads, and drop what lies between them where they lie close; nothing is
-mapped into memory, so the host holds what was asked for, and a small buffer for each thread. A file is written header
-first, from shapes and dtypes alone, then tensor by tensor.
+Slices are read with positioned reads, and nothing is mapped into memory (docs/adr/007-own-safetensors-reader.md).
 """
 
 import ctypes
@@ -49,13 +46,13 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 CODES: Mapping[torch.dtype, str] = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 MAX_LENGTH = 2**62  # of one dim; torch cannot count further
-OPEN_FILES = 1 << 16  # that a reader may want: one for each rank that wrote a checkpoint
+OPEN_FILES = 1 << 16  # that a reader may need: one for each rank that wrote a checkpoint
 CHUNK = 1 << 26  # bytes of one read or write; the kernel moves at most 2 GiB at once
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: its bytes are [start, stop) of the file."""
+    """One tensor: the bytes [start, stop) of its file."""
 
     name: str
     dtype: torch.dtype
@@ -66,7 +63,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that is going to be written."""
+    """A tensor to be written."""
 
     name: str
     dtype: torch.dtype
@@ -81,29 +78,28 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
     """A JSON object without repeated keys; anything else is a `CheckpointError` that names `what`."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        keys = [key for key, _ in pairs]
+        if len(set(keys)) < len(keys):
+            twice = next(key for i, key in enumerate(keys) if key in keys[:i])
             raise ValueError(f"the key {quoted(twice)} appears twice")
-        return found
+        return dict(pairs)
 
     try:
-        found = json.loads(data.decode(), object_pairs_hook=unique)
+        value = json.loads(data.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is not valid JSON: {str(error)[:200]}; fetch or write it again") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{what} holds a JSON {type(found).__name__}, expected an object")
-    return found
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what} holds a JSON {type(value).__name__}, expected an object")
+    return value
 
 
 def dump_json(value: Mapping[str, Any]) -> bytes:
-    """A JSON file's content, laid out for people."""
+    """The content of an indented JSON file."""
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
 class TensorFile:
-    """An open safetensors file whose header has been checked. `bytes_read` counts the data that was handed out or summed."""
+    """An open safetensors file whose header has been checked. `bytes_read` counts tensor data."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -197,8 +193,7 @@ def _blocks(entry: Entry, slices: Slices, out: Tensor, num_bytes: int) -> Iterat
 
 
 def _opened(path: Path) -> int:
-    """A descriptor to read from. Checkpoints of a thousand ranks have more files than many systems let a process open at
-    first: where that is so, this process's limit rises as far as they let it."""
+    """A descriptor to read from. Checkpoints of a thousand ranks may need a higher limit of open files: it is raised."""
     try:
         return os.open(path, os.O_RDONLY)
     except OSError as error:
@@ -213,7 +208,7 @@ def _opened(path: Path) -> int:
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy; the caller keeps the tensor alive.
 
-    Not by way of numpy, which would forbid the storage to be resized for the rest of its life: `memory.Parked` does.
+    Not through numpy, which would forbid resizing the storage, as `memory.OffloadedState` does.
     """
     assert tensor.is_contiguous() and tensor.device.type == "cpu", "only plain memory has an address to read from"
     num_bytes = tensor.numel() * tensor.element_size()
@@ -224,16 +219,16 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 def _parse_header(data: bytearray, size: int, what: str) -> dict[str, Entry]:
     """Every tensor of a file of `size` bytes that begins with `data`, in the order of their bytes."""
-    found = []
+    entries = []
     for name, value in parse_json(bytes(data[8:]), f"the header of {what}").items():
         if name == "__metadata__":
             if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
                 raise CheckpointError(f"{what}: __metadata__ must map names to strings")
             continue
-        found.append(_parse_entry(name, value, len(data), what))
+        entries.append(_parse_entry(name, value, len(data), what))
     end = len(data)
-    found.sort(key=lambda entry: (entry.start, entry.stop))
-    for entry in found:
+    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    for entry in entries:
         if entry.start != end:
             kind = "overlaps the tensor before it" if entry.start < end else "leaves a gap before it"
             raise CheckpointError(f"{what}: {entry.name} {kind} (starts at byte {entry.start}, expected {end})")
@@ -242,7 +237,7 @@ def _parse_header(data: bytearray, size: int, what: str) -> dict[str, Entry]:
         raise CheckpointError(
             f"{what} has {size} bytes, but its header describes {end}; the file is incomplete or corrupt"
         )
-    return {entry.name: entry for entry in found}
+    return {entry.name: entry for entry in entries}
 
 
 def _parse_entry(name: str, value: Any, base: int, what: str) -> Entry:
@@ -263,7 +258,7 @@ def _parse_entry(name: str, value: Any, base: int, what: str) -> Entry:
 
 
 class TensorFileWriter:
-    """Writes one safetensors file: the whole header at once, then the tensors in the header's order."""
+    """Writes one safetensors file: the header first, then the tensors in the header's order."""
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
         self.path, self._waiting = path, list(specs)[::-1]
@@ -285,14 +280,14 @@ class TensorFileWriter:
         """Append the next tensor, already in its final dtype."""
         spec = self._waiting.pop()
         assert (spec.name, spec.dtype, spec.shape) == (name, tensor.dtype, tuple(tensor.shape)), f"{name} is not {spec}"
-        ready = tensor.device.type == "cpu" and tensor.is_contiguous()  # then without operators, which beside training
-        data = tensor if ready else tensor.detach().cpu().contiguous()  # would each wait for the interpreter's lock
+        ready = tensor.device.type == "cpu" and tensor.is_contiguous()  # no operators in a background save: each
+        data = tensor if ready else tensor.detach().cpu().contiguous()  # would wait for the interpreter's lock
         view = memory_of(data)
         self.crc32[name] = zlib.crc32(view)
         self._write(view)
 
     def close(self) -> None:
-        """Put everything on the disk. A file that was closed early is truncated, and no reader accepts it."""
+        """Sync to disk. A file that was closed early is truncated, and no reader accepts it."""
         assert not self._waiting, f"{self.path}: {self._waiting[-1].name} was never written"
         os.fsync(self._file.fileno())
         self._file.close()
