@@ -1,4 +1,4 @@
-"""Saves a run's checkpoints, on request in the background: training continues while a snapshot is written."""
+"""Saves checkpoints, on request in the background while training continues."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +22,7 @@ from dovetail.weights.stream import Export
 
 
 class Saver:
-    """Writes the checkpoints of one run into `folder`, one at a time. Created and used by all ranks alike.
-
-    Ranks agree over a gloo group of its own, since a rank writes its pieces while the others wait or train.
-    """
+    """Writes the checkpoints of one run, one at a time. Its own gloo group: ranks agree while others train."""
 
     def __init__(self, folder: Path, mesh: Mesh, retention: Retention, *, background: bool) -> None:
         self.folder, self.mesh, self.retention, self.background = folder, mesh, retention, background
@@ -36,7 +33,7 @@ class Saver:
         self._unfinished = False
 
     def save(self, step: int, exports: Sequence[Export], sides: SideFiles, state: Mapping[str, Any]) -> None:
-        """Save `exports` as they are now; returns when the snapshot is taken. Collective; `finish` comes before the next."""
+        """Save `exports` as they are now; `finish` comes before the next. Collective."""
         assert not self._unfinished, "one save at a time: finish the one before"
         self._unfinished = True
         specs = [spec for export in exports for spec in export.specs.values()]
@@ -54,16 +51,16 @@ class Saver:
 
     @property
     def done(self) -> bool:
-        """Whether `finish` would return, or raise, at once."""
+        """Whether `finish` would not block."""
         return self._thread is None or not self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait for the save that is under way, whatever its result: for a run that ends by another error."""
+        """Wait for the save, whatever its result."""
         if self._thread is not None:
             self._thread.join(self.mesh.patience.total_seconds())
 
     def finish(self) -> bool:
-        """Wait for the save that is under way and raise its error, the same on every rank; whether there was one."""
+        """Wait for the save and raise its error on every rank; whether there was one."""
         was_saving, self._unfinished = self._unfinished, False
         if self._thread is not None:
             self._thread.join()
@@ -74,14 +71,13 @@ class Saver:
         return was_saving
 
     def _snapshot(self, pieces: Mapping[str, ParamShard]) -> dict[str, ParamShard]:
-        """The same pieces with their bytes copied to the host."""
         self._arena.reset()
         copies = {name: self._arena.copy(piece.read()) for name, piece in pieces.items()}
         wait_for(self.mesh.device)
         return {name: replace(piece, read=partial(_identity, copies[name])) for name, piece in pieces.items()}
 
     def _run(self, write: Callable[[], object]) -> None:
-        """Write and prune. `finish` raises what goes wrong: in a thread nobody would see it."""
+        """Write and prune; `finish` raises the errors of the thread."""
         with ExitStack() as stack:
             stack.push(self._keep_problem)
             write()

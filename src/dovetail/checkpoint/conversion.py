@@ -1,4 +1,4 @@
-"""Converts Hugging Face directories to sharded checkpoints and back, bit for bit, without building a model."""
+"""Converts HF directories to sharded checkpoints and back, bit for bit, without building a model."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,10 +33,9 @@ def convert_to_sharded(
     dtype: torch.dtype | None = None,
     **rules: Unpack[NameRules],
 ) -> Path:
-    """Cut `source`, an HF directory or a sharded checkpoint, into the pieces of `layout`'s ranks. Collective.
+    """Cut `source`, an HF directory or a sharded checkpoint, into pieces of `layout`'s ranks. Collective.
 
-    `model_on` makes a rank's model on the meta device, from a mesh without groups. The processes of `mesh` share the ranks
-    of `layout`. Tensors that match `ignore` and no parameter are copied whole, with rank 0.
+    `model_on` makes a rank's model on the meta device. The processes of `mesh` share the ranks of `layout`.
     """
     reader = open_checkpoint(source, mesh)
     reader.verify_checksums(mesh)
@@ -64,7 +63,7 @@ def convert_to_hf(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Rejoin the sharded checkpoint `source` into the HF directory `target`. Collective."""
+    """Write the sharded checkpoint `source` as an HF directory. Collective."""
     reader = open_checkpoint(source, mesh)
     reader.verify_checksums(mesh)
     specs = {spec.name: spec for spec in _specs(reader, dtype)}
@@ -79,7 +78,6 @@ def convert_to_hf(
 def _share(
     params: list[LocalParam], present: Mapping[str, list[str]], reader: TensorSource, dtype: torch.dtype | None
 ) -> dict[str, ParamShard]:
-    """The owned pieces of one rank, under the source's names."""
     share: dict[str, ParamShard] = {}
     for param in params:
         for region in param.regions:
@@ -102,7 +100,7 @@ def _final_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def _sides(directory: Path, mesh: Mesh, dtype: torch.dtype | None) -> SideFiles:
-    """The source's side files. The config gets the dtype of a cast, or transformers would cast back on loading."""
+    """The source's side files. A cast is written into the config, or transformers would undo it on loading."""
     sides: dict[str, Path | bytes] = {}
     with agreed(mesh):
         sides |= side_files(directory)

@@ -1,7 +1,4 @@
-"""The manifest of a sharded checkpoint: which file holds which rectangle of which tensor, with checksums.
-
-It is JSON, and its `crc32` covers the rest of it.
-"""
+"""The manifest of a sharded checkpoint: which file holds which rectangle of which tensor."""
 
 import json
 import zlib
@@ -26,7 +23,7 @@ TRAINING = "training/"  # prefix of tensors of the training state
 
 @dataclass(frozen=True)
 class StoredRegion:
-    """A rectangle of a tensor, which the safetensors file `file` holds as `key`."""
+    """A rectangle of a tensor, stored in `file` as `key`."""
 
     file: str
     key: str
@@ -43,7 +40,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """`crc32` covers a whole side file, but only the header of a file of pieces, whose regions have their own."""
+    """`crc32` is that of a side file, or of the header of a file of pieces."""
 
     size: int
     crc32: int
@@ -51,7 +48,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`sides`: config, tokenizer and so on. `state`: training state other than tensors; None: only a model."""
+    """`sides`: config, tokenizer and so on. `state`: training state other than tensors."""
 
     layout: Mapping[str, int]
     step: int | None
@@ -84,7 +81,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> "Manifest":
-        """The manifest in `data`, completely checked; `what` names it in errors. Raises CheckpointError."""
+        """The manifest in `data`. Raises CheckpointError, which names `what`."""
         body = parse_json(data, what)
         if body.get("format") != FORMAT:
             raise CheckpointError(f"{what}: format {quoted(body.get('format'))}, expected {FORMAT!r}")
@@ -133,7 +130,7 @@ def _tensor(value: Any) -> StoredTensor:
 
 
 def _check_tiling(name: str, tensor: StoredTensor, pieces: Mapping[str, StoredFile], what: str) -> None:
-    """Raise unless the regions of a tensor cover it, each element once."""
+    """The regions of a tensor must cover it, each element once."""
     covered = 0
     if max(Counter(region.file for region in tensor.regions).values(), default=0) > MOST_IN_A_FILE:
         raise CheckpointError(f"{what}: {name} has more than {MOST_IN_A_FILE} regions in a file")

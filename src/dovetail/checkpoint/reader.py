@@ -1,4 +1,4 @@
-"""Reads sharded checkpoints: rectangles of tensors from any layout's pieces, and their checksums."""
+"""Reads sharded checkpoints in any layout, and verifies their checksums."""
 
 import zlib
 from collections.abc import Collection, Iterable, Iterator
@@ -30,9 +30,9 @@ CPU = torch.device("cpu")
 
 
 def combined_crc(parts: Iterable[tuple[int, int]]) -> int:
-    """The CRC-32 of consecutive parts, from the (checksum, bytes) of each, like zlib's crc32_combine.
+    """The CRC-32 of consecutive parts, from (checksum, bytes) of each, like zlib's crc32_combine.
 
-    A checksum is a polynomial over GF(2). Appending n bytes multiplies it by x^(8 n), modulo that of CRC-32.
+    A checksum is a polynomial over GF(2): appending n bytes multiplies it by x^(8 n) modulo CRC-32's.
     """
     whole = 0
     for crc, num_bytes in parts:
@@ -60,7 +60,7 @@ def _power_of_x(exponent: int) -> int:
 
 
 class ShardedReader:
-    """A sharded checkpoint whose manifest and headers have been checked; `verify_checksums` checks the data."""
+    """A sharded checkpoint with a valid manifest and headers; `verify_checksums` checks the data."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -81,7 +81,7 @@ class ShardedReader:
                     )
 
     def _open(self, name: str, stored: StoredFile) -> TensorFile:
-        """A file of pieces; the error says which tensors are lost with it."""
+        """A file of pieces; an error says which tensors are lost."""
         try:
             path = contained(self.path, name)
             if path.stat().st_size != stored.size:
@@ -98,7 +98,7 @@ class ShardedReader:
 
     @property
     def names(self) -> Collection[str]:
-        """The model's tensors. Those of the training state can be read, too."""
+        """The model's tensors, without training state."""
         return self._names
 
     @property
@@ -126,7 +126,7 @@ class ShardedReader:
         return out
 
     def jobs(self, name: str, slices: Slices, out: Tensor) -> Iterator[Job]:
-        """Jobs that read a rectangle into `out`. `verify_checksums` compares the pieces that they read whole."""
+        """Jobs that read a rectangle into `out`, and checksum the pieces that they read whole."""
         for region in self.manifest.tensors[name].regions:
             shared = overlap(slices, region.slices)
             if shared is None:
@@ -149,9 +149,9 @@ class ShardedReader:
                 sums[at] = crc, out.numel() * file.entries[region.key].dtype.itemsize
 
     def verify_checksums(self, mesh: Mesh, *, training: bool = False) -> None:
-        """Compare the checksums of the model's tensors, or with `training` of all, reading what no rank has read whole.
+        """Compare the checksums of the model, or with `training` of everything, reading what no rank has read.
 
-        DamagedError on every rank names all that differ. Collective.
+        Raises DamagedError on every rank. Collective.
         """
         world, names = mesh["world"], self.manifest.tensors if training else self.names
         pieces = [(name, region) for name in names for region in self.manifest.tensors[name].regions]
@@ -178,7 +178,6 @@ class ShardedReader:
         self.verify_checksums(Mesh.solo(), training=True)
 
     def _sum_jobs(self, name: str, region: StoredRegion) -> Iterator[Job]:
-        """Jobs that read a piece for its checksum alone."""
         num_bytes = prod(stop - start for start, stop in region.slices) * self.dtype(name).itemsize
         spans = [(at, min(at + JOB_BYTES, num_bytes)) for at in range(0, num_bytes, JOB_BYTES)]
         sums = self._sums[region] = [UNREAD] * len(spans)
@@ -190,7 +189,6 @@ class ShardedReader:
 
     @contextmanager
     def _problem_noted(self, region: StoredRegion) -> Iterator[None]:
-        """Bytes that cannot be read are damage, which `verify_checksums` reports."""
         try:
             yield
         except (CheckpointError, OSError) as error:
@@ -210,10 +208,7 @@ class ShardedReader:
 
 
 def open_checkpoint(path: Path | str, mesh: Mesh) -> TensorSource:
-    """A reader of an HF directory, or of a sharded checkpoint. Collective: all raise, or none.
-
-    What is read of it may be used after `verify_checksums`.
-    """
+    """A reader of an HF directory or a sharded checkpoint. Collective. Call `verify_checksums` before using what was read."""
     source: TensorSource | None = None
     with agreed(mesh):
         source = ShardedReader(path) if (Path(path) / MANIFEST).exists() else CheckpointReader(path)

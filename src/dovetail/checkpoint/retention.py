@@ -1,8 +1,4 @@
-"""The saved steps of a run: which exist, which one to resume from, and which to keep.
-
-Manifests say in which order a run saved its steps, which holds for a run that went back to an older step, too. Only they
-are trusted, not names or links.
-"""
+"""The saved steps of a run: which exist, which to resume from, and which to keep, by their manifests alone."""
 
 import gc
 import math
@@ -34,7 +30,7 @@ LEFTOVERS = (".tmp-*", ".trash-*")  # of interrupted saves and removals
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A complete step. `order` is -1 without training state; `score`: higher is better, None is unknown."""
+    """A complete step. `order` is -1 without training state; a higher `score` is better."""
 
     path: Path
     step: int
@@ -44,7 +40,7 @@ class SavedStep:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which steps to keep: the `last` ones, those that `every` divides, and the `best` ones. 0: none for that."""
+    """Steps to keep: the `last`, those that `every` divides, and the `best`. 0: none."""
 
     last: int
     every: int = 0
@@ -60,7 +56,7 @@ class Retention:
 
 
 def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
-    """The steps in `folder` that have a sound manifest, the newest first, and the problems of the others."""
+    """The sound steps in `folder`, the newest first, and the problems of the others."""
     sound, problems = [], []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
@@ -83,10 +79,9 @@ def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
 def open_newest(
     folder: Path, mesh: Mesh, step: int | None = None, damaged: Mapping[str, str] = NONE
 ) -> tuple[ShardedReader | None, list[str]]:
-    """The newest step whose manifest and headers are sound, or `step`, and the problems of those passed over. Collective.
+    """The newest sound step, or `step`, and the problems of those passed over; None: there is none. Collective.
 
-    None: there is no step. `damaged`: directory name -> what is known to be wrong with a step's data. Raises where there
-    are steps and none can be read.
+    `damaged`: directory name -> known problem of its data. Raises where no step can be read.
     """
     named: list[str] = []
     others: list[int] = []
@@ -119,10 +114,7 @@ def open_newest(
 
 
 def from_a_whole_step(folder: Path, attempt: Callable[[Mapping[str, str]], T]) -> T:
-    """The result of `attempt`, which reads a step of `folder` and is repeated without that step where it was damaged.
-
-    `attempt` gets `open_newest`'s `damaged`.
-    """
+    """The result of `attempt(damaged)`, repeated without each step that it finds damaged."""
     damaged: dict[str, str] = {}
     while True:
         try:
@@ -135,10 +127,7 @@ def from_a_whole_step(folder: Path, attempt: Callable[[Mapping[str, str]], T]) -
 
 
 def prune(folder: Path, retention: Retention) -> None:
-    """Remove the steps that `retention` does not keep; each is first renamed, so none is ever incomplete.
-
-    What others keep in use, such as a reader over NFS, is no failure: it is removed with a later save.
-    """
+    """Remove the steps that are not kept, renamed first. What another process uses is removed later."""
     steps, _ = saved_steps(folder)
     kept = retention.keeps(steps)
     for saved in steps:
@@ -151,9 +140,9 @@ def prune(folder: Path, retention: Retention) -> None:
 
 
 def set_aside(folder: Path, order: int, aside: Path) -> None:
-    """Move the steps that were saved after the `order`-th save, or cannot be read, to `aside`, the newest first.
+    """Move the steps after the `order`-th save, and unreadable ones, to `aside`, the newest first.
 
-    Directories in place of links and of the file `latest` are moved, too: a save could not replace them.
+    Directories in place of links and of `latest`, which a save could not replace, are moved, too.
     """
     steps, _ = saved_steps(folder)
     readable = {saved.path: saved.order for saved in steps}
@@ -181,14 +170,13 @@ def set_aside(folder: Path, order: int, aside: Path) -> None:
 
 
 def _unlink(path: Path) -> None:
-    """Remove the link to a step's directory, where it names this one."""
     link = path.with_name(path.name.partition(".")[0])
     if link.is_symlink() and link.readlink().name == path.name:
         link.unlink()
 
 
 def clear_debris(folder: Path) -> None:
-    """Remove what interrupted saves and removals left. Only for the one run that writes to `folder`."""
+    """Remove what interrupted saves left. Only for the run that writes to `folder`."""
     for link in folder.glob("step_*"):
         if link.is_symlink() and not link.exists():
             link.unlink()

@@ -31,7 +31,7 @@ States = Mapping[str, Mapping[str, Tensor]]  # kind -> our name of a parameter -
 def export_training(
     model: StagedModel, mesh: Mesh, role: str, states: States, saved: Export | None = None
 ) -> list[Export]:
-    """The weights of `role`'s engine that `saved` does not hold exactly, and its optimizer state. Collective."""
+    """`role`'s weights that `saved` does not hold exactly, and its optimizer state. Collective."""
     exact = {} if saved is None else {name: spec.dtype for name, spec in saved.specs.items()}
     weights = [
         p
@@ -45,10 +45,7 @@ def export_training(
 
 
 def load_training(model: StagedModel, mesh: Mesh, role: str, states: States, reader: ShardedReader) -> None:
-    """Fill weights and optimizer state from a training checkpoint of any layout. Collective.
-
-    The caller lets `reader` verify its checksums before it uses them.
-    """
+    """Fill weights and optimizer state; the caller calls `verify_checksums`. Collective."""
     exact = _saved_as_trained(reader, role) if role == MODEL_ROLE else ()
     _load_untied(stored(model, mesh), StateSource(reader, prefix(role, PARAM), exact), mesh)
     for kind, tensors in states.items():
@@ -56,7 +53,6 @@ def load_training(model: StagedModel, mesh: Mesh, role: str, states: States, rea
 
 
 def prefix(role: str, kind: str) -> str:
-    """How the names of one kind of tensors of one role begin."""
     return f"{TRAINING}{role}/{kind}/"
 
 
@@ -97,7 +93,7 @@ class StateSource:
 
 
 def _saved_as_trained(reader: ShardedReader, role: str) -> list[str]:
-    """The model's tensors that were not rounded: optimizer state has the dtype in which a weight was trained."""
+    """The model's tensors that were not rounded: optimizer state has the dtype of training."""
     trained: dict[str, torch.dtype] = {}
     for name, tensor in reader.manifest.tensors.items():
         kind, _, param = name.removeprefix(f"{TRAINING}{role}/").partition("/")
@@ -107,11 +103,10 @@ def _saved_as_trained(reader: ShardedReader, role: str) -> list[str]:
 
 
 def _state_params(model: StagedModel, mesh: Mesh, tensors: Mapping[str, Tensor]) -> list[LocalParam]:
-    """State tensors, sharded like the parameters of these names, in the checkpoint's form."""
     params = [p for p in local_params(model, mesh) if p.name in tensors]
     return as_stored(model, [replace(p, local=tensors[p.name]) for p in params])
 
 
 def _load_untied(params: list[LocalParam], source: StateSource, mesh: Mesh) -> None:
-    """Tied parameters are in a training checkpoint under their first name only."""
+    """Training checkpoints hold tied parameters under their first name only."""
     load_into([replace(param, tied=()) for param in params], source, mesh, ignore=ANYTHING)

@@ -1,7 +1,6 @@
-"""Writes sharded checkpoints: each rank its own pieces with checksums, then one manifest, then a rename.
+"""Writes sharded checkpoints: each rank its pieces, then one manifest, then a rename.
 
-A step's directory has a name that no other attempt has, so nothing is ever overwritten. The plain name `step_000050` is a
-symlink to the newest attempt, and the file `latest` names it.
+A step's directory has a unique name, so nothing is overwritten; the link `step_000050` and the file `latest` name it.
 """
 
 import json
@@ -38,8 +37,7 @@ def save_sharded(
 ) -> Path:
     """Write `model` as a sharded checkpoint, complete or not at all, and return its directory. Collective.
 
-    With `step`, `path` is the folder of a run's checkpoints, and the result is `path/step_000050.<id>` with the link
-    `path/step_000050`. `dtype_of` and `listed` are those of `stream.export`.
+    With `step`, it is `path/step_000050.<id>`, with the link `path/step_000050`.
     """
     exported = export(model, mesh, dtype_of=dtype_of, listed=listed)
     shares = {mesh["world"].rank: exported.local}
@@ -57,7 +55,7 @@ def write_sharded(
     step: int | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write `shares` (rank of `layout` -> its pieces); the shares of all processes make up the tensors. Collective."""
+    """Write `shares` (rank of `layout` -> its pieces), which make up the tensors. Collective."""
     target, link = path, None
     if step is not None:
         link = path / f"step_{step:06}"
@@ -83,7 +81,7 @@ def write_sharded(
 
 
 def _write_share(stage: AtomicDirectory, rank: int, share: Mapping[str, ParamShard], layout: Layout) -> dict[str, Any]:
-    """Write one rank's pieces as one file; its entry in the manifest."""
+    """Write one rank's file of pieces; its entry in the manifest."""
     file = f"pieces-{rank:05}-of-{layout.num_ranks:05}.safetensors"
     entry: dict[str, Any] = {"rank": rank, "file": file}
     with stage.verdict.keep():
@@ -100,7 +98,6 @@ def _write_share(stage: AtomicDirectory, rank: int, share: Mapping[str, ParamSha
 def _contents(
     specs: Sequence[TensorSpec], shares: list[dict[str, Any]]
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredFile]]:
-    """The tensors and the files of pieces, by name."""
     shares = sorted(shares, key=lambda share: share["rank"])
     regions: dict[str, list[StoredRegion]] = {spec.name: [] for spec in specs}
     for share in shares:

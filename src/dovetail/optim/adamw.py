@@ -1,4 +1,4 @@
-"""Update rules: torch optimizers that a number on the device can stop. AdamW, with its moments on the device or the host."""
+"""Update rules: AdamW, with its moments on the device or the host."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ BUCKET_BYTES = 1 << 29  # of moments on the device together; a larger parameter 
 
 
 class UpdateRule(torch.optim.Optimizer):
-    """A torch optimizer whose `step` changes nothing, and does not count, where `found_inf` is 1.
+    """A torch optimizer whose `step` does nothing, and does not count, where `found_inf` is 1.
 
-    `state_names`: its state tensors of a parameter, which have the parameter's shape and go into checkpoints.
+    `state_names`: state tensors of the parameter's shape, which checkpoints hold.
     """
 
     state_names: tuple[str, ...]
     found_inf: Tensor  # float32 [], on the device: the host does not wait for it
 
     def reserve(self) -> None:
-        """Allocate the host memory that the state needs, before others allocate theirs."""
+        """Allocate the host memory of the state, before others allocate theirs."""
 
     def begin(self, steps: int = 0) -> None:
         """Give parameters without state zeros, as after so many steps."""
@@ -40,8 +40,6 @@ class UpdateRule(torch.optim.Optimizer):
 
 
 class SkippableAdamW(torch.optim.AdamW, UpdateRule):
-    """torch's fused AdamW, which reads `found_inf`."""
-
     state_names = MOMENTS
 
 
@@ -57,7 +55,7 @@ class Bucket:
         return len(MOMENTS) * sum(aligned(parameter.nbytes) for parameter in self.params)
 
     def views(self, data: Tensor) -> list[list[Tensor]]:
-        """The moments in `data` [bytes]: for each of `MOMENTS` those of all parameters."""
+        """For each of `MOMENTS` those of all parameters."""
         views, start = [], 0
         for _ in MOMENTS:
             row = []
@@ -69,9 +67,9 @@ class Bucket:
 
 
 class CPUOffloadAdamW(SkippableAdamW):
-    """AdamW with moments in host memory, pinned for an accelerator; bit for bit that of moments on the device.
+    """AdamW with moments in (pinned) host memory, bit for bit AdamW.
 
-    A step copies them in buckets: the next one comes while one is updated and leaves. The device holds two.
+    A step copies them in buckets, two at a time on the device: one comes while one is updated and leaves.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
@@ -99,7 +97,7 @@ class CPUOffloadAdamW(SkippableAdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter. The host does not wait for the device, nor the device for more than the next bucket."""
+        """The host does not wait, and the device waits only for the next bucket."""
         self.begin()
         size = max(bucket.num_bytes for bucket in self.buckets)
         buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in self.buckets[:2]]
@@ -128,7 +126,6 @@ class CPUOffloadAdamW(SkippableAdamW):
 
 
 def _buckets(group: Mapping[str, Any]) -> Iterator[Bucket]:
-    """The parameters of a group in their order, as many together as a bucket takes."""
     params: list[nn.Parameter] = []
     for parameter in group["params"]:
         if params and Bucket(group, [*params, parameter]).num_bytes > BUCKET_BYTES:

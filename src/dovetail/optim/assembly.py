@@ -1,7 +1,4 @@
-"""The trainable parameters as this rank's own plain tensors.
-
-FSDP2 wraps parameters in DTensors; optimizer, gradient reduction and norm need only the local shards.
-"""
+"""The trainable parameters as this rank's own plain tensors, without FSDP2's DTensors."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +12,7 @@ from dovetail.weights.shards import local_params, local_tensor
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter as this rank holds it: `local` shares the storage of `source`."""
+    """One parameter as this rank holds it; `local` shares the storage of `source`."""
 
     name: str
     source: nn.Parameter
@@ -25,19 +22,19 @@ class Shard:
 
     @property
     def is_decayed(self) -> bool:
-        """Whether weight decay acts on it. Norms and biases may have two dims: one vector a head, or an expert."""
+        """Norms and biases may have two dims: one vector a head, or an expert."""
         *_, module, leaf = ("", *self.name.split("."))
         return self.local.dim() > 1 and "norm" not in module and not leaf.endswith("bias")
 
     def collect_grad(self) -> Tensor:
-        """This rank's rows of the gradient, assigned to `local.grad`; a reducing backward leaves every parameter one."""
+        """Assign this rank's rows of the gradient to `local.grad`."""
         assert self.source.grad is not None, f"{self.name} has no gradient: a path of the model left it out"
         self.local.grad = local_tensor(self.source.grad)
         return self.local.grad
 
 
 def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
-    """Every parameter of `model` that requires a gradient, each once, in the model's order."""
+    """Every parameter that requires a gradient, each once, in the model's order."""
     params = local_params(model, mesh)  # reshards, which may replace the parameter objects
     return [
         Shard(p.name, p.parameter, nn.Parameter(p.local), p.placement, p.regions)
@@ -47,7 +44,7 @@ def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
 
 
 def param_groups(shards: list[Shard], weight_decay: float) -> list[dict[str, Any]]:
-    """torch's parameter groups of local shards: vectors, norms and biases are not decayed."""
+    """torch's parameter groups; vectors, norms and biases are not decayed."""
     groups: list[dict[str, Any]] = [
         {"params": [s.local for s in shards if s.is_decayed], "weight_decay": weight_decay},
         {"params": [s.local for s in shards if not s.is_decayed], "weight_decay": 0.0},

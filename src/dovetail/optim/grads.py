@@ -1,8 +1,4 @@
-"""Gradients as backward leaves them, summed, measured and scaled.
-
-FSDP2 has summed over dp x cp. Placements say what is still partial: parameters that saw only this rank's tokens or
-heads (`partial_over`), and KV rows that several ranks hold copies of.
-"""
+"""Sums, measures and scales gradients, after FSDP2 has summed them over dp x cp."""
 
 import math
 from collections import defaultdict
@@ -19,7 +15,7 @@ from dovetail.parallel.placement import as_index
 
 
 def reduce_partial(shards: Iterable[Shard], mesh: Mesh) -> None:
-    """Sum what is still partial, in place: one collective for each axis and each number of copies."""
+    """Sum over ranks that saw other tokens or heads, and over copies of KV rows, in place."""
     partial: dict[str, list[Tensor]] = defaultdict(list)
     copied: dict[int, list[Tensor]] = defaultdict(list)
     for shard in shards:
@@ -36,9 +32,9 @@ def reduce_partial(shards: Iterable[Shard], mesh: Mesh) -> None:
 
 
 def global_norm(shards: Iterable[Shard], mesh: Mesh, nonfinite_candidates: Sequence[Tensor] = ()) -> Tensor:
-    """The 2-norm of the whole gradient, each element counted once, in float64; equal on every rank.
+    """The 2-norm of the whole gradient, float64 [], equal on every rank.
 
-    NaN where a number of `nonfinite_candidates` is not finite on any rank, by the same collective.
+    NaN where one of `nonfinite_candidates` is not finite on any rank, by the same collective.
     """
     parts: list[Tensor] = []
     for shard in shards:
@@ -54,13 +50,13 @@ def global_norm(shards: Iterable[Shard], mesh: Mesh, nonfinite_candidates: Seque
 
 
 def _nan_where_nonfinite(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """For every tensor 0, or NaN where it holds a number that is not finite; the host does not wait."""
+    """0 for each tensor, or NaN; the host does not wait."""
     real = [x.detach() for x in tensors if x.is_floating_point() and x.numel()]
     return list(torch._foreach_mul(torch._foreach_norm(real, math.inf), 0.0)) if real else []
 
 
 def scale_(shards: Iterable[Shard], factor: Tensor) -> None:
-    """Multiply every gradient. The host reads the factor only for gradients of a narrower dtype."""
+    """Multiply every gradient. The host reads the factor only for a narrower dtype."""
     grads = [shard.local.grad for shard in shards if shard.local.grad is not None]
     dtype = wide(grads[0].dtype) if grads else factor.dtype
     torch._foreach_mul_(grads, factor.to(dtype) if grads and grads[0].dtype == dtype else float(factor))

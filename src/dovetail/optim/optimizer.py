@@ -1,4 +1,4 @@
-"""One optimizer step from summed gradients: divide by the count, clip by the global norm, update or skip."""
+"""One optimizer step from summed gradients: divide, clip by the global norm, update or skip."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,7 @@ Schedule = Literal["constant", "linear", "cosine", "wsd"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSettings:
-    """AdamW and its learning-rate schedule. `clip_norm` None: no clipping, the norm is still reported.
-
-    on_host: the moments stay in host memory, and are copied through the device during the update.
-    """
+    """AdamW and its learning-rate schedule. `clip_norm` None: no clipping. `on_host`: moments in host memory."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
@@ -47,12 +44,10 @@ class OptimSettings:
             raise ConfigError(f"clip_norm={self.clip_norm!r}; expected more than 0, or None for no limit")
 
     def make_rule(self, shards: list[Shard]) -> UpdateRule:
-        """The update rule over local shards."""
         rule = CPUOffloadAdamW if self.on_host else SkippableAdamW
         return rule(param_groups(shards, self.weight_decay), lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
 
     def lr_at(self, step: int) -> float:
-        """The learning rate at `step`, counted from 0."""
         return self.lr * lr_factor(
             self.schedule,
             step,
@@ -66,11 +61,10 @@ class OptimSettings:
 def lr_factor(
     schedule: Schedule, step: int, *, warmup: int = 0, total: int = 1, floor: float = 0.0, decay: int | None = None
 ) -> float:
-    """The factor on the base rate at `step`, counted from 0. It is never 0 at the first step.
+    """The factor on the base rate at `step`, counted from 0; never 0 at the first.
 
-    Warm-up rises linearly and reaches 1 at step `warmup`: (step + 1) / (warmup + 1). Then: constant; linear or cosine
-    from 1 to `floor` over `decay` steps (default: up to the last of `total`); wsd (warm-up, stable, decay): 1 until the
-    last `decay` steps (default: a tenth of `total`, at least 2), then linearly to `floor`.
+    Warm-up: (step + 1) / (warmup + 1). Then constant; linear or cosine to `floor` over `decay` steps (default: to the
+    last of `total`); wsd: 1 until the last `decay` steps (default: a tenth of `total`, at least 2), then linearly to `floor`.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -90,10 +84,7 @@ def lr_factor(
 
 @dataclass(frozen=True)
 class Update:
-    """What one step did. A skipped step changed nothing and does not count for the schedule.
-
-    `faults`: this rank's parameters and gradients that are not finite, where the step was skipped.
-    """
+    """`faults`: this rank's parameters and gradients that are not finite, where the step was skipped."""
 
     grad_norm: float
     lr: float
@@ -102,7 +93,7 @@ class Update:
 
 
 class Optimizer:
-    """An update rule over this rank's shards of a model's trainable parameters. Its methods are collective."""
+    """An update rule over this rank's shards of the trainable parameters."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: OptimSettings) -> None:
         self.mesh, self.settings = mesh, settings
@@ -111,11 +102,10 @@ class Optimizer:
         self.steps = 0
 
     def step(self, count: float | Tensor, watched: Sequence[Tensor] = ()) -> Update:
-        """Update from gradients that are sums over `count` tokens (or sequences) of all ranks, and free them.
+        """Update from gradients summed over `count` tokens (or sequences) of all ranks, and free them. Collective.
 
-        A number that is not finite, in a gradient, a parameter or `watched`, of any rank, skips the update on all; so
-        does a count of 0. The device decides, and the host reads the norm once all work is queued, so that the device
-        does not pause. State in host memory is updated when this returns; else it may still be under way.
+        A number that is not finite in a gradient, a parameter or `watched`, on any rank, skips the update on all; so does a
+        count of 0. The device decides; the host reads the norm once all work is queued, unless state is on the host.
         """
         s = self.settings
         count = torch.as_tensor(count, dtype=torch.float64, device=self.mesh.device)
@@ -142,7 +132,7 @@ class Optimizer:
         return Update(grad_norm, lr, skipped, faults)
 
     def _unseen_by_norm(self) -> Iterator[Tensor]:
-        """The parameters, and gradients that another rank's norm counts."""
+        """Parameters, and gradients that another rank's norm counts."""
         for shard in self.shards:
             yield shard.local
             if shard.local.grad is not None and not all(region.owned for region in shard.regions):
@@ -156,7 +146,7 @@ class Optimizer:
                 yield f"{kind} {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """The rule's state: kind -> parameter name -> tensor of its shard's shape; zeros before the first step."""
+        """Kind -> parameter name -> state of its shard; zeros before the first step."""
         self.rule.begin(self.steps)
         return {kind: {s.name: self.rule.state[s.local][kind] for s in self.shards} for kind in self.rule.state_names}
 

@@ -1,7 +1,4 @@
-"""Whether ranks that hold copies of the same tensor slice still hold the same bits: parameters, optimizer state, buffers.
-
-Equal operations on equal bits leave equal bits, so a difference means that a device or its memory made a mistake.
-"""
+"""Whether ranks that hold copies of a tensor still hold the same bits; if not, a device made a mistake."""
 
 import hashlib
 import json
@@ -26,7 +23,7 @@ NOTHING = 0  # pads the row of a rank that has fewer slices
 
 
 class ReplicaSlice(NamedTuple):
-    """Something that this rank holds; what has the same name on another rank should be the same."""
+    """Slices of the same name on several ranks should be equal."""
 
     name: str
     tensor: Tensor
@@ -37,10 +34,7 @@ class ReplicaSlice(NamedTuple):
 
 
 def check_replicas(model: nn.Module, mesh: Mesh, optimizer: Optimizer | None) -> None:
-    """Raise MachineError on every rank, with the names and the ranks, where copies differ. Collective.
-
-    Two small gathers: who holds what, and a hash of each slice that several hold, computed on the device.
-    """
+    """Raise MachineError on every rank, with names and ranks, where copies differ. Collective."""
     slices = list(_slices(model, optimizer, mesh))
     holders = _gather([item.digest for item in slices], mesh)
     counts = Counter(digest for digests in holders for digest in digests)
@@ -62,7 +56,7 @@ def check_replicas(model: nn.Module, mesh: Mesh, optimizer: Optimizer | None) ->
 
 
 def hash_bits(x: Tensor) -> Tensor:
-    """int64 [], on the device; it changes when any one bit of `x` does."""
+    """int64 [], on the device; any one bit of `x` changes it."""
     bits = x.detach().contiguous().view(-1).view(BITS[x.element_size()])
     if hasattr(torch, "hash_tensor"):  # not in the oldest supported torch
         return torch.hash_tensor(bits).view(torch.int64)
@@ -70,7 +64,6 @@ def hash_bits(x: Tensor) -> Tensor:
 
 
 def _slices(model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> Iterator[ReplicaSlice]:
-    """Each region of each parameter, of its optimizer state, and of the buffers."""
     states = {shard.name: optimizer.rule.state.get(shard.local, {}) for shard in optimizer.shards} if optimizer else {}
     params = local_params(model, mesh)
     for param in params:
@@ -89,7 +82,6 @@ def _slices(model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> Iterat
 
 
 def _gather(row: Sequence[int], mesh: Mesh) -> list[list[int]]:
-    """Every rank's row, which may differ in length."""
     own = torch.tensor([len(row), *row], dtype=torch.int64, device=mesh.device)
     sizes = stack_over(own[0], mesh["world"]).tolist()
     padded = torch.nn.functional.pad(own[1:], (0, max(sizes) - len(row)), value=NOTHING)
@@ -97,7 +89,6 @@ def _gather(row: Sequence[int], mesh: Mesh) -> list[list[int]]:
 
 
 def _difference(values: Mapping[int, int]) -> str:
-    """Which ranks differ, from the majority where there is one."""
     groups: dict[int, list[int]] = defaultdict(list)
     for rank, value in values.items():
         groups[value].append(rank)

@@ -20,7 +20,7 @@ from dovetail.weights.safetensors import CHUNK
 
 @dataclass(frozen=True)
 class AtomicDirectory:
-    """Where to write, and where to keep errors of writing. `lead`: this rank writes what exists once."""
+    """`lead`: this rank writes what exists once."""
 
     path: Path
     verdict: CollectiveErrors
@@ -29,10 +29,7 @@ class AtomicDirectory:
 
 @contextmanager
 def staged(target: Path, mesh: Mesh) -> Iterator[AtomicDirectory]:
-    """All ranks write into one hidden directory that becomes `target`, or is removed on an error. Collective.
-
-    `target` may be absent or empty. Everything in the directory is on the disk before the rename.
-    """
+    """All ranks write into a hidden directory that becomes `target`, absent or empty, or is removed on an error. Collective."""
     lead = mesh["world"].rank == 0
     hidden = target.parent / f".tmp-{target.name}-{uuid.uuid4().hex[:8]}"
     with agreed(mesh):
@@ -72,7 +69,7 @@ def refuse_occupied(target: Path) -> None:
 
 
 def refuse_unwritable(path: Path, what: str) -> None:
-    """Raise where nothing could be made at `path`, which may be absent; `what` names it in the error."""
+    """Raise where nothing could be made at `path`, which may be absent."""
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     refusal = f"{what} {path} cannot be written: {folder} is no directory that you may write to"
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
@@ -85,12 +82,11 @@ def refuse_unwritable(path: Path, what: str) -> None:
 
 
 def write_sides(sides: SideFiles, directory: Path) -> dict[str, tuple[int, int]]:
-    """Copy or write each side file; (size, crc32) of what was written."""
     return {name: write_file(directory / name, content) for name, content in sides.items()}
 
 
 def write_file(path: Path, content: Path | bytes) -> tuple[int, int]:
-    """Copy a file, or write bytes, onto the disk; (size, crc32)."""
+    """Copy a file, or write bytes, and sync; (size, crc32)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     size = crc = 0
     with open(path, "xb") as out:
@@ -103,14 +99,13 @@ def write_file(path: Path, content: Path | bytes) -> tuple[int, int]:
 
 
 def file_blocks(path: Path) -> Iterator[bytes]:
-    """A file's content, in blocks of bounded size."""
     with open(path, "rb") as file:
         while block := file.read(CHUNK):
             yield block
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write `content` to `path`; readers see the old file or the new one, whole."""
+    """Readers see the old file or the new one, whole."""
     fresh = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         write_file(fresh, content)
@@ -122,7 +117,6 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def replace_link(link: Path, target: str) -> None:
-    """Make `link` a symlink to `target`, in one step."""
     fresh = link.with_name(f".tmp-{target}-link")
     os.symlink(target, fresh)
     try:
@@ -134,7 +128,7 @@ def replace_link(link: Path, target: str) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents, and sync their entries to disk."""
+    """Make a directory and its parents, synced to disk."""
     missing = [folder for folder in (path.absolute(), *path.absolute().parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -142,7 +136,6 @@ def make_directory(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Sync a directory's entries to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""Reads tensors, or slices of them, from a Hugging Face directory: a rank reads only the bytes that it needs."""
+"""Reads tensors, or slices of them, from a Hugging Face directory."""
 
 from collections.abc import Collection, Iterator
 from functools import partial
@@ -17,7 +17,7 @@ from dovetail.weights.safetensors import TensorFile, parse_json
 
 
 class TensorSource(Protocol):
-    """Named tensors that can be read in slices; `names` in the order of the bytes on disk."""
+    """Named tensors that can be read in slices."""
 
     path: Path
 
@@ -40,12 +40,12 @@ class TensorSource(Protocol):
         ...
 
     def verify_checksums(self, mesh: Mesh) -> None:
-        """Raise on every rank where anything was damaged, before what was read is used. Collective."""
+        """Raise on every rank where anything that was read is damaged. Collective."""
         ...
 
 
 class CheckpointReader:
-    """A directory with `model.safetensors`, or with an index and the files that it names. Never writes."""
+    """A directory with `model.safetensors`, or with an index and its files."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)

@@ -1,7 +1,6 @@
-"""Fills a model from a checkpoint: every rank reads its own slices, after the whole checkpoint was compared with the model.
+"""Fills a model from a checkpoint: every rank reads its own slices.
 
-Everything that is wrong, on any rank, is one error on every rank, before any parameter is touched. As in transformers, a
-tied checkpoint may list either of the tied names or both, and old ones may list tables of rotary frequencies.
+All mismatches, on any rank, are one error on every rank, before any parameter is touched.
 """
 
 import json
@@ -28,8 +27,7 @@ COMPARED = 1 << 24  # elements of two tied tensors compared at a time
 
 
 class NameRules(TypedDict, total=False):
-    """`aliases` maps our names to the source's. `fresh` are not read: the caller fills them. Source tensors that match a
-    pattern of `ignore` (`lm_head.*`) may be left over."""
+    """Our names -> the source's; names that are not read; patterns of source tensors that may be left over."""
 
     aliases: Mapping[str, str]
     fresh: Collection[str]
@@ -43,7 +41,7 @@ def load(model: nn.Module, source: TensorSource, mesh: Mesh, **rules: Unpack[Nam
 
 
 def load_into(params: list[LocalParam], source: TensorSource, mesh: Mesh, **rules: Unpack[NameRules]) -> None:
-    """`load` of tensors sharded like a model's parameters. The caller has `source` verify its checksums. Collective."""
+    """`load` of tensors sharded like parameters; the caller calls `verify_checksums`."""
     present = compare(params, source, mesh, **rules)
     with agreed(mesh):
         _check_ties(present, source)
@@ -62,7 +60,7 @@ def load_into(params: list[LocalParam], source: TensorSource, mesh: Mesh, **rule
 def compare(
     params: list[LocalParam], source: TensorSource, mesh: Mesh, **rules: Unpack[NameRules]
 ) -> dict[str, list[str]]:
-    """Our name of a tensor -> the source's names of it, several where tied; one error on all ranks. Collective."""
+    """Our name of a tensor -> the source's names of it, several where tied. Collective."""
     present: dict[str, list[str]] = {}
     problems: list[str] = []
     aliases = rules.get("aliases", {})
@@ -80,7 +78,6 @@ def compare(
 
 
 def tolerated(name: str, ignore: Collection[str] = ()) -> bool:
-    """Whether a tensor that no parameter asks for may be there."""
     return any(fnmatchcase(name, pattern) for pattern in (*TOLERATED, *ignore))
 
 
@@ -95,7 +92,6 @@ def _check_ties(present: Mapping[str, list[str]], source: TensorSource) -> None:
 
 
 def _equal(source: TensorSource, first: str, other: str) -> bool:
-    """Whether two tensors of a checkpoint are equal, in bounded memory."""
     shape = source.shape(first)
     if shape != source.shape(other):
         return False
@@ -118,7 +114,7 @@ def _mismatch(name: str, shape: tuple[int, ...], dtype: torch.dtype, source: Ten
 def _raise_together(
     problems: list[str], present: Mapping[str, list[str]], source: TensorSource, mesh: Mesh, ignore: Collection[str]
 ) -> None:
-    """Pipeline stages ask for some tensors each, so only all ranks together know the extra ones."""
+    """Only all ranks of a pipeline together know which tensors are extra."""
     message = json.dumps([problems, [name for names in present.values() for name in names]])
     everyone = [json.loads(text) for text in gather_text(message, mesh["world"], mesh.device)]
     merged = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))

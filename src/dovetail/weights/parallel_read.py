@@ -1,7 +1,4 @@
-"""Reads rectangles of tensors from files with several threads.
-
-Each thread reads into one small buffer, checksums it and copies it on while it is in the processor's cache.
-"""
+"""Reads rectangles of tensors from files with several threads, each through a small buffer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +22,7 @@ Job = Callable[[Tensor], object]  # called once, by any thread, with that thread
 
 
 def run_jobs(jobs: Sequence[Job], device: torch.device) -> None:
-    """Run all jobs, in about this order. Their buffers are pinned where `device` is an accelerator."""
+    """Run all jobs, in about this order; `device` is that of their targets."""
     pinned, queue = device.type != "cpu", iter(jobs)
     buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(min(READERS, len(jobs)))]
     if not buffers:
@@ -43,7 +40,7 @@ def run_jobs(jobs: Sequence[Job], device: torch.device) -> None:
 
 
 def blocks(slices: Slices, out: Tensor, max_elements: int) -> Iterator[tuple[Slices, Tensor]]:
-    """Split a rectangle, and the tensor of its shape, into parts of at most `max_elements`, in row-major order."""
+    """Split a rectangle and its target into parts of at most `max_elements`, in row-major order."""
     if out.numel() <= max_elements or not slices:
         yield slices, out
         return
@@ -59,17 +56,16 @@ def blocks(slices: Slices, out: Tensor, max_elements: int) -> Iterator[tuple[Sli
 
 
 def job_parts(slices: Slices, out: Tensor, dtype: torch.dtype) -> Iterator[tuple[Slices, Tensor]]:
-    """Split a rectangle of a stored tensor of `dtype`, and its destination, into parts of a job's size."""
     return blocks(slices, out, JOB_BYTES // dtype.itemsize)
 
 
 def range_elements(shape: Sequence[int], slices: Slices) -> int:
-    """The elements of each contiguous range of a rectangle of a row-major tensor."""
+    """The elements of each contiguous range of a rectangle."""
     return prod(stop - start for start, stop in slices[_last_cut(shape, slices) :])
 
 
 def byte_ranges(shape: Sequence[int], slices: Slices, itemsize: int) -> tuple[list[int], int]:
-    """The contiguous ranges of a rectangle of a row-major tensor: their offsets in order, and their length, in bytes."""
+    """Offsets and length, in bytes, of the contiguous ranges of a rectangle of a row-major tensor."""
     if any(start == stop for start, stop in slices):
         return [], 0
     strides = [itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -80,9 +76,9 @@ def byte_ranges(shape: Sequence[int], slices: Slices, itemsize: int) -> tuple[li
 
 
 def scatter_reads(offsets: Sequence[int], length: int, view: memoryview) -> Iterator[tuple[int, list[memoryview]]]:
-    """(offset, buffers) of the `preadv` calls that bring ranges of a file into `view`, back to back.
+    """(offset, buffers) of the `preadv` calls that read ranges of a file into `view`, back to back.
 
-    Short gaps are read into scratch memory that stays in the cache, which is faster than a call for each range.
+    Short gaps are read into scratch memory, which is faster than a call for each range.
     """
     scratch = memoryview(bytearray(MAX_GAP))
     buffers: list[memoryview] = []
@@ -102,7 +98,7 @@ def scatter_reads(offsets: Sequence[int], length: int, view: memoryview) -> Iter
 
 
 def copy_out(block: Tensor, out: Tensor) -> None:
-    """Copy `block`, on the host, into `out`, which converts it on its own device; `block` may be reused at once."""
+    """Copy a host tensor into `out` and wait; conversion is done on the device of `out`."""
     if out.device.type != "cpu":
         block = block.to(out.device, non_blocking=True)
     out.copy_(block.view(out.shape))
@@ -110,5 +106,4 @@ def copy_out(block: Tensor, out: Tensor) -> None:
 
 
 def _last_cut(shape: Sequence[int], slices: Slices) -> int:
-    """The last dim that a rectangle does not hold whole."""
     return max((dim for dim, (start, stop) in enumerate(slices) if stop - start != shape[dim]), default=0)

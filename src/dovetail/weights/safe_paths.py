@@ -1,7 +1,6 @@
 """Which files of a model directory may be read: those inside it, and no pickles.
 
-File names in an index are untrusted. Only in the hub's cache may links lead out of the directory: from
-`snapshots/REVISION` into `blobs` of the same repository.
+Only the hub's cache may link out of the directory: from `snapshots/REVISION` into its `blobs`.
 """
 
 import os
@@ -22,7 +21,7 @@ SideFiles = Mapping[str, Path | bytes]  # file name -> where to copy it from, or
 
 
 def contained(directory: Path, name: str) -> Path:
-    """The file `name` of `directory`. Raises CheckpointError where it leads outside, by its text or by a link."""
+    """The file `name` of `directory`; names are untrusted. Raises CheckpointError where it leads outside."""
     parts = PurePosixPath(name)
     if not name or re.search("[\0\ud800-\udfff]", name) or "\\" in name or parts.is_absolute() or ".." in parts.parts:
         raise CheckpointError(
@@ -48,7 +47,7 @@ def contained(directory: Path, name: str) -> Path:
 
 
 def side_files(directory: Path | str) -> dict[str, Path]:
-    """All files but the weights: config, generation config, tokenizer, chat template, license and so on."""
+    """All files but the weights."""
     directory = Path(directory)
     files = {}
     for path in sorted([*directory.iterdir(), *directory.glob(f"{SIDE_FOLDER}/*")]):
@@ -60,7 +59,6 @@ def side_files(directory: Path | str) -> dict[str, Path]:
 
 
 def refuse_without_safetensors(directory: Path) -> None:
-    """Raise for a directory without readable weights; for pickled ones the error names the conversion."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; expected one with config.json and {SINGLE} or {INDEX}")
     pickled = sorted(path.name for path in directory.iterdir() if path.name.endswith(PICKLED))

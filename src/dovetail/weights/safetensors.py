@@ -1,7 +1,4 @@
-"""Safetensors files: a header is checked completely before any data is read; files are written tensor by tensor.
-
-Slices are read with positioned reads, and nothing is mapped into memory (docs/adr/007-own-safetensors-reader.md).
-"""
+"""Safetensors files: strict headers, positioned reads, writes tensor by tensor (docs/adr/007-own-safetensors-reader.md)."""
 
 import ctypes
 import json
@@ -52,7 +49,7 @@ CHUNK = 1 << 26  # bytes of one read or write; the kernel moves at most 2 GiB at
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: the bytes [start, stop) of its file."""
+    """The bytes [start, stop) of a file."""
 
     name: str
     dtype: torch.dtype
@@ -63,8 +60,6 @@ class Entry:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor to be written."""
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -75,7 +70,7 @@ class TensorSpec:
 
 
 def parse_json(data: bytes, what: str) -> dict[str, Any]:
-    """A JSON object without repeated keys; anything else is a `CheckpointError` that names `what`."""
+    """A JSON object without repeated keys, or a CheckpointError that names `what`."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
@@ -94,12 +89,11 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
 
 
 def dump_json(value: Mapping[str, Any]) -> bytes:
-    """The content of an indented JSON file."""
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
 class TensorFile:
-    """An open safetensors file whose header has been checked. `bytes_read` counts tensor data."""
+    """An open file with a valid header. `bytes_read` counts tensor data."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -122,7 +116,7 @@ class TensorFile:
             os.close(self._fd)
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """The tensor, or a rectangle of it, as a new tensor on the CPU."""
+        """The tensor, or a rectangle of it, on the CPU."""
         entry = self.entries[name]
         slices = tuple((0, length) for length in entry.shape) if slices is None else slices
         assert len(slices) == len(entry.shape), f"{name}: {len(slices)} slices of {len(entry.shape)} dims"
@@ -133,10 +127,7 @@ class TensorFile:
         return out
 
     def fill(self, name: str, slices: Slices, out: Tensor, buffer: Tensor, *, checksum: bool = False) -> int:
-        """Read a rectangle into `out`, of any dtype, device and strides, through `buffer` [bytes].
-
-        Returns the CRC-32 of the rectangle's bytes, or 0 without `checksum`.
-        """
+        """Read a rectangle into any `out` through `buffer` [bytes]; its CRC-32 with `checksum`, else 0."""
         entry, crc = self.entries[name], 0
         in_place = out.device.type == "cpu" and out.dtype == entry.dtype and out.is_contiguous()
         for block, part in _blocks(entry, slices, out, len(buffer)):
@@ -148,7 +139,7 @@ class TensorFile:
         return crc
 
     def checksum(self, name: str, start: int, stop: int, buffer: Tensor) -> int:
-        """The CRC-32 of the bytes [start, stop) of a tensor, read through `buffer`."""
+        """The CRC-32 of the bytes [start, stop) of a tensor."""
         crc, view, base = 0, memory_of(buffer), self.entries[name].start
         for at in range(start, stop, len(buffer)):
             block = view[: stop - at]
@@ -158,7 +149,6 @@ class TensorFile:
         return crc
 
     def _read_exactly(self, entry: Entry, slices: Slices, out: Tensor) -> None:
-        """Read a rectangle into the contiguous host tensor `out`."""
         view = memory_of(out)
         for offset, buffers in scatter_reads(*byte_ranges(entry.shape, slices, entry.dtype.itemsize), view):
             self._fill(buffers, entry.start + offset)
@@ -193,7 +183,7 @@ def _blocks(entry: Entry, slices: Slices, out: Tensor, num_bytes: int) -> Iterat
 
 
 def _opened(path: Path) -> int:
-    """A descriptor to read from. Checkpoints of a thousand ranks may need a higher limit of open files: it is raised."""
+    """Open a file, with a higher limit of open files where a checkpoint of many ranks needs it."""
     try:
         return os.open(path, os.O_RDONLY)
     except OSError as error:
@@ -206,9 +196,9 @@ def _opened(path: Path) -> int:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy; the caller keeps the tensor alive.
+    """The bytes of a contiguous CPU tensor, which the caller keeps alive.
 
-    Not through numpy, which would forbid resizing the storage, as `memory.OffloadedState` does.
+    Not through numpy: `memory.OffloadedState` could not resize the storage.
     """
     assert tensor.is_contiguous() and tensor.device.type == "cpu", "only plain memory has an address to read from"
     num_bytes = tensor.numel() * tensor.element_size()
@@ -218,7 +208,6 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def _parse_header(data: bytearray, size: int, what: str) -> dict[str, Entry]:
-    """Every tensor of a file of `size` bytes that begins with `data`, in the order of their bytes."""
     entries = []
     for name, value in parse_json(bytes(data[8:]), f"the header of {what}").items():
         if name == "__metadata__":
@@ -258,7 +247,7 @@ def _parse_entry(name: str, value: Any, base: int, what: str) -> Entry:
 
 
 class TensorFileWriter:
-    """Writes one safetensors file: the header first, then the tensors in the header's order."""
+    """Writes the header, then the tensors in its order."""
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
         self.path, self._waiting = path, list(specs)[::-1]
@@ -287,7 +276,7 @@ class TensorFileWriter:
         self._write(view)
 
     def close(self) -> None:
-        """Sync to disk. A file that was closed early is truncated, and no reader accepts it."""
+        """Sync to disk."""
         assert not self._waiting, f"{self.path}: {self._waiting[-1].name} was never written"
         os.fsync(self._file.fileno())
         self._file.close()

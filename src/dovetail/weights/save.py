@@ -31,10 +31,7 @@ def save(
     shard_bytes: int = SHARD_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """Write `model` and its side files as the HF directory `path`, complete or not at all. Collective.
-
-    `dtype_of` and `listed` are those of `stream.export`.
-    """
+    """Write `model` and its side files as the HF directory `path`, complete or not at all. Collective."""
     exported = export(model, mesh, dtype_of=dtype_of, listed=listed)
     write_hf(
         Path(path),
@@ -55,7 +52,7 @@ def write_hf(
     sides: SideFiles,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the tensors of `produce` as an HF directory: weight files by all ranks, the rest by rank 0. Collective."""
+    """Write the tensors of `produce` as an HF directory. Collective."""
     files = split_files(specs, shard_bytes)
     world = mesh["world"]
     # Consecutive files have different writers; taking their tensors in turn keeps all writers busy.
@@ -77,7 +74,7 @@ def write_hf(
 
 
 def split_files(specs: Sequence[TensorSpec], shard_bytes: int) -> dict[str, list[TensorSpec]]:
-    """File name -> its tensors, in order, each file within `shard_bytes` unless one tensor is larger."""
+    """File name -> its tensors, each file within `shard_bytes` unless one tensor is larger."""
     groups: list[list[TensorSpec]] = [[]]
     free = shard_bytes
     for spec in specs:
@@ -94,7 +91,7 @@ def split_files(specs: Sequence[TensorSpec], shard_bytes: int) -> dict[str, list
 def _write_files(
     stage: AtomicDirectory, local: dict[str, list[TensorSpec]], order: Sequence[str], produce: Produce
 ) -> None:
-    """Consume every tensor and write this rank's. An error is kept: the others' collectives must match."""
+    """Write this rank's tensors. After an error the rest is consumed: the others' collectives must match."""
     file_of = {spec.name: file for file, specs in local.items() for spec in specs}
     remaining = {file: len(specs) for file, specs in local.items()}
     writers: dict[str, TensorFileWriter] = {}

@@ -1,4 +1,4 @@
-"""Which regions of the checkpoint's tensors a rank holds, by the placements of a model's parameters."""
+"""Which regions of the checkpoint's tensors a rank holds."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ Dtypes = Callable[[str], torch.dtype | None]  # the dtype that a checkpoint tens
 
 @dataclass(frozen=True)
 class LocalParam:
-    """One parameter of this rank, under its checkpoint's name; `tied` are other names of the same tensor."""
+    """One parameter of this rank, under its checkpoint's name."""
 
     name: str
     placement: Placement
@@ -41,7 +41,7 @@ class LocalParam:
 
 @dataclass(frozen=True)
 class ParamShard:
-    """A region that this rank holds, and `read` for its bytes in their final dtype."""
+    """A region that this rank holds; `read` gives it in `dtype`."""
 
     region: Region
     dtype: torch.dtype
@@ -49,10 +49,7 @@ class ParamShard:
 
 
 def local_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[LocalParam]:
-    """Every parameter of `model` on this rank, in the model's order, then the buffers that checkpoints hold.
-
-    `as_wrapped`: the regions are those under FSDP2, though it does not wrap the model.
-    """
+    """Every parameter of `model` on this rank, then its persistent buffers; `as_wrapped`: as if FSDP2 wrapped it."""
     reshard(model)
     params, ties = dict(model.named_parameters()), tied_names(model)
     checkpoint_name: Callable[[str], str] = model.stored_name if isinstance(model, StagedModel) else str
@@ -71,20 +68,19 @@ def local_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> l
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The persistent buffers of `model`, by name. Every rank holds them whole."""
+    """The persistent buffers by name. Every rank holds them whole."""
     buffers = dict(model.named_buffers())
     return {name: buffers[name] for name in model.state_dict(keep_vars=True) if name in buffers} if buffers else {}
 
 
 def parameters_in(dtype: torch.dtype, model: nn.Module) -> Dtypes:
-    """The `Dtypes` of parameters in `dtype`. Buffers keep their own: rounding a router's bias changes its choice."""
+    """Parameters in `dtype`. Buffers keep their own: rounding a router's bias changes its choice."""
     stored: Callable[[str], str] = model.stored_name if isinstance(model, StagedModel) else str
     kept = {stored(name) for name in kept_buffers(model)}
     return lambda name: None if name in kept else dtype
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -107,7 +103,7 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def export_names(region_name: str, tied: tuple[str, ...], listed: Collection[str] | None) -> tuple[str, ...]:
-    """The names under which a tensor is exported: its own, or a tied tensor's names that the source lists."""
+    """A tensor's name, or a tied tensor's names that the source lists."""
     if not tied or listed is None:
         return (region_name,)
     return tuple(name for name in (region_name, *tied) if name in listed) or (region_name,)
@@ -116,7 +112,7 @@ def export_names(region_name: str, tied: tuple[str, ...], listed: Collection[str
 def param_shards(
     params: list[LocalParam], dtype_of: Dtypes, listed: Collection[str] | None = None
 ) -> Iterator[tuple[str, ParamShard]]:
-    """(checkpoint name, piece) of everything that this rank holds, in the model's order."""
+    """(checkpoint name, shard) of everything that this rank holds."""
     for param in params:
         for region in param.regions:
             for name in export_names(region.checkpoint_name, param.tied, listed):
@@ -125,23 +121,21 @@ def param_shards(
 
 
 def add_piece(pieces: dict[str, ParamShard], name: str, piece: ParamShard) -> None:
-    """Add a piece of the tensor `name`; a rank's second has the key NAME#1."""
+    """Add a piece of tensor `name`; a rank's second has the key NAME#1."""
     pieces[f"{name}#{len(keys_of(name, pieces))}" if name in pieces else name] = piece
 
 
 def keys_of(name: str, pieces: Mapping[str, ParamShard]) -> list[str]:
-    """The keys of a tensor's pieces."""
     keys = (f"{name}#{i}" if i else name for i in count())
     return list(takewhile(pieces.__contains__, keys))
 
 
 def tensor_of(key: str, names: Collection[str]) -> str:
-    """The tensor name, of `names`, that a piece's key belongs to."""
     return key if key in names else key.rpartition("#")[0]
 
 
 def export_specs(params: list[LocalParam], dtype_of: Dtypes, listed: Collection[str] | None = None) -> list[TensorSpec]:
-    """Every checkpoint tensor of this rank's parameters, with regions here or not, in the model's order."""
+    """Every checkpoint tensor of the parameters, whatever of it is held here."""
     return [
         TensorSpec(name, dtype_of(name) or param.local.dtype, shape)
         for param in params
@@ -150,8 +144,7 @@ def export_specs(params: list[LocalParam], dtype_of: Dtypes, listed: Collection[
     ]
 
 
-def own_dtype(name: str) -> None:
-    """The `Dtypes` of unchanged dtypes."""
+def own_dtype(name: str) -> None: ...
 
 
 def _read(local: Tensor, region: Region, dtype: torch.dtype) -> Tensor:

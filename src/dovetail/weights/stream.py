@@ -1,7 +1,6 @@
-"""Whole tensors under their Hugging Face names, one bounded bucket at a time, from any sharded model.
+"""Whole tensors under their Hugging Face names, in bounded buckets, from any sharded model.
 
-Ranks exchange once which regions they hold, and each region gets one owner. A bucket is one all-gather of flat bytes over
-the whole mesh, from which each tensor is assembled, so no axis needs code of its own.
+Each region has one owner. A bucket is one all-gather of flat bytes over the whole mesh.
 """
 
 import json
@@ -34,7 +33,7 @@ BUCKET_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Export:
-    """A model's tensors and their owners; the same on every rank but for `local`, the regions that this rank owns."""
+    """A model's tensors and their owners, the same on every rank; `local`: the regions that this rank owns."""
 
     specs: dict[str, TensorSpec]
     owners: dict[str, list[tuple[int, Slices]]]  # tensor -> (world rank, the rectangle that it owns)
@@ -51,10 +50,9 @@ class _Bucket:
 def export(
     model: nn.Module, mesh: Mesh, *, dtype_of: Dtypes = own_dtype, listed: Collection[str] | None = None
 ) -> Export:
-    """Agree on the tensors and their owners. Collective.
+    """Agree on tensors and owners. Collective.
 
-    `dtype_of` gives the dtype of each tensor (None: the parameter's own). `listed` are the source checkpoint's names: tensors
-    follow their order, and a tied weight is exported under those of its names that are listed.
+    `dtype_of`: the dtype of each tensor. `listed`: the source's names, whose order and choice of tied names are kept.
     """
     return export_params(stored(model, mesh), mesh, dtype_of=dtype_of, listed=listed)
 
@@ -67,7 +65,7 @@ def export_params(
     listed: Collection[str] | None = None,
     prefix: str = "",
 ) -> Export:
-    """`export` of tensors sharded like a model's parameters, named `prefix` + the parameter's name. Collective."""
+    """`export` of tensors sharded like parameters, named `prefix` + name. Collective."""
     held = [(prefix + name, piece) for name, piece in param_shards(params, dtype_of, listed)]
     message = [
         [(prefix + spec.name, CODES[spec.dtype], spec.shape) for spec in export_specs(params, dtype_of, listed)],
@@ -96,7 +94,7 @@ def export_params(
 
 
 def spread(holders: Mapping[Named, Sequence[int]], num_bytes: Mapping[Named, int], world: int) -> dict[Named, int]:
-    """Each region's owner among the ranks that hold it: the largest first, to the rank that owns the fewest bytes."""
+    """Each region's owner among its holders: the largest first, to the rank with the fewest bytes."""
     loads = [0] * world
     chosen: dict[Named, int] = {}
     for region in sorted(holders, key=lambda region: (len(holders[region]) > 1, -num_bytes[region])):
@@ -114,9 +112,9 @@ def stream(
     dtype_of: Dtypes = own_dtype,
     listed: Collection[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, whole tensor) of every parameter, on every rank in the same order. Collective until it is exhausted.
+    """(HF name, whole tensor) of every parameter, in the same order on every rank. Collective until exhausted.
 
-    `bucket_bytes` bounds what is gathered at once, unless a single tensor is larger.
+    `bucket_bytes` bounds what is gathered at once, unless one tensor is larger.
     """
     exported = export(model, mesh, dtype_of=dtype_of, listed=listed)
     return gather_whole(exported, mesh, list(exported.specs), bucket_bytes)
@@ -125,7 +123,7 @@ def stream(
 def gather_whole(
     exported: Export, mesh: Mesh, order: Sequence[str], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors named in `order`, whole on every rank. Collective until it is exhausted."""
+    """The tensors of `order`, whole on every rank. Collective until exhausted."""
     for bucket in _buckets(exported, order, mesh["world"].size, bucket_bytes):
         yield from _whole_tensors(exported, mesh, bucket)  # a generator of its own frees its memory before the next
 
@@ -149,7 +147,7 @@ def _whole_tensors(exported: Export, mesh: Mesh, bucket: _Bucket) -> Iterator[tu
 
 
 def _buckets(exported: Export, order: Sequence[str], world: int, bucket_bytes: int) -> Iterator[_Bucket]:
-    """Consecutive tensors whose gathered size, `world` times the longest rank's share, stays within the bound."""
+    """Consecutive tensors; `world` times the longest rank's share stays within the bound."""
 
     def place(name: str, ends: Sequence[int]) -> tuple[dict[Named, int], list[int]]:
         placed, ends = {}, list(ends)
@@ -179,5 +177,4 @@ def _num_bytes(slices: Slices, spec: TensorSpec) -> int:
 
 
 def _view(flat: Tensor, start: int, slices: Slices, spec: TensorSpec) -> Tensor:
-    """The rectangle stored at `start` of a row of bytes."""
     return view_at(flat, start, spec.dtype, [stop - begin for begin, stop in slices])
