@@ -35,7 +35,7 @@ from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.retention import Retention
 from dovetail.engine.native import NativeEngine
 from dovetail.memory import wait_for
-from dovetail.weights.parallel_read import READERS, STRETCH
+from dovetail.weights.parallel_read import JOB_BYTES, READERS
 from dovetail.weights.safetensors import memory_of
 
 ROLE, CHUNK = "policy", 1 << 26
@@ -122,7 +122,7 @@ class Bench:
             found["call"].append(time.perf_counter() - start)
             self._steps()
             found["saving"].append(time.perf_counter() - start)
-            saver.settle()
+            saver.finish()
             with self._other_process():
                 found["beside"].append(_seconds(self._steps))
         found = {name: seconds[1:] for name, seconds in found.items()}
@@ -158,7 +158,7 @@ class Bench:
     def _save(self, name: str, *, background: bool) -> Path:
         saver = self._saver(name, background=background)
         self._begin(saver, 0)
-        saver.settle()
+        saver.finish()
         return (saver.folder / "step_000000").resolve()
 
     def _removed(self, path: Path) -> None:
@@ -178,7 +178,7 @@ class Bench:
         self._forget()
         reader = ShardedReader(self.whole)
         self.engine.load_training(ROLE, reader, 1)
-        reader.settle(self.engine.mesh, training=True)
+        reader.verify_checksums(self.engine.mesh, training=True)
 
     def _read(self) -> None:
         """As many threads as ours, no checksum, into memory that is there."""
@@ -186,7 +186,7 @@ class Bench:
         view, at, jobs = memory_of(self.room), 0, []
         for path in self.files:
             size = path.stat().st_size
-            spans = [(start, min(size, start + STRETCH)) for start in range(0, size, STRETCH)]
+            spans = [(start, min(size, start + JOB_BYTES)) for start in range(0, size, JOB_BYTES)]
             jobs += [partial(_read_part, path, start, view[at + start : at + stop]) for start, stop in spans]
             at += size
         with ThreadPoolExecutor(READERS) as threads:

@@ -151,7 +151,7 @@ def _float32(folder: str, mesh: Mesh) -> dict[str, float]:
     on_device = batch.to(device)
     (_objective(wanted, on_device).total / on_device.mask.sum()).backward()
     engine.train_step(batch, _objective)
-    state = engine.optimizer.adamw.state
+    state = engine.optimizer.rule.state
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     largest = max(float(grad.abs().max()) for grad in expected.values())
     worst = 0.0

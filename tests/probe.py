@@ -21,7 +21,7 @@ PROBE = OptimSettings(lr=0.0, betas=(0.0, 0.95), clip_norm=None)
 
 def gradients(engine: NativeEngine) -> tuple[dict[str, Tensor], float]:
     """The gradients of the last step of an engine made with `PROBE`, and by how much ranks disagree. Collective."""
-    state = engine.optimizer.adamw.state
+    state = engine.optimizer.rule.state
     return assemble(engine, lambda shard: state[shard.local]["exp_avg"])
 
 

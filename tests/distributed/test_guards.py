@@ -28,7 +28,7 @@ from dovetail.optim import optimizer
 from dovetail.optim.assembly import Shard
 from dovetail.optim.grads import reduce_partial
 from dovetail.optim.optimizer import OptimSettings
-from dovetail.optim.replicas import _difference, _pieces, hash_bits
+from dovetail.optim.replicas import _difference, _slices, hash_bits
 from dovetail.parallel.collectives import gather_text
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
@@ -61,7 +61,7 @@ def engine_of(path: Path, layout: str, watch: StepWatch | None = None, budget: i
 def snapshot(engine: NativeEngine) -> list[Tensor]:
     """Everything that a skipped step may not touch."""
     optimizer = engine.optimizer
-    states = [optimizer.adamw.state[shard.local] for shard in optimizer.shards]
+    states = [optimizer.rule.state[shard.local] for shard in optimizer.shards]
     moments = [state[kind].clone() for state in states for kind in sorted(state)]
     return [torch.tensor(optimizer.steps), *(s.local.detach().clone() for s in optimizer.shards), *moments]
 
@@ -247,7 +247,7 @@ def flipped(path: Path, layout: str, flips: int) -> tuple[int, int, list[str]]:
         engine.check_replicas()
         engine.train_step(batch, tokenwise)
     engine.check_replicas()
-    pieces = {piece.name: piece.tensor for piece in _pieces(engine.model, engine.optimizer, engine.mesh)}
+    pieces = {piece.name: piece.tensor for piece in _slices(engine.model, engine.optimizer, engine.mesh)}
     everyone = [set(json.loads(text)) for text in gather_text(json.dumps(list(pieces)), world)]
     draw, found, wrong = random.Random(layout), 0, []
     copied = sorted({name for names in everyone for name in names if sum(name in other for other in everyone) > 1})

@@ -91,9 +91,7 @@ def slopes(path: str, aggregation: str) -> tuple[float, float]:
         engine = from_pretrained(path, dtype=torch.float64, device="cpu", options=options)
         batch = batch.with_routing(engine.score_and_trace(batch)[1])
         engine.train_step(batch, SFTLoss())
-        found.append(
-            {s.name: engine.optimizer.adamw.state[s.local]["exp_avg"].clone() for s in engine.optimizer.shards}
-        )
+        found.append({s.name: engine.optimizer.rule.state[s.local]["exp_avg"].clone() for s in engine.optimizer.shards})
     slope = {name: found[1][name] - found[0][name] for name in found[0]}
 
     def cost(step: float) -> float:

@@ -75,7 +75,7 @@ def engine_of(
     options = EngineOptions(optim=ADAMW, engine=engine, offload_optimizer=hosted, tokens_per_batch=96)
     found = from_pretrained(source, layout=Layout.parse(text) if text else None, device="cpu", options=options, **more)
     with mock.patch.object(adamw, "BUCKET_BYTES", BUCKET):
-        assert isinstance(found.optimizer.adamw, CPUOffloadAdamW) == hosted
+        assert isinstance(found.optimizer.rule, CPUOffloadAdamW) == hosted
     return found
 
 
@@ -86,9 +86,9 @@ def bits(engine: NativeEngine) -> dict[str, int]:
         "updates": engine.updates,
         **{s.name: int(hash_bits(s.local)) for s in optimizer.shards if s.local.numel()},
     }
-    for kind, tensors in optimizer.moments().items():
+    for kind, tensors in optimizer.state_tensors().items():
         found |= {f"{kind} {name}": int(hash_bits(x)) for name, x in tensors.items() if x.numel()}
-    steps = {float(state["step"]) for state in optimizer.adamw.state.values()}
+    steps = {float(state["step"]) for state in optimizer.rule.state.values()}
     assert steps == {float(engine.updates)}
     return found
 
@@ -107,14 +107,14 @@ def twins(folder: Path, cuts: tuple[Cut, ...]) -> None:
         hosted.check_replicas()
         if text.startswith("tp=2"):
             if hosted.mesh["world"].rank == 0:
-                hosted.optimizer.moments()["exp_avg"]["model.norm.weight"][0].mul_(2)
+                hosted.optimizer.state_tensors()["exp_avg"]["model.norm.weight"][0].mul_(2)
             with pytest.raises(MachineError, match=r"model\.norm\.weight.*exp_avg"):
                 hosted.check_replicas()
 
 
 def hosted_of(engine: NativeEngine) -> CPUOffloadAdamW:
-    assert isinstance(engine.optimizer.adamw, CPUOffloadAdamW)
-    return engine.optimizer.adamw
+    assert isinstance(engine.optimizer.rule, CPUOffloadAdamW)
+    return engine.optimizer.rule
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
@@ -133,11 +133,11 @@ def moved(source: Path) -> None:
         assert [report.skipped for report in reports] == [given is poison] * 2
         assert reports[0].grad_norm == reports[1].grad_norm or given is poison
         if not number:
-            assert not hosted.optimizer.adamw.state, "a skipped step left moments"
+            assert not hosted.optimizer.rule.state, "a skipped step left moments"
             continue
         assert bits(resident) == bits(hosted)
         assert (bits(hosted) == before) == (given is poison)
-        waiting = [x for tensors in hosted.optimizer.moments().values() for x in tensors.values()]
+        waiting = [x for tensors in hosted.optimizer.state_tensors().values() for x in tensors.values()]
         places = [x.data_ptr() for x in waiting]
         hosted.offload()
         assert {s.local.untyped_storage().size() for s in hosted.optimizer.shards} == {0}
@@ -213,7 +213,7 @@ def measured(source: Path) -> None:
         for shard in engine.optimizer.shards:
             shard.local.grad = torch.zeros_like(shard.local)
         with Peak() as peak:
-            engine.optimizer.adamw.step()
+            engine.optimizer.rule.step()
         peaks[mode] = peak.most
         if mode:
             largest = max(bucket.num_bytes for bucket in hosted_of(engine).buckets)

@@ -50,7 +50,7 @@ def padded(path: Path) -> tuple[dict[str, int], float]:
         outside = torch.ones_like(shard.local, dtype=torch.bool)
         for region in shard.regions:
             outside[as_index(region.local_slice)] = False
-        state = engine.optimizer.adamw.state[shard.local]
+        state = engine.optimizer.rule.state[shard.local]
         for tensor in (shard.local, state["exp_avg"], state["exp_avg_sq"]):
             assert not tensor[~outside].isnan().any()
             largest = max(largest, float(tensor.detach()[outside].abs().nan_to_num(nan=torch.inf).sum()))

@@ -95,7 +95,7 @@ def engine_of(source: Path, cut: Cut, head: Any) -> NativeEngine:
 def save(engine: NativeEngine, path: Path) -> None:
     exports = engine.export_training(ROLE, with_model=True)
     specs = [spec for export in exports for spec in export.specs.values()]
-    mine = {name: piece for export in exports for name, piece in export.mine.items()}
+    mine = {name: piece for export in exports for name, piece in export.local.items()}
     mesh = engine.mesh
     state = {"updates": engine.updates}
     write_sharded(path, mesh, specs, {mesh["world"].rank: mine}, mesh.layout, sides={}, state=state)
@@ -118,7 +118,7 @@ def write_reference(source: Path, path: Path, head: str) -> dict[str, Tensor]:
     engine = engine_of(source, CUTS[1][0], head)
     draw = torch.Generator().manual_seed(3)
     engine.optimizer.resume(UPDATES)
-    moments = engine.optimizer.moments()
+    moments = engine.optimizer.state_tensors()
     for name, param in engine.model.named_parameters():
         local = param.to_local() if hasattr(param, "to_local") else param
         for tensor in (local.data, *(moments[kind][name] for kind in KINDS[1:])):
@@ -141,7 +141,7 @@ def through(source: Path, cuts: Sequence[Cut], head: str, loads: Sequence[Path],
             reader = ShardedReader(path)
             engine.load_training(ROLE, reader, (reader.manifest.state or {})["updates"])
             seen = {name: tensor.clone() for name, tensor in whole(engine)}
-            steps = {float(state["step"]) for state in engine.optimizer.adamw.state.values()} | {float(engine.updates)}
+            steps = {float(state["step"]) for state in engine.optimizer.rule.state.values()} | {float(engine.updates)}
             found.append((path.name, cut, seen if engine.mesh["world"].rank == 0 else {}, steps))
         if saves is not None:
             save(engine, saves / f"{cut[0]} {cut[1]}")

@@ -16,8 +16,7 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.errors import ConfigError
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn.activation_checkpoint import Recompute
-from dovetail.optim.lr import lr_factor
-from dovetail.optim.optimizer import OptimSettings
+from dovetail.optim.optimizer import OptimSettings, lr_factor
 from dovetail.parallel.layout import Layout
 from tests.distributed.bodies import BUDGET, made, tokenwise
 from tests.harness import run
@@ -116,7 +115,7 @@ def skipping(path: Path, layout: Layout) -> None:
     assert report.skipped
     assert report.lr == pytest.approx(1e-2 / 4)
     assert engine.optimizer.steps == 0
-    assert not engine.optimizer.adamw.state, "a skipped step left moments"
+    assert not engine.optimizer.rule.state, "a skipped step left moments"
     assert all(shard.source.grad is None for shard in engine.optimizer.shards)
     assert worst_error(parameters(engine)[0], before)[0] == EXACT
     for wanted in (1, 2):
@@ -159,7 +158,7 @@ def unlearned(path: Path, layout: Layout) -> None:
     report = engine.train_step(batch.with_mask(torch.zeros_like(batch.mask)), objective)
     assert (report.grad_norm, report.skipped, report.faults) == (0.0, True, {})
     assert all(map(math.isnan, (report.loss, *report.metrics.values()))), "means of nothing"
-    assert (engine.updates, dict(engine.optimizer.adamw.state)) == (0, {})
+    assert (engine.updates, dict(engine.optimizer.rule.state)) == (0, {})
 
 
 def test_a_batch_without_counted_tokens_is_no_step(folder: Path) -> None:
@@ -214,7 +213,7 @@ def narrow(path: Path, layout: Layout) -> list[float]:
     engine.train_step(batch.with_fields(old=exact, temperature=exact), loss)
     assert loss.dtypes == {torch.float32}
     assert {s.local.dtype for s in engine.optimizer.shards} == {torch.float32}
-    assert {state["exp_avg"].dtype for state in engine.optimizer.adamw.state.values()} == {torch.float32}
+    assert {state["exp_avg"].dtype for state in engine.optimizer.rule.state.values()} == {torch.float32}
     return loss.seen
 
 

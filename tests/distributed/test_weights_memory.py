@@ -108,7 +108,9 @@ def _sparse_state(engine: NativeEngine, path: Path) -> None:
 def _load_state(source: Path, layout: Layout) -> dict[str, int]:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
     engine = from_pretrained(source, layout=layout, device="cpu")
-    own = sum(tensor.numel() * 4 for tensors in engine.optimizer.moments().values() for tensor in tensors.values())
+    own = sum(
+        tensor.numel() * 4 for tensors in engine.optimizer.state_tensors().values() for tensor in tensors.values()
+    )
     own += sum(param.local.numel() * 4 for param in local_params(engine.model, engine.mesh))
     path = source.parent / "state"
     if engine.mesh["world"].rank == 0:
@@ -116,7 +118,7 @@ def _load_state(source: Path, layout: Layout) -> dict[str, int]:
     else:
         engine.export_training(ROLE)
     gather_text("", engine.mesh["world"])
-    for tensors in engine.optimizer.moments().values():
+    for tensors in engine.optimizer.state_tensors().values():
         for tensor in tensors.values():
             tensor.fill_(1.0)  # zeros that nobody has written take no memory yet
     before = resident("VmRSS") - own

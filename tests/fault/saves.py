@@ -55,7 +55,7 @@ class Run:
         world = self.mesh["world"]
         export = export_of(made_of(order, world.size), world.rank, world.size)
         self.saver.save(step, [export], SIDES, state_of(order, step, world.size))
-        self.saver.settle()
+        self.saver.finish()
 
 
 def order_of(reader: ShardedReader) -> int:

@@ -54,7 +54,7 @@ def open_whole(folder: Path, mesh: Mesh, step: int | None = None) -> tuple[Shard
     def attempt(damaged: Mapping[str, str]) -> tuple[ShardedReader | None, list[str]]:
         reader, passed_over = open_newest(folder, mesh, step, damaged)
         if reader is not None:
-            reader.settle(mesh, training=True)
+            reader.verify_checksums(mesh, training=True)
         return reader, passed_over
 
     return from_a_whole_step(folder, attempt)

@@ -27,7 +27,7 @@ def tiny_engine(source: Path, layout: Layout | None = None, **options: Any) -> N
 
 def fill(engine: NativeEngine, value: float) -> None:
     """Have every weight and moment be made of `value`, so that two saves cannot be mixed unseen."""
-    moments = engine.optimizer.moments()
+    moments = engine.optimizer.state_tensors()
     with torch.no_grad():
         for shard in engine.optimizer.shards:
             shard.local.fill_(value)
@@ -52,7 +52,7 @@ def saver_of(engine: NativeEngine, folder: Path, *, keep: int = 10, background: 
 def save(saver: Saver, engine: NativeEngine, step: int, state: Mapping[str, Any]) -> None:
     """One save, to its end."""
     saver.save(step, engine.export_training(ROLE, with_model=True), engine.origin.sides, state)
-    saver.settle()
+    saver.finish()
 
 
 def write_steps(source: Path, folder: Path, layout: Layout | None = None, steps: int = 2) -> None:

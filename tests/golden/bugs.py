@@ -75,7 +75,7 @@ def unsummed(shards: Iterable[Shard], _mesh: Mesh) -> None:
         shard.collect_grad()
 
 
-def own_norm(shards: Iterable[Shard], _mesh: Mesh, _suspects: object) -> Tensor:
+def own_norm(shards: Iterable[Shard], _mesh: Mesh, _watched: object) -> Tensor:
     """The norm of this rank's pieces."""
     return (
         torch.stack([shard.local.grad.square().sum() for shard in shards if shard.local.grad is not None]).sum().sqrt()

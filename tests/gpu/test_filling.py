@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dovetail.parallel.placement import Slices
-from dovetail.weights.parallel_read import ROOM, Job, do_all, stretches
+from dovetail.weights.parallel_read import BUFFER_BYTES, Job, job_parts, run_jobs
 from dovetail.weights.safetensors import TensorFile, TensorFileWriter, TensorSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -18,7 +18,7 @@ def test_rectangles_arrive_whole_in_any_dtype_and_order(tmp_path: Path) -> None:
     names = [f"t{i}" for i in range(6)]
     dtypes = [torch.float32, torch.bfloat16] * 3
     tensors = {n: torch.randn(ROWS, WIDTH).to(dtype) for n, dtype in zip(names, dtypes, strict=True)}
-    assert min(x.numel() * x.element_size() for x in tensors.values()) > 4 * ROOM
+    assert min(x.numel() * x.element_size() for x in tensors.values()) > 4 * BUFFER_BYTES
     writer = TensorFileWriter(tmp_path / "x", [TensorSpec(n, x.dtype, (ROWS, WIDTH)) for n, x in tensors.items()])
     for name, tensor in tensors.items():
         writer.write(name, tensor)
@@ -36,9 +36,9 @@ def test_rectangles_arrive_whole_in_any_dtype_and_order(tmp_path: Path) -> None:
             for slices, out in ((whole, found[name]), (columns, cut[name]), (whole, turned[name].T)):
                 jobs += [
                     lambda room, n=name, s=part, o=place: file.fill(n, s, o, room)  # type: ignore[misc]
-                    for part, place in stretches(slices, out, tensor.dtype)
+                    for part, place in job_parts(slices, out, tensor.dtype)
                 ]
-        do_all(jobs, device)
+        run_jobs(jobs, device)
         for name, tensor in tensors.items():
             expected = tensor.to(device).to(out_dtype)
             assert torch.equal(found[name], expected), name

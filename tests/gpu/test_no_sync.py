@@ -85,8 +85,8 @@ def test_a_step_returns_before_its_update_ends(tmp_path: Path, on_host: bool) ->
         engine = from_pretrained(tmp_path, dtype=torch.bfloat16, device="cuda", options=options)
         assert isinstance(engine, NativeEngine)
         engine.train_step(batch(), SFTLoss())
-        adamw = engine.optimizer.adamw
-        with mock.patch.object(adamw, "step", partial(updated_late, adamw.step) if late else adamw.step):
+        rule = engine.optimizer.rule
+        with mock.patch.object(rule, "step", partial(updated_late, rule.step) if late else rule.step):
             for _step in range(3):
                 engine.train_step(batch(), SFTLoss())
             done = torch.cuda.current_stream().query()

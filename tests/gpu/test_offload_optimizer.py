@@ -65,7 +65,7 @@ def state(engine: NativeEngine) -> dict[str, Tensor]:
     """Parameters and moments, on the host."""
     optimizer = engine.optimizer
     found = {shard.name: shard.local.detach().cpu() for shard in optimizer.shards}
-    for kind, tensors in optimizer.moments().items():
+    for kind, tensors in optimizer.state_tensors().items():
         found |= {f"{kind} {name}": x.cpu() for name, x in tensors.items()}
     return found
 
@@ -76,14 +76,14 @@ def test_equal_gradients_leave_equal_bits(source: Path) -> None:
     for hosted in (False, True):
         engine, draw = engine_of(source, hosted=hosted), torch.Generator("cuda").manual_seed(0)
         optimizer = engine.optimizer
-        optimizer.moments()
+        optimizer.state_tensors()
         for stopped in (0.0, 0.0, 1.0, 0.0):
-            optimizer.adamw.found_inf = torch.tensor(stopped, device="cuda")
+            optimizer.rule.found_inf = torch.tensor(stopped, device="cuda")
             for shard in optimizer.shards:
                 shard.local.grad = torch.randn(shard.local.shape, device="cuda", generator=draw)
             torch.cuda.synchronize()
             with no_waiting():
-                optimizer.adamw.step()
+                optimizer.rule.step()
         torch.cuda.synchronize()
         found.append(state(engine))
     resident, waiting = found
@@ -105,13 +105,13 @@ def test_memory_is_less_by_the_moments_but_for_two_buckets(source: Path) -> None
         peaks[hosted] = torch.cuda.max_memory_allocated() - before
         held[hosted] = torch.cuda.memory_allocated() - before
         moments = 8 * sum(shard.local.numel() for shard in engine.optimizer.shards)
-        tensors = [x for kind in engine.optimizer.moments().values() for x in kind.values()]
+        tensors = [x for kind in engine.optimizer.state_tensors().values() for x in kind.values()]
         assert {x.device.type for x in tensors} == {"cpu" if hosted else "cuda"}
         if hosted:
-            assert isinstance(engine.optimizer.adamw, CPUOffloadAdamW)
-            assert len(engine.optimizer.adamw.buckets) > 3
+            assert isinstance(engine.optimizer.rule, CPUOffloadAdamW)
+            assert len(engine.optimizer.rule.buckets) > 3
             assert all(x.is_pinned() for x in tensors)
-            largest = max(bucket.num_bytes for bucket in engine.optimizer.adamw.buckets)
+            largest = max(bucket.num_bytes for bucket in engine.optimizer.rule.buckets)
     assert abs(held[False] - held[True] - moments) < SMALL
     assert moments - 2 * largest - SMALL < peaks[False] - peaks[True] < moments + SMALL
 
@@ -120,7 +120,7 @@ def test_copies_are_over_when_a_step_is(source: Path) -> None:
     """What the host reads right after a step is what the device has at rest; the engine steps aside and comes back."""
     engine = engine_of(source, hosted=True)
     engine.train_step(batch(), SFTLoss())
-    moments = [x for kind in engine.optimizer.moments().values() for x in kind.values()]
+    moments = [x for kind in engine.optimizer.state_tensors().values() for x in kind.values()]
     at_once = [int(hash_bits(x)) for x in moments]
     torch.cuda.synchronize()
     assert at_once == [int(hash_bits(x)) for x in moments]

@@ -1,6 +1,5 @@
 """Bytes on their way from files to tensors: all of them, each in its place, summed right, whoever reads them."""
 
-import ctypes
 import os
 import random
 import threading
@@ -15,13 +14,13 @@ import torch
 from torch import Tensor
 
 from dovetail.checkpoint.conversion import convert_to_sharded
-from dovetail.checkpoint.reader import ShardedReader, joined
+from dovetail.checkpoint.reader import ShardedReader, combined_crc
 from dovetail.errors import CheckpointError, DamagedError
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index
-from dovetail.weights import async_read, parallel_read, safetensors, strided_read
-from dovetail.weights.parallel_read import blocks, do_all
+from dovetail.weights import parallel_read, safetensors
+from dovetail.weights.parallel_read import blocks, run_jobs
 from dovetail.weights.safetensors import TensorFile, TensorFileWriter, TensorSpec
 from tests.checkpoints import decoder_on, write_tiny
 
@@ -34,9 +33,11 @@ def test_sums_of_stretches_make_that_of_the_whole() -> None:
         data = rng.randbytes(rng.choice([0, 1, 7, 1000]))
         ends = [0, *sorted(rng.choices(range(len(data) + 1), k=rng.randrange(4))), len(data)]
         parts = [(zlib.crc32(data[a:b]), b - a) for a, b in pairwise(ends)]
-        assert joined(parts) == zlib.crc32(data)
-    assert joined([(zlib.crc32(b"a"), 1), (zlib.crc32(bytes(1 << 20)), 1 << 20)]) == zlib.crc32(b"a" + bytes(1 << 20))
-    assert joined([(zlib.crc32(b"b"), 1), (zlib.crc32(b"a"), 1)]) != zlib.crc32(b"ab")
+        assert combined_crc(parts) == zlib.crc32(data)
+    assert combined_crc([(zlib.crc32(b"a"), 1), (zlib.crc32(bytes(1 << 20)), 1 << 20)]) == zlib.crc32(
+        b"a" + bytes(1 << 20)
+    )
+    assert combined_crc([(zlib.crc32(b"b"), 1), (zlib.crc32(b"a"), 1)]) != zlib.crc32(b"ab")
 
 
 def _placed(shape: list[int], dtype: torch.dtype, rng: random.Random) -> Tensor:
@@ -50,28 +51,22 @@ def _placed(shape: list[int], dtype: torch.dtype, rng: random.Random) -> Tensor:
 
 
 def _read_in_small_calls(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the smallest rectangles come as large ones do, in many calls, by one of the ways there are."""
-    monkeypatch.setattr(strided_read, "PLACES", 5)
-    monkeypatch.setattr(async_read, "READS", 3)
-    monkeypatch.setattr(safetensors, "MOST", 20)
-    if way in ("queue", "queue in parts"):
-        monkeypatch.setattr(safetensors, "NEAR", 0)
+    """Have the smallest rectangles come as large ones do, in many calls, with gaps read or skipped."""
+    monkeypatch.setattr(parallel_read, "MAX_BUFFERS", 5)
+    monkeypatch.setattr(safetensors, "MAX_RANGES", 20)
     if way == "apart":
-        monkeypatch.setattr(strided_read, "GAP", 3)
+        monkeypatch.setattr(parallel_read, "MAX_GAP", 3)
     if way == "in parts":
-        whole = strided_read._preadv
+        whole = os.preadv
 
-        def some(fd: int, address: int, _count: int, at: int) -> int:
-            place = (ctypes.c_int64 * 2).from_address(address)
-            return int(whole(fd, (ctypes.c_int64 * 2)(place[0], -(-place[1] // 2)), 1, at))
+        def some(fd: int, buffers: list[memoryview], at: int) -> int:
+            first = buffers[0]
+            return whole(fd, [first[: -(-len(first) // 2)]], at)
 
-        monkeypatch.setattr(strided_read, "_preadv", some)
-    if way == "queue in parts":
-        read = async_read.Queue.read
-        monkeypatch.setattr(async_read.Queue, "read", lambda self, *args: read(self, *args) // 2)
+        monkeypatch.setattr(os, "preadv", some)
 
 
-@pytest.mark.parametrize("way", ["near", "in parts", "apart", "queue", "queue in parts"])
+@pytest.mark.parametrize("way", ["near", "in parts", "apart"])
 @pytest.mark.parametrize("room", [64, 1 << 12])  # rows longer than the buffer, and many rows in it
 def test_any_rectangle_goes_anywhere(room: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _read_in_small_calls(way, monkeypatch)
@@ -91,13 +86,13 @@ def test_any_rectangle_goes_anywhere(room: int, way: str, tmp_path: Path, monkey
         wanted = tensor[as_index(slices)]
         out = _placed(list(wanted.shape), rng.choice(floats) if dtype in floats else dtype, rng)
         file, buffer = TensorFile(path), torch.empty(room, dtype=torch.uint8)
-        crc = file.fill("x", slices, out, buffer, summed=whole)
+        crc = file.fill("x", slices, out, buffer, checksum=whole)
         assert torch.equal(out, wanted.to(out.dtype)), (shape, slices, dtype, out.dtype, out.stride())
         assert crc == (writer.crc32["x"] if whole else 0)
         num_bytes = tensor.numel() * dtype.itemsize
         start, stop = sorted(rng.choices(range(num_bytes + 1), k=2))
         raw = path.read_bytes()[file.entries["x"].start :]
-        assert file.sum("x", start, stop, buffer) == zlib.crc32(raw[start:stop])
+        assert file.checksum("x", start, stop, buffer) == zlib.crc32(raw[start:stop])
 
 
 class Count:
@@ -121,67 +116,43 @@ def wide(tmp_path: Path) -> tuple[TensorFile, Tensor]:
     return TensorFile(tmp_path / "wide"), matrix
 
 
-@pytest.mark.parametrize("queued", [True, False])
 @pytest.mark.parametrize("columns", [16, 3072, 12200])  # 32 bytes, a quarter and nearly all of a row
-def test_columns_are_read_and_handed_on_many_at_once(
-    columns: int, queued: bool, wide: tuple[TensorFile, Tensor], monkeypatch: pytest.MonkeyPatch
+def test_columns_are_read_and_copied_many_at_once(
+    columns: int, wide: tuple[TensorFile, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not row by row: neither in calls of the kernel nor in copies to a device, and no strided memory to copy from."""
     file, matrix = wide
-    if not queued:
-        monkeypatch.setattr(async_read.QUEUES, "take", lambda: None)
-    elif taken := async_read.QUEUES.take():
-        async_read.QUEUES.give_back(taken)
-    else:
-        pytest.skip("this kernel has no queue")
-    handed: list[Tensor] = []
+    copied: list[Tensor] = []
 
     def note(piece: Tensor, out: Tensor) -> None:
-        handed.append(piece)
-        parallel_read.hand_over(piece, out)
+        copied.append(piece)
+        parallel_read.copy_out(piece, out)
 
-    calls = [Count(os.preadv), Count(strided_read._preadv), Count(async_read._call)]
-    for (place, name), count in zip(
-        [(os, "preadv"), (strided_read, "_preadv"), (async_read, "_call")], calls, strict=True
-    ):
-        monkeypatch.setattr(place, name, count)
-    monkeypatch.setattr(safetensors, "hand_over", note)
-    out, room = torch.empty(len(matrix), columns), torch.empty(parallel_read.ROOM, dtype=torch.uint8)
+    reads = Count(os.preadv)
+    monkeypatch.setattr(os, "preadv", reads)
+    monkeypatch.setattr(safetensors, "copy_out", note)
+    out, buffer = torch.empty(len(matrix), columns), torch.empty(parallel_read.BUFFER_BYTES, dtype=torch.uint8)
     bits = torch.empty(len(matrix), columns, dtype=matrix.dtype)
-    file.fill("x", ((0, len(matrix)), (12288 - columns, 12288)), out, room)
+    file.fill("x", ((0, len(matrix)), (12288 - columns, 12288)), out, buffer)
     wanted = matrix[:, 12288 - columns :]
     assert torch.equal(out.view(torch.int32), wanted.float().view(torch.int32))
-    assert len(handed) <= 1 + 1.1 * (2 * out.numel() / parallel_read.ROOM)
-    assert all(piece.is_contiguous() for piece in handed)
-    assert sum(count.calls for count in calls) <= len(matrix) // 32
-    assert (calls[2].calls > 0) == (queued and columns < 12200), "where it is worth it"
+    assert len(copied) <= 1 + 1.1 * (2 * out.numel() / parallel_read.BUFFER_BYTES)
+    assert all(piece.is_contiguous() for piece in copied)
+    assert reads.calls <= len(matrix) // 32
     assert file.bytes_read == 2 * out.numel()
-    file.fill("x", ((0, len(matrix)), (12288 - columns, 12288)), bits, room)
+    file.fill("x", ((0, len(matrix)), (12288 - columns, 12288)), bits, buffer)
     assert torch.equal(bits.view(torch.int16), wanted.view(torch.int16))
 
 
-@pytest.mark.parametrize("queued", [True, False])
-def test_columns_of_a_file_that_is_cut_are_told(
-    queued: bool, wide: tuple[TensorFile, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_of_a_file_that_is_cut_are_reported(wide: tuple[TensorFile, Tensor]) -> None:
     file, matrix = wide
-    if not queued:
-        monkeypatch.setattr(async_read.QUEUES, "take", lambda: None)
     os.truncate(file.path, file.size // 2)
-    room = torch.empty(1 << 20, dtype=torch.uint8)
+    buffer = torch.empty(1 << 20, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match="it was cut while being read"):
-        file.fill("x", ((0, 4096), (0, 3072)), torch.empty(4096, 3072), room)
+        file.fill("x", ((0, 4096), (0, 3072)), torch.empty(4096, 3072), buffer)
     half = torch.empty(2000, 3072)
-    file.fill("x", ((0, 2000), (0, 3072)), half, room)
+    file.fill("x", ((0, 2000), (0, 3072)), half, buffer)
     assert torch.equal(half.view(torch.int32), matrix[:2000, :3072].float().view(torch.int32))
-
-
-def test_a_kernel_without_a_queue_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse = Count(lambda *_: -1)
-    monkeypatch.setattr(async_read, "_call", refuse)
-    queues = async_read.Queues()
-    assert queues.take() is None and queues.take() is None
-    assert refuse.calls <= 1  # none on a machine whose calls we do not know
 
 
 def test_blocks_tile_a_rectangle_in_its_order() -> None:
@@ -204,12 +175,12 @@ def test_every_job_is_done_once_and_an_error_is_told() -> None:
         threads.add(threading.get_ident())
         done.append(number)
 
-    do_all([lambda _, n=n: job(n) for n in range(500)], CPU)  # type: ignore[misc]  # a job takes a buffer
+    run_jobs([lambda _, n=n: job(n) for n in range(500)], CPU)  # type: ignore[misc]  # a job takes a buffer
     assert sorted(done) == list(range(500))
     assert len(threads) >= 4
-    do_all([], CPU)
+    run_jobs([], CPU)
     with pytest.raises(ZeroDivisionError):
-        do_all([lambda _: 1 // 0], CPU)
+        run_jobs([lambda _: 1 // 0], CPU)
 
 
 @pytest.fixture
@@ -226,7 +197,7 @@ def _read(reader: ShardedReader, share: str) -> None:
         shape = reader.shape(name)
         slices = tuple((0, n // 2 if share == "slices" and i == 0 else n) for i, n in enumerate(shape))
         out = torch.empty([b - a for a, b in slices], dtype=reader.dtype(name))
-        do_all(list(reader.jobs(name, slices, out)), CPU)
+        run_jobs(list(reader.jobs(name, slices, out)), CPU)
         assert torch.equal(out, reader.read(name, slices))
 
 
@@ -236,10 +207,10 @@ def test_damage_is_told_however_much_was_read(share: str, cut: Path) -> None:
     sound = ShardedReader(cut)
     _read(sound, share)
     before = sound.bytes_read
-    sound.settle(Mesh.solo())
+    sound.verify_checksums(Mesh.solo())
     summed = sound.bytes_read - before
     assert summed == 0 if share == "all" else summed > (0.9 * size if share == "nothing" else 0.3 * size)
-    sound.settle(Mesh.solo())
+    sound.verify_checksums(Mesh.solo())
     assert sound.bytes_read == before + summed, "once is enough"
     for piece in sorted(cut.glob("pieces-*")):
         whole = piece.read_bytes()
@@ -247,7 +218,7 @@ def test_damage_is_told_however_much_was_read(share: str, cut: Path) -> None:
         reader = ShardedReader(cut)
         _read(reader, share)
         with pytest.raises(DamagedError, match=piece.name) as caught:
-            reader.settle(Mesh.solo())
+            reader.verify_checksums(Mesh.solo())
         assert caught.value.path == cut
         last = list(reader._files[piece.name].entries)[-1]
         assert last in str(caught.value)
@@ -260,6 +231,8 @@ def test_a_file_that_is_cut_while_it_is_read_is_damage(cut: Path) -> None:
     with piece.open("r+b") as file:
         file.truncate(piece.stat().st_size - 1)
     for name in reader.names:
-        do_all(list(reader.jobs(name, tuple((0, n) for n in reader.shape(name)), torch.empty(reader.shape(name)))), CPU)
+        run_jobs(
+            list(reader.jobs(name, tuple((0, n) for n in reader.shape(name)), torch.empty(reader.shape(name)))), CPU
+        )
     with pytest.raises(DamagedError, match="it was cut while being read"):
-        reader.settle(Mesh.solo())
+        reader.verify_checksums(Mesh.solo())

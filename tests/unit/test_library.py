@@ -141,7 +141,7 @@ def test_a_step_that_counts_nothing_updates_nothing(folder: Path, name: str) -> 
 
 
 def _moments(engine: Any) -> list[Tensor]:
-    return [x for tensors in engine.optimizer.moments().values() for x in tensors.values()]
+    return [x for tensors in engine.optimizer.state_tensors().values() for x in tensors.values()]
 
 
 def test_a_count_below_one_divides_gradients_as_it_divides_the_loss(folder: Path) -> None:
@@ -316,7 +316,7 @@ def test_updates_are_counted_in_float32(folder: Path) -> None:
         optimizer.resume(256)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert {state["step"].dtype for state in optimizer.adamw.state.values()} == {torch.float32}
+    assert {state["step"].dtype for state in optimizer.rule.state.values()} == {torch.float32}
 
 
 def test_dtypes_may_be_named(folder: Path) -> None:

@@ -91,7 +91,7 @@ def test_shared_storages_are_parked_once() -> None:
 
 def resident(engine: NativeEngine) -> list[Tensor]:
     found = [param.to_local() if hasattr(param, "to_local") else param for param in engine.model.parameters()]
-    return [*found, *(t for tensors in engine.optimizer.moments().values() for t in tensors.values())]
+    return [*found, *(t for tensors in engine.optimizer.state_tensors().values() for t in tensors.values())]
 
 
 def aside(source: Path, layout: Layout, steps_aside: bool) -> tuple[list[float], dict[str, Tensor]]:

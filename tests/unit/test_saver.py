@@ -35,7 +35,7 @@ def test_what_is_saved_is_what_was_there_at_the_call(rounds: int, tmp_path: Path
         saver.save(order, [export_of(tensors, 0, 1)], SIDES, state_of(order, order))
         for tensor in tensors.values():  # while it is written
             tensor.fill_(-1)
-        saver.settle()
+        saver.finish()
         reader, _ = open_newest(tmp_path, Mesh.solo())
         assert reader is not None and order_of(reader) == order
 
@@ -44,8 +44,8 @@ def test_without_the_background_nothing_is_copied(tmp_path: Path) -> None:
     saver = Saver(tmp_path, Mesh.solo(), Retention(1), background=False)
     saver.save(1, [export_of(made_of(1, 1), 0, 1)], SIDES, state_of(1, 1))
     assert saver.done and saver._arena.num_bytes == 0
-    assert saver.settle()
-    assert not saver.settle(), "it is told once"
+    assert saver.finish()
+    assert not saver.finish(), "it is told once"
 
 
 def test_steps_that_are_in_use_are_no_failure_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,12 +59,12 @@ def test_steps_that_are_in_use_are_no_failure_of_a_save(tmp_path: Path, monkeypa
         patched.setattr(os, "rmdir", in_use)
         for order in (1, 2, 3):
             saver.save(order, [export_of(made_of(order, 1), 0, 1)], SIDES, state_of(order, order))
-            assert saver.settle()
+            assert saver.finish()
         assert len(list(tmp_path.glob(".trash-*"))) == 2
         clear_debris(tmp_path)
     assert [saved.step for saved in saved_steps(tmp_path)[0]] == [3]
     saver.save(4, [export_of(made_of(4, 1), 0, 1)], SIDES, state_of(4, 4))
-    assert saver.settle()
+    assert saver.finish()
     assert not list(tmp_path.glob(".trash-*"))
 
 
@@ -78,9 +78,9 @@ def test_no_failure_of_a_save_is_silent(background: bool, error: Exception, tmp_
     saver = Saver(tmp_path, Mesh.solo(), Retention(1), background=background)
     saver.save(1, [export_of(made_of(1, 1), 0, 1)], Failing(), state_of(1, 1))
     with pytest.raises((type(error), CheckpointError)):
-        saver.settle()
+        saver.finish()
     saver.save(2, [export_of(made_of(2, 1), 0, 1)], SIDES, state_of(2, 2))
-    saver.settle()
+    saver.finish()
     (left,) = saved_steps(tmp_path)[0]
     assert left.step == 2
     assert not [*tmp_path.glob(".tmp-*")]
@@ -91,7 +91,7 @@ def test_snapshots_use_the_same_memory_again(tmp_path: Path) -> None:
     sizes = set()
     for order in range(1, 4):
         saver.save(order, [export_of(made_of(order, 1), 0, 1)], SIDES, state_of(order, order))
-        saver.settle()
+        saver.finish()
         sizes.add(saver._arena.num_bytes)
     assert sizes == {len(NAMES) * 192}
 

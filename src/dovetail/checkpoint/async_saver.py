@@ -1,8 +1,4 @@
-"""Saves a run's checkpoints, in the background where it is told to: training goes on while a snapshot is written.
-
-`save` returns when the snapshot is taken. One save is under way at a time; what goes wrong with it is told at the next
-`settle`, on every rank alike. Ranks agree over a gloo group of their own: a rank writes its pieces while the others wait.
-"""
+"""Saves checkpoints, on request in the background while training continues."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +22,7 @@ from dovetail.weights.stream import Export
 
 
 class Saver:
-    """Writes the checkpoints of one run into `folder`. Made and used by all ranks alike."""
+    """Writes the checkpoints of one run, one at a time. Its own gloo group: ranks agree while others train."""
 
     def __init__(self, folder: Path, mesh: Mesh, retention: Retention, *, background: bool) -> None:
         self.folder, self.mesh, self.retention, self.background = folder, mesh, retention, background
@@ -34,19 +30,18 @@ class Saver:
         self._arena = PinnedArena(pinned=mesh.device.type != "cpu")
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
-        self._asked = False
+        self._unfinished = False
 
     def save(self, step: int, exports: Sequence[Export], sides: SideFiles, state: Mapping[str, Any]) -> None:
-        """Save what `exports` hand out, as it is now. Collective; `settle` comes before the next one."""
-        assert not self._asked, "one save at a time: settle the one before"
-        self._asked = True
+        """Save `exports` as they are now; `finish` comes before the next. Collective."""
+        assert not self._unfinished, "one save at a time: finish the one before"
+        self._unfinished = True
         specs = [spec for export in exports for spec in export.specs.values()]
-        mine = {name: piece for export in exports for name, piece in export.mine.items()}
+        pieces = {name: piece for export in exports for name, piece in export.local.items()}
         if self.background:
-            mine = self._snapshot(mine)
-        write = partial(
-            write_sharded, self.folder, self._host, specs, {self._host["world"].rank: mine}, self.mesh.layout
-        )
+            pieces = self._snapshot(pieces)
+        shares = {self._host["world"].rank: pieces}
+        write = partial(write_sharded, self.folder, self._host, specs, shares, self.mesh.layout)
         work = partial(self._run, partial(write, sides=sides, step=step, state=state))
         if not self.background:
             work()
@@ -56,37 +51,33 @@ class Saver:
 
     @property
     def done(self) -> bool:
-        """Whether `settle` would return, or raise, at once."""
+        """Whether `finish` would not block."""
         return self._thread is None or not self._thread.is_alive()
 
-    def wait(self) -> None:
-        """Let the save that is under way come to its end, whatever that is: for a run that ends by an error of its own."""
+    def join(self) -> None:
+        """Wait for the save, whatever its result."""
         if self._thread is not None:
             self._thread.join(self.mesh.timeout.total_seconds())
 
-    def settle(self) -> bool:
-        """Wait for the save that is under way, and raise what went wrong with it: the same on every rank.
-
-        Whether there was one.
-        """
-        asked, self._asked = self._asked, False
+    def finish(self) -> bool:
+        """Wait for the save and raise its error on every rank; whether there was one."""
+        was_saving, self._unfinished = self._unfinished, False
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
-        return asked
+        return was_saving
 
     def _snapshot(self, pieces: Mapping[str, ParamShard]) -> dict[str, ParamShard]:
-        """The same pieces with their bytes copied to the host."""
         self._arena.reset()
         copies = {name: self._arena.copy(piece.read()) for name, piece in pieces.items()}
         wait_for(self.mesh.device)
-        return {name: replace(piece, read=partial(_given, copies[name])) for name, piece in pieces.items()}
+        return {name: replace(piece, read=partial(_identity, copies[name])) for name, piece in pieces.items()}
 
     def _run(self, write: Callable[[], object]) -> None:
-        """Write and clear away. Whatever goes wrong is for `settle` to raise: in a thread nobody would see it."""
+        """Write and prune; `finish` raises the errors of the thread."""
         with ExitStack() as stack:
             stack.push(self._keep_problem)
             write()
@@ -101,5 +92,5 @@ class Saver:
         return True
 
 
-def _given(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor

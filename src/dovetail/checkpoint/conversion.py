@@ -1,9 +1,8 @@
-"""From a Hugging Face directory to sharded pieces and back, bit for bit, by copying rectangles: no model is built."""
+"""Converts HF directories to sharded checkpoints and back, bit for bit, without building a model."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from dovetail.parallel.placement import Region
 from dovetail.weights.experts import stored
 from dovetail.weights.hf_directory import CONFIG, saved_config
 from dovetail.weights.hf_reader import TensorSource
-from dovetail.weights.load import FLOATS, NO_ALIASES, compare, tolerated
+from dovetail.weights.load import FLOATS, NameRules, compare, tolerated
 from dovetail.weights.safe_paths import SideFiles, side_files
 from dovetail.weights.safetensors import TensorSpec, dump_json, parse_json
 from dovetail.weights.save import SHARD_BYTES, write_hf
@@ -31,33 +30,29 @@ def convert_to_sharded(
     model_on: Callable[[Mesh], nn.Module],
     mesh: Mesh,
     *,
-    aliases: Mapping[str, str] = NO_ALIASES,
-    ignore: Collection[str] = (),
     dtype: torch.dtype | None = None,
+    **rules: Unpack[NameRules],
 ) -> Path:
-    """Cut `source`, an HF directory or a sharded checkpoint, into the pieces of `layout`'s ranks. Collective.
+    """Cut `source`, an HF directory or a sharded checkpoint, into pieces of `layout`'s ranks. Collective.
 
-    `model_on` makes a rank's model from that rank's mesh, which has no groups and lies on the meta device. The
-    processes of `mesh` deal the ranks of `layout` among them: one process does, and so do as many as there are ranks.
-    What no parameter asks for and `ignore` (patterns, as in `load`) lets be there goes along whole, with rank 0.
+    `model_on` makes a rank's model on the meta device. The processes of `mesh` share the ranks of `layout`.
     """
     reader = open_checkpoint(source, mesh)
-    reader.settle(mesh)
+    reader.verify_checksums(mesh)
     world = mesh["world"]
     by_rank: dict[int, list[LocalParam]] = {}
     for rank in range(world.rank, layout.num_ranks, world.size):
         imagined = Mesh.abstract(layout, rank)
         by_rank[rank] = stored(model_on(imagined), imagined, as_wrapped=True)
-    params = [param for found in by_rank.values() for param in found]
-    present = compare(params, reader, mesh, aliases=aliases, ignore=ignore)
-    shares = {rank: _share(found, present, reader, dtype) for rank, found in by_rank.items()}
+    present = compare([param for params in by_rank.values() for param in params], reader, mesh, **rules)
+    shares = {rank: _share(params, present, reader, dtype) for rank, params in by_rank.items()}
     asked = {name for names in present.values() for name in names}
-    extra = [name for name in reader.names if name not in asked and tolerated(name, ignore)]
-    if 0 in shares:
-        shares[0] |= {name: _whole_piece(name, reader, dtype) for name in extra}
-    return write_sharded(
-        Path(target), mesh, _specs(reader, dtype), shares, layout, sides=_sides(reader.path, mesh, dtype)
-    )
+    extra = [name for name in reader.names if name not in asked and tolerated(name, rules.get("ignore", ()))]
+    for name in extra if 0 in shares else ():
+        whole = tuple((0, length) for length in reader.shape(name))
+        shares[0][name] = _piece(name, Region(name, reader.shape(name), whole, whole, True), reader, dtype)
+    sides = _sides(reader.path, mesh, dtype)
+    return write_sharded(Path(target), mesh, _specs(reader, dtype), shares, layout, sides=sides)
 
 
 def convert_to_hf(
@@ -68,13 +63,13 @@ def convert_to_hf(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Rejoin the sharded checkpoint `source` into the HF directory `target`. Collective over `mesh`."""
+    """Write the sharded checkpoint `source` as an HF directory. Collective."""
     reader = open_checkpoint(source, mesh)
-    reader.settle(mesh)
+    reader.verify_checksums(mesh)
     specs = {spec.name: spec for spec in _specs(reader, dtype)}
 
-    def produce(order: Any, mine: Any) -> Iterator[tuple[str, Tensor]]:
-        return ((name, reader.read(name).to(specs[name].dtype)) for name in order if name in mine)
+    def produce(order: Sequence[str], wanted: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, reader.read(name).to(specs[name].dtype)) for name in order if name in wanted)
 
     sides = _sides(reader.path, mesh, dtype)
     write_hf(Path(target), mesh, list(specs.values()), produce, sides=sides, shard_bytes=shard_bytes)
@@ -83,29 +78,17 @@ def convert_to_hf(
 def _share(
     params: list[LocalParam], present: Mapping[str, list[str]], reader: TensorSource, dtype: torch.dtype | None
 ) -> dict[str, ParamShard]:
-    """The owned pieces of one rank, under the source's names."""
-    found: dict[str, ParamShard] = {}
+    share: dict[str, ParamShard] = {}
     for param in params:
         for region in param.regions:
-            if region.owned:
-                for name in present[region.checkpoint_name]:
-                    add_piece(found, name, _piece(name, region, reader, dtype))
-    return found
+            for name in present[region.checkpoint_name] if region.owned else ():
+                add_piece(share, name, _piece(name, region, reader, dtype))
+    return share
 
 
 def _piece(name: str, region: Region, reader: TensorSource, dtype: torch.dtype | None) -> ParamShard:
     final = _final_dtype(reader.dtype(name), dtype)
-    return ParamShard(region, final, partial(_read, reader, name, region, final))
-
-
-def _read(reader: TensorSource, name: str, region: Region, dtype: torch.dtype) -> Tensor:
-    return reader.read(name, region.checkpoint_slice).to(dtype)
-
-
-def _whole_piece(name: str, reader: TensorSource, dtype: torch.dtype | None) -> ParamShard:
-    shape = reader.shape(name)
-    whole = tuple((0, length) for length in shape)
-    return _piece(name, Region(name, shape, whole, whole, True), reader, dtype)
+    return ParamShard(region, final, lambda: reader.read(name, region.checkpoint_slice).to(final))
 
 
 def _specs(reader: TensorSource, dtype: torch.dtype | None) -> list[TensorSpec]:
@@ -117,7 +100,7 @@ def _final_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def _sides(directory: Path, mesh: Mesh, dtype: torch.dtype | None) -> SideFiles:
-    """The source's side files; a cast is told to the config, or transformers would cast back on loading."""
+    """The source's side files. A cast is written into the config, or transformers would undo it on loading."""
     sides: dict[str, Path | bytes] = {}
     with agreed(mesh):
         sides |= side_files(directory)

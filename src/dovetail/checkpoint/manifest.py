@@ -1,7 +1,4 @@
-"""The manifest of a sharded checkpoint as a value: which file holds which rectangle of which tensor, with checksums.
-
-It is JSON and nothing else, and it checks itself: `crc32` covers the rest of it. A reader trusts nothing else.
-"""
+"""The manifest of a sharded checkpoint: which file holds which rectangle of which tensor."""
 
 import json
 import zlib
@@ -19,14 +16,14 @@ from dovetail.weights.safetensors import CODES, DTYPES, parse_json
 
 FORMAT = "dovetail-sharded"
 VERSION = 2
-MOST_IN_A_FILE = 16  # regions of one tensor: a rank has few, and their overlaps are looked for pair by pair
+MOST_IN_A_FILE = 16  # regions of one tensor; overlaps are searched pair by pair
 READABLE = (1, VERSION)  # the first version had no training state
-TRAINING = "training/"  # how the names of tensors begin that belong to the training state and not to the model
+TRAINING = "training/"  # prefix of tensors of the training state
 
 
 @dataclass(frozen=True)
 class StoredRegion:
-    """A rectangle of a tensor: what the safetensors file `file` holds as `key`, with the checksum `crc32`."""
+    """A rectangle of a tensor, stored in `file` as `key`."""
 
     file: str
     key: str
@@ -43,7 +40,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """`crc32` covers a whole side file, but only the header of a file of pieces: its regions have their own."""
+    """`crc32` is that of a side file, or of the header of a file of pieces."""
 
     size: int
     crc32: int
@@ -51,10 +48,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`sides` complete the model's tensors to a Hugging Face directory: config, tokenizer and so on.
-
-    `state`: what training goes on from beside tensors, as its owner wrote it; None: there is nothing but a model.
-    """
+    """`sides`: config, tokenizer and so on. `state`: training state other than tensors."""
 
     layout: Mapping[str, int]
     step: int | None
@@ -64,7 +58,6 @@ class Manifest:
     state: Mapping[str, Any] | None = None
 
     def dump(self) -> bytes:
-        """The manifest as JSON text."""
         body = {
             "format": FORMAT,
             "version": VERSION,
@@ -88,7 +81,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> "Manifest":
-        """The manifest in `data`, completely checked; `what` names it in errors."""
+        """The manifest in `data`. Raises CheckpointError, which names `what`."""
         body = parse_json(data, what)
         if body.get("format") != FORMAT:
             raise CheckpointError(f"{what}: format {quoted(body.get('format'))}, expected {FORMAT!r}")
@@ -129,15 +122,15 @@ def _whole(value: Any) -> int:
 
 
 def _tensor(value: Any) -> StoredTensor:
-    found = []
+    regions = []
     for region in value["regions"]:
         slices = tuple((_whole(start), _whole(stop)) for start, stop in region["slice"])
-        found.append(StoredRegion(str(region["file"]), str(region["key"]), slices, _whole(region["crc32"])))
-    return StoredTensor(DTYPES[value["dtype"]], tuple(_whole(n) for n in value["shape"]), tuple(found))
+        regions.append(StoredRegion(str(region["file"]), str(region["key"]), slices, _whole(region["crc32"])))
+    return StoredTensor(DTYPES[value["dtype"]], tuple(_whole(n) for n in value["shape"]), tuple(regions))
 
 
 def _check_tiling(name: str, tensor: StoredTensor, pieces: Mapping[str, StoredFile], what: str) -> None:
-    """The regions of a tensor must cover it, each element once, few of them in a file."""
+    """The regions of a tensor must cover it, each element once."""
     covered = 0
     if max(Counter(region.file for region in tensor.regions).values(), default=0) > MOST_IN_A_FILE:
         raise CheckpointError(f"{what}: {name} has more than {MOST_IN_A_FILE} regions in a file")

@@ -1,8 +1,4 @@
-"""CRC-32 of bytes that several threads sum in stretches: what the sums of two stretches make of the whole.
-
-Let a checksum be a polynomial over GF(2). To append n bytes to a stretch is to multiply its checksum by x^(8 n), modulo
-the polynomial of CRC-32, and to add that of the n bytes (as zlib's crc32_combine does, which Python does not have).
-"""
+"""Reads sharded checkpoints in any layout, and verifies their checksums."""
 
 import zlib
 from collections.abc import Collection, Iterable, Iterator
@@ -20,19 +16,24 @@ from dovetail.parallel.collectives import gather_text
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Slices, as_index, overlap, within
+from dovetail.weights.atomic import file_blocks
 from dovetail.weights.hf_reader import CheckpointReader, TensorSource
-from dovetail.weights.parallel_read import STRETCH, Job, do_all, stretches
+from dovetail.weights.parallel_read import JOB_BYTES, Job, job_parts, run_jobs
 from dovetail.weights.safe_paths import MANIFEST, contained
-from dovetail.weights.safetensors import CHUNK, TensorFile
+from dovetail.weights.safetensors import TensorFile
 
 POLYNOMIAL = 0xEDB88320  # bit 31 is the coefficient of x^0, as in the checksums
-
-
 ONE, X = 1 << 31, 1 << 30
+Sums = list[tuple[int, int]]  # (checksum, bytes) of the parts of a piece
+UNREAD = (0, -1)
+CPU = torch.device("cpu")
 
 
-def joined(parts: Iterable[tuple[int, int]]) -> int:
-    """The checksum of stretches that lie one after the other, from (checksum, bytes) of each."""
+def combined_crc(parts: Iterable[tuple[int, int]]) -> int:
+    """The CRC-32 of consecutive parts, from (checksum, bytes) of each, like zlib's crc32_combine.
+
+    A checksum is a polynomial over GF(2): appending n bytes multiplies it by x^(8 n) modulo CRC-32's.
+    """
     whole = 0
     for crc, num_bytes in parts:
         whole = _times(_power_of_x(8 * num_bytes), whole) ^ crc if whole else crc
@@ -50,25 +51,16 @@ def _times(first: int, second: int) -> int:
 
 
 def _power_of_x(exponent: int) -> int:
-    found, square = ONE, X
+    result, square = ONE, X
     while exponent:
         if exponent & 1:
-            found = _times(found, square)
+            result = _times(result, square)
         square, exponent = _times(square, square), exponent >> 1
-    return found
-
-
-Sums = list[tuple[int, int]]  # of a piece's stretches: (checksum, bytes)
-
-
-UNREAD = (0, -1)
-
-
-CPU = torch.device("cpu")
+    return result
 
 
 class ShardedReader:
-    """A sharded checkpoint whose manifest and headers have been checked; `settle` checks the data. Never writes."""
+    """A sharded checkpoint with a valid manifest and headers; `verify_checksums` checks the data."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -78,7 +70,7 @@ class ShardedReader:
         self._files = {name: self._open(name, stored) for name, stored in self.manifest.pieces.items()}
         self._sums: dict[StoredRegion, Sums] = {}  # of pieces that are read, or will be, and not compared yet
         self._problems: dict[StoredRegion, str] = {}
-        self._sound: set[StoredRegion] = set()
+        self._verified: set[StoredRegion] = set()
         for name, tensor in self.manifest.tensors.items():
             for region in tensor.regions:
                 entry = self._files[region.file].entries.get(region.key)
@@ -89,7 +81,7 @@ class ShardedReader:
                     )
 
     def _open(self, name: str, stored: StoredFile) -> TensorFile:
-        """A file of pieces, or what is wrong with it and which tensors are lost with it."""
+        """A file of pieces; an error says which tensors are lost."""
         try:
             path = contained(self.path, name)
             if path.stat().st_size != stored.size:
@@ -106,7 +98,7 @@ class ShardedReader:
 
     @property
     def names(self) -> Collection[str]:
-        """The model's tensors. Those of the training state can be read, too, but make no model."""
+        """The model's tensors, without training state."""
         return self._names
 
     @property
@@ -120,7 +112,6 @@ class ShardedReader:
         return self.manifest.tensors[name].dtype
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """The tensor, or a rectangle of it, on the CPU in its own dtype."""
         tensor = self.manifest.tensors[name]
         slices = tuple((0, length) for length in tensor.shape) if slices is None else slices
         out = torch.empty([stop - start for start, stop in slices], dtype=tensor.dtype)
@@ -135,74 +126,69 @@ class ShardedReader:
         return out
 
     def jobs(self, name: str, slices: Slices, out: Tensor) -> Iterator[Job]:
-        """What brings a rectangle of the tensor into `out`, whatever its dtype, device and strides.
-
-        Pieces that are read whole are summed; `settle` compares, and tells what could not be read, too.
-        """
+        """Jobs that read a rectangle into `out`, and checksum the pieces that they read whole."""
         for region in self.manifest.tensors[name].regions:
             shared = overlap(slices, region.slices)
             if shared is None:
                 continue
             here, place = within(shared, region.slices), out[as_index(within(shared, slices))]
-            found = list(stretches(here, place, self.dtype(name)))
+            parts = list(job_parts(here, place, self.dtype(name)))
             sums: Sums | None = None
-            if shared == region.slices and region not in self._sound:
-                sums = self._sums[region] = [UNREAD] * len(found)
-            for at, (part, inside) in enumerate(found):
-                yield partial(self._fill, region, part, inside, sums, at)
+            if shared == region.slices and region not in self._verified:
+                sums = self._sums[region] = [UNREAD] * len(parts)
+            for at, (part, target) in enumerate(parts):
+                yield partial(self._fill, region, part, target, sums, at)
 
-    def _fill(self, region: StoredRegion, part: Slices, out: Tensor, sums: Sums | None, at: int, room: Tensor) -> None:
-        with self._noted(region):
+    def _fill(
+        self, region: StoredRegion, part: Slices, out: Tensor, sums: Sums | None, at: int, buffer: Tensor
+    ) -> None:
+        with self._problem_noted(region):
             file = self._files[region.file]
-            crc = file.fill(region.key, part, out, room, summed=sums is not None)
+            crc = file.fill(region.key, part, out, buffer, checksum=sums is not None)
             if sums is not None:
                 sums[at] = crc, out.numel() * file.entries[region.key].dtype.itemsize
 
-    def settle(self, mesh: Mesh, *, training: bool = False) -> None:
-        """Compare the checksums of the model's tensors, with `training` of all; sum those pieces that no rank has read
-        whole. DamagedError on every rank names all that differ. Collective.
+    def verify_checksums(self, mesh: Mesh, *, training: bool = False) -> None:
+        """Compare the checksums of the model, or with `training` of everything, reading what no rank has read.
+
+        Raises DamagedError on every rank. Collective.
         """
         world, names = mesh["world"], self.manifest.tensors if training else self.names
         pieces = [(name, region) for name in names for region in self.manifest.tensors[name].regions]
-        pieces = [piece for piece in pieces if piece[1] not in self._sound]
+        pieces = [piece for piece in pieces if piece[1] not in self._verified]
         marks = "".join("01"[region in self._sums] for _, region in pieces)
-        left = [
-            piece
-            for piece, *seen in zip(pieces, *gather_text(marks, world, mesh.device), strict=True)
-            if "1" not in seen
-        ]
+        everyone = gather_text(marks, world, mesh.device)
+        unread = [piece for piece, *read in zip(pieces, *everyone, strict=True) if "1" not in read]
         sides = list(self.manifest.sides) if pieces else []
         try:
             with agreed(mesh):
-                do_all([job for piece in left[world.rank :: world.size] for job in self._summing(*piece)], CPU)
-                found = list(self._problems.values()) + [self._damage(*piece) for piece in pieces]
-                found += [self._side_damage(name) for name in sides[world.rank :: world.size]]
-                if any(found):
-                    told = listing([problem for problem in dict.fromkeys(found) if problem])
-                    raise CheckpointError(f"{self.path} is damaged; use an older checkpoint or another copy:\n{told}")
+                run_jobs([job for piece in unread[world.rank :: world.size] for job in self._sum_jobs(*piece)], CPU)
+                problems = list(self._problems.values()) + [self._damage(*piece) for piece in pieces]
+                problems += [self._side_damage(name) for name in sides[world.rank :: world.size]]
+                if any(problems):
+                    text = listing([problem for problem in dict.fromkeys(problems) if problem])
+                    raise CheckpointError(f"{self.path} is damaged; use an older checkpoint or another copy:\n{text}")
         except CheckpointError as error:
             raise DamagedError(str(error), self.path) from error
-        self._sound |= {region for _, region in pieces}
+        self._verified |= {region for _, region in pieces}
         self._sums.clear()
 
     def verify(self) -> None:
-        """Compare all checksums. By one process, after it has opened the checkpoint and used nothing of it."""
-        self.settle(Mesh.solo(), training=True)
+        """Compare all checksums, in one process."""
+        self.verify_checksums(Mesh.solo(), training=True)
 
-    def _summing(self, name: str, region: StoredRegion) -> Iterator[Job]:
-        """What sums a piece that nobody needs whole."""
+    def _sum_jobs(self, name: str, region: StoredRegion) -> Iterator[Job]:
         num_bytes = prod(stop - start for start, stop in region.slices) * self.dtype(name).itemsize
-        spans = [(at, min(at + STRETCH, num_bytes)) for at in range(0, num_bytes, STRETCH)]
+        spans = [(at, min(at + JOB_BYTES, num_bytes)) for at in range(0, num_bytes, JOB_BYTES)]
         sums = self._sums[region] = [UNREAD] * len(spans)
         return (partial(self._sum, region, span, sums, at) for at, span in enumerate(spans))
 
-    def _sum(self, region: StoredRegion, span: tuple[int, int], sums: Sums, at: int, room: Tensor) -> None:
-        with self._noted(region):
-            sums[at] = self._files[region.file].sum(region.key, *span, room), span[1] - span[0]
+    def _sum(self, region: StoredRegion, span: tuple[int, int], sums: Sums, at: int, buffer: Tensor) -> None:
+        with self._problem_noted(region):
+            sums[at] = self._files[region.file].checksum(region.key, *span, buffer), span[1] - span[0]
 
     @contextmanager
-    def _noted(self, region: StoredRegion) -> Iterator[None]:
-        """Bytes that cannot be read are as good as lost: `settle` tells of them."""
+    def _problem_noted(self, region: StoredRegion) -> Iterator[None]:
         try:
             yield
         except (CheckpointError, OSError) as error:
@@ -210,24 +196,19 @@ class ShardedReader:
 
     def _damage(self, name: str, region: StoredRegion) -> str:
         sums = self._sums.get(region)
-        if sums is None or region in self._problems or (UNREAD not in sums and joined(sums) == region.crc32):
+        if sums is None or region in self._problems or (UNREAD not in sums and combined_crc(sums) == region.crc32):
             return ""
         return f"{region.file}: {name} {region.slices} does not match its checksum"
 
     def _side_damage(self, name: str) -> str:
-        stored, path = self.manifest.sides[name], contained(self.path, name)
-        size = crc = 0
-        with open(path, "rb") as file:
-            while block := file.read(CHUNK):
-                size, crc = size + len(block), zlib.crc32(block, crc)
+        stored, size, crc = self.manifest.sides[name], 0, 0
+        for block in file_blocks(contained(self.path, name)):
+            size, crc = size + len(block), zlib.crc32(block, crc)
         return "" if (size, crc) == (stored.size, stored.crc32) else f"{name} does not match its checksum"
 
 
 def open_checkpoint(path: Path | str, mesh: Mesh) -> TensorSource:
-    """A reader of an HF directory, or of a sharded checkpoint. Collective: all raise, or none.
-
-    What is read of it may be used after `settle`.
-    """
+    """A reader of an HF directory or a sharded checkpoint. Collective. Call `verify_checksums` before using what was read."""
     source: TensorSource | None = None
     with agreed(mesh):
         source = ShardedReader(path) if (Path(path) / MANIFEST).exists() else CheckpointReader(path)

@@ -1,11 +1,6 @@
-"""The saved steps of a run: which are there, which one to go on from, and which stay.
-
-A step's directory is there complete or not at all; its manifest says in which order the run saved it, so a run that
-went back to an older step and on from there finds its own way again. Only manifests are trusted, not names or links.
-"""
+"""The saved steps of a run: which exist, which to resume from, and which to keep, by their manifests alone."""
 
 import gc
-import json
 import math
 import re
 import shutil
@@ -19,8 +14,7 @@ from typing import TypeVar
 from dovetail.checkpoint.manifest import Manifest
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.errors import CheckpointError, DamagedError, listing, quoted
-from dovetail.parallel.collectives import gather_text
-from dovetail.parallel.consensus import agreed
+from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.atomic import replace_file
 from dovetail.weights.safe_paths import MANIFEST, contained
@@ -29,14 +23,14 @@ T = TypeVar("T")
 NONE: Mapping[str, str] = MappingProxyType({})
 NAME = re.compile(r"step_(\d{6,})\.\w+")
 LINK = re.compile(r"step_\d{6,}")
-ORDER, SCORE = "order", "score"  # keys of a manifest's state: the how-manieth save of the run, and how good it is
-LATEST = "latest"  # names the newest step's directory, for people and scripts; readers go by the manifests
-LEFTOVERS = (".tmp-*", ".trash-*")  # what a save or a removal leaves that did not come to its end
+ORDER, SCORE = "order", "score"  # keys of a manifest's state: the index of the save in its run, and its score
+LATEST = "latest"  # names the newest step's directory, for people and scripts
+LEFTOVERS = (".tmp-*", ".trash-*")  # of interrupted saves and removals
 
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A complete step. `order` is -1 where there is no training state; `score`: higher is better, None is not known."""
+    """A complete step. `order` is -1 without training state; a higher `score` is better."""
 
     path: Path
     step: int
@@ -46,14 +40,13 @@ class SavedStep:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which steps stay: the `last` ones, every one that `every` divides, and the `best` ones. 0: none for that."""
+    """Steps to keep: the `last`, those that `every` divides, and the `best`. 0: none."""
 
     last: int
     every: int = 0
     best: int = 0
 
     def keeps(self, steps: Sequence[SavedStep]) -> set[Path]:
-        """The directories that stay."""
         newest_first = sorted(steps, key=lambda saved: saved.order, reverse=True)
         scored = [saved for saved in newest_first if saved.score is not None]
         scored.sort(key=lambda saved: saved.score or 0.0, reverse=True)  # stable: of equals the newest
@@ -63,8 +56,8 @@ class Retention:
 
 
 def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
-    """The steps in `folder` that have a sound manifest, the newest first, and what is wrong with the others."""
-    found, problems = [], []
+    """The sound steps in `folder`, the newest first, and the problems of the others."""
+    sound, problems = [], []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             try:
@@ -79,17 +72,16 @@ def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
                 )
                 continue
             known = score is not None and math.isfinite(score)
-            found.append(SavedStep(path, manifest.step or 0, order, score if known else None))
-    return sorted(found, key=lambda saved: saved.order, reverse=True), problems
+            sound.append(SavedStep(path, manifest.step or 0, order, score if known else None))
+    return sorted(sound, key=lambda saved: saved.order, reverse=True), problems
 
 
 def open_newest(
     folder: Path, mesh: Mesh, step: int | None = None, damaged: Mapping[str, str] = NONE
 ) -> tuple[ShardedReader | None, list[str]]:
-    """The newest step, as far as its manifest and headers tell, and what is wrong with those passed over. Collective.
+    """The newest sound step, or `step`, and the problems of those passed over; None: there is none. Collective.
 
-    None: there is no step at all. With `step`, exactly that one. `damaged`: what is known of the data of steps, by the
-    names of their directories. Raises where there are steps and none can be read.
+    `damaged`: directory name -> known problem of its data. Raises where no step can be read.
     """
     named: list[str] = []
     others: list[int] = []
@@ -100,38 +92,29 @@ def open_newest(
             others = sorted({saved.step for saved in steps if saved.order >= 0})
             named = [saved.path.name for saved in steps if step in (None, saved.step) and saved.order >= 0]
             problems += [f"{saved.path} holds weights without training state" for saved in steps if saved.order < 0]
-    told = json.dumps([named, others, problems])
-    named, others, problems = json.loads(gather_text(told, mesh["world"], mesh.device)[0])
+    named, others, problems = of_first([named, others, problems], mesh)
     for name in named:
         try:
             if name not in damaged:
-                return _opened(folder / name, mesh), problems
+                reader: list[ShardedReader] = []
+                with agreed(mesh):
+                    reader.append(ShardedReader(folder / name))
+                return reader[0], problems
             problems.append(damaged[name])
         except CheckpointError as error:
             problems.append(str(error))
     if step is not None:
-        there = f"; it has step {', '.join(map(str, others))}" if others and step not in others else ""
+        known = f"; it has step {', '.join(map(str, others))}" if others and step not in others else ""
         raise CheckpointError(
-            f"{folder} has no whole training state of step {step}{there}\n{listing(problems)}".rstrip()
+            f"{folder} has no whole training state of step {step}{known}\n{listing(problems)}".rstrip()
         )
     if problems:
         raise CheckpointError(f"no checkpoint in {folder} can be read; move it away to start anew\n{listing(problems)}")
     return None, []
 
 
-def _opened(path: Path, mesh: Mesh) -> ShardedReader:
-    reader: ShardedReader | None = None
-    with agreed(mesh):
-        reader = ShardedReader(path)
-    assert reader is not None
-    return reader
-
-
 def from_a_whole_step(folder: Path, attempt: Callable[[Mapping[str, str]], T]) -> T:
-    """The result of `attempt`, which reads a step of `folder` and is begun again, without that one, where it was damaged.
-
-    `attempt` is given what is known to be damaged, as `open_newest` takes it.
-    """
+    """The result of `attempt(damaged)`, repeated without each step that it finds damaged."""
     damaged: dict[str, str] = {}
     while True:
         try:
@@ -140,41 +123,37 @@ def from_a_whole_step(folder: Path, attempt: Callable[[Mapping[str, str]], T]) -
             if error.path.parent != folder or error.path.name in damaged:
                 raise
             damaged[error.path.name] = str(error)
-        gc.collect()  # what was filled in vain is made of cycles, and may be most of the memory
+        gc.collect()  # what was filled in vain has reference cycles, and may be most of the memory
 
 
 def prune(folder: Path, retention: Retention) -> None:
-    """Remove the steps that `retention` does not keep. Each is first renamed, so none is ever half there.
-
-    What others keep in use, such as a reader of the same files over NFS, goes when a later step is saved: that it is still
-    there is no failure of the save.
-    """
+    """Remove the steps that are not kept, renamed first. What another process uses is removed later."""
     steps, _ = saved_steps(folder)
     kept = retention.keeps(steps)
     for saved in steps:
         if saved.path not in kept:
             _unlink(saved.path)
-            with suppress(FileNotFoundError):  # somebody else was faster
+            with suppress(FileNotFoundError):  # another process was faster
                 saved.path.rename(saved.path.with_name(f".trash-{saved.path.name}"))
     for trash in folder.glob(".trash-*"):
         shutil.rmtree(trash, ignore_errors=True)
 
 
 def set_aside(folder: Path, order: int, aside: Path) -> None:
-    """Move the steps that were saved after the `order`-th save, or cannot be read, to `aside`, the newest first.
+    """Move the steps after the `order`-th save, and unreadable ones, to `aside`, the newest first.
 
-    So it does with directories that lie where links and the file `latest` belong, which a save could not replace.
+    Directories in place of links and of `latest`, which a save could not replace, are moved, too.
     """
     steps, _ = saved_steps(folder)
     readable = {saved.path: saved.order for saved in steps}
-    found = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and not path.is_symlink()]
-    for path in sorted(found, key=lambda path: readable.get(path, math.inf), reverse=True):
+    directories = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and not path.is_symlink()]
+    for path in sorted(directories, key=lambda path: readable.get(path, math.inf), reverse=True):
         if readable.get(path, math.inf) > order:
             aside.mkdir(parents=True, exist_ok=True)
             path.rename(aside / path.name)
             _unlink(path)
     for path in [path for path in folder.glob("step_*") if LINK.fullmatch(path.name)]:
-        if path.is_dir() and not path.is_symlink():  # whoever copied the run, such as `scp -r`, followed its links
+        if path.is_dir() and not path.is_symlink():  # a copy of the run, such as by `scp -r`, followed its links
             aside.mkdir(parents=True, exist_ok=True)
             path.rename(aside / path.name)
             named = [saved.path.name for saved in steps if saved.order <= order and saved.path.stem == path.name]
@@ -186,19 +165,18 @@ def set_aside(folder: Path, order: int, aside: Path) -> None:
         aside.mkdir(parents=True, exist_ok=True)
         latest.rename(aside / LATEST)
     if misplaced or (latest.is_file() and not (folder / latest.read_text(errors="replace").strip()).is_dir()):
-        left = [saved.path.name for saved in steps if saved.order <= order]
-        replace_file(latest, f"{left[0]}\n".encode()) if left else latest.unlink(missing_ok=True)
+        kept = [saved.path.name for saved in steps if saved.order <= order]
+        replace_file(latest, f"{kept[0]}\n".encode()) if kept else latest.unlink(missing_ok=True)
 
 
 def _unlink(path: Path) -> None:
-    """Remove the link that names a step's directory, where it names this one."""
     link = path.with_name(path.name.partition(".")[0])
     if link.is_symlink() and link.readlink().name == path.name:
         link.unlink()
 
 
 def clear_debris(folder: Path) -> None:
-    """Remove what interrupted saves and removals left behind. Only for the one run that writes to `folder`."""
+    """Remove what interrupted saves left. Only for the run that writes to `folder`."""
     for link in folder.glob("step_*"):
         if link.is_symlink() and not link.exists():
             link.unlink()

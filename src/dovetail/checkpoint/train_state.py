@@ -1,13 +1,12 @@
-"""What of an engine goes into a training checkpoint, under which names, and how any layout finds it again.
+"""An engine's training state in a checkpoint, which any layout can load.
 
 NAME                              the policy's weights as they are saved for others, in their saved dtype
-training/ROLE/param/NAME          weights as they are trained, where NAME is not there or has another dtype
-training/ROLE/exp_avg/NAME        a moment of AdamW (exp_avg_sq is the other), as its parameter lies
+training/ROLE/param/NAME          weights as they are trained, where NAME is absent or has another dtype
+training/ROLE/KIND/NAME           optimizer state of the parameter's shape: exp_avg and exp_avg_sq of AdamW
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,67 +20,50 @@ from dovetail.weights.experts import as_stored, stored
 from dovetail.weights.load import load_into
 from dovetail.weights.parallel_read import Job
 from dovetail.weights.shards import LocalParam, local_params
-from dovetail.weights.stream import Export, export_held
+from dovetail.weights.stream import Export, export_params
 
-PARAM, MOMENT = "param", "exp_avg"
+PARAM = "param"
 MODEL_ROLE = "policy"  # whose weights are the model of the checkpoint
 ANYTHING = ("*",)  # the checkpoint holds other tensors, too
-Moments = Mapping[str, Mapping[str, Tensor]]  # kind -> our name of a parameter -> its moment, shaped like its shard
+States = Mapping[str, Mapping[str, Tensor]]  # kind -> our name of a parameter -> state tensor of its shard's shape
 
 
 def export_training(
-    model: StagedModel, mesh: Mesh, role: str, moments: Moments, saved: Export | None = None
+    model: StagedModel, mesh: Mesh, role: str, states: States, saved: Export | None = None
 ) -> list[Export]:
-    """The weights that `saved` does not hold exactly, and the moments, of the engine that plays `role`. Collective."""
+    """`role`'s weights that `saved` does not hold exactly, and its optimizer state. Collective."""
     exact = {} if saved is None else {name: spec.dtype for name, spec in saved.specs.items()}
     weights = [
-        h
-        for h in stored(model, mesh)
-        if any(exact.get(name) != h.local.dtype for name in checkpoint_shapes(h.name, h.placement, h.shape))
+        p
+        for p in stored(model, mesh)
+        if any(exact.get(name) != p.local.dtype for name in checkpoint_shapes(p.name, p.placement, p.shape))
     ]
-    found = [export_held(weights, mesh, prefix=prefix(role, PARAM))]
-    for kind, tensors in moments.items():
-        found.append(export_held(_alike(model, mesh, tensors), mesh, prefix=prefix(role, kind)))
-    return found
+    exports = [export_params(weights, mesh, prefix=prefix(role, PARAM))]
+    for kind, tensors in states.items():
+        exports.append(export_params(_state_params(model, mesh, tensors), mesh, prefix=prefix(role, kind)))
+    return exports
 
 
-def load_training(model: StagedModel, mesh: Mesh, role: str, moments: Moments, reader: ShardedReader) -> None:
-    """Fill weights and moments from a training checkpoint of any layout. Collective.
-
-    The caller lets `reader` settle before it uses them.
-    """
-    load_weights(model, mesh, role, reader)
-    for kind, tensors in moments.items():
-        source = StateSource(reader, prefix(role, kind))
-        load_into(_alone(_alike(model, mesh, tensors)), source, mesh, ignore=ANYTHING)
-
-
-def load_weights(model: StagedModel, mesh: Mesh, role: str, reader: ShardedReader) -> None:
-    """Fill the weights alone, as they were trained. Collective.
-
-    A saved weight that is rounded is none that was trained: its moments tell in which dtype that one was held.
-    """
-    exact: list[str] = []
-    for name in reader.names if role == MODEL_ROLE else ():
-        moment = reader.manifest.tensors.get(prefix(role, MOMENT) + name)
-        if moment is None or moment.dtype == reader.dtype(name):
-            exact.append(name)
-    load_into(_alone(stored(model, mesh)), StateSource(reader, prefix(role, PARAM), exact), mesh, ignore=ANYTHING)
+def load_training(model: StagedModel, mesh: Mesh, role: str, states: States, reader: ShardedReader) -> None:
+    """Fill weights and optimizer state; the caller calls `verify_checksums`. Collective."""
+    exact = _saved_as_trained(reader, role) if role == MODEL_ROLE else ()
+    _load_untied(stored(model, mesh), StateSource(reader, prefix(role, PARAM), exact), mesh)
+    for kind, tensors in states.items():
+        _load_untied(_state_params(model, mesh, tensors), StateSource(reader, prefix(role, kind)), mesh)
 
 
 def prefix(role: str, kind: str) -> str:
-    """How the names of one kind of tensors of one role begin."""
     return f"{TRAINING}{role}/{kind}/"
 
 
 class StateSource:
     """The tensors of a training checkpoint whose names begin with `start`, as a `TensorSource` without that beginning.
 
-    Of those in `others` it has the ones that are not there under `start`.
+    It also has the tensors in `others` that are not there under `start`.
     """
 
     def __init__(self, reader: ShardedReader, start: str, others: Collection[str] = ()) -> None:
-        self.path: Path = reader.path / start  # as errors name it
+        self.path = reader.path / start  # as errors name it
         self._reader = reader
         self._stored = {name: name for name in others}
         self._stored |= {n.removeprefix(start): n for n in reader.manifest.tensors if n.startswith(start)}
@@ -104,21 +86,27 @@ class StateSource:
         return self._reader.read(self._stored[name], slices)
 
     def jobs(self, name: str, slices: Slices, out: Tensor) -> Iterator[Job]:
-        """What brings a rectangle of the tensor into `out`."""
         return self._reader.jobs(self._stored[name], slices, out)
 
-    def settle(self, mesh: Mesh) -> None:
-        """Compare the checksums of the whole checkpoint. Collective."""
-        self._reader.settle(mesh, training=True)
+    def verify_checksums(self, mesh: Mesh) -> None:
+        self._reader.verify_checksums(mesh, training=True)
 
 
-def _alike(model: StagedModel, mesh: Mesh, tensors: Mapping[str, Tensor]) -> list[LocalParam]:
-    """Tensors that lie as the parameters of these names do, in the checkpoint's form."""
-    return as_stored(
-        model, [replace(h, local=tensors[h.name]) for h in local_params(model, mesh) if h.parameter is not None]
-    )
+def _saved_as_trained(reader: ShardedReader, role: str) -> list[str]:
+    """The model's tensors that were not rounded: optimizer state has the dtype of training."""
+    trained: dict[str, torch.dtype] = {}
+    for name, tensor in reader.manifest.tensors.items():
+        kind, _, param = name.removeprefix(f"{TRAINING}{role}/").partition("/")
+        if name.startswith(f"{TRAINING}{role}/") and kind != PARAM:
+            trained[param] = tensor.dtype
+    return [name for name in reader.names if trained.get(name, reader.dtype(name)) == reader.dtype(name)]
 
 
-def _alone(params: Sequence[LocalParam]) -> list[LocalParam]:
-    """Tied parameters under their first name only, as a training checkpoint has them."""
-    return [replace(param, tied=()) for param in params]
+def _state_params(model: StagedModel, mesh: Mesh, tensors: Mapping[str, Tensor]) -> list[LocalParam]:
+    params = [p for p in local_params(model, mesh) if p.name in tensors]
+    return as_stored(model, [replace(p, local=tensors[p.name]) for p in params])
+
+
+def _load_untied(params: list[LocalParam], source: StateSource, mesh: Mesh) -> None:
+    """Training checkpoints hold tied parameters under their first name only."""
+    load_into([replace(param, tied=()) for param in params], source, mesh, ignore=ANYTHING)

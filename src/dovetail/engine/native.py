@@ -168,7 +168,7 @@ class NativeEngine:
         if self._routing is not None:
             pairs = self._routing.with_balance(pairs, loss, len(batch), self._wide)
         micros = _micros_of(pairs)
-        optimizer.adamw.reserve()  # before activations take the host's memory
+        optimizer.rule.reserve()  # before activations take the host's memory
         parts: list[Tensor] = []  # the losses of micro-batches
 
         def keep(value: Loss) -> None:
@@ -235,14 +235,14 @@ class NativeEngine:
         model, saved = self._resident_model, None
         if with_model:
             saved = export(model, self.mesh, dtype_of=self.origin.dtype_of, listed=self.origin.listed)
-        state = export_training(model, self.mesh, role, self.optimizer.moments(), saved)
+        state = export_training(model, self.mesh, role, self.optimizer.state_tensors(), saved)
         return state if saved is None else [saved, *state]
 
     def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
         """Resume from a training checkpoint of any layout, after that many optimizer steps."""
         model = self._resident_model
         self.optimizer.resume(updates)
-        load_training(model, self.mesh, role, self.optimizer.moments(), reader)
+        load_training(model, self.mesh, role, self.optimizer.state_tensors(), reader)
 
     @property
     def updates(self) -> int:
@@ -266,7 +266,7 @@ class NativeEngine:
         state += [local_tensor(param.grad) for param in self.model.parameters() if param.grad is not None]
         state += list(self.model.buffers())
         if self._optimizer is not None and not self._settings.on_host:
-            state += [tensor for tensors in self._optimizer.moments().values() for tensor in tensors.values()]
+            state += [tensor for tensors in self._optimizer.state_tensors().values() for tensor in tensors.values()]
         return state
 
     @property

@@ -132,7 +132,7 @@ class Builder:
                 on_failure.callback(judge.close)
                 task, rows, engines = self._rl(recipe.algorithm, loop, judge)
             if self.resumed is not None:
-                self.resumed.reader.settle(self.mesh, training=True)
+                self.resumed.reader.verify_checksums(self.mesh, training=True)
             sides = engines[POLICY].origin.sides
             contents = Contents(engines=engines, sides=sides, model=model, data=rows, cursor=loop.cursor)
             run.check_space(contents)

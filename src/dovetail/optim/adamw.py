@@ -1,8 +1,4 @@
-"""AdamW whose step a number on the device can stop, with moments that stay on the device or wait on the host.
-
-Moments on the host pass through the device during the step alone, a bucket at a time: while one is updated and leaves,
-the next one comes. Kernel and arithmetic, and so every bit, are those of moments that stay.
-"""
+"""Update rules: AdamW, with its moments on the device or the host."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,65 +12,73 @@ from dovetail.memory import PinnedArena, aligned, view_at
 from dovetail.nn.activation_checkpoint import PinnedPool
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-BUCKET_BYTES = 1 << 29  # of moments that are on the device together; a parameter with more has a bucket of its own
+BUCKET_BYTES = 1 << 29  # of moments on the device together; a larger parameter has a bucket of its own
 
 
-class SkippableAdamW(torch.optim.AdamW):
-    """AdamW whose fused step does nothing, and does not count, where a number on the device is 1: nobody waits for it."""
+class UpdateRule(torch.optim.Optimizer):
+    """A torch optimizer whose `step` does nothing, and does not count, where `found_inf` is 1.
 
-    found_inf: Tensor
+    `state_names`: state tensors of the parameter's shape, which checkpoints hold.
+    """
+
+    state_names: tuple[str, ...]
+    found_inf: Tensor  # float32 [], on the device: the host does not wait for it
 
     def reserve(self) -> None:
-        """Take what memory of the host the moments need, before others take it."""
+        """Allocate the host memory of the state, before others allocate theirs."""
 
     def begin(self, steps: int = 0) -> None:
-        """Give parameters without moments zeros, as after so many steps."""
+        """Give parameters without state zeros, as after so many steps."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if not self.state.get(parameter):
-                    self._place(parameter, steps, [torch.zeros_like(parameter) for _ in MOMENTS])
+                    self._set_state(parameter, steps, [torch.zeros_like(parameter) for _ in self.state_names])
 
-    def _place(self, parameter: nn.Parameter, steps: int, moments: Sequence[Tensor]) -> None:
+    def _set_state(self, parameter: nn.Parameter, steps: int, tensors: Sequence[Tensor]) -> None:
         count = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)
-        self.state[parameter] = {"step": count, **dict(zip(MOMENTS, moments, strict=True))}
+        self.state[parameter] = {"step": count, **dict(zip(self.state_names, tensors, strict=True))}
+
+
+class SkippableAdamW(torch.optim.AdamW, UpdateRule):
+    state_names = MOMENTS
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose moments come and go together."""
+    """Parameters whose moments are copied together."""
 
     group: Mapping[str, Any]
     params: list[nn.Parameter]
 
     @property
     def num_bytes(self) -> int:
-        return sum(_num_bytes(parameter) for parameter in self.params)
+        return len(MOMENTS) * sum(aligned(parameter.nbytes) for parameter in self.params)
 
     def views(self, data: Tensor) -> list[list[Tensor]]:
-        """The moments that lie in `data` [bytes], one after another: for every kind those of all parameters."""
-        found, start = [], 0
+        """For each of `MOMENTS` those of all parameters."""
+        views, start = [], 0
         for _ in MOMENTS:
             row = []
             for parameter in self.params:
                 row.append(view_at(data, start, parameter.dtype, parameter.shape))
                 start += aligned(parameter.nbytes)
-            found.append(row)
-        return found
+            views.append(row)
+        return views
 
 
 class CPUOffloadAdamW(SkippableAdamW):
-    """The same with moments in pinned host memory; on a CPU in plain memory. `state` shows them where they wait.
+    """AdamW with moments in (pinned) host memory, bit for bit AdamW.
 
-    The device holds two buckets during a step, and none otherwise. Who waits for the device finds the moments updated.
+    A step copies them in buckets, two at a time on the device: one comes while one is updated and leaves.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         super().__init__(groups, **options)
-        found = [bucket for group in self.param_groups for bucket in _buckets(group)]
-        self.buckets = sorted(found, key=lambda bucket: -bucket.num_bytes)  # those that are hard to place come first
-        self.hosts: list[Tensor] = []  # for every bucket its bytes, once there are moments
+        buckets = [bucket for group in self.param_groups for bucket in _buckets(group)]
+        self.buckets = sorted(buckets, key=lambda bucket: -bucket.num_bytes)  # the largest are allocated first
+        self.hosts: list[Tensor] = []  # the bytes of each bucket, once there are moments
         self.device = self.buckets[0].params[0].device
-        # a queue of copies for each way, since a link carries both at once
+        # one queue of copies for each direction, since a link carries both at once
         self._coming, self._leaving = PinnedPool(self.device), PinnedPool(self.device)
 
     def reserve(self) -> None:
@@ -84,27 +88,26 @@ class CPUOffloadAdamW(SkippableAdamW):
             self.hosts = [arena.allocate(torch.uint8, (bucket.num_bytes,)) for bucket in self.buckets]
 
     def begin(self, steps: int = 0) -> None:
-        """The same. Memory is taken the first time, if it was not before."""
         if all(self.state.get(parameter) for bucket in self.buckets for parameter in bucket.params):
             return
         self.reserve()
         for bucket, host in zip(self.buckets, self.hosts, strict=True):
             for parameter, *moments in zip(bucket.params, *bucket.views(host.zero_()), strict=True):
-                self._place(parameter, steps, moments)
+                self._set_state(parameter, steps, moments)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter. Nothing waits for the device, and the device waits only for the next bucket."""
+        """The host does not wait, and the device waits only for the next bucket."""
         self.begin()
         size = max(bucket.num_bytes for bucket in self.buckets)
-        rooms = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in self.buckets[:2]]
-        here = [rooms[i % 2][: bucket.num_bytes] for i, bucket in enumerate(self.buckets)]
-        come, left = self._coming.copy(here[0], self.hosts[0]), None
+        buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in self.buckets[:2]]
+        here = [buffers[i % 2][: bucket.num_bytes] for i, bucket in enumerate(self.buckets)]
+        coming, left = self._coming.copy(here[0], self.hosts[0]), None
         for i, bucket in enumerate(self.buckets):
-            came = come
+            came = coming
             if i + 1 < len(self.buckets):
-                self._leaving.wait(left)  # of the bucket before, whose room it is
-                come = self._coming.copy(here[i + 1], self.hosts[i + 1])
+                self._leaving.wait(left)  # of the bucket before, whose buffer it is
+                coming = self._coming.copy(here[i + 1], self.hosts[i + 1])
             self._coming.wait(came)
             self._update(bucket, here[i])
             left = self._leaving.copy(self.hosts[i], here[i])
@@ -123,7 +126,6 @@ class CPUOffloadAdamW(SkippableAdamW):
 
 
 def _buckets(group: Mapping[str, Any]) -> Iterator[Bucket]:
-    """The parameters of a group in their order, as many together as a bucket takes."""
     params: list[nn.Parameter] = []
     for parameter in group["params"]:
         if params and Bucket(group, [*params, parameter]).num_bytes > BUCKET_BYTES:
@@ -131,7 +133,3 @@ def _buckets(group: Mapping[str, Any]) -> Iterator[Bucket]:
             params = []
         params.append(parameter)
     yield Bucket(group, params)
-
-
-def _num_bytes(parameter: nn.Parameter) -> int:
-    return len(MOMENTS) * aligned(parameter.nbytes)

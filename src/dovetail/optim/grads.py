@@ -1,8 +1,4 @@
-"""From the gradients that backward left to the ones that the optimizer may use: summed, divided once, clipped.
-
-After FSDP2 has summed over dp x cp, a placement says what is still partial: parameters that saw only this rank's
-tokens or heads (`partial_over`), and KV rows that several ranks hold copies of. The norm counts each element once.
-"""
+"""Sums, measures and scales gradients, after FSDP2 has summed them over dp x cp."""
 
 import math
 from collections import defaultdict
@@ -19,7 +15,7 @@ from dovetail.parallel.placement import as_index
 
 
 def reduce_partial(shards: Iterable[Shard], mesh: Mesh) -> None:
-    """Sum what is still partial, in place: one collective for every axis, one for every number of copies."""
+    """Sum over ranks that saw other tokens or heads, and over copies of KV rows, in place."""
     partial: dict[str, list[Tensor]] = defaultdict(list)
     copied: dict[int, list[Tensor]] = defaultdict(list)
     for shard in shards:
@@ -36,9 +32,9 @@ def reduce_partial(shards: Iterable[Shard], mesh: Mesh) -> None:
 
 
 def global_norm(shards: Iterable[Shard], mesh: Mesh, nonfinite_candidates: Sequence[Tensor] = ()) -> Tensor:
-    """The 2-norm of the whole gradient, each element counted once, in the wide dtype; equal on every rank.
+    """The 2-norm of the whole gradient, float64 [], equal on every rank.
 
-    Not a number where any number of `nonfinite_candidates` is not finite on any rank: one collective tells both.
+    NaN where one of `nonfinite_candidates` is not finite on any rank, by the same collective.
     """
     parts: list[Tensor] = []
     for shard in shards:
@@ -47,19 +43,20 @@ def global_norm(shards: Iterable[Shard], mesh: Mesh, nonfinite_candidates: Seque
         owned = [grad[as_index(r.local_slice)] for r in shard.regions if r.owned]
         parts += [part for part in owned if part.numel()]
     norms = torch._foreach_norm(parts, dtype=wide(parts[0].dtype)) if parts else ()
-    found = [torch.stack(scalars).square().sum() for scalars in (norms, _spoiled(nonfinite_candidates)) if scalars]
-    total = sum((x.to(torch.float64) for x in found), torch.zeros((), dtype=torch.float64, device=mesh.device))
+    groups = [group for group in (norms, _nan_where_nonfinite(nonfinite_candidates)) if group]
+    squares = [torch.stack(scalars).square().sum() for scalars in groups]
+    total = sum((x.to(torch.float64) for x in squares), torch.zeros((), dtype=torch.float64, device=mesh.device))
     return sum_over(total, mesh["world"]).sqrt()
 
 
-def _spoiled(nonfinite_candidates: Iterable[Tensor]) -> list[Tensor]:
-    """For every tensor 0, or not a number where it holds one that is not finite; nothing waits for the device."""
-    real = [x.detach() for x in nonfinite_candidates if x.is_floating_point() and x.numel()]
+def _nan_where_nonfinite(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """0 for each tensor, or NaN; the host does not wait."""
+    real = [x.detach() for x in tensors if x.is_floating_point() and x.numel()]
     return list(torch._foreach_mul(torch._foreach_norm(real, math.inf), 0.0)) if real else []
 
 
 def scale_(shards: Iterable[Shard], factor: Tensor) -> None:
-    """Multiply every gradient. The host reads the factor only for gradients that are too narrow to hold it."""
+    """Multiply every gradient. The host reads the factor only for a narrower dtype."""
     grads = [shard.local.grad for shard in shards if shard.local.grad is not None]
     dtype = wide(grads[0].dtype) if grads else factor.dtype
     torch._foreach_mul_(grads, factor.to(dtype) if grads and grads[0].dtype == dtype else float(factor))

@@ -1,28 +1,26 @@
-"""One optimizer step from summed gradients: divide by the count, clip by the true norm, update, or skip."""
+"""One optimizer step from summed gradients: divide, clip by the global norm, update or skip."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from dovetail.errors import ConfigError
-from dovetail.optim.adamw import MOMENTS
-from dovetail.optim.assembly import adamw, shards_of
+from dovetail.optim.adamw import CPUOffloadAdamW, SkippableAdamW, UpdateRule
+from dovetail.optim.assembly import Shard, param_groups, shards_of
 from dovetail.optim.grads import global_norm, reduce_partial, scale_
-from dovetail.optim.lr import Schedule, lr_factor
 from dovetail.parallel.collectives import AsyncHostCopy
 from dovetail.parallel.mesh import Mesh
+
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSettings:
-    """AdamW and its learning-rate schedule. `clip_norm` None: no clipping, the norm is still reported.
-
-    on_host: the moments wait in host memory, and pass through the device while parameters are updated.
-    """
+    """AdamW and its learning-rate schedule. `clip_norm` None: no clipping. `on_host`: moments in host memory."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
@@ -45,13 +43,48 @@ class OptimSettings:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm={self.clip_norm!r}; expected more than 0, or None for no limit")
 
+    def make_rule(self, shards: list[Shard]) -> UpdateRule:
+        rule = CPUOffloadAdamW if self.on_host else SkippableAdamW
+        return rule(param_groups(shards, self.weight_decay), lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
+
+    def lr_at(self, step: int) -> float:
+        return self.lr * lr_factor(
+            self.schedule,
+            step,
+            warmup=self.warmup_steps,
+            total=self.total_steps,
+            floor=self.min_lr_ratio,
+            decay=self.decay_steps,
+        )
+
+
+def lr_factor(
+    schedule: Schedule, step: int, *, warmup: int = 0, total: int = 1, floor: float = 0.0, decay: int | None = None
+) -> float:
+    """The factor on the base rate at `step`, counted from 0; never 0 at the first.
+
+    Warm-up: (step + 1) / (warmup + 1). Then constant; linear or cosine to `floor` over `decay` steps (default: to the
+    last of `total`); wsd: 1 until the last `decay` steps (default: a tenth of `total`, at least 2), then linearly to `floor`.
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if schedule == "constant":
+        return 1.0
+    start, last = warmup, total - 1
+    if schedule == "wsd":
+        start = max(warmup, total - max(2, total // 10 if decay is None else decay))  # the first has factor 1
+        if step < start:
+            return 1.0
+    elif decay is not None:
+        last = min(last, start + decay - 1)
+    progress = min(1.0, (step - start) / max(1, last - start))
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
+    return floor + (1 - floor) * shape
+
 
 @dataclass(frozen=True)
 class Update:
-    """What one step did. A skipped step changed nothing and does not count for the schedule.
-
-    `faults`: which parameters and gradients of this rank are not finite, where it was skipped; none where nothing was counted.
-    """
+    """`faults`: this rank's parameters and gradients that are not finite, where the step was skipped."""
 
     grad_norm: float
     lr: float
@@ -60,58 +93,46 @@ class Update:
 
 
 class Optimizer:
-    """AdamW over this rank's shards of a model's parameters."""
+    """An update rule over this rank's shards of the trainable parameters."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: OptimSettings) -> None:
         self.mesh, self.settings = mesh, settings
         self.shards = shards_of(model, mesh)
+        self.rule = settings.make_rule(self.shards)
         self.steps = 0
-        s = settings
-        self.adamw = adamw(
-            self.shards, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay, on_host=s.on_host
-        )
 
-    def step(self, count: float | Tensor, suspects: Sequence[Tensor] = ()) -> Update:
-        """Update from gradients that are sums over `count` tokens (or sequences) of all ranks; then drop them.
+    def step(self, count: float | Tensor, watched: Sequence[Tensor] = ()) -> Update:
+        """Update from gradients summed over `count` tokens (or sequences) of all ranks, and free them. Collective.
 
-        Collective. A number that is not finite, in a gradient, a parameter or one of `suspects` (whatever the gradients
-        came from) of any rank, skips the update on every rank, and so does a count of nothing. The device decides: the host
-        reads the norm when all work is on its way, so that the device has no pause between the last backward pass and the
-        update, and goes on while parameters are updated. Moments in host memory are updated when this returns.
+        A number that is not finite in a gradient, a parameter or `watched`, on any rank, skips the update on all; so does a
+        count of 0. The device decides; the host reads the norm once all work is queued, unless state is on the host.
         """
         s = self.settings
         count = torch.as_tensor(count, dtype=torch.float64, device=self.mesh.device)
         divisor = torch.where(count == 0, 1.0, count)
         reduce_partial(self.shards, self.mesh)
-        norm = global_norm(self.shards, self.mesh, [*suspects, *self._watched()]) / divisor
-        lr = s.lr * lr_factor(
-            s.schedule,
-            self.steps,
-            warmup=s.warmup_steps,
-            total=s.total_steps,
-            floor=s.min_lr_ratio,
-            decay=s.decay_steps,
-        )
+        norm = global_norm(self.shards, self.mesh, [*watched, *self._unseen_by_norm()]) / divisor
         finite = norm.isfinite() & (count > 0)
         clip = torch.ones_like(norm) if s.clip_norm is None else (s.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         scale_(self.shards, torch.where(finite, clip / divisor, 1.0))
-        for group in self.adamw.param_groups:
+        lr = s.lr_at(self.steps)
+        for group in self.rule.param_groups:
             group["lr"] = lr
-        self.adamw.found_inf = (~finite).to(torch.float32)
-        fresh, numbers = not self.adamw.state, torch.stack([norm, ~finite])
+        self.rule.found_inf = (~finite).to(torch.float32)
+        fresh, numbers = not self.rule.state, torch.stack([norm, ~finite])
         early = None if s.on_host else AsyncHostCopy(numbers)
-        self.adamw.step()
+        self.rule.step()
         grad_norm, skipped = (early or AsyncHostCopy(numbers)).wait()
         skipped = bool(skipped)
         self.steps += not skipped
         if skipped and fresh:
-            self.adamw.state.clear()  # moments of nothing
+            self.rule.state.clear()  # the state of no step
         faults = tuple(self._faults()) if skipped else ()
         self.zero_grad()
         return Update(grad_norm, lr, skipped, faults)
 
-    def _watched(self) -> Iterator[Tensor]:
-        """What the norm does not see: the parameters, and gradients that another rank counts."""
+    def _unseen_by_norm(self) -> Iterator[Tensor]:
+        """Parameters, and gradients that another rank's norm counts."""
         for shard in self.shards:
             yield shard.local
             if shard.local.grad is not None and not all(region.owned for region in shard.regions):
@@ -124,19 +145,18 @@ class Optimizer:
             if names:
                 yield f"{kind} {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
-    def moments(self) -> dict[str, dict[str, Tensor]]:
-        """AdamW's moments, kind -> name of the parameter -> tensor as its shard lies; zeros before the first step."""
-        self.adamw.begin(self.steps)
-        return {kind: {s.name: self.adamw.state[s.local][kind] for s in self.shards} for kind in MOMENTS}
+    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Kind -> parameter name -> state of its shard; zeros before the first step."""
+        self.rule.begin(self.steps)
+        return {kind: {s.name: self.rule.state[s.local][kind] for s in self.shards} for kind in self.rule.state_names}
 
     def resume(self, steps: int) -> None:
-        """Go on as after `steps` updates; the moments are filled by whoever loads them."""
-        self.moments()
+        """Continue as after `steps` updates; the caller fills `state_tensors`."""
+        self.rule.begin(steps)
         self.steps = steps
-        for state in self.adamw.state.values():
+        for state in self.rule.state.values():
             state["step"].fill_(steps)
 
     def zero_grad(self) -> None:
-        """Free every gradient."""
         for shard in self.shards:
             shard.local.grad = shard.source.grad = None

@@ -1,8 +1,4 @@
-"""Whether ranks that hold copies of the same piece still hold the same bits: parameters, their moments, buffers.
-
-Equal operations on equal bits leave equal bits, so copies that differ mean that a device or its memory made a mistake,
-and nothing else would notice: each rank would train on, with a model of its own.
-"""
+"""Whether ranks that hold copies of a tensor still hold the same bits; if not, a device made a mistake."""
 
 import hashlib
 import json
@@ -21,13 +17,13 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index
 from dovetail.weights.shards import local_params
 
-# By an element's bytes: an integer type as wide.
+# integer dtypes by their bytes
 BITS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-NOTHING = 0  # fills the row of a rank that has fewer pieces than another
+NOTHING = 0  # pads the row of a rank that has fewer slices
 
 
 class ReplicaSlice(NamedTuple):
-    """Something that this rank holds; what has the same name on another rank should be the same."""
+    """Slices of the same name on several ranks should be equal."""
 
     name: str
     tensor: Tensor
@@ -38,51 +34,47 @@ class ReplicaSlice(NamedTuple):
 
 
 def check_replicas(model: nn.Module, mesh: Mesh, optimizer: Optimizer | None) -> None:
-    """Raise MachineError on every rank, with the names and the ranks, where copies differ. Collective.
-
-    Two small gathers: who holds what, and a hash of each piece that several hold. Hashes are made on the device.
-    """
-    pieces = list(_pieces(model, optimizer, mesh))
-    holders = _gather([piece.digest for piece in pieces], mesh)
+    """Raise MachineError on every rank, with names and ranks, where copies differ. Collective."""
+    slices = list(_slices(model, optimizer, mesh))
+    holders = _gather([item.digest for item in slices], mesh)
     counts = Counter(digest for digests in holders for digest in digests)
-    copied = [piece for piece in pieces if counts[piece.digest] > 1]
-    hashes = torch.stack([hash_bits(piece.tensor.to(mesh.device)) for piece in copied]).tolist() if copied else []
-    known = {piece.digest: value for piece, value in zip(copied, hashes, strict=True)}
-    values: dict[int, dict[int, int]] = defaultdict(dict)  # of a piece, by rank
-    for rank, row in enumerate(_gather([known.get(piece.digest, NOTHING) for piece in pieces], mesh)):
+    copied = [item for item in slices if counts[item.digest] > 1]
+    hashes = torch.stack([hash_bits(item.tensor.to(mesh.device)) for item in copied]).tolist() if copied else []
+    known = {item.digest: value for item, value in zip(copied, hashes, strict=True)}
+    values: dict[int, dict[int, int]] = defaultdict(dict)  # digest -> rank -> hash
+    for rank, row in enumerate(_gather([known.get(item.digest, NOTHING) for item in slices], mesh)):
         for digest, value in zip(holders[rank], row, strict=True):
             values[digest][rank] = value
-    wrong = [f"{p.name}: {_difference(values[p.digest])}" for p in copied if len(set(values[p.digest].values())) > 1]
-    everyone = [json.loads(text) for text in gather_text(json.dumps(wrong), mesh["world"], mesh.device)]
-    found = list(dict.fromkeys(line for lines in everyone for line in lines))
-    if found:
+    differ = [f"{s.name}: {_difference(values[s.digest])}" for s in copied if len(set(values[s.digest].values())) > 1]
+    everyone = [json.loads(text) for text in gather_text(json.dumps(differ), mesh["world"], mesh.device)]
+    problems = list(dict.fromkeys(line for lines in everyone for line in lines))
+    if problems:
         raise MachineError(
             "copies that must be equal differ, so a device or its memory made a mistake:\n"
-            f"{listing(found)}\nresume from the last checkpoint, without the device of the rank that stands out"
+            f"{listing(problems)}\nresume from the last checkpoint, without the device of the rank that stands out"
         )
 
 
 def hash_bits(x: Tensor) -> Tensor:
-    """int64 [], on the device: another number when any one bit of `x` is another."""
+    """int64 [], on the device; any one bit of `x` changes it."""
     bits = x.detach().contiguous().view(-1).view(BITS[x.element_size()])
-    if hasattr(torch, "hash_tensor"):  # newer than the oldest torch that we take
+    if hasattr(torch, "hash_tensor"):  # not in the oldest supported torch
         return torch.hash_tensor(bits).view(torch.int64)
     return bits.sum(dtype=torch.int64)
 
 
-def _pieces(model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> Iterator[ReplicaSlice]:
-    """Each region of each parameter, of its moments, and of the buffers."""
-    shards, names = iter(optimizer.shards if optimizer else ()), set()
-    for item in local_params(model, mesh):
-        names.add(item.name)
-        tensors: dict[str, Tensor] = {"": item.local}
-        if item.parameter is not None and optimizer is not None:
-            state = optimizer.adamw.state[next(shards).local]
-            tensors |= {f" ({kind})": x for kind, x in sorted(state.items()) if x.shape == item.local.shape}
-        for region in item.regions:
+def _slices(model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> Iterator[ReplicaSlice]:
+    states = {shard.name: optimizer.rule.state.get(shard.local, {}) for shard in optimizer.shards} if optimizer else {}
+    params = local_params(model, mesh)
+    for param in params:
+        tensors: dict[str, Tensor] = {"": param.local}
+        state = states.get(param.name, {})
+        tensors |= {f" ({kind})": x for kind, x in sorted(state.items()) if x.shape == param.local.shape}
+        for region in param.regions:
             rows = "x".join(f"{start}:{stop}" for start, stop in region.checkpoint_slice)
             for kind, tensor in tensors.items():
                 yield ReplicaSlice(f"{region.checkpoint_name}[{rows}]{kind}", tensor[as_index(region.local_slice)])
+    names = {param.name for param in params}
     stored = model.stored_name if isinstance(model, StagedModel) else str
     for name, buffer in model.named_buffers():
         if stored(name) not in names:
@@ -90,15 +82,13 @@ def _pieces(model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> Iterat
 
 
 def _gather(row: Sequence[int], mesh: Mesh) -> list[list[int]]:
-    """Every rank's numbers, in rank order; rows may differ in length."""
     own = torch.tensor([len(row), *row], dtype=torch.int64, device=mesh.device)
     sizes = stack_over(own[0], mesh["world"]).tolist()
     padded = torch.nn.functional.pad(own[1:], (0, max(sizes) - len(row)), value=NOTHING)
-    return [found[:n] for found, n in zip(stack_over(padded, mesh["world"]).tolist(), sizes, strict=True)]
+    return [row[:n] for row, n in zip(stack_over(padded, mesh["world"]).tolist(), sizes, strict=True)]
 
 
 def _difference(values: Mapping[int, int]) -> str:
-    """Which ranks stand out among those that hold a piece, by majority where there is one."""
     groups: dict[int, list[int]] = defaultdict(list)
     for rank, value in values.items():
         groups[value].append(rank)

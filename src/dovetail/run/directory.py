@@ -168,7 +168,7 @@ class RunDirectory:
         self._saver = Saver(
             self.path / CHECKPOINTS, self.mesh, self.settings.retention, background=self.settings.background
         )
-        self._at_close.callback(self._saver.wait)
+        self._at_close.callback(self._saver.join)
         if resumed is not None:
             self._tell(resumed)
 
@@ -278,7 +278,7 @@ class RunDirectory:
     def _settle(self, *, last: bool = False) -> None:
         """Wait for the save that is under way. A failed one is told; training goes on unless it was the last, or too many."""
         try:
-            if self._saver.settle():
+            if self._saver.finish():
                 self._failed_saves, self._saved = 0, self._saving
         except CheckpointError as error:
             self._failed_saves += 1

@@ -1,4 +1,4 @@
-"""A directory that appears complete or not at all: written under a hidden name beside its place, then renamed."""
+"""Directories and files that appear complete or not at all: written under a hidden name, synced to disk, renamed."""
 
 import os
 import shutil
@@ -20,19 +20,16 @@ from dovetail.weights.safetensors import CHUNK
 
 @dataclass(frozen=True)
 class AtomicDirectory:
-    """Where to write, and where to keep what goes wrong while writing."""
+    """`lead`: this rank writes what exists once."""
 
     path: Path
     verdict: CollectiveErrors
-    lead: bool  # the rank that writes what there is only one of
+    lead: bool
 
 
 @contextmanager
 def staged(target: Path, mesh: Mesh) -> Iterator[AtomicDirectory]:
-    """All ranks write into one hidden directory that becomes `target`, or vanishes with an error. Collective.
-
-    `target` may be absent or empty. Everything in the directory is on the disk before the rename.
-    """
+    """All ranks write into a hidden directory that becomes `target`, absent or empty, or is removed on an error. Collective."""
     lead = mesh["world"].rank == 0
     hidden = target.parent / f".tmp-{target.name}-{uuid.uuid4().hex[:8]}"
     with agreed(mesh):
@@ -41,9 +38,8 @@ def staged(target: Path, mesh: Mesh) -> Iterator[AtomicDirectory]:
             refuse_unwritable(target, "the directory")
             make_directory(target.parent)
             hidden.mkdir()
-    stage = AtomicDirectory(
-        Path(gather_text(str(hidden), mesh["world"], mesh.device)[0]), CollectiveErrors(mesh, target), lead
-    )
+    path = Path(gather_text(str(hidden), mesh["world"], mesh.device)[0])
+    stage = AtomicDirectory(path, CollectiveErrors(mesh, target), lead)
     complete = False
     try:
         yield stage
@@ -73,7 +69,7 @@ def refuse_occupied(target: Path) -> None:
 
 
 def refuse_unwritable(path: Path, what: str) -> None:
-    """Raise where nothing could be made at `path`, which may be absent; `what` says what it is."""
+    """Raise where nothing could be made at `path`, which may be absent."""
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     refusal = f"{what} {path} cannot be written: {folder} is no directory that you may write to"
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
@@ -86,30 +82,30 @@ def refuse_unwritable(path: Path, what: str) -> None:
 
 
 def write_sides(sides: SideFiles, directory: Path) -> dict[str, tuple[int, int]]:
-    """Copy or write each side file; (size, crc32) of what was written."""
     return {name: write_file(directory / name, content) for name, content in sides.items()}
 
 
 def write_file(path: Path, content: Path | bytes) -> tuple[int, int]:
-    """Copy a file, or write bytes, onto the disk; (size, crc32)."""
+    """Copy a file, or write bytes, and sync; (size, crc32)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     size = crc = 0
     with open(path, "xb") as out:
-        if isinstance(content, bytes):
-            out.write(content)
-            size, crc = len(content), zlib.crc32(content)
-        else:
-            with open(content, "rb") as source:
-                while block := source.read(CHUNK):
-                    out.write(block)
-                    size, crc = size + len(block), zlib.crc32(block, crc)
+        for block in [content] if isinstance(content, bytes) else file_blocks(content):
+            out.write(block)
+            size, crc = size + len(block), zlib.crc32(block, crc)
         out.flush()
         os.fsync(out.fileno())
     return size, crc
 
 
+def file_blocks(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while block := file.read(CHUNK):
+            yield block
+
+
 def replace_file(path: Path, content: bytes) -> None:
-    """Have the file `path` hold `content`: readers see the old file or the new one, whole."""
+    """Readers see the old file or the new one, whole."""
     fresh = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         write_file(fresh, content)
@@ -120,16 +116,26 @@ def replace_file(path: Path, content: bytes) -> None:
     sync_directory(path.parent)
 
 
+def replace_link(link: Path, target: str) -> None:
+    fresh = link.with_name(f".tmp-{target}-link")
+    os.symlink(target, fresh)
+    try:
+        os.replace(fresh, link)
+    except OSError:
+        fresh.unlink()
+        raise
+    sync_directory(link.parent)
+
+
 def make_directory(path: Path) -> None:
-    """Make a directory, and those above it that are missing; their entries are on the disk."""
-    missing = [each for each in (path.absolute(), *path.absolute().parents) if not each.exists()]
+    """Make a directory and its parents, synced to disk."""
+    missing = [folder for folder in (path.absolute(), *path.absolute().parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        sync_directory(each.parent)
+    for folder in missing:
+        sync_directory(folder.parent)
 
 
 def sync_directory(path: Path) -> None:
-    """Put a directory's entries on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -35,12 +35,12 @@ MIXTRAL = (".mlp.", ".block_sparse_moe.", {"gate_proj": "w1", "up_proj": "w3", "
 
 
 def stored(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[LocalParam]:
-    """`local_params`, in the form that the checkpoint has."""
+    """`local_params` in the checkpoint's form."""
     return as_stored(model, local_params(model, mesh, as_wrapped=as_wrapped))
 
 
 def as_stored(model: nn.Module, params: list[LocalParam]) -> list[LocalParam]:
-    """Tensors that lie as the parameters of `model` do, in the form that its checkpoint has."""
+    """Tensors sharded like the parameters of `model`, in its checkpoint's form."""
     form: ExpertForm = model.experts if isinstance(model, StagedModel) else "fused"
     if form == "mixtral":
         params = [_renamed(param) for param in params]
@@ -48,7 +48,7 @@ def as_stored(model: nn.Module, params: list[LocalParam]) -> list[LocalParam]:
 
 
 def form_of(model: StagedModel, source: TensorSource) -> ExpertForm:
-    """The form in which a checkpoint has the experts of `model`: it lists them fused, or it has them apart."""
+    """The form of a checkpoint's experts."""
     placements = placements_of(model)
     for own_name, param in model.named_parameters():
         if any(own_name.endswith(ending) for ending, _ in FUSED):
@@ -71,13 +71,11 @@ def _views(param: LocalParam, form: ExpertForm) -> Iterator[LocalParam]:
 
 
 def _renamed(param: LocalParam) -> LocalParam:
-    """Under Mixtral's name for the block."""
     regions = (replace(r, checkpoint_name=r.checkpoint_name.replace(*MIXTRAL[:2])) for r in param.regions)
     return replace(param, name=param.name.replace(*MIXTRAL[:2]), regions=tuple(regions))
 
 
 def _turned(param: LocalParam) -> LocalParam:
-    """The same with its last two dims exchanged."""
     splits = tuple(replace(split, dim=(0, 2, 1)[split.dim]) for split in param.placement.splits)
     regions = tuple(
         replace(
@@ -95,7 +93,7 @@ def _turned(param: LocalParam) -> LocalParam:
 
 
 def _apart(param: LocalParam, parts: tuple[str, ...]) -> Iterator[LocalParam]:
-    """Every expert's matrices, those that this rank holds some of with a region."""
+    """Every expert's matrices, with regions of those that this rank holds."""
     ((count, rows, columns),) = checkpoint_shapes(param.name, param.placement, param.shape).values()
     size, stem = rows // len(parts), param.name.rpartition(".")[0]
     for expert in range(count):
@@ -115,7 +113,6 @@ def _apart(param: LocalParam, parts: tuple[str, ...]) -> Iterator[LocalParam]:
 
 
 def _moved(shared: Slices, region: Region) -> Slices:
-    """Where a part of a region's slice of the checkpoint lies in the local parameter."""
     inside = within(shared, region.checkpoint_slice)
     return tuple((a + base, b + base) for (a, b), (base, _) in zip(inside, region.local_slice, strict=True))
 

@@ -1,7 +1,4 @@
-"""What a model directory says of itself: its config, its family, its head, and what to write beside its weights again.
-
-A directory comes from disk, or from the hub by a name pinned to a commit; of that only safetensors and JSON are fetched.
-"""
+"""Model directories, on disk or from the hub at a pinned commit: config, family, head and side files."""
 
 import re
 from collections.abc import Mapping
@@ -44,10 +41,7 @@ class Pretrained:
 
     @classmethod
     def open(cls, name: str | Path, engine: EngineName = "auto") -> "Pretrained":
-        """Read the config of a directory, or of a pinned hub name, which is fetched first.
-
-        Its spec is the one that `engine` runs; auto: ours where we know the family and its options, else transformers'.
-        """
+        """Read the config; `engine` auto takes ours where it knows the family and its options, else transformers'."""
         path = locate(name)
         if (path / ADAPTER).is_file():
             raise _unmerged(path, ADAPTER)
@@ -62,7 +56,6 @@ class Pretrained:
 
     @property
     def notes(self) -> list[str]:
-        """What its user should know before it runs."""
         lacking = self.spec.lacking if isinstance(self.spec, ForeignSpec) else ""
         return [f"{lacking}; so the transformers engine runs this model (--engine transformers)"] if lacking else []
 
@@ -72,7 +65,6 @@ class Pretrained:
 
 
 def _known_spec(config: Mapping[str, Any], engine: EngineName) -> AnySpec:
-    """Of a family that we know: what `engine` runs."""
     try:
         return spec_from_config(config)
     except OptionError as error:
@@ -83,7 +75,7 @@ def _known_spec(config: Mapping[str, Any], engine: EngineName) -> AnySpec:
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Where an engine's weights came from, so that they leave as they came: dtypes, names and files beside them."""
+    """What a saved model keeps of its source: dtypes, names and side files."""
 
     dtype_of: Dtypes
     listed: tuple[str, ...]
@@ -92,7 +84,7 @@ class CheckpointSource:
 
 @dataclass(frozen=True)
 class StoredHead:
-    """Where a head's tensors are found: our names -> the checkpoint's, which ones it lacks, which ones to leave out."""
+    """A head's tensors: our names -> the checkpoint's, those it lacks, and those to ignore."""
 
     kind: Head
     aliases: Mapping[str, str]
@@ -126,7 +118,7 @@ def locate(name: str | Path) -> Path:
 
 
 def refuse_adapters(source: TensorSource, path: Path) -> None:
-    """Weights beside which an adapter's lie would be read without it."""
+    """Raise where a checkpoint holds an adapter that is not merged."""
     found = next((name for name in source.names if any(part in name for part in ADAPTED)), None)
     if found is not None:
         raise _unmerged(path, found)
@@ -140,7 +132,7 @@ def _unmerged(path: Path, found: str) -> CheckpointError:
 
 
 def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> StoredHead:
-    """The value head of a checkpoint under any of its usual names; with `fresh`, one to be made where there is none."""
+    """The value head of a checkpoint under any of its usual names; with `fresh`, a new one where it has none."""
     for stem in HEAD_STEMS:
         weight, bias = f"{stem}.weight", f"{stem}.bias"
         if weight not in source.names or (stem == "lm_head" and source.shape(weight)[0] != 1):
@@ -161,7 +153,6 @@ def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> StoredH
 
 
 def stored_head(source: TensorSource, pretrained: Pretrained) -> StoredHead:
-    """The head that a checkpoint holds, whichever it is."""
     named = any(f"{stem}.weight" in source.names for stem in HEAD_STEMS if stem != "lm_head")
     one_row = "lm_head.weight" in source.names and source.shape("lm_head.weight")[0] == 1
     if named or (one_row and pretrained.spec.vocab_size > 1):
@@ -170,7 +161,7 @@ def stored_head(source: TensorSource, pretrained: Pretrained) -> StoredHead:
 
 
 def saved_config(config: Mapping[str, Any], head: Head, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The config to write beside saved weights: a value model says so, a changed dtype too; else it is the source's."""
+    """The config of saved weights: the source's, but for a value head and a changed dtype."""
     changed = dict(config)
     if dtype is not None:
         name = str(dtype).removeprefix("torch.")
@@ -191,7 +182,7 @@ def saved_config(config: Mapping[str, Any], head: Head, dtype: torch.dtype | Non
 
 
 def saved_sides(pretrained: Pretrained, head: Head, dtype: torch.dtype | None) -> SideFiles:
-    """Every file beside the weights, with the config as it must be now; byte for byte the source's where it may."""
+    """The side files of saved weights."""
     changed = saved_config(pretrained.config, head, dtype)
     if changed == dict(pretrained.config):
         return pretrained.sides

@@ -1,11 +1,10 @@
-"""Brings bytes from files to where they belong, with several threads: each reads a stretch, and sums it and hands it on
-while it is in the processor's cache. Every thread has one small buffer, so the host holds no more than that beside.
-"""
+"""Reads rectangles of tensors from files with several threads, each through a small buffer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,54 +12,98 @@ from dovetail.memory import wait_for
 from dovetail.parallel.placement import Slices
 
 READERS = 8  # threads; more than cores, since they wait for the disk
-ROOM = 1 << 22  # bytes of a thread's buffer, which stay in the cache
-STRETCH = 1 << 25  # bytes of a job: large enough for the disk, small enough that no thread is left with a long one
+BUFFER_BYTES = 1 << 22  # of a thread
+JOB_BYTES = 1 << 25  # large enough for the disk, small enough that no thread is left with a long one
+MAX_GAP = 1 << 16  # bytes between two ranges that are read and dropped rather than skipped by a call of its own
+MAX_RANGES = 1 << 15  # of one rectangle, so that the list of them stays small
+MAX_BUFFERS = 1024  # that one `preadv` fills: Linux's UIO_MAXIOV
 
 Job = Callable[[Tensor], object]  # called once, by any thread, with that thread's buffer [bytes]
 
 
-def do_all(jobs: Sequence[Job], device: torch.device) -> None:
-    """Do all jobs, in about this order. Their buffers suit copies to `device`."""
-    pinned, left = device.type != "cpu", iter(jobs)
-    rooms = [torch.empty(ROOM, dtype=torch.uint8, pin_memory=pinned) for _ in range(min(READERS, len(jobs)))]
-    if not rooms:
+def run_jobs(jobs: Sequence[Job], device: torch.device) -> None:
+    """Run all jobs, in about this order; `device` is that of their targets."""
+    pinned, queue = device.type != "cpu", iter(jobs)
+    buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(min(READERS, len(jobs)))]
+    if not buffers:
         return
 
-    def work(room: Tensor) -> None:
+    def work(buffer: Tensor) -> None:
         if pinned:  # a thread begins on the first device
             torch.get_device_module(device).set_device(device)
-        for job in left:  # an iterator over a sequence gives each item to one thread
-            job(room)
+        for job in queue:  # an iterator over a sequence gives each item to one thread
+            job(buffer)
 
-    with ThreadPoolExecutor(len(rooms)) as threads:
-        for ended in [threads.submit(work, room) for room in rooms]:
-            ended.result()
+    with ThreadPoolExecutor(len(buffers)) as threads:
+        for future in [threads.submit(work, buffer) for buffer in buffers]:
+            future.result()
 
 
-def blocks(slices: Slices, out: Tensor, most: int) -> Iterator[tuple[Slices, Tensor]]:
-    """A rectangle and the tensor of its shape, in row-major order in pairs of at most `most` elements."""
-    if out.numel() <= most or not slices:
+def blocks(slices: Slices, out: Tensor, max_elements: int) -> Iterator[tuple[Slices, Tensor]]:
+    """Split a rectangle and its target into parts of at most `max_elements`, in row-major order."""
+    if out.numel() <= max_elements or not slices:
         yield slices, out
         return
     (start, stop), *rest = slices
-    rows = most // prod(out.shape[1:])
+    rows = max_elements // prod(out.shape[1:])
     for at in range(start, stop, max(1, rows)):
         if rows:
             end = min(at + rows, stop)
             yield ((at, end), *rest), out[at - start : end - start]
         else:
-            for inner, part in blocks(tuple(rest), out[at - start], most):
+            for inner, part in blocks(tuple(rest), out[at - start], max_elements):
                 yield ((at, at + 1), *inner), part
 
 
-def stretches(slices: Slices, out: Tensor, dtype: torch.dtype) -> Iterator[tuple[Slices, Tensor]]:
-    """A rectangle of a stored tensor of `dtype`, and where it goes, in pairs of a job's size."""
-    return blocks(slices, out, STRETCH // dtype.itemsize)
+def job_parts(slices: Slices, out: Tensor, dtype: torch.dtype) -> Iterator[tuple[Slices, Tensor]]:
+    return blocks(slices, out, JOB_BYTES // dtype.itemsize)
 
 
-def hand_over(piece: Tensor, out: Tensor) -> None:
-    """Copy `piece`, on the host, into `out`, and be done with it. Conversion is work for the device of `out`."""
+def range_elements(shape: Sequence[int], slices: Slices) -> int:
+    """The elements of each contiguous range of a rectangle."""
+    return prod(stop - start for start, stop in slices[_last_cut(shape, slices) :])
+
+
+def byte_ranges(shape: Sequence[int], slices: Slices, itemsize: int) -> tuple[list[int], int]:
+    """Offsets and length, in bytes, of the contiguous ranges of a rectangle of a row-major tensor."""
+    if any(start == stop for start, stop in slices):
+        return [], 0
+    strides = [itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    offsets = np.array([sum(start * stride for (start, _), stride in zip(slices, strides, strict=True))])
+    for (start, stop), stride in zip(slices[: _last_cut(shape, slices)], strides, strict=False):
+        offsets = (offsets[:, None] + np.arange(stop - start) * stride).reshape(-1)
+    return offsets.tolist(), itemsize * range_elements(shape, slices)
+
+
+def scatter_reads(offsets: Sequence[int], length: int, view: memoryview) -> Iterator[tuple[int, list[memoryview]]]:
+    """(offset, buffers) of the `preadv` calls that read ranges of a file into `view`, back to back.
+
+    Short gaps are read into scratch memory, which is faster than a call for each range.
+    """
+    scratch = memoryview(bytearray(MAX_GAP))
+    buffers: list[memoryview] = []
+    first = end = 0
+    for i, offset in enumerate(offsets):
+        if buffers and (offset - end > MAX_GAP or len(buffers) + 2 > MAX_BUFFERS):
+            yield first, buffers
+            buffers = []
+        if not buffers:
+            first = end = offset
+        if offset > end:
+            buffers.append(scratch[: offset - end])
+        buffers.append(view[i * length : (i + 1) * length])
+        end = offset + length
+    if buffers:
+        yield first, buffers
+
+
+def copy_out(block: Tensor, out: Tensor) -> None:
+    """Copy a host tensor into `out` and wait; conversion is done on the device of `out`."""
     if out.device.type != "cpu":
-        piece = piece.to(out.device, non_blocking=True)
-    out.copy_(piece.view(out.shape))
+        block = block.to(out.device, non_blocking=True)
+    out.copy_(block.view(out.shape))
     wait_for(out.device)
+
+
+def _last_cut(shape: Sequence[int], slices: Slices) -> int:
+    return max((dim for dim, (start, stop) in enumerate(slices) if stop - start != shape[dim]), default=0)

@@ -1,7 +1,6 @@
-"""What of a model directory may be read: files that lie inside it, and no pickles.
+"""Which files of a model directory may be read: those inside it, and no pickles.
 
-Names in an index come from whoever made the checkpoint, so each is checked before it is opened. The hub's cache is the
-one place where links may lead out of the directory: from `snapshots/REVISION` into `blobs` of the same repository.
+Only the hub's cache may link out of the directory: from `snapshots/REVISION` into its `blobs`.
 """
 
 import os
@@ -16,13 +15,13 @@ INDEX = "model.safetensors.index.json"
 MANIFEST = "MANIFEST.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 WEIGHTS = (".safetensors", *PICKLED, ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite")
-SIDE_FOLDER = "additional_chat_templates"  # the one folder that transformers reads beside the files
+SIDE_FOLDER = "additional_chat_templates"  # the one subfolder that transformers reads
 
-SideFiles = Mapping[str, Path | bytes]  # file name inside the directory -> where to copy it from, or what to write
+SideFiles = Mapping[str, Path | bytes]  # file name -> where to copy it from, or its content
 
 
 def contained(directory: Path, name: str) -> Path:
-    """The file `name` of `directory`, refused where it leads outside, by its text or by a link."""
+    """The file `name` of `directory`; names are untrusted. Raises CheckpointError where it leads outside."""
     parts = PurePosixPath(name)
     if not name or re.search("[\0\ud800-\udfff]", name) or "\\" in name or parts.is_absolute() or ".." in parts.parts:
         raise CheckpointError(
@@ -48,19 +47,18 @@ def contained(directory: Path, name: str) -> Path:
 
 
 def side_files(directory: Path | str) -> dict[str, Path]:
-    """Everything beside the weights: config, generation config, tokenizer, chat template, license and so on."""
+    """All files but the weights."""
     directory = Path(directory)
-    found = {}
+    files = {}
     for path in sorted([*directory.iterdir(), *directory.glob(f"{SIDE_FOLDER}/*")]):
         name = path.relative_to(directory).as_posix()
         weights = name.endswith((*WEIGHTS, ".index.json")) or name == MANIFEST
         if path.is_file() and not weights and not path.name.startswith("."):
-            found[name] = contained(directory, name)
-    return found
+            files[name] = contained(directory, name)
+    return files
 
 
 def refuse_without_safetensors(directory: Path) -> None:
-    """Raise for a directory that has no weights that can be read, saying which conversion gives it some."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; expected one with config.json and {SINGLE} or {INDEX}")
     pickled = sorted(path.name for path in directory.iterdir() if path.name.endswith(PICKLED))

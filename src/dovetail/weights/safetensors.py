@@ -1,10 +1,4 @@
-"""Safetensors files, read with suspicion and written piece by piece.
-
-A header is checked completely (sizes, ranges, overlaps, gaps, names, dtypes) before any byte of data is looked at.
-Reads fetch the bytes of a slice with positioned reads, and drop what lies between them where they lie close; nothing is
-mapped into memory, so the host holds what was asked for, and a small buffer for each thread. A file is written header
-first, from shapes and dtypes alone, then tensor by tensor.
-"""
+"""Safetensors files: strict headers, positioned reads, writes tensor by tensor (docs/adr/007-own-safetensors-reader.md)."""
 
 import ctypes
 import json
@@ -14,7 +8,7 @@ import stat
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from errno import EMFILE
 from math import prod
@@ -22,16 +16,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dovetail.errors import CheckpointError, quoted
 from dovetail.memory import view_at
 from dovetail.parallel.placement import Slices
-from dovetail.weights.async_read import QUEUES
-from dovetail.weights.parallel_read import blocks, hand_over
-from dovetail.weights.strided_read import MOST, NEAR, joined_runs, read_runs, run_length, runs_of
+from dovetail.weights.parallel_read import MAX_RANGES, blocks, byte_ranges, copy_out, range_elements, scatter_reads
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -52,13 +43,13 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 CODES: Mapping[torch.dtype, str] = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 MAX_LENGTH = 2**62  # of one dim; torch cannot count further
-OPEN_FILES = 1 << 16  # that a reader may want: one for each rank that wrote a checkpoint
+OPEN_FILES = 1 << 16  # that a reader may need: one for each rank that wrote a checkpoint
 CHUNK = 1 << 26  # bytes of one read or write; the kernel moves at most 2 GiB at once
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: its bytes are [start, stop) of the file."""
+    """The bytes [start, stop) of a file."""
 
     name: str
     dtype: torch.dtype
@@ -69,8 +60,6 @@ class Entry:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that is going to be written."""
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -81,32 +70,30 @@ class TensorSpec:
 
 
 def parse_json(data: bytes, what: str) -> dict[str, Any]:
-    """A JSON object without repeated keys; anything else is a `CheckpointError` that names `what`."""
+    """A JSON object without repeated keys, or a CheckpointError that names `what`."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        keys = [key for key, _ in pairs]
+        if len(set(keys)) < len(keys):
+            twice = next(key for i, key in enumerate(keys) if key in keys[:i])
             raise ValueError(f"the key {quoted(twice)} appears twice")
-        return found
+        return dict(pairs)
 
     try:
-        found = json.loads(data.decode(), object_pairs_hook=unique)
+        value = json.loads(data.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is not valid JSON: {str(error)[:200]}; fetch or write it again") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{what} holds a JSON {type(found).__name__}, expected an object")
-    return found
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what} holds a JSON {type(value).__name__}, expected an object")
+    return value
 
 
 def dump_json(value: Mapping[str, Any]) -> bytes:
-    """A JSON file's content, laid out for people."""
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
 class TensorFile:
-    """An open safetensors file whose header has been checked. `bytes_read` counts the data that was handed out or summed."""
+    """An open file with a valid header. `bytes_read` counts tensor data."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -116,12 +103,12 @@ class TensorFile:
             raise CheckpointError(f"{path} is not a regular file")
         self._fd = _opened(path)
         self.size = os.fstat(self._fd).st_size
-        length = struct.unpack("<Q", self._bytes(0, 8))[0] if self.size >= 8 else -1
+        length = struct.unpack("<Q", self._bytes(8))[0] if self.size >= 8 else -1
         if not 2 <= length <= min(MAX_HEADER, self.size - 8):
             raise CheckpointError(
                 f"{path}: a header of {length} bytes does not fit a file of {self.size}; it is cut or no safetensors"
             )
-        self.header = self._bytes(0, 8 + length)
+        self.header = self._bytes(8 + length)
         self.entries = _parse_header(self.header, self.size, str(path))
 
     def __del__(self) -> None:
@@ -129,84 +116,74 @@ class TensorFile:
             os.close(self._fd)
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """The tensor, or a rectangle of it, as a new tensor on the CPU."""
+        """The tensor, or a rectangle of it, on the CPU."""
         entry = self.entries[name]
         slices = tuple((0, length) for length in entry.shape) if slices is None else slices
         assert len(slices) == len(entry.shape), f"{name}: {len(slices)} slices of {len(entry.shape)} dims"
         assert all(0 <= a <= b <= n for (a, b), n in zip(slices, entry.shape, strict=True)), f"{name}: {slices}"
         out = torch.empty([stop - start for start, stop in slices], dtype=entry.dtype)
-        self._read_exactly(entry, slices, out)
+        for block, part in _blocks(entry, slices, out, CHUNK):
+            self._read_exactly(entry, block, part)
         return out
 
-    def fill(self, name: str, slices: Slices, out: Tensor, room: Tensor, *, summed: bool = False) -> int:
-        """Bring a rectangle of a tensor into `out`, whatever its dtype, device and strides, by way of `room` [bytes].
-
-        The result is the checksum of the rectangle's bytes where it is `summed`, else 0.
-        """
+    def fill(self, name: str, slices: Slices, out: Tensor, buffer: Tensor, *, checksum: bool = False) -> int:
+        """Read a rectangle into any `out` through `buffer` [bytes]; its CRC-32 with `checksum`, else 0."""
         entry, crc = self.entries[name], 0
-        size = entry.dtype.itemsize
         in_place = out.device.type == "cpu" and out.dtype == entry.dtype and out.is_contiguous()
-        most = min(len(room) // size, MOST * run_length(entry.shape, slices))
-        for block, part in blocks(slices, out, most):
-            piece = part if in_place else view_at(room, 0, entry.dtype, part.shape)
-            self._read_exactly(entry, block, piece)
-            crc = zlib.crc32(memory_of(piece), crc) if summed else crc
+        for block, part in _blocks(entry, slices, out, len(buffer)):
+            target = part if in_place else view_at(buffer, 0, entry.dtype, part.shape)
+            self._read_exactly(entry, block, target)
+            crc = zlib.crc32(memory_of(target), crc) if checksum else crc
             if not in_place:
-                hand_over(piece, part)
+                copy_out(target, part)
         return crc
 
-    def sum(self, name: str, start: int, stop: int, room: Tensor) -> int:
-        """The checksum of the bytes [start, stop) of a tensor, by way of `room`."""
-        crc, view, base = 0, memory_of(room), self.entries[name].start
-        for at in range(start, stop, len(room)):
+    def checksum(self, name: str, start: int, stop: int, buffer: Tensor) -> int:
+        """The CRC-32 of the bytes [start, stop) of a tensor."""
+        crc, view, base = 0, memory_of(buffer), self.entries[name].start
+        for at in range(start, stop, len(buffer)):
             block = view[: stop - at]
-            self._fill(block, base + at)
+            self._fill([block], base + at)
             crc = zlib.crc32(block, crc)
         self._count(stop - start)
         return crc
 
     def _read_exactly(self, entry: Entry, slices: Slices, out: Tensor) -> None:
-        """Bring a rectangle into the contiguous `out` of the host."""
-        view, runs, at = memory_of(out), runs_of(entry.shape, slices, entry.dtype.itemsize), 0
-        if runs.gap > NEAR and (queue := QUEUES.take()):
-            there = queue.read(self._fd, entry.start + runs.offsets, runs.length, out.data_ptr())
-            QUEUES.give_back(queue)
-            for i in np.flatnonzero(there < runs.length).tolist():  # of a file that was cut, or on a disk that fails
-                got = int(there[i])
-                self._fill(view[i * runs.length + got :][: runs.length - got], entry.start + int(runs.offsets[i]) + got)
-            at = len(view)
-        for part in joined_runs(runs) if not at else ():
-            first, num_bytes = entry.start + int(part.offsets[0]), len(part.offsets) * part.length
-            if len(part.offsets) == 1:
-                self._fill(view[at : at + num_bytes], first)
-            elif end := read_runs(self._fd, entry.start, part, out.data_ptr() + at):
-                raise self._cut(end)
-            at += num_bytes
-        self._count(at)
+        view = memory_of(out)
+        for offset, buffers in scatter_reads(*byte_ranges(entry.shape, slices, entry.dtype.itemsize), view):
+            self._fill(buffers, entry.start + offset)
+        self._count(len(view))
 
     def _count(self, num_bytes: int) -> None:
         with self._counting:
             self.bytes_read += num_bytes
 
-    def _bytes(self, offset: int, length: int) -> bytearray:
+    def _bytes(self, length: int) -> bytearray:
         out = bytearray(length)
-        self._fill(memoryview(out), offset)
+        self._fill([memoryview(out)], 0)
         return out
 
-    def _fill(self, view: memoryview, offset: int) -> None:
-        while view:
-            got = os.preadv(self._fd, [view[:CHUNK]], offset)
+    def _fill(self, buffers: list[memoryview], offset: int) -> None:
+        while buffers:
+            got = os.preadv(self._fd, buffers, offset)
             if not got:
-                raise self._cut(offset + len(view))
-            view, offset = view[got:], offset + got
+                end = offset + sum(map(len, buffers))
+                raise CheckpointError(f"{self.path} ends before byte {end}: it was cut while being read")
+            offset, full = offset + got, 0
+            while full < len(buffers) and got >= len(buffers[full]):
+                got -= len(buffers[full])
+                full += 1
+            buffers = buffers[full:]
+            if got:
+                buffers[0] = buffers[0][got:]
 
-    def _cut(self, end: int) -> CheckpointError:
-        return CheckpointError(f"{self.path} ends before byte {end}: it was cut while being read")
+
+def _blocks(entry: Entry, slices: Slices, out: Tensor, num_bytes: int) -> Iterator[tuple[Slices, Tensor]]:
+    return blocks(slices, out, min(num_bytes // entry.dtype.itemsize, MAX_RANGES * range_elements(entry.shape, slices)))
 
 
 def _opened(path: Path) -> int:
-    """A descriptor to read from. Checkpoints of a thousand ranks have more files than many systems let a process open at
-    first: where that is so, this process's limit rises as far as they let it."""
+    """Open a file, with a higher limit of open files where a checkpoint of many ranks needs it."""
     try:
         return os.open(path, os.O_RDONLY)
     except OSError as error:
@@ -219,9 +196,9 @@ def _opened(path: Path) -> int:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy; the caller keeps the tensor alive.
+    """The bytes of a contiguous CPU tensor, which the caller keeps alive.
 
-    Not by way of numpy, which would forbid the storage to be resized for the rest of its life: `memory.Parked` does.
+    Not through numpy: `memory.OffloadedState` could not resize the storage.
     """
     assert tensor.is_contiguous() and tensor.device.type == "cpu", "only plain memory has an address to read from"
     num_bytes = tensor.numel() * tensor.element_size()
@@ -231,17 +208,16 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def _parse_header(data: bytearray, size: int, what: str) -> dict[str, Entry]:
-    """Every tensor of a file of `size` bytes that begins with `data`, in the order of their bytes."""
-    found = []
+    entries = []
     for name, value in parse_json(bytes(data[8:]), f"the header of {what}").items():
         if name == "__metadata__":
             if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
                 raise CheckpointError(f"{what}: __metadata__ must map names to strings")
             continue
-        found.append(_parse_entry(name, value, len(data), what))
+        entries.append(_parse_entry(name, value, len(data), what))
     end = len(data)
-    found.sort(key=lambda entry: (entry.start, entry.stop))
-    for entry in found:
+    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    for entry in entries:
         if entry.start != end:
             kind = "overlaps the tensor before it" if entry.start < end else "leaves a gap before it"
             raise CheckpointError(f"{what}: {entry.name} {kind} (starts at byte {entry.start}, expected {end})")
@@ -250,7 +226,7 @@ def _parse_header(data: bytearray, size: int, what: str) -> dict[str, Entry]:
         raise CheckpointError(
             f"{what} has {size} bytes, but its header describes {end}; the file is incomplete or corrupt"
         )
-    return {entry.name: entry for entry in found}
+    return {entry.name: entry for entry in entries}
 
 
 def _parse_entry(name: str, value: Any, base: int, what: str) -> Entry:
@@ -271,7 +247,7 @@ def _parse_entry(name: str, value: Any, base: int, what: str) -> Entry:
 
 
 class TensorFileWriter:
-    """Writes one safetensors file: the whole header at once, then the tensors in the header's order."""
+    """Writes the header, then the tensors in its order."""
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
         self.path, self._waiting = path, list(specs)[::-1]
@@ -293,14 +269,14 @@ class TensorFileWriter:
         """Append the next tensor, already in its final dtype."""
         spec = self._waiting.pop()
         assert (spec.name, spec.dtype, spec.shape) == (name, tensor.dtype, tuple(tensor.shape)), f"{name} is not {spec}"
-        ready = tensor.device.type == "cpu" and tensor.is_contiguous()  # then without operators, which beside training
-        data = tensor if ready else tensor.detach().cpu().contiguous()  # would each wait for the interpreter's lock
+        ready = tensor.device.type == "cpu" and tensor.is_contiguous()  # no operators in a background save: each
+        data = tensor if ready else tensor.detach().cpu().contiguous()  # would wait for the interpreter's lock
         view = memory_of(data)
         self.crc32[name] = zlib.crc32(view)
         self._write(view)
 
     def close(self) -> None:
-        """Put everything on the disk. A file that was closed early is truncated, and no reader accepts it."""
+        """Sync to disk."""
         assert not self._waiting, f"{self.path}: {self._waiting[-1].name} was never written"
         os.fsync(self._file.fileno())
         self._file.close()

@@ -31,17 +31,13 @@ def save(
     shard_bytes: int = SHARD_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """Write `model` and its side files as the HF directory `path`, complete or not at all. Collective.
-
-    `dtype_of` and `listed` describe the source checkpoint (see `stream.export`), so that an untrained model comes out
-    with the source's names, dtypes and bytes.
-    """
-    found = export(model, mesh, dtype_of=dtype_of, listed=listed)
+    """Write `model` and its side files as the HF directory `path`, complete or not at all. Collective."""
+    exported = export(model, mesh, dtype_of=dtype_of, listed=listed)
     write_hf(
         Path(path),
         mesh,
-        list(found.specs.values()),
-        lambda order, _: gather_whole(found, mesh, order, bucket_bytes),
+        list(exported.specs.values()),
+        lambda order, _: gather_whole(exported, mesh, order, bucket_bytes),
         sides=sides,
         shard_bytes=shard_bytes,
     )
@@ -56,62 +52,59 @@ def write_hf(
     sides: SideFiles,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write tensors that `produce` hands out as an HF directory: weight files dealt over ranks, the rest by rank 0."""
+    """Write the tensors of `produce` as an HF directory. Collective."""
     files = split_files(specs, shard_bytes)
     world = mesh["world"]
     # Consecutive files have different writers; taking their tensors in turn keeps all writers busy.
-    waves = [list(files)[start : start + world.size] for start in range(0, len(files), world.size)]
+    rounds = [list(files)[start : start + world.size] for start in range(0, len(files), world.size)]
     order = [
-        spec.name for wave in waves for row in zip_longest(*(files[name] for name in wave)) for spec in row if spec
+        spec.name for names in rounds for row in zip_longest(*(files[name] for name in names)) for spec in row if spec
     ]
     with staged(target, mesh) as stage:
-        mine = {name: files[name] for wave in waves for name in wave[world.rank : world.rank + 1]}
-        _write_files(stage, mine, order, produce)
+        local = {name: files[name] for names in rounds for name in names[world.rank : world.rank + 1]}
+        _write_files(stage, local, order, produce)
         with stage.verdict.catch():
             if stage.lead:
                 write_sides(sides, stage.path)
                 if len(files) > 1:
-                    write_file(stage.path / INDEX, _index(files))
+                    total = sum(spec.num_bytes for spec in specs)
+                    weight_map = {spec.name: file for file, group in files.items() for spec in group}
+                    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+                    write_file(stage.path / INDEX, dump_json(index))
 
 
 def split_files(specs: Sequence[TensorSpec], shard_bytes: int) -> dict[str, list[TensorSpec]]:
-    """File name -> its tensors, in order, each file within `shard_bytes` unless one tensor is larger."""
+    """File name -> its tensors, each file within `shard_bytes` unless one tensor is larger."""
     groups: list[list[TensorSpec]] = [[]]
-    room = shard_bytes
+    free = shard_bytes
     for spec in specs:
-        if groups[-1] and spec.num_bytes > room:
+        if groups[-1] and spec.num_bytes > free:
             groups.append([])
-            room = shard_bytes
+            free = shard_bytes
         groups[-1].append(spec)
-        room -= spec.num_bytes
+        free -= spec.num_bytes
     if len(groups) == 1:
         return {SINGLE: groups[0]}
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
 def _write_files(
-    stage: AtomicDirectory, mine: dict[str, list[TensorSpec]], order: Sequence[str], produce: Produce
+    stage: AtomicDirectory, local: dict[str, list[TensorSpec]], order: Sequence[str], produce: Produce
 ) -> None:
-    """Take every tensor that comes; write this rank's. An error is kept: the others' collectives must match."""
-    where = {spec.name: file for file, specs in mine.items() for spec in specs}
-    left = {file: len(specs) for file, specs in mine.items()}
+    """Write this rank's tensors. After an error the rest is consumed: the others' collectives must match."""
+    file_of = {spec.name: file for file, specs in local.items() for spec in specs}
+    remaining = {file: len(specs) for file, specs in local.items()}
     writers: dict[str, TensorFileWriter] = {}
     verdict = stage.verdict
     with verdict.catch():
-        for name, tensor in produce(order, where.keys()):
-            file = where.get(name)
+        for name, tensor in produce(order, file_of.keys()):
+            file = file_of.get(name)
             if file is None or verdict.problem:
                 continue
             with verdict.catch():
                 if file not in writers:
-                    writers[file] = TensorFileWriter(stage.path / file, mine[file], dict(METADATA))
+                    writers[file] = TensorFileWriter(stage.path / file, local[file], dict(METADATA))
                 writers[file].write(name, tensor)
-                left[file] -= 1
-                if not left[file]:
+                remaining[file] -= 1
+                if not remaining[file]:
                     writers.pop(file).close()
-
-
-def _index(files: dict[str, list[TensorSpec]]) -> bytes:
-    total = sum(spec.num_bytes for specs in files.values() for spec in specs)
-    names = {spec.name: file for file, specs in files.items() for spec in specs}
-    return dump_json({"metadata": {"total_size": total}, "weight_map": names})

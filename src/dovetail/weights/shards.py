@@ -1,4 +1,4 @@
-"""What of the checkpoint a rank holds: a model's placements turned into regions, with the tensors that they lie in."""
+"""Which regions of the checkpoint's tensors a rank holds."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ Dtypes = Callable[[str], torch.dtype | None]  # the dtype that a checkpoint tens
 
 @dataclass(frozen=True)
 class LocalParam:
-    """One parameter of this rank, under its checkpoint's name. `tied` are the checkpoint's others for the same tensor."""
+    """One parameter of this rank, under its checkpoint's name."""
 
     name: str
     placement: Placement
     shape: tuple[int, ...]  # before FSDP2 cuts its rows
-    local: Tensor  # what this rank stores of it
+    local: Tensor  # this rank's part
     regions: tuple[Region, ...]
     tied: tuple[str, ...]
     parameter: nn.Parameter | None  # None: a buffer
@@ -41,7 +41,7 @@ class LocalParam:
 
 @dataclass(frozen=True)
 class ParamShard:
-    """A region that this rank holds, and how to get its bytes in their final dtype."""
+    """A region that this rank holds; `read` gives it in `dtype`."""
 
     region: Region
     dtype: torch.dtype
@@ -49,67 +49,61 @@ class ParamShard:
 
 
 def local_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[LocalParam]:
-    """Every parameter of `model` on this rank, in the model's order; then the buffers that checkpoints have, too.
-
-    `as_wrapped`: the regions are those that FSDP2 would leave this rank, though it does not wrap the model.
-    """
+    """Every parameter of `model` on this rank, then its persistent buffers; `as_wrapped`: as if FSDP2 wrapped it."""
     reshard(model)
     params, ties = dict(model.named_parameters()), tied_names(model)
-    stored: Callable[[str], str] = model.stored_name if isinstance(model, StagedModel) else str
-    found = []
+    checkpoint_name: Callable[[str], str] = model.stored_name if isinstance(model, StagedModel) else str
+    result = []
     for own_name, placement in placements_of(model).items():
-        param, name = params[own_name], stored(own_name)
+        param, name = params[own_name], checkpoint_name(own_name)
         sharded = as_wrapped or isinstance(param, DTensor)
-        where = held_regions(name, placement, tuple(param.shape), mesh.coords, mesh.sizes, sharded=sharded)
-        local = local_tensor(param).detach()
-        others = tuple(map(stored, ties.get(own_name, ())))
-        found.append(LocalParam(name, placement, tuple(param.shape), local, where, others, param))
+        regions = held_regions(name, placement, tuple(param.shape), mesh.coords, mesh.sizes, sharded=sharded)
+        local, tied = local_tensor(param).detach(), tuple(map(checkpoint_name, ties.get(own_name, ())))
+        result.append(LocalParam(name, placement, tuple(param.shape), local, regions, tied, param))
     for own_name, buffer in kept_buffers(model).items():
-        name = stored(own_name)
-        where = held_regions(name, REPLICATED, tuple(buffer.shape), mesh.coords, mesh.sizes, sharded=False)
-        found.append(LocalParam(name, REPLICATED, tuple(buffer.shape), buffer, where, (), None))
-    return found
+        name, shape = checkpoint_name(own_name), tuple(buffer.shape)
+        regions = held_regions(name, REPLICATED, shape, mesh.coords, mesh.sizes, sharded=False)
+        result.append(LocalParam(name, REPLICATED, shape, buffer, regions, (), None))
+    return result
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of `model` that belong to its checkpoint, by name. Every rank holds them whole."""
+    """The persistent buffers by name. Every rank holds them whole."""
     buffers = dict(model.named_buffers())
     return {name: buffers[name] for name in model.state_dict(keep_vars=True) if name in buffers} if buffers else {}
 
 
 def parameters_in(dtype: torch.dtype, model: nn.Module) -> Dtypes:
-    """The `Dtypes` that computes products in `dtype`: buffers keep their own, since rounding what routers choose by changes
-    the choice."""
+    """Parameters in `dtype`. Buffers keep their own: rounding a router's bias changes its choice."""
     stored: Callable[[str], str] = model.stored_name if isinstance(model, StagedModel) else str
     kept = {stored(name) for name in kept_buffers(model)}
     return lambda name: None if name in kept else dtype
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """The part of a tensor that lies on this rank."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def reshard(model: nn.Module) -> None:
-    """Have every parameter be its shard: after a forward without backward some are whole, in the compute dtype."""
+    """Free gathered parameters, which remain after a forward without backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The further names of parameters that several modules share, by the first name."""
+    """First name of a shared parameter -> its other names."""
     first: dict[int, str] = {}
-    found: dict[str, tuple[str, ...]] = {}
+    tied: dict[str, tuple[str, ...]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         owner = first.setdefault(id(param), name)
         if owner != name:
-            found[owner] = (*found.get(owner, ()), name)
-    return found
+            tied[owner] = (*tied.get(owner, ()), name)
+    return tied
 
 
 def export_names(region_name: str, tied: tuple[str, ...], listed: Collection[str] | None) -> tuple[str, ...]:
-    """Under which names a tensor leaves: its own, or all of a tied tensor's names that the source checkpoint lists."""
+    """A tensor's name, or a tied tensor's names that the source lists."""
     if not tied or listed is None:
         return (region_name,)
     return tuple(name for name in (region_name, *tied) if name in listed) or (region_name,)
@@ -118,7 +112,7 @@ def export_names(region_name: str, tied: tuple[str, ...], listed: Collection[str
 def param_shards(
     params: list[LocalParam], dtype_of: Dtypes, listed: Collection[str] | None = None
 ) -> Iterator[tuple[str, ParamShard]]:
-    """Everything that this rank could write, in the model's order, with its checkpoint name."""
+    """(checkpoint name, shard) of everything that this rank holds."""
     for param in params:
         for region in param.regions:
             for name in export_names(region.checkpoint_name, param.tied, listed):
@@ -126,24 +120,22 @@ def param_shards(
                 yield name, ParamShard(region, dtype, partial(_read, param.local, region, dtype))
 
 
-def add_piece(found: dict[str, ParamShard], name: str, piece: ParamShard) -> None:
-    """Add a piece of the tensor `name`; the second of a rank is called NAME#1."""
-    found[f"{name}#{len(keys_of(name, found))}" if name in found else name] = piece
+def add_piece(pieces: dict[str, ParamShard], name: str, piece: ParamShard) -> None:
+    """Add a piece of tensor `name`; a rank's second has the key NAME#1."""
+    pieces[f"{name}#{len(keys_of(name, pieces))}" if name in pieces else name] = piece
 
 
-def keys_of(name: str, found: Mapping[str, ParamShard]) -> list[str]:
-    """The keys of a tensor's pieces."""
+def keys_of(name: str, pieces: Mapping[str, ParamShard]) -> list[str]:
     keys = (f"{name}#{i}" if i else name for i in count())
-    return list(takewhile(found.__contains__, keys))
+    return list(takewhile(pieces.__contains__, keys))
 
 
 def tensor_of(key: str, names: Collection[str]) -> str:
-    """Which of the checkpoint's `names` is that of the tensor that a piece belongs to."""
     return key if key in names else key.rpartition("#")[0]
 
 
 def export_specs(params: list[LocalParam], dtype_of: Dtypes, listed: Collection[str] | None = None) -> list[TensorSpec]:
-    """Every checkpoint tensor behind this rank's parameters, held here or not, in the model's order."""
+    """Every checkpoint tensor of the parameters, whatever of it is held here."""
     return [
         TensorSpec(name, dtype_of(name) or param.local.dtype, shape)
         for param in params
@@ -152,8 +144,7 @@ def export_specs(params: list[LocalParam], dtype_of: Dtypes, listed: Collection[
     ]
 
 
-def own_dtype(name: str) -> None:
-    """The `Dtypes` that keeps every parameter's own."""
+def own_dtype(name: str) -> None: ...
 
 
 def _read(local: Tensor, region: Region, dtype: torch.dtype) -> Tensor:
