@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 from dovetail.batch.packed import PackedBatch
 from dovetail.engine.native import NativeEngine
 from dovetail.factory.engine import EngineOptions, from_pretrained
-from dovetail.hf.transformers_model import ForeignDecoder
+from dovetail.hf.transformers_model import TransformersModel
 from dovetail.hf.vision import deal
 from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.parallel.layout import Layout
@@ -78,7 +78,7 @@ def engine_of(folder: Path, layout: Layout | None = None, budget: int | None = N
 def looks(folder: Path, layout: Layout, batch: PackedBatch, budget: int = BUDGET) -> list[int]:
     """How many patches this rank's tower is given in each of its calls."""
     engine = engine_of(folder, layout, budget)
-    assert isinstance(engine.model, ForeignDecoder)
+    assert isinstance(engine.model, TransformersModel)
     tower = engine.model.model.get_submodule("visual")
     found: list[int] = []
 

@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dovetail.arch.transformers_spec import ForeignSpec
+from dovetail.arch.transformers_spec import TransformersSpec
 from dovetail.batch.loss import Loss, LossFn, TokenStats
 from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import PackedBatch
@@ -58,7 +58,7 @@ LONG = 1000  # characters of a message
 GROUPED = 8  # what divides the widths of experts whose products torch groups: 16 bytes, in half precision too
 
 
-class ForeignDecoder(StagedModel):
+class TransformersModel(StagedModel):
     """`model` is transformers' own base model, `lm_head` or `score` our head. One call runs both.
 
     `source` says how its checkpoint names things and keeps experts. The counterpart of `nn.decoder.Decoder`, as one stage.
@@ -66,7 +66,7 @@ class ForeignDecoder(StagedModel):
 
     def __init__(
         self,
-        spec: ForeignSpec,
+        spec: TransformersSpec,
         config: Mapping[str, Any],
         mesh: Mesh,
         kernels: KernelSet,
@@ -169,7 +169,7 @@ class ForeignDecoder(StagedModel):
             yield self.model.get_input_embeddings()
             yield self.head
 
-    def hold_in(self, dtype: torch.dtype) -> "ForeignDecoder":
+    def hold_in(self, dtype: torch.dtype) -> "TransformersModel":
         """Hold parameters in `dtype`. Buffers stay as they were computed: tables of frequencies are float32 in any model."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
