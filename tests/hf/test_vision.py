@@ -14,7 +14,7 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.engine.native import NativeEngine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.hf.transformers_model import TransformersModel
-from dovetail.hf.vision import deal
+from dovetail.hf.vision import balance_images
 from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.parallel.layout import Layout
 from tests.checkpoints import assert_same_tensors, tensors_of
@@ -112,10 +112,10 @@ def test_the_tower_of_a_rank_sees_its_share(seen: dict[str, Path]) -> None:
 
 def test_dealing_is_even_and_loses_nothing() -> None:
     patches = [5, 1, 9, 2, 2, 7, 3, 3]
-    owners = deal(patches, 3)
+    owners = balance_images(patches, 3)
     loads = [sum(n for n, owner in zip(patches, owners, strict=True) if owner == rank) for rank in range(3)]
     assert max(loads) - min(loads) <= 2
-    assert deal([], 2) == []
+    assert balance_images([], 2) == []
 
 
 def blind(folder: Path, layout: Layout) -> float:

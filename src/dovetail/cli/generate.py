@@ -57,7 +57,9 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         banned_ids=banned_ids(source, tokenizer, processor, stops),
     )
     with RowFile(args.out, mesh) as out:
-        sampler = make_sampler(source, sampler_mesh, getattr(torch, args.dtype), backend, SamplerOptions(hold=True))
+        sampler = make_sampler(
+            source, sampler_mesh, getattr(torch, args.dtype), backend, SamplerOptions(keep_cache=True)
+        )
         sampler.load(reader)
         say(source.notes, mesh)
         progress.phase("run")

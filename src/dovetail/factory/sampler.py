@@ -67,5 +67,5 @@ def make_sampler(
         return TransformersSampler(source.config, mesh, dtype)
     sampler = NativeSampler(spec_from_config(source.config), mesh, kernels_for(mesh.device), dtype, options=options)
     if sampler.spec.moe is not None:
-        sampler.name_as(open_checkpoint(source.path, mesh))
+        sampler.use_checkpoint_names(open_checkpoint(source.path, mesh))
     return sampler

@@ -127,7 +127,7 @@ def banned_ids(
         known = known if len(known) >= len(tokenizer) else set(range(len(tokenizer)))
         found = set(range(vocab_size)) - known - set(stops)
     if processor is not None:
-        found |= {i for i in processor.stand_ins if i < vocab_size}
+        found |= {i for i in processor.placeholder_ids if i < vocab_size}
     return tuple(sorted(found))
 
 
