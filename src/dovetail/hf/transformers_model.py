@@ -33,8 +33,8 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.weights.experts import form_of
 from dovetail.weights.hf_reader import TensorSource
 
-LAYERS = ("full_attention", "sliding_attention")  # the layer types that packed attention computes
-SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")  # of attention, which it does not
+LAYERS = ("full_attention", "sliding_attention")
+SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")  # of attention
 # What transformers raises at a config that it cannot make a model of.
 CONFIG_ERRORS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, ImportError),
@@ -108,8 +108,7 @@ class TransformersModel(StagedModel):
 
     @property
     def text(self) -> nn.Module:
-        text: nn.Module = self.model if self.vision is None else self.model.get_decoder()
-        return text
+        return self.model if self.vision is None else self.model.get_decoder()
 
     def _inputs(self, micro: MicroBatch) -> dict[str, Any]:
         """Of the text backbone: ids, or embeddings with vision features in their places."""
@@ -119,16 +118,15 @@ class TransformersModel(StagedModel):
             return {"input_ids": micro.tokens[None], "position_ids": positions[micro.order][None]}
         placeholders = self.vision.kinds(micro.tokens) > 0  # their ids may be beyond the table
         words = self.model.get_input_embeddings()(micro.tokens.masked_fill(placeholders, 0))
-        seen = self.vision.encode(micro, words.dtype)
-        first, *deep = seen.features
+        places, (first, *deep) = self.vision.encode(micro, words.dtype)
         positions = self.vision.positions(micro.batch)[:, micro.order]
         inputs = {
-            "inputs_embeds": words.index_copy(0, seen.places, first)[None],
+            "inputs_embeds": words.index_copy(0, places, first)[None],
             "position_ids": positions if len(positions) == 1 else positions[:, None],
         }
         if deep:
-            places = torch.zeros_like(micro.order, dtype=torch.bool).index_fill(0, seen.places, True)
-            inputs |= {"deepstack_visual_embeds": deep, "visual_pos_masks": places[None]}
+            mask = torch.zeros_like(micro.order, dtype=torch.bool).index_fill(0, places, True)
+            inputs |= {"deepstack_visual_embeds": deep, "visual_pos_masks": mask[None]}
         return inputs
 
     def check(self, batch: PackedBatch) -> None:
@@ -302,7 +300,7 @@ def _recompute(model: "transformers.PreTrainedModel", recompute: Recompute) -> N
     """transformers checkpoints blocks in training mode; their children stay in eval mode, without dropout."""
     if not model.supports_gradient_checkpointing:
         raise ModelError(f"{type(model).__name__} recomputes nothing; set activation_checkpointing=none")
-    if hasattr(model, "activation_checkpointing_enable"):  # newer; where it exists, the older name warns
+    if hasattr(model, "activation_checkpointing_enable"):  # the older name would warn
         model.activation_checkpointing_enable(options(recompute))
     else:
         model.gradient_checkpointing_enable(options(recompute))

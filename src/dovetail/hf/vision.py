@@ -72,14 +72,6 @@ class VisionInputs:
     rows: int  # of features
 
 
-@dataclass(frozen=True)
-class VisionOutputs:
-    """Features [n, D] for this rank's tokens `places` [n], ascending; further ones for deep layers."""
-
-    places: Tensor
-    features: tuple[Tensor, ...]
-
-
 class Vision:
     """`model` has the tower and the text backbone; `axis` is cp."""
 
@@ -89,11 +81,9 @@ class Vision:
         self.family = family_of(model.config)
         patches = next(m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Conv3d)))
         shape = patches.weight.shape[1:]
-        self.patch = (shape.numel(),) if isinstance(patches, nn.Conv3d) else tuple(shape)  # as the tower takes one
+        self.patch = (shape.numel(),) if isinstance(patches, nn.Conv3d) else tuple(shape)
         tower = self.config.vision_config.to_dict()
-        self.merge: int = (
-            tower["spatial_merge_size"] if "spatial_merge_size" in tower else tower["merge_kernel_size"][0]
-        )
+        self.merge: int = tower.get("spatial_merge_size") or tower["merge_kernel_size"][0]
 
     def kinds(self, tokens: Tensor) -> Tensor:
         return kinds_of(tokens, self.config)
@@ -105,14 +95,13 @@ class Vision:
                 self._compare(number, tokens, media)
 
     def _compare(self, number: int, tokens: Tensor, media: Media | None) -> None:
-        codes, counts = torch.unique_consecutive(self.kinds(tokens), return_counts=True)
-        runs = list(zip(codes.tolist(), counts.tolist(), strict=True))
+        runs = torch.stack(torch.unique_consecutive(self.kinds(tokens), return_counts=True), dim=1).tolist()
         for kind in KINDS:
             lengths = [length for code, length in runs if code == kind.code]
             expected = []
-            for sight in self.inputs(media, number, kind):
-                frames = sight.grid[0] if kind.code == 2 and self.family.frames_apart else 1
-                expected += [sight.rows // frames] * frames
+            for x in self.inputs(media, number, kind):
+                frames = x.grid[0] if kind.code == 2 and self.family.frames_apart else 1
+                expected += [x.rows // frames] * frames
             if lengths != expected:
                 raise DataError(
                     f"sequence {number} has {sum(lengths)} {kind.name} tokens, in runs of {lengths}, but its {kind.name}s "
@@ -137,10 +126,8 @@ class Vision:
                 f"sequence {number} has a video of several frames, which transformers' {self.config.model_type} does not "
                 "take; give each frame as an image"
             )
-        parts = media[kind.pixels].split(patches)
-        return [
-            VisionInputs(part, grid, n // self.merge**2) for part, grid, n in zip(parts, grids, patches, strict=True)
-        ]
+        rows = [n // self.merge**2 for n in patches]
+        return [VisionInputs(*x) for x in zip(media[kind.pixels].split(patches), grids, rows, strict=True)]
 
     def positions(self, batch: PackedBatch) -> Tensor:
         """[R, T]: each sequence's positions by the model's own rule."""
@@ -156,30 +143,30 @@ class Vision:
             parts.append(alone[:, 0])
         return torch.cat(parts, dim=1).to(batch.positions.device)
 
-    def encode(self, micro: MicroBatch, dtype: torch.dtype) -> VisionOutputs:
-        """The features of this rank's tokens. Collective over cp."""
+    def encode(self, micro: MicroBatch, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        """The places [n] of features among this rank's tokens, ascending, and the features [n, D], first and deep ones.
+
+        Collective over cp.
+        """
         device, rank = micro.order.device, self.axis.rank
         inputs, places = self._collect(micro.batch)
-        owners = balance_images([len(x.pixels) for x in inputs], self.axis.size)
-        rows_of = [
-            sum(x.rows for x, owner in zip(inputs, owners, strict=True) if owner == r) for r in range(self.axis.size)
-        ]
-        local = [x for x, owner in zip(inputs, owners, strict=True) if owner == rank]
-        rows, widths = self._run(local, dtype, device)
-        height = max(*rows_of, 1)  # at least one row: the collective runs, and gradients flow, on every rank
+        owned = [*zip(inputs, balance_images([len(x.pixels) for x in inputs], self.axis.size), strict=True)]
+        rows_of = [sum(x.rows for x, owner in owned if owner == r) for r in range(self.axis.size)]
+        rows, widths = self._run([x for x, owner in owned if owner == rank], dtype, device)
+        height = max(*rows_of, 1)  # so that gradients flow on every rank
         padded = F.pad(rows[: rows_of[rank]], (0, 0, 0, height - rows_of[rank]))
         gathered = gather_in_order(padded, self.axis, sum_deterministic)
         ends = [r * height for r in range(self.axis.size)]
         index: list[int] = []
-        for x, owner in zip(inputs, owners, strict=True):
+        for x, owner in owned:
             index += range(ends[owner], ends[owner] + x.rows)
             ends[owner] += x.rows
-        places, by_place = places.sort()  # within a sequence images came before videos
+        places, by_place = places.sort()
         order = micro.share.order(len(micro.batch))
         at = torch.searchsorted(order, places).clamp(max=len(order) - 1)
         is_local = order[at] == places
         features = gathered.index_select(0, torch.tensor(index, dtype=torch.int64)[by_place][is_local].to(device))
-        return VisionOutputs(at[is_local].to(device), tuple(features.split(widths, dim=1)))
+        return at[is_local].to(device), list(features.split(widths, dim=1))
 
     def _collect(self, batch: PackedBatch) -> tuple[list[VisionInputs], Tensor]:
         """All images and videos, and the token of each row of their features."""

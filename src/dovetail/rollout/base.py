@@ -14,7 +14,7 @@ from dovetail.batch.routing import RoutingTrace, narrow_dtype
 from dovetail.bounds import MOST_NEW_TOKENS, MOST_SAMPLES
 from dovetail.errors import CheckpointError, ConfigError, DataError, ModelError, listing
 from dovetail.parallel.collectives import sum_over
-from dovetail.parallel.mesh import Axis, Mesh
+from dovetail.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class SamplingParams:
     seed: int = 0
     step: int = 0
     stop_ids: tuple[int, ...] = ()
-    banned_ids: tuple[int, ...] = ()  # never drawn; log-probs are those of the model without the ban
-    trace: bool = False  # completions carry the experts of their tokens
+    banned_ids: tuple[int, ...] = ()  # log-probs ignore the ban
+    trace: bool = False
 
     def __post_init__(self) -> None:
         expected = {
@@ -72,7 +72,7 @@ class Completion:
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     finish: Literal["stop", "length"]
-    routing: RoutingTrace | None = None  # of the prompt's tokens and `ids`, whose last was never routed
+    routing: RoutingTrace | None = None  # of the prompt, too
 
 
 class Sampler(Protocol):
@@ -114,6 +114,13 @@ class SampleBuffer:
             shape = (rows, longest, len(moe.numbers), moe.top_k)
             self.experts = torch.zeros(shape, dtype=narrow_dtype(moe.num_experts), device=mesh.device)
 
+    def local_prompts(self, width: int = 1 << 20) -> dict[int, int]:
+        """This replica's prompts, balanced by cost: index -> length."""
+        costs = [len(prompt.ids) + self.params.samples * self.params.max_new_tokens for prompt in self.prompts]
+        replicas = self.mesh["fsdp"]
+        plan = plan_microbatches(costs, replicas.size, None, width=width)[replicas.rank]
+        return {i: len(self.prompts[i].ids) for batch in plan for i in batch}
+
     def put_experts(self, slots: Tensor, positions: Tensor, experts: Tensor) -> None:
         """experts [..., M, K] of the tokens at `positions` of `slots`."""
         self.experts[slots, positions] = experts.to(self.experts.dtype)
@@ -137,15 +144,6 @@ class SampleBuffer:
             finish: Literal["stop", "length"] = "stop" if drawn[-1] in self.params.stop_ids else "length"
             out.append(Completion(prompt.row, sample, drawn, tuple(log_probs[slot][:count]), finish, trace))
         return out
-
-
-def local_prompts(
-    prompts: Sequence[Prompt], params: SamplingParams, replicas: Axis, width: int = 1 << 20
-) -> dict[int, int]:
-    """This replica's prompts, balanced by cost: index -> length."""
-    costs = [len(prompt.ids) + params.samples * params.max_new_tokens for prompt in prompts]
-    plan = plan_microbatches(costs, replicas.size, None, width=width)[replicas.rank]
-    return {i: len(prompts[i].ids) for batch in plan for i in batch}
 
 
 def check_weights(problems: list[str]) -> None:

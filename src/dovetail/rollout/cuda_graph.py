@@ -8,7 +8,7 @@ from weakref import WeakSet
 import torch
 
 Step = Callable[[], Any]
-Capture = Callable[[Step], Step]  # a function without arguments to one that does the same, faster after its first calls
+Capture = Callable[[Step], Step]
 
 
 class GraphPool:
@@ -42,7 +42,7 @@ class CapturedStep:
             return self._fn()
         if self._captured is None:
             graph = torch.cuda.CUDAGraph()
-            # thread_local: other threads, such as a checkpoint's writer, may use the device meanwhile
+            # thread_local: a checkpoint's writer may use the device meanwhile
             with torch.cuda.graph(graph, pool=self._pool.acquire(self), capture_error_mode="thread_local"):
                 result = self._fn()
             self._captured = graph, result

@@ -25,7 +25,7 @@ from dovetail.rollout.kv_cache import DecodeContext, PagedCache, PrefillContext
 from dovetail.rollout.sampling import banned_of, bits_at, draw, mask_of
 
 Numbers = NDArray[np.int64]
-STATE = ("token", "length", "drawn", "stream", "active")  # of each row; active: 0 in padding
+STATE = ("token", "length", "drawn", "stream", "active")  # active: 0 in padding
 SMALLEST_BUCKET, NEXT_BUCKET = 8, 32
 
 
@@ -55,13 +55,12 @@ class ModelRunner:
         device = model.mesh.device
         self.cache = PagedCache(self.spec, self.mesh, dtype, size.pages, size.page_size)
         positions = torch.arange(size.table_width * size.page_size, device=device)
-        # tables of short sequences: `check_request` refuses longer ones where tables follow the length
         self.cos, self.sin = rope_tables(self.spec.rope, positions, (), dtype)
         self.state = torch.zeros(len(STATE), size.rows, dtype=torch.int64, device=device)
         self.page_table = torch.zeros(size.rows, size.table_width, dtype=torch.int64, device=device)
         self.step_index = torch.zeros(1, dtype=torch.int64, device=device)
         self.outputs = torch.zeros(size.decode_steps, 2, size.rows, dtype=torch.float64, device=device)
-        self.experts: Tensor | None = None  # [decode_steps, rows, M, K], where they are traced
+        self.experts: Tensor | None = None
         self.params: SamplingParams | None = None
         self._steps: dict[int, Step] = {}
 

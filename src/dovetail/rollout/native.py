@@ -14,15 +14,7 @@ from dovetail.nn.decoder import Decoder
 from dovetail.parallel.collectives import stack_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index, checkpoint_shapes
-from dovetail.rollout.base import (
-    Completion,
-    Prompt,
-    SampleBuffer,
-    SamplingParams,
-    check_request,
-    check_weights,
-    local_prompts,
-)
+from dovetail.rollout.base import Completion, Prompt, SampleBuffer, SamplingParams, check_request, check_weights
 from dovetail.rollout.cuda_graph import Capture, cuda_capture
 from dovetail.rollout.kv_cache import PageBudget, PagePool, cache_shape
 from dovetail.rollout.model_runner import ModelRunner, RunnerSize, pad_to_bucket
@@ -32,7 +24,7 @@ from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import load
 
 MAX_TOKENS = 1 << 16
-FREE_SHARE = 0.5  # of a GPU's free memory for the KV cache; logits and prefill need some, too
+FREE_SHARE = 0.5  # of a GPU's free memory
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ class NativeSampler:
         self.capture = capture or capture_for(spec, mesh, kernels, dtype)
         self.model = _empty_decoder(spec, mesh, kernels, dtype)
         self._runner: ModelRunner | None = None
-        self._wanted_pages = 0  # that the runner was made for, before the memory budget
+        self._wanted_pages = 0  # before the memory budget
         self._filled = False
 
     @torch.no_grad()
@@ -80,11 +72,10 @@ class NativeSampler:
         shards, shapes = self._shards()
         problems, missing = [], set(shapes)
         for listed, tensor in weights:
-            # a checkpoint may list either name of a tied tensor
             tied_head = self.spec.tie_embeddings and listed == "lm_head.weight"
             name = "model.embed_tokens.weight" if tied_head else listed
             if tied_head and name not in missing:
-                pass  # the table was read
+                pass  # a checkpoint may list either name, or both
             elif name not in shapes:
                 problems.append(f"{name}: not a tensor of this {self.spec.family} model")
             elif tuple(tensor.shape) != shapes[name]:
@@ -112,37 +103,32 @@ class NativeSampler:
         rope = self.spec.rope
         limit = (rope.kind, rope.max_positions) if rope.kind in BY_LENGTH else None
         check_request(prompts, params, self.spec.vocab_size, limit, filled=self._filled)
-        lengths = local_prompts(prompts, params, self.mesh["fsdp"], self.spec.width)
         buffer = SampleBuffer(prompts, params, self.mesh, torch.device("cpu"), self.spec.moe if params.trace else None)
+        lengths = buffer.local_prompts(self.spec.width)
         if lengths:
             self._run(lengths, buffer)
         return buffer.completions()
 
     def _run(self, lengths: dict[int, int], buffer: SampleBuffer) -> None:
-        params = buffer.params
-        budget = PageBudget(params.samples, params.max_new_tokens, self.options.page_size)
+        options, params = self.options, buffer.params
+        budget = PageBudget(params.samples, params.max_new_tokens, options.page_size)
         runner, self._runner = self._runner_for(lengths, budget), None
         runner.set_params(params)
-        scheduler = Scheduler(
-            lengths,
-            budget,
-            PagePool(runner.size.pages - 1),
-            max_num_seqs=self.options.max_num_seqs,
-            max_prefill_tokens=self.options.max_prefill_tokens,
-        )
+        pool = PagePool(runner.size.pages - 1)
+        scheduler = Scheduler(lengths, budget, pool, options.max_num_seqs, options.max_prefill_tokens)
         try:
             GenerationLoop(runner, scheduler, buffer).run()
         finally:
-            if not self.options.keep_cache:
+            if not options.keep_cache:
                 runner.drop_graphs()
-        self._runner = runner if self.options.keep_cache else None
+        self._runner = runner if options.keep_cache else None
 
     def _runner_for(self, lengths: dict[int, int], budget: PageBudget) -> ModelRunner:
         """The kept one if it is large enough."""
         page_size, values = self.options.page_size, lengths.values()
         rows = min(self.options.max_num_seqs, len(lengths) * budget.samples)
         longest, least = max(map(budget.pages_for_sample, values)), max(map(budget.pages_for_first, values))
-        width = longest + -(-self.decode_steps // page_size)  # finished rows run on, into page 0
+        width = longest + -(-self.decode_steps // page_size)  # finished rows run on
         wanted = min(sum(map(budget.pages_for_all, values)), (rows + 1) * longest)
         if self._runner is not None:
             size = self._runner.size

@@ -19,10 +19,10 @@ from dovetail.rollout.base import SamplingParams
 
 Words = TypeVar("Words", NDArray[np.int64], Tensor)
 
-BLOCK = 256  # neighboring tokens: a draw picks a block, then a token in it
-CPU_ELEMENTS = 1 << 22  # logits of one pass, which bounds its temporaries
+BLOCK = 256  # a draw picks a block of tokens, then a token
+CPU_ELEMENTS = 1 << 22  # logits of one pass
 GPU_ELEMENTS = 1 << 24
-NUCLEUS_GUESSES = (64, 2048)  # how many likeliest tokens to sort before sorting all
+NUCLEUS_GUESSES = (64, 2048)  # tokens to sort before all are
 BELOW_ONE = 1 - 2.0**-53
 
 
@@ -89,7 +89,7 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     block = (running <= target[:, None]).sum(-1)
     before = F.pad(running, (1, 0)).gather(1, block[:, None])[:, 0]
     inside = blocks[torch.arange(len(block), device=block.device), block].to(torch.float64).cumsum(-1)
-    # a block's sum and its running sum may round apart: the rest must fall inside the block
+    # the block's sum and its running sum may round apart
     rest = torch.minimum(target - before, inside[:, -1] * BELOW_ONE)
     return block * BLOCK + (inside <= rest[:, None]).sum(-1)
 
@@ -127,7 +127,7 @@ def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
         running = largest.cumsum(-1, dtype=torch.float64)
         if bool((running[:, -1:] >= target).all()):
             break
-    needed = (running < target).sum(-1, keepdim=True).clamp_(max=width - 1)  # all of them may round below the target
+    needed = (running < target).sum(-1, keepdim=True).clamp_(max=width - 1)
     return largest.gather(1, needed)
 
 

@@ -15,8 +15,7 @@ from dovetail.rollout.kv_cache import PageBudget, PagePool
 from dovetail.rollout.model_runner import ModelRunner, Numbers
 from dovetail.rollout.sampling import streams
 
-# Prompts wait until fewer than this share of the running sequences are left, so that several are prefilled together.
-ADMIT_BELOW = 0.75
+ADMIT_BELOW = 0.75  # of the last batch is running: prompts wait until then, so that several are prefilled together
 
 
 @dataclass
@@ -48,7 +47,6 @@ class Scheduler:
         lengths: Mapping[int, int],
         budget: PageBudget,
         pool: PagePool,
-        *,
         max_num_seqs: int,
         max_prefill_tokens: int,
     ) -> None:
@@ -56,9 +54,9 @@ class Scheduler:
         self.lengths, self.budget, self.pool = lengths, budget, pool
         self.max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
         self.waiting = deque(sorted(lengths, key=lambda i: (-lengths[i], i)))
-        self.current: CachedPrompt | None = None  # some of its samples, not all, have been admitted
+        self.current: CachedPrompt | None = None  # partly admitted
         self.running = 0
-        self._admitted = 0  # running after the last admission
+        self._admitted = 0
 
     @property
     def should_admit(self) -> bool:
@@ -113,7 +111,7 @@ class Scheduler:
         return Request(prompt.index, sample, prompt.length, prompt.pages[:full] + own, copy)
 
 
-TOKEN, LENGTH, DRAWN = range(3)  # rows of `RunningBatch.state`, as `ModelRunner.set_rows` takes it
+TOKEN, LENGTH, DRAWN = range(3)  # of `RunningBatch.state`
 
 
 class RunningBatch:
@@ -156,10 +154,10 @@ class GenerationLoop:
         self.stop_ids = np.array(buffer.params.stop_ids, np.int64)
         none = np.zeros(0, np.int64)
         self.batch = RunningBatch((), none, none, runner.size.table_width)
-        self._hidden: dict[int, Tensor] = {}  # by prompt with waiting samples: the hidden state of its last token
+        self._hidden: dict[int, Tensor] = {}  # last hidden states of prompts with waiting samples
 
     def run(self) -> None:
-        changed = True  # the batch, since the runner got it
+        changed = True
         while True:
             if self.scheduler.should_admit:
                 while self._admit(*self.scheduler.admit()):
@@ -220,7 +218,7 @@ class GenerationLoop:
         _, lengths, counts, _ = batch.state
         stops = np.isin(ids, self.stop_ids)
         stopped = stops.any(0)
-        until = np.where(stopped, stops.argmax(0) + 1, steps)  # steps up to a stop id, and with it
+        until = np.where(stopped, stops.argmax(0) + 1, steps)
         taken = np.minimum(until, self.params.max_new_tokens - counts)
         finished = stopped & (until == taken) | (counts + taken == self.params.max_new_tokens)
         step, row = np.nonzero(np.arange(steps)[:, None] < taken)

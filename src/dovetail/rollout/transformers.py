@@ -17,20 +17,12 @@ from dovetail.hf.transformers_model import auto_class, group_even_experts, known
 from dovetail.hf.vision import as_images, family_of, kinds_of
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.base import (
-    Completion,
-    Prompt,
-    SampleBuffer,
-    SamplingParams,
-    check_request,
-    check_weights,
-    local_prompts,
-)
+from dovetail.rollout.base import Completion, Prompt, SampleBuffer, SamplingParams, check_request, check_weights
 from dovetail.rollout.sampling import draw, uniforms
 from dovetail.weights.experts import FUSED, MIXTRAL
 from dovetail.weights.hf_reader import TensorSource
 
-MAX_TOKENS = 1 << 15  # rows of a batch, times the longest of them
+MAX_TOKENS = 1 << 15  # of a batch, padding included
 StaticBatch = list[tuple[int, int]]  # (index of a prompt, sample)
 
 
@@ -60,7 +52,7 @@ class TransformersSampler:
         group_even_experts(model)
         _keep_in_float32(model)
         check_sections(model.get_decoder())
-        model.generation_config = transformers.GenerationConfig()  # generate fills in what a call leaves open
+        model.generation_config = transformers.GenerationConfig()  # `generate` would merge it
         self.model = model.to(mesh.device).eval().requires_grad_(False)
         self.vocab_size: int = known.get_text_config().vocab_size
         self.limit = length_limit(known)
@@ -75,7 +67,7 @@ class TransformersSampler:
         for name, (whole, _) in places.items():
             left.setdefault(id(whole), (name, whole.numel()))
         problems = []
-        for listed, tensor in weights:  # to its end, whatever is wrong: other ranks may wait for this one
+        for listed, tensor in weights:
             name = listed if listed in places else names.in_module(listed)
             if name not in places:
                 problems.append(f"{listed}: not a tensor of {type(self.model).__name__}")
@@ -101,9 +93,8 @@ class TransformersSampler:
     @torch.no_grad()
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         check_request(prompts, params, self.vocab_size, self.limit, filled=self._filled)
-        lengths = local_prompts(prompts, params, self.mesh["fsdp"])
         buffer = SampleBuffer(prompts, params, self.mesh, self.mesh.device)
-        for batch in plan_static_batches(lengths, params.samples, params.max_new_tokens, MAX_TOKENS):
+        for batch in plan_static_batches(buffer.local_prompts(), params.samples, params.max_new_tokens, MAX_TOKENS):
             self._run(batch, buffer)
         return buffer.completions()
 
