@@ -81,11 +81,11 @@ class Row:
 @dataclass(frozen=True)
 class Parts:
     """Where our time goes. prompts: computing them, and the first draw. step: one token for every row, as it runs and
-    without records, every kernel launched by the host. weight_tb_per_second: at which a step reads the model's weights."""
+    without CUDA graphs, every kernel launched by the host. weight_tb_per_second: at which a step reads the model's weights."""
 
     prompts_ms: float
     step_ms: float
-    step_unrecorded_ms: float
+    step_uncaptured_ms: float
     weight_tb_per_second: float
 
 
@@ -99,9 +99,9 @@ class Contest:
         with device:
             self.hf = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         spec, mesh = spec_from_config(config.to_dict()), Mesh.solo(device)
-        kernels, options = kernels_for(device), SamplerOptions(hold=True)
+        kernels, options = kernels_for(device), SamplerOptions(keep_cache=True)
         self.sampler = NativeSampler(spec, mesh, kernels, dtype, options=options)
-        self.plain = NativeSampler(spec, mesh, kernels, dtype, options=options, recorder=lambda fn: fn)
+        self.plain = NativeSampler(spec, mesh, kernels, dtype, options=options, capture=lambda fn: fn)
         for sampler in (self.sampler, self.plain):
             sampler.refill(self.hf.state_dict().items())
         self.device, vocabulary = device, config.vocab_size
@@ -110,9 +110,9 @@ class Contest:
         self.prompts = [Prompt(i, row) for i, row in enumerate(self.ids.tolist())]
         self.weight_bytes = sum(p.numel() * p.element_size() for p in self.sampler.model.parameters())
 
-    def ours(self, new: int, *, recorded: bool = True) -> None:
+    def ours(self, new: int, *, captured: bool = True) -> None:
         """All of it, to the host."""
-        done = (self.sampler if recorded else self.plain).sample(self.prompts, SamplingParams(max_new_tokens=new))
+        done = (self.sampler if captured else self.plain).sample(self.prompts, SamplingParams(max_new_tokens=new))
         assert all(len(c.ids) == new for c in done)
 
     def generate(self, new: int, cache: str | None = None) -> None:
@@ -156,9 +156,9 @@ def parts_of(contest: Contest, new: int, rounds: int) -> Parts:
     few = min(new, 33)
     prompts = _median(lambda: contest.ours(1), rounds)
     step = (_median(lambda: contest.ours(new), rounds) - prompts) / (new - 1)
-    unrecorded = (_median(lambda: contest.ours(few, recorded=False), rounds) - prompts) / (few - 1)
+    uncaptured = (_median(lambda: contest.ours(few, captured=False), rounds) - prompts) / (few - 1)
     rate = contest.weight_bytes / step / 1e12
-    return Parts(round(prompts * 1e3, 2), round(step * 1e3, 3), round(unrecorded * 1e3, 3), round(rate, 3))
+    return Parts(round(prompts * 1e3, 2), round(step * 1e3, 3), round(uncaptured * 1e3, 3), round(rate, 3))
 
 
 def _median(run: Callable[[], None], rounds: int) -> float:

@@ -1,4 +1,4 @@
-"""The embedded sampler on a CUDA device: kernels against the reference, records against plain steps, scores, pages, memory."""
+"""The embedded sampler on a CUDA device: kernels against the reference, captured steps, scores, pages, memory."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +15,7 @@ from dovetail.kernels import cuda
 from dovetail.kernels.registry import kernels_for
 from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.cuda_graph import CapturedStep, cuda_capturer
+from dovetail.rollout.cuda_graph import CapturedStep, cuda_capture
 from dovetail.rollout.native import NativeSampler, SamplerOptions
 from tests.parity.configs import VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.tolerances import HALF_SHARE, MODEL_FP32, OP_BF16, OP_FP32, assert_close
@@ -28,15 +28,15 @@ DTYPES = [torch.float32, torch.bfloat16]
 ON_DEVICE = torch.cuda.is_available() and cuda.grouped_stays(torch.device("cuda"), torch.bfloat16, 8)
 
 
-def unrecorded(fn: Callable[[], Any]) -> Callable[[], Any]:
+def uncaptured(fn: Callable[[], Any]) -> Callable[[], Any]:
     return fn
 
 
-def sampler_of(name: str, dtype: torch.dtype, recorder: Any = None, **options: Any) -> NativeSampler:
+def sampler_of(name: str, dtype: torch.dtype, capture: Any = None, **options: Any) -> NativeSampler:
     config = {**tiny_configs(), **moe_configs()}[name]
     mesh, spec = Mesh.solo("cuda"), spec_from_config(config.to_dict())
     kernels, chosen = kernels_for(mesh.device), SamplerOptions(**options)
-    sampler = NativeSampler(spec, mesh, kernels, dtype, options=chosen, recorder=recorder)
+    sampler = NativeSampler(spec, mesh, kernels, dtype, options=chosen, capture=capture)
     sampler.refill((n, w.to("cuda")) for n, w in tiny_model(config).state_dict().items())
     return sampler
 
@@ -79,7 +79,7 @@ def test_draws_are_those_of_torch() -> None:
     "params", [PARAMS, replace(PARAMS, temperature=0), replace(PARAMS, banned_ids=tuple(range(90)))]
 )
 def test_samples_are_those_of_torch_s_draws(params: SamplingParams) -> None:
-    ours, plain = (sampler_of("llama", torch.float32, hold=True) for _ in range(2))
+    ours, plain = (sampler_of("llama", torch.float32, keep_cache=True) for _ in range(2))
     plain.kernels = plain.model.kernels = replace(plain.kernels, draw=None)
     assert ours.kernels.draw is not None
     for mine, other in zip(ours.sample(some_prompts(), params), plain.sample(some_prompts(), params), strict=True):
@@ -90,30 +90,30 @@ def test_samples_are_those_of_torch_s_draws(params: SamplingParams) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("name", ["llama", "qwen3_window"])
-def test_recorded_steps_give_what_plain_ones_give(name: str, top_p: float, dtype: torch.dtype) -> None:
+def test_captured_steps_give_what_plain_ones_give(name: str, top_p: float, dtype: torch.dtype) -> None:
     """To the bit: the same kernels on the same memory."""
     prompts, params = some_prompts(), replace(PARAMS, top_p=top_p)
-    recorded = sampler_of(name, dtype, hold=True)
-    assert recorded.recorder is not None
-    plain = sampler_of(name, dtype, unrecorded)
+    captured = sampler_of(name, dtype, keep_cache=True)
+    assert captured.capture is not None
+    plain = sampler_of(name, dtype, uncaptured)
     expected = plain.sample(prompts, params)
     assert len({len(c.ids) for c in expected}) > 3
     for _ in range(2):
-        assert recorded.sample(prompts, params) == expected
+        assert captured.sample(prompts, params) == expected
     other = replace(params, seed=9, step=7)
-    assert recorded.sample(prompts, other) == plain.sample(prompts, other) != expected
+    assert captured.sample(prompts, other) == plain.sample(prompts, other) != expected
 
 
 @pytest.mark.skipif(not ON_DEVICE, reason="elsewhere torch reads where experts' rows end")
 @pytest.mark.parametrize("trace", [False, True], ids=["", "trace"])
 @pytest.mark.parametrize("name", ["mixtral_window", "qwen3_moe_many", "qwen2_moe", "deepseek_v3"])
-def test_recorded_experts_give_what_plain_ones_give(name: str, trace: bool) -> None:
+def test_captured_experts_give_what_plain_ones_give(name: str, trace: bool) -> None:
     prompts, params = some_prompts(), replace(PARAMS, trace=trace)
-    recorded = sampler_of(name, torch.bfloat16, hold=True)
-    assert recorded.recorder is not None
-    expected = sampler_of(name, torch.bfloat16, unrecorded).sample(prompts, params)
+    captured = sampler_of(name, torch.bfloat16, keep_cache=True)
+    assert captured.capture is not None
+    expected = sampler_of(name, torch.bfloat16, uncaptured).sample(prompts, params)
     for _ in range(2):
-        found = recorded.sample(prompts, params)
+        found = captured.sample(prompts, params)
         assert [(c.ids, c.log_probs) for c in found] == [(c.ids, c.log_probs) for c in expected]
         for got, true in zip(found, expected, strict=True):
             assert (got.routing is not None) == trace
@@ -121,29 +121,29 @@ def test_recorded_experts_give_what_plain_ones_give(name: str, trace: bool) -> N
                 assert torch.equal(got.routing.indices, true.routing.indices)
 
 
-def test_records_die_with_their_cache() -> None:
+def test_graphs_are_freed_with_their_cache() -> None:
     """Or with a way to draw, where the cache is held; those that come after are made in memory of their own."""
     prompts, params = some_prompts(), (PARAMS, replace(PARAMS, temperature=0.5))
-    samplers = [sampler_of("llama", torch.float32, hold=hold) for hold in (False, True)]
-    expected = [sampler_of("llama", torch.float32, unrecorded).sample(prompts, each) for each in params]
+    samplers = [sampler_of("llama", torch.float32, keep_cache=keep) for keep in (False, True)]
+    expected = [sampler_of("llama", torch.float32, uncaptured).sample(prompts, each) for each in params]
     for _ in range(2):
         for each, wanted in zip(params, expected, strict=True):
             assert [sampler.sample(prompts, each) for sampler in samplers] == [wanted] * 2
 
 
-def test_a_record_replays_on_new_contents() -> None:
+def test_a_graph_replays_on_new_contents() -> None:
     x, y, calls = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda"), []
 
     def double() -> Tensor:
         calls.append(1)
         return y.copy_(2 * x)
 
-    step = cuda_capturer()(double)
+    step = cuda_capture()(double)
     assert isinstance(step, CapturedStep)
     for value in range(5):
         x.fill_(value)
         assert step().tolist() == [2.0 * value] * 4
-    assert len(calls) == 2, "run once, recorded once"
+    assert len(calls) == 2, "run once, captured once"
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "qwen2_window", "qwen3_tied"])
@@ -171,7 +171,7 @@ def test_other_neighbors_change_no_sample() -> None:
     """In float32, where rounding is far below what lies between two draws; in half precision it may tell."""
     prompts, sampler = some_prompts(), sampler_of("llama", torch.float32)
     expected = {(c.row, c.sample): c for c in sampler.sample(prompts, PARAMS)}
-    few = sampler_of("llama", torch.float32, page=16, most_rows=4, ahead=3)
+    few = sampler_of("llama", torch.float32, page_size=16, max_num_seqs=4, decode_steps=3)
     for found in (sampler.sample(prompts[::-1][:3], PARAMS), few.sample(prompts, PARAMS)):
         for c in found:
             same = expected[c.row, c.sample]
@@ -181,29 +181,29 @@ def test_other_neighbors_change_no_sample() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_pages_that_others_left_change_nothing(dtype: torch.dtype) -> None:
-    sampler = sampler_of("qwen2_window", dtype, page=16, hold=True)
+    sampler = sampler_of("qwen2_window", dtype, page_size=16, keep_cache=True)
     expected = sampler.sample(some_prompts(), PARAMS)
-    deck = sampler._deck
-    assert deck is not None
-    deck.cache.entries.fill_(1e4)
+    runner = sampler._runner
+    assert runner is not None
+    runner.cache.entries.fill_(1e4)
     assert sampler.sample(some_prompts(), PARAMS) == expected
 
 
 @pytest.mark.parametrize("name", ["mixtral_window", "deepseek_v3"])
-def test_float32_experts_and_latent_attention_run_unrecorded(name: str) -> None:
+def test_float32_experts_and_latent_attention_run_uncaptured(name: str) -> None:
     prompts, sampler = some_prompts(), sampler_of(name, torch.float32)
-    assert sampler.recorder is None
+    assert sampler.capture is None
     done = sampler.sample(prompts, PARAMS)
     assert_close(drawn(done), scored(sampler.model, prompts, done, "cuda").to(torch.float64), MODEL_FP32)
 
 
-def test_weights_that_come_later_are_in_the_record() -> None:
+def test_weights_that_come_later_are_in_the_graph() -> None:
     prompts, config = some_prompts(), tiny_configs()["llama"]
-    sampler = sampler_of("llama", torch.float32, hold=True)
+    sampler = sampler_of("llama", torch.float32, keep_cache=True)
     before = sampler.sample(prompts, PARAMS)
     weights = {n: (0.5 * w).to("cuda") for n, w in tiny_model(config).state_dict().items()}
     sampler.refill(weights.items())
-    plain = sampler_of("llama", torch.float32, unrecorded)
+    plain = sampler_of("llama", torch.float32, uncaptured)
     plain.refill(weights.items())
     assert sampler.sample(prompts, PARAMS) == plain.sample(prompts, PARAMS) != before
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForImageTextToText
 from dovetail.batch.packed import PackedBatch
 from dovetail.engine.native import NativeEngine
 from dovetail.factory.engine import EngineOptions, from_pretrained
-from dovetail.hf.transformers_model import ForeignDecoder
-from dovetail.hf.vision import deal
+from dovetail.hf.transformers_model import TransformersModel
+from dovetail.hf.vision import balance_images
 from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.parallel.layout import Layout
 from tests.checkpoints import assert_same_tensors, tensors_of
@@ -78,7 +78,7 @@ def engine_of(folder: Path, layout: Layout | None = None, budget: int | None = N
 def looks(folder: Path, layout: Layout, batch: PackedBatch, budget: int = BUDGET) -> list[int]:
     """How many patches this rank's tower is given in each of its calls."""
     engine = engine_of(folder, layout, budget)
-    assert isinstance(engine.model, ForeignDecoder)
+    assert isinstance(engine.model, TransformersModel)
     tower = engine.model.model.get_submodule("visual")
     found: list[int] = []
 
@@ -112,10 +112,10 @@ def test_the_tower_of_a_rank_sees_its_share(seen: dict[str, Path]) -> None:
 
 def test_dealing_is_even_and_loses_nothing() -> None:
     patches = [5, 1, 9, 2, 2, 7, 3, 3]
-    owners = deal(patches, 3)
+    owners = balance_images(patches, 3)
     loads = [sum(n for n, owner in zip(patches, owners, strict=True) if owner == rank) for rank in range(3)]
     assert max(loads) - min(loads) <= 2
-    assert deal([], 2) == []
+    assert balance_images([], 2) == []
 
 
 def blind(folder: Path, layout: Layout) -> float:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.arch.transformers_spec import foreign_spec
+from dovetail.arch.transformers_spec import transformers_spec
 from dovetail.batch.loss import Loss
 from dovetail.batch.micro import MicroBatch
-from dovetail.hf.transformers_model import ForeignDecoder
+from dovetail.hf.transformers_model import TransformersModel
 from dovetail.kernels import npu, reference
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import KernelSet, npu_kernels
@@ -126,7 +126,7 @@ def _native(name: str, kernels: KernelSet) -> StagedModel:
 
 def _foreign(name: str, kernels: KernelSet) -> StagedModel:
     config = TEXT[name]().to_dict()
-    model = ForeignDecoder(foreign_spec(config), config, Mesh.solo(), kernels)
+    model = TransformersModel(transformers_spec(config), config, Mesh.solo(), kernels)
     model.materialize(torch.device("cpu"))
     return model
 

@@ -12,8 +12,7 @@ import triton.language as tl
 
 from dovetail.kernels import sampling_triton
 from dovetail.rollout.base import SamplingParams
-from dovetail.rollout.noise import bits_at
-from dovetail.rollout.sampling import draw, mask_of
+from dovetail.rollout.sampling import bits_at, draw, mask_of
 
 ROWS = 7
 COLUMNS = (1, 5, 256, 257, 4096, 9001)  # within a block, at its edges, at those of a piece, and several pieces

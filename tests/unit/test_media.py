@@ -97,7 +97,7 @@ def test_every_way_to_name_an_image(image: Path) -> None:
     for way in ways:
         finder = MediaLocator({}, image.parent)
         assert finder.messages(user({"type": "image", **way}, "?")) == user({"type": "image"}, "?")
-        (found,) = finder.all().images
+        (found,) = finder.in_messages().images
         assert (found.height, found.width) == SIZE
         assert found.source in (image, data)
 
@@ -109,11 +109,11 @@ def test_columns_fill_the_places_in_order(image: Path) -> None:
     bare, own = {"type": "image"}, {"type": "image", "path": "a.png"}
     finder = MediaLocator({"images": ["b.png", str(image)]}, image.parent)
     finder.messages(user(bare, own, bare))
-    assert [found.source for found in finder.all().images] == [other, image, image]
+    assert [found.source for found in finder.in_messages().images] == [other, image, image]
     finder = MediaLocator({"images": ["b.png"]}, image.parent)
     finder.messages(user("nothing"))
     with pytest.raises(DataError, match="1 of its images have no place in the messages"):
-        finder.all()
+        finder.in_messages()
 
 
 def test_an_image_is_upright_and_of_three_colors(tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_a_resumed_run_knows_its_rows(image: Path) -> None:
     assert told[0] == told[1] != told[2]
 
 
-def shelf_of(count: int, capacity: int) -> tuple[MediaCache, list[FileMedia], list[str]]:
-    """A shelf and media of 400 bytes each; who was read, in order."""
+def cache_of(count: int, capacity: int) -> tuple[MediaCache, list[FileMedia], list[str]]:
+    """A cache and media of 400 bytes each; who was read, in order."""
     read: list[str] = []
 
     def make(media: FileMedia) -> dict[str, torch.Tensor]:
@@ -215,13 +215,13 @@ def shelf_of(count: int, capacity: int) -> tuple[MediaCache, list[FileMedia], li
             raise DataError("bad: broken")
         return {"pixel_values": torch.zeros(100)}
 
-    shelf = MediaCache(make, capacity)
+    cache = MediaCache(make, capacity)
     shown = MediaRef((Picture(b"", "image 0", 4, 4),))
-    return shelf, [FileMedia(shown, (1,), str(i), shelf) for i in range(count)], read
+    return cache, [FileMedia(shown, (1,), str(i), cache) for i in range(count)], read
 
 
 def test_what_was_read_last_is_kept() -> None:
-    _, (a, b, c), read = shelf_of(3, 800)
+    _, (a, b, c), read = cache_of(3, 800)
     for media in (a, b, a, c, a, b):
         assert len(media["pixel_values"]) == 100
     assert read == ["0", "1", "2", "1"], "b was asked for least recently when c came"
@@ -229,12 +229,12 @@ def test_what_was_read_last_is_kept() -> None:
 
 
 def test_reading_ahead_is_bounded_and_an_error_waits_for_its_row() -> None:
-    shelf, many, read = shelf_of(3 * AHEAD, 1 << 20)
+    cache, many, read = cache_of(3 * AHEAD, 1 << 20)
     for media in many:
         media.start()
     assert [int(media["pixel_values"].sum()) for media in many[:AHEAD]] == [0] * AHEAD
     assert sorted(map(int, read)) == list(range(AHEAD))
-    bad = FileMedia(many[0].shown, (1,), "bad", shelf)
+    bad = FileMedia(many[0].shown, (1,), "bad", cache)
     bad.start()
     for _ in range(2):
         with pytest.raises(DataError, match="bad: broken"):

@@ -19,9 +19,8 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.native import NativeSampler, capturer_for
-from dovetail.rollout.noise import uniforms
-from dovetail.rollout.sampling import cut, draw, inverse_cdf
+from dovetail.rollout.native import NativeSampler, capture_for
+from dovetail.rollout.sampling import cut, draw, inverse_cdf, uniforms
 from dovetail.rollout.transformers import plan_static_batches
 from tests.parity.configs import MAX_POSITIONS, VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.tolerances import MODEL_FP32, SUM_ORDER, assert_close
@@ -82,7 +81,7 @@ def test_log_probs_of_samples_equal_full_scoring_at_the_temperature(name: str) -
 
 
 @pytest.mark.parametrize("budget", [1, 40, 100, 10_000])
-def test_waves_and_order_of_prompts_change_no_sample(budget: int) -> None:
+def test_budget_and_order_of_prompts_change_no_sample(budget: int) -> None:
     config = tiny_configs()["qwen2_window"]
     prompts = some_prompts()
     params = SamplingParams(samples=4, max_new_tokens=8, temperature=1.3, stop_ids=tuple(range(20)))
@@ -97,22 +96,22 @@ def test_waves_and_order_of_prompts_change_no_sample(budget: int) -> None:
             assert_close(torch.tensor(c.log_probs), torch.tensor(same.log_probs), SUM_ORDER)
 
 
-def test_no_step_is_recorded_that_asks_the_device() -> None:
+def test_no_step_is_captured_that_synchronizes() -> None:
     """Longer heads than those of the kernels take the reference, which asks for lengths."""
     spec, mesh = spec_from_config(tiny_configs()["llama"].to_dict()), Mesh.abstract(Layout(), 0, "cuda")
     kernels = KernelSet(decode_attention=lambda q, *_: q)
     long = replace(spec, attention=replace(spec.attention, head_dim=264))
-    assert capturer_for(spec, mesh, kernels, torch.float32) is not None
-    assert capturer_for(long, mesh, kernels, torch.float32) is None
-    assert capturer_for(spec, mesh, kernels, torch.float64) is None
-    assert capturer_for(spec, mesh, KernelSet(), torch.float32) is None
+    assert capture_for(spec, mesh, kernels, torch.float32) is not None
+    assert capture_for(long, mesh, kernels, torch.float32) is None
+    assert capture_for(spec, mesh, kernels, torch.float64) is None
+    assert capture_for(spec, mesh, KernelSet(), torch.float32) is None
     experts = spec_from_config(moe_configs()["mixtral"].to_dict())
-    assert capturer_for(experts, mesh, kernels, torch.bfloat16) is None  # the reference reads where their rows end
+    assert capture_for(experts, mesh, kernels, torch.bfloat16) is None  # the reference reads where their rows end
     grouped = replace(kernels, grouped_mm=cuda.grouped_mm)
     for stays in (False, True):
         with mock.patch.object(cuda, "grouped_stays", return_value=stays):
-            assert (capturer_for(experts, mesh, grouped, torch.bfloat16) is not None) == stays
-            assert capturer_for(experts, Mesh.abstract(Layout(dp=2, ep=2), 0, "cuda"), grouped, torch.bfloat16) is None
+            assert (capture_for(experts, mesh, grouped, torch.bfloat16) is not None) == stays
+            assert capture_for(experts, Mesh.abstract(Layout(dp=2, ep=2), 0, "cuda"), grouped, torch.bfloat16) is None
 
 
 def test_rows_that_stop_leave_at_any_step_and_change_nothing_for_the_others() -> None:
@@ -282,14 +281,14 @@ def test_inverse_cdf_equals_its_definition_and_never_takes_weight_zero(columns: 
     assert torch.equal(found[1], columns - 1 - positive[1].flip(0).int().argmax())
 
 
-def test_waves_hold_every_row_once_within_the_budget() -> None:
+def test_static_batches_hold_every_row_once_within_the_budget() -> None:
     lengths = {3: 10, 5: 40, 8: 10, 9: 1}
     for budget in (1, 60, 200, 10**6):
-        waves = plan_static_batches(lengths, 6, 5, budget)
-        rows = [(wave.prompts[owner], sample) for wave in waves for owner, sample in wave.rows]
+        batches = plan_static_batches(lengths, 6, 5, budget)
+        rows = [row for batch in batches for row in batch]
         assert sorted(rows) == [(i, sample) for i in sorted(lengths) for sample in range(6)]
-        for wave in waves:
-            assert len(wave.rows) == 1 or len(wave.rows) * (max(lengths[i] for i in wave.prompts) + 5) <= budget
+        for batch in batches:
+            assert len(batch) == 1 or len(batch) * (max(lengths[i] for i, _ in batch) + 5) <= budget
 
 
 def test_refill_names_everything_that_is_wrong_after_reading_all() -> None:

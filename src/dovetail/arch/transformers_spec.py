@@ -9,7 +9,7 @@ from dovetail.errors import ModelError, quoted
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForeignHeads:
+class TransformersHeads:
     """Heads of the text backbone's attention."""
 
     num_heads: int
@@ -17,7 +17,7 @@ class ForeignHeads:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForeignSpec:
+class TransformersSpec:
     """A model of transformers' own code: the sizes of its text backbone, under the names that `ArchSpec` has for them."""
 
     family: str
@@ -25,7 +25,7 @@ class ForeignSpec:
     width: int
     depth: int
     ffn_width: int
-    attention: ForeignHeads
+    attention: TransformersHeads
     tie_embeddings: bool
     ignored: tuple[str, ...] = ()
     lacking: str = ""  # why the native engine, which knows the family, does not run the model
@@ -46,11 +46,11 @@ class ForeignSpec:
         return products + 2.0 * length * length * self.width * self.depth
 
 
-AnySpec = ArchSpec | ForeignSpec
+AnySpec = ArchSpec | TransformersSpec
 MOST, MOST_LAYERS = 1 << 31, 1 << 16  # channels or words; layers, since costs are told for each
 
 
-def foreign_spec(config: Mapping[str, Any]) -> ForeignSpec:
+def transformers_spec(config: Mapping[str, Any]) -> TransformersSpec:
     """The sizes in a raw config.json, or in its `text_config`. Raises ModelError where one is missing or none."""
     family = config.get("model_type")
     inner = config.get("text_config")
@@ -67,13 +67,13 @@ def foreign_spec(config: Mapping[str, Any]) -> ForeignSpec:
         )
     heads: int = text["num_attention_heads"]
     kv_heads, ffn_width = text.get("num_key_value_heads"), text.get("intermediate_size")
-    return ForeignSpec(
+    return TransformersSpec(
         family=family,
         vocab_size=text["vocab_size"],
         width=text["hidden_size"],
         depth=text["num_hidden_layers"],
         ffn_width=ffn_width if _counts(ffn_width) else 4 * text["hidden_size"],  # some families have one for each layer
-        attention=ForeignHeads(num_heads=heads, num_kv_heads=kv_heads if _counts(kv_heads) else heads),
+        attention=TransformersHeads(num_heads=heads, num_kv_heads=kv_heads if _counts(kv_heads) else heads),
         tie_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
     )
 

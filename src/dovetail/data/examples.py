@@ -172,14 +172,14 @@ def _load(
     path: Path | str, make: Callable[[int, JsonRow], Example], limits: Limits, chat: Chat, processor: Processor | None
 ) -> list[Example]:
     """Every row's example, its `ids` checked; rows over the limit are refused or dropped."""
-    stand_ins = frozenset[int]() if processor is None else processor.stand_ins
+    placeholders = frozenset[int]() if processor is None else processor.placeholder_ids
     examples: list[Example] = []
     seen = 0
     with chat.renderer:
         for seen, row in enumerate(read_rows(path), start=1):
             example = make(seen - 1, row)
             ids: Seq[int] = vars(example)["ids"]
-            outside = next((i for i in ids if not 0 <= i < limits.vocab_size and i not in stand_ins), None)
+            outside = next((i for i in ids if not 0 <= i < limits.vocab_size and i not in placeholders), None)
             if outside is not None:
                 raise row.error(
                     f"token id {quoted(outside)} lies outside the model's vocabulary of {limits.vocab_size} "
@@ -217,7 +217,7 @@ def _shown(row: JsonRow, key: str, processor: Processor | None) -> tuple[Any, Me
         return [_as_string(row, message) for message in given] if is_chat else given, MediaRef()
     with row.told():
         finder = MediaLocator(row.values, row.path.parent)
-        return (finder.messages(given), finder.all()) if is_chat else (given, finder.rest())
+        return (finder.messages(given), finder.in_messages()) if is_chat else (given, finder.with_columns())
 
 
 def _refuse_media(row: JsonRow, messages: Seq[Message]) -> None:
@@ -262,7 +262,9 @@ def _given_ids(row: JsonRow, processor: Processor | None) -> tuple[list[int], Me
         _refuse_media(row, [])
         return ids, None
     with row.told():
-        return ids, processor.fit(ids, MediaLocator(row.values, row.path.parent).rest(), f"{row.path}:{row.line}")
+        return ids, processor.match(
+            ids, MediaLocator(row.values, row.path.parent).with_columns(), f"{row.path}:{row.line}"
+        )
 
 
 def _encode_prompt(row: JsonRow, chat: Chat, prompt: str | list[Message]) -> list[int]:

@@ -1,7 +1,6 @@
-"""What a row shows: its images and videos, found where the row names them, measured by their headers, and decoded.
+"""The images and videos of rows: located, measured by their headers, and decoded within bounds. Nothing is fetched.
 
-A video is a list of images, its frames, or a file that transformers decodes. Nothing is fetched, and what is decoded is
-bounded beforehand: a few formats that run no code, and a number of pixels.
+A video is a list of images, its frames, or a file that transformers decodes.
 """
 
 import base64
@@ -10,27 +9,29 @@ import importlib
 import io
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dovetail.errors import DataError
 
-KINDS = ("image", "video")  # each has a column of its own: images, videos
+KINDS = ("image", "video")  # the row's columns are images and videos
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 1 << 26  # of an image, or of all frames of a video
 MAX_BYTES = 1 << 28  # of a file
 TURNED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
 ORIENTATION = 0x0112
-FRAMES_PER_SECOND = 2.0  # of a list of frames whose row does not say
-SOURCES = ("path", "url", "base64", "bytes")  # where a part of a message may have its source, beside its own kind
+FRAMES_PER_SECOND = 2.0  # of a list of frames without `fps`
+SOURCES = ("path", "url", "base64", "bytes")  # keys of a content part, besides "image" or "video"
+IMAGE_ERRORS = (OSError, ValueError, SyntaxError)  # bases of pillow's own
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An encoded image. `name` says which in messages; height and width are those of the upright image."""
+    """An encoded image; height and width are those of the upright one."""
 
     source: Path | bytes
     name: str
@@ -40,7 +41,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Clip:
-    """A video: its frames, or the file that holds them."""
+    """A video: its frames, or its file."""
 
     name: str
     frames: tuple[Picture, ...] = ()
@@ -50,7 +51,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class MediaRef:
-    """What a row shows, each kind in the order of its places in the text."""
+    """A row's images and videos in the order of their places in the text."""
 
     images: tuple[Picture, ...] = ()
     videos: tuple[Clip, ...] = ()
@@ -60,31 +61,29 @@ class MediaRef:
 
 
 class MediaLocator:
-    """Finds what a row shows: in the parts of its messages and in its columns `images` and `videos`.
-
-    Paths are relative to `folder`. Everything here raises DataError without the row's place, which the caller adds.
-    """
+    """Reads content parts of messages and the columns `images` and `videos`. Paths are relative to `folder`. Raises
+    DataError."""
 
     def __init__(self, values: Mapping[str, Any], folder: Path) -> None:
         self.folder = folder
-        self.left = {kind: _column(values, f"{kind}s") for kind in KINDS}
+        self.unused = {kind: _column(values, f"{kind}s") for kind in KINDS}
         self.images: list[Picture] = []
         self.videos: list[Clip] = []
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages for a chat template: their images and videos are found, and only say where they stand."""
+        """For a chat template: content parts of images and videos without their sources."""
         return [{**message, "content": self._content(message["content"])} for message in messages]
 
-    def rest(self) -> MediaRef:
-        """What was found, and what is left in the columns: those of a row without parts of messages."""
+    def with_columns(self) -> MediaRef:
+        """Those of messages, then of the columns."""
         for kind in KINDS:
-            for entry in self.left[kind]:
+            for entry in self.unused[kind]:
                 self._add(kind, entry, {})
         return MediaRef(tuple(self.images), tuple(self.videos))
 
-    def all(self) -> MediaRef:
-        """What was found in messages, which must be all that the row has."""
-        for name, entries in self.left.items():
+    def in_messages(self) -> MediaRef:
+        """Those of messages, which must use up the columns."""
+        for name, entries in self.unused.items():
             if entries:
                 raise DataError(
                     f"{len(entries)} of its {name}s have no place in the messages; give each a content part "
@@ -100,7 +99,7 @@ class MediaLocator:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str):
                 parts.append({"type": "text", "text": part["text"]})
-            elif kind in self.left:
+            elif kind in self.unused:
                 self._part(kind, part)
                 parts.append({"type": kind})
             else:
@@ -111,17 +110,17 @@ class MediaLocator:
         return parts
 
     def _part(self, kind: str, part: Mapping[str, Any]) -> None:
-        given = [(key, part[key]) for key in (kind, *SOURCES) if part.get(key) is not None]  # parquet fills in None
-        if len(given) > 1:
-            raise DataError(f"a content part of type {kind} has {' and '.join(key for key, _ in given)}; give one")
-        if not given:
-            if not self.left[kind]:
+        sources = [(key, part[key]) for key in (kind, *SOURCES) if part.get(key) is not None]  # parquet fills in None
+        if len(sources) > 1:
+            raise DataError(f"a content part of type {kind} has {' and '.join(key for key, _ in sources)}; give one")
+        if not sources:
+            if not self.unused[kind]:
                 raise DataError(
                     f"a content part of type {kind} has no source (one of {', '.join((kind, *SOURCES))}) and the row's "
                     f"column {kind}s has no entry left for it"
                 )
-            given = [(kind, self.left[kind].pop(0))]
-        key, value = given[0]
+            sources = [(kind, self.unused[kind].pop(0))]
+        key, value = sources[0]
         self._add(kind, f"data:;base64,{value}" if key == "base64" and isinstance(value, str) else value, part)
 
     def _add(self, kind: str, value: Any, part: Mapping[str, Any]) -> None:
@@ -133,8 +132,8 @@ class MediaLocator:
     def _picture(self, value: Any, name: str) -> Picture:
         source = self._source(value, name)
         name = f"{name} ({source})" if isinstance(source, Path) else name
-        bomb = pillow("Image").DecompressionBombWarning  # pillow warns from where we refuse
-        with warnings.catch_warnings(action="ignore", category=bomb), _Opened(source, name) as image:
+        bomb = pillow("Image").DecompressionBombWarning  # where pillow warns, we refuse
+        with warnings.catch_warnings(action="ignore", category=bomb), _opened(source, name) as image:
             height, width = image.height, image.width
             if _has_exif(image) and image.getexif().get(ORIENTATION) in TURNED:
                 height, width = width, height
@@ -160,7 +159,7 @@ class MediaLocator:
         return Clip(name, frames, fps=float(rate))
 
     def _source(self, value: Any, name: str) -> Path | bytes:
-        """Bytes as they are; a path checked to be a file. Nothing is ever fetched."""
+        """Bytes, or the path of a file that exists."""
         if isinstance(value, Mapping):  # as datasets have them: {"bytes", "path"}
             value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
         if isinstance(value, bytes):
@@ -186,35 +185,25 @@ class MediaLocator:
         return path
 
 
-class _Opened:
-    """The header of an encoded image, for a `with` block. Raises DataError."""
-
-    def __init__(self, source: Path | bytes, name: str) -> None:
-        self.source, self.name = source, name
-
-    def __enter__(self) -> Any:
-        image = pillow("Image")
-        file = io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source
-        try:
-            self.image = image.open(file, formats=FORMATS)
-        except image.DecompressionBombError as error:
-            raise DataError(f"{self.name}: {error}; give a smaller image") from error
-        except (OSError, ValueError, SyntaxError) as error:  # pillow's own are kinds of these
-            raise DataError(f"{self.name} is no image that can be read (one of {', '.join(FORMATS)})") from error
-        if self.image.height * self.image.width > MAX_PIXELS:
-            self.image.close()
-            raise DataError(
-                f"{self.name} has {self.image.height} x {self.image.width} pixels, more than {MAX_PIXELS}; give a "
-                "smaller image"
-            )
-        return self.image
-
-    def __exit__(self, *_: object) -> None:
-        self.image.close()
+@contextmanager
+def _opened(source: Path | bytes, name: str) -> Iterator[Any]:
+    """pillow's image with its header read. Raises DataError."""
+    module = pillow("Image")
+    try:
+        image = module.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+    except module.DecompressionBombError as error:
+        raise DataError(f"{name}: {error}; give a smaller image") from error
+    except IMAGE_ERRORS as error:
+        raise DataError(f"{name} is no image that can be read (one of {', '.join(FORMATS)})") from error
+    with closing(image):
+        if image.height * image.width > MAX_PIXELS:
+            size = f"{image.height} x {image.width} pixels"
+            raise DataError(f"{name} has {size}, more than {MAX_PIXELS}; give a smaller image")
+        yield image
 
 
 def pillow(module: str) -> Any:
-    """A module of pillow, which is an extra. Raises DataError without it."""
+    """A module of pillow, which is an extra. Raises DataError."""
     try:
         return importlib.import_module(f"PIL.{module}")
     except ImportError as error:
@@ -222,27 +211,25 @@ def pillow(module: str) -> Any:
 
 
 def upright(picture: Picture) -> Any:
-    """A decoded image, turned as its file says, in RGB."""
-    with _Opened(picture.source, picture.name) as image:
+    """Decoded, turned as its EXIF tag says, in RGB."""
+    with _opened(picture.source, picture.name) as image:
         try:
             turned = pillow("ImageOps").exif_transpose(image) if _has_exif(image) else image
             return turned.convert("RGB")
-        except (OSError, ValueError, SyntaxError) as error:  # cut off, or corrupt behind its header
+        except IMAGE_ERRORS as error:  # truncated, or corrupt behind its header
             raise DataError(f"{picture.name} cannot be decoded: {error}; save it again") from error
 
 
 def _has_exif(image: Any) -> bool:
-    """Whether its header has EXIF tags; to ask a PNG for those behind its pixels would decode it."""
+    """In its header; asking a PNG for tags behind its pixels would decode it."""
     return "exif" in image.info
 
 
 def _column(values: Mapping[str, Any], key: str) -> list[Any]:
-    found = values.get(key)
-    if found is None:
-        return []
-    if not isinstance(found, list):
-        raise DataError(f"{key} is {_brief(found)}; expected a list")
-    return list(found)
+    column = values.get(key)
+    if column is not None and not isinstance(column, list):
+        raise DataError(f"{key} is {_brief(column)}; expected a list")
+    return list(column or ())
 
 
 def _brief(value: Any) -> str:

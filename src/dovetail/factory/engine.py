@@ -20,7 +20,7 @@ from dovetail.engine.native import NativeEngine
 from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import CheckpointError, ConfigError, ModelError
 from dovetail.factory.layouts import check_layout
-from dovetail.hf.transformers_model import ForeignDecoder
+from dovetail.hf.transformers_model import TransformersModel
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import kernels_for
 from dovetail.nn.activation_checkpoint import PinnedPool, Recompute
@@ -246,7 +246,7 @@ def make_model(
         return decoder
     kernels = kernels_for(mesh.device)
     try:
-        model = ForeignDecoder(source.spec, source.config, mesh, kernels, head, recompute, reader)
+        model = TransformersModel(source.spec, source.config, mesh, kernels, head, recompute, reader)
     except ModelError as error:
         known = f"config.json: model_type is {source.spec.family!r}; known families: {', '.join(FAMILIES)}"
         raise ModelError(f"{source.spec.lacking or known}; the transformers engine cannot run it: {error}") from error

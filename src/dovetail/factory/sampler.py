@@ -6,7 +6,7 @@ import torch
 
 from dovetail.arch.registry import FAMILIES, spec_from_config, validate_layout
 from dovetail.arch.spec import ArchSpec
-from dovetail.arch.transformers_spec import ForeignSpec
+from dovetail.arch.transformers_spec import TransformersSpec
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.errors import LayoutError, ModelError, OptionError
 from dovetail.factory.layouts import check_layout
@@ -24,7 +24,7 @@ Backend = Literal["native", "transformers"]
 def backend_layout(source: Pretrained, layout: Layout, backend: Backend) -> Layout:
     """How a backend uses the ranks of a layout whose dp is known: transformers has the whole model on every rank."""
     if backend == "transformers":
-        if isinstance(source.spec, ForeignSpec) and source.spec.lacking:
+        if isinstance(source.spec, TransformersSpec) and source.spec.lacking:
             check_layout(source.spec, layout)  # tp was asked for, and would be replicas
         return Layout(dp=layout.num_ranks)
     named = source.config.get("model_type")
@@ -67,5 +67,5 @@ def make_sampler(
         return TransformersSampler(source.config, mesh, dtype)
     sampler = NativeSampler(spec_from_config(source.config), mesh, kernels_for(mesh.device), dtype, options=options)
     if sampler.spec.moe is not None:
-        sampler.name_as(open_checkpoint(source.path, mesh))
+        sampler.use_checkpoint_names(open_checkpoint(source.path, mesh))
     return sampler

@@ -1,7 +1,7 @@
-"""Our packed attention under a name of its own in transformers' registries: what a model is told to call.
+"""Packed attention as an entry of transformers' registries of attention and mask functions.
 
-Sequence boundaries, ranks and kernels come as an argument of the model's forward pass, `context`, which transformers
-hands through to every attention layer. Nothing is inferred from positions, and no mask is ever made.
+Sequence boundaries come as the argument `context` of the forward pass, which transformers hands to every attention
+layer. No mask is made.
 """
 
 from typing import Any
@@ -13,14 +13,14 @@ from dovetail.errors import ModelError
 from dovetail.nn.context_parallel import BatchAttention
 
 NAME = "dovetail"
-# Arguments of attention that change nothing here: ours, its window, and what says how to call rather than what to compute.
+# Arguments that attention is called with and that it computes or may ignore.
 KNOWN = frozenset(
     ("context", "sliding_window", "dropout", "is_causal", "position_ids", "cache_position", "use_cache", "return_dict")
 )
 
 
 class Window(int):
-    """The mask of a layer whose tokens see this many latest ones: some models say so in no other place."""
+    """A sliding window's width as its mask: some models pass it in no other way."""
 
     def __getattr__(self, name: str) -> Any:
         raise ModelError(f"the model changes its attention masks ({name}), which packed attention does not compute")
@@ -35,38 +35,32 @@ def attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, t, C], key [1, G, t, C], value [1, G, t, Cv] of this rank's tokens -> [1, t, H, Cv], and no weights.
-
-    Soft caps, sinks, biases, chosen keys, masks of the model's own: whatever we do not know is refused, never left out.
-    """
+    """query [1, H, t, C], key [1, G, t, C], value [1, G, t, Cv] -> [1, t, H, Cv], None. Unknown options are refused,
+    never ignored."""
     context: BatchAttention | None = options.get("context")
+    name = type(module).__name__
     if context is None:
         raise ModelError(
-            f"{type(module).__name__} does not hand arguments of the forward pass on to attention, so it cannot be told "
-            "where packed sequences begin"
+            f"{name} does not hand arguments of the forward pass on to attention, so packed sequences would not be kept apart"
         )
-    masked = attention_mask if isinstance(attention_mask, Window) else None
-    given = {"attention_mask": None if masked else attention_mask, **options}
-    strange = [name for name, value in given.items() if not (name in KNOWN or value is None or value is False)]
-    if strange:
-        raise ModelError(
-            f"{type(module).__name__} calls attention with {', '.join(strange)}, which packed attention does not compute"
-        )
+    window = attention_mask if isinstance(attention_mask, Window) else None
+    passed = {"attention_mask": None if window else attention_mask, **options}
+    unknown = [option for option, x in passed.items() if not (option in KNOWN or x is None or x is False)]
+    if unknown:
+        raise ModelError(f"{name} calls attention with {', '.join(unknown)}, which packed attention does not compute")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [t, heads, C]
     width = q.shape[-1]
     if scaling is not None and scaling != width**-0.5:
         q = q * (scaling * width**0.5)
-    found = context.attend(q, k, v, options.get("sliding_window") or masked)
-    return found.contiguous()[None], None  # some models view it: transformers' own functions return no other
+    out = context.attend(q, k, v, options.get("sliding_window") or window)
+    return out.contiguous()[None], None  # some models view it
 
 
 def mask(*_: object, local_size: int | None = None, **__: object) -> Window | None:
-    """What a token sees is the context's: no mask is made, only the width of a window is handed on."""
     return None if local_size is None else Window(local_size)
 
 
 def register() -> None:
-    """Make the name known to transformers. Models that are not told to use it do not notice."""
     if NAME not in transformers.AttentionInterface():
         transformers.AttentionInterface.register(NAME, attention)
         transformers.AttentionMaskInterface.register(NAME, mask)

@@ -1,7 +1,6 @@
-"""What a model does between its last hidden states and its logits: tried out, since options have too many names.
+"""A model's logits as a function of its last hidden states, by trial: configs name such options in too many ways.
 
-A product with the head's weight is ours to fuse, and so is a constant factor of it (Cohere's and Granite's). Anything else,
-such as a soft cap, is refused.
+The fused head computes a product and a constant factor of it (Cohere, Granite); the rest is refused.
 """
 
 from types import SimpleNamespace
@@ -14,12 +13,12 @@ from torch import Tensor, nn
 from dovetail.errors import ModelError
 
 TOKENS, WORDS = 5, 7
-LOUD = 30.0  # about the largest logit that is tried: caps bend there
+LARGEST_LOGIT = 30.0  # about: soft caps bend there
 SAME = 1e-6  # relative: some compute logits in float32
 
 
 class _Output(SimpleNamespace):
-    """A base model's output: hidden states, and nothing else that one may ask for."""
+    """A base model's output: hidden states, and None for all else."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -32,7 +31,7 @@ class _Output(SimpleNamespace):
 
 
 class _Base(nn.Module):
-    """Stands for the base model: whatever it is given, the same hidden states come out."""
+    """A base model with constant output."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -43,15 +42,13 @@ class _Base(nn.Module):
 
 
 def logit_scale(model: "transformers.PreTrainedModel", width: int) -> float:
-    """The constant by which the model multiplies the product of hidden states and its head. Raises ModelError.
-
-    `model` is made of `model` and `lm_head` alone, which stand aside meanwhile.
-    """
+    """The factor of the product of hidden states and head. Raises ModelError. `model` and `lm_head` are replaced
+    meanwhile."""
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, TOKENS, width, generator=draw, dtype=torch.float64)
     head = nn.Linear(width, WORDS, bias=False, dtype=torch.float64, device="cpu")
     with torch.no_grad():
-        head.weight.copy_(torch.randn(WORDS, width, generator=draw) * LOUD / width**0.5)
+        head.weight.copy_(torch.randn(WORDS, width, generator=draw) * LARGEST_LOGIT / width**0.5)
         product = head(hidden)
         parts = {"model": model.get_submodule("model"), "lm_head": model.get_submodule("lm_head")}
         model.add_module("model", _Base(hidden))
@@ -67,11 +64,9 @@ def logit_scale(model: "transformers.PreTrainedModel", width: int) -> float:
                 model.add_module(name, part)
     logits = logits.to(product.dtype)
     scale = float((logits * product).sum() / product.square().sum()) if logits.shape == product.shape else 0.0
-    if not scale or float((logits / scale - product).abs().max()) > SAME * LOUD:
+    if not scale or float((logits / scale - product).abs().max()) > SAME * LARGEST_LOGIT:
         options = vars(model.config.get_text_config()).items()
-        named = [
-            f"{name}={value}" for name, value in options if value is not None and "logit" in name and "attn" not in name
-        ]
+        named = [f"{name}={x}" for name, x in options if x is not None and "logit" in name and "attn" not in name]
         raise ModelError(
             f"{type(model).__name__}: {', '.join(named) or 'its own code'} changes the logits by more than a constant factor, "
             "which the fused head does not compute"

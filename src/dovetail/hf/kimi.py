@@ -1,8 +1,6 @@
-"""Kimi-K2, Kimi-VL and Kimi-K2.5 as they are published, without the code that comes with them.
+"""Kimi-K2, Kimi-VL and Kimi-K2.5 as published, without their own code, by a family of transformers.
 
-`translated` reads their config.json as one of a family that transformers has. `MoonViT` is the tower of the last two: in the
-place of transformers' own, which orders the rows of queries and keys differently, so that no tensor of a checkpoint is one
-of its parameters. Text backbone, projector and generation are transformers' `Kimi_K25ForConditionalGeneration`.
+`MoonViT` replaces transformers' tower of the last two, which orders the rows of queries and keys differently.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +15,9 @@ from torch import Tensor, nn
 from dovetail.errors import ModelError
 from dovetail.nn.activation_checkpoint import Recompute, runner
 
-TEXT, SIGHTED = "deepseek_v3", "kimi_k25"  # transformers' names
+TEXT, VISION = "deepseek_v3", "kimi_k25"  # transformers' names
 THETA = 10000.0
-MEDIA_PAD = 163605  # the id that stands for a part of an image where config.json does not say it
+MEDIA_PAD = 163605  # the image token's id where config.json lacks it
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "vt_hidden_size": "hidden_size",
@@ -31,7 +29,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "init_pos_emb_time": "pos_emb_time",
     }
 )
-# The only values that are computed of keys that transformers' configs do not have.
+# The only values supported of keys that transformers' configs do not have.
 TOWER_ONLY: Mapping[str, Any] = MappingProxyType(
     {
         "merge_type": "sd2_tpool",
@@ -44,35 +42,25 @@ TOWER_ONLY: Mapping[str, Any] = MappingProxyType(
 TEXT_ONLY: Mapping[str, Any] = MappingProxyType(
     {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 )
-# Modules, and how checkpoints list them: those of the hub, and what transformers 5.23 writes of Kimi-K2.5.
-STEMS = (
-    ("model.language_model.layers.", "language_model.model.blocks."),
-    ("model.language_model.", "language_model.model."),
-    ("lm_head.", "language_model.lm_head."),
-    ("model.vision_tower.patch_embed.proj.", "vision_tower.encoder.patch_embed.proj."),
-    ("model.vision_tower.", "vision_tower."),
-    *(
-        (f"model.mm_projector.{ours}.", f"{projector}.{theirs}.")
-        for projector, *names in (
-            ("mm_projector", "pre_norm", "proj.0", "proj.2"),
-            ("multi_modal_projector", "pre_norm", "linear_1", "linear_2"),
-        )
-        for ours, theirs in zip(("pre_norm", "in_proj", "out_proj"), names, strict=True)
-    ),
-)
+
+
+def translated(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A raw config.json of the three families as transformers knows them, others unchanged. Raises ModelError."""
+    form = FORMS.get(str(config.get("model_type")))
+    return config if form is None else form(config)
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    _only(config, TEXT_ONLY)
+    _check(config, TEXT_ONLY)
     return {**config, "model_type": TEXT}
 
 
-def _sighted(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text, given = dict(config.get("text_config") or {}), dict(config.get("vision_config") or {})
-    _only(given, TOWER_ONLY)
-    tower = {RENAMED.get(name, name): value for name, value in given.items() if name != "model_type"}
+def _vision(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text, published = dict(config.get("text_config") or {}), dict(config.get("vision_config") or {})
+    _check(published, TOWER_ONLY)
+    tower = {RENAMED.get(name, name): value for name, value in published.items() if name != "model_type"}
     width = tower.get("hidden_size", 1152)
-    _only(tower, {"mm_hidden_size": width})
+    _check(tower, {"mm_hidden_size": width})
     return {
         "image_token_id": config.get("media_placeholder_token_id", MEDIA_PAD),
         "video_token_id": -1,
@@ -80,51 +68,43 @@ def _sighted(config: Mapping[str, Any]) -> Mapping[str, Any]:
         "projection_layer_norm_eps": tower.get("projector_ln_eps", 1e-5),
         "tie_word_embeddings": text.get("tie_word_embeddings", False),
         **config,
-        "model_type": SIGHTED,
+        "model_type": VISION,
         "text_config": _text(text),
         "vision_config": tower,
     }
 
 
 FORMS: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = MappingProxyType(
-    {"kimi_k2": _text, "kimi_vl": _sighted, "kimi_k25": _sighted}
+    {"kimi_k2": _text, "kimi_vl": _vision, "kimi_k25": _vision}
 )
 
 
-def translated(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A raw config.json of the three families as transformers knows them, any other as it is. Raises ModelError."""
-    form = FORMS.get(str(config.get("model_type")))
-    return config if form is None else form(config)
-
-
-def _only(config: Mapping[str, Any], computed: Mapping[str, Any]) -> None:
-    for name, value in computed.items():
+def _check(config: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
+    for name, value in supported.items():
         if config.get(name, value) != value:
             raise ModelError(f"config.json: {name} is {config[name]!r}; supported: {value!r}")
 
 
 class PositionTable(nn.Module):
-    """A learned vector for each place of a grid, stretched to the grid of each image."""
-
     def __init__(self, height: int, width: int, dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(height, width, dim))
 
     def forward(self, sizes: Sequence[tuple[int, int]]) -> Tensor:
-        """[sum of heights * widths, D] in float32 or wider."""
+        """[sum of heights * widths, D] in float32 or wider: a learned table, resized to the grid of each image."""
         table = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
-        found = []
+        out = []
         for height, width in sizes:
-            rows, columns = (_bicubic(table, dim, size) for dim, size in enumerate((height, width)))
-            found.append(torch.einsum("xj,yjd->yxd", columns, torch.einsum("yi,ijd->yjd", rows, table)).flatten(0, 1))
-        return torch.cat(found)
+            rows, columns = _bicubic(table, 0, height), _bicubic(table, 1, width)
+            out.append(torch.einsum("xj,yjd->yxd", columns, torch.einsum("yi,ijd->yjd", rows, table)).flatten(0, 1))
+        return torch.cat(out)
 
 
 def _bicubic(table: Tensor, dim: int, size: int) -> Tensor:
-    """[size, length of dim]: bicubic interpolation as a product, whose gradient is deterministic on a GPU."""
+    """Interpolation as a product [size, length of dim]: deterministic gradients on a GPU."""
     length = table.shape[dim]
-    one = torch.eye(length, dtype=table.dtype, device=table.device)[None, None]
-    return F.interpolate(one, size=(size, length), mode="bicubic")[0, 0]
+    identity = torch.eye(length, dtype=table.dtype, device=table.device)[None, None]
+    return F.interpolate(identity, size=(size, length), mode="bicubic")[0, 0]
 
 
 class PatchEmbed(nn.Module):
@@ -146,13 +126,11 @@ class Mlp(nn.Module):
         self.fc0, self.fc1 = nn.Linear(width, inner), nn.Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.fc1(F.gelu(self.fc0(x), approximate="tanh"))
-        return found
+        out: Tensor = self.fc1(F.gelu(self.fc0(x), approximate="tanh"))
+        return out
 
 
 class Block(nn.Module):
-    """A layer of the tower: attention inside each image, and a feed-forward block."""
-
     def __init__(self, config: "transformers.PreTrainedConfig") -> None:
         super().__init__()
         width, self.num_heads = config.hidden_size, config.num_attention_heads
@@ -161,17 +139,17 @@ class Block(nn.Module):
         self.mlp = Mlp(width, config.intermediate_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, counts: list[int]) -> Tensor:
-        """x [n, D] -> [n, D]; cos and sin [n, 1, C / 2]; counts: patches of each image."""
+        """x [n, D]; cos and sin [n, 1, C / 2]; counts: patches of each image, which attend to each other."""
         q, k, v = self.wqkv(self.norm0(x)).unflatten(1, (3, self.num_heads, -1)).unbind(1)  # [n, H, C]
-        q, k = _turned(q, cos, sin), _turned(k, cos, sin)
+        q, k = _rope(q, cos, sin), _rope(k, cos, sin)
         images = zip(*(y.transpose(0, 1)[None].split(counts, dim=2) for y in (q, k, v)), strict=True)
         mixed = torch.cat([F.scaled_dot_product_attention(*image) for image in images], dim=2)  # [1, H, n, C]
         x = x + self.wo(mixed[0].transpose(0, 1).flatten(1))
         return x + self.mlp(self.norm1(x))
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of neighboring channels."""
+def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Of neighboring channels."""
     a, b = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(x.dtype)
 
@@ -191,23 +169,23 @@ class Encoder(nn.Module):
         run, counts = runner(self.recompute), [height * width for height, width in sizes]
         for block in self.blocks:
             x = run(block, x, cos, sin, counts)
-        found: Tensor = self.final_layernorm(x)
-        return found
+        out: Tensor = self.final_layernorm(x)
+        return out
 
     def angles(self, height: int, width: int, like: Tensor) -> Tensor:
-        """[height * width, C / 2]: column and row of a patch take turns."""
-        options: dict[str, Any] = {
-            "device": like.device,
-            "dtype": torch.promote_types(like.dtype, torch.float32),
-        }
-        speed = self.theta ** -(torch.arange(0, self.channels, 4, **options) / self.channels)
-        rows, columns = torch.arange(height, **options), torch.arange(width, **options)
-        both = torch.stack((columns.repeat(height), rows.repeat_interleave(width)), dim=-1)  # [n, 2]
-        return (speed[:, None] * both[:, None]).flatten(1)
+        """[height * width, C / 2], by a patch's column and row in turn."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        steps, rows, columns = (
+            torch.arange(0, end, step, dtype=dtype, device=like.device)
+            for end, step in ((self.channels, 4), (height, 1), (width, 1))
+        )
+        frequencies = self.theta ** -(steps / self.channels)
+        places = torch.stack((columns.repeat(height), rows.repeat_interleave(width)), dim=-1)  # [n, 2]
+        return (frequencies[:, None] * places[:, None]).flatten(1)
 
 
 class MoonViT(nn.Module):
-    """The tower of Kimi-VL and Kimi-K2.5, for images of any size (arXiv 2504.07491, section 2.1)."""
+    """The tower for images of any size (arXiv 2504.07491, section 2.1)."""
 
     def __init__(self, config: "transformers.PreTrainedConfig") -> None:
         super().__init__()
@@ -217,8 +195,8 @@ class MoonViT(nn.Module):
         self.patch_embed, self.encoder = PatchEmbed(config), Encoder(config)
 
     def forward(self, pixel_values: Tensor, grid_thw: Tensor, **_: object) -> Any:
-        """pixel_values [n, 3, patch, patch]; grid_thw [images, 3] in patches, of one frame -> `pooler_output`
-        [n / merged, merged, D]: the patches that become one row of features."""
+        """pixel_values [n, 3, patch, patch], grid_thw [images, 3] of one frame each -> pooler_output [n / merged,
+        merged, D]."""
         sizes = [(height, width) for _, height, width in grid_thw.tolist()]
         x = self.encoder(self.patch_embed(pixel_values, sizes), sizes)
         (a, b), rows = self.merge_kernel_size, []
@@ -229,13 +207,11 @@ class MoonViT(nn.Module):
         )
 
 
-TOWERS: Mapping[str, type[nn.Module]] = MappingProxyType(
-    {SIGHTED: MoonViT}
-)  # by model_type, in the place of transformers'
+TOWERS: Mapping[str, type[nn.Module]] = MappingProxyType({VISION: MoonViT})
 
 
 def replace_tower(model: "transformers.PreTrainedModel") -> None:
-    """Give a Kimi-VL or a Kimi-K2.5 its published tower; other models stay as they are."""
+    """Give a Kimi model its published tower."""
     tower = TOWERS.get(model.config.model_type)
     if tower is not None:
         model.get_submodule("model").add_module("vision_tower", tower(model.config.vision_config).to(model.dtype))

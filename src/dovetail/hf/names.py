@@ -1,6 +1,6 @@
-"""Names of tensors in checkpoints, and of the same tensors in transformers' modules, by transformers' own mapping."""
+"""Names of tensors in checkpoints and in transformers' modules, by transformers' own mapping."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import transformers
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -9,31 +9,49 @@ from transformers.core_model_loading import MergeModulelist, WeightConverter, We
 from dovetail.errors import ModelError
 from dovetail.weights.hf_reader import TensorSource
 
+# (modules, older checkpoints): of vision-language models, and of Kimi's on the hub and as transformers 5.23 writes them.
+OLD_STEMS = (
+    ("model.language_model.layers.", "language_model.model.blocks."),
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+    ("model.vision_tower.patch_embed.proj.", "vision_tower.encoder.patch_embed.proj."),
+    ("model.vision_tower.", "vision_tower."),
+    ("model.mm_projector.pre_norm.", "mm_projector.pre_norm."),
+    ("model.mm_projector.in_proj.", "mm_projector.proj.0."),
+    ("model.mm_projector.out_proj.", "mm_projector.proj.2."),
+    ("model.mm_projector.pre_norm.", "multi_modal_projector.pre_norm."),
+    ("model.mm_projector.in_proj.", "multi_modal_projector.linear_1."),
+    ("model.mm_projector.out_proj.", "multi_modal_projector.linear_2."),
+    ("model.language_model.", "model."),
+    ("model.visual.", "visual."),
+)
+
 
 class Names:
-    """What transformers renames as it loads a model. What it computes besides is refused, but for merging experts."""
+    """What transformers renames as it loads a model. What it computes besides merging experts is refused."""
 
     def __init__(self, model: "transformers.PreTrainedModel") -> None:
-        found = get_model_conversion_mapping(model, add_legacy=False)
-        self._renamings: Sequence[WeightRenaming] = [each for each in found if isinstance(each, WeightRenaming)]
-        self._converters = [each for each in found if isinstance(each, WeightConverter)]
+        steps = get_model_conversion_mapping(model, add_legacy=False)
+        self._renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+        self._converters = [step for step in steps if isinstance(step, WeightConverter)]
 
     def in_module(self, name: str) -> str:
-        """The module's name of a checkpoint's tensor."""
         for renaming in self._renamings:
             name, _ = renaming.rename_source_key(name)
         return name
 
     def in_checkpoint(self, source: TensorSource, known: Collection[str]) -> dict[str, str]:
-        """By the modules' names `known`: the other names under which `source` lists tensors. Raises ModelError."""
-        found: dict[str, str] = {}
+        """For the modules' names `known`: other names under which `source` lists them. Raises ModelError."""
+        listed: dict[str, str] = {}
         for name in source.names:
+            if name in known:
+                continue
             own = self.in_module(name)
-            if name not in known and own in known:
-                found.setdefault(own, name)
-            elif name not in known:
+            if own in known:
+                listed.setdefault(own, name)
+            else:
                 self._refuse_converted(name, own, source)
-        return {own: name for own, name in found.items() if own not in source.names}
+        return {own: name for own, name in listed.items() if own not in source.names}
 
     def _refuse_converted(self, name: str, own: str, source: TensorSource) -> None:
         for converter in self._converters:

@@ -1,4 +1,4 @@
-"""Rotary tables of transformers' modules that follow the longest sequence of a batch: of each sequence's own length here."""
+"""transformers' rotary embeddings that follow the longest sequence of a batch, made to follow each sequence's length."""
 
 import torch
 import transformers
@@ -12,33 +12,35 @@ BEYOND = 1 << 40  # added to the positions of a sequence that is longer than the
 
 
 def length_limit(config: "transformers.PreTrainedConfig") -> tuple[str, int] | None:
-    """A rotary embedding whose tables follow the length of a sequence, and up to which length they are the same."""
+    """A rope_type whose tables follow the length, and the length up to which they do not change."""
     text = config.get_text_config()
-    given = text.rope_parameters if "rope_parameters" in vars(text) else None
-    ropes = [rope for rope in (given, *(given or {}).values()) if isinstance(rope, dict)]
-    for rope in ropes:
-        if rope.get("rope_type") in BY_LENGTH:
-            found = rope.get("original_max_position_embeddings", text.max_position_embeddings)
-            return rope["rope_type"], text.max_position_embeddings if rope["rope_type"] == "dynamic" else found
+    rope = text.rope_parameters if "rope_parameters" in vars(text) else None
+    for options in (rope, *(rope or {}).values()):
+        if isinstance(options, dict) and options.get("rope_type") in BY_LENGTH:
+            longest = text.max_position_embeddings
+            is_dynamic = options["rope_type"] == "dynamic"
+            return options["rope_type"], longest if is_dynamic else options.get(
+                "original_max_position_embeddings", longest
+            )
     return None
 
 
 def marked(batch: PackedBatch, limit: int) -> Tensor:
-    """[T]: the positions of a batch, from BEYOND on in sequences longer than the limit."""
+    """Positions [T], plus BEYOND in sequences longer than the limit."""
     lengths = torch.tensor(batch.lengths)
     beyond = (lengths > limit).repeat_interleave(lengths)
     return batch.positions + BEYOND * to_device(beyond, batch.positions.device)
 
 
 class LongRope(nn.Module):
-    """`inner`, a module of kind longrope, asked once as for short sequences and once as for long ones."""
+    """`inner`, a longrope module, called as for short and as for long sequences."""
 
     def __init__(self, inner: nn.Module, limit: int) -> None:
         super().__init__()
         self.inner, self.limit = inner, limit
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of `marked` positions [1, t]. `inner` goes by the largest position that it is given."""
+        """cos and sin of `marked` positions [1, t]. `inner` chooses by the largest position."""
         beyond = position_ids >= BEYOND
         positions = position_ids - BEYOND * beyond
         short = self.inner(x, positions.clamp(max=self.limit - 1))
@@ -48,14 +50,11 @@ class LongRope(nn.Module):
 
 
 def follow_lengths(model: nn.Module, config: "transformers.PreTrainedConfig") -> int | None:
-    """Have a base model's tables of kind longrope follow each sequence's own length, if it is given `marked` positions.
-
-    Returns the limit; None where tables follow no length. Raises ModelError where this model's cannot be made to.
-    """
-    found = length_limit(config)
-    if found is None:
+    """Make a base model's longrope follow `marked` positions, and return its limit. Raises ModelError."""
+    by_length = length_limit(config)
+    if by_length is None:
         return None
-    kind, limit = found
+    kind, limit = by_length
     inner = model._modules.get("rotary_emb")
     if kind != "longrope" or inner is None or vars(inner).get("rope_type") != kind:
         raise ModelError(
@@ -67,7 +66,7 @@ def follow_lengths(model: nn.Module, config: "transformers.PreTrainedConfig") ->
 
 
 def check_sections(text: nn.Module) -> None:
-    """Refuse shares of rotated channels (of time, height and width) that are not those of the model's heads."""
+    """Refuse an mrope_section that does not fit the model's heads."""
     rotary = text._modules.get("rotary_emb")
     sections = None if rotary is None else vars(rotary).get("mrope_section")
     if rotary is None or sections is None:

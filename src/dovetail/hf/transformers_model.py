@@ -1,11 +1,7 @@
-"""A transformers model as an engine runs it: its own layers, our packing, attention and head; names as in its checkpoint.
+"""transformers' layers with our packing, attention and head; parameters have no memory until they are loaded."""
 
-The model is made without memory for its parameters: only what its constructor computes (tables of rotary frequencies,
-scales) is kept, since no checkpoint has it. transformers loads its modules as they are first used: runs of our own
-decoder do not wait for them.
-"""
-
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -15,15 +11,15 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dovetail.arch.transformers_spec import ForeignSpec
+from dovetail.arch.transformers_spec import TransformersSpec
 from dovetail.batch.loss import Loss, LossFn, TokenStats
 from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.errors import ModelError
 from dovetail.hf.attention_interface import NAME, register
 from dovetail.hf.head import logit_scale
-from dovetail.hf.kimi import STEMS, Block, Encoder, replace_tower, translated
-from dovetail.hf.names import Names
+from dovetail.hf.kimi import Block, Encoder, replace_tower, translated
+from dovetail.hf.names import OLD_STEMS, Names
 from dovetail.hf.rotary import check_sections, follow_lengths, marked
 from dovetail.hf.vision import Vision, family_of
 from dovetail.kernels.registry import KernelSet
@@ -36,36 +32,26 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.weights.experts import form_of
 from dovetail.weights.hf_reader import TensorSource
 
-# Modules of vision-language models, and how the checkpoints that are older than these modules list them.
-OLD_STEMS = (
-    *STEMS,
-    ("model.language_model.", "model."),
-    ("model.visual.", "visual."),
-)
-LAYERS = ("full_attention", "sliding_attention")  # the types of layers that packed attention computes
-# A cap of the scores; scales that follow a token's place in its batch.
-SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")
-# What transformers raises at configs that it does not like, or that name code which is not there or does not run.
-REFUSALS = (
+LAYERS = ("full_attention", "sliding_attention")
+SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")  # of attention
+# What transformers raises at a config that it cannot make a model of.
+CONFIG_ERRORS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, ImportError),
     *(OSError, SyntaxError, StrictDataclassError),
 )
-# Whose class reads the config.json of a family that has a field: to Mistral's own all layers are alike.
+# model_type -> (a field, the model_type that reads it): to Mistral's own class all layers are alike.
 READ_AS: Mapping[str, tuple[str, str]] = MappingProxyType({"mistral": ("layer_types", "ministral")})
 FLOAT = "__float__"
 LONG = 1000  # characters of a message
-GROUPED = 8  # what divides the widths of experts whose products torch groups: 16 bytes, in half precision too
+GROUPED = 8  # torch's grouped products take widths that are multiples: 16 bytes in half precision
 
 
-class ForeignDecoder(StagedModel):
-    """`model` is transformers' own base model, `lm_head` or `score` our head. One call runs both.
-
-    `source` says how its checkpoint names things and keeps experts. The counterpart of `nn.decoder.Decoder`, as one stage.
-    """
+class TransformersModel(StagedModel):
+    """One stage: transformers' base model as `model`, our head as `lm_head` or `score`."""
 
     def __init__(
         self,
-        spec: ForeignSpec,
+        spec: TransformersSpec,
         config: Mapping[str, Any],
         mesh: Mesh,
         kernels: KernelSet,
@@ -81,7 +67,7 @@ class ForeignDecoder(StagedModel):
         self.logit_scale = logit_scale(whole, spec.width) if head == "lm" else 1.0
         self.kernels, self.is_critic, self.recompute = kernels, head != "lm", recompute
         self.model: transformers.PreTrainedModel = base
-        self.vision = Vision(base, mesh["cp"]) if is_sighted(base.config) else None
+        self.vision = Vision(base, mesh["cp"]) if has_vision(base.config) else None
         self.length_limit = follow_lengths(base, base.config)
         if recompute != "none":
             _recompute(whole, recompute)
@@ -93,55 +79,53 @@ class ForeignDecoder(StagedModel):
         if tied:
             assert isinstance(words.weight, nn.Parameter)
             self.lm_head.weight = words.weight
-        self.stems: tuple[tuple[str, str], ...] = ()
+        self.stems: list[tuple[str, str]] = []
         self.renamed: Mapping[str, str] = MappingProxyType({})
         if source is not None:
             if self.vision is None:
                 own = {*dict(self.named_parameters()), *dict(self.named_buffers())}
                 self.renamed = Names(whole).in_checkpoint(source, own)
-            self.stems = tuple((ours, theirs) for ours, theirs in OLD_STEMS if _lists(source.names, theirs, ours))
+            for ours, theirs in OLD_STEMS:
+                if any(n.startswith(theirs) for n in source.names) and not any(
+                    n.startswith(ours) for n in source.names
+                ):
+                    self.stems.append((ours, theirs))
             self.experts = form_of(self, source)
 
     def forward(
         self, micro: MicroBatch | None, loss: LossFn | None = None, stage: int = 0, x: Tensor | None = None
     ) -> TokenStats | Loss | Tensor:
-        """The model's only stage."""
         assert micro is not None and stage == 0 and x is None
         context = attention_of(micro, self.mesh, self.kernels)
-        found = self.text(**self._inputs(micro), use_cache=False, context=context)
+        hidden = self.text(**self._inputs(micro), use_cache=False, context=context).last_hidden_state[0]
         if loss is not None:
             loss = shared(loss, micro, self.mesh["cp"])
-        hidden = found.last_hidden_state[0]
         if self.logit_scale != 1.0:
             hidden = hidden * self.logit_scale
-        result: TokenStats | Loss | Tensor = self.head(hidden, micro, loss)
-        return result
+        out: TokenStats | Loss | Tensor = self.head(hidden, micro, loss)
+        return out
 
     @property
     def text(self) -> nn.Module:
-        text: nn.Module = self.model if self.vision is None else self.model.get_decoder()
-        return text
+        return self.model if self.vision is None else self.model.get_decoder()
 
     def _inputs(self, micro: MicroBatch) -> dict[str, Any]:
-        """What the text backbone is given of this rank's tokens: ids, or embeddings with features in their places."""
+        """Of the text backbone: ids, or embeddings with vision features in their places."""
         if self.vision is None:
             limit = self.length_limit
             positions = micro.batch.positions if limit is None else marked(micro.batch, limit)
             return {"input_ids": micro.tokens[None], "position_ids": positions[micro.order][None]}
-        stand_ins = self.vision.kinds(micro.tokens) > 0  # their ids may lie beyond the table
-        words = self.model.get_input_embeddings()(micro.tokens.masked_fill(stand_ins, 0))
-        seen = self.vision.look(micro, words.dtype)
-        first, *deep = seen.features
+        placeholders = self.vision.kinds(micro.tokens) > 0  # their ids may be beyond the table
+        words = self.model.get_input_embeddings()(micro.tokens.masked_fill(placeholders, 0))
+        places, (first, *deep) = self.vision.encode(micro, words.dtype)
         positions = self.vision.positions(micro.batch)[:, micro.order]
         inputs = {
-            "inputs_embeds": words.index_copy(0, seen.places, first)[None],
+            "inputs_embeds": words.index_copy(0, places, first)[None],
             "position_ids": positions if len(positions) == 1 else positions[:, None],
         }
         if deep:
-            inputs["deepstack_visual_embeds"] = deep
-            inputs["visual_pos_masks"] = torch.zeros_like(micro.order, dtype=torch.bool).index_fill(
-                0, seen.places, True
-            )[None]
+            mask = torch.zeros_like(micro.order, dtype=torch.bool).index_fill(0, places, True)
+            inputs |= {"deepstack_visual_embeds": deep, "visual_pos_masks": mask[None]}
         return inputs
 
     def check(self, batch: PackedBatch) -> None:
@@ -164,8 +148,8 @@ class ForeignDecoder(StagedModel):
             yield self.model.get_input_embeddings()
             yield self.head
 
-    def hold_in(self, dtype: torch.dtype) -> "ForeignDecoder":
-        """Hold parameters in `dtype`. Buffers stay as they were computed: tables of frequencies are float32 in any model."""
+    def hold_in(self, dtype: torch.dtype) -> "TransformersModel":
+        """Parameters in `dtype`; buffers, such as frequencies, keep theirs."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         return self
@@ -177,8 +161,8 @@ class ForeignDecoder(StagedModel):
             buffer.copy_(computed[name])
 
 
-class _ParametersWithoutMemory(TorchFunctionMode):
-    """Empty tensors, which parameters start as, go to the meta device; what is computed stays where it is."""
+class _ParametersOnMeta(TorchFunctionMode):
+    """Empty tensors, which parameters start as, go to the meta device; computed ones do not."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -187,51 +171,57 @@ class _ParametersWithoutMemory(TorchFunctionMode):
         return func(*args, **options)
 
 
-def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
-    """The model of a raw config.json in float32, on the meta device but for its computed buffers. Raises ModelError."""
-    register()
-    known = known_config(config)
+@contextmanager
+def _config_errors() -> Iterator[None]:
+    """transformers' errors as ModelErrors, cut where they list all types of models."""
     try:
-        _refuse(known)
-        sighted = is_sighted(known)
-        if sighted:
-            family_of(known)
-        kind = transformers.AutoModelForImageTextToText if sighted else transformers.AutoModelForCausalLM
-        with _ParametersWithoutMemory():
-            model: transformers.PreTrainedModel = kind.from_config(known, dtype=torch.float32)
-            replace_tower(model)
+        yield
     except ModelError:
         raise
-    except REFUSALS as error:
-        raise ModelError(
-            f"transformers makes no model of this config: {type(error).__name__}: {_short(error)}"
-        ) from error
+    except CONFIG_ERRORS as error:
+        text = " ".join(str(error).split())
+        text = text if len(text) < LONG else text.partition(". ")[0]
+        raise ModelError(f"transformers makes no model of this config: {type(error).__name__}: {text}") from error
+
+
+def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
+    """The model of a raw config.json in float32, on meta but for computed buffers. Raises ModelError."""
+    register()
+    known = known_config(config)
+    with _config_errors():
+        _check_config(known)
+        with _ParametersOnMeta():
+            model: transformers.PreTrainedModel = auto_class(known).from_config(known, dtype=torch.float32)
+            replace_tower(model)
+    name = type(model).__name__
     if not model._can_set_attn_implementation():
-        raise ModelError(
-            f"{type(model).__name__} does not call attention through AttentionInterface, so its batches cannot be packed"
-        )
+        raise ModelError(f"{name} does not call attention through AttentionInterface, so its batches cannot be packed")
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear) and head.bias is not None:
-        raise ModelError(f"{type(model).__name__} has a head with a bias, which the fused head does not compute")
+        raise ModelError(f"{name} has a head with a bias, which the fused head does not compute")
     if dict(model.named_children()).keys() != {"model", "lm_head"}:
-        raise ModelError(f"{type(model).__name__} is not made of `model` and `lm_head` alone")
-    _refuse_modules(model.get_decoder() if sighted else model)
+        raise ModelError(f"{name} is not made of `model` and `lm_head` alone")
+    _check_modules(model.get_decoder() if has_vision(known) else model)
     check_sections(model.get_decoder())
-    _hold_frozen(model)
-    model.set_attn_implementation({"text_config": NAME} if sighted else NAME)
+    _freeze(model)
+    model.set_attn_implementation({"text_config": NAME} if has_vision(known) else NAME)
     group_even_experts(model)
     return model.eval()
 
 
+def auto_class(config: "transformers.PreTrainedConfig") -> Any:
+    return transformers.AutoModelForImageTextToText if has_vision(config) else transformers.AutoModelForCausalLM
+
+
 def group_even_experts(model: "transformers.PreTrainedModel") -> None:
-    """Have experts of a width that torch's grouped products do not take computed one after another."""
+    """Experts of widths that torch's grouped products do not take run one by one."""
     if any(n % GROUPED for p in model.parameters() if p.dim() == 3 for n in p.shape[1:]):
         model.set_experts_implementation("eager")
 
 
 def known_config(config: Mapping[str, Any]) -> "transformers.PreTrainedConfig":
     """A raw config.json as transformers reads it. Raises ModelError."""
-    try:
+    with _config_errors():
         options = _floats(dict(translated(config)))
         if options["model_type"] not in transformers.CONFIG_MAPPING and "auto_map" in options:
             raise ModelError(
@@ -239,42 +229,25 @@ def known_config(config: Mapping[str, Any]) -> "transformers.PreTrainedConfig":
             )
         family = options.pop("model_type")
         field, other = READ_AS.get(family, ("", family))
-        family = other if field in options else family
-        known: transformers.PreTrainedConfig = transformers.AutoConfig.for_model(family, **options)
-    except ModelError:
-        raise
-    except REFUSALS as error:
-        raise ModelError(
-            f"transformers makes no model of this config: {type(error).__name__}: {_short(error)}"
-        ) from error
+        known: transformers.PreTrainedConfig = transformers.AutoConfig.for_model(
+            other if field in options else family, **options
+        )
     return known
 
 
 def _floats(value: Any) -> Any:
-    """A copy, with what JSON has no words for: transformers writes `{"__float__": "Infinity"}`."""
+    """transformers writes `{"__float__": "Infinity"}`."""
     if isinstance(value, dict):
-        return float(value[FLOAT]) if value.keys() == {FLOAT} else {name: _floats(each) for name, each in value.items()}
-    return [_floats(each) for each in value] if isinstance(value, list) else value
+        return float(value[FLOAT]) if value.keys() == {FLOAT} else {name: _floats(x) for name, x in value.items()}
+    return [_floats(x) for x in value] if isinstance(value, list) else value
 
 
-def _short(error: Exception) -> str:
-    """The first sentence of a long message: behind it transformers lists all types of models that it knows."""
-    text = " ".join(str(error).split())
-    return text if len(text) < LONG else text.partition(". ")[0]
-
-
-def is_sighted(config: "transformers.PreTrainedConfig") -> bool:
-    """Whether a model of this config has a tower beside its text backbone."""
+def has_vision(config: "transformers.PreTrainedConfig") -> bool:
     return "vision_config" in config.to_dict()
 
 
-def _lists(names: Collection[str], stem: str, without: str) -> bool:
-    """Whether a checkpoint has names with one stem and none with another."""
-    return any(name.startswith(stem) for name in names) and not any(name.startswith(without) for name in names)
-
-
-def _refuse(config: "transformers.PreTrainedConfig") -> None:
-    """What packing, Ulysses or the fused head would compute wrongly."""
+def _check_config(config: "transformers.PreTrainedConfig") -> None:
+    """Refuse what packing, Ulysses or the fused head would compute wrongly."""
     text = config.get_text_config()
     values = vars(text)
     if any(vars(part).get("quantization_config") is not None for part in (config, text)):
@@ -294,9 +267,11 @@ def _refuse(config: "transformers.PreTrainedConfig") -> None:
         )
     if values.get("is_causal") is False:
         raise ModelError("config.json: is_causal=False; tokens that see what follows them have no log-probs")
+    if has_vision(config):
+        family_of(config)
 
 
-def _refuse_modules(text: nn.Module) -> None:
+def _check_modules(text: nn.Module) -> None:
     """The same, where a config does not say it."""
     for name, module in text.named_modules():
         if vars(module).get("is_causal") is False:
@@ -307,8 +282,8 @@ def _refuse_modules(text: nn.Module) -> None:
             raise ModelError(f"{name} has sinks, which packed attention does not compute")
 
 
-def _hold_frozen(model: nn.Module) -> None:
-    """Parameters that no gradient changes, such as biases of routers, are buffers to us: loaded and saved, not trained."""
+def _freeze(model: nn.Module) -> None:
+    """Parameters without gradients, such as routers' biases, become buffers: loaded and saved, not trained."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.requires_grad:
@@ -317,10 +292,10 @@ def _hold_frozen(model: nn.Module) -> None:
 
 
 def _recompute(model: "transformers.PreTrainedModel", recompute: Recompute) -> None:
-    """Checkpointing as transformers does it: by blocks in training mode. Nothing in them is, so dropout stays off."""
+    """transformers checkpoints blocks in training mode; their children stay in eval mode, without dropout."""
     if not model.supports_gradient_checkpointing:
         raise ModelError(f"{type(model).__name__} recomputes nothing; set activation_checkpointing=none")
-    if hasattr(model, "activation_checkpointing_enable"):  # where that is there, its older name warns
+    if hasattr(model, "activation_checkpointing_enable"):  # the older name would warn
         model.activation_checkpointing_enable(options(recompute))
     else:
         model.gradient_checkpointing_enable(options(recompute))

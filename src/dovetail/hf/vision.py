@@ -1,10 +1,7 @@
-"""What a model sees: images and videos of packed sequences as rows of features, in the places that their tokens hold.
+"""Vision features of packed sequences in the places of their placeholder tokens.
 
-Whole images are dealt to the cp ranks by their patches. Each rank runs its own through the model's tower and gathers all
-features; gradients go back the same way, so no image is computed twice. Every micro-batch is one call of the tower on
-every rank, text or not: who has nothing to look at looks at a placeholder, and none of its features is used.
-
-Images and videos go through that call together, as videos: to the families below an image is a video of one frame.
+Images are balanced over the cp ranks and features gathered, so each is computed once. Each micro-batch is one call of
+the tower on every rank, with a blank image where there are none. Images go in as videos of one frame.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +23,7 @@ from dovetail.parallel.mesh import Axis
 
 @dataclass(frozen=True)
 class VisionKind:
-    """What can be seen: its number among types of tokens (0 is text), and its names in a processor's output."""
+    """code: its token type. pixels, grid: names in a processor's output."""
 
     name: str
     code: int
@@ -38,17 +35,13 @@ KINDS = (
     VisionKind("image", 1, "pixel_values", "image_grid_thw"),
     VisionKind("video", 2, "pixel_values_videos", "video_grid_thw"),
 )
-GRIDS = (*(kind.grid for kind in KINDS), "second_per_grid_ts")  # what positions follow from
+GRIDS = (*(kind.grid for kind in KINDS), "second_per_grid_ts")  # arguments of get_rope_index
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a family's tokens stand for what it sees.
-
-    marks: videos are image tokens between two marks of their own. frames_apart: a video's frames have text between them.
-    clips: videos may have several frames; where not, their
-    features are pooled over frames, which transformers does not count.
-    """
+    """marks: videos are image tokens between two marks. frames_apart: text separates a video's frames. clips: videos
+    may have several frames."""
 
     marks: bool = False
     frames_apart: bool = False
@@ -72,125 +65,112 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 @dataclass(frozen=True)
 class VisionInputs:
-    """An image or a video: patches [frames * height * width, ...] on the host, and its grid."""
+    """An image or a video: patches [frames * height * width, ...] on the host."""
 
     pixels: Tensor
     grid: tuple[int, ...]
     rows: int  # of features
 
 
-@dataclass(frozen=True)
-class VisionOutputs:
-    """The features of this rank's tokens: rows [n, D] for its tokens `places` [n], rising; one more set a deep layer."""
-
-    places: Tensor
-    features: tuple[Tensor, ...]
-
-
 class Vision:
-    """The tower of a vision-language model, and the tokens that stand for what it sees."""
+    """`model` has the tower and the text backbone; `axis` is cp."""
 
     def __init__(self, model: "transformers.PreTrainedModel", axis: Axis) -> None:
-        """`model` has the tower and the text backbone; `axis` is cp."""
         self.model, self.axis = model, axis
         self.config: transformers.PreTrainedConfig = model.config
         self.family = family_of(model.config)
         patches = next(m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Conv3d)))
         shape = patches.weight.shape[1:]
-        self.patch = (shape.numel(),) if isinstance(patches, nn.Conv3d) else tuple(shape)  # as the tower takes one
+        self.patch = (shape.numel(),) if isinstance(patches, nn.Conv3d) else tuple(shape)
         tower = self.config.vision_config.to_dict()
-        self.side: int = tower["spatial_merge_size"] if "spatial_merge_size" in tower else tower["merge_kernel_size"][0]
+        self.merge: int = tower.get("spatial_merge_size") or tower["merge_kernel_size"][0]
 
     def kinds(self, tokens: Tensor) -> Tensor:
-        """int64 [n]: which tokens of one sequence stand for a part of an image (1) or of a video (2)."""
         return kinds_of(tokens, self.config)
 
     def check(self, batch: PackedBatch) -> None:
-        """Refuse media that do not fit their sequences. Raises DataError, which names the sequence.
-
-        Those that are not read yet were measured when they were made, and are compared once they are: to look at them
-        here would read the whole batch on every rank.
-        """
+        """Raise DataError for media that do not fit their sequences; lazy ones are compared when they are read."""
         for number, (tokens, media) in enumerate(_sequences(batch)):
             if not isinstance(media, LazyMedia):
                 self._compare(number, tokens, media)
 
     def _compare(self, number: int, tokens: Tensor, media: Media | None) -> None:
-        kinds = self.kinds(tokens)
-        runs = torch.stack(torch.unique_consecutive(kinds, return_counts=True), dim=1).tolist()
+        runs = torch.stack(torch.unique_consecutive(self.kinds(tokens), return_counts=True), dim=1).tolist()
         for kind in KINDS:
-            found = [length for code, length in runs if code == kind.code]
-            expected = [n for sight in self.sights(media, number, kind) for n in self._runs(sight, kind)]
-            if found != expected:
+            lengths = [length for code, length in runs if code == kind.code]
+            expected = []
+            for x in self.inputs(media, number, kind):
+                frames = x.grid[0] if kind.code == 2 and self.family.frames_apart else 1
+                expected += [x.rows // frames] * frames
+            if lengths != expected:
                 raise DataError(
-                    f"sequence {number} has {sum(found)} {kind.name} tokens, in runs of {found}, but its {kind.name}s "
+                    f"sequence {number} has {sum(lengths)} {kind.name} tokens, in runs of {lengths}, but its {kind.name}s "
                     f"have {sum(expected)} rows of features, {expected}; give it the tokens and the media that the "
                     "processor made together, uncut"
                 )
 
-    def _runs(self, sight: VisionInputs, kind: VisionKind) -> list[int]:
-        """How many tokens of a sight lie together, and then apart from those."""
-        frames = sight.grid[0] if kind.code == 2 and self.family.frames_apart else 1
-        return [sight.rows // frames] * frames
-
-    def sights(self, media: Media | None, number: int, kind: VisionKind) -> list[VisionInputs]:
+    def inputs(self, media: Media | None, number: int, kind: VisionKind) -> list[VisionInputs]:
         """The images, or the videos, of one sequence."""
         if media is None or kind.grid not in media:
             return []
         grids = [tuple(grid) for grid in media[kind.grid].tolist()]
         patches = [t * h * w for t, h, w in grids]
         shape, expected = tuple(media[kind.pixels].shape) if kind.pixels in media else (), (sum(patches), *self.patch)
-        if shape != expected or any(h % self.side or w % self.side for _, h, w in grids):
+        if shape != expected or any(h % self.merge or w % self.merge for _, h, w in grids):
             raise DataError(
                 f"sequence {number} has {kind.pixels} of shape {shape}, but {kind.grid} {grids}, in multiples of "
-                f"{self.side}, stands for {expected}; give it what this model's processor made"
+                f"{self.merge}, stands for {expected}; give it what this model's processor made"
             )
         if not self.family.clips and any(t > 1 for t, _, _ in grids):
             raise DataError(
                 f"sequence {number} has a video of several frames, which transformers' {self.config.model_type} does not "
                 "take; give each frame as an image"
             )
-        area = self.side**2
-        parts = media[kind.pixels].split(patches)
-        return [VisionInputs(part, grid, n // area) for part, grid, n in zip(parts, grids, patches, strict=True)]
+        rows = [n // self.merge**2 for n in patches]
+        return [VisionInputs(*x) for x in zip(media[kind.pixels].split(patches), grids, rows, strict=True)]
 
     def positions(self, batch: PackedBatch) -> Tensor:
-        """[R, T]: each sequence's positions by the model's own rule, as if it were alone."""
+        """[R, T]: each sequence's positions by the model's own rule."""
         if not hasattr(self.model, "get_rope_index"):
             return batch.positions[None]
-        found = []
+        parts = []
         for tokens, media in _sequences(batch):
             if media is None:
-                found.append(torch.arange(len(tokens)).expand(3, -1))
+                parts.append(torch.arange(len(tokens)).expand(3, -1))
                 continue
             grids = {name: media[name] for name in GRIDS if name in media}
             alone, _ = self.model.get_rope_index(tokens[None], mm_token_type_ids=self.kinds(tokens)[None], **grids)
-            found.append(alone[:, 0])
-        return torch.cat(found, dim=1).to(batch.positions.device)
+            parts.append(alone[:, 0])
+        return torch.cat(parts, dim=1).to(batch.positions.device)
 
-    def look(self, micro: MicroBatch, dtype: torch.dtype) -> VisionOutputs:
-        """The features of this rank's tokens of a micro-batch. Collective over cp."""
-        device = micro.order.device
-        sights, places = self._spread(micro.batch)
-        owners = deal([len(sight.pixels) for sight in sights], self.axis.size)
-        heights = [sum(s.rows for s, at in zip(sights, owners, strict=True) if at == r) for r in range(self.axis.size)]
-        mine = [sight for sight, owner in zip(sights, owners, strict=True) if owner == self.axis.rank]
-        rows, widths = self._run(mine, dtype, device)
-        height = max(*heights, 1)  # at least one row, so that ranks exchange something and gradients find their way
-        filled = F.pad(rows[: heights[self.axis.rank]], (0, 0, 0, height - heights[self.axis.rank]))
-        everyone = gather_in_order(filled, self.axis, sum_deterministic)
-        starts = [rank * height for rank in range(self.axis.size)]
-        index = torch.tensor(_stretches([sight.rows for sight in sights], owners, starts), dtype=torch.int64)
-        places, by_place = places.sort()  # within a sequence images came before videos
+    def encode(self, micro: MicroBatch, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        """The places [n] of features among this rank's tokens, ascending, and the features [n, D], first and deep ones.
+
+        Collective over cp.
+        """
+        device, rank = micro.order.device, self.axis.rank
+        inputs, places = self._collect(micro.batch)
+        owned = [*zip(inputs, balance_images([len(x.pixels) for x in inputs], self.axis.size), strict=True)]
+        rows_of = [sum(x.rows for x, owner in owned if owner == r) for r in range(self.axis.size)]
+        rows, widths = self._run([x for x, owner in owned if owner == rank], dtype, device)
+        height = max(*rows_of, 1)  # so that gradients flow on every rank
+        padded = F.pad(rows[: rows_of[rank]], (0, 0, 0, height - rows_of[rank]))
+        gathered = gather_in_order(padded, self.axis, sum_deterministic)
+        ends = [r * height for r in range(self.axis.size)]
+        index: list[int] = []
+        for x, owner in owned:
+            index += range(ends[owner], ends[owner] + x.rows)
+            ends[owner] += x.rows
+        places, by_place = places.sort()
         order = micro.shard.order(len(micro.batch))
-        local = torch.searchsorted(order, places).clamp(max=len(order) - 1)
-        here = order[local] == places
-        features = everyone.index_select(0, index[by_place][here].to(device))
-        return VisionOutputs(local[here].to(device), tuple(features.split(widths, dim=1)))
+        at = torch.searchsorted(order, places).clamp(max=len(order) - 1)
+        is_local = order[at] == places
+        features = gathered.index_select(0, torch.tensor(index, dtype=torch.int64)[by_place][is_local].to(device))
+        return at[is_local].to(device), list(features.split(widths, dim=1))
 
-    def _spread(self, batch: PackedBatch) -> tuple[list[VisionInputs], Tensor]:
-        """All sights of a batch, and the place among its tokens of each row of their features."""
-        sights: list[VisionInputs] = []
+    def _collect(self, batch: PackedBatch) -> tuple[list[VisionInputs], Tensor]:
+        """All images and videos, and the token of each row of their features."""
+        inputs: list[VisionInputs] = []
         places = [torch.empty(0, dtype=torch.int64)]
         starts = cumulative(batch.lengths).tolist()
         start_reading(batch.media)
@@ -199,25 +179,25 @@ class Vision:
                 self._compare(number, tokens, media)
                 kinds = self.kinds(tokens)
                 for kind in KINDS:
-                    sights += self.sights(media, number, kind)
+                    inputs += self.inputs(media, number, kind)
                     places.append(starts[number] + (kinds == kind.code).nonzero()[:, 0])
-        return sights, torch.cat(places)
+        return inputs, torch.cat(places)
 
-    def _run(self, sights: list[VisionInputs], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[int]]:
-        """One call of the tower: features [n, D] of all layers that give some, side by side, and the width of each."""
-        if not sights:
-            grid = (1, self.side, self.side)
-            sights = [VisionInputs(torch.zeros((self.side**2, *self.patch)), grid, 1)]
-        pixels = torch.cat([sight.pixels for sight in sights]).to(device, dtype)
-        grids = torch.tensor([sight.grid for sight in sights], device=device)
-        found = self.model.get_video_features(pixels, grids, return_dict=True)
-        layers = [found.pooler_output, *found.get("deepstack_features", ())]
+    def _run(self, inputs: list[VisionInputs], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[int]]:
+        """Features [n, D] of all layers that give some, side by side, and their widths."""
+        if not inputs:
+            blank = torch.zeros((self.merge**2, *self.patch))
+            inputs = [VisionInputs(blank, (1, self.merge, self.merge), 1)]
+        pixels = torch.cat([x.pixels for x in inputs]).to(device, dtype)
+        grids = torch.tensor([x.grid for x in inputs], device=device)
+        out = self.model.get_video_features(pixels, grids, return_dict=True)
+        layers = [out.pooler_output, *out.get("deepstack_features", ())]
         features = [(x if isinstance(x, Tensor) else torch.cat(x)).to(dtype) for x in layers]  # or a tuple, by image
         return torch.cat(features, dim=1), [layer.shape[1] for layer in features]
 
 
-def deal(patches: Sequence[int], ranks: int) -> list[int]:
-    """Which rank runs each image: the largest first, to the rank with the fewest patches."""
+def balance_images(patches: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each image: the largest first, to the rank with the fewest patches."""
     load, owners = [0] * ranks, [0] * len(patches)
     for i in sorted(range(len(patches)), key=lambda i: (-patches[i], i)):
         owners[i] = min(range(ranks), key=lambda rank: (load[rank], rank))
@@ -226,7 +206,7 @@ def deal(patches: Sequence[int], ranks: int) -> list[int]:
 
 
 def family_of(config: "transformers.PreTrainedConfig") -> Family:
-    """How a model sees, if that is proved. Raises ModelError."""
+    """Raises ModelError."""
     try:
         return FAMILIES[config.model_type]
     except KeyError:
@@ -237,7 +217,7 @@ def family_of(config: "transformers.PreTrainedConfig") -> Family:
 
 
 def kinds_of(tokens: Tensor, config: "transformers.PreTrainedConfig") -> Tensor:
-    """int64, as the tokens of one sequence or of rows of them: which stand for a part of an image (1) or of a video (2)."""
+    """Token types, shaped as `tokens`: 0 text, 1 image, 2 video."""
     kinds = (tokens == config.image_token_id).long()
     if family_of(config).marks:
         opened = (tokens == config.video_start_token_id).cumsum(-1)
@@ -246,10 +226,8 @@ def kinds_of(tokens: Tensor, config: "transformers.PreTrainedConfig") -> Tensor:
 
 
 def as_images(tokens: Tensor, media: Media, config: "transformers.PreTrainedConfig") -> Media:
-    """One sequence's images and its videos' frames, all as images in the order of their runs of tokens [n].
-
-    For families whose videos are image tokens: transformers gives features to all of them or to none. Raises DataError.
-    """
+    """Images and videos' frames, all as images, in the order of their runs of tokens [n]: transformers gives features
+    to all or none."""
     codes = [code for code in kinds_of(tokens, config).unique_consecutive().tolist() if code]
     frames = {kind.code: _frames(media, kind) for kind in KINDS}
     for kind in KINDS:
@@ -258,14 +236,14 @@ def as_images(tokens: Tensor, media: Media, config: "transformers.PreTrainedConf
                 f"a prompt has {codes.count(kind.code)} runs of {kind.name} tokens, but {len(frames[kind.code])} images or "
                 "frames for them; give it the tokens and the media that the processor made together, uncut"
             )
-    left = {code: iter(each) for code, each in frames.items()}
+    left = {code: iter(parts) for code, parts in frames.items()}
     pixels, grids = zip(*(next(left[code]) for code in codes), strict=True)
     image = KINDS[0]
     return {image.pixels: torch.cat(pixels), image.grid: torch.tensor(grids)}
 
 
 def _frames(media: Media, kind: VisionKind) -> list[tuple[Tensor, tuple[int, int, int]]]:
-    """The patches and the grid of each frame of all images, or of all videos."""
+    """Patches and grid of each frame of all images, or of all videos."""
     if kind.grid not in media:
         return []
     grids = [(1, h, w) for frames, h, w in media[kind.grid].tolist() for _ in range(frames)]
@@ -273,16 +251,6 @@ def _frames(media: Media, kind: VisionKind) -> list[tuple[Tensor, tuple[int, int
 
 
 def _sequences(batch: PackedBatch) -> Iterator[tuple[Tensor, Media | None]]:
-    """Tokens, on the host, and media of each sequence."""
+    """Tokens, on the host, and media."""
     media = batch.media or (None,) * batch.num_sequences
     return zip(batch.tokens.cpu().split(batch.lengths), media, strict=True)
-
-
-def _stretches(rows: Sequence[int], owners: Sequence[int], starts: list[int]) -> list[int]:
-    """Where each row of each image lies when every rank's are in order from its own start."""
-    ends = list(starts)
-    found: list[int] = []
-    for count, owner in zip(rows, owners, strict=True):
-        found += range(ends[owner], ends[owner] + count)
-        ends[owner] += count
-    return found

@@ -1,4 +1,4 @@
-"""What every sampler does, whatever is behind it: ids in, ids out; text is never re-tokenized."""
+"""The interface of samplers: token ids in, token ids out."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,18 +7,20 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from dovetail.arch.spec import MoeSpec
+from dovetail.batch.balancing import plan_microbatches
 from dovetail.batch.packed import MAX_TEMPERATURE, MIN_TEMPERATURE, Media
-from dovetail.batch.routing import RoutingTrace
+from dovetail.batch.routing import RoutingTrace, narrow_dtype
 from dovetail.bounds import MAX_NEW_TOKENS, MAX_SAMPLES
-from dovetail.errors import ConfigError, DataError, ModelError
+from dovetail.errors import CheckpointError, ConfigError, DataError, ModelError, listing
+from dovetail.parallel.collectives import sum_over
+from dovetail.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to draw. `temperature` 0 takes the likeliest token; `top_p` 1 and `top_k` 0 cut nothing.
-
-    The noise is a function of (seed, step, row, sample, position) alone, so layout and batch size do not change it.
-    """
+    """`temperature` 0 is greedy; `top_p` 1 and `top_k` 0 cut nothing. Noise depends on (seed, step, row, sample,
+    position) alone."""
 
     samples: int = 1
     max_new_tokens: int = 64
@@ -28,8 +30,8 @@ class SamplingParams:
     seed: int = 0
     step: int = 0
     stop_ids: tuple[int, ...] = ()
-    banned_ids: tuple[int, ...] = ()  # never drawn; log-probs are those of the model without the ban
-    trace: bool = False  # completions bring along which experts their tokens went to
+    banned_ids: tuple[int, ...] = ()  # log-probs ignore the ban
+    trace: bool = False
 
     def __post_init__(self) -> None:
         expected = {
@@ -48,13 +50,12 @@ class SamplingParams:
 
     @property
     def cuts(self) -> bool:
-        """Whether the likeliest tokens are looked for, to draw from them alone."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue, what they show, and the row number that its sampling noise depends on."""
+    """Token ids to continue. `row` is a key of the noise."""
 
     row: int
     ids: Sequence[int]
@@ -63,30 +64,27 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sample. `ids` end with the stop token where there is one.
-
-    `log_probs` are those of the model at the sampling temperature (at 1 where that is 0), before top-p and top-k: the
-    quantity that `score` gives for the same ids.
-    """
+    """`ids` include the stop token. `log_probs` are at the sampling temperature (at 1 for greedy), before top-p and
+    top-k."""
 
     row: int
     sample: int
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     finish: Literal["stop", "length"]
-    routing: RoutingTrace | None = None  # of the prompt's tokens and `ids`; the last of these was never routed
+    routing: RoutingTrace | None = None  # of the prompt, too
 
 
 class Sampler(Protocol):
-    """A model that continues prompts. Collective: every rank passes the same prompts and gets all completions."""
+    """Every call is collective: all ranks pass the same prompts and get all completions."""
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What it computes in, and wants its weights in, so that they are not rounded on the way; None: as saved."""
+        """Of the weights that it wants; None: as saved."""
         ...
 
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over (HF name, whole tensor) pairs, as `Engine.weights` yields them."""
+        """Load (HF name, whole tensor) pairs, as `Engine.weights` yields them."""
         ...
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
@@ -94,23 +92,90 @@ class Sampler(Protocol):
         ...
 
 
-def check_prompts(prompts: Sequence[Prompt], vocab_size: int) -> None:
-    """Raise DataError where a prompt has no tokens, or an id that the model does not have."""
+class SampleBuffer:
+    """All completions of a call, by slot (prompt x samples + sample). Other replicas' slots are zeros."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        mesh: Mesh,
+        device: torch.device,
+        moe: MoeSpec | None = None,
+    ) -> None:
+        """moe: trace experts."""
+        self.prompts, self.params, self.mesh, self.moe = prompts, params, mesh, moe
+        rows, new = len(prompts) * params.samples, params.max_new_tokens
+        self.ids = torch.zeros(rows, new, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(rows, new, dtype=torch.float64, device=device)
+        self.counts = torch.zeros(rows, dtype=torch.int64, device=device)
+        if moe is not None:
+            longest = max((len(prompt.ids) for prompt in prompts), default=0) + new
+            shape = (rows, longest, len(moe.numbers), moe.top_k)
+            self.experts = torch.zeros(shape, dtype=narrow_dtype(moe.num_experts), device=mesh.device)
+
+    def local_prompts(self, width: int = 1 << 20) -> dict[int, int]:
+        """This replica's prompts, balanced by cost: index -> length."""
+        costs = [len(prompt.ids) + self.params.samples * self.params.max_new_tokens for prompt in self.prompts]
+        replicas = self.mesh["fsdp"]
+        plan = plan_microbatches(costs, replicas.size, None, width=width)[replicas.rank]
+        return {i: len(self.prompts[i].ids) for batch in plan for i in batch}
+
+    def put_experts(self, slots: Tensor, positions: Tensor, experts: Tensor) -> None:
+        """experts [..., M, K] of the tokens at `positions` of `slots`."""
+        self.experts[slots, positions] = experts.to(self.experts.dtype)
+
+    def completions(self) -> list[Completion]:
+        replicas, device = self.mesh["fsdp"], self.mesh.device
+        counts: list[int] = sum_over(self.counts.to(device), replicas).tolist()
+        longest = max(counts, default=0)
+        ids = sum_over(self.ids[:, :longest].to(device), replicas).tolist()
+        log_probs = sum_over(self.log_probs[:, :longest].to(device), replicas).tolist()
+        experts = None if self.moe is None else sum_over(self.experts, replicas).cpu()
+        out = []
+        for slot, count in enumerate(counts):
+            index, sample = divmod(slot, self.params.samples)
+            prompt, drawn, trace = self.prompts[index], tuple(ids[slot][:count]), None
+            if experts is not None and self.moe is not None:
+                length = len(prompt.ids) + count
+                valid = torch.arange(length) < length - 1  # the last token was never routed
+                routed = experts[slot, :length].to(torch.int32) * valid[:, None, None]
+                trace = RoutingTrace(self.moe.numbers, routed, valid)
+            finish: Literal["stop", "length"] = "stop" if drawn[-1] in self.params.stop_ids else "length"
+            out.append(Completion(prompt.row, sample, drawn, tuple(log_probs[slot][:count]), finish, trace))
+        return out
+
+
+def check_weights(problems: list[str]) -> None:
+    """Raise CheckpointError with all problems of a refill."""
+    if problems:
+        raise CheckpointError(
+            "the weights given to the sampler are not those of its model; refill it from an engine of the same "
+            f"config.json:\n{listing(problems)}"
+        )
+
+
+def check_request(
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    vocab_size: int,
+    rope_limit: tuple[str, int] | None,
+    *,
+    filled: bool,
+) -> None:
+    """rope_limit: a rope_type, and the length beyond which it changes the keys of earlier tokens."""
+    if not filled:
+        raise CheckpointError("the sampler holds no weights; call refill(engine.weights()) before sample()")
     for prompt in prompts:
         if not len(prompt.ids):
             raise DataError(f"prompt of row {prompt.row} has no tokens; a prompt needs at least one")
         if min(prompt.ids) < 0 or max(prompt.ids) >= vocab_size:
             bad = next(token for token in prompt.ids if not 0 <= token < vocab_size)
             raise DataError(f"prompt of row {prompt.row} has the id {bad}; this model has ids 0 to {vocab_size - 1}")
-
-
-def check_lengths(prompts: Sequence[Prompt], params: SamplingParams, kind: str, limit: int) -> None:
-    """Refuse sequences that may grow longer than `limit` under a rotary embedding whose `kind` turns longer ones otherwise."""
-    for prompt in prompts:
         total = len(prompt.ids) + params.max_new_tokens
-        if total > limit:
+        if rope_limit is not None and total > rope_limit[1]:
             raise ModelError(
                 f"prompt of row {prompt.row} has {len(prompt.ids)} tokens, {total} with max_new_tokens="
-                f"{params.max_new_tokens}; beyond {limit} positions rope_type {kind!r} changes the "
+                f"{params.max_new_tokens}; beyond {rope_limit[1]} positions rope_type {rope_limit[0]!r} changes the "
                 "keys that are cached; shorten the prompt or lower max_new_tokens"
             )

@@ -1,69 +1,56 @@
-"""A step recorded as a CUDA graph: the host says one word a step, where it would launch every kernel."""
+"""Decode steps as CUDA graphs: one launch a step."""
 
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
 
-T = TypeVar("T")
-
-
-class GraphCapturer(Protocol):
-    """Makes of a function without arguments one that does the same, faster from some call on."""
-
-    def __call__(self, fn: Callable[[], T], /) -> Callable[[], T]: ...
+Step = Callable[[], Any]
+Capture = Callable[[Step], Step]
 
 
 class GraphPool:
-    """Memory that records share as long as one of them is there. Torch takes no record into a pool whose records are all
-    gone, so the next one then begins another.
-    """
+    """A memory pool shared by graphs. Torch captures into no pool whose graphs are all gone, so the next begins
+    another."""
 
-    def __init__(self, begin: Callable[[], Any]) -> None:
-        self._begin, self._handle = begin, None
-        self._records: WeakSet[Any] = WeakSet()
+    def __init__(self, new_handle: Callable[[], Any]) -> None:
+        self._new_handle, self._handle = new_handle, None
+        self._graphs: WeakSet[Any] = WeakSet()
 
-    def take(self, record: object) -> Any:
-        """What a new record is to be made in."""
-        if not self._records:
-            self._handle = self._begin()
-        self._records.add(record)
+    def acquire(self, graph: object) -> Any:
+        """The pool to capture `graph` into."""
+        if not self._graphs:
+            self._handle = self._new_handle()
+        self._graphs.add(graph)
         return self._handle
 
 
-class CapturedStep(Generic[T]):
-    """A function that works on the same memory at every call, and never asks the device for anything.
+class CapturedStep:
+    """A function over fixed memory that never synchronizes: run once (which compiles kernels), captured once, then
+    replayed. Results are valid until any function of the pool runs again."""
 
-    The first call runs it, which compiles its kernels and makes handles; the second records it; every call from then on
-    replays the record. What it returns lies in the record's memory until any function of the same pool runs again.
-    """
-
-    def __init__(self, fn: Callable[[], T], pool: GraphPool) -> None:
+    def __init__(self, fn: Step, pool: GraphPool) -> None:
         self._fn, self._pool = fn, pool
-        self._seen = False
-        self._record: tuple[torch.cuda.CUDAGraph, T] | None = None
+        self._warm = False
+        self._captured: tuple[torch.cuda.CUDAGraph, Any] | None = None
 
-    def __call__(self) -> T:
-        if not self._seen:
-            self._seen = True
+    def __call__(self) -> Any:
+        if not self._warm:
+            self._warm = True
             return self._fn()
-        if self._record is None:
+        if self._captured is None:
             graph = torch.cuda.CUDAGraph()
-            # other threads, such as one that writes a checkpoint, may go on with theirs
-            with torch.cuda.graph(graph, pool=self._pool.take(self), capture_error_mode="thread_local"):
+            # thread_local: a checkpoint's writer may use the device meanwhile
+            with torch.cuda.graph(graph, pool=self._pool.acquire(self), capture_error_mode="thread_local"):
                 result = self._fn()
-            self._record = graph, result
-        graph, result = self._record
+            self._captured = graph, result
+        graph, result = self._captured
         graph.replay()
         return result
 
 
-def cuda_capturer() -> GraphCapturer:
-    """Records of one memory pool: they run one after the other, never at once."""
-    pool = GraphPool(torch.cuda.graph_pool_handle)
-
-    def recorder(fn: Callable[[], T], /) -> Callable[[], T]:
-        return CapturedStep(fn, pool)
-
-    return recorder
+def cuda_capture() -> Capture:
+    """All graphs share one pool: they never run at once."""
+    return partial(CapturedStep, pool=GraphPool(torch.cuda.graph_pool_handle))

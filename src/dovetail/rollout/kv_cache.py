@@ -1,4 +1,4 @@
-"""Keys and values of sequences that grow by a token a step, in pages, and the contexts of the passes that fill and read them."""
+"""The paged KV cache: its tensor, its pages, and attention in prefill and decode."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,51 +14,103 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.mesh import Mesh
 
 
+def cache_shape(spec: ArchSpec, mesh: Mesh, pages: int, page_size: int) -> tuple[int, ...]:
+    """[layers, keys and values, pages, heads, page_size, C] of this rank."""
+    heads = max(1, spec.attention.num_kv_heads // mesh["tp"].size)
+    return (spec.depth, 2, pages, heads, page_size, spec.attention.head_dim)
+
+
 class PagedCache:
-    """Keys and values [P, G, page, C] of every layer, of this rank's heads, all in one tensor.
+    """Entries beyond a length are masked, not always unread, so they must be finite."""
 
-    What lies beyond a row's length is masked, not always unread, so it must be finite: zeros, or other tokens' entries.
-    """
-
-    def __init__(self, spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, pages: int, page: int) -> None:
-        shape = (spec.depth, 2, pages, kv_heads(spec, mesh), page, spec.attention.head_dim)
-        self.page = page
-        self.entries = torch.zeros(shape, dtype=dtype, device=mesh.device)
+    def __init__(self, spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, pages: int, page_size: int) -> None:
+        self.entries = torch.zeros(cache_shape(spec, mesh, pages, page_size), dtype=dtype, device=mesh.device)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values."""
         return self.entries[layer, 0], self.entries[layer, 1]
 
-    def copy(self, pages: Sequence[tuple[int, int]]) -> None:
-        """Whole pages, (from, to)."""
+    def copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Pairs (from, to)."""
         if pages:
             source, target = torch.tensor(pages, device=self.entries.device).T
             for layer in self.entries.flatten(0, 1):
                 layer[target] = layer[source]
 
 
-def kv_heads(spec: ArchSpec, mesh: Mesh) -> int:
-    """How many heads of keys this rank caches."""
-    return max(1, spec.attention.num_kv_heads // mesh["tp"].size)
+class PagePool:
+    """Pages 1 to `count`, reference-counted. Page 0 takes the writes of padding."""
 
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count, 0, -1))
+        self._references = [0] * (count + 1)
 
-def entry_bytes(spec: ArchSpec, mesh: Mesh, dtype: torch.dtype) -> int:
-    """What one token takes in all layers."""
-    return 2 * spec.depth * kv_heads(spec, mesh) * spec.attention.head_dim * dtype.itemsize
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, n: int) -> list[int]:
+        assert n <= self.num_free, f"{n} pages wanted, {self.num_free} free"
+        pages = [self._free.pop() for _ in range(n)]
+        self.share(pages)
+        return pages
+
+    def share(self, pages: list[int]) -> None:
+        for page in pages:
+            self._references[page] += 1
+
+    def free(self, pages: list[int]) -> None:
+        for page in pages:
+            self._references[page] -= 1
+            assert self._references[page] >= 0, f"page {page} was freed twice"
+            if not self._references[page]:
+                self._free.append(page)
 
 
 @dataclass(frozen=True)
-class PrefillContext:
-    """Whole prompts, packed: attention as in training, and every token's entry goes to its place, pages [T] and offsets [T]."""
+class PageBudget:
+    """Pages of `samples` completions of `new_tokens` tokens, by the length of their prompt."""
+
+    samples: int
+    new_tokens: int
+    page_size: int
+
+    def pages_for_prompt(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    def pages_for_sample(self, length: int) -> int:
+        """The last token gets no entry."""
+        return max(self.pages_for_prompt(length), -(-(length + self.new_tokens - 1) // self.page_size))
+
+    def pages_beyond_prompt(self, length: int, *, last: bool) -> int:
+        """The last sample takes over the prompt's partly filled page; others copy it."""
+        return self.pages_for_sample(length) - (self.pages_for_prompt(length) if last else length // self.page_size)
+
+    def pages_for_first(self, length: int) -> int:
+        return self.pages_for_prompt(length) + self.pages_beyond_prompt(length, last=self.samples == 1)
+
+    def pages_for_all(self, length: int) -> int:
+        copies = (self.samples - 1) * self.pages_beyond_prompt(length, last=False)
+        return self.pages_for_prompt(length) + self.pages_beyond_prompt(length, last=True) + copies
+
+
+@dataclass(frozen=True)
+class _CacheContext:
+    """New tokens' entries go to `pages` [T] at `offsets` [T]."""
 
     cos: Tensor
     sin: Tensor
-    spans: Spans
     kernels: KernelSet
     cache: PagedCache
     pages: Tensor
     offsets: Tensor
     routes: Routes
+
+
+@dataclass(frozen=True)
+class PrefillContext(_CacheContext):
+    """Whole prompts, packed."""
+
+    spans: Spans
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         self.kernels.write_entries(*self.cache.layer(layer), self.pages, self.offsets, k, v)
@@ -66,26 +118,15 @@ class PrefillContext:
 
 
 @dataclass(frozen=True)
-class DecodeContext:
-    """One new token a row: its entry goes to its place, and it sees all that its row holds, or a window of it.
+class DecodeContext(_CacheContext):
+    """One new token a sequence, counted in lengths [B]; tokens beyond B are padding and give zeros."""
 
-    lengths [B]: with the new tokens. Tokens beyond the rows are padding; they see nothing and give zeros.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    kernels: KernelSet
-    cache: PagedCache
-    table: Tensor
+    page_table: Tensor
     lengths: Tensor
-    pages: Tensor
-    offsets: Tensor
-    routes: Routes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        n = len(self.lengths)
-        held = self.cache.layer(layer)
-        self.kernels.write_entries(*held, self.pages, self.offsets, k[:n], v[:n])
-        out = self.kernels.decode_attention(q[:n], *held, self.table, self.lengths, window)
+        n, entries = len(self.lengths), self.cache.layer(layer)
+        self.kernels.write_entries(*entries, self.pages, self.offsets, k[:n], v[:n])
+        out = self.kernels.decode_attention(q[:n], *entries, self.page_table, self.lengths, window)
         out = out[..., : v.shape[-1]]
         return F.pad(out, (0, 0, 0, 0, 0, len(q) - n)) if len(q) > n else out

@@ -1,10 +1,7 @@
-"""The model at work: computes prompts into the cache, and gives every running row its next token, many steps in a row.
+"""Prefill and decode of the running batch. A step works on fixed memory, so that it can be captured, and nothing
+synchronizes for `decode_steps` steps; tokens behind a stop are dropped."""
 
-All that a step reads and writes stays where it is, so that a step can be recorded once and replayed. Between two
-looks of the host nothing is asked of the device: a row that has ended goes on until then, and what it gets is dropped.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,133 +20,116 @@ from dovetail.nn.decoder import Decoder
 from dovetail.nn.rope import rope_tables
 from dovetail.parallel.collectives import all_gather, stack_over
 from dovetail.rollout.base import SamplingParams
-from dovetail.rollout.cuda_graph import GraphCapturer
+from dovetail.rollout.cuda_graph import Capture, Step
 from dovetail.rollout.kv_cache import DecodeContext, PagedCache, PrefillContext
-from dovetail.rollout.noise import bits_at
-from dovetail.rollout.results import chosen_in
-from dovetail.rollout.sampling import banned_of, draw, mask_of
+from dovetail.rollout.sampling import banned_of, bits_at, draw, mask_of
 
 Numbers = NDArray[np.int64]
-# Of a row: what `ModelRunner.put` is given, and 1 where there is one.
-NUMBERS = ("token", "length", "drawn", "stream", "going")
-Step = Callable[[], object]
-FEWEST, FEW = 8, 32  # rows of the smallest record, and of the next
+STATE = ("token", "length", "drawn", "stream", "active")  # active: 0 in padding
+SMALLEST_BUCKET, NEXT_BUCKET = 8, 32
 
 
 def pad_to_bucket(n: int) -> int:
-    """The rows of a record by which n of them run: 8, 32, 64, 128, 256 and so on.
-
-    A record takes as long to make as ten or twenty of its steps, and of few rows one more costs next to nothing.
-    """
-    return FEWEST if n <= FEWEST else max(FEW, 1 << (n - 1).bit_length())
+    """The batch size of the graph for n rows: 8, 32, 64, 128, 256 ... A capture costs ten to twenty steps."""
+    return SMALLEST_BUCKET if n <= SMALLEST_BUCKET else max(NEXT_BUCKET, 1 << (n - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class RunnerSize:
-    """rows that run at a time, pages of a row's table, steps between two looks of the host; pages and their entries."""
+    """rows: most that run. table_width: pages of a row. decode_steps: between two looks of the host."""
 
     rows: int
-    width: int
-    ahead: int
+    table_width: int
+    decode_steps: int
     pages: int
-    page: int
+    page_size: int
 
 
 class ModelRunner:
-    """A decoder, its cache, and the rows that run.
+    """With `capture`, rows are padded to buckets, and each bucket's step is captured."""
 
-    With a recorder, rows are filled up to one of few numbers with ones that write to page 0, and the step of each such
-    number is recorded.
-    """
-
-    def __init__(self, model: Decoder, dtype: torch.dtype, size: RunnerSize, recorder: GraphCapturer | None) -> None:
-        self.model, self.size, self.recorder = model, size, recorder
-        assert isinstance(model.spec, ArchSpec), "our decoder, whose family is known"
+    def __init__(self, model: Decoder, dtype: torch.dtype, size: RunnerSize, capture: Capture | None) -> None:
+        self.model, self.size, self.capture = model, size, capture
+        assert isinstance(model.spec, ArchSpec)
         self.spec, self.mesh, self.kernels = model.spec, model.mesh, model.kernels
         device = model.mesh.device
-        self.cache = PagedCache(self.spec, self.mesh, dtype, size.pages, size.page)
-        positions = torch.arange(size.width * size.page, device=device)
-        # without lengths: those of short sequences, and where longer ones have others, no prompt is let grow so long
+        self.cache = PagedCache(self.spec, self.mesh, dtype, size.pages, size.page_size)
+        positions = torch.arange(size.table_width * size.page_size, device=device)
         self.cos, self.sin = rope_tables(self.spec.rope, positions, (), dtype)
-        self.numbers = torch.zeros(len(NUMBERS), size.rows, dtype=torch.int64, device=device)
-        self.table = torch.zeros(size.rows, size.width, dtype=torch.int64, device=device)
-        self.tick = torch.zeros(1, dtype=torch.int64, device=device)
-        self.drawn = torch.zeros(size.ahead, 2, size.rows, dtype=torch.float64, device=device)
-        self.chosen: Tensor | None = None
+        self.state = torch.zeros(len(STATE), size.rows, dtype=torch.int64, device=device)
+        self.page_table = torch.zeros(size.rows, size.table_width, dtype=torch.int64, device=device)
+        self.step_index = torch.zeros(1, dtype=torch.int64, device=device)
+        self.outputs = torch.zeros(size.decode_steps, 2, size.rows, dtype=torch.float64, device=device)
+        self.experts: Tensor | None = None
         self.params: SamplingParams | None = None
         self._steps: dict[int, Step] = {}
 
-    def begin(self, params: SamplingParams) -> None:
-        """Draw like this from now on. What was recorded stays where nothing but the noise is another."""
-        how = replace(params, samples=1, max_new_tokens=1, seed=0, step=0, stop_ids=())
-        if how == self.params:
+    def set_params(self, params: SamplingParams) -> None:
+        """Graphs stay valid if only noise or stop ids differ."""
+        params = replace(params, samples=1, max_new_tokens=1, seed=0, step=0, stop_ids=())
+        if params == self.params:
             return
-        self.params, self._steps, self.chosen = how, {}, None
-        self.banned = banned_of(how, self.mesh.device)
-        self.refused = None if not how.banned_ids else mask_of(self.banned, self.spec.vocab_size)
-        moe = self.spec.moe if how.trace else None
+        self.params, self._steps, self.experts = params, {}, None
+        self.banned = banned_of(params, self.mesh.device)
+        self.banned_mask = None if not params.banned_ids else mask_of(self.banned, self.spec.vocab_size)
+        moe = self.spec.moe if params.trace else None
         if moe is not None:
-            shape = (self.size.ahead, self.size.rows, len(moe.numbers), moe.top_k)
-            self.chosen = torch.zeros(shape, dtype=torch.int32, device=self.mesh.device)
+            shape = (self.size.decode_steps, self.size.rows, len(moe.numbers), moe.top_k)
+            self.experts = torch.zeros(shape, dtype=torch.int32, device=self.mesh.device)
 
-    def forget(self) -> None:
-        """Drop what was recorded: records and deck hold each other, and with them all their memory."""
+    def drop_graphs(self) -> None:
+        """Graphs and runner refer to each other; without this their memory stays."""
         self._steps = {}
 
-    def fill(self, prompts: Sequence[tuple[Sequence[int], list[int]]]) -> tuple[Tensor, Tensor | None]:
-        """Compute prompts, (ids, pages), into the cache: their last hidden states [n, D], and all tokens' experts [T, M, K]."""
-        device, page = self.mesh.device, self.size.page
+    def prefill(self, prompts: Sequence[tuple[Sequence[int], list[int]]]) -> tuple[Tensor, Tensor | None]:
+        """Prompts (ids, pages) into the cache: last hidden states [n, D], and all tokens' experts [T, M, K]."""
+        device, page_size = self.mesh.device, self.size.page_size
         lengths = [len(ids) for ids, _ in prompts]
         missing = -sum(lengths) % self.mesh.token_multiple
         packed = (*lengths, missing) if missing else tuple(lengths)
-        found = np.zeros((4, sum(packed)), np.int64)  # tokens, positions, pages, offsets; padding goes to page 0
-        at = 0
+        inputs = np.zeros((4, sum(packed)), np.int64)  # tokens, positions, pages, offsets; padding goes to page 0
+        start = 0
         for ids, pages in prompts:
-            here, positions = slice(at, at + len(ids)), np.arange(len(ids))
-            found[:, here] = ids, positions, np.array(pages)[positions // page], positions % page
-            at += len(ids)
-        tokens, positions, pages, offsets = torch.from_numpy(found).to(device)
+            positions = np.arange(len(ids))
+            entries = np.array(pages)[positions // page_size], positions % page_size
+            inputs[:, start : start + len(ids)] = ids, positions, *entries
+            start += len(ids)
+        tokens, at, page_of, offsets = torch.from_numpy(inputs).to(device)
         spans = Spans(cumulative(packed).to(device), packed)
-        cos, sin = self.cos[positions], self.sin[positions]
-        context = PrefillContext(cos, sin, spans, self.kernels, self.cache, pages, offsets, Routes())
+        cos, sin = self.cos[at], self.sin[at]
+        context = PrefillContext(cos, sin, self.kernels, self.cache, page_of, offsets, Routes(), spans)
         hidden = self._hidden(tokens, context)
         last = spans.cu_seqlens[1 : len(lengths) + 1].long() - 1
-        moe = self.spec.moe if self.chosen is not None else None
-        return hidden[last], None if moe is None else chosen_in(context.routes, moe, self.mesh["tp"])
+        return hidden[last], None if self.experts is None else self._experts(context.routes)
 
-    def first(self, hidden: Tensor, owners: Sequence[int], streams: Numbers) -> NDArray[np.float64]:
-        """The first draw of rows by hidden states [n, D], `owners` naming each row's: ids and log-probs [1, 2, rows]."""
+    def sample_first(self, hidden: Tensor, owners: Sequence[int], streams: Numbers) -> NDArray[np.float64]:
+        """First tokens, row i's from the hidden state [n, D] of `owners[i]`: ids and log-probs [1, 2, rows]."""
         z = self.logits(hidden)[torch.tensor(owners, device=hidden.device)]
         noise = torch.from_numpy(streams).to(hidden.device)
-        found: NDArray[np.float64] = self._draw(z, noise, torch.zeros_like(noise))[None].cpu().numpy()
-        return found
+        outputs: NDArray[np.float64] = self._draw(z, noise, torch.zeros_like(noise))[None].cpu().numpy()
+        return outputs
 
-    def put(self, numbers: Numbers, table: Numbers) -> None:
-        """These rows run from now on, as they stand.
+    def set_rows(self, state: Numbers, page_table: Numbers) -> None:
+        """state [4, rows]: next token, length in the cache, tokens drawn, noise stream. page_table [rows, table_width]."""
+        n = state.shape[1]
+        padded = self._padded(n)
+        both = np.zeros((len(STATE), padded), np.int64)
+        both[:-1, :n], both[-1, :n] = state, 1
+        self.state[:, :padded] = torch.from_numpy(both)
+        self.page_table[:n] = torch.from_numpy(page_table)
+        self.page_table[n:padded] = 0
 
-        numbers [4, rows]: each row's next token, how many entries it has, how many tokens were drawn, its stream of noise.
-        table [rows, width]: its pages, then zeros.
-        """
-        n = numbers.shape[1]
-        filled = self._filled(n)
-        padded = np.zeros((len(NUMBERS), filled), np.int64)
-        padded[:-1, :n], padded[-1, :n] = numbers, 1
-        self.numbers[:, :filled] = torch.from_numpy(padded)
-        self.table[:n] = torch.from_numpy(table)
-        self.table[n:filled] = 0
-
-    def run(self, n: int, steps: int) -> NDArray[np.float64]:
-        """`steps` tokens for each of the n rows that were put: ids and log-probs [steps, 2, rows]."""
-        filled = self._filled(n)
-        self.tick.zero_()
-        step = self._step(filled)
+    def decode(self, n: int, steps: int) -> NDArray[np.float64]:
+        """Ids and log-probs [steps, 2, n]."""
+        self.step_index.zero_()
+        step = self._step(self._padded(n))
         for _ in range(steps):
             step()
-        found: NDArray[np.float64] = self.drawn[:steps, :, :n].cpu().numpy()
-        return found
+        outputs: NDArray[np.float64] = self.outputs[:steps, :, :n].cpu().numpy()
+        return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits [n, V] of hidden states [n, D], on every rank of tp. Padding of the vocabulary is gone."""
+        """[n, V] on every tp rank, without the vocabulary's padding."""
         tp, head = self.mesh["tp"], self.model.lm_head
         z = head.logits(hidden)
         if tp.size == 1:
@@ -157,60 +137,60 @@ class ModelRunner:
         shard = F.pad(z, (0, head.weight.shape[0] - head.columns)).T
         return all_gather(shard, tp)[: self.spec.vocab_size].T.contiguous()
 
-    def _filled(self, n: int) -> int:
-        """How many rows are computed where n run."""
-        return n if self.recorder is None else pad_to_bucket(n)
+    def _padded(self, n: int) -> int:
+        return n if self.capture is None else pad_to_bucket(n)
 
     def _hidden(self, tokens: Tensor, context: Context) -> Tensor:
-        """The hidden states of all tokens, on every rank of tp."""
         return all_gather(self.model.model(tokens, context), self.mesh["tp"])
 
+    def _experts(self, routes: Routes) -> Tensor:
+        """[T, M, K]."""
+        assert self.spec.moe is not None
+        experts = torch.stack([routes.chosen[layer] for layer in self.spec.moe.numbers], dim=1)
+        return stack_over(experts, self.mesh["tp"]).flatten(0, 1)
+
     def _step(self, n: int) -> Step:
-        """One step of n rows, recorded as far as it can be: the search for a nucleus asks the device how far to look."""
         if n not in self._steps:
             assert self.params is not None
-            forward: Callable[[], Tensor] = partial(self._forward, n)
-            asks = self.params.cuts and self.params.top_p < 1
-            if self.recorder is not None and asks:
-                forward = self.recorder(forward)
-            step: Step = partial(self._take_from, forward, n)
-            if self.recorder is not None and not asks:
-                step = self.recorder(step)
-            self._steps[n] = step
+            synchronizes = self.params.cuts and self.params.top_p < 1
+            forward: Step = partial(self._forward, n)
+            if self.capture is not None and synchronizes:
+                forward = self.capture(forward)
+            step: Step = partial(self._decode_step, forward, n)
+            self._steps[n] = step if self.capture is None or synchronizes else self.capture(step)
         return self._steps[n]
 
     def _forward(self, n: int) -> Tensor:
-        """Give the first n rows their tokens: the logits [n, V] of what follows."""
-        tokens, lengths = self.numbers[:2, :n]
-        page, table = self.size.page, self.table[:n]
-        pages = table.gather(1, (lengths // page)[:, None])[:, 0]
+        """The logits [n, V] after the next tokens."""
+        tokens, lengths = self.state[:2, :n]
+        page_size, page_table = self.size.page_size, self.page_table[:n]
+        pages = page_table.gather(1, (lengths // page_size)[:, None])[:, 0]
         missing = -n % self.mesh.token_multiple
         positions, tokens = (F.pad(x, (0, missing)) if missing else x for x in (lengths, tokens))
         cos, sin = self.cos[positions], self.sin[positions]
-        places = (table, lengths + 1, pages, lengths % page)
-        context = DecodeContext(cos, sin, self.kernels, self.cache, *places, Routes())
+        entries = (pages, lengths % page_size, Routes(), page_table, lengths + 1)
+        context = DecodeContext(cos, sin, self.kernels, self.cache, *entries)
         hidden = self._hidden(tokens, context)[:n]
-        if self.chosen is not None and self.spec.moe is not None:
-            chosen = chosen_in(context.routes, self.spec.moe, self.mesh["tp"])[:n]
-            self.chosen[:, :n].index_copy_(0, self.tick, chosen[None].to(self.chosen.dtype))
+        if self.experts is not None:
+            experts = self._experts(context.routes)[:n]
+            self.experts[:, :n].index_copy_(0, self.step_index, experts[None].to(self.experts.dtype))
         return self.logits(hidden)
 
-    def _take_from(self, forward: Callable[[], Tensor], n: int) -> None:
-        """Draw the next token of the first n rows from what the model says, and note it."""
+    def _decode_step(self, forward: Step, n: int) -> None:
         z = forward()
-        token, length, drawn, stream, going = self.numbers[:, :n]
-        found = self._draw(z, stream, drawn)
-        self.drawn[:, :, :n].index_copy_(0, self.tick, found[None])
-        token.copy_(found[0])
-        length.add_(going)
-        drawn.add_(going)
-        self.tick.add_(1)
+        token, length, drawn, stream, active = self.state[:, :n]
+        output = self._draw(z, stream, drawn)
+        self.outputs[:, :, :n].index_copy_(0, self.step_index, output[None])
+        token.copy_(output[0])
+        length.add_(active)
+        drawn.add_(active)
+        self.step_index.add_(1)
 
     def _draw(self, z: Tensor, streams: Tensor, positions: Tensor) -> Tensor:
-        """Ids and log-probs [2, n], those of tp rank 0 on every rank: devices may round apart. Ids are exact in float64."""
+        """Ids and log-probs [2, n], tp rank 0's on every rank: devices may round apart."""
         assert self.params is not None
         if self.kernels.draw is not None and not self.params.cuts and z.dtype != torch.float64:
-            drawn = self.kernels.draw(z, streams, positions, self.params.temperature, self.refused)
+            drawn = self.kernels.draw(z, streams, positions, self.params.temperature, self.banned_mask)
         else:
             uniforms = bits_at(streams, positions).to(torch.float64) * 2.0**-53
             ids, log_probs = draw(z, uniforms, self.params, self.banned)

@@ -1,67 +1,101 @@
-"""From logits to a token: temperature, top-k, top-p, and the inverse of the cumulative distribution in float64.
+"""Sampling from logits: temperature, top-k, top-p, and the inverse CDF in float64 with counter-based noise.
 
-Tokens stay in the vocabulary's order throughout. Cuts are thresholds, so equally likely tokens stay or go together and
-no order of sorting can show. Only the cuts look for the largest weights. On GPUs `kernels.draw_triton` draws by the same
-rules where nothing is cut.
+Cuts are thresholds: equally likely tokens stay or go together. `kernels.sampling_triton` has the same rules without
+cuts.
+
+Noise hashes (seed, step, row, sample, position), each key by one round of SplitMix64 (Steele, Lea, Flood 2014). The
+position is last, so a device draws from a row's stream by itself. NumPy and torch compute the same bits.
 """
 
-from collections.abc import Iterator
+from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.rollout.base import SamplingParams
 
-BLOCK = 256  # neighboring tokens that are first drawn together, then apart
-CPU_ELEMENTS = 1 << 22  # logits that one pass touches, which bounds its temporaries
-GPU_ELEMENTS = 1 << 24  # enough of them to fill a GPU
-NUCLEUS_GUESSES = (64, 2048)  # how many likeliest tokens to look at before looking at all
+Words = TypeVar("Words", NDArray[np.int64], Tensor)
+
+BLOCK = 256  # a draw picks a block of tokens, then a token
+CPU_ELEMENTS = 1 << 22  # logits of one pass
+GPU_ELEMENTS = 1 << 24
+NUCLEUS_GUESSES = (64, 2048)  # tokens to sort before all are
 BELOW_ONE = 1 - 2.0**-53
 
 
-def draw(z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One id a row of the logits z [n, V] by its uniform number [n], and its log-prob: both [n], the latter float64.
+def _signed(value: int) -> int:
+    """As a signed 64-bit number."""
+    value &= (1 << 64) - 1
+    return value - (value >> 63 << 64)
 
-    The log-prob is that at the temperature, before cuts and bans; temperature 0 takes the likeliest id, the first among
-    equals, and its log-prob at temperature 1. banned: `banned_of(params)`, for who has it on the device already. Given
-    that and a top_p of 1, nothing is asked of the device, and nothing sent there.
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+
+
+def uniforms(
+    seed: int, step: int, rows: NDArray[np.int64], samples: NDArray[np.int64], position: int
+) -> NDArray[np.float64]:
+    """Noise [n] in [0, 1) for `rows` [n] and `samples` [n]."""
+    keys = streams(seed, step, rows, samples)
+    return bits_at(keys, np.full_like(keys, _signed(position))).astype(np.float64) * 2.0**-53
+
+
+def streams(seed: int, step: int, rows: NDArray[np.int64], samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The hash of all keys but the position."""
+    state = np.zeros(rows.shape, np.int64)
+    for key in (_signed(seed), _signed(step), rows.astype(np.int64), samples.astype(np.int64)):
+        state = _mixed((state ^ key) + _GAMMA)
+    return state
+
+
+def bits_at(streams: Words, positions: Words) -> Words:
+    """53 bits of each stream [n] at its position [n]: the noise times 2^53."""
+    return _shifted(_mixed((streams ^ positions) + _GAMMA), 11)
+
+
+def draw(z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One id for each row of the logits z [n, V] by its noise [n], and its log-prob in float64.
+
+    Log-probs are before cuts and bans; greedy ones at temperature 1. banned: `banned_of(params)`; with it and top_p=1
+    nothing synchronizes.
     """
     if banned is None:
         banned = banned_of(params, z.device)
-    drawn = [_draw(z[rows], uniforms[rows], params, banned) for rows in _row_blocks(z)]
+    rows = max(1, (CPU_ELEMENTS if z.device.type == "cpu" else GPU_ELEMENTS) // z.shape[1])
+    drawn = [_draw(*part, params, banned) for part in zip(z.split(rows), uniforms.split(rows), strict=True)]
     ids, log_probs = zip(*drawn, strict=True)
     return torch.cat(ids), torch.cat(log_probs)
 
 
 def banned_of(params: SamplingParams, device: torch.device) -> Tensor:
-    """The banned ids on a device."""
     return torch.tensor(params.banned_ids, dtype=torch.int64, device=device)
 
 
 def mask_of(ids: Tensor, columns: int) -> Tensor:
-    """A byte for each of the vocabulary's ids, 1 for these."""
+    """uint8 [columns], 1 for these ids."""
     return torch.zeros(columns, dtype=torch.uint8, device=ids.device).index_fill_(0, ids, 1)
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first index [n] at which the running sum of the weights [n, V] exceeds `uniforms` [n] of the total.
-
-    In two steps: the block of the vocabulary, then the token in it. An index of weight 0 is never the first to exceed.
-    """
+    """The first index [n] where the running sum of the weights [n, V] exceeds `uniforms` [n] of the total: never one of
+    weight 0."""
     blocks = _in_blocks(weights)
     running = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     target = uniforms * running[:, -1]
     block = (running <= target[:, None]).sum(-1)
     before = F.pad(running, (1, 0)).gather(1, block[:, None])[:, 0]
     inside = blocks[torch.arange(len(block), device=block.device), block].to(torch.float64).cumsum(-1)
-    # a block's sum and its running sum may round apart: what is left to find must lie inside
+    # the block's sum and its running sum may round apart
     rest = torch.minimum(target - before, inside[:, -1] * BELOW_ONE)
     return block * BLOCK + (inside <= rest[:, None]).sum(-1)
 
 
 def cut(weights: Tensor, top_k: int, top_p: float) -> Tensor:
-    """`weights` [n, V] with zeros outside the `top_k` likeliest, then outside the fewest that hold `top_p`."""
+    """Zeros outside the `top_k` likeliest, then outside the fewest that hold `top_p`."""
     if 0 < top_k < weights.shape[1]:
         weights = _at_least(weights, weights.topk(top_k, sorted=True).values[:, -1:])
     if top_p < 1:
@@ -71,31 +105,29 @@ def cut(weights: Tensor, top_k: int, top_p: float) -> Tensor:
 
 def _draw(z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor) -> tuple[Tensor, Tensor]:
     scaled = z / params.temperature if params.temperature not in (0, 1) else z
-    free = scaled.index_fill(-1, banned, -torch.inf) if params.banned_ids else scaled
-    peak = free.amax(-1, keepdim=True)
-    weights = (free - peak).exp_()
+    allowed = scaled.index_fill(-1, banned, -torch.inf) if params.banned_ids else scaled
+    peak = allowed.amax(-1, keepdim=True)
+    weights = (allowed - peak).exp_()
     if params.temperature == 0:
-        ids = free.argmax(-1)
+        ids = allowed.argmax(-1)
     else:
         ids = inverse_cdf(cut(weights, params.top_k, params.top_p), uniforms)
-    total = _in_blocks(weights).sum(-1, dtype=torch.float64).sum(-1)
     picked = (scaled.gather(1, ids[:, None]) - peak)[:, 0].to(torch.float64)
-    everything = total.log()
+    log_total = _in_blocks(weights).sum(-1, dtype=torch.float64).sum(-1).log()
     if params.banned_ids:
-        rest = (scaled[:, banned] - peak).to(torch.float64).logsumexp(-1)
-        everything = torch.logaddexp(everything, rest)
-    return ids, picked - everything
+        log_total = torch.logaddexp(log_total, (scaled[:, banned] - peak).to(torch.float64).logsumexp(-1))
+    return ids, picked - log_total
 
 
 def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
-    """The smallest weight [n, 1] among the fewest likeliest tokens that hold `top_p` of a row's sum."""
+    """The smallest weight [n, 1] of the nucleus. Synchronizes."""
     target = top_p * weights.sum(-1, keepdim=True, dtype=torch.float64)
     for width in (*(n for n in NUCLEUS_GUESSES if n < weights.shape[1]), weights.shape[1]):
         largest = weights.topk(width, sorted=True).values
         running = largest.cumsum(-1, dtype=torch.float64)
         if bool((running[:, -1:] >= target).all()):
             break
-    needed = (running < target).sum(-1, keepdim=True).clamp_(max=width - 1)  # all of them may round below the target
+    needed = (running < target).sum(-1, keepdim=True).clamp_(max=width - 1)
     return largest.gather(1, needed)
 
 
@@ -104,12 +136,18 @@ def _at_least(weights: Tensor, floor: Tensor) -> Tensor:
 
 
 def _in_blocks(weights: Tensor) -> Tensor:
-    """[n, V] -> [n, blocks, BLOCK], zeros at the end."""
+    """[n, V] -> [n, blocks, BLOCK], padded with zeros."""
     missing = -weights.shape[1] % BLOCK
     return (F.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, BLOCK))
 
 
-def _row_blocks(z: Tensor) -> Iterator[slice]:
-    n, columns = z.shape
-    step = max(1, (CPU_ELEMENTS if z.device.type == "cpu" else GPU_ELEMENTS) // columns)
-    return (slice(start, min(start + step, n)) for start in range(0, n, step))
+def _mixed(x: Words) -> Words:
+    """SplitMix64's finalizer."""
+    x = (x ^ _shifted(x, 30)) * _FACTORS[0]
+    x = (x ^ _shifted(x, 27)) * _FACTORS[1]
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Words, by: int) -> Words:
+    """Logical, to the right."""
+    return (x >> by) & ((1 << (64 - by)) - 1)

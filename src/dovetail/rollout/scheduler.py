@@ -1,9 +1,5 @@
-"""Which rows run, and on which pages of the cache: plain numbers, decided on the host alike on every rank of tp.
-
-A row gets all the pages that it may come to need when it enters, so no row is ever thrown out. The full pages of a
-prompt serve all its samples; what lies in a page that is not full is copied for each, except for the last to enter, which
-takes over the prompt's own. Pages are free again as soon as nobody holds them, and prompts that wait enter then.
-"""
+"""Continuous batching on the host, alike on every tp rank. A sequence gets all pages that it may need when it is
+admitted, so none is preempted."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -14,307 +10,226 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.rollout.base import Prompt, SamplingParams
+from dovetail.rollout.base import SampleBuffer
+from dovetail.rollout.kv_cache import PageBudget, PagePool
 from dovetail.rollout.model_runner import ModelRunner, Numbers
-from dovetail.rollout.noise import streams
-from dovetail.rollout.results import SampleBuffer
+from dovetail.rollout.sampling import streams
 
-# Share of the rows that went before: as long as more are going, prompts wait, so that several are computed together.
-ENTER_BELOW = 0.75
-
-
-class PagePool:
-    """Pages 1 to `count` and how many hold each. Page 0 is nobody's: it takes what is written and never read."""
-
-    def __init__(self, count: int) -> None:
-        self._free = list(range(count, 0, -1))
-        self._holders = [0] * (count + 1)
-
-    @property
-    def free(self) -> int:
-        """How many pages nobody holds."""
-        return len(self._free)
-
-    def take(self, n: int) -> list[int]:
-        """`n` pages that nobody held."""
-        assert n <= self.free, f"{n} pages wanted, {self.free} free"
-        taken = [self._free.pop() for _ in range(n)]
-        self.share(taken)
-        return taken
-
-    def share(self, pages: list[int]) -> None:
-        """One more holder for each."""
-        for page in pages:
-            self._holders[page] += 1
-
-    def give_back(self, pages: list[int]) -> None:
-        """One holder less for each."""
-        for page in pages:
-            self._holders[page] -= 1
-            assert self._holders[page] >= 0, f"page {page} was given back by nobody who held it"
-            if not self._holders[page]:
-                self._free.append(page)
+ADMIT_BELOW = 0.75  # of the last batch is running: prompts wait until then, so that several are prefilled together
 
 
 @dataclass
 class CachedPrompt:
-    """A prompt whose entries are in the cache, for as long as samples of it wait."""
+    """waiting: its samples that are not admitted yet."""
 
-    prompt: int
+    index: int
     length: int
     pages: list[int]
-    left: int
+    waiting: int
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sample that runs. copied: (from, to), the pages of the prompt's last tokens, where it needs its own."""
+    """One running sample. copy: (from, to), for the partly filled page of its prompt."""
 
     prompt: int
     sample: int
     length: int  # of the prompt
     pages: list[int]
-    copied: tuple[int, int] | None
+    copy: tuple[int, int] | None
 
 
-@dataclass(frozen=True)
-class PageBudget:
-    """How many pages of how many entries `samples` rows of `new` tokens take, for prompts by their length."""
-
-    samples: int
-    new: int
-    page: int
-
-    def prompt(self, length: int) -> int:
-        return -(-length // self.page)
-
-    def row(self, length: int) -> int:
-        """A row's whole table. The last token that is drawn gets no entry."""
-        return max(self.prompt(length), -(-(length + self.new - 1) // self.page))
-
-    def own(self, length: int, *, last: bool) -> int:
-        """What a row takes beyond its prompt's pages."""
-        return self.row(length) - (self.prompt(length) if last else length // self.page)
-
-    def least(self, length: int) -> int:
-        """What must be there for a prompt and one of its rows to run."""
-        return self.prompt(length) + self.own(length, last=self.samples == 1)
-
-    def all_rows(self, length: int) -> int:
-        """A prompt and all its rows."""
-        return self.prompt(length) + self.own(length, last=True) + (self.samples - 1) * self.own(length, last=False)
-
-
-class Schedule:
-    """Prompts that wait (number -> length), longest first, and the pages of those that run."""
+class Scheduler:
+    """Waiting prompts (index -> length), longest first, and the running samples."""
 
     def __init__(
-        self, lengths: Mapping[int, int], need: PageBudget, pool: PagePool, *, most_rows: int, prefill_tokens: int
+        self,
+        lengths: Mapping[int, int],
+        budget: PageBudget,
+        pool: PagePool,
+        max_num_seqs: int,
+        max_prefill_tokens: int,
     ) -> None:
-        """most_rows: that run at a time. prefill_tokens: of prompts that are computed together, or one longer prompt."""
-        self.lengths, self.need, self.pool = lengths, need, pool
-        self.most_rows, self.prefill_tokens = most_rows, prefill_tokens
+        """max_prefill_tokens: of prompts prefilled together; a longer one is alone."""
+        self.lengths, self.budget, self.pool = lengths, budget, pool
+        self.max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
         self.waiting = deque(sorted(lengths, key=lambda i: (-lengths[i], i)))
-        self.current: CachedPrompt | None = None  # the one prompt that some, not all samples of have entered
+        self.current: CachedPrompt | None = None  # partly admitted
         self.running = 0
-        self._ran = 0
+        self._admitted = 0
 
     @property
-    def ready(self) -> bool:
-        """Whether so many rows left that prompts should enter."""
-        return self.running <= ENTER_BELOW * self._ran
+    def should_admit(self) -> bool:
+        return self.running <= ADMIT_BELOW * self._admitted
 
     @property
-    def done(self) -> bool:
-        """Whether every row has entered."""
+    def all_admitted(self) -> bool:
         return self.current is None and not self.waiting
 
-    def enter(self) -> tuple[list[CachedPrompt], list[Request]]:
-        """Prompts to compute now, and the rows that run from now on: of these, and of one computed before.
-
-        To be called again until no more rows enter.
-        """
+    def admit(self) -> tuple[list[CachedPrompt], list[Request]]:
+        """Prompts to prefill, and samples that run from now on. Repeat until there are none."""
         prompts: list[CachedPrompt] = []
-        rows: list[Request] = []
+        requests: list[Request] = []
         tokens = 0
-        while self.running + len(rows) < self.most_rows:
+        while self.running + len(requests) < self.max_num_seqs:
             if self.current is None:
                 length = self.lengths[self.waiting[0]] if self.waiting else 0
-                if not length or (prompts and tokens + length > self.prefill_tokens):
+                if not length or (prompts and tokens + length > self.max_prefill_tokens):
                     break
-                if self.need.least(length) > self.pool.free:
+                if self.budget.pages_for_first(length) > self.pool.num_free:
                     break
-                pages = self.pool.take(self.need.prompt(length))
-                self.current = CachedPrompt(self.waiting.popleft(), length, pages, self.need.samples)
+                pages = self.pool.allocate(self.budget.pages_for_prompt(length))
+                self.current = CachedPrompt(self.waiting.popleft(), length, pages, self.budget.samples)
                 prompts.append(self.current)
                 tokens += length
-            if self.need.own(self.current.length, last=self.current.left == 1) > self.pool.free:
+            last = self.current.waiting == 1
+            if self.budget.pages_beyond_prompt(self.current.length, last=last) > self.pool.num_free:
                 break
-            rows.append(self._row(self.current))
-            if not self.current.left:
+            requests.append(self._next_sample(self.current))
+            if last:
                 self.current = None
-        self.running += len(rows)
-        if not rows:
-            self._ran = self.running
-        return prompts, rows
+        self.running += len(requests)
+        if not requests:
+            self._admitted = self.running
+        return prompts, requests
 
-    def leave(self, pages: list[list[int]]) -> None:
-        """The rows with these pages have ended."""
-        for each in pages:
-            self.pool.give_back(each)
-        self.running -= len(pages)
+    def free(self, page_tables: list[list[int]]) -> None:
+        """Samples with these pages have finished."""
+        for pages in page_tables:
+            self.pool.free(pages)
+        self.running -= len(page_tables)
 
-    def _row(self, held: CachedPrompt) -> Request:
-        """The next sample of a prompt that is held."""
-        sample, full = self.need.samples - held.left, held.length // self.need.page
-        last = held.left == 1
-        held.left -= 1
-        own = self.pool.take(self.need.own(held.length, last=last))
+    def _next_sample(self, prompt: CachedPrompt) -> Request:
+        sample, full = self.budget.samples - prompt.waiting, prompt.length // self.budget.page_size
+        last = prompt.waiting == 1
+        prompt.waiting -= 1
+        own = self.pool.allocate(self.budget.pages_beyond_prompt(prompt.length, last=last))
         if last:
-            return Request(held.prompt, sample, held.length, held.pages + own, None)
-        self.pool.share(held.pages[:full])
-        copied = (held.pages[full], own[0]) if held.length % self.need.page else None
-        return Request(held.prompt, sample, held.length, held.pages[:full] + own, copied)
+            return Request(prompt.index, sample, prompt.length, prompt.pages + own, None)
+        self.pool.share(prompt.pages[:full])
+        copy = (prompt.pages[full], own[0]) if prompt.length % self.budget.page_size else None
+        return Request(prompt.index, sample, prompt.length, prompt.pages[:full] + own, copy)
 
 
-TOKEN, LENGTH, DRAWN = range(3)  # of `RunningBatch.numbers`, as `ModelRunner.put` takes them
+TOKEN, LENGTH, DRAWN = range(3)  # of `RunningBatch.state`
 
 
 class RunningBatch:
-    """The running rows: numbers [4, n] and table [n, W] for `ModelRunner.put`, slots [n] in `found`, and their pages."""
+    """`ModelRunner.set_rows` takes its state [4, n] and page table; slots [n] are in the buffer. New samples lack their
+    prompt's last entry."""
 
-    def __init__(self, new: int, stops: Sequence[int], width: int, found: SampleBuffer) -> None:
-        self.new, self.stops, self.found = new, np.array(stops, np.int64), found
-        self.numbers: Numbers = np.zeros((4, 0), np.int64)
-        self.table: Numbers = np.zeros((0, width), np.int64)
-        self.slots: Numbers = np.zeros(0, np.int64)
-        self.pages: list[list[int]] = []
+    def __init__(self, requests: Sequence[Request], slots: Numbers, noise: Numbers, width: int) -> None:
+        lengths = np.array([request.length - 1 for request in requests], np.int64)
+        zeros = np.zeros_like(lengths)
+        self.state: Numbers = np.stack((zeros, lengths, zeros, noise))
+        self.page_table: Numbers = np.zeros((len(requests), width), np.int64)
+        for i, request in enumerate(requests):
+            self.page_table[i, : len(request.pages)] = request.pages
+        self.slots, self.pages = slots, [request.pages for request in requests]
 
     def __len__(self) -> int:
         return len(self.slots)
 
-    @property
-    def longest_left(self) -> int:
-        """The most tokens that any row may still get."""
-        return self.new - int(self.numbers[DRAWN].min())
-
-    def join(self, other: "RunningBatch") -> None:
-        """Put another's rows behind these."""
-        self.numbers = np.concatenate((self.numbers, other.numbers), axis=1)
-        self.table = np.concatenate((self.table, other.table))
+    def extend(self, other: "RunningBatch") -> None:
+        self.state = np.concatenate((self.state, other.state), axis=1)
+        self.page_table = np.concatenate((self.page_table, other.page_table))
         self.slots = np.concatenate((self.slots, other.slots))
         self.pages = self.pages + other.pages
 
-    def add(self, rows: Sequence[Request], slots: Numbers, noise: Numbers) -> None:
-        """Rows whose first token is not drawn yet, which is why they lack the entry of a prompt's last one."""
-        count = len(rows)
-        lengths = np.array([row.length - 1 for row in rows], np.int64)
-        zeros = np.zeros_like(lengths)
-        self.numbers = np.stack((zeros, lengths, zeros, noise))
-        self.table = np.zeros((count, self.table.shape[1]), np.int64)
-        for i, row in enumerate(rows):
-            self.table[i, : len(row.pages)] = row.pages
-        self.slots, self.pages = slots, [row.pages for row in rows]
-
-    def accept(self, drawn: NDArray[np.float64], chosen: Tensor | None = None) -> list[list[int]]:
-        """Note ids and log-probs [steps, 2, n], each row's up to its end, and drop rows that ended: their pages.
-
-        chosen [steps, n, M, K]: the experts of the tokens that these steps took in.
-        """
-        ids, steps = drawn[:, 0].astype(np.int64), len(drawn)
-        _, lengths, counts, _ = self.numbers
-        stopped = np.isin(ids, self.stops)
-        until = np.where(stopped.any(0), stopped.argmax(0) + 1, steps)  # steps up to a stop, and with it
-        taken = np.minimum(until, self.new - counts)
-        ended = stopped.any(0) & (until == taken) | (counts + taken == self.new)
-        step, row = np.nonzero(np.arange(steps)[:, None] < taken)
-        slots, at = self.slots[row], counts[row] + step
-        self.found.ids.numpy()[slots, at] = ids[step, row]
-        self.found.log_probs.numpy()[slots, at] = drawn[step, 1, row]
-        self.found.counts.numpy()[self.slots] += taken
-        if chosen is not None and self.found.routes is not None:
-            indices = (torch.from_numpy(x).to(chosen.device) for x in (slots, lengths[row] + step, step, row))
-            slots_there, positions, step_there, row_there = indices
-            self.found.routes.put(slots_there, positions, chosen[step_there, row_there])
-        self.numbers[TOKEN] = ids[-1]
-        self.numbers[LENGTH : DRAWN + 1] += steps
-        return self._keep(~ended)
-
-    def _keep(self, going: NDArray[np.bool_]) -> list[list[int]]:
-        """Drop all other rows: their pages."""
-        gone = [pages for pages, stays in zip(self.pages, going, strict=True) if not stays]
-        self.pages = [pages for pages, stays in zip(self.pages, going, strict=True) if stays]
-        self.numbers, self.table, self.slots = self.numbers[:, going], self.table[going], self.slots[going]
-        return gone
+    def drop(self, finished: NDArray[np.bool_]) -> list[list[int]]:
+        """Remove finished samples: their pages."""
+        freed = [pages for pages, over in zip(self.pages, finished, strict=True) if over]
+        self.pages = [pages for pages, over in zip(self.pages, finished, strict=True) if not over]
+        going = ~finished
+        self.state, self.page_table, self.slots = self.state[:, going], self.page_table[going], self.slots[going]
+        return freed
 
 
 class GenerationLoop:
     """One call of `sample` on one replica."""
 
-    def __init__(
-        self,
-        deck: ModelRunner,
-        schedule: Schedule,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        found: SampleBuffer,
-    ) -> None:
-        self.deck, self.schedule, self.prompts, self.params, self.found = deck, schedule, prompts, params, found
-        self.rows = self._no_rows()
-        self._hidden: dict[int, Tensor] = {}  # by prompt with samples that wait: what their first tokens are drawn from
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, buffer: SampleBuffer) -> None:
+        self.runner, self.scheduler, self.buffer = runner, scheduler, buffer
+        self.prompts, self.params = buffer.prompts, buffer.params
+        self.stop_ids = np.array(buffer.params.stop_ids, np.int64)
+        none = np.zeros(0, np.int64)
+        self.batch = RunningBatch((), none, none, runner.size.table_width)
+        self._hidden: dict[int, Tensor] = {}  # last hidden states of prompts with waiting samples
 
     def run(self) -> None:
-        """Until every sample of every prompt has ended."""
-        changed = True  # the rows, since they were put on the deck
+        changed = True
         while True:
-            if self.schedule.ready:
-                while self._enter(*self.schedule.enter()):
+            if self.scheduler.should_admit:
+                while self._admit(*self.scheduler.admit()):
                     changed = True
-            if not len(self.rows):
-                assert self.schedule.done, "prompts wait, and nothing runs that could make room for them"
+            if not len(self.batch):
+                assert self.scheduler.all_admitted, "prompts wait, but nothing runs that could free pages for them"
                 return
-            steps = min(self.deck.size.ahead, self.rows.longest_left)
+            left = self.params.max_new_tokens - int(self.batch.state[DRAWN].min())
+            steps = min(self.runner.size.decode_steps, left)
             if changed:
-                self.deck.put(self.rows.numbers, self.rows.table)
-            gone = self.rows.accept(self.deck.run(len(self.rows), steps), self.deck.chosen)
-            self.schedule.leave(gone)
-            changed = bool(gone)
+                self.runner.set_rows(self.batch.state, self.batch.page_table)
+            outputs = self.runner.decode(len(self.batch), steps)
+            freed = self._accept(self.batch, outputs, self.runner.experts)
+            self.scheduler.free(freed)
+            changed = bool(freed)
 
-    def _enter(self, computed: Sequence[CachedPrompt], entered: Sequence[Request]) -> bool:
-        """Compute prompts, draw the first tokens of rows, and let those join that want more; False: there were none."""
-        if not entered:
+    def _admit(self, prefilled: Sequence[CachedPrompt], requests: Sequence[Request]) -> bool:
+        """Prefill, draw first tokens, and add samples that go on; False: there were none."""
+        if not requests:
             return False
-        if computed:
-            self._compute(computed)
-        self.deck.cache.copy([row.copied for row in entered if row.copied is not None])
-        owners = list(dict.fromkeys(row.prompt for row in entered))
-        samples = np.array([row.sample for row in entered], np.int64)
-        numbers = np.array([self.prompts[row.prompt].row for row in entered], np.int64)
-        slots = np.array([row.prompt for row in entered], np.int64) * self.params.samples + samples
-        noise = streams(self.params.seed, self.params.step, numbers, samples)
+        if prefilled:
+            self._prefill(prefilled)
+        self.runner.cache.copy_pages([request.copy for request in requests if request.copy is not None])
+        owners = list(dict.fromkeys(request.prompt for request in requests))
+        samples = np.array([request.sample for request in requests], np.int64)
+        rows = np.array([self.prompts[request.prompt].row for request in requests], np.int64)
+        slots = np.array([request.prompt for request in requests], np.int64) * self.params.samples + samples
+        noise = streams(self.params.seed, self.params.step, rows, samples)
         hidden = torch.stack([self._hidden[prompt] for prompt in owners])
         places = {prompt: place for place, prompt in enumerate(owners)}
-        new = self._no_rows()
-        new.add(entered, slots, noise)
-        self.schedule.leave(new.accept(self.deck.first(hidden, [places[row.prompt] for row in entered], noise)))
-        self.rows.join(new)
-        current = self.schedule.current
-        self._hidden = {} if current is None else {current.prompt: self._hidden[current.prompt]}
+        batch = RunningBatch(requests, slots, noise, self.runner.size.table_width)
+        outputs = self.runner.sample_first(hidden, [places[request.prompt] for request in requests], noise)
+        self.scheduler.free(self._accept(batch, outputs))
+        self.batch.extend(batch)
+        current = self.scheduler.current
+        self._hidden = {} if current is None else {current.index: self._hidden[current.index]}
         return True
 
-    def _compute(self, computed: Sequence[CachedPrompt]) -> None:
-        """Prompts into the cache. Their experts are those of all their samples."""
-        hidden, chosen = self.deck.fill([(self.prompts[held.prompt].ids, held.pages) for held in computed])
-        self._hidden |= {held.prompt: state for held, state in zip(computed, hidden, strict=True)}
-        if chosen is None or self.found.routes is None:
+    def _prefill(self, prompts: Sequence[CachedPrompt]) -> None:
+        hidden, experts = self.runner.prefill([(self.prompts[prompt.index].ids, prompt.pages) for prompt in prompts])
+        self._hidden |= {prompt.index: state for prompt, state in zip(prompts, hidden, strict=True)}
+        if experts is None:
             return
-        samples = torch.arange(self.params.samples, device=chosen.device)[:, None]
-        at = 0
-        for held in computed:
-            positions = torch.arange(held.length, device=chosen.device)[None]
-            slots = held.prompt * self.params.samples + samples
-            self.found.routes.put(slots, positions, chosen[at : at + held.length])
-            at += held.length
+        samples = torch.arange(self.params.samples, device=experts.device)[:, None]
+        start = 0
+        for prompt in prompts:
+            positions = torch.arange(prompt.length, device=experts.device)[None]
+            slots = prompt.index * self.params.samples + samples
+            self.buffer.put_experts(slots, positions, experts[start : start + prompt.length])
+            start += prompt.length
 
-    def _no_rows(self) -> RunningBatch:
-        return RunningBatch(self.params.max_new_tokens, self.params.stop_ids, self.deck.size.width, self.found)
+    def _accept(
+        self, batch: RunningBatch, outputs: NDArray[np.float64], experts: Tensor | None = None
+    ) -> list[list[int]]:
+        """Store ids and log-probs [steps, 2, n] of each row up to its end, and drop finished rows: their pages. experts
+        [steps, n, M, K]."""
+        ids, steps = outputs[:, 0].astype(np.int64), len(outputs)
+        _, lengths, counts, _ = batch.state
+        stops = np.isin(ids, self.stop_ids)
+        stopped = stops.any(0)
+        until = np.where(stopped, stops.argmax(0) + 1, steps)
+        taken = np.minimum(until, self.params.max_new_tokens - counts)
+        finished = stopped & (until == taken) | (counts + taken == self.params.max_new_tokens)
+        step, row = np.nonzero(np.arange(steps)[:, None] < taken)
+        slots, position = batch.slots[row], counts[row] + step
+        self.buffer.ids.numpy()[slots, position] = ids[step, row]
+        self.buffer.log_probs.numpy()[slots, position] = outputs[step, 1, row]
+        self.buffer.counts.numpy()[batch.slots] += taken
+        if experts is not None:
+            indices = (torch.from_numpy(x).to(experts.device) for x in (slots, lengths[row] + step, step, row))
+            slots_there, positions, step_there, row_there = indices
+            self.buffer.put_experts(slots_there, positions, experts[step_there, row_there])
+        batch.state[TOKEN] = ids[-1]
+        batch.state[LENGTH : DRAWN + 1] += steps
+        return batch.drop(finished)

@@ -1,4 +1,4 @@
-"""How the embedded sampler runs rows: pages, entering and leaving, several steps between two looks, steps that are recorded."""
+"""How the embedded sampler runs rows: pages, admission, several decode steps between two looks, captured steps."""
 
 import itertools
 from collections.abc import Callable
@@ -17,9 +17,10 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, SamplingParams
 from dovetail.rollout.cuda_graph import GraphPool
+from dovetail.rollout.kv_cache import PageBudget, PagePool
 from dovetail.rollout.model_runner import ModelRunner, RunnerSize, pad_to_bucket
 from dovetail.rollout.native import NativeSampler, SamplerOptions
-from dovetail.rollout.scheduler import PageBudget, PagePool, Request, Schedule
+from dovetail.rollout.scheduler import Request, Scheduler
 from tests.parity.configs import VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.tolerances import SUM_ORDER, assert_close
 from tests.unit.test_sampler import some_prompts
@@ -27,11 +28,11 @@ from tests.unit.test_sampler import some_prompts
 PARAMS = SamplingParams(samples=4, max_new_tokens=13, temperature=1.3, stop_ids=tuple(range(0, VOCAB, 9)), seed=2)
 
 
-def sampler_of(name: str, max_tokens: int | None = None, recorder=None, **options: Any) -> NativeSampler:
+def sampler_of(name: str, max_tokens: int | None = None, capture=None, **options: Any) -> NativeSampler:
     config = {**tiny_configs(), **moe_configs()}[name]
     spec, chosen = spec_from_config(config.to_dict()), SamplerOptions(**options)
     sampler = NativeSampler(
-        spec, Mesh.solo(), KernelSet(), torch.float64, max_tokens=max_tokens, options=chosen, recorder=recorder
+        spec, Mesh.solo(), KernelSet(), torch.float64, max_tokens=max_tokens, options=chosen, capture=capture
     )
     sampler.refill(tiny_model(config).state_dict().items())
     return sampler
@@ -43,35 +44,35 @@ def assert_same(actual: list[Completion], expected: list[Completion]) -> None:
         assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), SUM_ORDER)
 
 
-def test_pages_are_free_when_nobody_holds_them() -> None:
+def test_pages_are_free_without_references() -> None:
     pool = PagePool(5)
-    a, b = pool.take(2), pool.take(3)
-    assert sorted(a + b) == [1, 2, 3, 4, 5] and pool.free == 0
+    a, b = pool.allocate(2), pool.allocate(3)
+    assert sorted(a + b) == [1, 2, 3, 4, 5] and pool.num_free == 0
     pool.share(a)
-    pool.give_back(a)
-    assert pool.free == 0
-    pool.give_back(a)
-    pool.give_back(b[:1])
-    assert sorted(pool.take(3)) == sorted(a + b[:1])
-    with pytest.raises(AssertionError, match="given back by nobody"):
-        PagePool(2).give_back([1])
+    pool.free(a)
+    assert pool.num_free == 0
+    pool.free(a)
+    pool.free(b[:1])
+    assert sorted(pool.allocate(3)) == sorted(a + b[:1])
+    with pytest.raises(AssertionError, match="freed twice"):
+        PagePool(2).free([1])
 
 
 @pytest.mark.parametrize("pages", [7, 8, 11, 40])
 @pytest.mark.parametrize("samples", [1, 3])
 def test_every_row_runs_once_on_pages_of_its_own_and_gives_all_back(pages: int, samples: int) -> None:
-    lengths, need = {3: 9, 5: 4, 8: 10, 9: 1, 11: 8}, PageBudget(samples=samples, new=7, page=4)
+    lengths, budget = {3: 9, 5: 4, 8: 10, 9: 1, 11: 8}, PageBudget(samples=samples, new_tokens=7, page_size=4)
     pool = PagePool(pages)
-    schedule = Schedule(lengths, need, pool, most_rows=5, prefill_tokens=12)
-    assert max(map(need.least, lengths.values())) <= 7
+    scheduler = Scheduler(lengths, budget, pool, max_num_seqs=5, max_prefill_tokens=12)
+    assert max(map(budget.pages_for_first, lengths.values())) <= 7
     running: list[Request] = []
     seen: list[tuple[int, int]] = []
     most, entering = 0, True
     while True:
         while entering:
-            prompts, rows = schedule.enter()
-            assert sum(held.length for held in prompts) <= 12
-            assert {row.prompt for row in rows} >= {held.prompt for held in prompts}
+            prompts, rows = scheduler.admit()
+            assert sum(prompt.length for prompt in prompts) <= 12
+            assert {row.prompt for row in rows} >= {prompt.index for prompt in prompts}
             running += rows
             seen += [(row.prompt, row.sample) for row in rows]
             entering = bool(rows)
@@ -80,24 +81,24 @@ def test_every_row_runs_once_on_pages_of_its_own_and_gives_all_back(pages: int, 
         most = max(most, len(running))
         assert len(running) <= 5
         for row in running:
-            assert len(row.pages) == need.row(row.length) and 0 not in row.pages
+            assert len(row.pages) == budget.pages_for_sample(row.length) and 0 not in row.pages
         writable = [page for row in running for page in row.pages[row.length // 4 :]]
         shared = [page for row in running for page in row.pages[: row.length // 4]]
         assert len(set(writable)) == len(writable) and not set(writable) & set(shared)
-        schedule.leave([running.pop(0).pages])
-        entering = schedule.ready
+        scheduler.free([running.pop(0).pages])
+        entering = scheduler.should_admit
     assert sorted(seen) == [(prompt, sample) for prompt in sorted(lengths) for sample in range(samples)]
-    assert pool.free == pages
+    assert pool.num_free == pages
     assert pages < 40 or most == 5
 
 
 @pytest.mark.parametrize(
     ("max_tokens", "options"),
     [
-        (None, {"page": 4, "ahead": 5}),
-        (50, {"page": 4, "ahead": 3, "prefill_tokens": 10}),
-        (None, {"page": 5, "most_rows": 3}),
-        (1, {"page": 16, "ahead": 8}),
+        (None, {"page_size": 4, "decode_steps": 5}),
+        (50, {"page_size": 4, "decode_steps": 3, "max_prefill_tokens": 10}),
+        (None, {"page_size": 5, "max_num_seqs": 3}),
+        (1, {"page_size": 16, "decode_steps": 8}),
     ],
 )
 def test_pages_budget_and_looks_change_no_sample(max_tokens: int | None, options: dict[str, int]) -> None:
@@ -109,7 +110,7 @@ def test_pages_budget_and_looks_change_no_sample(max_tokens: int | None, options
 def test_experts_are_told_however_often_the_host_looks() -> None:
     params = replace(PARAMS, trace=True)
     expected = sampler_of("mixtral_window").sample(some_prompts(), params)
-    found = sampler_of("mixtral_window", 60, page=4, ahead=3).sample(some_prompts(), params)
+    found = sampler_of("mixtral_window", 60, page_size=4, decode_steps=3).sample(some_prompts(), params)
     assert_same(found, expected)
     for a, b in zip(found, expected, strict=True):
         assert a.routing is not None and b.routing is not None
@@ -117,55 +118,55 @@ def test_experts_are_told_however_often_the_host_looks() -> None:
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_steps_are_recorded_once_a_number_of_rows_and_stay_valid(top_p: float) -> None:
+def test_steps_are_captured_once_a_bucket_and_stay_valid(top_p: float) -> None:
     """The same code as with CUDA graphs, which replay instead of running."""
-    recorded: list[int] = []
+    captured: list[int] = []
 
-    def recorder(fn: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        recorded.append(0)
-        place = len(recorded) - 1
+    def capture(fn: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        captured.append(0)
+        place = len(captured) - 1
 
         def run() -> Tensor:
-            recorded[place] += 1
+            captured[place] += 1
             return fn()
 
         return run
 
     params = replace(PARAMS, top_p=top_p, stop_ids=())
     expected = sampler_of("llama").sample(some_prompts(), params)
-    sampler = sampler_of("llama", 200, recorder, page=4, ahead=2, hold=True)
+    sampler = sampler_of("llama", 200, capture, page_size=4, decode_steps=2, keep_cache=True)
     assert_same(sampler.sample(some_prompts(), params), expected)
-    count, steps = len(recorded), sum(recorded)
+    count, steps = len(captured), sum(captured)
     assert count == 2, "of 8 rows, and of 32"
     assert_same(sampler.sample(some_prompts(), params), expected)
-    assert (len(recorded), sum(recorded)) == (count, 2 * steps), "a second call records nothing again"
+    assert (len(captured), sum(captured)) == (count, 2 * steps), "a second call captures nothing again"
     weights = {name: 0.5 * w for name, w in tiny_model(tiny_configs()["llama"]).state_dict().items()}
     sampler.refill(weights.items())
     other = sampler.sample(some_prompts(), replace(params, seed=8, step=3))
     fresh = sampler_of("llama")
     fresh.refill(weights.items())
     assert_same(other, fresh.sample(some_prompts(), replace(params, seed=8, step=3)))
-    assert len(recorded) == count, "neither weights nor noise are part of a record"
+    assert len(captured) == count, "neither weights nor noise are part of a graph"
     sampler.sample(some_prompts(), replace(params, temperature=0.7))
-    assert len(recorded) > count, "the temperature is"
+    assert len(captured) > count, "the temperature is"
 
 
-def test_few_numbers_of_rows_are_recorded() -> None:
+def test_buckets_are_few() -> None:
     assert sorted({pad_to_bucket(n) for n in range(1, 513)}) == [8, 32, 64, 128, 256, 512]
     assert all(n <= pad_to_bucket(n) <= max(2 * n, 8) or 8 < n <= 16 for n in range(1, 513))
 
 
 def test_pages_that_others_left_change_nothing() -> None:
-    sampler = sampler_of("qwen2_window", page=4, ahead=3, hold=True)
+    sampler = sampler_of("qwen2_window", page_size=4, decode_steps=3, keep_cache=True)
     expected = sampler.sample(some_prompts(), PARAMS)
-    deck = sampler._deck
-    assert deck is not None
-    deck.cache.entries.fill_(1e3)
+    runner = sampler._runner
+    assert runner is not None
+    runner.cache.entries.fill_(1e3)
     assert_same(sampler.sample(some_prompts(), PARAMS), expected)
-    assert sampler._deck is deck
+    assert sampler._runner is runner
     longer = replace(PARAMS, max_new_tokens=40, stop_ids=())
     assert_same(sampler.sample(some_prompts(), longer), sampler_of("qwen2_window").sample(some_prompts(), longer))
-    assert sampler._deck is not deck, "a longer row needs a wider table"
+    assert sampler._runner is not runner, "a longer row needs a wider table"
 
 
 class OnMeta(TorchDispatchMode):
@@ -179,32 +180,32 @@ class OnMeta(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("cuts", [{}, {"top_k": 20, "temperature": 0.6, "banned_ids": (2, 5)}, {"temperature": 0.0}])
-def test_a_step_asks_nothing_of_the_device_and_sends_nothing(cuts: dict[str, float]) -> None:
-    """On a device without numbers, where asking for one raises: what is recorded as a CUDA graph must not."""
+def test_a_step_neither_synchronizes_nor_copies(cuts: dict[str, float]) -> None:
+    """On a device without numbers, where asking for one raises: what is captured as a CUDA graph must not."""
     mesh = Mesh.solo("meta")
     kernels = KernelSet(decode_attention=lambda q, *_: torch.empty_like(q))
     spec = spec_from_config(tiny_configs()["qwen3_window"].to_dict())
     sampler = NativeSampler(spec, mesh, kernels, torch.bfloat16)
-    size = RunnerSize(rows=8, width=3, ahead=4, pages=9, page=16)
-    deck = ModelRunner(sampler.model, torch.bfloat16, size, None)
-    deck.begin(SamplingParams(**cuts))  # type: ignore[arg-type]  # of several kinds
+    size = RunnerSize(rows=8, table_width=3, decode_steps=4, pages=9, page_size=16)
+    runner = ModelRunner(sampler.model, torch.bfloat16, size, None)
+    runner.set_params(SamplingParams(**cuts))  # type: ignore[arg-type]  # of several kinds
     with torch.no_grad(), OnMeta():
-        deck._take_from(partial(deck._forward, 4), 4)
-    deck.begin(SamplingParams(top_p=0.5))
+        runner._decode_step(partial(runner._forward, 4), 4)
+    runner.set_params(SamplingParams(top_p=0.5))
     with torch.no_grad(), OnMeta(), pytest.raises(Exception, match="meta"):
-        deck._take_from(partial(deck._forward, 4), 4)
+        runner._decode_step(partial(runner._forward, 4), 4)
 
 
-def test_a_pool_ends_with_its_last_record() -> None:
-    """The next record begins another; as long as one is left, they share."""
+def test_a_pool_ends_with_its_last_graph() -> None:
+    """The next graph begins another; as long as one is left, they share."""
 
-    class Record:
+    class Graph:
         pass
 
-    pool, first, second = GraphPool(itertools.count().__next__), Record(), Record()
-    assert [pool.take(first), pool.take(second)] == [0, 0]
+    pool, first, second = GraphPool(itertools.count().__next__), Graph(), Graph()
+    assert [pool.acquire(first), pool.acquire(second)] == [0, 0]
     del first
-    third = Record()
-    assert pool.take(third) == 0
+    third = Graph()
+    assert pool.acquire(third) == 0
     del second, third
-    assert pool.take(Record()) == 1
+    assert pool.acquire(Graph()) == 1
