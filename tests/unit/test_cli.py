@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dovetail.cli.arguments import layout_of, parse, recipe_of, watch_of
+from dovetail.cli.arguments import layout_of, parse, recipe_of, supervision_of
 from dovetail.cli.main import run_command
 from dovetail.errors import LayoutError
 from dovetail.launch.supervisor import refuse_too_many
@@ -61,9 +61,9 @@ def test_the_layout_flag_of_train_says_which_engines_copy(recipe: str) -> None:
 
 def test_a_run_that_died_goes_on_from_what_it_saved(recipe: str) -> None:
     argv = ["train", recipe, "--resume", "step=3", "--restarts", "2"]
-    watch = watch_of(parse(argv))
-    assert watch.restarts == 2
-    assert parse([*argv, *watch.again]).resume == "auto"
+    supervision = supervision_of(parse(argv))
+    assert supervision.restarts == 2
+    assert parse([*argv, *supervision.resume]).resume == "auto"
 
 
 def test_whole_numbers_may_be_larger_than_any_float() -> None:
@@ -191,7 +191,7 @@ def test_a_layout_that_cannot_run_is_refused_before_a_rank_starts(
         (folder / "M/config.json").write_text(json.dumps({"model_type": family, "intermediate_size": 24, **sizes}))
     started: list[int] = []
 
-    def start(_command: object, ranks: int, _watch: object) -> int:
+    def start(_command: object, ranks: int, _supervision: object) -> int:
         started.append(ranks)
         return 0
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is public
 
 from dovetail.cli.arguments import parse
-from dovetail.cli.given import KEY, given, refuse_differences
+from dovetail.cli.consistency import KEY, job_inputs, refuse_differences
 from dovetail.errors import ConfigError
 from dovetail.launch import hosts
-from dovetail.launch.hosts import Signs
+from dovetail.launch.hosts import Heartbeats
 from dovetail.parallel.consensus import refuse_different
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
@@ -40,19 +40,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_silent_host_is_named_with_its_ranks() -> None:
-    signs = Signs(limit=35.0, gone=20.0)
+    heartbeats = Heartbeats(limit=35.0, gone=20.0)
     for rank, (host, seen) in enumerate([("a", 100.0), ("b", 61.0), ("b", 64.9), ("c", 100.0)]):
-        signs.note(rank, host, seen)
-    assert signs.verdict(96.0) == ""
+        heartbeats.note(rank, host, seen)
+    assert heartbeats.verdict(96.0) == ""
     told = "host b (rank 1, 2) gave no sign for 36 s: the host is down, stopped or cut off from the network"
-    assert signs.verdict(97.0) == told
-    signs.forget(1)
-    signs.forget(2)
-    assert signs.verdict(134.0) == ""
-    signs.note(0, "a", 128.0)
-    signs.end(3, 110.0)
-    assert signs.verdict(129.0) == ""
-    assert signs.verdict(131.0) == "host c (rank 3) gave no sign for 31 s: the process ended"
+    assert heartbeats.verdict(97.0) == told
+    heartbeats.last.pop(1)
+    heartbeats.last.pop(2)
+    assert heartbeats.verdict(134.0) == ""
+    heartbeats.note(0, "a", 128.0)
+    heartbeats.end(3, 110.0)
+    assert heartbeats.verdict(129.0) == ""
+    assert heartbeats.verdict(131.0) == "host c (rank 3) gave no sign for 31 s: the process ended"
 
 
 RANK = """
@@ -143,12 +143,12 @@ def test_differences_of_what_ranks_were_given_are_told_by_key_host_and_value(tmp
         f"temperature: 1.0 on {HOST} (rank 0); 2.0 on {HOST} (rank 1)"
     ]
     with mock.patch("dovetail.__version__", "9"):
-        newer = given(parse(score))
-    assert _compared([given(parse(score)), newer])[0].startswith("version of dovetail: 0.1.0 (source ")
+        newer = job_inputs(parse(score))
+    assert _compared([job_inputs(parse(score)), newer])[0].startswith("version of dovetail: 0.1.0 (source ")
 
 
 def _told(*commands: list[str]) -> list[str]:
-    return _compared([given(parse(argv)) for argv in commands])
+    return _compared([job_inputs(parse(argv)) for argv in commands])
 
 
 def _compared(everyone: list[dict[str, str]]) -> list[str]:
@@ -175,7 +175,7 @@ def test_a_command_compares_what_it_was_given_before_ranks_do_anything_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     score = ["score", "--model", "m", "--data", "d", "--out", "o", "--device", "cpu"]
-    store, theirs = HashStore(), given(parse([*score, "--temperature", "2"]))
+    store, theirs = HashStore(), job_inputs(parse([*score, "--temperature", "2"]))
     store.set(f"{KEY}/1", json.dumps(["other", theirs]))
     monkeypatch.setattr("dovetail.parallel.process_group._meet", lambda: (store, 0, 2))
     monkeypatch.setattr("dovetail.parallel.process_group._initialize", lambda *_: pytest.fail("it began"))
@@ -191,7 +191,7 @@ def test_the_code_of_the_package_is_part_of_what_is_given(tmp_path: Path) -> Non
     for text in ("x = 1\n", "x = 2\n"):
         (tmp_path / "a.py").write_text(text)
         with mock.patch("dovetail.__file__", str(tmp_path / "__init__.py")):
-            found.append(given(score)["version of dovetail"])
+            found.append(job_inputs(score)["version of dovetail"])
     assert found[0] != found[1]
 
 

@@ -1,21 +1,102 @@
-"""Messages of a row and the ids that a chat template makes of them; of a conversation, those that are trained."""
+"""Chat templates: messages of a row -> token ids, and of a conversation the mask of those that are trained.
 
+A template comes with the model and may fail, never end or fill the memory: transformers renders it in a process with limits of
+time and memory (`chat_worker`). A tokenizer class with a rendering of its own is code that the user has trusted, and runs here.
+"""
+
+import contextlib
+import importlib
 import json
-from collections.abc import Mapping
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from dovetail.data.chat_renderer import Renderer
+from dovetail.data.chat_worker import answer
 from dovetail.data.rows import JsonRow, is_deep
-from dovetail.errors import quoted
+from dovetail.errors import DataError, quoted
 
 Message = Mapping[str, Any]
+METHODS = ("apply_chat_template", "get_chat_template")
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dovetail.data.chat_worker import main; main()"
+
+
+class Renderer:
+    """Renders chat templates. Its process starts with the first one and ends with the outermost `with` block.
+
+    seconds: of processor time for one rendering. memory: bytes for all that templates make.
+    """
+
+    def __init__(self, *, seconds: float = 5.0, memory: int = 1 << 29) -> None:
+        self.seconds, self.memory = seconds, memory
+        self._process: subprocess.Popen[bytes] | None = None
+        self._setup = ""  # the process's template and special tokens
+        self._depth = 0  # of `with` blocks
+
+    def __enter__(self) -> Self:
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._process is not None and not self._depth:
+            self._process.kill()
+            self._end(self._process)
+
+    def render(self, tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
+        """What the tokenizer's `apply_chat_template` writes. Raises DataError where the template fails or exceeds a limit."""
+        # what is no JSON, such as a date of a parquet file, is shown by its type
+        request = json.dumps({"messages": messages, "options": options}, default=lambda x: f"<{type(x).__name__}>")
+        base = importlib.import_module("transformers.tokenization_utils_base").PreTrainedTokenizerBase
+        is_own = any(getattr(type(tokenizer), name) is not getattr(base, name) for name in METHODS)
+        reply = answer(tokenizer, request) if is_own else self._ask(tokenizer, request)
+        if "error" in reply:
+            raise DataError(f"the chat template {reply['error']}")
+        return reply["text"]
+
+    def _ask(self, tokenizer: Any, request: str) -> dict[str, str]:
+        setup = json.dumps({"template": tokenizer.chat_template, "special_tokens": tokenizer.special_tokens_map})
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        lines = [request] if setup == self._setup else [setup, request]
+        self._setup = setup
+        with contextlib.suppress(BrokenPipeError):  # the end of the process shows below
+            process.stdin.writelines(line.encode() + b"\n" for line in lines)
+            process.stdin.flush()
+        line = process.stdout.readline()
+        if line.endswith(b"\n"):
+            reply: dict[str, str] = json.loads(line)
+            return reply
+        code = self._end(process)
+        if code >= 0:
+            raise RuntimeError(f"the process that renders chat templates ended with exit code {code}")
+        if code == -signal.SIGPROF:
+            return {"error": f"takes more than {self.seconds:g} s of processor time for these messages"}
+        return {"error": f"ends the process that renders it by signal {-code}"}
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), str(self.seconds), str(self.memory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the parent
+        )
+
+    def _end(self, process: subprocess.Popen[bytes]) -> int:
+        process.communicate()
+        self._process, self._setup = None, ""
+        return process.returncode
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A tokenizer, None where there is none, and what renders its chat template."""
+    """A tokenizer, if there is one, and the renderer of its chat template."""
 
     tokenizer: Any
     renderer: Renderer
@@ -25,18 +106,17 @@ class Chat:
         if not self.tokenizer.chat_template:
             raise row.error("messages need a chat template, and the tokenizer has none; write the prompt as a string")
         tools = _tools(row, self.tokenizer.chat_template)
-        with row.told():
+        with row.locating():
             text = self.renderer.render(self.tokenizer, messages, tools=tools, **options)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def conversation(self, row: JsonRow, messages: list[Message]) -> tuple[list[int], list[bool]]:
-        """The whole conversation's ids, and its mask: trained where an assistant speaks with another weight than 0.
+        """The conversation's ids and mask: assistant turns of another weight than 0 are trained.
 
-        A turn begins where the template's rendering of what came before it, with the generation prompt, ends, or in the first
-        message where turns of other texts begin to differ; and it ends where its own rendering does, or before that at its EOS
-        (what the template writes after an EOS no model produces).
-        Both must be beginnings of the whole: a template that writes a turn otherwise once more follows is refused.
+        A turn begins where the rendering of the messages before it, with the generation prompt, ends, and ends with its own
+        rendering, or before that at its EOS. Both must be prefixes of the whole: a template that writes a turn differently once
+        more messages follow is refused.
         """
         ids = self.encode(row, messages)
         mask = [False] * len(ids)
@@ -46,26 +126,29 @@ class Chat:
                 continue
             through = self.encode(row, messages[: turn + 1])
             before = self._opening(row, messages[:turn], message, through)
+            start, end = len(before), len(through)
             why = ""
-            if ids[: len(through)] != through:
+            if ids[:end] != through:
                 why = "writes this turn differently once more messages follow it"
-            elif through[: len(before)] != before:
+            elif through[:start] != before:
                 why = "opens a turn with a generation prompt that it does not write before this one"
             if why:
                 raise row.error(
                     f"message {turn} (assistant): the chat template {why}, so its tokens cannot be told apart; give one row a "
                     'turn: {"prompt": messages, "completion": text}'
                 )
-            end = len(through)
-            if end_id in ids[len(before) : end]:
-                end -= ids[len(before) : end][::-1].index(end_id)
-            mask[len(before) : end] = [True] * (end - len(before))
+            if end_id in ids[start:end]:
+                end -= ids[start:end][::-1].index(end_id)
+            mask[start:end] = [True] * (end - start)
         if not any(mask):
             raise row.error("messages without an assistant turn (of weight 1) train nothing; add one")
         return ids, mask
 
     def _opening(self, row: JsonRow, earlier: list[Message], message: Message, through: list[int]) -> list[int]:
-        """What the template writes before the text of an assistant's turn, `through` being all up to the turn's end."""
+        """What the template writes before an assistant's text. For a first message: what turns of other texts share with it.
+
+        through: all up to the turn's end.
+        """
         if earlier:
             return self.encode(row, earlier, add_generation_prompt=True)
         parts = isinstance(message["content"], list)
@@ -76,7 +159,7 @@ class Chat:
 
 
 def messages_of(row: JsonRow, key: str) -> list[Message]:
-    """The row's messages, each with a content, and without other nulls: a table has them, and templates ask for keys."""
+    """The row's messages, each with a content, and without other nulls, which tables have and templates trip over."""
     messages = row.values[key]
     is_chat = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
     if not is_chat or not all(
@@ -90,21 +173,20 @@ def messages_of(row: JsonRow, key: str) -> list[Message]:
     for turn, message in enumerate(messages):
         content = message.get("content")
         if not isinstance(content, str | list) and not (content is None and _says_more(message)):
-            raise row.error(  # templates would write what Python calls it
+            raise row.error(
                 f"message {turn} has the content {json.dumps(content, default=str):.80}; expected a string, a list of "
-                "parts, or null beside tool calls"
+                "parts, or null with tool calls"
             )
-    known = [{k: x for k, x in message.items() if x is not None} for message in messages]
+    known = [{key: value for key, value in message.items() if value is not None} for message in messages]
     return [{**message, "content": message.get("content")} for message in known]
 
 
 def _says_more(message: Message) -> bool:
-    """Whether there is more to a message than its role and content, as where it calls tools."""
+    """Whether a message has more than role and content, such as tool calls."""
     return any(value for key, value in message.items() if key not in ("role", "content", "weight"))
 
 
 def _trains(row: JsonRow, turn: int, message: Message) -> bool:
-    """Whether a turn of a conversation is trained: an assistant's, unless its weight is 0."""
     if message["role"] != "assistant":
         return False
     weight = message.get("weight", 1)
@@ -114,17 +196,17 @@ def _trains(row: JsonRow, turn: int, message: Message) -> bool:
 
 
 def _tools(row: JsonRow, template: Any) -> list[Any] | None:
-    """The row's tools for the chat template, None without any. A table may hold them as JSON text, as TRL's do."""
-    given = row.values.get("tools")
+    """The row's tools for the chat template. A table may hold them as JSON text, as TRL's do."""
+    column = row.values.get("tools")
     try:
-        tools = json.loads(given) if isinstance(given, str) else given
+        tools = json.loads(column) if isinstance(column, str) else column
     except (ValueError, RecursionError):
-        tools = given
+        tools = column
     is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     if tools is not None and (not is_list or is_deep(tools)):
         raise row.error(
             'tools must be a list of JSON schemas such as [{"type": "function", "function": {"name": ...}}], or the JSON text '
-            f"of one, not {json.dumps(given, default=str):.80}; rename the column if it is not for the chat template"
+            f"of one, not {json.dumps(column, default=str):.80}; rename the column if it is not for the chat template"
         )
     if tools and "tools" not in str(template):
         raise row.error("the row has tools, which the model's chat template does not write; drop or rename the column")

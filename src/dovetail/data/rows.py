@@ -1,7 +1,4 @@
-"""The rows of a data file, as they lie there: JSONL first, parquet where pyarrow is installed; and which a step takes.
-
-Every mistake names file and line.
-"""
+"""The rows of a data file, JSONL or parquet, and which of them a step takes. Every mistake names file and line."""
 
 import importlib
 import json
@@ -16,38 +13,38 @@ from typing import Any
 
 from dovetail.errors import DataError, shortened
 
-DEEPEST = 100  # lists and objects inside each other; some 300 are more than Python's own functions can walk
+MAX_DEPTH = 100  # lists and objects inside each other; some 300 are more than Python's own functions can walk
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or as bytes, which json lets pass
 
 
 @dataclass(frozen=True)
 class JsonRow:
-    """One row of a file and where it stands: the line from 1 in JSONL, the row from 1 in parquet."""
+    """One row of a file. line: from 1; in parquet the row from 1."""
 
     values: Mapping[str, Any]
     path: Path
     line: int
 
     def error(self, message: str) -> DataError:
-        """`raise row.error(...)`: the message with file and line in front."""
+        """The message with file and line in front."""
         return DataError(f"{self.path}:{self.line}: {message}")
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """A DataError of this block says where the row stands."""
+    def locating(self) -> Iterator[None]:
+        """A DataError of this block gets file and line in front."""
         try:
             yield
         except DataError as error:
             raise self.error(str(error)) from error
 
     def gives(self, name: str, instead_of: str) -> bool:
-        """Whether the text is under `name`. A null is as a key that is not there, unless the row has nothing else."""
+        """Whether the text is under `name`. A null counts as a missing key, unless the row has nothing else."""
         return name in self.values and (self.values[name] is not None or instead_of not in self.values)
 
     def id(self, index: int) -> Any:
-        """The row's own, or its index; a null is none, as a table fills up rows without one."""
-        given = self.values.get("id")
-        return index if given is None else given
+        """The row's own, or its index."""
+        own = self.values.get("id")
+        return index if own is None else own
 
     def require(self, *names: str) -> None:
         """Raise DataError unless the row has these keys."""
@@ -58,7 +55,7 @@ class JsonRow:
 
 
 def read_rows(path: Path | str) -> Iterator[JsonRow]:
-    """The rows of a .parquet file, or of any other as JSON lines; blank lines are passed over."""
+    """The rows of a .parquet file, or of any other as JSON lines without the blank ones."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such data file; give the path of a .jsonl or .parquet file")
@@ -67,60 +64,54 @@ def read_rows(path: Path | str) -> Iterator[JsonRow]:
         return
     with path.open("rb") as lines:
         for line, text in enumerate(lines, start=1):
-            if not text.strip():
-                continue
-            deep = DataError(
-                f"{path}:{line}: lists and objects inside each other more than {DEEPEST} deep; make it flat"
-            )
-            try:
-                values = json.loads(text.rstrip())
-            except RecursionError as error:
-                raise deep from error
-            except ValueError as error:  # bad JSON, or bad UTF-8
-                raise DataError(f"{path}:{line}: not JSON ({error}); each line must be one JSON object") from error
-            if text.count(b"[") + text.count(b"{") > DEEPEST and is_deep(values):
-                raise deep
-            if not isinstance(values, dict):
-                raise DataError(f"{path}:{line}: a {type(values).__name__}, not a JSON object such as {{...}}")
-            if SURROGATE.search(text) and not _is_text(values):
-                raise DataError(
-                    f"{path}:{line}: half of a surrogate pair, which no text can hold; write the character itself"
-                )
-            yield JsonRow(values, path, line)
+            if text.strip():
+                yield JsonRow(_parse(text, f"{path}:{line}"), path, line)
 
 
 def is_deep(values: Any) -> bool:
-    """Whether there are more than `DEEPEST` lists and objects inside each other."""
+    """Whether there are more than `MAX_DEPTH` lists and objects inside each other."""
     level, depth = [values], 0
-    while level and depth <= DEEPEST:
+    while level and depth <= MAX_DEPTH:
         inside = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
         level, depth = [item for item in inside if isinstance(item, dict | list)], depth + 1
-    return depth > DEEPEST
+    return depth > MAX_DEPTH
 
 
 def needs_text(path: Path | str) -> bool:
-    """Whether any row of the file gives text, so that a tokenizer is needed."""
+    """Whether any row of the file gives text, which needs a tokenizer."""
     return any(not row.gives("input_ids", instead_of="prompt") for row in read_rows(path))
 
 
 def batch_rows(num_rows: int, count: int, seed: int | None, start: int) -> list[int]:
-    """`count` rows from the `start`-th on: a stretch of an endless stream of shuffled epochs.
+    """`count` rows from the `start`-th on of an endless stream of epochs, shuffled unless `seed` is None.
 
-    Every epoch holds every row once, without a seed in the file's order; a step may reach into the next epoch. A pure
-    function of its arguments, so that a resumed run needs no state for the data but how many rows it has taken.
+    Every epoch holds every row once; a step may reach into the next one. A function of its arguments alone: a resumed run needs
+    only the number of rows it has taken.
     """
     stream = range(start, start + count)
     orders = {epoch: _epoch_order(num_rows, seed, epoch) for epoch in {at // num_rows for at in stream}}
     return [orders[at // num_rows][at % num_rows] for at in stream]
 
 
-def _is_text(values: dict[str, Any]) -> bool:
-    """Whether all strings in `values` can be written as UTF-8."""
+def _parse(text: bytes, place: str) -> dict[str, Any]:
+    deep = DataError(f"{place}: lists and objects inside each other more than {MAX_DEPTH} deep; make it flat")
     try:
-        json.dumps(values, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        values = json.loads(text.rstrip())
+    except RecursionError as error:
+        raise deep from error
+    except ValueError as error:  # bad JSON, or bad UTF-8
+        raise DataError(f"{place}: not JSON ({error}); each line must be one JSON object") from error
+    if text.count(b"[") + text.count(b"{") > MAX_DEPTH and is_deep(values):
+        raise deep
+    if not isinstance(values, dict):
+        raise DataError(f"{place}: a {type(values).__name__}, not a JSON object such as {{...}}")
+    if SURROGATE.search(text):
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            message = f"{place}: half of a surrogate pair, which no text can hold; write the character itself"
+            raise DataError(message) from error
+    return values
 
 
 def _read_parquet(path: Path) -> Iterator[JsonRow]:

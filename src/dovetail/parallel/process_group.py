@@ -1,7 +1,7 @@
 """What a rank needs to join the others: its device, the default process group, and who reports a failure.
 
 Ranks come from the environment (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`), whoever set it:
-torchrun, a cluster, or `dovetail.cli.ranks`. Without it this process is a group of one rank. Of the ranks that fail,
+torchrun, a cluster, or `dovetail.launch`. Without it this process is a group of one rank. Of the ranks that fail,
 the first to take the ticket in the group's store raises its own error; the others raise `SecondaryFailure`.
 """
 
