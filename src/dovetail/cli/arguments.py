@@ -1,4 +1,4 @@
-"""What the command line accepts: one table of commands, and what their flags mean for layouts and recipes. No torch."""
+"""The table of commands, their flags, and what these mean for layouts and recipes. Imports no torch."""
 
 import argparse
 import importlib
@@ -40,7 +40,7 @@ class Command:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of one command line; `command` names the command. Prints help and exits where that is asked."""
+    """The arguments of a command line, its `command` among them. Prints help and exits if asked."""
     commands = "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
     top = Parser(
         prog="dovetail",
@@ -63,13 +63,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def recipe_of(args: argparse.Namespace) -> "Recipe":
-    """The recipe of `dovetail train`: flags beat overrides, which beat the file. The schema is imported here: pydantic takes
-    longer to import than all that help needs."""
+    """The recipe of `dovetail train`: flags beat overrides, which beat the file. Imports pydantic, too slow for help."""
     flags: dict[str, Any] = {}
     if args.layout is not None:
         degrees = Layout.parse(args.layout)
         flags = {f"layout.{name}": getattr(degrees, name) or "auto" for name in DEGREES}
-        if "copy_engines" in args.layout:  # no degree: left out, it is the recipe's
+        if "copy_engines" in args.layout:
             flags["layout.copy_engines"] = degrees.copy_engines
     flags |= {"model.dtype": args.dtype, "model.engine": args.engine, "model.trust_remote_code": args.trust_remote_code}
     flags = {key: value for key, value in flags.items() if value not in (None, False) or key.startswith("layout")}
@@ -78,12 +77,12 @@ def recipe_of(args: argparse.Namespace) -> "Recipe":
 
 
 def layout_of(args: argparse.Namespace) -> Layout:
-    """The layout that a command asks for; its dp may still be open."""
+    """Its dp may be open."""
     return recipe_of(args).layout.to_layout() if args.command == "train" else Layout.parse(args.layout or "")
 
 
 def check_model(args: argparse.Namespace, layout: Layout) -> None:
-    """Refuse, before any rank starts, a layout that does not fit the command's model, where its config shows it."""
+    """Refuse a layout that does not fit the config of the command's model."""
     if args.command == "convert" and args.to == "hf":
         return  # the ranks share the work, whatever the layout
     if args.command == "train":
@@ -96,17 +95,16 @@ def check_model(args: argparse.Namespace, layout: Layout) -> None:
 
 
 def supervision_of(args: argparse.Namespace) -> Supervision:
-    """How the ranks of a command are supervised."""
     if args.command != "train":
         return Supervision()
     recipe = recipe_of(args)
     limits = {**LIMITS, **recipe.trainer.timeouts}
-    resume = ("--resume", "auto")  # from what it saved itself, whatever it began with
+    resume = ("--resume", "auto")  # whatever it began with
     return Supervision(limits=limits, run_dir=Path(recipe.run_dir), restarts=args.restarts, resume=resume)
 
 
 def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """`--key.path value` and `--key.path=value` as overrides `key.path=value`, apart from everything else."""
+    """`--key.path value` and `--key.path=value` as overrides `key.path=value`, and the rest."""
     overrides, rest, tokens = [], [], iter(argv)
     for token in tokens:
         name, equals, _ = token.partition("=")
@@ -190,8 +188,6 @@ def _inspect(parser: ArgumentParser) -> None:
 
 
 def _number(kind: type[int] | type[float], *, positive: bool = False) -> Callable[[str], float]:
-    """Reads a finite number of 0 or more; positive: above 0."""
-
     def read(text: str) -> float:
         value = kind(text)
         if isinstance(value, float) and not math.isfinite(value):
@@ -201,7 +197,7 @@ def _number(kind: type[int] | type[float], *, positive: bool = False) -> Callabl
             raise argparse.ArgumentTypeError(f"{shortened(text)} {complaint}")
         return value
 
-    read.__name__ = "whole number" if kind is int else "number"  # what argparse calls it where `kind` refuses
+    read.__name__ = "whole number" if kind is int else "number"  # for argparse's messages
     return read
 
 

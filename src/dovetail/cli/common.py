@@ -1,4 +1,4 @@
-"""What `score`, `generate` and `convert` share: their mesh, their input files, and a JSONL file that one rank writes for all."""
+"""What commands share: the mesh, the model's files, and a JSONL file that the first rank writes."""
 
 import argparse
 import math
@@ -29,20 +29,17 @@ Row = TypeVar("Row")
 
 
 class Inputs(NamedTuple):
-    """The model's files. `tokenizer` is None where no row needs one."""
-
     source: Pretrained
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # None: no row needs one
     processor: Processor | None
 
 
 def mesh_of(args: argparse.Namespace, *, engine: bool = True) -> Mesh:
-    """The mesh of --layout on --device."""
     return make_mesh(Layout.parse(args.layout or ""), pick_device(args.device), engine=engine)
 
 
 def open_inputs(args: argparse.Namespace, mesh: Mesh, *, decodes: bool = False) -> Inputs:
-    """Check --out and open --model. decodes: the command writes text, if the model has a tokenizer."""
+    """Check --out and open --model. decodes: a tokenizer is wanted for the output."""
     check_out(args.out, args.data, mesh)
     source, trust = Pretrained.open(args.model, args.engine), args.trust_remote_code
     reads_text = needs_text(args.data) or (decodes and source.has_tokenizer)
@@ -51,7 +48,7 @@ def open_inputs(args: argparse.Namespace, mesh: Mesh, *, decodes: bool = False) 
 
 
 def check_out(path: Path | str, data: Path | str, mesh: Mesh) -> None:
-    """On the first rank: refuse, before the work is done, an --out that cannot be written or is the file `data`."""
+    """Refuse an --out that cannot be written or is --data."""
     path = Path(path)
     if mesh["world"].rank == 0:
         if path.is_dir():
@@ -66,22 +63,21 @@ def check_out(path: Path | str, data: Path | str, mesh: Mesh) -> None:
 
 
 def say(notes: Iterable[str], mesh: Mesh) -> None:
-    """Notes on standard error, by the first rank."""
+    """On standard error of the first rank."""
     if mesh["world"].rank == 0:
         for note in notes:
             complain(f"dovetail: note: {note}\n")
 
 
 class RowFile:
-    """A JSONL file: `OUT.xxxxxxxx.part` until the `with` block ends well, then OUT, or the target of that link.
+    """A JSONL file: `OUT.xxxxxxxx.part` until the `with` block ends well. A failure leaves the part and names it.
 
-    The first rank writes. Entering, leaving well and `write` are collective: an error is raised on all ranks. A command that
-    fails leaves the part with the whole rows so far, and names it on standard error.
+    Collective: an error of the first rank, which writes, is raised on all.
     """
 
     def __init__(self, path: Path | str, mesh: Mesh) -> None:
         self.path, self.mesh = Path(os.path.realpath(path)), mesh
-        self.part = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex[:8]}.part")  # of this command alone
+        self.part = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex[:8]}.part")
         self._file: FileIO | None = None
         self._written = self._not_finite = 0
 
@@ -98,7 +94,7 @@ class RowFile:
         return self
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows; numbers that are not finite become null."""
+        """Numbers that are not finite become null."""
         with agreed(self.mesh, self.path):
             if self._file is not None:
                 for row in rows:
@@ -127,7 +123,7 @@ class RowFile:
 
 
 def portions(rows: Sequence[Row], cost: Callable[[Row], int], most: int) -> Iterator[Sequence[Row]]:
-    """`rows` in order, in parts that cost at most `most`, or of one row."""
+    """`rows` in parts that cost at most `most`, or of one row."""
     first = total = 0
     for i, row in enumerate(rows):
         if i > first and total + cost(row) > most:

@@ -1,4 +1,4 @@
-"""All ranks of a job must run the same command, recipe and versions; hosts may hold other files at the same path. No torch."""
+"""Refuses ranks that run another command, recipe or version, as hosts with other files may. Imports no torch."""
 
 import argparse
 import hashlib
@@ -14,14 +14,14 @@ from dovetail.errors import ConfigError, listing, unequal
 from dovetail.launch.hosts import Store
 from dovetail.recipe.yaml import flat
 
-KEY, VERDICT = "dovetail/inputs", "dovetail/inputs/verdict"  # in the store of the ranks
+KEY, VERDICT = "dovetail/inputs", "dovetail/inputs/verdict"  # in the store
 LIBRARIES = ("torch", "transformers")
-MAY_DIFFER = ("out", "run_dir")  # the first rank alone writes --out; run_dir is compared as a directory, later
+MAY_DIFFER = ("out", "run_dir")  # run_dir is compared later, as a directory
 IN_RECIPE = ("recipe", "overrides", "layout", "dtype", "engine", "trust_remote_code")  # arguments of train
 
 
 def job_inputs(args: argparse.Namespace) -> dict[str, str]:
-    """The command's arguments, the keys of its recipe and the versions that run it, by name, as text."""
+    """Arguments, recipe keys and versions by name, as text."""
     inputs = dict(vars(args))
     if args.command == "train":
         recipe = flat(recipe_of(args).model_dump(mode="json", by_alias=True))
@@ -32,7 +32,7 @@ def job_inputs(args: argparse.Namespace) -> dict[str, str]:
 
 
 def refuse_differences(store: Store, rank: int, world: int, inputs: Mapping[str, str]) -> None:
-    """Raise ConfigError on every rank unless all have the same inputs. Collective."""
+    """Raise ConfigError on every rank unless all have the same inputs."""
     store.set(f"{KEY}/{rank}", json.dumps([socket.gethostname(), inputs]))
     if rank == 0:
         ranks = [json.loads(store.get(f"{KEY}/{other}")) for other in range(world)]
@@ -47,7 +47,6 @@ def refuse_differences(store: Store, rank: int, world: int, inputs: Mapping[str,
 
 
 def _source_digest() -> str:
-    """Of the text of all modules of this package."""
     root, digest = Path(dovetail.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

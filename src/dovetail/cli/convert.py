@@ -19,11 +19,11 @@ from dovetail.weights.hf_directory import Pretrained, locate, stored_head
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
-    """Convert; every rank copies its own pieces."""
+    """Every rank converts its own pieces."""
     mesh = mesh_of(args, engine=False)
     progress.phase("run")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    with agreed(mesh):  # before all of a large source is read
+    with agreed(mesh):
         refuse_occupied(Path(args.destination))
         refuse_unwritable(Path(args.destination), "the directory")
     if args.to == "hf":
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     reader = open_checkpoint(source.path, mesh)
     refuse_other_weights(source, reader)
     head = stored_head(reader, source)
-    kind = "value_without_bias" if "score.bias" in head.fresh else head.kind  # only what the source holds is copied
+    kind = "value_without_bias" if "score.bias" in head.fresh else head.kind  # as the source
 
     def model_on(imagined: Mesh) -> StagedModel:
         return make_model(source, imagined, torch.float32, reader, kind)

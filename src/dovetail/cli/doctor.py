@@ -29,7 +29,7 @@ BF16_ERROR = 0.02  # relative to the largest value; one rounding is 0.004
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 1 if the self-test fails. Under a launcher rank 0 prints, and any rank whose self-test fails."""
+    """Exit code 1 if the self-test fails. Under a launcher rank 0 prints, and any rank whose self-test fails."""
     device = pick_device(args.device)
     lines = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
     lines["extras"] = ", ".join(name for name in EXTRAS if _version(name) != "missing") or "none"
@@ -63,7 +63,7 @@ def _devices() -> str:
 
 
 def _relative_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Of the head's logits and their log-sum-exp, against the reference in float64, relative to the largest value."""
+    """Of the head's logits and their log-sum-exp, against the reference in float64."""
     torch.manual_seed(0)
     x, weight = torch.randn(64, 256, dtype=torch.float64), torch.randn(512, 256, dtype=torch.float64)
     targets, kernels = torch.arange(64), kernels_for(device)

@@ -18,11 +18,11 @@ from dovetail.rollout.base import Prompt, SamplingParams
 from dovetail.rollout.native import SamplerOptions
 from dovetail.run.state import refuse_other_models
 
-ON_CPU, ON_GPU = 128, 2048  # samples of a replica between two writes; the last ones of a portion run alone
+ON_CPU, ON_GPU = 128, 2048  # samples of a replica between two writes
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
-    """Sample every row; the noise depends on seed, row, sample and position alone."""
+    """Sample every row."""
     mesh = mesh_of(args, engine=False)
     with agreed(mesh):
         source, tokenizer, processor = open_inputs(args, mesh, decodes=True)

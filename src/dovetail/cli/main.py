@@ -1,7 +1,4 @@
-"""The command line: parse, start local ranks where more than one is asked for, run the command, report once.
-
-Imports no torch. A command is a module `dovetail.cli.COMMAND`, whose `run` returns an exit code or None.
-"""
+"""The command line: starts local ranks, or runs `dovetail.cli.COMMAND.run`, and reports a failure once. Imports no torch."""
 
 import argparse
 import contextlib
@@ -33,21 +30,19 @@ from dovetail.launch.rank import (
 )
 from dovetail.launch.supervisor import refuse_too_many, run_ranks
 
-COMPILING = (
-    r"Argument aux_data .* cannot be converted to a JitArgument"  # FlashAttention-4, for every kernel it compiles
-)
+COMPILING = r"Argument aux_data .* cannot be converted to a JitArgument"  # FlashAttention-4, for every kernel
 CLEAN_UP = "Ignoring clean_up_tokenization_spaces=True for BPE tokenizer"  # transformers, on every rank
 TOKENIZERS = ("transformers.tokenization_utils_tokenizers", "transformers.tokenization_utils_base")
 
 
 def main() -> NoReturn:
-    """The program `dovetail`. Ends by `os._exit`: gloo's threads may abort a process that exits in the normal way."""
+    """The program `dovetail`. Ends by `os._exit`: gloo's threads may abort a normal exit."""
     open_closed_streams()
     rank = RankProcess.from_environment()
     stop = StopHandler(rank)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # for letters that a terminal does not know
+            stream.reconfigure(errors="backslashreplace")
     code = run_command(sys.argv[1:], rank)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # without a reader
@@ -56,10 +51,7 @@ def main() -> NoReturn:
 
 
 def run_command(argv: Sequence[str], rank: RankProcess | None = None) -> int:
-    """Run one command line; returns its exit code. Until the ranks have met, the first one reports failures for all.
-
-    rank: this process; without it, one that is not watched, such as a test's.
-    """
+    """Run one command line; returns its exit code. rank: this process; without it, nothing watches it."""
     me = rank or RankProcess()
     with _ExitCode(me.report if is_first_rank() else lambda _: None) as exit_code:
         exit_code.value = _dispatch(argv, me, watched=rank is not None)
@@ -86,12 +78,11 @@ def _dispatch(argv: Sequence[str], rank: RankProcess, *, watched: bool) -> int:
 
 
 def _interpreter() -> list[str]:
-    """Python for the ranks: -m alone would let them import from the working directory, which may be a model's."""
+    """With -P: -m alone would let ranks import from the working directory, which may be a model's."""
     return [sys.executable] if os.getcwd() in map(os.path.abspath, sys.path) else [sys.executable, "-P"]
 
 
 def _run_as_rank(args: argparse.Namespace, rank: RankProcess, timeout: timedelta) -> int:
-    """Run a command as one of its ranks. timeout: of collectives."""
     process_group = importlib.import_module("dovetail.parallel.process_group")
     _silence_libraries()
     device = process_group.pick_device(args.device)
@@ -113,14 +104,13 @@ def _run_as_rank(args: argparse.Namespace, rank: RankProcess, timeout: timedelta
 
 
 def _silence_libraries() -> None:
-    """Silence exactly two warnings, by their text."""
     warnings.filterwarnings("ignore", COMPILING, UserWarning)
     for name in TOKENIZERS:
         logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(CLEAN_UP))
 
 
 class _ExitCode:
-    """Turns what leaves the `with` block into an exit code and at most one report."""
+    """Turns an exception of the `with` block into an exit code and at most one report."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self.report = report

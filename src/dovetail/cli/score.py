@@ -17,7 +17,7 @@ from dovetail.run.state import refuse_other_models
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
-    """Score every row; the numbers do not depend on the layout."""
+    """Score every row."""
     mesh = mesh_of(args)
     with agreed(mesh):
         source, tokenizer, processor = open_inputs(args, mesh)
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     options = EngineOptions(master_dtype=getattr(torch, args.dtype), tokens_per_batch=args.tokens_per_batch)
     fields = {} if args.temperature == 1.0 else {"temperature": args.temperature}
     replicas, stages = mesh["dp"].size, mesh["pp"].size
-    micros = 1 if replicas * stages == 1 else 4 * replicas * stages  # enough to balance replicas and to fill a pipeline
+    micros = 1 if replicas * stages == 1 else 4 * replicas * stages  # to balance replicas and to fill a pipeline
     with RowFile(args.out, mesh) as out:
         engine = make_engine(source, mesh, options.master_dtype, args.head, options)
         say(source.notes, mesh)

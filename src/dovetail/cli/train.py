@@ -14,7 +14,7 @@ from dovetail.run.resume import FinishedError
 
 
 def run(args: argparse.Namespace, progress: Progress) -> int:
-    """Train by the recipe. A signal after training has begun stops it with a checkpoint: 130 or 143 on every rank."""
+    """Exit code 130 or 143 after a signal that stopped training with a checkpoint."""
     recipe, folder, stop = recipe_of(args), Path(args.recipe).parent, StopSignal()
     builder = Builder(recipe, pick_device(args.device), folder, lambda: stop.number, args.resume, progress)
     is_first = builder.mesh["world"].rank == 0

@@ -1,7 +1,7 @@
-"""Chat templates: messages of a row -> token ids, and of a conversation the mask of those that are trained.
+"""Messages of a row -> token ids by the chat template, and the mask of those that are trained.
 
-A template comes with the model and may fail, never end or fill the memory: transformers renders it in a process with limits of
-time and memory (`chat_worker`). A tokenizer class with a rendering of its own is code that the user has trusted, and runs here.
+A template comes with the model and may never end or fill the memory, so a process with limits renders it (`chat_worker`). A
+tokenizer class that renders itself is code that the user has trusted, and runs here.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dovetail.
 
 
 class Renderer:
-    """Renders chat templates. Its process starts with the first one and ends with the outermost `with` block.
+    """Renders chat templates in a process that ends with the outermost `with` block.
 
-    seconds: of processor time for one rendering. memory: bytes for all that templates make.
+    seconds: of processor time for one rendering. memory: bytes of all.
     """
 
     def __init__(self, *, seconds: float = 5.0, memory: int = 1 << 29) -> None:
         self.seconds, self.memory = seconds, memory
         self._process: subprocess.Popen[bytes] | None = None
-        self._setup = ""  # the process's template and special tokens
+        self._setup = ""  # that the process has
         self._depth = 0  # of `with` blocks
 
     def __enter__(self) -> Self:
@@ -50,8 +50,8 @@ class Renderer:
             self._end(self._process)
 
     def render(self, tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
-        """What the tokenizer's `apply_chat_template` writes. Raises DataError where the template fails or exceeds a limit."""
-        # what is no JSON, such as a date of a parquet file, is shown by its type
+        """As `apply_chat_template`. Raises DataError where the template fails or exceeds a limit."""
+        # what is no JSON, such as a date of a parquet file, becomes its type
         request = json.dumps({"messages": messages, "options": options}, default=lambda x: f"<{type(x).__name__}>")
         base = importlib.import_module("transformers.tokenization_utils_base").PreTrainedTokenizerBase
         is_own = any(getattr(type(tokenizer), name) is not getattr(base, name) for name in METHODS)
@@ -66,7 +66,7 @@ class Renderer:
         assert process.stdin is not None and process.stdout is not None
         lines = [request] if setup == self._setup else [setup, request]
         self._setup = setup
-        with contextlib.suppress(BrokenPipeError):  # the end of the process shows below
+        with contextlib.suppress(BrokenPipeError):
             process.stdin.writelines(line.encode() + b"\n" for line in lines)
             process.stdin.flush()
         line = process.stdout.readline()
@@ -96,13 +96,11 @@ class Renderer:
 
 @dataclass(frozen=True)
 class Chat:
-    """A tokenizer, if there is one, and the renderer of its chat template."""
-
-    tokenizer: Any
+    tokenizer: Any  # or None
     renderer: Renderer
 
     def encode(self, row: JsonRow, messages: list[Message], **options: bool) -> list[int]:
-        """The ids of what the template writes for `messages` and the row's tools."""
+        """The ids of `messages` and the row's tools."""
         if not self.tokenizer.chat_template:
             raise row.error("messages need a chat template, and the tokenizer has none; write the prompt as a string")
         tools = _tools(row, self.tokenizer.chat_template)
@@ -112,11 +110,10 @@ class Chat:
         return ids
 
     def conversation(self, row: JsonRow, messages: list[Message]) -> tuple[list[int], list[bool]]:
-        """The conversation's ids and mask: assistant turns of another weight than 0 are trained.
+        """Ids and mask of a conversation, which trains the assistant turns without weight 0.
 
-        A turn begins where the rendering of the messages before it, with the generation prompt, ends, and ends with its own
-        rendering, or before that at its EOS. Both must be prefixes of the whole: a template that writes a turn differently once
-        more messages follow is refused.
+        A turn goes from the end of the generation prompt before it to its EOS, or to its end. Templates that write a turn
+        differently once more messages follow are refused.
         """
         ids = self.encode(row, messages)
         mask = [False] * len(ids)
@@ -145,10 +142,7 @@ class Chat:
         return ids, mask
 
     def _opening(self, row: JsonRow, earlier: list[Message], message: Message, through: list[int]) -> list[int]:
-        """What the template writes before an assistant's text. For a first message: what turns of other texts share with it.
-
-        through: all up to the turn's end.
-        """
+        """The ids before an assistant's text, within `through`. Of a first message: those that other texts leave alone."""
         if earlier:
             return self.encode(row, earlier, add_generation_prompt=True)
         parts = isinstance(message["content"], list)
@@ -159,7 +153,7 @@ class Chat:
 
 
 def messages_of(row: JsonRow, key: str) -> list[Message]:
-    """The row's messages, each with a content, and without other nulls, which tables have and templates trip over."""
+    """The row's messages, each with a content and without other nulls, which tables have."""
     messages = row.values[key]
     is_chat = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
     if not is_chat or not all(
@@ -182,7 +176,6 @@ def messages_of(row: JsonRow, key: str) -> list[Message]:
 
 
 def _says_more(message: Message) -> bool:
-    """Whether a message has more than role and content, such as tool calls."""
     return any(value for key, value in message.items() if key not in ("role", "content", "weight"))
 
 
@@ -196,7 +189,7 @@ def _trains(row: JsonRow, turn: int, message: Message) -> bool:
 
 
 def _tools(row: JsonRow, template: Any) -> list[Any] | None:
-    """The row's tools for the chat template. A table may hold them as JSON text, as TRL's do."""
+    """The row's tools, which may be JSON text, as in TRL's tables."""
     column = row.values.get("tools")
     try:
         tools = json.loads(column) if isinstance(column, str) else column

@@ -1,7 +1,6 @@
-"""The process that renders chat templates for `chat.Renderer`: one JSON line of messages in, one of text or of an error out.
+"""The process that renders chat templates for `chat.Renderer`, one JSON line for each.
 
-A line with a template and its special tokens holds for those that follow. The kernel ends the process where one rendering takes
-more processor time than it may.
+A line with a template and its special tokens holds for the following ones. The kernel ends a rendering that takes too long.
 """
 
 import importlib
@@ -20,12 +19,12 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from dovetail.errors import shortened
 from dovetail.system import die_with_parent, limit_memory
 
-MAX_ADDED = 1 << 22  # characters that a template may write beyond those of its input
-SOURCE = "<template>"  # jinja2's name of a template's file
+MAX_ADDED = 1 << 22  # characters of output beyond those of the input
+SOURCE = "<template>"  # jinja2's file name
 
 
 class CaughtError:
-    """A `with` block whose exception becomes the text `error`."""
+    """The exception of a `with` block, as the text `error`."""
 
     error: str | None = None
 
@@ -52,7 +51,7 @@ class CaughtError:
 
 
 def answer(tokenizer: Any, line: str | bytes) -> dict[str, str]:
-    """{"text": what the tokenizer's template writes for the request `line`} or {"error": why it does not}."""
+    """{"text": the rendered request `line`} or {"error": why not}."""
     text = ""
     with CaughtError() as caught:
         request: Mapping[str, Any] = json.loads(line)
@@ -64,12 +63,12 @@ def answer(tokenizer: Any, line: str | bytes) -> dict[str, str]:
 
 
 def main() -> NoReturn:
-    """Serve until standard input or the parent ends. Arguments: seconds of one rendering, bytes of all."""
+    """Arguments: seconds of one rendering, bytes of all."""
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     seconds, memory = float(sys.argv[2]), int(sys.argv[3])
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # libraries may print
     base = importlib.import_module("transformers.tokenization_utils_base").PreTrainedTokenizerBase
     tokenizer = None
     limit_memory(memory)

@@ -1,7 +1,6 @@
 """Rows of a data file -> token sequences to score, to continue or to train on, with their images and videos.
 
-A string is tokenized as it is, with one BOS if the tokenizer adds one; messages go through the chat template, which writes its
-own special tokens. Every mistake names file and line.
+A string is tokenized as it is, with one BOS if the tokenizer adds one; messages go through the chat template.
 """
 
 import json
@@ -21,7 +20,7 @@ Example = TypeVar("Example")
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """The part of a transformers tokenizer in use."""
 
     bos_token_id: int | None
     eos_token_id: int | None
@@ -32,35 +31,25 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of every row, and what is done with a longer one.
-
-    max_tokens: of one row; of a prompt, what the longest response leaves. remedy: for the message about a longer row. warn:
-    gets one line about a file of which rows are dropped.
-    """
-
     vocab_size: int
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # of a prompt: what the longest response leaves
     overlong: Literal["error", "drop"] = "error"
     remedy: str = "raise trainer.tokens_per_batch, or set data.overlong=drop"
-    warn: Callable[[str], None] = lambda _: None
+    warn: Callable[[str], None] = lambda _: None  # of dropped rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt to continue. columns: the row's other keys, for the reward."""
-
     id: Any
     ids: tuple[int, ...]
     media: Media | None = None
     prompt: str | list[dict[str, Any]] = ""
     answer: Any = None
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)  # the row's other keys, for the reward
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A token sequence to score, and its row's id."""
-
     id: Any
     ids: tuple[int, ...]
     media: Media | None = None
@@ -77,8 +66,7 @@ def load_prompts(
 ) -> list[Prompt]:
     """RL rows {"prompt": str | messages, "answer": any, "id"?, ...}.
 
-    answers: False for rows to generate from, which need no answer and may give {"input_ids"} (then without a tokenizer).
-    processor: of a vision-language model. renderer: of chat templates; default: one for this call.
+    answers: False for rows to generate from, without an answer, or of {"input_ids"}, which need no tokenizer.
     """
     encode = _Encoder(Chat(tokenizer, renderer or Renderer()), processor)
 
@@ -108,7 +96,7 @@ def load_sft(
     processor: Processor | None = None,
     renderer: Renderer | None = None,
 ) -> list[Sequence]:
-    """SFT rows: {"prompt", "completion"} trains the completion and one EOS; {"messages"} trains the assistant turns."""
+    """Rows {"prompt", "completion"}, training the completion and one EOS, or {"messages"}, training assistant turns."""
     encode = _Encoder(Chat(tokenizer, renderer or Renderer()), processor)
 
     def example(_: int, row: JsonRow) -> Sequence:
@@ -143,7 +131,7 @@ def load_score(
     processor: Processor | None = None,
     renderer: Renderer | None = None,
 ) -> list[Scored]:
-    """Rows {"input_ids"} (no tokenizer needed) or {"prompt", "completion"}, scored without an EOS."""
+    """Rows {"input_ids"}, which need no tokenizer, or {"prompt", "completion"}, scored without an EOS."""
     encode = _Encoder(Chat(tokenizer, renderer or Renderer()), processor)
 
     def example(index: int, row: JsonRow) -> Scored:
@@ -162,7 +150,6 @@ def load_score(
 def _load(
     path: Path | str, make: Callable[[int, JsonRow], Example], limits: Limits, encoder: "_Encoder"
 ) -> list[Example]:
-    """Every row's example, its `ids` checked; rows over the limit are refused or dropped."""
     stand_ins = frozenset[int]() if encoder.processor is None else encoder.processor.stand_ins
     examples: list[Example] = []
     count = 0
@@ -201,13 +188,11 @@ def _load(
 
 @dataclass(frozen=True)
 class _Encoder:
-    """Rows to ids. Without a processor the model reads text only."""
-
     chat: Chat
-    processor: Processor | None
+    processor: Processor | None  # None: of a model that reads text only
 
     def read(self, row: JsonRow, key: str) -> tuple[Any, MediaRef]:
-        """The text or the messages under `key`, and their media; messages keep the places of the media alone."""
+        """The text or the messages under `key`, and their media."""
         content = row.values[key]
         is_chat = key == "messages" or not isinstance(content, str)
         if is_chat:
@@ -220,7 +205,6 @@ class _Encoder:
             return (locator.messages(content), locator.all()) if is_chat else (content, locator.rest())
 
     def prompt(self, row: JsonRow, prompt: str | list[Message]) -> list[int]:
-        """The ids of what `read` gives for a prompt."""
         if self.chat.tokenizer is None:
             raise row.error("text needs a tokenizer, and the model has none; give input_ids")
         if isinstance(prompt, str):
@@ -229,8 +213,7 @@ class _Encoder:
         return self.chat.encode(row, prompt, continue_final_message=continued, add_generation_prompt=not continued)
 
     def completion(self, row: JsonRow, prompt: str | list[Message]) -> list[int]:
-        """The completion's ids behind a string, for some tokenizers put a space in front of every text; behind messages those
-        of a text of its own."""
+        """Tokenized behind a prompt of text: some tokenizers put a space in front of every text."""
         completion, tokenizer = row.values["completion"], self.chat.tokenizer
         if not isinstance(completion, str):
             raise row.error(f"completion must be a string, not {json.dumps(completion, default=str):.80}")
@@ -244,14 +227,14 @@ class _Encoder:
     def expand(
         self, row: JsonRow, ids: list[int], mask: list[bool] | None, shown: MediaRef
     ) -> tuple[list[int], list[bool] | None, Media | None]:
-        """Ids and mask with the places of the row's media."""
+        """Insert the places of the row's media."""
         if self.processor is None:
             return ids, mask, None
         with row.locating():
             return self.processor.expand(ids, mask, shown, f"{row.path}:{row.line}")
 
     def input_ids(self, row: JsonRow) -> tuple[list[int], Media | None]:
-        """The row's own ids, which have the places of its media already."""
+        """The row's own ids, with the places of its media."""
         row.require("input_ids")
         ids = row.values["input_ids"]
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
@@ -274,7 +257,7 @@ def _refuse_media(row: JsonRow, messages: Seq[Message]) -> None:
 
 
 def _as_string(row: JsonRow, message: Message) -> Message:
-    """The message with its parts of text joined: templates of models that read text only write strings."""
+    """Parts of text joined, for templates of models that read text only."""
     content = message["content"]
     if not isinstance(content, list):
         return message
@@ -286,7 +269,6 @@ def _as_string(row: JsonRow, message: Message) -> Message:
 
 
 def _encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
-    """With one BOS in front if the tokenizer adds it; never an EOS."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     bos = tokenizer.bos_token_id
     adds_bos = bos is not None and tokenizer.encode("", add_special_tokens=True)[:1] == [bos]

@@ -1,4 +1,4 @@
-"""The rows of a data file, JSONL or parquet, and which of them a step takes. Every mistake names file and line."""
+"""The rows of a JSONL or parquet file, and those of a step. Errors name file and line."""
 
 import importlib
 import json
@@ -13,41 +13,36 @@ from typing import Any
 
 from dovetail.errors import DataError, shortened
 
-MAX_DEPTH = 100  # lists and objects inside each other; some 300 are more than Python's own functions can walk
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or as bytes, which json lets pass
+MAX_DEPTH = 100  # lists and objects inside each other
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or as bytes, which json accepts
 
 
 @dataclass(frozen=True)
 class JsonRow:
-    """One row of a file. line: from 1; in parquet the row from 1."""
-
     values: Mapping[str, Any]
     path: Path
-    line: int
+    line: int  # from 1; of parquet the row
 
     def error(self, message: str) -> DataError:
-        """The message with file and line in front."""
         return DataError(f"{self.path}:{self.line}: {message}")
 
     @contextmanager
     def locating(self) -> Iterator[None]:
-        """A DataError of this block gets file and line in front."""
+        """Add file and line to a DataError of the block."""
         try:
             yield
         except DataError as error:
             raise self.error(str(error)) from error
 
     def gives(self, name: str, instead_of: str) -> bool:
-        """Whether the text is under `name`. A null counts as a missing key, unless the row has nothing else."""
+        """Whether the row has `name`. A null counts as missing if `instead_of` is there."""
         return name in self.values and (self.values[name] is not None or instead_of not in self.values)
 
     def id(self, index: int) -> Any:
-        """The row's own, or its index."""
         own = self.values.get("id")
         return index if own is None else own
 
     def require(self, *names: str) -> None:
-        """Raise DataError unless the row has these keys."""
         missing = [name for name in names if name not in self.values]
         if missing:
             has = shortened(", ".join(map(repr, self.values)) or "nothing")
@@ -55,7 +50,7 @@ class JsonRow:
 
 
 def read_rows(path: Path | str) -> Iterator[JsonRow]:
-    """The rows of a .parquet file, or of any other as JSON lines without the blank ones."""
+    """Rows of a .parquet file, or of any other file as JSON lines."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such data file; give the path of a .jsonl or .parquet file")
@@ -69,7 +64,7 @@ def read_rows(path: Path | str) -> Iterator[JsonRow]:
 
 
 def is_deep(values: Any) -> bool:
-    """Whether there are more than `MAX_DEPTH` lists and objects inside each other."""
+    """Deeper than `MAX_DEPTH`."""
     level, depth = [values], 0
     while level and depth <= MAX_DEPTH:
         inside = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
@@ -78,16 +73,12 @@ def is_deep(values: Any) -> bool:
 
 
 def needs_text(path: Path | str) -> bool:
-    """Whether any row of the file gives text, which needs a tokenizer."""
+    """Whether any row needs a tokenizer."""
     return any(not row.gives("input_ids", instead_of="prompt") for row in read_rows(path))
 
 
 def batch_rows(num_rows: int, count: int, seed: int | None, start: int) -> list[int]:
-    """`count` rows from the `start`-th on of an endless stream of epochs, shuffled unless `seed` is None.
-
-    Every epoch holds every row once; a step may reach into the next one. A function of its arguments alone: a resumed run needs
-    only the number of rows it has taken.
-    """
+    """`count` rows from the `start`-th of an endless stream of epochs, shuffled unless `seed` is None. Stateless."""
     stream = range(start, start + count)
     orders = {epoch: _epoch_order(num_rows, seed, epoch) for epoch in {at // num_rows for at in stream}}
     return [orders[at // num_rows][at % num_rows] for at in stream]
@@ -133,7 +124,7 @@ def _read_parquet(path: Path) -> Iterator[JsonRow]:
         raise DataError(f"{path}: not readable as parquet ({error}); write it again, or give JSONL") from error
 
 
-@lru_cache(maxsize=2)  # every step asks; to shuffle a million rows takes half a second
+@lru_cache(maxsize=2)  # a million rows take half a second
 def _epoch_order(num_rows: int, seed: int | None, epoch: int) -> Sequence[int]:
     if seed is None:
         return range(num_rows)

@@ -30,7 +30,7 @@ class Frame(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """The frames of a rank's main thread, newest first; empty where the rank gave no answer."""
+    """A main thread, newest frame first; empty where the rank gave no answer."""
 
     frames: tuple[Frame, ...] = ()
 
@@ -40,14 +40,13 @@ class Stack(NamedTuple):
         return bool(self.frames) and any(part in self.frames[0].file for part in WAITING_IN)
 
     def __str__(self) -> str:
-        """The newest frames outside of torch."""
         ours = [frame for frame in self.frames if "/torch/" not in frame.file] or list(self.frames)
         first = self.frames[:1] if self.waits and self.frames[0] not in ours else ()
         return " < ".join(map(str, [*first, *ours][:MAX_FRAMES]))
 
 
 def dump_stacks_to(path: Path) -> IO[str]:
-    """Have this process write its stacks to `path` on `DUMP_SIGNAL` and when it crashes. The caller holds the file."""
+    """Write this process's stacks to `path` on `DUMP_SIGNAL` and in a crash. The caller holds the file."""
     file = path.open("w")
     faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
     faulthandler.enable(file=file)
@@ -55,7 +54,7 @@ def dump_stacks_to(path: Path) -> IO[str]:
 
 
 def main_stack(text: str) -> Stack:
-    """The main thread in what faulthandler wrote: the one that `threading` did not start."""
+    """The thread in faulthandler's text that `threading` did not start."""
     for block in re.split(r"\n(?=(?:Current thread|Thread) 0x)", "\n" + text)[::-1]:
         frames = [Frame(*match.group("file", "line", "name")) for match in _FRAME.finditer(block)]
         if frames and not frames[-1].file.endswith("threading.py"):
@@ -65,10 +64,10 @@ def main_stack(text: str) -> Stack:
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """A rank that died or hung: a row of events.jsonl. `rank` is None where no rank stands out."""
+    """A row of events.jsonl."""
 
     kind: str  # death or hang
-    rank: int | None
+    rank: int | None  # None: no rank stands out
     phase: str
     step: int | None
     cause: str
@@ -76,7 +75,7 @@ class Incident:
 
 
 class RankStatus(NamedTuple):
-    """A living rank at the moment a hang is noticed."""
+    """A living rank at the time of a hang."""
 
     rank: int
     pid: int
@@ -98,10 +97,10 @@ class RankStatus(NamedTuple):
 
 
 def suspects(ranks: Sequence[RankStatus]) -> tuple[list[int], str]:
-    """The ranks that the others wait for, and why these; no rank where none stands out.
+    """The ranks that the others wait for, if any stand out, and why.
 
-    Stopped ranks; else those without a stack; else those at work while others wait in a collective; else the smallest group
-    of equal stacks and equally many phases, of two such groups the one ahead: it left a collective that others are still in.
+    In the last case the smallest group of equal stacks and equally many phases; of two such, the one ahead, which has left a
+    collective that the others are in.
     """
     stopped = [r.rank for r in ranks if r.kernel in STOPPED_STATES]
     if stopped:

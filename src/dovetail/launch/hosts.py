@@ -1,8 +1,6 @@
-"""Notices that a host of a job is gone: its machine, its network, or all of its processes. Imports no torch.
+"""Detects lost hosts: each rank's monitor process exchanges heartbeats with rank 0's, and ends its rank with all others.
 
-Each rank has a monitor process. All of them exchange heartbeats with rank 0's; when those of a rank stay away, rank 0's monitor
-sends the reason to the others, and each ends its rank. It is a process because a compiler may hold Python's lock for
-longer than a host may be silent. A rank that is stopped (SIGSTOP) counts as silent.
+A thread would not do: a compiler may hold Python's lock for longer than a host may be silent. Imports no torch.
 """
 
 import contextlib
@@ -22,17 +20,17 @@ from dovetail import system
 from dovetail.launch.hang import STOPPED_STATES
 
 BEAT_SECONDS = 2.0
-SILENT_SECONDS = 35.0  # without a heartbeat of a rank, after which the job ends
+SILENT_SECONDS = 35.0
 GONE_SECONDS = 20.0  # after a rank's process ended badly: its job may be ending with a message
 LOST_SECONDS = 1.0  # for the end of a process to be known on all hosts
-KILL_SECONDS = 3.0  # for a rank to end by itself
-KEY = "dovetail/hosts"  # in the store: where rank 0's monitor listens
+KILL_SECONDS = 3.0
+KEY = "dovetail/hosts"  # in the store
 MAX_LINE = 1 << 12
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dovetail.launch import hosts; hosts.main()"
 
 
 class Store(Protocol):
-    """A key-value store of all ranks, such as torch's. `get` waits for the value."""
+    """Such as torch's. `get` waits for the value."""
 
     def set(self, key: str, value: str) -> object: ...
 
@@ -40,10 +38,7 @@ class Store(Protocol):
 
 
 class HostWatch:
-    """Starts this rank's monitor, and learns from it why the rank has to end.
-
-    master: the address at which the ranks met. launcher: a process without which the rank is to end.
-    """
+    """A rank's monitor. master: where the ranks met; launcher: a process whose end ends the rank."""
 
     def __init__(self, store: Store, rank: int, master: str, launcher: int | None = None) -> None:
         setup = {"rank": rank, "host": socket.gethostname(), "parent": os.getpid(), "launcher": launcher}
@@ -72,7 +67,7 @@ class HostWatch:
         self._send(json.dumps(setup))
 
     def wait(self, warn: Callable[[str], object]) -> str:
-        """Why this rank has to end; empty at the end of the watch. `warn` gets warnings until then."""
+        """Why this rank has to end; empty if it need not."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             kind, _, text = line.rstrip("\n").partition(" ")
@@ -85,14 +80,13 @@ class HostWatch:
         return ""
 
     def lost(self) -> str:
-        """Which rank's process ended badly, if any; it waits a moment for the news."""
+        """Which rank's process ended badly, if any did a moment ago."""
         deadline = time.monotonic() + LOST_SECONDS
         while not self._lost and time.monotonic() < deadline:
             time.sleep(0.05)
         return self._lost[0] if self._lost else ""
 
     def leave(self) -> None:
-        """This rank ends well."""
         self._send("bye")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_SECONDS)
@@ -105,16 +99,14 @@ class HostWatch:
 
 
 class Heartbeat(NamedTuple):
-    """The last one of a rank. `ended`: its process is gone, and did not say that all was well."""
-
     host: str
     seen: float
     deadline: float
-    ended: bool = False
+    ended: bool = False  # its process is gone without a good end
 
 
 class Heartbeats:
-    """The last heartbeats of other ranks, by the monotonic clock. limit: of a silence; gone: after the end of a process."""
+    """The last one of each rank. Seconds: limit of a silence, gone after the end of a process."""
 
     def __init__(self, limit: float, gone: float) -> None:
         self.limit, self.gone = limit, gone
@@ -124,13 +116,12 @@ class Heartbeats:
         self.last[rank] = Heartbeat(host, now, now + self.limit)
 
     def end(self, rank: int, now: float) -> None:
-        """The process of a rank is gone."""
         if rank in self.last:
             last = self.last[rank]
             self.last[rank] = last._replace(deadline=min(last.deadline, now + self.gone), ended=True)
 
     def verdict(self, now: float) -> str:
-        """Which hosts have been silent for too long, and with which ranks; empty without any."""
+        """Which hosts have been silent for too long; empty without any."""
         if not any(now > last.deadline for last in self.last.values()):
             return ""
         near = min(3 * BEAT_SECONDS, self.limit / 2)  # ranks of one host fall silent shortly after each other
@@ -147,7 +138,7 @@ class Heartbeats:
 
 
 class _Peer:
-    """A connection to another rank's monitor, which speaks in lines. `rank` is -1 until it has said who it is."""
+    """A connection to another rank's monitor. `rank` is -1 until it has said hello."""
 
     def __init__(self, connection: socket.socket, rank: int = -1, host: str = "") -> None:
         connection.setblocking(False)
@@ -156,7 +147,7 @@ class _Peer:
         self._rest = b""
 
     def lines(self) -> list[str] | None:
-        """What has come since; None at the end of the connection."""
+        """New lines; None at the end of the connection."""
         try:
             data = self.connection.recv(MAX_LINE)
         except BlockingIOError:
@@ -167,13 +158,11 @@ class _Peer:
         return [line.decode(errors="replace") for line in whole] if data and len(self._rest) < MAX_LINE else None
 
     def send(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # a peer that is gone will be missed for its silence
+        with contextlib.suppress(OSError):
             self.connection.send(f"{line}\n".encode())
 
 
 class _Monitor:
-    """The monitor process of a rank."""
-
     def __init__(self, setup: Mapping[str, Any]) -> None:
         self.setup = setup
         self.heartbeats = Heartbeats(setup["limit"], setup["gone"])
@@ -188,7 +177,7 @@ class _Monitor:
             self.selector.register(self.listener, selectors.EVENT_READ)
 
     def run(self) -> str:
-        """Until the rank ends well or badly, or has to end: then why."""
+        """Why the rank has to end; empty once it has ended by itself."""
         due = time.monotonic()
         while True:
             reason = ""
@@ -214,7 +203,6 @@ class _Monitor:
                 return reason
 
     def _beat(self) -> str:
-        """Send a heartbeat; returns why the rank has to end, if so."""
         parent, launcher = self.setup["parent"], self.setup["launcher"]
         if system.kernel_state(parent) not in STOPPED_STATES:
             self._send("beat")
@@ -224,7 +212,7 @@ class _Monitor:
         return reason
 
     def _join(self, hub: Mapping[str, Any]) -> None:
-        """Connect to rank 0's monitor, which may need some time to accept. Without it nothing is watched."""
+        """Connect to rank 0's monitor. Without it nothing is watched."""
         deadline, problem = time.monotonic() + self.setup["limit"], ""
         while time.monotonic() < deadline and os.getppid() == self.setup["parent"]:
             try:
@@ -241,7 +229,6 @@ class _Monitor:
         _say(f"warn rank {self.setup['rank']} cannot reach {where}: the loss of a host will be noticed late")
 
     def _receive(self, peer: _Peer) -> str:
-        """Read what a peer sends; returns why this rank has to end, if so."""
         lines, now = peer.lines(), time.monotonic()
         if lines is None:
             self.heartbeats.end(peer.rank, now)
@@ -263,7 +250,7 @@ class _Monitor:
         return ""
 
     def _greets(self, peer: _Peer, line: str) -> bool:
-        """Whether a new connection is a rank's of this job; anybody on the network may have made it."""
+        """Whether a new connection is a rank's of this job: anybody on the network can open one."""
         words, token = line.split(" ", 3), self.setup["token"]
         if len(words) != 4 or words[0] != "hello" or not secrets.compare_digest(words[1].encode(), token.encode()):
             return False
@@ -280,7 +267,6 @@ class _Monitor:
         self.peers.remove(peer)
 
     def _lose(self, line: str) -> None:
-        """Report the end of another rank to this rank, and from rank 0 to all others."""
         _say(line)
         if self.listener is not None:
             self._send(line)
@@ -292,7 +278,7 @@ class _Monitor:
 
 
 def main() -> None:
-    """The monitor process: lives as long as its rank, and kills a rank that has to end and does not."""
+    """The monitor process. It kills its rank where that has to end and does not."""
     system.die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):  # for the rank, which may have a checkpoint to write
         signal.signal(number, signal.SIG_IGN)
@@ -309,7 +295,6 @@ def main() -> None:
 
 
 def _say(line: str) -> None:
-    """To this rank."""
     with contextlib.suppress(OSError):
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
@@ -322,7 +307,7 @@ def _listener() -> socket.socket:
 
 
 def _own_address(master: str) -> str:
-    """Where other hosts reach this one; empty: at `master`, an address of this host."""
+    """Where other hosts reach this one; empty if that is `master`."""
     try:
         family, _, _, _, place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

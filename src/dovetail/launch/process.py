@@ -1,4 +1,4 @@
-"""This process's standard streams (closed, full, without a reader) and its resource limits, as messages name them."""
+"""Standard streams that are closed, full or without a reader, and the resource limits behind an error."""
 
 import contextlib
 import os
@@ -24,8 +24,7 @@ MAX_CAUSE = 200
 
 
 def open_closed_streams() -> None:
-    """Open those of descriptors 0 to 2 that the caller closed, and start this program anew: else files and sockets would get
-    their numbers, and what libraries print."""
+    """Open those of descriptors 0 to 2 that the caller closed, else files would get their numbers, and restart the program."""
     opened = False
     for number, mode in CLOSED:
         try:
@@ -38,7 +37,7 @@ def open_closed_streams() -> None:
 
 
 def put(text: str) -> None:
-    """Write to standard output. Exits quietly where the reader is gone, such as `| head`."""
+    """Write to standard output; exits quietly without a reader (`| head`)."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -49,46 +48,40 @@ def put(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """Write to standard error, if that is possible."""
+    """Write to standard error, if possible."""
     with contextlib.suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
 
 
 def limit_behind(error: BaseException) -> str | None:
-    """The message where `error`, or its cause, comes of a ulimit on open files or memory; None for other errors."""
-    causes: list[str] = []
+    """The message for an error that a ulimit on open files or memory caused; else None."""
+    texts: list[str] = []
     cause: BaseException | None = error
     while cause is not None:
-        causes.append(f"{type(cause).__name__}: {cause}")
+        texts.append(" ".join(f"{type(cause).__name__}: {cause}".split()))
         cause = cause.__cause__ or cause.__context__
+    for text in texts:
+        if OPEN_FILES in text.lower():
+            files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            message = f"{OPEN_FILES}: this process may have {files} (ulimit -n); raise that limit, to 4096 for example"
+            return f"{message} ({text[:MAX_CAUSE]})"
     limits = memory_limits()
-    for signs, message in (
-        (
-            (OPEN_FILES,),
-            f"{OPEN_FILES}: this process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (ulimit -n); raise that "
-            "limit, to 4096 for example",
-        ),
-        (
-            OUT_OF_MEMORY if limits else (),
-            f"memory ran out: this process is limited to {limits}; raise that limit or remove it (unlimited)",
-        ),
-    ):
-        for text in causes:
-            if any(sign in text.lower() for sign in signs):
-                return f"{message} ({' '.join(text.split())[:MAX_CAUSE]})"
+    for text in texts:
+        if limits and any(sign in text.lower() for sign in OUT_OF_MEMORY):
+            message = f"memory ran out: this process is limited to {limits}; raise that limit or remove it (unlimited)"
+            return f"{message} ({text[:MAX_CAUSE]})"
     return None
 
 
 def memory_limits() -> str:
-    """The limits of this process's memory; empty without any."""
     kinds = ((resource.RLIMIT_AS, "address space (ulimit -v)"), (resource.RLIMIT_DATA, "data (ulimit -d)"))
     values = [(resource.getrlimit(kind)[0], name) for kind, name in kinds]
     return " and ".join(f"{value / 1e9:.2g} GB of {name}" for value, name in values if value != resource.RLIM_INFINITY)
 
 
 def narrow_limits() -> str:
-    """For the message about a process that a library aborted: the limits that are narrow here."""
+    """For the message about a process that a library aborted."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     few = f"{files} open files (ulimit -n)" if 0 <= files < FEW_FILES else ""
     limits = " and ".join(filter(None, (few, memory_limits())))

@@ -1,7 +1,6 @@
-"""A rank's phase and step in a small shared file that its supervisor reads. Imports no torch.
+"""A rank's phase and step in a small shared file, which its supervisor reads. Imports no torch.
 
-A rank makes progress when its main thread enters a phase. Heartbeats alone prove nothing: a thread sends them while the main
-thread waits forever in a collective.
+Progress is a phase that the main thread enters: heartbeats come from a thread, even while a collective hangs.
 """
 
 import mmap
@@ -19,7 +18,7 @@ Phase = Literal[
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-# Seconds after which a rank in the same phase counts as hung; `run` is the whole of a score or generate.
+# Seconds after which a phase counts as hung; `run` is the whole of a score or generate.
 LIMITS: Mapping[Phase, float] = {
     "init": 600.0, "load": 1800.0, "run": float("inf"), "push": 900.0, "rollout": 3600.0, "reward": 1800.0,
     "score": 1200.0, "update": 1200.0, "optimizer": 600.0, "save": 1800.0, "eval": 3600.0, "exit": 600.0,
@@ -33,9 +32,9 @@ SIZE = 128
 
 
 class State(NamedTuple):
-    """What a rank last wrote. Times are of the machine's monotonic clock, which all its processes share."""
+    """Times are of the monotonic clock, which all processes of a machine share."""
 
-    entries: int  # phases entered so far: equal on ranks that run the same program
+    entries: int  # phases entered so far
     phase: Phase
     step: int | None  # from 1
     since: float  # when it entered the phase
@@ -46,7 +45,7 @@ class State(NamedTuple):
 
 
 class Progress:
-    """The writing side. Without a path it writes to memory of its own."""
+    """The writing side; without a path, of no file."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._memory: mmap.mmap | bytearray = bytearray(SIZE) if path is None else _mapped(path)
@@ -55,7 +54,7 @@ class Progress:
         self.beat()
 
     def phase(self, name: Phase, step: int | None = None) -> None:
-        """The main thread begins `name`; without `step` (from 1) the last one stays."""
+        """The main thread begins a phase. Without `step` (from 1) the last one stays."""
         version = 2 * self._entries
         self._entries += 1
         self._step = self._step if step is None else step
@@ -73,7 +72,7 @@ class Progress:
 
 @contextmanager
 def calling_every(seconds: float, function: Callable[[], object]) -> Iterator[None]:
-    """Call a function from a thread of its own for the length of the block."""
+    """Call a function from a thread for the length of the block."""
     done = threading.Event()
 
     def run() -> None:
@@ -90,16 +89,13 @@ def calling_every(seconds: float, function: Callable[[], object]) -> Iterator[No
 
 
 def collective_timeout(limits: Mapping[Phase, float]) -> timedelta:
-    """The timeout of collectives: later than any phase of training may last, for the limits name the hung rank.
-
-    limits: of phases that differ from `LIMITS`.
-    """
+    """Longer than any phase of training, whose limits name the hung rank. limits: those that differ from `LIMITS`."""
     longest = max(seconds for phase, seconds in {**LIMITS, **limits}.items() if phase != "run")
     return timedelta(seconds=min(longest + COLLECTIVE_SLACK, MAX_COLLECTIVE_SECONDS))
 
 
 def read_state(path: Path) -> State | None:
-    """What the rank last wrote to `path`; None before its first write."""
+    """None before the rank's first write."""
     data = b""
     for _ in range(READ_ATTEMPTS):  # a rank stopped in the middle of a write leaves the record odd
         with suppress(FileNotFoundError):

@@ -1,7 +1,6 @@
-"""This process as a rank: where it writes its progress and its failure, and when it ends. Imports no torch.
+"""This process as a rank: its progress, its report of a failure, and its end. Imports no torch.
 
-A rank of `supervisor.run_ranks` holds the end of a pipe, which closes when the supervisor ends in any way: then the rank ends.
-A rank of another launcher, and a command of one rank, watch themselves.
+A rank of the supervisor ends when that does, by a pipe between them. Others watch themselves.
 """
 
 import faulthandler
@@ -30,8 +29,7 @@ from dovetail.launch.progress import Phase, Progress, calling_every
 PIPE, FOLDER = "DOVETAIL_PARENT_PIPE", "DOVETAIL_WATCH"  # environment of a supervised rank
 DEFECT, USER_ERROR, INTERRUPTED, STOPPED = 1, 2, 130, 143  # exit codes
 STOP_CODES: Mapping[int, int] = {signal.SIGTERM: STOPPED, signal.SIGINT: INTERRUPTED}
-UNWINDING_SECONDS = 30.0  # after the first signal, for all that is half-written to be removed
-SECOND_UNWINDING_SECONDS = 1.5  # after the second one
+UNWINDING_SECONDS, SECOND_UNWINDING_SECONDS = 30.0, 1.5  # after the first and the second signal
 SAME_SIGNAL_SECONDS = 1.0  # a rank may get one signal twice, directly and by its launcher
 BEAT_SECONDS = LOOK_SECONDS = 0.5
 
@@ -41,7 +39,7 @@ class RankFiles(NamedTuple):
 
     state: Path
     stacks: Path
-    report: Path  # of its failure
+    report: Path
 
     @classmethod
     def of(cls, folder: Path, rank: int) -> "RankFiles":
@@ -49,8 +47,6 @@ class RankFiles(NamedTuple):
 
 
 class RankProcess:
-    """This process as a rank, or as the only one."""
-
     def __init__(self, folder: str | None = None, pipe: str | None = None) -> None:
         self.files = RankFiles.of(Path(folder), int(os.environ["RANK"])) if folder is not None else None
         self.silent = False  # whatever fails after a signal is a consequence
@@ -62,7 +58,7 @@ class RankProcess:
 
     @classmethod
     def from_environment(cls) -> "RankProcess":
-        """Takes its variables out of the environment, for children not to inherit them."""
+        """Children do not inherit its variables."""
         return cls(os.environ.pop(FOLDER, None), os.environ.pop(PIPE, None))
 
     @property
@@ -70,7 +66,7 @@ class RankProcess:
         return self.files is not None
 
     def report(self, text: str) -> None:
-        """Report a failure: to the supervisor, who knows which rank failed first, or on standard error."""
+        """To the supervisor, who knows which rank failed first, or to standard error."""
         if self.silent:
             return
         if self.files is not None:
@@ -79,22 +75,22 @@ class RankProcess:
             complain(text)
 
     def watched(self, limits: Mapping[Phase, float]) -> AbstractContextManager[None]:
-        """Within the block: heartbeats for the supervisor; without one, this process ends when a phase lasts too long."""
+        """Heartbeats for the supervisor; without one, end this process when a phase lasts too long."""
         if self.supervised:
             return calling_every(BEAT_SECONDS, self.progress.beat)
         return calling_every(LOOK_SECONDS, partial(_end_if_hung, self.progress, limits))
 
     def watch_hosts(self, store: Store, rank: int, world: int) -> None:
-        """In a job of several hosts: this process ends soon after one of them falls silent."""
+        """In a job of several hosts, end this process when one is lost."""
         if self.supervised or world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(world):
             return
-        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # which outlives its ranks
+        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._hosts = HostWatch(store, rank, os.environ["MASTER_ADDR"], launcher)
         threading.Thread(target=self._end_with_hosts, args=(self._hosts,), daemon=True).start()
 
     @contextmanager
     def naming_lost_hosts(self) -> Iterator[None]:
-        """Raise MachineError for a collective of the block that failed because a rank on another host is gone."""
+        """A collective that fails because another host's rank is gone raises MachineError."""
         try:
             yield
         except RuntimeError as error:
@@ -104,7 +100,7 @@ class RankProcess:
             raise MachineError(f"{lost}; the job ends ({self._place()})") from error
 
     def leave_hosts(self) -> None:
-        """The job is done: nobody waits for further signs of this rank."""
+        """The job is done."""
         if self._hosts is not None:
             self._hosts.leave()
 
@@ -123,10 +119,10 @@ class RankProcess:
 
 
 class StopHandler:
-    """Handles SIGTERM and SIGINT: the first one unwinds the main thread, a second one ends the process soon.
+    """The first SIGTERM or SIGINT unwinds the main thread, a second one ends the process soon.
 
-    A thread counts the signals, which Python writes into a pipe as they come; handlers run in the main thread alone, which
-    may never return from a collective. Where this is the handler, the first signal ends the process, too, in the end.
+    Handlers run in the main thread, which may never return from a collective: so a thread reads the signals from Python's
+    wakeup pipe, and ends the process after the first one, too, unless a training loop handles that.
     """
 
     def __init__(self, rank: RankProcess) -> None:
@@ -140,8 +136,7 @@ class StopHandler:
         threading.Thread(target=self._count, args=(reader,), daemon=True).start()
 
     def unwind(self, number: int, _: FrameType | None) -> NoReturn:
-        """Raise SystemExit, so that nothing half-written stays. An import in progress may fail otherwise for it, or swallow it:
-        nothing is reported from now on, and the process ends in any case."""
+        """Raise SystemExit, for what is half-written to be removed. Errors that it causes on its way are not reported."""
         self.code, self.rank.silent = STOP_CODES[number], True
         signal.signal(number, _ignore)
         sys.exit(self.code)
@@ -168,7 +163,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def ranks_given() -> int | None:
-    """The number of ranks where a launcher started this process as one of them, else None."""
+    """The number of ranks that a launcher started, this process among them; else None."""
     rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None or world is None:
         return None
@@ -178,7 +173,7 @@ def ranks_given() -> int | None:
 
 
 def is_first_rank() -> bool:
-    """Whether this process reports for all ranks of its host. One that is no rank, whatever its RANK, reports for itself."""
+    """Whether this process reports for its host. One with a RANK that makes no sense reports for itself."""
     rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE")
     if world is None or not rank.isdecimal():
         return True
@@ -187,7 +182,7 @@ def is_first_rank() -> bool:
 
 
 def _may_be_lost(error: RuntimeError) -> bool:
-    """Whether the error may come of another rank's end: one of a collective, or of the store (which one rank a host reports)."""
+    """An error of a collective, or of the store, which one rank a host reports."""
     if isinstance(error, LostStore):
         return is_first_rank()
     frames = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
@@ -209,7 +204,7 @@ def _end_if_hung(progress: Progress, limits: Mapping[Phase, float]) -> None:
 
 
 def _end_with_parent(pipe: int, folder: str | None) -> None:
-    os.read(pipe, 1)  # nothing is ever written: it returns when the parent's end closes
+    os.read(pipe, 1)  # returns when the parent's end closes
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(DEFECT)

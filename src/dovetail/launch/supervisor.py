@@ -1,7 +1,6 @@
 """Starts the ranks of a command on this machine and watches them: all end when one dies or hangs. Imports no torch.
 
-Every rank is the same command with `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` set, in a session of
-its own, so that a Ctrl-C reaches this process alone.
+Each rank has the environment of torchrun's, and a session of its own: a Ctrl-C reaches this process alone.
 """
 
 import contextlib
@@ -29,40 +28,33 @@ from dovetail.launch.progress import LIMITS, Phase, State, read_state
 from dovetail.launch.rank import DEFECT, FOLDER, INTERRUPTED, PIPE, STOP_CODES, STOPPED, USER_ERROR, RankFiles
 from dovetail.parallel.layout import Layout
 
-GRACE_SECONDS = 3.0  # after the first failure, for the others to notice
-STOP_SECONDS = 10.0  # after a rank has ended on a signal, for the others to end, too
-POLL_SECONDS = 0.02
-LOOK_SECONDS = 0.5  # between two checks for hangs
-KILLED_SECONDS = 60.0  # for what is killed to be gone; its memory may have to be unpinned first
-STACK_SECONDS = 5.0  # for the ranks to write their stacks, at most
-WRITING_SECONDS = 0.5  # from a stack's first frames to its last
-PAUSE_SECONDS, MAX_PAUSE = 1.0, 30.0  # before the first restart, doubled before each further one
-SAME_FAILURES = 3  # in a row: another start would not help
-MIN_RANKS, RANKS_PER_CORE = 8, 4  # a machine starts up to the larger of 8 and 4 a core
-PORTS = range(20000, 32768)  # below those that a system gives to programs that ask for any
-STOP_ENDS = (STOPPED, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)  # exit codes after a signal
+GRACE_SECONDS, STOP_SECONDS = 3.0, 10.0  # for the other ranks to end, after a failure and after a signal
+POLL_SECONDS, LOOK_SECONDS = 0.02, 0.5  # between checks for ends, and for hangs
+KILLED_SECONDS = 60.0  # for killed processes to be gone; memory may have to be unpinned first
+STACK_SECONDS, WRITING_SECONDS = 5.0, 0.5  # until all stacks have begun, and to their last frames
+PAUSE_SECONDS, MAX_PAUSE = 1.0, 30.0  # before a restart
+SAME_FAILURES = 3  # in a row: a crash loop
+MIN_RANKS, RANKS_PER_CORE = 8, 4
+PORTS = range(20000, 32768)  # below those that a system hands out
+STOP_ENDS = (STOPPED, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Supervision:
-    """How ranks are supervised. resume: arguments that the command gets from a restart on, once its work had begun."""
-
     limits: Mapping[Phase, float] = field(default_factory=lambda: LIMITS)
     run_dir: Path | None = None  # of events.jsonl
     restarts: int = 0
-    resume: tuple[str, ...] = ()
+    resume: tuple[str, ...] = ()  # arguments from a restart on, once work had begun
 
 
 class ExitReport(NamedTuple):
-    """How the ranks ended. `text`: for the user; `incident`: a death or a hang, no mistake and no stop."""
-
     code: int
-    text: str = ""
-    incident: Incident | None = None
+    text: str = ""  # for the user
+    incident: Incident | None = None  # no mistake and no stop
 
 
 def refuse_too_many(layout: Layout) -> None:
-    """Raise LayoutError for a layout, whose dp is known, of more ranks than this machine can run."""
+    """Raise LayoutError for more ranks than this machine can run."""
     cores = _cores()
     most = max(MIN_RANKS, RANKS_PER_CORE * cores)
     if layout.num_ranks > most:
@@ -73,7 +65,7 @@ def refuse_too_many(layout: Layout) -> None:
 
 
 def run_ranks(command: Sequence[str], ranks: int, supervision: Supervision | None = None) -> int:
-    """Run `command` as that many local ranks; returns the exit code of the whole."""
+    """Run `command` as that many local ranks; returns one exit code."""
     system.adopt_orphans()
     stop = _Stop()
     handlers = {number: signal.signal(number, stop.receive) for number in STOP_CODES}
@@ -85,7 +77,6 @@ def run_ranks(command: Sequence[str], ranks: int, supervision: Supervision | Non
 
 
 def _run(command: Sequence[str], ranks: int, supervision: Supervision, stop: "_Stop") -> int:
-    """Start the ranks, and again after an incident, as often as it is allowed and may help."""
     incidents: list[Incident] = []
     while True:
         end = _start_once(command, ranks, supervision, stop)
@@ -131,7 +122,7 @@ def _start_once(command: Sequence[str], ranks: int, supervision: Supervision, st
 
 
 def _record(supervision: Supervision, kind: str, incident: Incident) -> None:
-    """Append a row to events.jsonl, once the run has claimed its run_dir."""
+    """In events.jsonl, once the run has claimed its run_dir."""
     if supervision.run_dir is not None and (supervision.run_dir / "config.yaml").exists():
         row = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **asdict(incident), "kind": kind}
         with contextlib.suppress(OSError):  # a full disk prevents no restart
@@ -139,7 +130,7 @@ def _record(supervision: Supervision, kind: str, incident: Incident) -> None:
 
 
 class _Stop:
-    """SIGTERM and SIGINT: the first one is passed on to the ranks, the second one kills them."""
+    """Passes the first SIGTERM or SIGINT on to the ranks; the second one kills them."""
 
     def __init__(self) -> None:
         self.signal: int = 0
@@ -153,7 +144,7 @@ class _Stop:
             process.send_signal(signal.SIGKILL if self.second else number)
 
     def wait(self, seconds: float) -> bool:
-        """Whether a signal comes within that time, or has come."""
+        """Whether a signal has come, or comes within that time."""
         deadline = time.monotonic() + seconds
         while not self.signal and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
@@ -161,14 +152,12 @@ class _Stop:
 
 
 class _Job:
-    """The ranks of one start."""
-
     def __init__(self, folder: Path, limits: Mapping[Phase, float], stop: _Stop) -> None:
         self.folder, self.limits, self.stop = folder, limits, stop
         self.processes: list[subprocess.Popen[bytes]] = []
         self.ended: dict[int, int] = {}  # exit codes, in the order of the ends
-        self.first: list[int] = []  # the ranks that were seen failing first, together
-        self.spared = system.children_of([os.getpid()])  # started by others before this job
+        self.first: list[int] = []  # the ranks seen failing first
+        self.spared = system.children_of([os.getpid()])  # not of this job
         self.begun = time.monotonic()
         self.kills_before = system.out_of_memory_kills()
 
@@ -178,7 +167,7 @@ class _Job:
             process.send_signal(self.stop.signal)
 
     def wait(self) -> ExitReport:
-        """Wait for all ranks; after a failure or a stop for a while only, and until one hangs."""
+        """Until all ranks have ended, one hangs, or some time after a failure or a stop."""
         deadline, look = float("inf"), 0.0
         while len(self.ended) < len(self.processes) and time.monotonic() < deadline:
             self._collect()
@@ -195,7 +184,7 @@ class _Job:
         return self._report()
 
     def kill(self) -> None:
-        """Kill every rank that still runs, with all that they started. What cannot be killed is reported, and left."""
+        """Kill the ranks that still run, with all that they started."""
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -211,7 +200,7 @@ class _Job:
             )
 
     def _collect(self) -> None:
-        """Note the ranks that have ended. One that stops on a signal stops the others."""
+        """Note which ranks have ended. One that stops on a signal stops the others."""
         codes = {rank: p.poll() for rank, p in enumerate(self.processes) if rank not in self.ended}
         fresh = {rank: code for rank, code in codes.items() if code is not None}
         self.ended |= fresh
@@ -239,7 +228,7 @@ class _Job:
         return ExitReport(DEFECT, f"{text}{stacks}dovetail: {name} ended in {state.where()}: {cause}\n", incident)
 
     def _culprit(self) -> int:
-        """The rank that failed first. Of those seen together: one that was killed, else one with a report."""
+        """Of the ranks seen failing first: one that was killed, else one with a report."""
         killed = [rank for rank in self.first if self.ended[rank] < 0]
         failed = [rank for rank, code in self.ended.items() if code not in (0, *STOP_ENDS)]
         return [*killed, *(rank for rank in failed if _read(self._files(rank).report)), *self.first][0]
@@ -262,11 +251,10 @@ class _Job:
         return main_stack(_read(self._files(rank).stacks))
 
     def _state(self, rank: int) -> State:
-        """What a rank last wrote; before that it is at its beginning."""
         return read_state(self._files(rank).state) or State(0, "init", None, self.begun, self.begun)
 
     def _hung(self) -> ExitReport | None:
-        """Where a rank is in its phase for too long: the rank to blame, and the stacks of all."""
+        """Where a phase lasts too long: the rank to blame, and the stacks of all."""
         now = time.monotonic()
         alive = {rank: self._state(rank) for rank in range(len(self.processes)) if rank not in self.ended}
         late = [state for state in alive.values() if now - state.since > self.limits[state.phase]]
@@ -294,7 +282,7 @@ class _Job:
         return ExitReport(DEFECT, "".join(lines), incident)
 
     def _look_closely(self, alive: Mapping[int, State]) -> list[RankStatus]:
-        """Every living rank with its stack. A stopped rank is not waited for."""
+        """The living ranks with their stacks. A stopped rank writes none."""
         pids = {rank: self.processes[rank].pid for rank in alive}
         kernel = {rank: system.kernel_state(pids[rank]) for rank in alive}
         for rank in alive:
@@ -312,25 +300,22 @@ def _read(path: Path) -> str:
 
 
 def _environment(ranks: int) -> Mapping[str, str]:
-    """What all ranks share: where they meet, and an even share of this machine's cores."""
     return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // ranks))),
-        # else every rank would report at length that a failed one closed its connection
+        # else every rank reports that a failed one closed its connection
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
     }
 
 
 def _cores() -> int:
-    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _free_port() -> int:
-    """A port for the ranks to meet at, seconds later."""
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("", port))
