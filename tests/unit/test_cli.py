@@ -11,6 +11,7 @@ import yaml
 from dovetail.cli.arguments import layout_of, parse, recipe_of, supervision_of
 from dovetail.cli.main import run_command
 from dovetail.errors import LayoutError
+from dovetail.launch.progress import LIMITS
 from dovetail.launch.supervisor import refuse_too_many
 from dovetail.parallel.layout import Layout
 
@@ -64,6 +65,12 @@ def test_a_run_that_died_goes_on_from_what_it_saved(recipe: str) -> None:
     supervision = supervision_of(parse(argv))
     assert supervision.restarts == 2
     assert parse([*argv, *supervision.resume]).resume == "auto"
+
+
+def test_a_run_is_watched_by_the_limits_of_its_recipe(recipe: str) -> None:
+    supervision = supervision_of(parse(["train", recipe, "trainer.timeouts.reward=7200"]))
+    assert supervision.limits == {**LIMITS, "reward": 7200.0}
+    assert supervision.run_dir == Path("R")
 
 
 def test_whole_numbers_may_be_larger_than_any_float() -> None:

@@ -42,12 +42,9 @@ class Command:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of a command line, its `command` among them. Prints help and exits if asked."""
     commands = "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
-    top = Parser(
-        prog="dovetail",
-        description=f"A parallel model engine for RL post-training.\n\ncommands:\n{commands}",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = f"A parallel model engine for RL post-training.\n\ncommands:\n{commands}"
+    raw = argparse.RawDescriptionHelpFormatter
+    top = Parser(prog="dovetail", description=about, epilog=EPILOG, formatter_class=raw)
     top.add_argument("command", choices=list(COMMANDS), metavar="command", help="dovetail COMMAND --help says more")
     name = top.parse_args(argv[:1]).command
     is_train = name == "train"
@@ -133,9 +130,7 @@ def _add_compute(parser: ArgumentParser, dtype: str | None = "float32", engine: 
 
 
 def _add_rows(parser: ArgumentParser, data: str) -> None:
-    parser.add_argument(
-        "--model", required=True, metavar="M", help="a directory, or a hub name pinned as name@revision"
-    )
+    parser.add_argument("--model", required=True, metavar="M", help="a directory, or name@revision on the hub")
     parser.add_argument("--data", required=True, metavar=data)
     parser.add_argument("--out", required=True, metavar="OUT.jsonl", help="an existing file is replaced")
     _add_compute(parser)
@@ -144,13 +139,9 @@ def _add_rows(parser: ArgumentParser, data: str) -> None:
 def _train(parser: ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE.yaml")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", default=[], help="change a key of the recipe")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, print the whole recipe, train nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the recipe, train nothing")
     parser.add_argument("--resume", metavar="auto|never|step=N", default="auto", type=_resume, help="default: auto")
-    parser.add_argument(
-        "--restarts", metavar="N", default=0, type=_number(int), help="start all ranks again after one has failed"
-    )
+    parser.add_argument("--restarts", metavar="N", default=0, type=_number(int), help="start again after a failure")
     _add_compute(parser, dtype=None, engine=None)
 
 
@@ -214,7 +205,5 @@ COMMANDS: Mapping[str, Command] = {
     "generate": Command("completions of prompts from the embedded sampler", _generate),
     "convert": Command("turn an HF checkpoint into a sharded one, or back, bit for bit", _convert),
     "inspect": Command("show what a sharded checkpoint holds, and whether it is whole", _inspect, runs_on_ranks=False),
-    "doctor": Command(
-        "show versions, devices and kernels, and run a short self-test", _add_device, runs_on_ranks=False
-    ),
+    "doctor": Command("show versions, devices and kernels, and run a self-test", _add_device, runs_on_ranks=False),
 }

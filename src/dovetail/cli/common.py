@@ -7,8 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from dovetail.data.examples import Tokenizer
 from dovetail.data.processor import Processor
@@ -28,23 +27,19 @@ from dovetail.weights.hf_directory import Pretrained
 Row = TypeVar("Row")
 
 
-class Inputs(NamedTuple):
-    source: Pretrained
-    tokenizer: Tokenizer | None  # None: no row needs one
-    processor: Processor | None
-
-
 def mesh_of(args: argparse.Namespace, *, engine: bool = True) -> Mesh:
     return make_mesh(Layout.parse(args.layout or ""), pick_device(args.device), engine=engine)
 
 
-def open_inputs(args: argparse.Namespace, mesh: Mesh, *, decodes: bool = False) -> Inputs:
-    """Check --out and open --model. decodes: a tokenizer is wanted for the output."""
+def open_inputs(
+    args: argparse.Namespace, mesh: Mesh, *, decodes: bool = False
+) -> tuple[Pretrained, Tokenizer | None, Processor | None]:
+    """Check --out and open --model. decodes: the output needs a tokenizer, too, if there is one."""
     check_out(args.out, args.data, mesh)
     source, trust = Pretrained.open(args.model, args.engine), args.trust_remote_code
     reads_text = needs_text(args.data) or (decodes and source.has_tokenizer)
     tokenizer = load_tokenizer(source, trust_remote_code=trust) if reads_text else None
-    return Inputs(source, tokenizer, load_processor(source, trust_remote_code=trust))
+    return source, tokenizer, load_processor(source, trust_remote_code=trust)
 
 
 def check_out(path: Path | str, data: Path | str, mesh: Mesh) -> None:
@@ -102,7 +97,7 @@ class RowFile:
                     self._written += 1
                     self._not_finite += not _is_finite(row)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._file is not None:
             self._file.close()
         try:

@@ -11,7 +11,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import NoReturn, Self
 
 from dovetail.cli.arguments import COMMANDS, check_model, layout_of, parse, supervision_of
@@ -19,15 +18,7 @@ from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserErr
 from dovetail.launch.hosts import Store
 from dovetail.launch.process import limit_behind, open_closed_streams
 from dovetail.launch.progress import collective_timeout
-from dovetail.launch.rank import (
-    DEFECT,
-    INTERRUPTED,
-    USER_ERROR,
-    RankProcess,
-    StopHandler,
-    is_first_rank,
-    ranks_given,
-)
+from dovetail.launch.rank import DEFECT, INTERRUPTED, USER_ERROR, RankProcess, StopHandler, is_first_rank, ranks_given
 from dovetail.launch.supervisor import refuse_too_many, run_ranks
 
 COMPILING = r"Argument aux_data .* cannot be converted to a JitArgument"  # FlashAttention-4, for every kernel
@@ -94,12 +85,11 @@ def _run_as_rank(args: argparse.Namespace, rank: RankProcess, timeout: timedelta
             consistency.refuse_differences(store, me, world, consistency.job_inputs(args))
 
     with _ExitCode(rank.report) as exit_code:
-        with rank.naming_lost_hosts(), process_group.ProcessGroup(device, timeout, on_rendezvous):
+        with rank.among_hosts(), process_group.ProcessGroup(device, timeout, on_rendezvous):
             rank.progress.phase("load")
             run = importlib.import_module(f"dovetail.cli.{args.command}").run
             exit_code.value = run(args, rank.progress) or 0
             rank.progress.phase("exit")
-        rank.leave_hosts()
     return exit_code.value
 
 
@@ -119,9 +109,7 @@ class _ExitCode:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is None:
             return False
         if isinstance(error, SystemExit):  # argparse has printed its help

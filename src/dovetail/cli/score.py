@@ -26,12 +26,13 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         rows = load_score(args.data, tokenizer, limits, processor=processor)
     if mesh["world"].size > 1:
         refuse_other_models("--model", source, mesh)
-    options = EngineOptions(master_dtype=getattr(torch, args.dtype), tokens_per_batch=args.tokens_per_batch)
+    dtype = getattr(torch, args.dtype)
+    options = EngineOptions(master_dtype=dtype, tokens_per_batch=args.tokens_per_batch)
     fields = {} if args.temperature == 1.0 else {"temperature": args.temperature}
     replicas, stages = mesh["dp"].size, mesh["pp"].size
     micros = 1 if replicas * stages == 1 else 4 * replicas * stages  # to balance replicas and to fill a pipeline
     with RowFile(args.out, mesh) as out:
-        engine = make_engine(source, mesh, options.master_dtype, args.head, options)
+        engine = make_engine(source, mesh, dtype, args.head, options)
         say(source.notes, mesh)
         progress.phase("run")
         for part in portions(rows, lambda row: len(row.ids), args.tokens_per_batch * micros):

@@ -9,20 +9,18 @@ import importlib
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from types import TracebackType
 from typing import Any, Self
 
 from dovetail.data.chat_worker import answer
 from dovetail.data.rows import JsonRow, is_deep
 from dovetail.errors import DataError, quoted
+from dovetail.launch.process import start_worker
 
 Message = Mapping[str, Any]
 METHODS = ("apply_chat_template", "get_chat_template")
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dovetail.data.chat_worker import main; main()"
 
 
 class Renderer:
@@ -41,9 +39,7 @@ class Renderer:
         self._depth += 1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._process is not None and not self._depth:
             self._process.kill()
@@ -62,7 +58,8 @@ class Renderer:
 
     def _ask(self, tokenizer: Any, request: str) -> dict[str, str]:
         setup = json.dumps({"template": tokenizer.chat_template, "special_tokens": tokenizer.special_tokens_map})
-        process = self._process = self._process or self._start()
+        limits = str(self.seconds), str(self.memory)
+        process = self._process = self._process or start_worker("dovetail.data.chat_worker", *limits)
         assert process.stdin is not None and process.stdout is not None
         lines = [request] if setup == self._setup else [setup, request]
         self._setup = setup
@@ -79,14 +76,6 @@ class Renderer:
         if code == -signal.SIGPROF:
             return {"error": f"takes more than {self.seconds:g} s of processor time for these messages"}
         return {"error": f"ends the process that renders it by signal {-code}"}
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), str(self.seconds), str(self.memory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the parent
-        )
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
         process.communicate()

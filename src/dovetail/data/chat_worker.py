@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Mapping
 from traceback import walk_tb
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -31,9 +30,7 @@ class CaughtError:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception):
             return False
         words = " ".join(str(error).split())
@@ -44,7 +41,7 @@ class CaughtError:
             self.error = f"refuses these messages: {words}"
         else:
             self.error = f"fails on these messages: {type(error).__name__}: {words}"
-        lines = [line for frame, line in walk_tb(trace) if frame.f_code.co_filename == SOURCE]
+        lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == SOURCE]
         line = error.lineno if isinstance(error, TemplateSyntaxError) else lines[-1] if lines else None
         self.error += "" if line is None else f" (line {line} of the template)"
         return True

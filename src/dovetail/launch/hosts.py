@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from dovetail import system
 from dovetail.launch.hang import STOPPED_STATES
+from dovetail.launch.process import start_worker
 
 BEAT_SECONDS = 2.0
 SILENT_SECONDS = 35.0
@@ -26,7 +27,6 @@ LOST_SECONDS = 1.0  # for the end of a process to be known on all hosts
 KILL_SECONDS = 3.0
 KEY = "dovetail/hosts"  # in the store
 MAX_LINE = 1 << 12
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dovetail.launch import hosts; hosts.main()"
 
 
 class Store(Protocol):
@@ -54,15 +54,7 @@ class HostWatch:
             else:
                 hub = json.loads(store.get(KEY))
                 setup["hub"] = {**hub, "address": hub["address"] or master}
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                bufsize=1,
-                pass_fds=files,
-                start_new_session=True,  # a Ctrl-C is for the rank
-            )
+            self._process = start_worker(__name__, files=files)
         self._lost: list[str] = []
         self._send(json.dumps(setup))
 
@@ -70,7 +62,7 @@ class HostWatch:
         """Why this rank has to end; empty if it need not."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            kind, _, text = line.rstrip("\n").partition(" ")
+            kind, _, text = line.decode().rstrip("\n").partition(" ")
             if kind == "end":
                 return text
             if kind == "lost":
@@ -94,7 +86,7 @@ class HostWatch:
     def _send(self, line: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()
 
 

@@ -1,10 +1,13 @@
-"""Standard streams that are closed, full or without a reader, and the resource limits behind an error."""
+"""Standard streams that are closed, full or without a reader; the resource limits behind an error; worker processes."""
 
 import contextlib
+import json
 import os
 import resource
 import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 
 from dovetail.errors import MachineError
 
@@ -52,6 +55,14 @@ def complain(text: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
+
+
+def start_worker(module: str, *arguments: str, files: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """A Python process that runs `module.main` with this one's modules, pipes, and a session of its own: Ctrl-C is not for it."""
+    boot = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"
+    command = [sys.executable, "-P", "-c", boot, json.dumps(sys.path), *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=files, start_new_session=True)
 
 
 def limit_behind(error: BaseException) -> str | None:

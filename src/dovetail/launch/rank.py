@@ -89,8 +89,8 @@ class RankProcess:
         threading.Thread(target=self._end_with_hosts, args=(self._hosts,), daemon=True).start()
 
     @contextmanager
-    def naming_lost_hosts(self) -> Iterator[None]:
-        """A collective that fails because another host's rank is gone raises MachineError."""
+    def among_hosts(self) -> Iterator[None]:
+        """The work of a rank. A collective that fails because another host's rank is gone raises MachineError."""
         try:
             yield
         except RuntimeError as error:
@@ -98,9 +98,6 @@ class RankProcess:
             if not lost:
                 raise
             raise MachineError(f"{lost}; the job ends ({self._place()})") from error
-
-    def leave_hosts(self) -> None:
-        """The job is done."""
         if self._hosts is not None:
             self._hosts.leave()
 

@@ -274,6 +274,21 @@ def test_ranks_meet_at_a_port_that_nobody_else_is_given(supervise: Supervise, tm
     assert not first <= port <= last or first <= PORTS[0], "a machine may give away all"
 
 
+def test_a_rank_that_fails_after_a_stop_is_not_started_again(supervise: Supervise, tmp_path: Path) -> None:
+    body = """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+    Path("ready").write_text("x")
+    time.sleep(600)
+    """
+    process = supervise(body, ranks=1, restarts=3)
+    assert waited((tmp_path / "ready").exists)
+    process.send_signal(signal.SIGTERM)
+    code, err = ended(process)
+    assert code == 1
+    assert "starting all ranks again" not in err
+    assert [event["kind"] for event in events(tmp_path)] == ["death"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_everything_at_once(supervise: Supervise, tmp_path: Path, number: int) -> None:
     body = """
