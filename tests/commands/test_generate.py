@@ -95,6 +95,21 @@ def test_log_probs_are_those_of_score(model: Path, sampled: list[dict[str, objec
             assert abs(a - b) <= MODEL_FP32 * max(1.0, abs(b))
 
 
+def test_every_flag_reaches_the_sampler(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[SamplingParams] = []
+
+    def record(_self: NativeSampler, _prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
+        seen.append(params)
+        return []
+
+    monkeypatch.setattr(NativeSampler, "sample", record)
+    data, out = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
+    flags = ["--samples", 2, "--max-new-tokens", 7, "--temperature", 0.5, "--top-p", 0.9, "--top-k", 11, "--seed", 13]
+    assert here("generate", "--model", model, "--data", data, "--out", out, *flags).code == 0
+    ((samples, length, *rest),) = {(p.samples, p.max_new_tokens, p.temperature, p.top_p, p.top_k, p.seed) for p in seen}
+    assert (samples, length, rest) == (2, 7, [0.5, 0.9, 11, 13])
+
+
 def test_the_seed_and_greedy_sampling(model: Path, sampled: list[dict[str, object]], tmp_path: Path) -> None:
     data, out = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
     argv = ["generate", "--model", model, "--data", data, "--out", out, "--samples", 3, "--max-new-tokens", 5]

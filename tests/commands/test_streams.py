@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.errors import MachineError
-from dovetail.launch.limits import limit_behind, narrow_limits
+from dovetail.launch.process import limit_behind, narrow_limits
 from tests.commands.program import program, read_rows, start, write_rows
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.data.chat_renderer import Renderer
+from dovetail.data.chat import Renderer
 from tests.commands.program import make_model
 from tests.fault.processes import programs
 

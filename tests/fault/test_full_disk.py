@@ -13,7 +13,7 @@ import pytest
 
 from dovetail import jsonl
 from dovetail.checkpoint.retention import saved_steps
-from dovetail.cli.output import RowFile, portions
+from dovetail.cli.common import RowFile, portions
 from dovetail.errors import CheckpointError
 from dovetail.parallel.mesh import Mesh
 from dovetail.rl.tasks import RLTask

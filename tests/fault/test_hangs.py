@@ -26,8 +26,8 @@ ODD = 1
 RANK = """
 import os, sys, time, torch
 import torch.distributed as dist
-from dovetail.cli.ranks import Membership
-me = Membership.take()
+from dovetail.launch.rank import RankProcess
+me = RankProcess.from_environment()
 rank = int(os.environ["RANK"])
 with me.watched({{}}):
     dist.init_process_group("gloo")
@@ -46,10 +46,10 @@ with me.watched({{}}):
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from dovetail.cli.supervisor import Watch, run_ranks
+from dovetail.launch.supervisor import Supervision, run_ranks
 from dovetail.launch.progress import LIMITS
 limits = {{**LIMITS, "update": {limit}, "exit": {limit}}}
-sys.exit(run_ranks([sys.executable, "rank.py"], 3, Watch(limits=limits, run_dir=Path("run"))))
+sys.exit(run_ranks([sys.executable, "rank.py"], 3, Supervision(limits=limits, run_dir=Path("run"))))
 """
 BODIES = {
     "skips a collective": "    if not odd:\n        dist.all_reduce(x)",
@@ -98,18 +98,17 @@ def test_a_rank_that_cannot_be_killed_is_told_and_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One that waits inside a driver: the report of the hang that it caused came only when the driver let it go."""
-    ranks = supervisor._Ranks(tmp_path, LIMITS, supervisor._Stop())
+    ranks = supervisor._Job(tmp_path, LIMITS, supervisor._Stop())
     rank = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     ranks.add(rank)
     monkeypatch.setattr(supervisor, "KILLED_SECONDS", 0.5, raising=False)
     with monkeypatch.context() as patch:
         for name in ("kill", "killpg"):
             patch.setattr(os, name, lambda *_: None)
-        for _ in range(2):
-            kill = threading.Thread(target=ranks.kill, daemon=True)
-            kill.start()
-            kill.join(20)
-            assert not kill.is_alive(), "it waits for what never comes"
+        kill = threading.Thread(target=ranks.kill, daemon=True)
+        kill.start()
+        kill.join(20)
+        assert not kill.is_alive(), "it waits for what never comes"
     assert capfd.readouterr().err.count(f"not gone after 0.5 s: pid {rank.pid};") == 1
     ranks.kill()
     assert rank.poll() is not None

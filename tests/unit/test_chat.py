@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from dovetail.data.chat_renderer import Renderer
+from dovetail.data.chat import Renderer
 from dovetail.data.examples import load_prompts, load_score, load_sft
 from dovetail.errors import DataError
 from tests.unit.test_data import (

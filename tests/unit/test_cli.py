@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from dovetail.cli.arguments import layout_of, parse, recipe_of, watch_of
+from dovetail.cli.arguments import layout_of, parse, recipe_of, supervision_of
 from dovetail.cli.main import run_command
 from dovetail.errors import LayoutError
+from dovetail.launch.progress import LIMITS
 from dovetail.launch.supervisor import refuse_too_many
 from dovetail.parallel.layout import Layout
 
@@ -56,9 +57,15 @@ def test_copy_engines_is_accepted_without_effect(recipe: str) -> None:
 
 def test_a_run_that_died_goes_on_from_what_it_saved(recipe: str) -> None:
     argv = ["train", recipe, "--resume", "step=3", "--restarts", "2"]
-    watch = watch_of(parse(argv))
-    assert watch.restarts == 2
-    assert parse([*argv, *watch.again]).resume == "auto"
+    supervision = supervision_of(parse(argv))
+    assert supervision.restarts == 2
+    assert parse([*argv, *supervision.resume]).resume == "auto"
+
+
+def test_a_run_is_watched_by_the_limits_of_its_recipe(recipe: str) -> None:
+    supervision = supervision_of(parse(["train", recipe, "trainer.timeouts.reward=7200"]))
+    assert supervision.limits == {**LIMITS, "reward": 7200.0}
+    assert supervision.run_dir == Path("R")
 
 
 def test_whole_numbers_may_be_larger_than_any_float() -> None:
@@ -186,7 +193,7 @@ def test_a_layout_that_cannot_run_is_refused_before_a_rank_starts(
         (folder / "M/config.json").write_text(json.dumps({"model_type": family, "intermediate_size": 24, **sizes}))
     started: list[int] = []
 
-    def start(_command: object, ranks: int, _watch: object) -> int:
+    def start(_command: object, ranks: int, _supervision: object) -> int:
         started.append(ranks)
         return 0
 

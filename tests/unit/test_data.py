@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dovetail.batch.packed import PackedBatch
 from dovetail.data import examples
-from dovetail.data.chat_renderer import Renderer
+from dovetail.data.chat import Renderer
 from dovetail.data.examples import Limits
 from dovetail.data.rows import batch_rows, needs_text, read_rows
 from dovetail.errors import DataError
@@ -280,7 +280,7 @@ def test_score_rows(tmp_path: Path) -> None:
         (load_prompts, "[1]", "a list, not a JSON object"),
         (load_prompts, {"prompt": "a"}, r"lacks 'answer' \(it has 'prompt'\)"),
         (load_prompts, {"text": "a"}, "lacks 'prompt', 'answer'"),
-        (load_prompts, {"prompt": "", "answer": 1}, "the prompt has no tokens"),
+        (load_prompts, {"prompt": "", "answer": 1}, "the row has no tokens"),
         (load_prompts, {"prompt": 3, "answer": 1}, "prompt must be a string or messages"),
         (load_prompts, {"prompt": [], "answer": 1}, "prompt must be a string or messages"),
         (load_prompts, {"prompt": [{"role": "user"}], "answer": 1}, "prompt must be a string or messages"),

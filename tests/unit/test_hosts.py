@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is public
 
 from dovetail.cli.arguments import parse
-from dovetail.cli.given import KEY, given, refuse_differences
+from dovetail.cli.consistency import KEY, job_inputs, refuse_differences
 from dovetail.errors import ConfigError
 from dovetail.launch import hosts
-from dovetail.launch.hosts import Signs
+from dovetail.launch.hosts import Heartbeats
 from dovetail.parallel.consensus import refuse_different
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
@@ -40,19 +40,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_silent_host_is_named_with_its_ranks() -> None:
-    signs = Signs(limit=35.0, gone=20.0)
+    heartbeats = Heartbeats(limit=35.0, gone=20.0)
     for rank, (host, seen) in enumerate([("a", 100.0), ("b", 61.0), ("b", 64.9), ("c", 100.0)]):
-        signs.note(rank, host, seen)
-    assert signs.verdict(96.0) == ""
+        heartbeats.note(rank, host, seen)
+    assert heartbeats.verdict(96.0) == ""
     told = "host b (rank 1, 2) gave no sign for 36 s: the host is down, stopped or cut off from the network"
-    assert signs.verdict(97.0) == told
-    signs.forget(1)
-    signs.forget(2)
-    assert signs.verdict(134.0) == ""
-    signs.note(0, "a", 128.0)
-    signs.end(3, 110.0)
-    assert signs.verdict(129.0) == ""
-    assert signs.verdict(131.0) == "host c (rank 3) gave no sign for 31 s: the process ended"
+    assert heartbeats.verdict(97.0) == told
+    heartbeats.last.pop(1)
+    heartbeats.last.pop(2)
+    assert heartbeats.verdict(134.0) == ""
+    heartbeats.note(0, "a", 128.0)
+    heartbeats.end(3, 110.0)
+    assert heartbeats.verdict(129.0) == ""
+    assert heartbeats.verdict(131.0) == "host c (rank 3) gave no sign for 31 s: the process ended"
 
 
 RANK = """
@@ -108,8 +108,8 @@ def test_all_ranks_end_when_one_is_stopped_and_none_for_being_busy(begin: Begin,
         os.kill(ranks[1].pid, signal.SIGSTOP)
         stopped = time.monotonic()
         told = f"host {HOST} (rank 1) gave no sign for 2 s: the host is down, stopped or cut off from the network\n"
-        assert [ranks[0].communicate()[0], ranks[2].communicate()[0]] == [told, told]
-        assert ranks[1].wait() == -signal.SIGKILL
+        assert [rank.communicate(timeout=60)[0] for rank in (ranks[0], ranks[2])] == [told, told]
+        assert ranks[1].wait(60) == -signal.SIGKILL
         assert time.monotonic() - stopped < 2.0 + hosts.KILL_SECONDS + 5.0
 
 
@@ -119,9 +119,9 @@ def test_all_ranks_end_when_one_is_stopped_and_none_for_being_busy(begin: Begin,
 def test_a_rank_may_leave_and_must_not_vanish(ends: str, told: str, begin: Begin) -> None:
     waits = "time.sleep(2.5) or watch.leave()" if not told else ""
     ranks = [begin(0, waits), begin(1, f"time.sleep(0.5)\n{ends}")]
-    assert told in ranks[0].communicate()[0]
+    assert told in ranks[0].communicate(timeout=60)[0]
     assert ranks[0].returncode == 0
-    assert ranks[1].wait() == bool(told)
+    assert ranks[1].wait(60) == bool(told)
     assert all_gone({rank.pid for rank in ranks}, 1.0)
 
 
@@ -143,12 +143,12 @@ def test_differences_of_what_ranks_were_given_are_told_by_key_host_and_value(tmp
         f"temperature: 1.0 on {HOST} (rank 0); 2.0 on {HOST} (rank 1)"
     ]
     with mock.patch("dovetail.__version__", "9"):
-        newer = given(parse(score))
-    assert _compared([given(parse(score)), newer])[0].startswith("version of dovetail: 0.1.0 (source ")
+        newer = job_inputs(parse(score))
+    assert _compared([job_inputs(parse(score)), newer])[0].startswith("version of dovetail: 0.1.0 (source ")
 
 
 def _told(*commands: list[str]) -> list[str]:
-    return _compared([given(parse(argv)) for argv in commands])
+    return _compared([job_inputs(parse(argv)) for argv in commands])
 
 
 def _compared(everyone: list[dict[str, str]]) -> list[str]:
@@ -175,7 +175,7 @@ def test_a_command_compares_what_it_was_given_before_ranks_do_anything_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     score = ["score", "--model", "m", "--data", "d", "--out", "o", "--device", "cpu"]
-    store, theirs = HashStore(), given(parse([*score, "--temperature", "2"]))
+    store, theirs = HashStore(), job_inputs(parse([*score, "--temperature", "2"]))
     store.set(f"{KEY}/1", json.dumps(["other", theirs]))
     monkeypatch.setattr("dovetail.parallel.process_group._meet", lambda: (store, 0, 2))
     monkeypatch.setattr("dovetail.parallel.process_group._initialize", lambda *_: pytest.fail("it began"))
@@ -191,7 +191,7 @@ def test_the_code_of_the_package_is_part_of_what_is_given(tmp_path: Path) -> Non
     for text in ("x = 1\n", "x = 2\n"):
         (tmp_path / "a.py").write_text(text)
         with mock.patch("dovetail.__file__", str(tmp_path / "__init__.py")):
-            found.append(given(score)["version of dovetail"])
+            found.append(job_inputs(score)["version of dovetail"])
     assert found[0] != found[1]
 
 

@@ -41,7 +41,7 @@ sys.argv = [__file__, *sys.argv[1:]]
 RANKS = """
 from dovetail.cli import main as program
 plain = program.run_ranks
-program.run_ranks = lambda command, ranks, watch: plain([command[0], __file__, *command[3:]], ranks, watch)
+program.run_ranks = lambda command, *options: plain([command[0], __file__, *command[3:]], *options)
 program.main()
 """
 
@@ -140,7 +140,7 @@ def test_killed_rank_is_named_and_ends_the_others(start: Start) -> None:
 @pytest.mark.parametrize("layout", ["tp=1", TWO])
 def test_sigterm_reaches_the_ranks_for_a_clean_stop(start: Start, layout: str, tmp_path: Path) -> None:
     body = """
-    from dovetail.launch import StopSignal
+    from dovetail.parallel.process_group import StopSignal
     with StopSignal() as stop:
         dist.barrier()
         open(f"ready{rank}", "w").write("x")
@@ -172,8 +172,8 @@ def test_a_stop_in_the_middle_of_what_catches_it_is_a_stop(
 ) -> None:
     """Imports of others do: they fail in another way, or go on."""
     body = f"""
-    from dovetail.cli import main
-    main.UNWINDING_SECONDS = 0.5
+    from dovetail.launch import rank as process
+    process.UNWINDING_SECONDS = 0.5
     try:
         open(f"ready{{rank}}", "w").write("x")
         time.sleep(600)
@@ -213,7 +213,8 @@ def test_one_signal_ends_a_rank_that_waits_for_others_to_join(number: int, code:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     program = tmp_path / "program.py"
-    program.write_text("from dovetail.cli import main as program\nprogram.UNWINDING_SECONDS = 2.0\nprogram.main()\n")
+    patch = "from dovetail.launch import rank\nrank.UNWINDING_SECONDS = 2.0"
+    program.write_text(f"from dovetail.cli import main as program\n{patch}\nprogram.main()\n")
     where = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     flags = ["score", "--model", "m", "--data", "d", "--out", "o", "--device", "cpu", "--layout", "dp=2"]
     process = subprocess.Popen([sys.executable, str(program), *flags], env={**os.environ, **where}, cwd=tmp_path)

@@ -20,7 +20,7 @@ from transformers import Qwen3MoeConfig
 from dovetail.factory import job, tokenizer
 from dovetail.factory.job import Builder, Job
 from dovetail.factory.sampler import backend_layout
-from dovetail.launch.progress import patience
+from dovetail.launch.progress import collective_timeout
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import known_keys, make_recipe
@@ -196,7 +196,7 @@ TABLE = (
     Leaf("trainer.loggers", ("tensorboard",), part("run.settings.loggers")),
     Leaf("trainer.max_skipped_steps", 4, part("loop.max_skipped_steps")),
     Leaf("trainer.check_replicas_every", 6, part("loop.check_replicas_every")),
-    Leaf("trainer.timeouts", {"rollout": 1e5}, part("task.models.policy.mesh.timeout"), patience({"rollout": 1e5})),
+    Leaf("trainer.timeouts", {"rollout": 1e5}, part("task.models.policy.mesh.timeout"), collective_timeout({"rollout": 1e5})),
     Leaf("trainer.activation_checkpointing", "selective", trained("recompute"), ["selective"] * 2),
     Leaf("trainer.offload_activations", True, trained("offload_activations"), [True] * 2),
     Leaf("trainer.offload_optimizer", True, trained("offload_optimizer"), [True] * 2),

@@ -7,24 +7,23 @@ import torch
 
 from dovetail.checkpoint.conversion import convert_to_hf, convert_to_sharded
 from dovetail.checkpoint.reader import open_checkpoint
-from dovetail.factory.engine import make_mesh, make_model, refuse_other_weights
+from dovetail.cli.common import mesh_of
+from dovetail.factory.engine import make_model, refuse_other_weights
 from dovetail.factory.layouts import check_layout
 from dovetail.launch.progress import Progress
 from dovetail.nn.model import StagedModel
 from dovetail.parallel.consensus import agreed
-from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.process_group import pick_device
 from dovetail.weights.atomic import refuse_occupied, refuse_unwritable
 from dovetail.weights.hf_directory import Pretrained, locate, stored_head
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
-    """Cut or rejoin; every rank copies its own rectangles."""
-    mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
+    """Every rank converts its own pieces."""
+    mesh = mesh_of(args)
     progress.phase("run")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    with agreed(mesh):  # to be told so after all of a large source has been read would be late
+    with agreed(mesh):
         refuse_occupied(Path(args.destination))
         refuse_unwritable(Path(args.destination), "the directory")
     if args.to == "hf":
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     reader = open_checkpoint(source.path, mesh)
     refuse_other_weights(source, reader)
     head = stored_head(reader, source)
-    kind = "value_without_bias" if "score.bias" in head.fresh else head.kind  # what is not there is not copied
+    kind = "value_without_bias" if "score.bias" in head.fresh else head.kind  # as the source
 
     def model_on(imagined: Mesh) -> StagedModel:
         return make_model(source, imagined, torch.float32, reader, kind)

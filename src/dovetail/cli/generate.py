@@ -6,35 +6,26 @@ import torch
 
 from dovetail.arch.transformers_spec import TransformersSpec
 from dovetail.checkpoint.reader import open_checkpoint
-from dovetail.cli.output import RowFile, check_out, portions, say
+from dovetail.cli.common import RowFile, mesh_of, open_inputs, portions, say
 from dovetail.data.examples import Limits, load_prompts
-from dovetail.data.rows import needs_text
 from dovetail.factory.engine import make_mesh, refuse_other_weights
 from dovetail.factory.lengths import check_positions
 from dovetail.factory.sampler import Backend, backend_layout, make_sampler
-from dovetail.factory.tokenizer import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
+from dovetail.factory.tokenizer import banned_ids, stop_ids, text_of
 from dovetail.launch.progress import Progress
 from dovetail.parallel.consensus import agreed
-from dovetail.parallel.layout import Layout
-from dovetail.parallel.process_group import pick_device
 from dovetail.rollout.base import Prompt, SamplingParams
 from dovetail.rollout.native import SamplerOptions
 from dovetail.run.state import refuse_other_models
-from dovetail.weights.hf_directory import Pretrained
 
-ON_CPU, ON_GPU = 128, 2048  # samples of a replica between two writes; the last ones of a portion run alone
+ON_CPU, ON_GPU = 128, 2048  # samples of a replica between two writes
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
-    """Sample every row; noise depends on seed, row, sample and position alone."""
-    mesh = make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
+    """Sample every row."""
+    mesh = mesh_of(args)
     with agreed(mesh):
-        check_out(args.out, args.data, mesh)
-        source = Pretrained.open(args.model, args.engine)
-        tokenizer = None
-        if needs_text(args.data) or source.has_tokenizer:
-            tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)
-        processor = load_processor(source, trust_remote_code=args.trust_remote_code)
+        source, tokenizer, processor = open_inputs(args, mesh, decodes=True)
         limits = Limits(source.spec.vocab_size)
         rows = load_prompts(args.data, tokenizer, limits, answers=False, processor=processor)
         backend: Backend = "transformers" if isinstance(source.spec, TransformersSpec) else "native"
@@ -63,10 +54,10 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         sampler.load(reader)
         say(source.notes, mesh)
         progress.phase("run")
-        numbered = [Prompt(i, row.ids, row.media) for i, row in enumerate(rows)]
+        prompts = [Prompt(i, row.ids, row.media) for i, row in enumerate(rows)]
         most = (ON_CPU if mesh.device.type == "cpu" else ON_GPU) * sampler_mesh["fsdp"].size
-        for part in portions(numbered, lambda _: args.samples, most):
-            found = sampler.sample(part, params)
+        for part in portions(prompts, lambda _: args.samples, most):
+            completions = sampler.sample(part, params)
             out.write(
                 {
                     "id": rows[c.row].id,
@@ -76,5 +67,5 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
                     "log_probs": list(c.log_probs),
                     "finish": c.finish,
                 }
-                for c in found
+                for c in completions
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 from dovetail.checkpoint.manifest import TRAINING, Manifest, StoredTensor
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.errors import CheckpointError
-from dovetail.launch.streams import put
+from dovetail.launch.process import put
 from dovetail.weights.safe_paths import MANIFEST
 
 
@@ -25,29 +25,26 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _summary(path: Path, manifest: Manifest) -> str:
-    model = {name: tensor for name, tensor in manifest.tensors.items() if not name.startswith(TRAINING)}
-    training = {name: tensor for name, tensor in manifest.tensors.items() if name not in model}
-    lines = {
+    training = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith(TRAINING)}
+    model = {name: tensor for name, tensor in manifest.tensors.items() if name not in training}
+    fields = {
         "checkpoint": str(path),
         "step": "none" if manifest.step is None else str(manifest.step),
         "layout": ",".join(f"{name}={degree}" for name, degree in manifest.layout.items()),
-        "tensors": _told(model),
-        "training": "none" if manifest.state is None else _told(training),
+        "tensors": _sizes(model),
+        "training": "none" if manifest.state is None else _sizes(training),
         "pieces": f"{len(manifest.pieces)} files, {sum(file.size for file in manifest.pieces.values()):,} bytes",
         "files": ", ".join(manifest.sides) or "none",
     }
-    roles = sorted({name.removeprefix(TRAINING).rpartition("/")[0] for name in training})
-    told = "".join(f"{name:<11} {value}\n" for name, value in lines.items())
-    for role in roles:
-        own = {n: tensor for n, tensor in training.items() if n.startswith(f"{TRAINING}{role}/")}
-        told += f"  {role:<20} {_told(own)}\n"
-    for name, value in (manifest.state or {}).items():
-        if isinstance(value, str | int | float):
-            told += f"  {name:<20} {value}\n"
-    return told
+    details: dict[str, object] = {}
+    for role in sorted({name.removeprefix(TRAINING).rpartition("/")[0] for name in training}):
+        details[role] = _sizes({n: tensor for n, tensor in training.items() if n.startswith(f"{TRAINING}{role}/")})
+    details |= {name: x for name, x in (manifest.state or {}).items() if isinstance(x, str | int | float)}
+    lines = [f"{name:<11} {value}\n" for name, value in fields.items()]
+    return "".join([*lines, *(f"  {name:<20} {value}\n" for name, value in details.items())])
 
 
-def _told(tensors: Mapping[str, StoredTensor]) -> str:
+def _sizes(tensors: Mapping[str, StoredTensor]) -> str:
     values = sum(prod(tensor.shape) for tensor in tensors.values())
     size = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})

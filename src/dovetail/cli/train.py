@@ -1,38 +1,34 @@
 """`dovetail train`: the main job, from an HF checkpoint to an HF checkpoint."""
 
 import argparse
-import signal
 from pathlib import Path
 
 from dovetail.cli.arguments import recipe_of
 from dovetail.factory.job import Builder
+from dovetail.launch.process import complain, put
 from dovetail.launch.progress import Progress
-from dovetail.launch.rank import INTERRUPTED, STOPPED
-from dovetail.launch.streams import complain, put
+from dovetail.launch.rank import STOP_CODES, STOPPED
 from dovetail.parallel.process_group import StopSignal, deterministic, pick_device
 from dovetail.rl.trainer import train
 from dovetail.run.resume import FinishedError
 
 
 def run(args: argparse.Namespace, progress: Progress) -> int:
-    """Train by the recipe. After a stop 130 or 143 on every rank, by the signal that asked for it.
-
-    Until training starts there is nothing to finish or to save, so a signal ends the rank as it does in any command.
-    """
+    """Exit code 130 or 143 after a signal that stopped training with a checkpoint."""
     recipe, folder, stop = recipe_of(args), Path(args.recipe).parent, StopSignal()
     builder = Builder(recipe, pick_device(args.device), folder, lambda: stop.number, args.resume, progress)
-    lead = builder.mesh["world"].rank == 0
+    is_first = builder.mesh["world"].rank == 0
+    text = recipe.to_yaml() if args.dry_run and is_first else ""
     try:
         job = builder.job()
     except FinishedError as finished:
-        if lead:
+        if is_first:
             complain(f"dovetail: {finished}\n")
-            put(recipe.to_yaml() if args.dry_run else "")
+            put(text)
         return 0
     try:
         if args.dry_run:
-            if lead:
-                put(recipe.to_yaml())
+            put(text)
             return 0
         with stop, deterministic(job.deterministic):
             job.start()
@@ -41,6 +37,4 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
             job.run.finish(outcome)
     finally:
         job.close()
-    if not outcome.stopped:
-        return 0
-    return INTERRUPTED if job.run.stop_signal == signal.SIGINT else STOPPED
+    return STOP_CODES.get(job.run.stop_signal, STOPPED) if outcome.stopped else 0

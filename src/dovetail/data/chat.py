@@ -1,42 +1,108 @@
-"""Messages of a row and the ids that a chat template makes of them; of a conversation, those that are trained."""
+"""Messages of a row -> token ids by the chat template, and the mask of those that are trained.
 
+A template comes with the model and may never end or fill the memory, so a process with limits renders it (`chat_worker`). A
+tokenizer class that renders itself is code that the user has trusted, and runs here.
+"""
+
+import contextlib
+import importlib
 import json
-from collections.abc import Mapping
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, Self
 
-from dovetail.data.chat_renderer import Renderer
+from dovetail.data.chat_worker import answer
 from dovetail.data.rows import JsonRow, is_deep
-from dovetail.errors import quoted
+from dovetail.errors import DataError, quoted
+from dovetail.launch.process import start_worker
 
 Message = Mapping[str, Any]
+METHODS = ("apply_chat_template", "get_chat_template")
+
+
+class Renderer:
+    """Renders chat templates in a process that ends with the outermost `with` block.
+
+    seconds: of processor time for one rendering. memory: bytes of all.
+    """
+
+    def __init__(self, *, seconds: float = 5.0, memory: int = 1 << 29) -> None:
+        self.seconds, self.memory = seconds, memory
+        self._process: subprocess.Popen[bytes] | None = None
+        self._setup = ""  # that the process has
+        self._depth = 0  # of `with` blocks
+
+    def __enter__(self) -> Self:
+        self._depth += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._process is not None and not self._depth:
+            self._process.kill()
+            self._end(self._process)
+
+    def render(self, tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
+        """As `apply_chat_template`. Raises DataError where the template fails or exceeds a limit."""
+        # what is no JSON, such as a date of a parquet file, becomes its type
+        request = json.dumps({"messages": messages, "options": options}, default=lambda x: f"<{type(x).__name__}>")
+        base = importlib.import_module("transformers.tokenization_utils_base").PreTrainedTokenizerBase
+        is_own = any(getattr(type(tokenizer), name) is not getattr(base, name) for name in METHODS)
+        reply = answer(tokenizer, request) if is_own else self._ask(tokenizer, request)
+        if "error" in reply:
+            raise DataError(f"the chat template {reply['error']}")
+        return reply["text"]
+
+    def _ask(self, tokenizer: Any, request: str) -> dict[str, str]:
+        setup = json.dumps({"template": tokenizer.chat_template, "special_tokens": tokenizer.special_tokens_map})
+        limits = str(self.seconds), str(self.memory)
+        process = self._process = self._process or start_worker("dovetail.data.chat_worker", *limits)
+        assert process.stdin is not None and process.stdout is not None
+        lines = [request] if setup == self._setup else [setup, request]
+        self._setup = setup
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.writelines(line.encode() + b"\n" for line in lines)
+            process.stdin.flush()
+        line = process.stdout.readline()
+        if line.endswith(b"\n"):
+            reply: dict[str, str] = json.loads(line)
+            return reply
+        code = self._end(process)
+        if code >= 0:
+            raise RuntimeError(f"the process that renders chat templates ended with exit code {code}")
+        if code == -signal.SIGPROF:
+            return {"error": f"takes more than {self.seconds:g} s of processor time for these messages"}
+        return {"error": f"ends the process that renders it by signal {-code}"}
+
+    def _end(self, process: subprocess.Popen[bytes]) -> int:
+        process.communicate()
+        self._process, self._setup = None, ""
+        return process.returncode
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A tokenizer, None where there is none, and what renders its chat template."""
-
-    tokenizer: Any
+    tokenizer: Any  # or None
     renderer: Renderer
 
     def encode(self, row: JsonRow, messages: list[Message], **options: bool) -> list[int]:
-        """The ids of what the template writes for `messages` and the row's tools."""
+        """The ids of `messages` and the row's tools."""
         if not self.tokenizer.chat_template:
             raise row.error("messages need a chat template, and the tokenizer has none; write the prompt as a string")
         tools = _tools(row, self.tokenizer.chat_template)
-        with row.told():
+        with row.locating():
             text = self.renderer.render(self.tokenizer, messages, tools=tools, **options)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def conversation(self, row: JsonRow, messages: list[Message]) -> tuple[list[int], list[bool]]:
-        """The whole conversation's ids, and its mask: trained where an assistant speaks with another weight than 0.
+        """Ids and mask of a conversation, which trains the assistant turns without weight 0.
 
-        A turn begins where the template's rendering of what came before it, with the generation prompt, ends, or in the first
-        message where turns of other texts begin to differ; and it ends where its own rendering does, or before that at its EOS
-        (what the template writes after an EOS no model produces).
-        Both must be beginnings of the whole: a template that writes a turn otherwise once more follows is refused.
+        A turn goes from the end of the generation prompt before it to its EOS, or to its end. Templates that write a turn
+        differently once more messages follow are refused.
         """
         ids = self.encode(row, messages)
         mask = [False] * len(ids)
@@ -46,26 +112,26 @@ class Chat:
                 continue
             through = self.encode(row, messages[: turn + 1])
             before = self._opening(row, messages[:turn], message, through)
+            start, end = len(before), len(through)
             why = ""
-            if ids[: len(through)] != through:
+            if ids[:end] != through:
                 why = "writes this turn differently once more messages follow it"
-            elif through[: len(before)] != before:
+            elif through[:start] != before:
                 why = "opens a turn with a generation prompt that it does not write before this one"
             if why:
                 raise row.error(
                     f"message {turn} (assistant): the chat template {why}, so its tokens cannot be told apart; give one row a "
                     'turn: {"prompt": messages, "completion": text}'
                 )
-            end = len(through)
-            if end_id in ids[len(before) : end]:
-                end -= ids[len(before) : end][::-1].index(end_id)
-            mask[len(before) : end] = [True] * (end - len(before))
+            if end_id in ids[start:end]:
+                end -= ids[start:end][::-1].index(end_id)
+            mask[start:end] = [True] * (end - start)
         if not any(mask):
             raise row.error("messages without an assistant turn (of weight 1) train nothing; add one")
         return ids, mask
 
     def _opening(self, row: JsonRow, earlier: list[Message], message: Message, through: list[int]) -> list[int]:
-        """What the template writes before the text of an assistant's turn, `through` being all up to the turn's end."""
+        """The ids before an assistant's text, within `through`. Of a first message: those that other texts leave alone."""
         if earlier:
             return self.encode(row, earlier, add_generation_prompt=True)
         parts = isinstance(message["content"], list)
@@ -76,7 +142,7 @@ class Chat:
 
 
 def messages_of(row: JsonRow, key: str) -> list[Message]:
-    """The row's messages, each with a content, and without other nulls: a table has them, and templates ask for keys."""
+    """The row's messages, each with a content and without other nulls, which tables have."""
     messages = row.values[key]
     is_chat = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
     if not is_chat or not all(
@@ -90,21 +156,19 @@ def messages_of(row: JsonRow, key: str) -> list[Message]:
     for turn, message in enumerate(messages):
         content = message.get("content")
         if not isinstance(content, str | list) and not (content is None and _says_more(message)):
-            raise row.error(  # templates would write what Python calls it
+            raise row.error(
                 f"message {turn} has the content {json.dumps(content, default=str):.80}; expected a string, a list of "
-                "parts, or null beside tool calls"
+                "parts, or null with tool calls"
             )
-    known = [{k: x for k, x in message.items() if x is not None} for message in messages]
+    known = [{key: value for key, value in message.items() if value is not None} for message in messages]
     return [{**message, "content": message.get("content")} for message in known]
 
 
 def _says_more(message: Message) -> bool:
-    """Whether there is more to a message than its role and content, as where it calls tools."""
     return any(value for key, value in message.items() if key not in ("role", "content", "weight"))
 
 
 def _trains(row: JsonRow, turn: int, message: Message) -> bool:
-    """Whether a turn of a conversation is trained: an assistant's, unless its weight is 0."""
     if message["role"] != "assistant":
         return False
     weight = message.get("weight", 1)
@@ -114,17 +178,17 @@ def _trains(row: JsonRow, turn: int, message: Message) -> bool:
 
 
 def _tools(row: JsonRow, template: Any) -> list[Any] | None:
-    """The row's tools for the chat template, None without any. A table may hold them as JSON text, as TRL's do."""
-    given = row.values.get("tools")
+    """The row's tools, which may be JSON text, as in TRL's tables."""
+    column = row.values.get("tools")
     try:
-        tools = json.loads(given) if isinstance(given, str) else given
+        tools = json.loads(column) if isinstance(column, str) else column
     except (ValueError, RecursionError):
-        tools = given
+        tools = column
     is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     if tools is not None and (not is_list or is_deep(tools)):
         raise row.error(
             'tools must be a list of JSON schemas such as [{"type": "function", "function": {"name": ...}}], or the JSON text '
-            f"of one, not {json.dumps(given, default=str):.80}; rename the column if it is not for the chat template"
+            f"of one, not {json.dumps(column, default=str):.80}; rename the column if it is not for the chat template"
         )
     if tools and "tools" not in str(template):
         raise row.error("the row has tools, which the model's chat template does not write; drop or rename the column")

@@ -1,7 +1,6 @@
-"""What runs inside the process that renders chat templates: one JSON line of messages in, one of text or of an error out.
+"""The process that renders chat templates for `chat.Renderer`, one JSON line for each.
 
-The parent is `renderer.Renderer`. A line with a template, and with the special tokens that it may name, holds for those that
-follow. The kernel ends this process where one rendering takes more processor time than it may.
+A line with a template and its special tokens holds for the following ones. The kernel ends a rendering that takes too long.
 """
 
 import importlib
@@ -12,75 +11,72 @@ import signal
 import sys
 from collections.abc import Mapping
 from traceback import walk_tb
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from dovetail.errors import shortened
 from dovetail.system import die_with_parent, limit_memory
 
-OUTPUT = 1 << 22  # characters that a template may write beyond those of its input
-SOURCE = "<template>"  # what jinja2 calls the file of a template
+MAX_ADDED = 1 << 22  # characters of output beyond those of the input
+SOURCE = "<template>"  # jinja2's file name
 
 
-class CapturedOutput:
-    """A `with` block whose failure becomes the text `error`."""
+class CaughtError:
+    """The exception of a `with` block, as the text `error`."""
 
     error: str | None = None
 
-    def __enter__(self) -> "CapturedOutput":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception):
             return False
         words = " ".join(str(error).split())
-        told = shortened("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words))
+        words = shortened("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words))
         if isinstance(error, MemoryError):
             self.error = "needs too much memory for these messages"
         elif isinstance(error, (TemplateError, ValueError)) and not isinstance(error, UnicodeError):
-            self.error = f"refuses these messages: {told}"
+            self.error = f"refuses these messages: {words}"
         else:
-            self.error = f"fails on these messages: {type(error).__name__}: {told}"
-        lines = [line for frame, line in walk_tb(trace) if frame.f_code.co_filename == SOURCE]
+            self.error = f"fails on these messages: {type(error).__name__}: {words}"
+        lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == SOURCE]
         line = error.lineno if isinstance(error, TemplateSyntaxError) else lines[-1] if lines else None
         self.error += "" if line is None else f" (line {line} of the template)"
         return True
 
 
 def answer(tokenizer: Any, line: str | bytes) -> dict[str, str]:
-    """{"text": what the tokenizer's template writes for the request `line`} or {"error": why it does not}."""
+    """{"text": the rendered request `line`} or {"error": why not}."""
     text = ""
-    with CapturedOutput() as caught:
+    with CaughtError() as caught:
         request: Mapping[str, Any] = json.loads(line)
         text = tokenizer.apply_chat_template(request["messages"], tokenize=False, **request["options"])
         text.encode()  # half of a surrogate pair is no text
-    if caught.error is None and len(text) > len(line) + OUTPUT:
-        caught.error = f"writes {len(text)} characters, more than {OUTPUT} beyond its input"
+    if caught.error is None and len(text) > len(line) + MAX_ADDED:
+        caught.error = f"writes {len(text)} characters, more than {MAX_ADDED} beyond its input"
     return {"text": text} if caught.error is None else {"error": caught.error}
 
 
 def main() -> NoReturn:
-    """Serve until standard input ends, or the parent does. Arguments: seconds of a rendering, bytes of all."""
+    """Arguments: seconds of one rendering, bytes of all."""
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     seconds, memory = float(sys.argv[2]), int(sys.argv[3])
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # libraries may print
     base = importlib.import_module("transformers.tokenization_utils_base").PreTrainedTokenizerBase
     tokenizer = None
     limit_memory(memory)
     for line in sys.stdin.buffer:
         if line.startswith(b'{"template"'):
-            given = json.loads(line)
-            tokenizer = base(chat_template=given["template"], model_specific_special_tokens=given["special_tokens"])
+            setup = json.loads(line)
+            tokenizer = base(chat_template=setup["template"], model_specific_special_tokens=setup["special_tokens"])
             continue
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        found = json.dumps(answer(tokenizer, line)).encode()
+        reply = json.dumps(answer(tokenizer, line)).encode()
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        answers.write(found + b"\n")
+        answers.write(reply + b"\n")
         answers.flush()
     os._exit(0)

@@ -1,7 +1,4 @@
-"""The rows of a data file, as they lie there: JSONL first, parquet where pyarrow is installed; and which a step takes.
-
-Every mistake names file and line.
-"""
+"""The rows of a JSONL or parquet file, and those of a step. Errors name file and line."""
 
 import importlib
 import json
@@ -16,41 +13,36 @@ from typing import Any
 
 from dovetail.errors import DataError, shortened
 
-DEEPEST = 100  # lists and objects inside each other; some 300 are more than Python's own functions can walk
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or as bytes, which json lets pass
+MAX_DEPTH = 100  # lists and objects inside each other
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or as bytes, which json accepts
 
 
 @dataclass(frozen=True)
 class JsonRow:
-    """One row of a file and where it stands: the line from 1 in JSONL, the row from 1 in parquet."""
-
     values: Mapping[str, Any]
     path: Path
-    line: int
+    line: int  # from 1; of parquet the row
 
     def error(self, message: str) -> DataError:
-        """`raise row.error(...)`: the message with file and line in front."""
         return DataError(f"{self.path}:{self.line}: {message}")
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """A DataError of this block says where the row stands."""
+    def locating(self) -> Iterator[None]:
+        """Add file and line to a DataError of the block."""
         try:
             yield
         except DataError as error:
             raise self.error(str(error)) from error
 
     def gives(self, name: str, instead_of: str) -> bool:
-        """Whether the text is under `name`. A null is as a key that is not there, unless the row has nothing else."""
+        """Whether the row has `name`. A null counts as missing if `instead_of` is there."""
         return name in self.values and (self.values[name] is not None or instead_of not in self.values)
 
     def id(self, index: int) -> Any:
-        """The row's own, or its index; a null is none, as a table fills up rows without one."""
-        given = self.values.get("id")
-        return index if given is None else given
+        own = self.values.get("id")
+        return index if own is None else own
 
     def require(self, *names: str) -> None:
-        """Raise DataError unless the row has these keys."""
         missing = [name for name in names if name not in self.values]
         if missing:
             has = shortened(", ".join(map(repr, self.values)) or "nothing")
@@ -58,7 +50,7 @@ class JsonRow:
 
 
 def read_rows(path: Path | str) -> Iterator[JsonRow]:
-    """The rows of a .parquet file, or of any other as JSON lines; blank lines are passed over."""
+    """Rows of a .parquet file, or of any other file as JSON lines."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such data file; give the path of a .jsonl or .parquet file")
@@ -67,60 +59,50 @@ def read_rows(path: Path | str) -> Iterator[JsonRow]:
         return
     with path.open("rb") as lines:
         for line, text in enumerate(lines, start=1):
-            if not text.strip():
-                continue
-            deep = DataError(
-                f"{path}:{line}: lists and objects inside each other more than {DEEPEST} deep; make it flat"
-            )
-            try:
-                values = json.loads(text.rstrip())
-            except RecursionError as error:
-                raise deep from error
-            except ValueError as error:  # bad JSON, or bad UTF-8
-                raise DataError(f"{path}:{line}: not JSON ({error}); each line must be one JSON object") from error
-            if text.count(b"[") + text.count(b"{") > DEEPEST and is_deep(values):
-                raise deep
-            if not isinstance(values, dict):
-                raise DataError(f"{path}:{line}: a {type(values).__name__}, not a JSON object such as {{...}}")
-            if SURROGATE.search(text) and not _is_text(values):
-                raise DataError(
-                    f"{path}:{line}: half of a surrogate pair, which no text can hold; write the character itself"
-                )
-            yield JsonRow(values, path, line)
+            if text.strip():
+                yield JsonRow(_parse(text, f"{path}:{line}"), path, line)
 
 
 def is_deep(values: Any) -> bool:
-    """Whether there are more than `DEEPEST` lists and objects inside each other."""
+    """Deeper than `MAX_DEPTH`."""
     level, depth = [values], 0
-    while level and depth <= DEEPEST:
+    while level and depth <= MAX_DEPTH:
         inside = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
         level, depth = [item for item in inside if isinstance(item, dict | list)], depth + 1
-    return depth > DEEPEST
+    return depth > MAX_DEPTH
 
 
 def needs_text(path: Path | str) -> bool:
-    """Whether any row of the file gives text, so that a tokenizer is needed."""
+    """Whether any row needs a tokenizer."""
     return any(not row.gives("input_ids", instead_of="prompt") for row in read_rows(path))
 
 
 def batch_rows(num_rows: int, count: int, seed: int | None, start: int) -> list[int]:
-    """`count` rows from the `start`-th on: a stretch of an endless stream of shuffled epochs.
-
-    Every epoch holds every row once, without a seed in the file's order; a step may reach into the next epoch. A pure
-    function of its arguments, so that a resumed run needs no state for the data but how many rows it has taken.
-    """
+    """`count` rows from the `start`-th of an endless stream of epochs, shuffled unless `seed` is None. Stateless."""
     stream = range(start, start + count)
     orders = {epoch: _epoch_order(num_rows, seed, epoch) for epoch in {at // num_rows for at in stream}}
     return [orders[at // num_rows][at % num_rows] for at in stream]
 
 
-def _is_text(values: dict[str, Any]) -> bool:
-    """Whether all strings in `values` can be written as UTF-8."""
+def _parse(text: bytes, place: str) -> dict[str, Any]:
+    deep = DataError(f"{place}: lists and objects inside each other more than {MAX_DEPTH} deep; make it flat")
     try:
-        json.dumps(values, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        values = json.loads(text.rstrip())
+    except RecursionError as error:
+        raise deep from error
+    except ValueError as error:  # bad JSON, or bad UTF-8
+        raise DataError(f"{place}: not JSON ({error}); each line must be one JSON object") from error
+    if text.count(b"[") + text.count(b"{") > MAX_DEPTH and is_deep(values):
+        raise deep
+    if not isinstance(values, dict):
+        raise DataError(f"{place}: a {type(values).__name__}, not a JSON object such as {{...}}")
+    if SURROGATE.search(text):
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            message = f"{place}: half of a surrogate pair, which no text can hold; write the character itself"
+            raise DataError(message) from error
+    return values
 
 
 def _read_parquet(path: Path) -> Iterator[JsonRow]:
@@ -142,7 +124,7 @@ def _read_parquet(path: Path) -> Iterator[JsonRow]:
         raise DataError(f"{path}: not readable as parquet ({error}); write it again, or give JSONL") from error
 
 
-@lru_cache(maxsize=2)  # every step asks; to shuffle a million rows takes half a second
+@lru_cache(maxsize=2)  # a million rows take half a second
 def _epoch_order(num_rows: int, seed: int | None, epoch: int) -> Sequence[int]:
     if seed is None:
         return range(num_rows)

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import torch
 
 from dovetail.checkpoint.retention import Retention, from_a_whole_step
-from dovetail.data.chat_renderer import Renderer
+from dovetail.data.chat import Renderer
 from dovetail.data.examples import Limits, Tokenizer, load_prompts, load_sft
 from dovetail.device import peak_flops, peak_memory_gib
 from dovetail.engine.expert_routing import BalanceSettings
@@ -25,7 +25,7 @@ from dovetail.factory.sampler import backend_layout, make_sampler
 from dovetail.factory.settings import optim_settings, rl_settings
 from dovetail.factory.tokenizer import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
 from dovetail.factory.warmup import compile_kernels
-from dovetail.launch.progress import Progress, patience
+from dovetail.launch.progress import Progress, collective_timeout
 from dovetail.parallel.consensus import agreed, refuse_different
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
@@ -283,7 +283,7 @@ class Builder:
         except LayoutError as error:
             raise LayoutError(f"{name}: {error}") from error
         if layout not in self.meshes:
-            limit = patience(self.recipe.trainer.timeouts)
+            limit = collective_timeout(self.recipe.trainer.timeouts)
             self.meshes[layout] = make_mesh(layout, self.device, timeout=limit)
         return self.meshes[layout]
 

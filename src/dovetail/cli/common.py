@@ -1,29 +1,49 @@
-"""Where a command's rows go: a JSONL file that one rank writes for all, at its place when it is whole."""
+"""What commands share: the mesh, the model's files, and a JSONL file that the first rank writes."""
 
+import argparse
 import math
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from dovetail.data.examples import Tokenizer
+from dovetail.data.processor import Processor
+from dovetail.data.rows import needs_text
 from dovetail.errors import ConfigError
+from dovetail.factory.engine import make_mesh
+from dovetail.factory.tokenizer import load_processor, load_tokenizer
 from dovetail.jsonl import ODD_LETTERS, json_line, write_whole
-from dovetail.launch.streams import complain
+from dovetail.launch.process import complain
 from dovetail.parallel.consensus import agreed
+from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.process_group import pick_device
 from dovetail.weights.atomic import refuse_unwritable
+from dovetail.weights.hf_directory import Pretrained
 
 Row = TypeVar("Row")
 
 
-def check_out(path: Path | str, data: Path | str, mesh: Mesh) -> None:
-    """Refuse a place where a `RowFile` could not be, and the file `data` itself, before the work is done.
+def mesh_of(args: argparse.Namespace) -> Mesh:
+    return make_mesh(Layout.parse(args.layout or ""), pick_device(args.device))
 
-    The first rank looks.
-    """
+
+def open_inputs(
+    args: argparse.Namespace, mesh: Mesh, *, decodes: bool = False
+) -> tuple[Pretrained, Tokenizer | None, Processor | None]:
+    """Check --out and open --model. decodes: the output needs a tokenizer, too, if there is one."""
+    check_out(args.out, args.data, mesh)
+    source, trust = Pretrained.open(args.model, args.engine), args.trust_remote_code
+    reads_text = needs_text(args.data) or (decodes and source.has_tokenizer)
+    tokenizer = load_tokenizer(source, trust_remote_code=trust) if reads_text else None
+    return source, tokenizer, load_processor(source, trust_remote_code=trust)
+
+
+def check_out(path: Path | str, data: Path | str, mesh: Mesh) -> None:
+    """Refuse an --out that cannot be written or is --data."""
     path = Path(path)
     if mesh["world"].rank == 0:
         if path.is_dir():
@@ -38,27 +58,23 @@ def check_out(path: Path | str, data: Path | str, mesh: Mesh) -> None:
 
 
 def say(notes: Iterable[str], mesh: Mesh) -> None:
-    """Lines on stderr, by the first rank."""
+    """On standard error of the first rank."""
     if mesh["world"].rank == 0:
         for note in notes:
             complain(f"dovetail: note: {note}\n")
 
 
 class RowFile:
-    """Rows as they are computed: in `OUT.xxxxxxxx.part` until the `with` block ends well, then at OUT, or where that leads as
-    a link.
+    """A JSONL file: `OUT.xxxxxxxx.part` until the `with` block ends well. A failure leaves the part and names it.
 
-    The first rank writes. Entering, leaving well and `write` are collective: what goes wrong there is raised everywhere. A
-    command that ends before leaves the part with the rows so far, all of them whole, and a line on stderr that names it.
+    Collective: an error of the first rank, which writes, is raised on all.
     """
 
     def __init__(self, path: Path | str, mesh: Mesh) -> None:
         self.path, self.mesh = Path(os.path.realpath(path)), mesh
-        self.part = self.path.with_name(
-            f"{self.path.name}.{uuid.uuid4().hex[:8]}.part"
-        )  # two commands may write at once
+        self.part = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex[:8]}.part")
         self._file: FileIO | None = None
-        self._written = self._odd = 0
+        self._written = self._not_finite = 0
 
     def __enter__(self) -> Self:
         with agreed(self.mesh):
@@ -73,14 +89,15 @@ class RowFile:
         return self
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write further rows; numbers that are not finite become null."""
+        """Numbers that are not finite become null."""
         with agreed(self.mesh, self.path):
             if self._file is not None:
                 for row in rows:
                     write_whole(self._file, json_line(row).encode(errors=ODD_LETTERS))
-                    self._odd, self._written = self._odd + (not _is_finite(row)), self._written + 1
+                    self._written += 1
+                    self._not_finite += not _is_finite(row)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._file is not None:
             self._file.close()
         try:
@@ -89,24 +106,19 @@ class RowFile:
                     if self._file is not None:
                         os.replace(self.part, self.path)
         finally:
-            if self._file is not None:
-                self._settle()
-
-    def _settle(self) -> None:
-        """Say what is out of the ordinary: rows that are not at their place, and numbers that are not finite."""
-        if self._odd:
-            complain(
-                f"dovetail: {self._odd} of {self._written} rows of {self.path} hold numbers that are not finite, written as "
-                "null; look for such numbers in the weights, or try --dtype float32\n"
-            )
-        if self.part.exists() and self._written:
-            complain(f"dovetail: not finished; the first {self._written} rows are in {self.part}\n")
-        else:
-            self.part.unlink(missing_ok=True)
+            if self._not_finite:
+                complain(
+                    f"dovetail: {self._not_finite} of {self._written} rows of {self.path} hold numbers that are not finite, "
+                    "written as null; look for such numbers in the weights, or try --dtype float32\n"
+                )
+            if self._written and self.part.exists():
+                complain(f"dovetail: not finished; the first {self._written} rows are in {self.part}\n")
+            elif self._file is not None:
+                self.part.unlink(missing_ok=True)
 
 
 def portions(rows: Sequence[Row], cost: Callable[[Row], int], most: int) -> Iterator[Sequence[Row]]:
-    """`rows` in order, in parts of at most `most` together, or of one row."""
+    """`rows` in parts that cost at most `most`, or of one row."""
     first = total = 0
     for i, row in enumerate(rows):
         if i > first and total + cost(row) > most:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.launch.hang import Frame, Seen, Stack, main_stack, odd_ranks
-from dovetail.launch.progress import LIMITS, PHASES, Phase, Progress, State, read_state
+from dovetail.launch.hang import Frame, RankStatus, Stack, main_stack, suspects
+from dovetail.launch.progress import LIMITS, PHASES, Phase, Progress, State, calling_every, read_state
 from dovetail.launch.supervisor import PORTS
 from dovetail.parallel.collectives import Handle
 from tests.fault.processes import SECONDS, is_alive, waited
@@ -38,8 +38,8 @@ Extension modules: numpy (total: 1)
 """
 
 
-def seen(rank: int, stack: Stack, *, kernel: str = "S", entries: int = 5, phase: Phase = "update") -> Seen:
-    return Seen(rank, 100 + rank, State(entries, phase, 3, 0.0, 0.0), kernel, stack)
+def seen(rank: int, stack: Stack, *, kernel: str = "S", entries: int = 5, phase: Phase = "update") -> RankStatus:
+    return RankStatus(rank, 100 + rank, State(entries, phase, 3, 0.0, 0.0), kernel, stack)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def seen(rank: int, stack: Stack, *, kernel: str = "S", entries: int = 5, phase:
     ],
     ids=["stopped", "silent", "at work", "elsewhere", "left early", "behind", "alone", "together", "no majority"],
 )
-def test_the_rank_that_the_others_wait_for_is_told(ranks: list[Seen], odd: list[int]) -> None:
-    assert odd_ranks(ranks)[0] == odd
+def test_the_rank_that_the_others_wait_for_is_told(ranks: list[RankStatus], odd: list[int]) -> None:
+    assert suspects(ranks)[0] == odd
 
 
 def test_the_main_threads_stack_is_read_from_what_faulthandler_writes() -> None:
@@ -96,7 +96,7 @@ def test_progress_is_what_the_main_thread_told_last(tmp_path: Path) -> None:
         state = read_state(path)
         return state is not None and state.beat > before
 
-    with progress.beating():
+    with calling_every(0.5, progress.beat):
         assert waited(has_beaten)
     after = read_state(path)
     assert after is not None
@@ -110,8 +110,8 @@ def test_every_phase_has_a_limit() -> None:
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from dovetail.cli.ranks import Membership
-me = Membership.take()
+from dovetail.launch.rank import RankProcess
+me = RankProcess.from_environment()
 rank, tell = int(os.environ["RANK"]), me.progress.phase
 starts = Path("starts")
 with me.watched({{}}):
@@ -120,12 +120,13 @@ with me.watched({{}}):
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from dovetail.cli import supervisor
+from dovetail.launch import supervisor
 from dovetail.launch.progress import LIMITS
 supervisor.PAUSE_SECONDS = 0.05
 supervisor.GRACE_SECONDS = 0.5
-watch = supervisor.Watch(limits={{**LIMITS, "update": {limit}}}, run_dir=Path("run"), restarts={restarts}, again=("--go", "on"))
-sys.exit(supervisor.run_ranks([sys.executable, "rank.py"], {ranks}, watch))
+limits = {{**LIMITS, "update": {limit}}}
+options = supervisor.Supervision(limits=limits, run_dir=Path("run"), restarts={restarts}, resume=("--go", "on"))
+sys.exit(supervisor.run_ranks([sys.executable, "rank.py"], {ranks}, options))
 """
 Supervise = Callable[..., subprocess.Popen[str]]
 
@@ -184,7 +185,7 @@ def test_a_dead_rank_is_written_down_and_leaves_nothing(supervise: Supervise, tm
 
 def test_what_a_rank_says_reaches_the_user_whatever_letters_it_has(supervise: Supervise) -> None:
     """Such as half of a surrogate pair in what a reward raised: UTF-8 has none."""
-    code, err = ended(supervise("me.say('dovetail: \\ud800 is odd'); sys.exit(2)"))
+    code, err = ended(supervise("me.report('dovetail: \\ud800 is odd'); sys.exit(2)"))
     assert (code, err) == (2, r"dovetail: \ud800 is odd")
 
 
@@ -271,6 +272,21 @@ def test_ranks_meet_at_a_port_that_nobody_else_is_given(supervise: Supervise, tm
     port = int((tmp_path / "port").read_text())
     assert port in PORTS
     assert not first <= port <= last or first <= PORTS[0], "a machine may give away all"
+
+
+def test_a_rank_that_fails_after_a_stop_is_not_started_again(supervise: Supervise, tmp_path: Path) -> None:
+    body = """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+    Path("ready").write_text("x")
+    time.sleep(600)
+    """
+    process = supervise(body, ranks=1, restarts=3)
+    assert waited((tmp_path / "ready").exists)
+    process.send_signal(signal.SIGTERM)
+    code, err = ended(process)
+    assert code == 1
+    assert "starting all ranks again" not in err
+    assert [event["kind"] for event in events(tmp_path)] == ["death"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
