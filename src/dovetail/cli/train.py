@@ -10,8 +10,8 @@ from dovetail.launch.progress import Progress
 from dovetail.launch.rank import INTERRUPTED, STOPPED
 from dovetail.launch.streams import complain, put
 from dovetail.parallel.process_group import StopSignal, deterministic, pick_device
-from dovetail.rl.trainer import train
 from dovetail.run.resume import FinishedError
+from dovetail.run.trainer import train
 
 
 def run(args: argparse.Namespace, progress: Progress) -> int:
@@ -34,9 +34,9 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
             if lead:
                 put(recipe.to_yaml())
             return 0
-        with stop, deterministic(job.deterministic):
+        with stop, deterministic(recipe.trainer.deterministic):
             job.start()
-            outcome = train(job.task, job.run, job.loop)
+            outcome = train(job.task, job.run, recipe.trainer, progress)
             progress.phase("save")
             job.run.finish(outcome)
     finally:

@@ -61,7 +61,9 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], dro
 
 def check_experts(recipe: Recipe, spec: AnySpec) -> None:
     """Refuse keys for experts where our engine routes to none."""
-    asked = {f"model.moe.{name}": value for name, value in recipe.model.moe} | {"rollout.replay": recipe.rollout.replay}
+    asked = {f"model.moe.{name}": value for name, value in recipe.model.moe} | {
+        "rollout.router_replay": recipe.rollout.router_replay
+    }
     wanted = [key for key, value in asked.items() if value not in (0.0, "none")]
     if wanted and not (isinstance(spec, ArchSpec) and spec.moe):
         raise ConfigError(

@@ -14,6 +14,7 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
+    PrivateAttr,
     ValidationError,
     model_validator,
 )
@@ -22,7 +23,7 @@ from dovetail.bounds import LARGEST, MOST_NEW_TOKENS, MOST_SAMPLES, MOST_TOKENS
 from dovetail.errors import ConfigError, quoted
 from dovetail.launch.progress import Phase
 from dovetail.parallel.layout import Layout
-from dovetail.recipe.keys import Key, explain, keys_of
+from dovetail.recipe.keys import Key, explain, keys_of, rename_keys
 from dovetail.recipe.types import Dtype, Listed, Momentum, NonNegativeFloat, Options, PathText, PositiveFloat, Share
 from dovetail.recipe.yaml import dump_mapping, merge, parse_overrides, read_mapping
 
@@ -202,13 +203,13 @@ class RolloutSection(Section):
     temperature: PositiveFloat = Field(1.0, description="divides the logits, in sampling and in training")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="sample from the smallest set with this mass")
     top_k: NonNegativeInt = Field(0, description="sample from the k likeliest tokens; 0: all")
-    replay: Literal["none", "trainer", "rollout"] = Field(
+    router_replay: Literal["none", "trainer", "rollout"] = Field(
         "none",
-        description="experts that the update's tokens go to: chosen anew; those of the pass that scored old log-probs; "
-        "those of the sampler, in that pass too",
+        description="expert choices of the update: its own; those of the pass that scored old log-probs (R2); those of the "
+        "sampler, in that pass too (R3)",
     )
-    monitor: bool = Field(
-        False, description="tell how far the policy's log-probs and routes are from the sampler's; costs a pass"
+    mismatch_metrics: bool = Field(
+        False, description="report how far the policy's log-probs and routes are from the sampler's; costs a pass"
     )
 
 
@@ -323,6 +324,7 @@ class Recipe(Section):
     reward: RewardSection = RewardSection()
     optim: OptimSection = OptimSection()
     trainer: TrainerSection = TrainerSection()
+    _notes: tuple[str, ...] = PrivateAttr(())
     run_dir: PathText = Field(description="where the run writes: new, or the directory of this run, which then goes on")
 
     @model_validator(mode="before")
@@ -354,12 +356,17 @@ class Recipe(Section):
                 f"algorithm.minibatches is {self.algorithm.minibatches}, but a step has only {rows} rows; lower it, or raise "
                 "trainer.prompts_per_step"
             )
-        if self.rollout.replay == "rollout" and self.rollout.backend != "native":
+        if self.rollout.router_replay == "rollout" and self.rollout.backend != "native":
             raise ValueError(
-                f"rollout.replay is rollout, but rollout.backend={self.rollout.backend} does not tell its routes; "
-                "set rollout.backend=native, or rollout.replay=trainer"
+                f"rollout.router_replay is rollout, but rollout.backend={self.rollout.backend} returns no routes; "
+                "set rollout.backend=native, or rollout.router_replay=trainer"
             )
         return self
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the start of a run: keys that were given by an old name."""
+        return self._notes
 
     def to_yaml(self) -> str:
         """The whole recipe with every default written out; `load_recipe` reads it back to an equal one."""
@@ -376,10 +383,13 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[
 
 def make_recipe(given: Mapping[str, Any], source: str = "recipe") -> Recipe:
     """A recipe from plain data; raises one `ConfigError` with all problems."""
+    renamed, notes = rename_keys(given)
     try:
-        return Recipe.model_validate(given)
+        recipe = Recipe.model_validate(renamed)
     except ValidationError as error:
         raise ConfigError(explain(error, known_keys(), source)) from None
+    recipe._notes = tuple(notes)
+    return recipe
 
 
 def known_keys() -> dict[str, Key]:
