@@ -1,6 +1,6 @@
-"""Where a run's numbers go: metrics.jsonl, one object a step, on the disk at once, and whichever loggers the recipe names.
+"""metrics.jsonl, one object a step, and the loggers of the recipe.
 
-A logger runs in a thread of its own behind a queue, so one that fails, hangs or loses its network costs the run nothing.
+A logger runs in a thread behind a queue, so one that fails or hangs does not stop the run.
 """
 
 import importlib
@@ -24,7 +24,7 @@ LAST_SECONDS = 10.0  # for a logger to send what it has when the run ends
 
 
 class Metrics:
-    """The metrics file of one run and its loggers. Made by the first rank only."""
+    """The metrics file and the loggers of one run; on the first rank only."""
 
     def __init__(
         self, run_dir: Path, loggers: tuple[str, ...], config: Mapping[str, Any], say: Callable[[str], None]
@@ -46,7 +46,6 @@ class Metrics:
                 self._loggers.remove(logger)
 
     def close(self) -> None:
-        """End the loggers."""
         for logger in self._loggers:
             logger.rows.put(None)
         for logger in self._loggers:
@@ -56,7 +55,7 @@ class Metrics:
 
 
 class LoggerThread(threading.Thread):
-    """Hands rows to one logger until it gets None."""
+    """Passes rows to one logger until it gets None."""
 
     def __init__(self, kind: str, run_dir: Path, config: Mapping[str, Any]) -> None:
         super().__init__(name=kind, daemon=True)
@@ -80,7 +79,7 @@ class LoggerThread(threading.Thread):
 
 
 def check_loggers(names: tuple[str, ...]) -> None:
-    """Refuse loggers that are not installed, before a run starts."""
+    """ConfigError for a logger that is not installed."""
     for name in names:
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # without an origin: a mere folder, such as wandb leaves behind
