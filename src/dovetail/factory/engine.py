@@ -56,20 +56,20 @@ from dovetail.weights.load import load
 class EngineOptions:
     """Options of an engine besides model, layout and compute dtype.
 
-    master_dtype: of the trained weights; default: float32, or wider.
-    tokens_per_batch: most tokens of one replica in a micro-batch, padding included; default: unlimited.
+    master_dtype: of trained weights; default: float32, or wider.
+    tokens_per_batch: most tokens of a micro-batch of one replica, padding included; default: unlimited.
     recompute: activation checkpointing: none, light (all but products and attention), selective (all but attention), full.
-    offload_activations: keep the inputs of recomputation in host memory as far as it has room.
-    offload_optimizer: keep AdamW's moments in host memory.
-    dual_batch: compute micro-batches as two halves that overlap each other's collectives; default: on accelerators with tp
-        above 1, no ep, and halves that are large enough. `in_turns` is its old name.
+    offload_activations: inputs of recomputation in host memory, as far as it has room.
+    offload_optimizer: AdamW's moments in host memory.
+    dual_batch: micro-batches as two halves that overlap each other's collectives; default: on accelerators with tp and
+        without ep, for large halves. `in_turns` is the old name.
     mlp_tile_tokens: tokens that an MLP computes at a time, keeping only its input; 0: all.
-    fresh_head_seed: draws a value head that the checkpoint lacks.
-    save_dtype: of saved and streamed tensors; default: that of each source tensor.
+    fresh_head_seed: draw a missing value head.
+    save_dtype: of saved and streamed tensors; default: the source's.
     balance: load balancing of experts.
-    watch: progress and non-finite inputs of training steps.
-    engine: for `from_pretrained`: native, transformers, or auto (native if it knows the family).
-    resume: a training checkpoint, the role in it and its optimizer steps.
+    watch: progress and non-finite inputs of steps.
+    engine: for `from_pretrained`: native, transformers, auto.
+    resume: checkpoint, role in it, optimizer steps.
     """
 
     master_dtype: torch.dtype | None = None
@@ -169,7 +169,7 @@ def make_mesh(
 def make_engine(
     source: Pretrained, mesh: Mesh, dtype: torch.dtype, head: Literal["lm", "value"], options: EngineOptions
 ) -> NativeEngine:
-    """A sharded engine with its weights; each rank reads only its slices. Collective."""
+    """A sharded engine; each rank reads only its slices. Collective."""
     check_layout(source.spec, mesh.layout)
     reader = open_checkpoint(source.path, mesh)
     refuse_adapters(reader, source.path)
@@ -214,7 +214,7 @@ def make_engine(
 
 
 def refuse_other_weights(source: Pretrained, reader: TensorSource) -> None:
-    """CheckpointError for the config of a far larger model, before memory is allocated."""
+    """Refuse the config of a far larger model before memory is allocated."""
     held = sum(prod(reader.shape(name)) for name in reader.names)
     asked = sum(source.spec.layer_params) + source.spec.head_params
     if asked > FAR_LARGER * held:
@@ -225,7 +225,6 @@ def refuse_other_weights(source: Pretrained, reader: TensorSource) -> None:
 
 
 def _spare_memory(model: StagedModel, mesh: Mesh, options: EngineOptions) -> None:
-    """Set up MLP tiling and activation offloading."""
     if options.mlp_tile_tokens:
         if options.recompute == "light":
             raise ConfigError(
@@ -254,7 +253,7 @@ def make_model(
     head: Head = "lm",
     recompute: Recompute = "none",
 ) -> StagedModel:
-    """This rank's stages on the meta device. `reader` has the names of its checkpoint."""
+    """This rank's stages on the meta device."""
     if isinstance(source.spec, ArchSpec):
         decoder = make_decoder(source.spec, mesh, dtype, head, recompute)
         decoder.experts = form_of(decoder, reader)
@@ -271,7 +270,7 @@ def make_model(
 def make_decoder(
     spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, head: Head = "lm", recompute: Recompute = "none"
 ) -> Decoder:
-    """This rank's stages of the native decoder on the meta device."""
+    """This rank's native stages on the meta device."""
     ranges, pp, kernels = partition(spec, mesh.layout), mesh["pp"], kernels_for(mesh.device)
     if pp.size > 1:  # transfers occupy SMs that dense gated products assume are free
         kernels = replace(kernels, gated=None)
@@ -281,7 +280,7 @@ def make_decoder(
 
 
 def fill_fresh(model: StagedModel, mesh: Mesh, names: tuple[str, ...], seed: int) -> None:
-    """Draw a value head: weight ~ N(0, 1 / (D + 1)), bias 0; the same numbers in every layout."""
+    """weight ~ N(0, 1 / (D + 1)), bias 0; the same numbers in every layout."""
     width = model.spec.width
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(1, width, generator=generator, dtype=torch.float64) / sqrt(width + 1)
@@ -296,7 +295,6 @@ def fill_fresh(model: StagedModel, mesh: Mesh, names: tuple[str, ...], seed: int
 def _saved_dtype(
     reader: TensorSource, head: StoredHead, save_dtype: torch.dtype | None, name: str
 ) -> torch.dtype | None:
-    """The dtype of a saved tensor; a fresh head's is that of the checkpoint's first tensor."""
     if save_dtype is not None:
         return save_dtype
     source = head.aliases.get(name, name)

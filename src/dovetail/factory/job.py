@@ -60,24 +60,20 @@ class Job:
     notes: Sequence[str] = ()
 
     def start(self) -> None:
-        """Write the run's first files, print the notes, and compile kernels. Collective."""
+        """Write first files, print notes, compile kernels. Collective."""
         self.run.open(self.contents)
         for note in self.notes:
             self.run.say(f"note: {note}")
         compile_kernels(self.contents.engines.values(), self.run.say)
 
     def close(self) -> None:
-        """End the display, the loggers and the reward processes, however the run ended."""
         self.run.close()
         if self.rewards is not None:
             self.rewards.close()
 
 
 class Builder:
-    """Makes the parts of one run; meshes are shared. Collective.
-
-    recipe_folder: for `reward.import`. resume: auto, never or step=N.
-    """
+    """Makes the parts of one run. Collective. resume: auto, never or step=N."""
 
     def __init__(
         self,
@@ -108,7 +104,7 @@ class Builder:
         refuse_other_models("model.path", self.source, self.mesh)
 
     def job(self) -> Job:
-        """The whole run. All mistakes of a recipe are reported here, before anything is written."""
+        """The whole run; all mistakes in a recipe are reported here, before anything is written."""
         return from_a_whole_step(Path(self.recipe.run_dir) / CHECKPOINTS, self._job)
 
     def _job(self, damaged: Mapping[str, str]) -> Job:
@@ -202,7 +198,7 @@ class Builder:
         return task, fingerprint, {POLICY: policy} if critic is None else {POLICY: policy, CRITIC: critic}
 
     def _rows(self, load: Callable[..., list[Example]]) -> tuple[list[Example], list[Example], str]:
-        """The rows to train on, those held out, and the fingerprint of the first, which a resumed run must match."""
+        """Training rows, held-out rows, fingerprint of the first."""
         data = self.recipe.data
         with agreed(self.mesh), Renderer() as renderer:
             rows = load(data.train, renderer=renderer)
@@ -214,7 +210,7 @@ class Builder:
         return rows, held_out, fingerprint
 
     def _role(self, section: CriticSection | ReferenceSection, name: str) -> tuple[Pretrained, Mesh]:
-        """Another model's source and mesh: of its own layout, or the policy's. It must read the policy's ids. Collective."""
+        """Source and mesh of another model, which must read the policy's ids. Collective."""
         key, path = f"{name}.path", section.path
         with agreed(self.mesh):
             source = self.source if path is None else Pretrained.open(path, self.recipe.model.engine)
@@ -235,7 +231,6 @@ class Builder:
         return make_engine(source, mesh, self.dtype, "lm", options)
 
     def _trained(self, source: Pretrained, mesh: Mesh, role: str, lr: float) -> NativeEngine:
-        """An engine that is trained, from its source's weights or from the resumed run's."""
         recipe, resumed, moe = self.recipe, self.resumed, self.recipe.model.moe
         head: Literal["lm", "value"] = "lm" if role == POLICY else "value"
         if resumed is not None and role not in resumed.state.updates:
@@ -257,7 +252,7 @@ class Builder:
         return make_engine(source, mesh, self.dtype, head, options)
 
     def _reward_runner(self) -> RewardRunner | None:
-        """The reward processes, on the first rank only; a reward that does not load is refused on all."""
+        """On the first rank only; errors are raised on all."""
         reward, runner = self.recipe.reward, None
         with agreed(self.mesh):
             if self.mesh["world"].rank == 0:
@@ -284,7 +279,7 @@ class Builder:
         *,
         engine: bool = True,
     ) -> Mesh:
-        """The mesh of a layout, made once. Engines come before the sampler, which uses theirs if its layout is equal."""
+        """Made once for each layout; engines come before the sampler."""
         try:
             layout = change(section.to_layout().resolve(num_ranks()))
         except LayoutError as error:
@@ -296,7 +291,7 @@ class Builder:
 
     @property
     def _budget(self) -> int:
-        """Most tokens of a row: it must fit a micro-batch with its padding under every model's layout."""
+        """Most tokens of a row, with its padding under every layout."""
         return longest_row(self.recipe.trainer.tokens_per_batch, [m.token_multiple for m in self.meshes.values()])
 
     def _limits(self, max_tokens: int) -> Limits:
@@ -311,7 +306,7 @@ class Builder:
 
 
 def optim_settings(recipe: Recipe, lr: float, head: str) -> OptimSettings:
-    """Schedules count optimizer steps: epochs x minibatches of a training step, without the policy's critic warmup."""
+    """Schedules count optimizer steps, without the policy's critic warmup."""
     optim, algorithm = recipe.optim, recipe.algorithm
     updates = algorithm.epochs * algorithm.minibatches
     waits = algorithm.critic_warmup if isinstance(algorithm, PPO) and head == "lm" else 0
@@ -330,7 +325,7 @@ def optim_settings(recipe: Recipe, lr: float, head: str) -> OptimSettings:
 
 
 def compile_kernels(engines: Iterable[object], say: Callable[[str], None]) -> None:
-    """Compile FlashAttention-4's kernels for the engines that use it, so that no step waits for a compiler."""
+    """Compile FlashAttention-4's kernels before the first step."""
     begun = time.perf_counter()
     for engine in engines:
         assert isinstance(engine, NativeEngine)

@@ -1,4 +1,4 @@
-"""Limits of row lengths: the micro-batch and the positions of the model."""
+"""Limits of row lengths."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,10 +16,9 @@ def longest_row(tokens_per_batch: int, multiples: Sequence[int]) -> int:
 
 
 def max_positions(config: Mapping[str, Any], backend: Backend | None = None) -> int | None:
-    """The longest sequence by config.json, with rope scaling; None if the config does not say.
+    """The longest sequence by config.json, with rope scaling; None if unknown.
 
-    backend: of the sampler, None in training. Samplers cache keys, which `longrope` (and `dynamic` in the native one) change
-    with the length, so that the original positions count.
+    backend: of the sampler, None in training. With cached keys `longrope` (and natively `dynamic`) keeps to the original.
     """
     text = {**config, **(config.get("text_config") or {})}
     most = next((text[key] for key in KEYS if isinstance(text.get(key), int)), None)
@@ -40,7 +39,7 @@ def max_positions(config: Mapping[str, Any], backend: Backend | None = None) -> 
 def check_positions(
     config: Mapping[str, Any], backend: Backend, prompts: Sequence[int], new_tokens: int, key: str
 ) -> None:
-    """ConfigError if completions of `new_tokens` (set by `key`) to prompts of these lengths pass the last position."""
+    """ConfigError for completions that pass the last position. prompts: lengths."""
     most, longest = max_positions(config, backend), max(prompts)
     if most is None or longest + new_tokens <= most:
         return

@@ -1,4 +1,4 @@
-"""Notes at the start of a run: keys without effect, and surprising row counts and lengths."""
+"""Notes at the start of a run: keys without effect, surprising counts and lengths."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from dovetail.recipe.schema import PPO, SFT, Recipe, RewardSection
 
 
 def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], others: Sequence[str] = ()) -> list[str]:
-    """One line each. `config`: the policy's config.json; `lengths`: tokens of every training row; `others`: notes so far."""
+    """lengths: tokens of every training row. others: notes so far."""
     lines, algorithm, trainer = list(dict.fromkeys(others)), recipe.algorithm, recipe.trainer
     idle = []
     if not isinstance(algorithm, PPO):
@@ -56,7 +56,6 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], oth
 
 
 def check_experts(recipe: Recipe, spec: AnySpec) -> None:
-    """ConfigError for keys of experts if the native engine has none."""
     asked = {f"model.moe.{name}": value for name, value in recipe.model.moe} | {
         "rollout.router_replay": recipe.rollout.router_replay
     }

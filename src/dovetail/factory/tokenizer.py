@@ -1,4 +1,4 @@
-"""Tokenizers and processors; the ids that end a completion and those that it may not contain."""
+"""Tokenizers, processors, stop ids and banned ids."""
 
 import contextlib
 import fcntl
@@ -27,7 +27,7 @@ LOCK = ".dovetail.lock"
 
 
 def load_tokenizer(source: Pretrained, *, trust_remote_code: bool = False) -> Any:
-    """The model's tokenizer. transformers is imported here: most scoring needs no text."""
+    """Imports transformers here: most scoring needs no text."""
     if not source.has_tokenizer:
         raise ModelError(f"{source.path} has no tokenizer (tokenizer.json); give rows of input_ids, or copy it there")
     auto = importlib.import_module("transformers").AutoTokenizer
@@ -38,7 +38,7 @@ def load_tokenizer(source: Pretrained, *, trust_remote_code: bool = False) -> An
 
 
 def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Processor | None:
-    """The processor of images and videos, which reads its files at the first one; None for a text model."""
+    """Reads its files at the first image or video; None for a text model."""
     if not isinstance(source.spec, ForeignSpec) or FAMILIES.get(source.spec.family) is None:
         return None
     config = known_config(source.config)
@@ -65,7 +65,7 @@ def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Pr
 
 @contextlib.contextmanager
 def _import_lock(*, trusted: bool) -> Iterator[None]:
-    """One process of a host at a time: transformers copies code into its cache to import it."""
+    """One process of a host: transformers imports code from a cache that it copies to."""
     if not trusted:
         yield
         return
@@ -77,7 +77,7 @@ def _import_lock(*, trusted: bool) -> Iterator[None]:
 
 
 class _Loading:
-    """Turns every exception of a tokenizer or processor into a ModelError; Rust code raises bare `Exception`s."""
+    """Turns exceptions into ModelError; Rust code raises bare `Exception`s."""
 
     def __init__(self, path: Path, what: str) -> None:
         self.path, self.what = path, what
@@ -97,7 +97,7 @@ class _Loading:
 
 
 def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The ids that end a completion: of generation_config.json, config.json and the tokenizer's EOS."""
+    """Of generation_config.json, config.json and the tokenizer's EOS."""
     configs: list[Mapping[str, Any]] = [source.config]
     if GENERATION_CONFIG in source.sides:
         file = source.sides[GENERATION_CONFIG]
@@ -119,7 +119,7 @@ def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]
 def banned_ids(
     source: Pretrained, tokenizer: Any, processor: Processor | None, stops: Sequence[int]
 ) -> tuple[int, ...]:
-    """Ids that no completion may have: placeholders of images and videos, and ids without text."""
+    """Placeholders of images and videos, and ids without text."""
     vocab_size, banned = source.spec.vocab_size, set[int]()
     if tokenizer is not None:
         known = set(tokenizer.get_vocab().values())  # fewer than len(tokenizer) if several ids have one text
@@ -131,6 +131,6 @@ def banned_ids(
 
 
 def text_of(ids: Sequence[int], stops: Sequence[int], tokenizer: Any) -> str:
-    """A completion's text without stop and special tokens; empty without a tokenizer."""
+    """Without stop and special tokens; empty without a tokenizer."""
     kept = [i for i in ids if i not in stops]
     return "" if tokenizer is None else tokenizer.decode(kept, skip_special_tokens=True)

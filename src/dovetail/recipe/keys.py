@@ -1,4 +1,4 @@
-"""The dotted keys of a recipe, other projects' names for them, renamed keys, and the message for invalid recipes."""
+"""Dotted keys of a recipe, their other names, and the message for invalid recipes."""
 
 import difflib
 import json
@@ -85,7 +85,7 @@ CLOSE, SIMILAR = 0.75, 0.6  # similarity of 1 that a key of the same section, an
 
 @dataclass(frozen=True)
 class Key:
-    """A dotted key. `defaults` is by algorithm, or has the one key "" for all of them."""
+    """A dotted key; `defaults` by algorithm, or by "" for all."""
 
     name: str
     text: str
@@ -93,12 +93,11 @@ class Key:
     required: bool = False
 
     def belongs_to(self, algorithm: str) -> bool:
-        """Whether an algorithm has this key; every one has the keys outside section `algorithm`."""
         return "" in self.defaults or algorithm in self.defaults
 
 
 def rename_keys(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A recipe's plain data with new names for the keys of RENAMED, and a note on each of them."""
+    """A recipe with the new names of RENAMED keys, and notes on them."""
     renamed, notes = dict(recipe), []
     for old, new in RENAMED.items():
         section, _, old_leaf = old.partition(".")
@@ -110,7 +109,7 @@ def rename_keys(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def keys_of(recipe: type[BaseModel]) -> dict[str, Key]:
-    """Every dotted key of a recipe, in order. A section that is a union is `algorithm`, with field `name` as its tag."""
+    """Every dotted key, in order. A union is the section `algorithm` with tag `name`."""
     keys: dict[str, Key] = {}
     for name, field in recipe.model_fields.items():
         kinds = get_args(field.annotation)
@@ -133,7 +132,6 @@ def _inside(prefix: str, section: Any) -> Iterator[Key]:
 
 
 def _shared(prefix: str, kinds: Sequence[Any]) -> dict[str, Key]:
-    """The keys of all `kinds`; the text of a key that some kinds lack names those that have it."""
     merged: dict[str, Key] = {}
     for kind in kinds:
         algorithm = str(kind.model_fields["name"].default)
@@ -159,7 +157,7 @@ def _is_section(kind: Any) -> bool:
 
 
 def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> str:
-    """One message for all problems of `error`. `known`: every dotted key that exists."""
+    """One message for all problems."""
     problems: dict[str, list[ErrorDetails]] = {}
     names = {*known, *(name.rpartition(".")[0] for name in known), *(name.split(".")[0] for name in known)}
     for detail in error.errors(include_url=False):
@@ -175,10 +173,9 @@ def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> st
 
 
 def nearest(key: str, known: Mapping[str, Key]) -> str:
-    """The key, or the section, that was most likely meant.
+    """The key or section that was most likely meant.
 
-    In this order: a similar key of its section; another project's name; the same name in another section; a similar
-    section; a key whose description has the words; the most similar key.
+    Order: similar key of its section, foreign name, same name elsewhere, similar section, description, most similar key.
     """
     section, _, leaf = key.rpartition(".")
     siblings = {leaf_of(other): other for other in known if other.rpartition(".")[0] == section}

@@ -1,7 +1,6 @@
-"""The recipe: every key of a run, its default and its meaning, checked before anything starts. Imports no torch.
+"""The recipe: every key, its default and its meaning. Imports no torch.
 
-One YAML file is one run. Precedence: command-line flags, then `key.path=value`, then the file, then the defaults here.
-All problems are reported together; each names the dotted key, what was given and what was expected.
+Precedence: flags, `key.path=value`, the file, defaults. All problems are reported together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from dovetail.recipe.yaml import dump_mapping, merge, parse_overrides, read_mapp
 
 
 class Section(BaseModel):
-    """What all parts of a recipe have in common: frozen, no unknown keys, no silent conversions."""
+    """Frozen, no unknown keys, no silent conversions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -82,7 +81,7 @@ class LayoutSection(Section):
     copy_engines: bool = Field(True, description="GPUs of one host gather and sum by copies between them; else by NCCL")
 
     def to_layout(self) -> Layout:
-        """The same as a `Layout`; `dp: auto` stays open until the ranks are known."""
+        """`dp: auto` becomes None."""
         return Layout(**{**dict(self), "dp": None if self.dp == "auto" else self.dp})
 
 
@@ -141,7 +140,7 @@ class PolicyGradient(Algorithm):
     @model_validator(mode="before")
     @classmethod
     def _estimator(cls, given: Any) -> Any:
-        """The one that pulls where the KL term is (`rl.losses.kl_estimate`)."""
+        """By the place of the KL term, see `rl.losses.kl_estimate`."""
         if not isinstance(given, Mapping) or "kl_in" not in given:
             return given
         return {"kl_estimator": "k1" if given["kl_in"] == "reward" else "k3", **given}
@@ -330,7 +329,7 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, given: Any) -> Any:
-        """An algorithm without a name is grpo; an empty layout of another model is no layout of its own."""
+        """The default algorithm is grpo; an empty layout is none."""
         if not isinstance(given, Mapping):
             return given
         full = dict(given)
@@ -365,16 +364,16 @@ class Recipe(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the start of a run: keys that were given by an old name."""
+        """Notes on keys given by an old name."""
         return self._notes
 
     def to_yaml(self) -> str:
-        """The whole recipe with every default written out; `load_recipe` reads it back to an equal one."""
+        """With every default; `load_recipe` reads it back."""
         return dump_mapping(self.model_dump(mode="json", by_alias=True))
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> Recipe:
-    """Read a recipe. `overrides`: `key.path=value`; `flags`, by dotted key, beat them."""
+    """`overrides`: `key.path=value`; `flags`, by dotted key, beat them."""
     given = read_mapping(Path(path))
     for key, value in [*parse_overrides(overrides), *(flags or {}).items()]:
         merge(given, key, value)
@@ -382,7 +381,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[
 
 
 def make_recipe(given: Mapping[str, Any], source: str = "recipe") -> Recipe:
-    """A recipe from plain data; raises one `ConfigError` with all problems."""
+    """Raises one ConfigError with all problems."""
     renamed, notes = rename_keys(given)
     try:
         recipe = Recipe.model_validate(renamed)

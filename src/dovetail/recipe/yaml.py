@@ -1,6 +1,6 @@
-"""Reads the YAML of a recipe and `key.path=value` overrides as plain data.
+"""YAML recipes and `key.path=value` overrides as plain data.
 
-Unlike YAML 1.1, `1e-6` is a number (`1e3` a whole one), and a key that is given twice is an error.
+`1e-6` is a number (`1e3` a whole one); duplicate keys are errors.
 """
 
 import re
@@ -29,7 +29,6 @@ class _Loader(yaml.SafeLoader):
         self.measured: dict[yaml.Node, tuple[int, int]] = {}  # number of values, depth
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuses too many values as soon as they are read."""
         mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
         self.count, self.depth = self.count + 1, self.depth + 1
         if self.count > MOST_VALUES or self.depth > DEEPEST:
@@ -49,7 +48,6 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Refuses a tag that does not fit its value, such as `!!int x`."""
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):
@@ -59,7 +57,7 @@ class _Loader(yaml.SafeLoader):
             ) from None
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Refuses duplicate keys, before `<<` merges those of other mappings."""
+        """Refuses duplicate keys, before `<<` merges others."""
         node = super().compose_mapping_node(anchor)
         seen: set[Hashable] = set()
         for name, _ in node.value:
@@ -81,13 +79,12 @@ def _too_much(mark: yaml.Mark) -> yaml.YAMLError:
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
-    """`1e3` is an integer, so that it may count steps."""
+    """`1e3` is an integer."""
     value: float = loader.construct_yaml_float(node)
     return int(value) if FLOAT.match(node.value) and value.is_integer() and abs(value) < LARGE else value
 
 
 def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
-    """Python limits the digits of decimal numbers only, not of hexadecimal and sexagesimal ones."""
     if len(node.value) > MOST_DIGITS:
         raise ValueError(node.value)
     value: int = loader.construct_yaml_int(node)
@@ -105,12 +102,10 @@ for kind in (_Loader, _Dumper):
 
 
 def dump_mapping(value: Mapping[str, Any]) -> str:
-    """YAML text that `read_mapping` reads back to an equal mapping."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The top-level mapping of a YAML file."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MOST_TEXT + 1)
@@ -131,7 +126,6 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(tokens: Sequence[str]) -> list[tuple[str, Any]]:
-    """`a.b=1` as (dotted key, value read as YAML), in the order given."""
     overrides: list[tuple[str, Any]] = []
     for token in tokens:
         key, equals, text = token.partition("=")
@@ -144,7 +138,7 @@ def parse_overrides(tokens: Sequence[str]) -> list[tuple[str, Any]]:
 
 
 def merge(recipe: dict[str, Any], key: str, value: Any) -> None:
-    """Set `recipe[a][b] = value` for the key `a.b`; missing sections are made."""
+    """Set `recipe[a][b]` for key `a.b`."""
     *sections, leaf = key.split(".")
     inner = recipe
     for depth, name in enumerate(sections, 1):
@@ -181,7 +175,6 @@ def _describe(error: yaml.YAMLError) -> str:
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A recipe's plain data by dotted key."""
     keys: dict[str, Any] = {}
     for key, value in section.items():
         if isinstance(value, Mapping) and value:

@@ -1,7 +1,7 @@
-"""Advantage estimators as pure functions of tensors.
+"""Advantage estimators.
 
-Token quantities are packed [T] with `sequence_ids` [T] and `mask` [T] as in `PackedBatch`: index i is the prediction of
-target i, so `values[i]` is before that token. Response quantities are [S]. Results are float32 or wider.
+Tokens are packed [T] with `sequence_ids` and `mask` as in `PackedBatch`; index i predicts target i. Responses are [S].
+Results are float32 or wider.
 """
 
 import torch
@@ -74,10 +74,7 @@ def group_relative(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = Tru
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A_i = r_i - mean of the others in i's group, per response [S]; exactly 0 in groups of equal rewards or one member.
-
-    RLOO: Ahmadian et al. 2024, section 4.
-    """
+    """A_i = r_i - mean of the others in i's group [S]; exactly 0 as above. RLOO: Ahmadian et al. 2024, section 4."""
     rewards = widened(rewards)
     member, size, differs = _group(rewards, groups)
     others = (_sum(rewards, member, size)[member] - rewards) / (size - 1).clamp(min=1)[member]
@@ -85,7 +82,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(var + eps) over the masked entries (var of n - 1), 0 elsewhere. One entry is only centered."""
+    """(x - mean) / sqrt(var + eps) over masked entries (var of n - 1), 0 elsewhere; one entry is only centered."""
     x = widened(x)
     chosen = x[mask]
     mean = chosen.sum() / max(len(chosen), 1)
@@ -94,9 +91,9 @@ def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 
 
 def _group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Group index [S], group sizes, and whether the group's rewards differ [S].
+    """Group index [S], group sizes, whether the group's rewards differ [S].
 
-    By comparison, not by variance: a rounded mean leaves a remainder that the division would magnify.
+    By comparison: rounding of a mean would be magnified by the division.
     """
     _, member = torch.unique(groups, return_inverse=True)
     size = torch.bincount(member)

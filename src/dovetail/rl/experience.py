@@ -1,4 +1,4 @@
-"""From sampled completions to a packed batch with the fields that a loss reads."""
+"""From sampled completions to a batch with the fields of a loss."""
 
 import random
 from collections.abc import Mapping, Sequence as Seq
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # pydantic is not needed to compute advantages
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion with its reward. `group` numbers its prompt within the step."""
+    """`group`: the index of its prompt in the step."""
 
     prompt: Prompt
     group: int
@@ -30,7 +30,7 @@ class Sample:
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:
-    """A sample as `run_dir/rollouts` holds it; `routing` goes into a file of its own."""
+    """A row of `run_dir/rollouts`; `routing` is written apart."""
     prompt, completion = sample.prompt, sample.completion
     return {
         "id": prompt.id,
@@ -47,9 +47,9 @@ def sample_row(sample: Sample) -> dict[str, Any]:
 
 
 def pack_samples(samples: Seq[Sample], temperature: float) -> PackedBatch:
-    """Prompt and completion of every sample, in order; the mask covers the completion's tokens.
+    """All samples in order, with the mask on completions and field `rollout_logprob`.
 
-    Field `rollout_logprob` is the sampler's, `temperature` is set where it is neither 1 nor 0 (greedy: log-probs at 1).
+    Field `temperature` is set unless it is 1 or 0 (greedy: log-probs at 1).
     """
     shared: Mapping[str, float] = {} if temperature in (0.0, 1.0) else {"temperature": temperature}
     rows = []
@@ -65,7 +65,7 @@ def pack_samples(samples: Seq[Sample], temperature: float) -> PackedBatch:
 
 
 def equal_groups(samples: Seq[Sample]) -> dict[int, bool]:
-    """Of each group, whether its rewards are all equal (no group-relative signal)."""
+    """By group: whether its rewards are all equal."""
     rewards: dict[int, set[float]] = {}
     for sample in samples:
         rewards.setdefault(sample.group, set()).add(sample.reward)
@@ -78,10 +78,9 @@ def drop_equal_groups(samples: Seq[Sample]) -> list[Sample]:
 
 
 def with_advantages(batch: PackedBatch, samples: Seq[Sample], algorithm: "GRPO | RLOO | PPO") -> PackedBatch:
-    """Add `advantage` [T], and for PPO `return` [T]; 0 where the mask is False. Computed in float64.
+    """Add `advantage` [T], and for PPO `return` [T], 0 outside the mask. Computed in float64.
 
-    `kl_in: reward` subtracts the KL penalty of each response token; this reads `old_logprob` and `reference_logprob`.
-    Without a critic a response's token penalties are summed into its reward.
+    `kl_in: reward` reads `old_logprob` and `reference_logprob`; without a critic the penalties are summed over a response.
     """
     scores = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     owner = batch.sequence_ids
@@ -109,7 +108,7 @@ def with_advantages(batch: PackedBatch, samples: Seq[Sample], algorithm: "GRPO |
 
 
 def minibatches(batch: PackedBatch, count: int, seed: str) -> list[PackedBatch]:
-    """The sequences shuffled and dealt into `count` parts, none empty; in order if `count` is 1."""
+    """Shuffled parts, none empty; in order if `count` is 1."""
     if count == 1:
         return [batch]
     order = list(range(batch.num_sequences))

@@ -1,7 +1,6 @@
-"""Losses of SFT and RL: sums over the counted tokens and their counts, never means.
+"""Losses of SFT and RL: sums over counted tokens and their counts.
 
-Called with `TokenStats` (the critic's with values [n]) and the counted tokens. The fields `weight` and `count` of
-`weight_fields` say how tokens are averaged; without them every token counts 1.
+Called with `TokenStats` (the critic's with values [n]) and the counted tokens.
 """
 
 from dataclasses import dataclass

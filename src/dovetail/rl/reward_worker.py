@@ -1,8 +1,7 @@
-"""A reward worker: a process that loads one reward function and answers one JSON line a sample, and its keeper.
+"""A process that answers one JSON line a sample for one reward function, and its keeper, which forks it.
 
-`rewards.RewardRunner` starts the keeper, which forks the reward's process. The first request says what to load, the first
-answer whether that worked. Output goes to standard error; exceptions and exits are answers. The keeper runs no user code:
-it ends the reward's process and everything that this one started, daemons too.
+The keeper runs no user code; it ends the reward and all its descendants, daemons too. The first request says what to
+load. Output goes to standard error; exceptions and exits are answers.
 """
 
 import importlib
@@ -35,7 +34,7 @@ POLL_MILLISECONDS = 1000.0
 
 
 class CapturedOutput:
-    """A `with` block that turns any exception of user code into the text `error`."""
+    """Turns any exception of user code into the text `error`."""
 
     error: str | None = None
 
@@ -52,14 +51,13 @@ class CapturedOutput:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """The innermost line in the first file that is the user's."""
+    """The innermost line in the user's first file."""
     lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(trace)]
     user = [(file, line) for file, line in lines if not file.startswith(OURS)]
     return next((f" ({file}:{line})" for file, line in reversed(user) if file == user[0][0]), "")
 
 
 def main() -> NoReturn:
-    """Serve until standard input or the parent ends."""
     adopt_orphans()
     child = os.fork()
     if child:
@@ -85,7 +83,7 @@ def main() -> NoReturn:
 
 
 def _keep(child: int) -> NoReturn:
-    """End every descendant when `child` has ended, or when the requests' pipe is closed."""
+    """Ends with `child`, or when the request pipe closes."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a reward may signal its parent
     threading.Thread(target=_end_when_closed, args=(child,), daemon=True).start()
     while os.wait()[0] != child:
@@ -109,7 +107,6 @@ def _end(child: int) -> NoReturn:
 
 
 def evaluate(scorer: Scorer, sample: Mapping[str, Any]) -> dict[str, Any]:
-    """{"value": number or None, "error": text or None} of one sample."""
     value: Any = None
     number = math.nan
     with CapturedOutput() as caught:
@@ -128,7 +125,7 @@ def evaluate(scorer: Scorer, sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load(name: str | None, function: str | None, options: Mapping[str, Any], directory: str | None) -> Scorer:
-    """The scorer of a built-in `name`, or of a user's `function` "module:function" found from `directory`."""
+    """The scorer of a built-in `name`, or of "module:function" in `directory`."""
     if function is None:
         assert name is not None
         _check_options(options, frozenset(inspect.signature(BUILT_IN[name]).parameters) - POSITIONAL)
@@ -170,7 +167,6 @@ def _built_in(function: Callable[..., float], options: Mapping[str, Any], sample
 def _verl(
     function: Callable[..., Any], accepted: frozenset[str] | None, options: Mapping[str, Any], sample: Mapping[str, Any]
 ) -> Any:
-    """f(data_source, solution_str, ground_truth, extra_info); extra_info holds the columns, the prompt and `finish`."""
     columns = dict(sample["columns"])
     source, extra = columns.pop("data_source", None), columns.pop("extra_info", None)
     extra = {**columns, **extra} if isinstance(extra, dict) else columns
@@ -187,10 +183,7 @@ def _verl(
 def _trl(
     function: Callable[..., Any], accepted: frozenset[str] | None, options: Mapping[str, Any], sample: Mapping[str, Any]
 ) -> Any:
-    """f(prompts, completions, **columns) with lists of one sample, so that a failure drops one sample only.
-
-    If the prompt is messages, so is the completion, as in TRL: [{"role": "assistant", "content": ...}].
-    """
+    """Lists of one sample: a failure drops one sample. A chat prompt gets a chat completion."""
     text = sample["completion"]
     is_chat = isinstance(sample["prompt"], list)
     completion = [{"role": "assistant", "content": text}] if is_chat else text

@@ -1,7 +1,6 @@
-"""Rewards of sampled responses, computed in worker processes that can be killed, so that no reward function stops a run.
+"""Rewards in worker processes that can be killed, so that no reward function stops a run.
 
-A reward is a built-in (`reward_functions.BUILT_IN`) or a user's `module:function` with either signature of
-docs/contract.md. This module and the workers do not load torch.
+A reward is a built-in or a user's `module:function` (docs/contract.md). Loads no torch.
 """
 
 import difflib
@@ -33,7 +32,7 @@ MOST_REWARD_ERRORS = 0.05  # of a step's samples
 
 @dataclass(frozen=True, kw_only=True)
 class RewardInput:
-    """What a reward may read: the row's prompt (text or messages), answer and other columns, and the response."""
+    """What a reward may read."""
 
     completion: str
     answer: Any = None
@@ -44,9 +43,9 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """`value` is None for a dropped sample: with `error`, or because the function returned None.
+    """`value` None: dropped, by `error` or because the function returned None.
 
-    scored: False if `RewardRunner.score` gave up before this sample.
+    scored: False if `score` gave up before this sample.
     """
 
     value: float | None
@@ -55,10 +54,9 @@ class RewardResult:
 
 
 class RewardRunner:
-    """A pool of worker processes for one reward. ConfigError if it cannot be loaded.
+    """Worker processes for one reward; ConfigError if it cannot be loaded.
 
-    A worker that does not answer within `timeout` seconds, or dies, is replaced. `options`: keyword arguments of the
-    function. directory: where its module is imported from.
+    A worker that dies, or takes longer than `timeout` seconds, is replaced. directory: of user modules.
     """
 
     def __init__(
@@ -93,10 +91,9 @@ class RewardRunner:
         self.close()
 
     def score(self, samples: Seq[RewardInput], most_errors: float | None = None) -> list[RewardResult]:
-        """One result a sample, in order. Samples are scored in a random order, the same for equally many.
+        """One result a sample, in order; scored in a random order that depends on the count.
 
-        most_errors: give up and close the runner when more than this share of all samples, or all of the first
-        `FIRST_SAMPLES`, have failed.
+        most_errors: give up and close when more than this share, or all of the first `FIRST_SAMPLES`, have failed.
         """
         results: list[RewardResult | None] = [None] * len(samples)
         waiting = random.Random(0).sample(range(len(samples)), len(samples))
@@ -125,7 +122,6 @@ class RewardRunner:
         return [result for result in results if result is not None]
 
     def close(self) -> None:
-        """End the workers; the runner cannot be used again."""
         for worker in self._workers:
             worker.ask_to_end()
         for worker in self._workers:
@@ -163,13 +159,12 @@ class RewardRunner:
 
 
 def _hopeless(results: Seq[RewardResult | None], most_errors: float) -> bool:
-    """Whether too many samples have failed, whatever the others give."""
     failed = [result.error is not None for result in results if result is not None]
     return sum(failed) > most_errors * len(results) or (all(failed) and len(failed) >= FIRST_SAMPLES)
 
 
 class _Worker:
-    """A reward process behind its keeper (`reward_worker`), in a session of its own; messages are JSON lines."""
+    """The keeper of a reward process; messages are JSON lines."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         self._process = subprocess.Popen(
@@ -196,7 +191,7 @@ class _Worker:
             self.alive = False
 
     def answer(self) -> Mapping[str, Any] | None:
-        """The answer to the last message, or None; does not wait. Anything else in the pipe is an error."""
+        """The answer to the last message, or None; does not wait. Other output is an error."""
         try:
             chunk = os.read(self.answers.fileno(), 1 << 16)
         except BlockingIOError:
@@ -214,7 +209,6 @@ class _Worker:
         return {"value": None, "error": f"the reward wrote into the pipe that its answers go through: {line!r:.100}"}
 
     def ask_to_end(self) -> None:
-        """The keeper ends itself and everything that the reward started when its input is closed."""
         self._requests.close()
 
     def kill(self) -> None:
@@ -239,7 +233,7 @@ def _parsed(line: bytes) -> Mapping[str, Any] | None:
 
 
 def count_errors(results: Seq[RewardResult], ids: Seq[Any], where: str) -> tuple[int, str | None]:
-    """The number of failed samples and the first cause; DataError if they are too many. `ids`: of their rows."""
+    """Failed samples and the first cause; DataError if they are too many."""
     failed = [(result.error, row) for result, row in zip(results, ids, strict=True) if result.error is not None]
     errors, total, scored = len(failed), len(results), sum(result.scored for result in results)
     if not failed:

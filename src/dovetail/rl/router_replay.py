@@ -1,8 +1,7 @@
-"""Router replay: which expert choices the policy's passes use, and how far the policy is from the sampler.
+"""Router replay and the distance of the policy from the sampler.
 
-none      every pass routes for itself
-trainer   (R2) the update uses the routes of the pass that scored the old log-probs
-rollout   (R3) that pass and the update use the sampler's routes
+none: every pass routes for itself. trainer (R2): the update uses the routes of the pass that scored old log-probs.
+rollout (R3): that pass and the update use the sampler's routes.
 """
 
 from typing import Literal
@@ -22,7 +21,7 @@ QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
 
 
 def score_old(policy: Engine, batch: PackedBatch, replay: Replay) -> PackedBatch:
-    """`batch` with `old_logprob`, and with the routes that the update is to use."""
+    """Add `old_logprob` and the routes of the update."""
     routes: RoutingTrace | None = None
     if replay == "trainer":
         stats, routes = policy.score_and_trace(batch.with_routing(None))
@@ -33,7 +32,7 @@ def score_old(policy: Engine, batch: PackedBatch, replay: Replay) -> PackedBatch
 
 
 def routed(batch: PackedBatch, replay: Replay) -> PackedBatch:
-    """`batch` with the sampler's routes for `rollout`, else without routes. DataError if they are missing."""
+    """With the sampler's routes for `rollout`, else with none."""
     if replay != "rollout":
         return batch.with_routing(None)
     if batch.routing is None:
@@ -42,7 +41,7 @@ def routed(batch: PackedBatch, replay: Replay) -> PackedBatch:
 
 
 def mismatch_metrics(policy: Engine, batch: PackedBatch, replay: Replay) -> dict[str, float]:
-    """Distance of the policy from the sampler along its own routes, and along the sampler's for `rollout`."""
+    """Along the policy's own routes, and for `rollout` along the sampler's."""
     metrics: dict[str, float] = {}
     if batch.routing is None:
         metrics |= mismatch(batch, policy.score(batch), "")
@@ -55,7 +54,7 @@ def mismatch_metrics(policy: Engine, batch: PackedBatch, replay: Replay) -> dict
 
 
 def mismatch(batch: PackedBatch, stats: TokenStats, prefix: str) -> dict[str, float]:
-    """|log-prob - the sampler's| by mean and 99th percentile, and k3 of KL(sampler || policy) (Schulman 2020)."""
+    """|log-prob difference| by mean and 99th percentile; k3 of KL(sampler || policy)."""
     sampled, scored = batch.fields["rollout_logprob"][batch.mask], stats.logprob[batch.mask]
     if not len(scored):
         return {}

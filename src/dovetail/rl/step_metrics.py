@@ -1,4 +1,4 @@
-"""The metrics of a training step: means over its optimizer steps and over its samples."""
+"""Metrics of a training step."""
 
 import math
 import statistics
@@ -18,7 +18,7 @@ EMPTY_UPDATE: Mapping[str, Any] = {
 
 
 def update_metrics(reports: Seq[StepReport]) -> Row:
-    """Means of loss, gradient norm and metrics, the last learning rate, the sum of operations; {} without reports."""
+    """Means over optimizer steps, the last lr, the sum of flops; {} without steps."""
     if not reports:
         return {}
     columns: dict[str, list[float]] = defaultdict(list)
@@ -32,7 +32,7 @@ def update_metrics(reports: Seq[StepReport]) -> Row:
 
 
 def sample_metrics(samples: Seq[Sample], *, compared: bool) -> Row:
-    """Means over a step's samples; compared: also the share of prompts whose samples have equal rewards."""
+    """compared: also the share of groups with equal rewards."""
     row = {
         "reward_mean": mean([sample.reward for sample in samples]),
         "response_length_mean": mean([float(len(sample.completion.ids)) for sample in samples]),
@@ -42,5 +42,5 @@ def sample_metrics(samples: Seq[Sample], *, compared: bool) -> Row:
 
 
 def mean(values: Seq[float]) -> float:
-    """The mean, rounded once (equal values have themselves for a mean); NaN of no values."""
+    """Rounded once, so that equal values are their own mean; NaN of none."""
     return statistics.mean(values) if values else math.nan

@@ -1,4 +1,4 @@
-"""What one training step does: supervised fine-tuning, or reinforcement learning."""
+"""One training step, supervised or RL."""
 
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -28,21 +28,20 @@ SOLVED_REWARD = 1.0  # a reward that counts as solved in evaluations
 
 
 def step_rows(recipe: "Recipe", num_rows: int, step: int, first_row: int = 0) -> list[int]:
-    """The data rows of a step (from 0); `first_row` is the position in the stream of rows at step 0."""
+    """Data rows of a step; `first_row`: stream position at step 0."""
     trainer = recipe.trainer
     cursor = first_row + step * trainer.prompts_per_step
     return batch_rows(num_rows, trainer.prompts_per_step, trainer.seed if recipe.data.shuffle else None, cursor)
 
 
 def inner_batches(batch: PackedBatch, recipe: "Recipe", step: int) -> Iterator[PackedBatch]:
-    """The batch of each optimizer step, in order: `epochs` passes of `minibatches` parts."""
+    """A batch for each optimizer step."""
     algorithm = recipe.algorithm
     for epoch in range(algorithm.epochs):
         yield from minibatches(batch, algorithm.minibatches, f"{recipe.trainer.seed}/{step}/{epoch}")
 
 
 def weighted(batch: PackedBatch, recipe: "Recipe") -> PackedBatch:
-    """The batch with the loss weights of `algorithm.aggregation`."""
     longest = float(recipe.rollout.max_new_tokens)
     return batch.with_fields(**weight_fields(batch, recipe.algorithm.aggregation, longest))
 
@@ -52,13 +51,13 @@ def never() -> bool:
 
 
 class RewardManager:
-    """Scores completions on the first rank, the only one with a `runner`, for all ranks. `name`: for messages. Collective."""
+    """Scores on the first rank, which has the `runner`, for all. Collective."""
 
     def __init__(self, runner: RewardRunner | None, mesh: Mesh, name: str) -> None:
         self.runner, self.mesh, self.name = runner, mesh, name
 
     def __call__(self, prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str]) -> list[RewardResult]:
-        """One result a completion; `prompts[i]` belongs to completion i."""
+        """`prompts[i]` belongs to completion i."""
         results: list[tuple[float | None, str | None, bool]] = []
         with agreed(self.mesh):
             if self.runner is not None:
@@ -77,7 +76,7 @@ class RewardManager:
 
 @dataclass(kw_only=True)
 class SupervisedTask:
-    """Supervised fine-tuning: the next rows, one update or several."""
+    """Supervised fine-tuning."""
 
     recipe: "Recipe"
     policy: Engine
@@ -112,7 +111,7 @@ class SupervisedTask:
 
 @dataclass(kw_only=True)
 class RLTask:
-    """GRPO, RLOO and PPO. `decode` makes text of a completion's ids; `first_row` as in `step_rows`."""
+    """GRPO, RLOO and PPO."""
 
     recipe: "Recipe"
     policy: Engine
@@ -137,7 +136,7 @@ class RLTask:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """False for one update a step without a KL term in the reward: old log-probs are then the update's own."""
+        """False if they are the update's own: one update, no KL in the reward."""
         algorithm = self.recipe.algorithm
         kl_in_reward = algorithm.name != "sft" and algorithm.kl_in == "reward" and algorithm.kl_coef > 0
         return kl_in_reward or algorithm.epochs * algorithm.minibatches > 1
@@ -204,7 +203,7 @@ class RLTask:
     def _sample(
         self, prompts: Seq[Prompt], params: SamplingParams, phase: Phase | None = None
     ) -> tuple[list[Sample], Row]:
-        """Completions with a reward, and the metrics of failed rewards. phase: default rollout, then reward."""
+        """Samples with a reward, and metrics of failed ones. phase: of all parts."""
         self.sampler.refill(self.policy.weights(self.sampler.dtype))
         requests = [SamplerPrompt(row, prompt.ids, prompt.media) for row, prompt in enumerate(prompts)]
         self.progress.phase(phase or "rollout")
@@ -236,7 +235,6 @@ class RLTask:
         return mismatch_metrics(self.policy, pack_samples(samples, rollout.temperature), rollout.router_replay)
 
     def _prepare(self, samples: Seq[Sample]) -> PackedBatch:
-        """The samples with every field that the losses read."""
         algorithm, rollout = self.recipe.algorithm, self.recipe.rollout
         assert algorithm.name != "sft"
         batch = pack_samples(samples, rollout.temperature)

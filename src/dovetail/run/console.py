@@ -1,4 +1,4 @@
-"""A run's output on the terminal: progress bar, step lines, a curve at the end."""
+"""Terminal output of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class _Steady(RichConsole):
 
 
 class Console:
-    """The first rank's terminal; other ranks are quiet."""
+    """Quiet except on the first rank."""
 
     def __init__(self, *, speaks: bool, steps: int) -> None:
         self._console = _Steady(quiet=not speaks, highlight=False, soft_wrap=True)
@@ -56,7 +56,6 @@ class Console:
             self._progress.stop()
 
     def say(self, text: str) -> None:
-        """Print one line."""
         with suppress(OSError):  # the disk of a log may be full
             self._console.print(text, markup=False)
 
@@ -85,7 +84,7 @@ class Console:
 
 
 def curve(values: Sequence[float], height: int = 6) -> str:
-    """`values` as a chart of block characters, or "" for fewer than three finite values or equal ones."""
+    """A chart of block characters; "" for fewer than three finite values or equal ones."""
     values = [v for v in values if math.isfinite(v)]
     if len(values) < FEWEST or min(values) == max(values):
         return ""

@@ -1,7 +1,7 @@
-"""The directory of a run: its files, its checkpoints, and what the terminal shows.
+"""The directory of a run: its files, its checkpoints, and terminal output.
 
-run_dir/config.yaml, metrics.jsonl, events.jsonl, rollouts/step_000001.jsonl, checkpoints/step_000050, hf/, and superseded/
-with the files of steps that a resumed run repeats. The first rank writes the small files, all ranks checkpoints and hf/.
+config.yaml, metrics.jsonl, events.jsonl, rollouts/, checkpoints/, hf/, superseded/ (files of steps that a resumed run
+repeats). The first rank writes small files, all ranks checkpoints and hf/.
 """
 
 import json
@@ -51,7 +51,7 @@ MOST_FAILED_SAVES = 3  # in a row
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a run saves: engines by role, files of the model's directory, fingerprints of model and rows."""
+    """What a run saves. model, data: fingerprints."""
 
     engines: Mapping[str, Engine]
     sides: SideFiles
@@ -60,10 +60,7 @@ class Contents:
 
 
 class RunDirectory:
-    """Metrics, samples, checkpoints and the final model of one run.
-
-    resume: auto, never or step=N. stop_signal: returns the signal that asked this rank to stop, or 0.
-    """
+    """resume: auto, never or step=N. stop_signal: the signal that this rank got, or 0."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, resume: str = "auto", stop_signal: Callable[[], int] = int) -> None:
         trainer = recipe.trainer
@@ -88,15 +85,12 @@ class RunDirectory:
 
     @property
     def first_row(self) -> int:
-        """The position in the stream of rows at step 0, so that a resumed run continues at its cursor."""
+        """Stream position of the rows at step 0."""
         state = None if self.resumed is None else self.resumed.state
         return 0 if state is None else state.cursor - state.step * self.recipe.trainer.prompts_per_step
 
     def claim(self, damaged: Mapping[str, str] = NONE) -> None:
-        """Find the run to resume, or none; refuse any other directory. Collective; an existing run gets locked.
-
-        `damaged`: steps not to resume from, and why.
-        """
+        """Find the run to resume and lock it; refuse other contents. damaged: steps to skip, and why. Collective."""
         mode = self._resume
         with agreed(self.mesh):
             check_loggers(self.recipe.trainer.loggers)
@@ -118,7 +112,7 @@ class RunDirectory:
             self.resumed = find(self.path, self.mesh, mode, self.config, damaged)
 
     def check_space(self, contents: Contents) -> None:
-        """Refuse a disk without space for two checkpoints, or for the final model if none are saved. Collective."""
+        """Refuse a disk without room for two checkpoints, or the final model. Collective."""
         saves, exports = self.recipe.trainer.save_every > 0, _exports(contents)
         needed = sum(spec.num_bytes for e in (exports if saves else exports[:1]) for spec in e.specs.values())
         needed *= ROOM_FOR if saves else 1
@@ -135,7 +129,7 @@ class RunDirectory:
                     )
 
     def open(self, contents: Contents) -> None:
-        """Make the directory and its first files, or continue those of an earlier start. Collective."""
+        """Make the directory, or continue an earlier start. Collective."""
         self.contents, resumed = contents, self.resumed
         self.run_id = of_first(uuid.uuid4().hex, self.mesh)
         if resumed is not None:
@@ -160,11 +154,11 @@ class RunDirectory:
             self._report_resume(resumed)
 
     def earlier(self) -> tuple[int, list[Row], Row] | None:
-        """Of a resumed run: steps done, their rows, and the evaluation before training."""
+        """Of a resumed run: steps, rows, and the evaluation before training."""
         return None if self.resumed is None else (self.resumed.state.step, list(self._earlier), self._before)
 
     def start(self, evaluation: Row) -> None:
-        """Training begins; `evaluation` is of the model before it, empty without held-out rows."""
+        """`evaluation`: before training, empty without held-out rows."""
         self._before = evaluation
         if evaluation and self.resumed is None:
             self.say("before training: " + "  ".join(f"{name} {value:.3f}" for name, value in evaluation.items()))
@@ -175,7 +169,7 @@ class RunDirectory:
         self.console.start()
 
     def record(self, row: Row, samples: Seq[Row]) -> None:
-        """Complete one step's row; write it, show it, and write the step's samples. Collective."""
+        """Complete, write and show a row; write samples. Collective."""
         flops, peak = row.pop("flops", 0.0), peak_flops(self.mesh.device)
         row["peak_memory_gib"] = peak_memory_gib(self.mesh.device)
         if peak is not None:
@@ -191,7 +185,6 @@ class RunDirectory:
         self.console.step(row)
 
     def checkpoint(self, step: int) -> None:
-        """Save checkpoints/step_NNNNNN; older ones go as `retention` says. Collective."""
         self._finish_save()
         self._order += 1
         self._saving = step
@@ -200,7 +193,7 @@ class RunDirectory:
             self._finish_save()
 
     def stopping(self) -> bool:
-        """Whether a signal asked any rank to stop; the same on every rank. Also reports a save that has ended."""
+        """Whether a signal asked any rank to stop; also ends finished saves. Collective."""
         own = torch.tensor([self._stop_signal(), self._saver.done], dtype=torch.int64, device=self.mesh.device)
         ranks = stack_over(own, self.mesh["world"])
         if ranks[:, 1].all():
@@ -209,7 +202,7 @@ class RunDirectory:
         return self.stop_signal != 0
 
     def shared(self, seconds: float) -> float:
-        """The first rank's value, for decisions that all ranks must take alike. Collective."""
+        """The first rank's value. Collective."""
         own = torch.tensor(seconds, dtype=torch.float64, device=self.mesh.device)
         return float(stack_over(own, self.mesh["world"])[0])
 
@@ -217,14 +210,13 @@ class RunDirectory:
         self.console.say(text)
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Append one line to events.jsonl. Collective."""
         with agreed(self.mesh):
             if self.lead:
                 row = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **facts}
                 self._records.write(partial(append, self.path / EVENTS, row))
 
     def finish(self, outcome: Outcome) -> None:
-        """Write hf/ unless the run was stopped, and print a summary. Collective."""
+        """Write hf/ unless stopped, and print a summary. Collective."""
         try:
             if not outcome.stopped:
                 self.contents.engines[POLICY].save_pretrained(self.path / HF)
@@ -236,7 +228,7 @@ class RunDirectory:
         self._print_summary(outcome)
 
     def close(self) -> None:
-        """Wait for the save under way, end the display and the loggers, release the lock; may be called twice."""
+        """Waits for the save under way; may be called twice."""
         self._at_close.close()
         self.console.stop()
         if self._metrics is not None:
@@ -265,7 +257,7 @@ class RunDirectory:
             self.say(f"{'checkpoint':<18} {self.path / CHECKPOINTS / f'step_{self._saved:06}'}")
 
     def _finish_save(self, *, last: bool = False) -> None:
-        """Wait for the save under way. A failed one is reported; it raises if it is the last one, or one of too many."""
+        """Wait for a save. Raises if it failed and is the last, or one of too many."""
         try:
             if self._saver.settle():
                 self._failed_saves, self._saved = 0, self._saving
@@ -294,7 +286,7 @@ class RunDirectory:
         )
 
     def _report_resume(self, resumed: Resumed) -> None:
-        """Say and record what the run resumes from; restore the random generators if the number of ranks is the same."""
+        """Random generators are restored if the number of ranks is equal."""
         state, world = resumed.state, self.mesh["world"]
         if len(state.rng) == world.size:
             restore_random_state(state.rng[world.rank], self.mesh.device)
@@ -307,7 +299,7 @@ class RunDirectory:
         self.say(f"resumed after step {state.step} from {resumed.reader.path}")
 
     def _set_later_aside(self) -> None:
-        """Move everything of later steps than the resumed one into superseded/. Only on the first rank.
+        """Move files of later steps into superseded/. First rank only.
 
         Checkpoints go first: after a kill in here, a resumed run still has the rows of its step.
         """
@@ -339,14 +331,14 @@ def _exports(contents: Contents) -> list[Export]:
 
 
 def _score(row: Row, *, evaluates: bool) -> float | None:
-    """Quality of the model after a step, higher is better; None if not measured as at other steps."""
+    """Higher is better; None if not measured as at other steps."""
     if not evaluates:
         return row.get("reward_mean", -row["loss"])
     return row.get("eval_reward_mean", -row["eval_loss"] if "eval_loss" in row else None)
 
 
 def _rows(path: Path, last: int) -> tuple[list[Row], list[str], list[str]]:
-    """The rows of a metrics file up to step `last`, their lines, and the lines after them (one may be cut by a kill)."""
+    """Rows up to step `last`, their lines, and later lines (one may be cut by a kill)."""
     text = path.read_text(encoding="utf-8", errors="replace").rstrip("\n") if path.exists() else ""
     lines = [f"{line}\n" for line in text.split("\n")] if text else []
     rows: list[Row] = []
@@ -359,7 +351,6 @@ def _rows(path: Path, last: int) -> tuple[list[Row], list[str], list[str]]:
 
 
 def _row(line: str) -> Row | None:
-    """A line of a metrics file; None if it is not one that a run has written."""
     try:
         row = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The lock of a run directory, which the operating system releases with its process, and the check that hosts share it."""
+"""The lock of a run directory, and the check that hosts share it."""
 
 import contextlib
 import fcntl
@@ -22,14 +22,14 @@ MOST_SHOWN = 8  # ranks in a message
 
 
 class RunLock:
-    """Held from `acquire` until `release`, or until this process ends."""
+    """Released by the operating system when the process ends."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
         self._fd = -1
 
     def acquire(self) -> None:
-        """Raises ConfigError, which names the owner, if another process holds it."""
+        """ConfigError, which names the owner, if another process holds it."""
         while self._fd < 0:
             fd = self._opened()
             try:
@@ -51,7 +51,7 @@ class RunLock:
                 os.close(fd)
 
     def _opened(self) -> int:
-        """Opens a regular file only: through a link another file would be truncated."""
+        """Not through a link: its target would be truncated."""
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         except OSError as error:
@@ -62,7 +62,6 @@ class RunLock:
         raise ConfigError(f"{self.path} is no regular file; remove it")
 
     def release(self) -> None:
-        """May be called twice."""
         if self._fd >= 0:
             self.path.unlink(missing_ok=True)
             os.close(self._fd)
@@ -85,9 +84,9 @@ def _describe(owner: str) -> str:
 
 
 def refuse_unshared(path: Path, mesh: Mesh) -> None:
-    """ConfigError if the run directory, which need not exist yet, is not the same one on all ranks. Collective.
+    """ConfigError if the directory, which need not exist, differs between ranks. Collective.
 
-    The first rank makes a file in it, or in its nearest existing parent, which the others must see.
+    The others must see a file that the first rank makes in it or its nearest parent.
     """
     world, folders = mesh["world"], [path.absolute(), *path.absolute().parents]
     if world.size == 1:
@@ -115,7 +114,7 @@ def refuse_unshared(path: Path, mesh: Mesh) -> None:
 
 
 def _appears(file: Path) -> bool:
-    """Listing the folder makes NFS ask its server again."""
+    """Listing the folder makes NFS refresh it."""
     deadline = time.monotonic() + VISIBLE_SECONDS
     while not file.exists():
         if time.monotonic() > deadline:

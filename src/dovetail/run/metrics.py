@@ -1,7 +1,4 @@
-"""metrics.jsonl, one object a step, and the loggers of the recipe.
-
-A logger runs in a thread behind a queue, so one that fails or hangs does not stop the run.
-"""
+"""metrics.jsonl and loggers. Loggers run in threads, so that their failures do not stop a run."""
 
 import importlib
 import importlib.util
@@ -24,7 +21,7 @@ LAST_SECONDS = 10.0  # for a logger to send what it has when the run ends
 
 
 class Metrics:
-    """The metrics file and the loggers of one run; on the first rank only."""
+    """On the first rank only."""
 
     def __init__(
         self, run_dir: Path, loggers: tuple[str, ...], config: Mapping[str, Any], say: Callable[[str], None]
@@ -36,7 +33,7 @@ class Metrics:
             logger.start()
 
     def write(self, row: Row) -> None:
-        """Write one step's row, all of it or nothing; numbers that are not finite become null."""
+        """All of a row or nothing; non-finite numbers become null."""
         append(self._path, row)
         for logger in list(self._loggers):
             if logger.is_alive():
@@ -55,7 +52,7 @@ class Metrics:
 
 
 class LoggerThread(threading.Thread):
-    """Passes rows to one logger until it gets None."""
+    """Ends at None."""
 
     def __init__(self, kind: str, run_dir: Path, config: Mapping[str, Any]) -> None:
         super().__init__(name=kind, daemon=True)
@@ -79,7 +76,6 @@ class LoggerThread(threading.Thread):
 
 
 def check_loggers(names: tuple[str, ...]) -> None:
-    """ConfigError for a logger that is not installed."""
     for name in names:
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # without an origin: a mere folder, such as wandb leaves behind

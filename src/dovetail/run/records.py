@@ -1,4 +1,4 @@
-"""Writes of metrics, samples and events. They wait in memory while the disk is full, since space may come back."""
+"""Writes of metrics, samples and events, which wait in memory while the disk is full."""
 
 import errno
 from collections import deque
@@ -20,7 +20,7 @@ Write = Callable[[], object]  # writes everything; if it raises it is called aga
 
 
 class Records:
-    """Performs writes in order. Those that meet a full disk are kept and retried before the next ones."""
+    """Performs writes in order and retries those that met a full disk."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -28,7 +28,7 @@ class Records:
         self._warned = False
 
     def write(self, write: Write) -> None:
-        """Perform the waiting writes, then this one. Raises every error but a full disk, and that if too many wait."""
+        """Raises all errors but a full disk, and that if too many writes wait."""
         self._waiting.append(write)
         try:
             self.flush()
@@ -40,7 +40,6 @@ class Records:
             self._warned = True
 
     def flush(self) -> None:
-        """Perform the waiting writes; raises if one fails."""
         while self._waiting:
             self._waiting[0]()
             self._waiting.popleft()
@@ -48,7 +47,7 @@ class Records:
 
 
 def write_samples(path: Path, samples: Seq[Mapping[str, Any]]) -> None:
-    """A step's samples as JSONL, and their `routing` in a safetensors file of the same name."""
+    """JSONL, and `routing` in a safetensors file of the same name."""
     with path.open("w", encoding="utf-8", errors=ODD_LETTERS) as out:
         for sample in samples:
             out.write(json_line({name: value for name, value in sample.items() if name != "routing"}))
@@ -56,7 +55,7 @@ def write_samples(path: Path, samples: Seq[Mapping[str, Any]]) -> None:
 
 
 def write_routes(path: Path, traces: Seq[RoutingTrace | None]) -> None:
-    """Write the routes of a step's samples in the narrowest integer type; no file if there are none.
+    """In the narrowest integer type; no file without routes.
 
     indices [tokens, layers, K]; valid [tokens]; starts [samples + 1], offsets into tokens; layers: their numbers.
     """
@@ -73,7 +72,6 @@ def write_routes(path: Path, traces: Seq[RoutingTrace | None]) -> None:
 
 
 def read_routes(path: Path) -> list[RoutingTrace]:
-    """The traces of a file of `write_routes`, one a sample."""
     tensors = load_file(path)
     layers = tuple(tensors["layers"].tolist())
     return [

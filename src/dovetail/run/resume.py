@@ -1,4 +1,4 @@
-"""Which run a directory holds, what to resume it from, and which changes of its recipe are allowed."""
+"""What a run resumes from, and which changes of its recipe are allowed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,8 +35,6 @@ COUNTED = ("algorithm.epochs", "algorithm.minibatches")  # optimizer steps of a 
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run resumes from, changed keys, and newer checkpoints that are damaged."""
-
     reader: ShardedReader
     state: RunState
     changes: tuple[str, ...]
@@ -48,7 +46,7 @@ class FinishedError(Exception):
 
 
 def is_run(path: Path) -> bool:
-    """Whether `path` holds a run that has begun; ConfigError if it holds anything else."""
+    """ConfigError if `path` holds anything but a run."""
     if not path.exists():
         return False
     entries = path.iterdir() if path.is_dir() else [path]
@@ -64,9 +62,9 @@ def is_run(path: Path) -> bool:
 def find(
     path: Path, mesh: Mesh, mode: str, recipe: Mapping[str, Any], damaged: Mapping[str, str] = NONE
 ) -> Resumed | None:
-    """What the run in `path` resumes from; None if it has no checkpoint and begins again. Collective.
+    """What to resume from; None if there is no checkpoint. Collective.
 
-    `damaged`: as in `open_newest`. Raises FinishedError if the run is finished and the recipe is the same.
+    Raises FinishedError if the run is finished and the recipe is the same. damaged: as in `open_newest`.
     """
     exact = int(mode.partition("=")[2]) if mode.startswith("step=") else None
     with agreed(mesh):
@@ -109,7 +107,7 @@ def find(
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (before, now), of every key that differs except run_dir."""
+    """Dotted key -> (before, now) of changed keys except run_dir."""
     old, new = flat(before), flat(now)
     keys = [key for key in {**old, **new} if key != "run_dir"]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
@@ -120,7 +118,7 @@ def _ranks(degrees: Mapping[str, Any]) -> str:
 
 
 def refuse(changes: Mapping[str, tuple[Any, Any]], recipe: Mapping[str, Any], step: int) -> None:
-    """Raise ConfigError for changes that a run after `step` steps does not allow."""
+    """ConfigError for changes that a run after `step` steps does not allow."""
     descriptions = {key: f"{key} was {quoted(before)}, is {quoted(after)}" for key, (before, after) in changes.items()}
     problems = [f"{descriptions[key]}: {why}" for key, why in FIXED.items() if key in changes]
     optim, steps = recipe["optim"], recipe["trainer"]["steps"]
@@ -140,7 +138,7 @@ def refuse(changes: Mapping[str, tuple[Any, Any]], recipe: Mapping[str, Any], st
 
 
 def refuse_other(what: str, before: str, now: str, keys: str) -> None:
-    """Raise ConfigError if a fingerprint differs: the same path, but other content."""
+    """ConfigError if a fingerprint differs."""
     if before != now:
         raise ConfigError(
             f"the run cannot go on: {what} changed since it was saved; restore what {keys} named then, or start a new "

@@ -1,7 +1,6 @@
-"""The training state of a run besides its tensors, stored in a checkpoint's manifest, and fingerprints of its inputs.
+"""Training state besides tensors, stored in a checkpoint's manifest, and fingerprints of inputs.
 
-Data order and sampling noise depend on the seed and the step only, so a cursor suffices for them. The random generators
-are saved because a reward or a model's own code may draw from them.
+Data order and sampling depend on seed and step only; random generators are saved for rewards and models that draw.
 """
 
 import base64
@@ -52,10 +51,9 @@ Count = Annotated[int, Field(ge=0, lt=1 << 48)]  # of steps, rows, updates
 
 
 class RunState(BaseModel):
-    """Where a run stands after `step` steps. Every field must be given.
+    """After `step` steps. order: number of this save. score: higher is better. model, data: fingerprints.
 
-    order: the number of this save in the run. score: quality of the model, higher is better. model, data: fingerprints.
-    cursor: data rows used so far. updates: optimizer steps by role. before: the evaluation before training. rng: by rank.
+    cursor: rows used. updates: optimizer steps by role. before: the first evaluation. rng: by rank.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -73,12 +71,11 @@ class RunState(BaseModel):
     rng: list[Annotated[Mapping[str, str], AfterValidator(_check_generators)]]
 
     def dump(self) -> dict[str, Any]:
-        """The state as plain JSON values."""
         return dict(self)
 
     @classmethod
     def parse(cls, state: Mapping[str, Any] | None, path: Path) -> "RunState":
-        """The state of a manifest in `path`. CheckpointError names every missing, unknown or invalid field."""
+        """CheckpointError names every missing, unknown or invalid field."""
         if state is None:
             raise CheckpointError(
                 f"{path} holds weights without training state; start a new run with model.path={path}"
@@ -94,7 +91,7 @@ class RunState(BaseModel):
 
 
 def model_fingerprint(config: Mapping[str, Any], sides: SideFiles, directory: Path, mesh: Mesh) -> str:
-    """A hash of a model's config, tokenizer and every byte of its weights; independent of the number of ranks. Collective."""
+    """Of config, tokenizer and every byte of the weights, for any number of ranks. Collective."""
     digest = _text_digest(config, sides)
     world, own, chunks = mesh["world"], "", list[tuple[Path, int]]()
     with agreed(mesh, directory):
@@ -118,7 +115,7 @@ def _checksum(chunk: tuple[Path, int]) -> str:
 
 
 def refuse_other_models(key: str, source: Pretrained, mesh: Mesh) -> None:
-    """ConfigError if config, tokenizer or sampled weights of the model named by `key` differ between ranks. Collective."""
+    """ConfigError if config, tokenizer or sampled weights differ between ranks. Collective."""
     sample = ""
     with agreed(mesh, source.path):
         digest = _text_digest(source.config, source.sides)
@@ -143,7 +140,7 @@ def _text_digest(config: Mapping[str, Any], sides: SideFiles) -> Any:
 
 
 def rows_fingerprint(rows: Iterable[object]) -> str:
-    """A hash of the rows of a data file as they are trained on, in order."""
+    """Of rows as they are trained on."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(_stable(asdict(row) if hasattr(row, "__dataclass_fields__") else row))  # type: ignore[call-overload]  # it is one
@@ -151,7 +148,6 @@ def rows_fingerprint(rows: Iterable[object]) -> str:
 
 
 def random_state(device: torch.device) -> dict[str, str]:
-    """The state of every random generator of this process, as text."""
     version, words, gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
@@ -167,7 +163,6 @@ def random_state(device: torch.device) -> dict[str, str]:
 
 
 def restore_random_state(states: Mapping[str, str], device: torch.device) -> None:
-    """Set every random generator to a result of `random_state`."""
     version, words, gauss = json.loads(states["python"])
     random.setstate((version, tuple(words), gauss))
     numpy = json.loads(states["numpy"])

@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations, checkpoints, and when to stop."""
+"""The training loop."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
@@ -17,29 +17,27 @@ Row = dict[str, Any]
 
 
 class Task(Protocol):
-    """What a step of an algorithm does, and how good the model is now."""
+    """Steps and evaluations of an algorithm."""
 
     @property
-    def trained(self) -> Seq[Engine]:
-        """The models that are trained."""
-        ...
+    def trained(self) -> Seq[Engine]: ...
 
     def step(self, step: int, stopping: Callable[[], bool] = ..., /) -> Row | None:
-        """Run step `step` (from 0) and return its metrics. None: `stopping()` was true before anything changed."""
+        """Metrics of step `step` (from 0). None: `stopping()` before anything changed."""
         ...
 
     def sample_rows(self) -> Seq[Row]:
-        """The last step's samples for `run_dir/rollouts`; empty without a rollout."""
+        """For `run_dir/rollouts`; empty without a rollout."""
         ...
 
     def evaluate(self, step: int, /) -> Row:
-        """Metrics on held-out rows, empty without any."""
+        """{} without held-out rows."""
         ...
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the evaluations before and after, every row, and whether it was asked to stop."""
+    """before, after: evaluations. stopped: by a signal."""
 
     before: Row
     after: Row
@@ -48,10 +46,7 @@ class Outcome:
 
 
 class TimeBudget:
-    """`trainer.time_budget_seconds`, counted from construction, so that the first evaluation is part of it.
-
-    shared: returns the first rank's number on every rank (a collective).
-    """
+    """Counted from construction. shared: the first rank's number on every rank (collective)."""
 
     def __init__(self, seconds: float | None, shared: Callable[[float], float], say: Callable[[str], None]) -> None:
         self.seconds, self.shared, self.say = seconds, shared, say
@@ -59,11 +54,11 @@ class TimeBudget:
         self._done = self._steps = 0
 
     def start(self, steps: int) -> None:
-        """The evaluation before training is over; `steps` are to be done."""
+        """After the first evaluation."""
         self._steps, self._trained_from = steps, time.monotonic()
 
     def has_room(self) -> bool:
-        """After a step: whether another one fits, with an evaluation as long as the first. Collective."""
+        """Whether another step and an evaluation fit. Collective."""
         self._done += 1
         if self.seconds is None or self._done == self._steps:
             return True
@@ -87,14 +82,14 @@ class TimeBudget:
 
 
 class Guard:
-    """Stops a run after skipped updates in a row, or when replicas differ. The same decision on every rank."""
+    """Stops after skipped updates, or if replicas differ."""
 
     def __init__(self, max_skipped: int, check_replicas_every: int) -> None:
         self.max_skipped, self.check_replicas_every = max_skipped, check_replicas_every
         self.skipped = 0
 
     def check(self, row: Mapping[str, Any], trained: Seq[Engine]) -> None:
-        """Raise NumericsError after too many skipped steps in a row, MachineError if replicas differ. Collective."""
+        """Raises NumericsError or MachineError. Collective."""
         step = row["step"]
         self.skipped = self.skipped + 1 if row.get("skipped") else 0
         if self.skipped == self.max_skipped:
@@ -109,7 +104,7 @@ class Guard:
 
 
 def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: Progress | None = None) -> Outcome:
-    """Run steps until the last one, the reward target, the time budget, or a request to stop."""
+    """Until the last step, the reward target, the time budget, or a stop."""
     progress = progress or Progress()
     budget = TimeBudget(trainer.time_budget_seconds, run.shared, run.say)
     step, rows, before = run.earlier() or (0, [], task.evaluate(0))
@@ -153,6 +148,6 @@ def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: 
 
 
 def _reached(target: float | None, rows: Seq[Row]) -> bool:
-    """Whether the last row's reward is good enough; a row of metrics.jsonl says null for NaN."""
+    """metrics.jsonl has null for NaN."""
     reward = rows[-1].get("reward_mean") if rows else None
     return target is not None and reward is not None and bool(reward >= target)
