@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,10 +39,9 @@ from dovetail.factory.engine import make_mesh
 from dovetail.factory.sampler import sampling_layout
 from dovetail.kernels.registry import kernels_for
 from dovetail.launch.progress import Phase, Progress
-from dovetail.rl.experience import AdvantageSettings
 from dovetail.rl.losses import PolicyLoss
 from dovetail.rl.rewards import RewardResult
-from dovetail.rl.tasks import LoopSettings, RLModels, RLSettings, RLTask
+from dovetail.rl.tasks import RLTask
 from dovetail.rollout.base import Completion, SamplingParams
 from dovetail.rollout.native import NativeSampler
 
@@ -73,6 +73,12 @@ class Coin:
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str]
     ) -> list[RewardResult]:
         return [RewardResult(float(random.Random(f"{c.row}/{c.sample}").random() < 0.5), None) for c in completions]
+
+
+class ScoringTask(RLTask):
+    """Scores old log-probs, as a step of several updates does."""
+
+    needs_old_logprobs = True
 
 
 def main() -> int:
@@ -138,18 +144,29 @@ def step(engine: NativeEngine, spec: ArchSpec, session: Session, dtype: torch.dt
     ]
     stops = tuple(range(0, spec.vocab_size, max(1, given.new_tokens // 4)))
     sampling = SamplingParams(samples=given.samples, max_new_tokens=given.new_tokens, stop_ids=stops)
-    judge: Any = Coin()
-    task = RLTask(
-        RLModels(policy=engine, sampler=sampler),
-        (PolicyLoss(clip_high=0.28), None),
-        prompts,
-        [],
-        judge,
-        lambda _: "",
-        RLSettings(sampling=sampling, advantages=AdvantageSettings(kind="grpo")),
-        LoopSettings(
-            steps=9, seed=0, rows_per_step=given.prompts, epochs=1, minibatches=1, aggregation="token", progress=clock
+    rewards: Any = Coin()
+    recipe: Any = SimpleNamespace(  # this machine may have no pydantic
+        algorithm=SimpleNamespace(
+            name="grpo", epochs=1, minibatches=1, aggregation="token", kl_in="loss", kl_coef=0.0, scale_by_std=True,
+            skip_equal_groups=False, normalize_advantage=False,
         ),
+        rollout=SimpleNamespace(
+            temperature=sampling.temperature, max_new_tokens=given.new_tokens, router_replay="none", mismatch_metrics=False
+        ),
+        trainer=SimpleNamespace(seed=0, prompts_per_step=given.prompts),
+        data=SimpleNamespace(shuffle=True),
+    )  # fmt: skip
+    task = ScoringTask(
+        recipe=recipe,
+        policy=engine,
+        sampler=sampler,
+        policy_loss=PolicyLoss(clip_high=0.28),
+        sampling=sampling,
+        prompts=prompts,
+        held_out=[],
+        rewards=rewards,
+        decode=lambda _: "",
+        progress=clock,
     )
     found: list[dict[str, float]] = []
     tokens = responses = 0

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from dovetail.rl.router_replay import read_routes
+from dovetail.run.records import read_routes
 from examples.quickstart.scratch import character_tokenizer
 from tests.checkpoints import assert_same_tensors, tensors_of
 from tests.commands.program import here, on_ranks, refused_on
@@ -49,7 +49,7 @@ FAMILIES: Mapping[str, tuple[type[PreTrainedConfig], Mapping[str, Any]]] = {
     "deepseek_v3": (DeepseekV3Config, {**LATENT, "n_group": 2, "topk_group": 1}),
 }
 STEADY: Mapping[str, Any] = {
-    "rollout": {"replay": "rollout", "monitor": True},
+    "rollout": {"router_replay": "rollout", "mismatch_metrics": True},
     "model": {"moe": {"aux_loss_coef": 0.01, "bias_update_rate": 0.001}},
 }
 
@@ -166,7 +166,7 @@ def test_generate_and_convert_over_two_ranks(inputs: dict[str, Path], tmp_path: 
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"rollout": {"replay": "trainer"}}, "rollout.replay: .* is a qwen2 model without experts"),
+        ({"rollout": {"router_replay": "trainer"}}, "rollout.router_replay: .* is a qwen2 model without experts"),
         ({"model": {"moe": {"z_loss_coef": 0.1}}}, "model.moe.z_loss_coef: .* is a qwen2 model without experts"),
     ],
 )

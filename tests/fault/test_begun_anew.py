@@ -5,12 +5,15 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from dovetail.checkpoint.retention import LEFTOVERS, Retention, saved_steps
+from dovetail.checkpoint.retention import LEFTOVERS, saved_steps
 from dovetail.parallel.mesh import Mesh
-from dovetail.run.directory import Contents, RunDirectory, RunSettings
+from dovetail.recipe.schema import DataSection, TrainerSection
+from dovetail.run.directory import Contents, RunDirectory
 from tests.fault.crashing import DIED, die_at, forked
 from tests.fault.saves import Run
 from tests.harness import Apart
@@ -22,16 +25,15 @@ MANY = 400
 
 def opened(path: Path, resume: str = "auto", index: int | None = None) -> RunDirectory:
     """Claim and open a run's directory, and perhaps die at a change of the disk."""
-    settings = RunSettings(
-        path=path, config=RECIPE, config_yaml=json.dumps(RECIPE), steps=9, saves=True, retention=Retention(9),
-        background=False, evaluates=False, resume=resume, loggers=(), peak_flops=None, peak_memory_gib=lambda: 0.0,
-        stop_signal=lambda: 0,
+    recipe: Any = SimpleNamespace(
+        run_dir=str(path), trainer=TrainerSection(steps=9, keep=9, async_save=False, prompts_per_step=1),
+        data=DataSection(train="rows.jsonl"), model_dump=lambda **_: RECIPE, to_yaml=lambda: json.dumps(RECIPE),
     )  # fmt: skip
-    run = RunDirectory(settings, Mesh.solo())
+    run = RunDirectory(recipe, Mesh.solo(), resume)
     if index is not None:
         die_at(index)
     run.claim()
-    run.open(Contents(engines={}, sides={}, model="m", data="d", cursor=lambda step: step))
+    run.open(Contents(engines={}, sides={}, model="m", data="d"))
     run.close()
     return run
 

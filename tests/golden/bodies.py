@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.engine.base import StepReport
 from dovetail.engine.native import NativeEngine
 from dovetail.errors import UserError
-from dovetail.rl.experience import Sample
 from dovetail.rl.step_metrics import Row
 from dovetail.rl.tasks import RLTask, never
-from dovetail.rl.trainer import train
+from dovetail.run.trainer import train
 from tests.golden.job import builder_of
 from tests.probe import parameters
 
@@ -46,17 +45,19 @@ class Watched:
     def __init__(self, task: RLTask, engines: Mapping[str, NativeEngine]) -> None:
         self.task, self.engines, self.trained = task, engines, list(engines.values())
         self.moved: dict[str, list[bool]] = {name: [] for name in engines}
-        self.samples: list[Sample] = []
 
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         before = {name: _flat(engine) for name, engine in self.engines.items()}
-        row, self.samples = self.task.step(step, stopping), self.task.samples
+        row = self.task.step(step, stopping)
         for name, engine in self.engines.items():
             self.moved[name].append(not torch.equal(before[name], _flat(engine)))
         return row
 
     def evaluate(self, step: int) -> Row:
         return self.task.evaluate(step)
+
+    def sample_rows(self) -> list[Row]:
+        return self.task.sample_rows()
 
 
 @dataclass
@@ -75,14 +76,14 @@ def record(given: Mapping[str, Any]) -> Recorded:
     job = builder_of(given).job()
     task = job.task
     assert isinstance(task, RLTask)
-    policy = task.models.policy
+    policy = task.policy
     assert isinstance(policy, NativeEngine)
-    recorder, critic = Recorder(policy), task.models.critic
-    task.models = replace(task.models, policy=recorder)
+    recorder, critic = Recorder(policy), task.critic
+    task.policy = recorder
     watched = Watched(task, {"policy": policy, **({"critic": critic} if isinstance(critic, NativeEngine) else {})})
     try:
         job.start()
-        rows = train(watched, job.run, job.loop).rows
+        rows = train(watched, job.run, job.recipe.trainer).rows
     finally:
         job.close()
     return Recorded(rows, recorder.reports, recorder.batches, watched.moved, policy.optimizer.steps)
@@ -91,16 +92,16 @@ def record(given: Mapping[str, Any]) -> Recorded:
 def closed_after_failure(given: Mapping[str, Any]) -> tuple[str, bool, bool]:
     """How a run fails, and whether its metrics and its reward processes are closed afterwards."""
     job = builder_of(given).job()
-    assert job.judge is not None and job.judge.runner is not None
+    assert job.rewards is not None and job.rewards.runner is not None
     failure = ""
     try:
         job.start()
-        train(job.task, job.run, job.loop)
+        train(job.task, job.run, job.recipe.trainer)
     except UserError as error:
         failure = str(error)
     finally:
         job.close()
-    return failure, job.run._metrics is None, not job.judge.runner._workers
+    return failure, job.run._metrics is None, not job.rewards.runner._workers
 
 
 def one_update(given: Mapping[str, Any], noise: float, steps: int = 0) -> dict[str, Any]:
@@ -111,12 +112,12 @@ def one_update(given: Mapping[str, Any], noise: float, steps: int = 0) -> dict[s
     try:
         for step in range(steps):
             task.step(step)
-        samples, _ = task._sample(task.prompts[:6], task.settings.sampling)
+        samples, _ = task._sample(task.prompts[:6], task.sampling)
         batch = task._prepare(samples)
-        scored = task.models.policy.score(batch).logprob
+        scored = task.policy.score(batch).logprob
         generator = torch.Generator().manual_seed(3)
         batch = batch.with_fields(old_logprob=scored + noise * torch.randn(scored.shape, generator=generator))
-        report = task.models.policy.train_step(batch, task.policy_loss)
+        report = task.policy.train_step(batch, task.policy_loss)
     finally:
         job.close()
     return {
@@ -167,7 +168,7 @@ def critic_weights(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], float, 
     job = builder_of(given).job()
     task = job.task
     assert isinstance(task, RLTask)
-    critic, policy = task.models.critic, task.models.policy
+    critic, policy = task.critic, task.policy
     assert isinstance(critic, NativeEngine) and isinstance(policy, NativeEngine)
     found, stray = parameters(critic)
     whole, _ = parameters(policy)

@@ -17,7 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from dovetail.factory.job import Builder
 from dovetail.recipe.schema import make_recipe
 from dovetail.rl.step_metrics import Row
-from dovetail.rl.trainer import train
+from dovetail.run.trainer import train
 from examples.quickstart.scratch import character_tokenizer
 from tests.golden.bugs import planted
 
@@ -132,7 +132,7 @@ def play(given: Mapping[str, Any], bug: str = "") -> Played:
     try:
         job.start()
         with planted(bug):
-            outcome = train(job.task, job.run, job.loop)
+            outcome = train(job.task, job.run, job.recipe.trainer)
         job.run.finish(outcome)
     finally:
         job.close()

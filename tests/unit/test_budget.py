@@ -1,26 +1,22 @@
 """`trainer.time_budget_seconds`, with tasks that only pretend to work."""
 
-from dataclasses import replace
-
 import pytest
 
-from dovetail.rl import trainer
-from dovetail.rl.step_metrics import Row
-from dovetail.rl.trainer import train
-from tests.unit.test_trainer import LOOP, Clock, PretendedRun, PretendedTask
+from dovetail.run import trainer
+from dovetail.run.trainer import Row, train
+from tests.unit.test_trainer import LOOP, Clock, PretendedRun, PretendedTask, loop
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (trainer, trainer):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(trainer, "time", clock)
     return clock
 
 
 def test_a_time_budget_shortens_the_run_and_says_so(clock: Clock) -> None:
     run = PretendedRun()
-    train(PretendedTask(clock, 10.0), run, replace(LOOP, steps=100, time_budget_seconds=75.0))
+    train(PretendedTask(clock, 10.0), run, loop(steps=100, time_budget_seconds=75.0))
     assert len(run.rows) == 7 and run.rows[-1]["eval_reward_mean"] == 7.0
     first, last = run.said
     assert (
@@ -32,7 +28,7 @@ def test_a_time_budget_shortens_the_run_and_says_so(clock: Clock) -> None:
 @pytest.mark.parametrize(("seconds", "steps"), [(1.0, 1), (19.0, 1), (30.0, 3), (50.0, 5), (1e9, 5)])
 def test_a_time_budget_never_adds_steps_nor_undoes_one(clock: Clock, seconds: float, steps: int) -> None:
     run = PretendedRun()
-    train(PretendedTask(clock, 10.0), run, replace(LOOP, time_budget_seconds=seconds))
+    train(PretendedTask(clock, 10.0), run, loop(time_budget_seconds=seconds))
     assert len(run.rows) == steps
     assert bool(run.said) == (steps < LOOP.steps)
 
@@ -46,8 +42,8 @@ def test_evaluations_count_towards_the_time_budget(clock: Clock) -> None:
             return super().evaluate(step)
 
     run = PretendedRun()
-    train(Slow(clock, 10.0), run, replace(LOOP, steps=100, eval_every=1, time_budget_seconds=100.0))
+    train(Slow(clock, 10.0), run, loop(steps=100, eval_every=1, time_budget_seconds=100.0))
     assert len(run.rows) == 4 and clock.now == 90.0
     run = PretendedRun()
-    train(Slow(clock, 10.0), run, replace(LOOP, steps=100, time_budget_seconds=100.0))
+    train(Slow(clock, 10.0), run, loop(steps=100, time_budget_seconds=100.0))
     assert len(run.rows) == 8 and clock.now == 90.0 + 100.0

@@ -206,7 +206,7 @@ def contents(values: list[str]) -> str:
 
 def directories(paths: list[Path]) -> str:
     mesh = Mesh.build(Layout(dp=2))
-    with mock.patch.object(lock, "SEEN_SECONDS", 0.5):
+    with mock.patch.object(lock, "VISIBLE_SECONDS", 0.5):
         try:
             lock.refuse_unshared(paths[mesh["world"].rank], mesh)
         except ConfigError as error:

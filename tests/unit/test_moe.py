@@ -16,7 +16,7 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.kernels.token_permute import inverse_of
 from dovetail.nn.moe import MoE, Router
 from dovetail.parallel.mesh import Axis, Mesh
-from dovetail.rl.router_replay import read_routes, write_routes
+from dovetail.run.records import read_routes, write_routes
 from tests.parity.configs import moe_configs
 from tests.tolerances import EXACT, GRADCHECK, OP_FP64, assert_close
 

@@ -18,7 +18,7 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import make_recipe
 from dovetail.run.resume import changed, refuse
-from dovetail.run.state import STRETCH, RunState, model_fingerprint, random_state
+from dovetail.run.state import CHUNK, RunState, model_fingerprint, random_state
 from dovetail.weights.safe_paths import MANIFEST
 from tests.commands.program import here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows
 from tests.fault.training_checkpoint import state_of
@@ -215,10 +215,10 @@ def test_other_contents_under_the_same_names_are_refused(
 
 def test_a_bit_anywhere_in_the_weights_makes_another_fingerprint(tmp_path: Path) -> None:
     """Of files of several stretches, whatever the number of ranks."""
-    for name, size in (("a.safetensors", STRETCH + 5), ("b.safetensors", 1 << 13)):
+    for name, size in (("a.safetensors", CHUNK + 5), ("b.safetensors", 1 << 13)):
         (tmp_path / name).write_bytes(bytes(size))
     found = [model_fingerprint({}, {}, tmp_path, Mesh.solo())]
-    for file, where in (("a", -1), ("a", STRETCH // 3), ("b", -(1 << 12) - 1)):
+    for file, where in (("a", -1), ("a", CHUNK // 3), ("b", -(1 << 12) - 1)):
         flip(tmp_path / f"{file}.safetensors", where)
         found.append(model_fingerprint({}, {}, tmp_path, Mesh.solo()))
     assert len(set(found)) == 4
@@ -271,7 +271,7 @@ def test_every_field_of_the_state_is_missed_by_name(folder: Path) -> None:
     step = only_newest(folder)
     whole = (step / MANIFEST).read_bytes()
     state = ShardedReader(step).manifest.state
-    assert state is not None and set(state) == set(RunState.__dataclass_fields__)
+    assert state is not None and set(state) == set(RunState.model_fields)
     paths: list[tuple[Any, ...]] = [(name,) for name in state] + [("updates", role) for role in state["updates"]]
     paths += [("rng", 0, kind) for kind in state["rng"][0]] + [("rng", 0)]
     for path in paths:
@@ -289,14 +289,18 @@ def test_every_field_of_the_state_is_missed_by_name(folder: Path) -> None:
 
 
 ODD: list[tuple[tuple[Any, ...], Any, str]] = [
-    (("step",), -1, "step is -1, not a count"),
-    (("updates", "policy"), [1], "updates.policy is [1], not a count"),
-    (("updates", "critic"), True, "updates.critic is True, not a count"),
-    (("updates", "critic"), 1 << 64, "updates.critic is 18446744073709551616, not a count"),
-    (("before",), {"eval_loss": "x"}, "before.eval_loss is 'x', not a number"),
-    (("rng", 0, "python"), "a.weight", "rng[0] is of no random generators"),
-    (("rng", 0, "numpy"), "[]", "rng[0] is of no random generators"),
-    (("rng", 0, "torch"), "AAAA", "rng[0] is of no random generators"),
+    (("step",), -1, "step is -1: Input should be greater than or equal to 0"),
+    (("updates", "policy"), [1], "updates.policy is [1]: Input should be a valid integer"),
+    (("updates", "critic"), True, "updates.critic is True: Input should be a valid integer"),
+    (
+        ("updates", "critic"),
+        1 << 64,
+        "updates.critic is 18446744073709551616: Input should be less than 281474976710656",
+    ),
+    (("before",), {"eval_loss": "x"}, "before.eval_loss is 'x': Input should be a valid number"),
+    (("rng", 0, "python"), "a.weight", "Value error, not the state of random generators"),
+    (("rng", 0, "numpy"), "[]", "Value error, not the state of random generators"),
+    (("rng", 0, "torch"), "AAAA", "Value error, not the state of random generators"),
 ]
 
 

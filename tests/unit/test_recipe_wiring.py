@@ -3,6 +3,7 @@
 The parts that a run is built from are stand-ins that keep what they are given, so no model is made.
 """
 
+import ast
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -47,22 +48,18 @@ class Leaf:
     algorithm: str = "ppo"
 
 
-def models(job: Any) -> Any:
-    return job.task.models
-
-
 def optims(name: str) -> Callable[[Any], Any]:
     """A field of the optimizer settings of policy and critic."""
-    return lambda job: [vars(engine.options.optim)[name] for engine in (models(job).policy, models(job).critic)]
+    return lambda job: [vars(engine.options.optim)[name] for engine in (job.task.policy, job.task.critic)]
 
 
 def trained(name: str) -> Callable[[Any], Any]:
     """An option of the engines that are trained."""
-    return lambda job: [vars(engine.options)[name] for engine in (models(job).policy, models(job).critic)]
+    return lambda job: [vars(engine.options)[name] for engine in (job.task.policy, job.task.critic)]
 
 
 def balance(name: str) -> Callable[[Any], Any]:
-    return lambda job: vars(models(job).policy.options.balance)[name]
+    return lambda job: vars(job.task.policy.options.balance)[name]
 
 
 def part(path: str) -> Callable[[Any], Any]:
@@ -76,6 +73,9 @@ def part(path: str) -> Callable[[Any], Any]:
     return found
 
 
+MODELS = ("policy", "critic", "reference", "sampler")
+
+
 def noted(words: str) -> Callable[[Any], Any]:
     """Whether the job's notes have these words."""
     return lambda job: words in str(job.notes)
@@ -86,10 +86,10 @@ LAYOUT = {
     "schedule": "interleaved",
 }  # fmt: skip
 LAYOUTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "layout": ("task.models.policy.mesh.layout", LAYOUT),
-    "critic.layout": ("task.models.critic.mesh.layout", {**LAYOUT, "pp_split": (1, 1, 3, 3)}),
-    "reference.layout": ("task.models.reference.mesh.layout", {**LAYOUT, "pp_split": (2, 1, 2, 3)}),
-    "rollout.layout": ("task.models.sampler.asked", {**LAYOUT, "pp_split": (3, 2, 2, 1)}),
+    "layout": ("task.policy.mesh.layout", LAYOUT),
+    "critic.layout": ("task.critic.mesh.layout", {**LAYOUT, "pp_split": (1, 1, 3, 3)}),
+    "reference.layout": ("task.reference.mesh.layout", {**LAYOUT, "pp_split": (2, 1, 2, 3)}),
+    "rollout.layout": ("task.sampler.asked", {**LAYOUT, "pp_split": (3, 2, 2, 1)}),
 }
 TABLE = (
     *(
@@ -98,72 +98,72 @@ TABLE = (
         for name, value in values.items()
     ),
     *(Leaf(f"{section}.copy_engines", False, noted(f"{section}.copy_engines"), True) for section in LAYOUTS),
-    Leaf("model.path", "FOLDER/policy", lambda job: str(models(job).policy.source.path)),
-    Leaf("model.engine", "transformers", lambda job: type(models(job).policy.source.spec).__name__, "TransformersSpec", "rloo"),
-    Leaf("model.dtype", "bfloat16", lambda job: [e.dtype for e in vars(models(job)).values()], [torch.bfloat16] * 4),
-    Leaf("model.dtype", "bfloat16", part("task.models.reference.options.master_dtype"), torch.bfloat16),
+    Leaf("model.path", "FOLDER/policy", lambda job: str(job.task.policy.source.path)),
+    Leaf("model.engine", "transformers", lambda job: type(job.task.policy.source.spec).__name__, "TransformersSpec", "rloo"),
+    Leaf("model.dtype", "bfloat16", lambda job: [part(f"task.{name}.dtype")(job) for name in MODELS], [torch.bfloat16] * 4),
+    Leaf("model.dtype", "bfloat16", part("task.reference.options.master_dtype"), torch.bfloat16),
     Leaf("model.save_dtype", "float16", trained("save_dtype"), [torch.float16] * 2),
     Leaf("model.trust_remote_code", True, lambda job: job.task.decode.keywords["tokenizer"].trusted),
     Leaf("model.moe.aux_loss_coef", 0.01, balance("aux_coef")),
     Leaf("model.moe.z_loss_coef", 0.02, balance("z_coef")),
     Leaf("model.moe.bias_update_rate", 0.03, balance("bias_rate")),
-    Leaf("critic.path", "FOLDER/critic", lambda job: str(models(job).critic.source.path)),
-    Leaf("critic.lr", 0.25, part("task.models.critic.options.optim.lr")),
-    Leaf("reference.path", "FOLDER/reference", lambda job: str(models(job).reference.source.path)),
-    Leaf("algorithm.name", "ppo", part("task.settings.advantages.kind")),
-    Leaf("algorithm.name", "rloo", part("task.settings.advantages.kind"), algorithm="rloo"),
+    Leaf("critic.path", "FOLDER/critic", lambda job: str(job.task.critic.source.path)),
+    Leaf("critic.lr", 0.25, part("task.critic.options.optim.lr")),
+    Leaf("reference.path", "FOLDER/reference", lambda job: str(job.task.reference.source.path)),
+    Leaf("algorithm.name", "ppo", part("task.recipe.algorithm.name")),
+    Leaf("algorithm.name", "rloo", part("task.recipe.algorithm.name"), algorithm="rloo"),
     Leaf("algorithm.name", "sft", lambda job: type(job.task).__name__, "SupervisedTask", "sft"),
-    Leaf("algorithm.epochs", 2, part("loop.epochs")),
-    Leaf("algorithm.epochs", 2, part("task.loop.epochs"), algorithm="sft"),
-    Leaf("algorithm.minibatches", 3, part("task.loop.minibatches")),
-    Leaf("algorithm.minibatches", 3, part("task.settings.old_logprobs"), True),
-    Leaf("algorithm.minibatches", 3, part("task.loop.minibatches"), algorithm="sft"),
-    Leaf("algorithm.aggregation", "sequence_sum", part("task.loop.aggregation")),
-    Leaf("algorithm.aggregation", "sequence", part("task.loop.aggregation"), algorithm="sft"),
+    Leaf("algorithm.epochs", 2, part("task.recipe.algorithm.epochs")),
+    Leaf("algorithm.epochs", 2, part("task.recipe.algorithm.epochs"), algorithm="sft"),
+    Leaf("algorithm.minibatches", 3, part("task.recipe.algorithm.minibatches")),
+    Leaf("algorithm.minibatches", 3, part("task.needs_old_logprobs"), True),
+    Leaf("algorithm.minibatches", 3, part("task.recipe.algorithm.minibatches"), algorithm="sft"),
+    Leaf("algorithm.aggregation", "sequence_sum", part("task.recipe.algorithm.aggregation")),
+    Leaf("algorithm.aggregation", "sequence", part("task.recipe.algorithm.aggregation"), algorithm="sft"),
     Leaf("algorithm.clip_low", 0.11, part("task.policy_loss.clip_low")),
     Leaf("algorithm.clip_high", 0.29, part("task.policy_loss.clip_high")),
     Leaf("algorithm.dual_clip", 3.5, part("task.policy_loss.dual_clip")),
     Leaf("algorithm.ratio", "sequence", part("task.policy_loss.ratio")),
     Leaf("algorithm.entropy_coef", 0.04, part("task.policy_loss.entropy_coef")),
-    Leaf("algorithm.kl_in", "loss", part("task.settings.advantages.kl_coef"), 0.0),
+    Leaf("algorithm.kl_in", "loss", part("task.recipe.algorithm.kl_in")),
     Leaf("algorithm.kl_coef", 0.05, part("task.policy_loss.kl_coef")),
     Leaf("algorithm.kl_estimator", "k2", part("task.policy_loss.kl_estimator")),
     Leaf("algorithm.kl_in", "reward", part("task.policy_loss.kl_coef"), 0.0, "grpo"),
-    Leaf("algorithm.kl_coef", 0.06, part("task.settings.advantages.kl_coef"), algorithm="grpo"),
-    Leaf("algorithm.kl_estimator", "k2", part("task.settings.advantages.kl_estimator"), algorithm="grpo"),
-    Leaf("algorithm.normalize_advantage", False, part("task.settings.advantages.normalize")),
-    Leaf("algorithm.normalize_advantage", True, part("task.settings.advantages.normalize"), algorithm="grpo"),
-    Leaf("algorithm.scale_by_std", False, part("task.settings.advantages.scale_by_std"), algorithm="grpo"),
-    Leaf("algorithm.skip_equal_groups", True, part("task.settings.skip_equal_groups"), algorithm="grpo"),
-    Leaf("algorithm.gamma", 0.9, part("task.settings.advantages.gamma")),
-    Leaf("algorithm.lam", 0.8, part("task.settings.advantages.lam")),
+    Leaf("algorithm.kl_coef", 0.06, part("task.recipe.algorithm.kl_coef"), algorithm="grpo"),
+    Leaf("algorithm.kl_estimator", "k2", part("task.recipe.algorithm.kl_estimator"), algorithm="grpo"),
+    Leaf("algorithm.normalize_advantage", False, part("task.recipe.algorithm.normalize_advantage")),
+    Leaf("algorithm.normalize_advantage", True, part("task.recipe.algorithm.normalize_advantage"), algorithm="grpo"),
+    Leaf("algorithm.scale_by_std", False, part("task.recipe.algorithm.scale_by_std"), algorithm="grpo"),
+    Leaf("algorithm.skip_equal_groups", True, part("task.recipe.algorithm.skip_equal_groups"), algorithm="grpo"),
+    Leaf("algorithm.gamma", 0.9, part("task.recipe.algorithm.gamma")),
+    Leaf("algorithm.lam", 0.8, part("task.recipe.algorithm.lam")),
     Leaf("algorithm.value_clip", 0.3, part("task.value_loss.clip")),
     Leaf("algorithm.value_coef", 0.7, part("task.value_loss.coef")),
-    Leaf("algorithm.critic_warmup", 7, part("task.settings.critic_warmup")),
+    Leaf("algorithm.critic_warmup", 7, part("task.recipe.algorithm.critic_warmup")),
     Leaf("algorithm.critic_warmup", 7, optims("total_steps"), [(50 - 7) * UPDATES, 50 * UPDATES]),
     Leaf("data.train", "FOLDER/train.jsonl", lambda job: [p.answer for p in job.task.prompts], [r["answer"] for r in ROWS]),
     Leaf("data.eval", "FOLDER/eval.jsonl", lambda job: [p.answer for p in job.task.held_out], [ROWS[3]["answer"]]),
     Leaf("data.eval", "FOLDER/eval.jsonl", lambda job: len(job.task.held_out), 1, "sft"),
     Leaf("data.overlong", "drop", lambda job: len(job.task.prompts), len(ROWS)),
     Leaf("data.overlong", "drop", lambda job: len(job.task.rows), len(ROWS), "sft"),
-    Leaf("data.shuffle", False, part("task.loop.shuffle")),
-    Leaf("rollout.backend", "transformers", part("task.models.sampler.backend"), algorithm="rloo"),
-    Leaf("rollout.samples_per_prompt", 5, part("task.settings.sampling.samples")),
-    Leaf("rollout.max_new_tokens", 9, part("task.settings.sampling.max_new_tokens")),
-    Leaf("rollout.max_new_tokens", 9, part("loop.aggregation_constant")),
-    Leaf("rollout.temperature", 0.6, part("task.settings.sampling.temperature")),
-    Leaf("rollout.top_p", 0.95, part("task.settings.sampling.top_p")),
-    Leaf("rollout.top_k", 11, part("task.settings.sampling.top_k")),
-    Leaf("rollout.replay", "rollout", part("task.settings.replay")),
-    Leaf("rollout.replay", "rollout", part("task.settings.sampling.trace"), True),
-    Leaf("rollout.monitor", True, part("task.settings.monitor"), algorithm="grpo"),
-    Leaf("rollout.monitor", True, part("task.settings.sampling.trace"), True, "grpo"),
-    Leaf("reward.name", "format", part("judge.runner.name")),
-    Leaf("reward.import", "mine:score", part("judge.runner.function"), algorithm="grpo"),
-    Leaf("reward.options", {"pattern": "x"}, part("judge.runner.options")),
-    Leaf("reward.timeout_seconds", 2.5, part("judge.runner.timeout")),
-    Leaf("reward.workers", 3, part("judge.runner.workers")),
-    Leaf("optim.lr", 0.125, part("task.models.policy.options.optim.lr")),
+    Leaf("data.shuffle", False, part("task.recipe.data.shuffle")),
+    Leaf("rollout.backend", "transformers", part("task.sampler.backend"), algorithm="rloo"),
+    Leaf("rollout.samples_per_prompt", 5, part("task.sampling.samples")),
+    Leaf("rollout.max_new_tokens", 9, part("task.sampling.max_new_tokens")),
+    Leaf("rollout.max_new_tokens", 9, part("task.recipe.rollout.max_new_tokens")),
+    Leaf("rollout.temperature", 0.6, part("task.sampling.temperature")),
+    Leaf("rollout.top_p", 0.95, part("task.sampling.top_p")),
+    Leaf("rollout.top_k", 11, part("task.sampling.top_k")),
+    Leaf("rollout.router_replay", "rollout", part("task.recipe.rollout.router_replay")),
+    Leaf("rollout.router_replay", "rollout", part("task.sampling.trace"), True),
+    Leaf("rollout.mismatch_metrics", True, part("task.recipe.rollout.mismatch_metrics"), algorithm="grpo"),
+    Leaf("rollout.mismatch_metrics", True, part("task.sampling.trace"), True, "grpo"),
+    Leaf("reward.name", "format", part("rewards.runner.name")),
+    Leaf("reward.import", "mine:score", part("rewards.runner.function"), algorithm="grpo"),
+    Leaf("reward.options", {"pattern": "x"}, part("rewards.runner.options")),
+    Leaf("reward.timeout_seconds", 2.5, part("rewards.runner.timeout")),
+    Leaf("reward.workers", 3, part("rewards.runner.workers")),
+    Leaf("optim.lr", 0.125, part("task.policy.options.optim.lr")),
     Leaf("optim.lr", 0.125, part("task.policy.options.optim.lr"), algorithm="sft"),
     Leaf("optim.schedule", "wsd", optims("schedule"), ["wsd"] * 2),
     Leaf("optim.warmup_steps", 4, optims("warmup_steps"), [4 * UPDATES] * 2),
@@ -173,36 +173,36 @@ TABLE = (
     Leaf("optim.clip_norm", 0.5, optims("clip_norm"), [0.5] * 2),
     Leaf("optim.betas", (0.8, 0.99), optims("betas"), [(0.8, 0.99)] * 2),
     Leaf("optim.eps", 1e-6, optims("eps"), [1e-6] * 2),
-    Leaf("trainer.steps", 50, part("loop.steps")),
-    Leaf("trainer.steps", 50, part("run.settings.steps")),
-    Leaf("trainer.seed", 13, part("loop.seed")),
-    Leaf("trainer.seed", 13, part("task.settings.sampling.seed")),
-    Leaf("trainer.seed", 13, part("task.models.critic.options.fresh_head_seed")),
-    Leaf("trainer.prompts_per_step", 4, part("task.loop.rows_per_step")),
+    Leaf("trainer.steps", 50, part("recipe.trainer.steps")),
+    Leaf("trainer.steps", 50, part("run.console._steps")),
+    Leaf("trainer.seed", 13, part("recipe.trainer.seed")),
+    Leaf("trainer.seed", 13, part("task.sampling.seed")),
+    Leaf("trainer.seed", 13, part("task.critic.options.fresh_head_seed")),
+    Leaf("trainer.prompts_per_step", 4, part("task.recipe.trainer.prompts_per_step")),
     Leaf("trainer.tokens_per_batch", 40, trained("tokens_per_batch"), [40] * 2),
-    Leaf("trainer.tokens_per_batch", 40, part("task.models.reference.options.tokens_per_batch")),
-    Leaf("trainer.save_every", 10, part("loop.save_every")),
-    Leaf("trainer.save_every", 0, part("run.settings.saves"), False, "grpo"),
-    Leaf("trainer.save_on_stop", False, part("loop.save_on_stop")),
-    Leaf("trainer.deterministic", False, part("deterministic")),
-    Leaf("trainer.keep", 3, part("run.settings.retention.last")),
-    Leaf("trainer.keep_every", 20, part("run.settings.retention.every")),
-    Leaf("trainer.keep_best", 1, part("run.settings.retention.best")),
-    Leaf("trainer.async_save", False, part("run.settings.background")),
-    Leaf("trainer.eval_every", 8, part("loop.eval_every")),
-    Leaf("trainer.eval_every", 8, part("run.settings.evaluates"), True),
-    Leaf("trainer.stop_at_reward", 0.5, part("loop.stop_at_reward")),
-    Leaf("trainer.time_budget_seconds", 60.0, part("loop.time_budget_seconds")),
-    Leaf("trainer.loggers", ("tensorboard",), part("run.settings.loggers")),
-    Leaf("trainer.max_skipped_steps", 4, part("loop.max_skipped_steps")),
-    Leaf("trainer.check_replicas_every", 6, part("loop.check_replicas_every")),
-    Leaf("trainer.timeouts", {"rollout": 1e5}, part("task.models.policy.mesh.timeout"), collective_timeout({"rollout": 1e5})),
+    Leaf("trainer.tokens_per_batch", 40, part("task.reference.options.tokens_per_batch")),
+    Leaf("trainer.save_every", 10, part("recipe.trainer.save_every")),
+    Leaf("trainer.save_every", 0, part("run.recipe.trainer.save_every"), algorithm="grpo"),
+    Leaf("trainer.save_on_stop", False, part("recipe.trainer.save_on_stop")),
+    Leaf("trainer.deterministic", False, part("recipe.trainer.deterministic")),
+    Leaf("trainer.keep", 3, part("run.retention.last")),
+    Leaf("trainer.keep_every", 20, part("run.retention.every")),
+    Leaf("trainer.keep_best", 1, part("run.retention.best")),
+    Leaf("trainer.async_save", False, part("run.recipe.trainer.async_save")),
+    Leaf("trainer.eval_every", 8, part("recipe.trainer.eval_every")),
+    Leaf("trainer.stop_at_reward", 0.5, part("recipe.trainer.stop_at_reward")),
+    Leaf("trainer.time_budget_seconds", 60.0, part("recipe.trainer.time_budget_seconds")),
+    Leaf("trainer.loggers", ("tensorboard",), part("run.recipe.trainer.loggers")),
+    Leaf("trainer.max_skipped_steps", 4, part("recipe.trainer.max_skipped_steps")),
+    Leaf("trainer.check_replicas_every", 6, part("recipe.trainer.check_replicas_every")),
+    Leaf("trainer.timeouts", {"rollout": 1e5}, part("task.policy.mesh.timeout"), collective_timeout({"rollout": 1e5})),
     Leaf("trainer.activation_checkpointing", "selective", trained("recompute"), ["selective"] * 2),
     Leaf("trainer.offload_activations", True, trained("offload_activations"), [True] * 2),
     Leaf("trainer.offload_optimizer", True, trained("offload_optimizer"), [True] * 2),
     Leaf("trainer.mlp_tile_tokens", 16, trained("mlp_tile_tokens"), [16] * 2),
     Leaf("run_dir", "FOLDER/run", lambda job: str(job.run.path)),
 )  # fmt: skip
+SOURCE = Path(job.__file__).parents[1]
 ALGORITHMS = ("ppo", "grpo", "rloo", "sft")
 
 
@@ -319,8 +319,8 @@ def test_every_key_is_in_the_table_with_a_value_that_is_not_its_default(key: str
     assert rows, (
         f"{key} is a key of the recipe, and {Path(__file__).name} has no row for it. Add to its TABLE\n"
         f'    Leaf("{key}", VALUE, part("PATH")),\n'
-        "VALUE: one that is not the default. PATH: the attribute of the built Job that holds it, such as loop.steps or "
-        "task.models.policy.options.recompute. Where no part of the job holds it, nothing reads the key: take it out."
+        "VALUE: one that is not the default. PATH: the attribute of the built Job that holds it, such as recipe.trainer.steps or "
+        "task.policy.options.recompute. Where no part of the job holds it, nothing reads the key: take it out."
     )
     for leaf in rows:
         defaults = known_keys()[key].defaults
@@ -330,3 +330,15 @@ def test_every_key_is_in_the_table_with_a_value_that_is_not_its_default(key: str
 
 def test_the_table_has_no_key_that_recipes_lack() -> None:
     assert {leaf.key for leaf in TABLE} <= set(known_keys())
+
+
+def test_every_key_is_read_outside_the_recipe() -> None:
+    """Parts get whole sections, so a key that arrives may still be without effect."""
+    read = set()
+    for file in SOURCE.rglob("*.py"):
+        if file.parent.name != "recipe":
+            read |= {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+    names = {key.rpartition(".")[2] for key in leaves()}
+    assert names - read == {"import", *LAYOUT} - read, (
+        "reward.import is field `function`; a layout is made of its section"
+    )

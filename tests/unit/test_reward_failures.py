@@ -57,9 +57,9 @@ def test_nothing_that_a_reward_started_outlives_its_worker(tmp_path: Path, what:
     if what == "killed":
         code = f"""
 import os, signal, sys; sys.path[:] = {sys.path!r}
-from dovetail.rl.rewards import Judged, RewardRunner
+from dovetail.rl.rewards import RewardInput, RewardRunner
 runner = RewardRunner(function="spawns:f", directory={str(tmp_path)!r})
-runner.score([Judged(completion="daemon {marker}")])
+runner.score([RewardInput(completion="daemon {marker}")])
 os.kill(os.getpid(), signal.SIGKILL)
 """
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
@@ -129,12 +129,12 @@ def test_a_reward_that_always_fails_is_not_asked_for_every_sample(tmp_path: Path
     runner = RewardRunner(function="fails:f", directory=tmp_path, timeout=timeout, workers=4)
     results = runner.score([RewardInput(completion=what)] * 1000, 0.05)
     assert (
-        sum(result.judged for result in results) == sum(result.error is not None for result in results) == FIRST_SAMPLES
+        sum(result.scored for result in results) == sum(result.error is not None for result in results) == FIRST_SAMPLES
     )
     assert runner._workers == []
 
 
-def test_failures_stop_the_judging_when_they_are_more_than_may_be(tmp_path: Path) -> None:
+def test_failures_stop_the_scoring_when_they_are_more_than_may_be(tmp_path: Path) -> None:
     """Not before, however many of them come first: a row that always fails has all its samples side by side."""
     (tmp_path / "fails.py").write_text(FAILING)
     with RewardRunner(function="fails:f", directory=tmp_path, workers=2) as runner:
@@ -142,19 +142,19 @@ def test_failures_stop_the_judging_when_they_are_more_than_may_be(tmp_path: Path
         assert [result.error is None for result in results] == [False] * 10 + [True] * 190
         results = runner.score([RewardInput(completion="raise")] * 100 + [RewardInput(completion="ok")] * 100, 0.05)
     assert sum(result.error is not None for result in results) == 11
-    assert sum(result.judged for result in results) < 100
+    assert sum(result.scored for result in results) < 100
 
 
 def test_failed_rewards_are_counted_or_end_the_run() -> None:
-    good, bad, left = RewardResult(1.0), RewardResult(None, "a cause"), RewardResult(None, judged=False)
+    good, bad, left = RewardResult(1.0), RewardResult(None, "a cause"), RewardResult(None, scored=False)
     assert count_errors([good, RewardResult(None)] * 10, range(20), "step 1") == (0, None)
     assert count_errors([good] * 38 + [bad] * 2, range(40), "step 1") == (2, "a cause")
     for results, words in (
         ([good] * 37 + [bad] * 3, "3 of 40 samples, more than 5%; first cause: a cause, on row 37; fix the reward"),
-        ([good] * 30 + [left] * 7 + [bad] * 3, r"3 of 40 samples, more than 5% (the others were not judged); first"),
+        ([good] * 30 + [left] * 7 + [bad] * 3, r"3 of 40 samples, more than 5% (the others were not scored); first"),
         (
             [left] * 90 + [bad] * 8 + [left] * 902,
-            r"all of the first 8 of 1000 samples (the others were not judged); first",
+            r"all of the first 8 of 1000 samples (the others were not scored); first",
         ),
     ):
         with pytest.raises(DataError, match=rf"^step 1: the reward failed on {re.escape(words)}"):

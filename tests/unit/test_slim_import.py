@@ -29,7 +29,7 @@ sys.modules.update(dict.fromkeys(missing))
 rooms = dovetail.kernels, dovetail.rollout
 found = [f"{room.__name__}.{module.name}" for room in rooms for module in pkgutil.iter_modules(room.__path__)]
 found.remove("dovetail.kernels.quack_epilogue")  # needs cutlass, an extra
-library = "factory.engine", "factory.sampler", "rl.losses", "rl.advantages", "rl.trainer"
+library = "factory.engine", "factory.sampler", "rl.losses", "rl.advantages", "rl.tasks", "run.trainer"
 found += [f"dovetail.{name}" for name in library]
 for name in (*found, "bench.rl_step", "bench.sampler", "bench.layouts", "tests.gpu.test_sampler"):
     importlib.import_module(name)

@@ -9,8 +9,8 @@ from dovetail.launch.process import complain, put
 from dovetail.launch.progress import Progress
 from dovetail.launch.rank import STOP_CODES, STOPPED
 from dovetail.parallel.process_group import StopSignal, deterministic, pick_device
-from dovetail.rl.trainer import train
 from dovetail.run.resume import FinishedError
+from dovetail.run.trainer import train
 
 
 def run(args: argparse.Namespace, progress: Progress) -> int:
@@ -30,9 +30,9 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
         if args.dry_run:
             put(text)
             return 0
-        with stop, deterministic(job.deterministic):
+        with stop, deterministic(recipe.trainer.deterministic):
             job.start()
-            outcome = train(job.task, job.run, job.loop)
+            outcome = train(job.task, job.run, recipe.trainer, progress)
             progress.phase("save")
             job.run.finish(outcome)
     finally:

@@ -1,4 +1,4 @@
-"""From a directory's name to an engine. `build` is the only room that knows every constructor."""
+"""From a model directory to an engine."""
 
 import warnings
 from dataclasses import dataclass, field, replace
@@ -51,23 +51,22 @@ from dovetail.weights.load import load
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What an engine may be told beside its model, layout and compute dtype.
+    """Options of an engine besides model, layout and compute dtype.
 
-    master_dtype: of the weights that are held and updated; default: float32, or wider.
-    tokens_per_batch: most tokens that one replica holds in a micro-batch, padding included; default: all in one.
-    recompute: what backward computes again: none, light (all but products and attention), selective (all but attention)
-        or full.
-    offload_activations: what is kept for that waits on the host as far as that has room, and comes back a block ahead.
-    offload_optimizer: AdamW's moments wait on the host, and pass through the device while parameters are updated.
-    in_turns: whether micro-batches of several sequences are computed as two halves, each during the collectives of the other;
-        default: on accelerators, where tp has collectives, ep none, and halves are large enough.
-    mlp_tile_tokens: how many tokens MLPs compute at a time, keeping only their inputs for backward; 0: all.
-    fresh_head_seed: lets a value head that the checkpoint lacks be drawn from this seed, equally on all ranks.
-    save_dtype: of saved and streamed tensors; default: the source checkpoint's, tensor by tensor.
-    balance: what keeps the experts of a mixture evenly loaded; default: nothing.
-    watch: whom a training step tells where it is, and where it leaves what it skipped.
-    engine: whose layers run, for `from_pretrained`: native (ours), transformers (its own), auto (ours where there are).
-    resume: a training checkpoint, the role in it and its optimizer steps, to go on from instead of the source's weights.
+    master_dtype: of trained weights; default: float32, or wider.
+    tokens_per_batch: most tokens of a micro-batch of one replica, padding included; default: unlimited.
+    recompute: activation checkpointing: none, light (all but products and attention), selective (all but attention), full.
+    offload_activations: inputs of recomputation in host memory, as far as it has room.
+    offload_optimizer: AdamW's moments in host memory.
+    dual_batch: micro-batches as two halves that overlap each other's collectives; default: on accelerators with tp and
+        without ep, for large halves. `in_turns` is the old name.
+    mlp_tile_tokens: tokens that an MLP computes at a time, keeping only its input; 0: all.
+    fresh_head_seed: draw a missing value head.
+    save_dtype: of saved and streamed tensors; default: the source's.
+    balance: load balancing of experts.
+    watch: progress and non-finite inputs of steps.
+    engine: for `from_pretrained`: native, transformers, auto.
+    resume: checkpoint, role in it, optimizer steps.
     """
 
     master_dtype: torch.dtype | None = None
@@ -76,6 +75,7 @@ class EngineOptions:
     recompute: Recompute = "none"
     offload_activations: bool = False
     offload_optimizer: bool = False
+    dual_batch: bool | None = None
     in_turns: bool | None = None
     mlp_tile_tokens: int = 0
     fresh_head_seed: int | None = None
@@ -86,7 +86,9 @@ class EngineOptions:
     resume: tuple[ShardedReader, str, int] | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for what is none of the values that an option takes."""
+        if self.in_turns is not None:
+            warnings.warn("EngineOptions.in_turns is now dual_batch; this release still accepts it", stacklevel=3)
+            object.__setattr__(self, "dual_batch", self.in_turns)
         for name, known in {"recompute": get_args(Recompute), "engine": get_args(EngineName)}.items():
             if vars(self)[name] not in known:
                 raise ConfigError(f"{name}={vars(self)[name]!r}; expected one of {', '.join(known)}")
@@ -100,10 +102,10 @@ class EngineOptions:
 DEFAULTS = EngineOptions()
 FAR_LARGER = 8
 HEADS = ("lm", "value")
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # that an engine computes in
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-@torch.inference_mode(mode=False)  # what is made in it can never be trained
+@torch.inference_mode(mode=False)  # inference tensors could not be trained
 def from_pretrained(
     path: str | Path,
     *,
@@ -115,9 +117,8 @@ def from_pretrained(
 ) -> NativeEngine:
     """An engine with the weights of an HF directory, a sharded checkpoint or a pinned hub name. Collective.
 
-    layout: parallel degrees; an open or absent dp takes the ranks that are left. dtype: of the computation, or its name.
-    head: "lm" for log-probs and entropies, "value" for values. Raises ConfigError, ModelError, CheckpointError or
-    LayoutError, all on every rank.
+    layout: an absent dp takes the remaining ranks. head: "lm" for log-probs and entropies, "value" for values. Raises
+    ConfigError, ModelError, CheckpointError or LayoutError, on every rank.
     """
     if head not in HEADS:
         raise ConfigError(f"head={head!r}; expected one of {', '.join(HEADS)}: log-probs and entropies, or values")
@@ -130,17 +131,16 @@ def from_pretrained(
     engine = make_engine(source, make_mesh(layout, where), dtype, head, options)
     if engine.mesh["world"].rank == 0:
         for note in source.notes:
-            warnings.warn(note, stacklevel=3)  # where the function was called, behind its decorator
+            warnings.warn(note, stacklevel=3)  # the caller, behind the decorator
     return engine
 
 
 def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
-    """One that an engine computes in, itself or by its name."""
-    known = {str(each).removeprefix("torch."): each for each in DTYPES}
-    found = known.get(dtype) if isinstance(dtype, str) else dtype
-    if found not in DTYPES:
+    known = {str(kind).removeprefix("torch."): kind for kind in DTYPES}
+    resolved = known.get(dtype) if isinstance(dtype, str) else dtype
+    if resolved not in DTYPES:
         raise ConfigError(f"dtype={dtype!r}; expected one of {', '.join(known)}, or torch's object of that name")
-    return found
+    return resolved
 
 
 def make_mesh(layout: Layout | None, device: torch.device, *, timeout: timedelta = TIMEOUT) -> Mesh:
@@ -151,7 +151,7 @@ def make_mesh(layout: Layout | None, device: torch.device, *, timeout: timedelta
 def make_engine(
     source: Pretrained, mesh: Mesh, dtype: torch.dtype, head: Literal["lm", "value"], options: EngineOptions
 ) -> NativeEngine:
-    """A sharded, filled model. Each rank reads its own slices only. Collective."""
+    """A sharded engine; each rank reads only its slices. Collective."""
     check_layout(source.spec, mesh.layout)
     reader = open_checkpoint(source.path, mesh)
     refuse_adapters(reader, source.path)
@@ -188,7 +188,7 @@ def make_engine(
         balance=options.balance,
         watch=options.watch,
     )
-    engine.dual_batch = DualBatch.of(model, mesh, options.in_turns)
+    engine.dual_batch = DualBatch.of(model, mesh, options.dual_batch)
     if options.resume is not None:
         checkpoint, role, updates = options.resume
         engine.load_training(role, checkpoint, updates)
@@ -196,7 +196,7 @@ def make_engine(
 
 
 def refuse_other_weights(source: Pretrained, reader: TensorSource) -> None:
-    """Before memory is asked for, refuse the config of a far larger model. A nearer one is told tensor by tensor."""
+    """Refuse the config of a far larger model before memory is allocated."""
     held = sum(prod(reader.shape(name)) for name in reader.names)
     asked = sum(source.spec.layer_params) + source.spec.head_params
     if asked > FAR_LARGER * held:
@@ -207,14 +207,13 @@ def refuse_other_weights(source: Pretrained, reader: TensorSource) -> None:
 
 
 def _spare_memory(model: StagedModel, mesh: Mesh, options: EngineOptions) -> None:
-    """Have blocks keep less on the device between forward and backward, as far as the options ask for it."""
     if options.mlp_tile_tokens:
         if options.recompute == "light":
             raise ConfigError(
                 "mlp_tile_tokens forgets what activation_checkpointing=light (in the library recompute) keeps; set that to "
                 "selective or full"
             )
-        spec = model.spec  # of all stages: where one alone refused, the others would wait for it
+        spec = model.spec  # of all stages, so that every rank refuses
         dense = isinstance(spec, ArchSpec) and not all(map(spec.is_moe, range(spec.depth)))
         tile_mlps(model.text, options.mlp_tile_tokens, elsewhere=dense)
     if options.offload_activations:
@@ -236,10 +235,7 @@ def make_model(
     head: Head = "lm",
     recompute: Recompute = "none",
 ) -> StagedModel:
-    """This rank's stages of a model, ours or transformers', on the meta device: shapes and placements, no memory.
-
-    `reader` says how its checkpoint names things.
-    """
+    """This rank's stages on the meta device."""
     if isinstance(source.spec, ArchSpec):
         decoder = make_decoder(source.spec, mesh, dtype, head, recompute)
         decoder.experts = form_of(decoder, reader)
@@ -256,9 +252,9 @@ def make_model(
 def make_decoder(
     spec: ArchSpec, mesh: Mesh, dtype: torch.dtype, head: Head = "lm", recompute: Recompute = "none"
 ) -> Decoder:
-    """This rank's stages of the decoder on the meta device: shapes and placements, no memory."""
+    """This rank's native stages on the meta device."""
     ranges, pp, kernels = partition(spec, mesh.layout), mesh["pp"], kernels_for(mesh.device)
-    if pp.size > 1:  # transfers hold a part of a GPU while they wait, and dense gated products count on the whole of it
+    if pp.size > 1:  # transfers occupy SMs that dense gated products assume are free
         kernels = replace(kernels, gated=None)
     cut = StageRange(ranges[pp.rank :: pp.size], first=pp.rank == 0, last=pp.rank == pp.size - 1)
     with torch.device("meta"):
@@ -266,7 +262,7 @@ def make_decoder(
 
 
 def fill_fresh(model: StagedModel, mesh: Mesh, names: tuple[str, ...], seed: int) -> None:
-    """Draw a value head: weight ~ N(0, 1 / (D + 1)), bias 0; the same numbers whatever the layout."""
+    """weight ~ N(0, 1 / (D + 1)), bias 0; the same numbers in every layout."""
     width = model.spec.width
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(1, width, generator=generator, dtype=torch.float64) / sqrt(width + 1)
@@ -281,7 +277,6 @@ def fill_fresh(model: StagedModel, mesh: Mesh, names: tuple[str, ...], seed: int
 def _saved_dtype(
     reader: TensorSource, head: StoredHead, save_dtype: torch.dtype | None, name: str
 ) -> torch.dtype | None:
-    """The dtype in which a tensor leaves; a fresh head's is that of the checkpoint's first tensor."""
     if save_dtype is not None:
         return save_dtype
     source = head.aliases.get(name, name)

@@ -1,4 +1,4 @@
-"""Whether a model can be cut by a layout, from its config alone. Imports no torch."""
+"""Checks of layouts by a config alone. Imports no torch."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from dovetail.pipeline.partition import check_pipeline
 
 
 def check_layout(spec: AnySpec, layout: Layout) -> Layout:
-    """The layout. Raises LayoutError for degrees that the engine does not cut by, or that this model cannot be cut by."""
+    """Raises LayoutError if the engine, or this model, cannot be cut by it."""
     if isinstance(spec, TransformersSpec) and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
         if spec.lacking:
             raise LayoutError(
@@ -34,10 +34,9 @@ def check_layout(spec: AnySpec, layout: Layout) -> Layout:
 
 
 def check_directory(path: str, engine: str, layout: Layout, *, foreign: bool = True) -> None:
-    """Refuse the layout where the config.json in the directory `path` shows that the model cannot be cut by it.
+    """LayoutError if config.json in `path` shows that the model cannot be cut by the layout.
 
-    engine: auto, native or transformers. foreign: whether models that transformers runs are cut, too. What cannot be read
-    is left to the ranks, which fetch names of the hub and refuse a config that is not sound.
+    foreign: check models that transformers runs, too. Unreadable configs and hub names are left to the ranks.
     """
     try:
         config: Any = json.loads((Path(path) / "config.json").read_bytes())

@@ -1,4 +1,4 @@
-"""How long a row may be: what a micro-batch holds, and the positions that a model has."""
+"""Limits of row lengths."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,15 +11,14 @@ SCALED = ("linear", "dynamic")  # rope types whose factor is not part of max_pos
 
 
 def longest_row(tokens_per_batch: int, multiples: Sequence[int]) -> int:
-    """The most tokens that fit a micro-batch when padded to any of `multiples`, which need not divide each other."""
+    """The most tokens that fit a micro-batch when padded to any of `multiples`."""
     return min(tokens_per_batch // multiple * multiple for multiple in multiples)
 
 
 def max_positions(config: Mapping[str, Any], backend: Backend | None = None) -> int | None:
-    """The longest sequence of the model of a config.json, rope scaling included; None where the config does not say.
+    """The longest sequence by config.json, with rope scaling; None if unknown.
 
-    backend: the sampler that the sequence is made by, None in training. Samplers cache keys, which `longrope`, and `dynamic` in
-    the native one, change with the length: there the original positions count.
+    backend: of the sampler, None in training. With cached keys `longrope` (and natively `dynamic`) keeps to the original.
     """
     text = {**config, **(config.get("text_config") or {})}
     most = next((text[key] for key in KEYS if isinstance(text.get(key), int)), None)
@@ -40,7 +39,7 @@ def max_positions(config: Mapping[str, Any], backend: Backend | None = None) -> 
 def check_positions(
     config: Mapping[str, Any], backend: Backend, prompts: Sequence[int], new_tokens: int, key: str
 ) -> None:
-    """Refuse prompts (lengths in tokens) whose completions of `new_tokens`, set by `key`, would pass the last position."""
+    """ConfigError for completions that pass the last position. prompts: lengths."""
     most, longest = max_positions(config, backend), max(prompts)
     if most is None or longest + new_tokens <= most:
         return

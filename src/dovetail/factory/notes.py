@@ -1,7 +1,4 @@
-"""What a run tells once as it starts: keys that have no effect, and what its rows and lengths come to. It runs all the same.
-
-Keys that ask for experts where there are none are refused.
-"""
+"""Notes at the start of a run: keys without effect, surprising counts and lengths."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,10 +10,9 @@ from dovetail.factory.lengths import max_positions
 from dovetail.recipe.schema import PPO, SFT, Recipe, RewardSection
 
 
-def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], dropped: Sequence[str] = ()) -> list[str]:
-    """One line each. `config`: the policy's config.json; `lengths`: tokens of every row to train on; `dropped`: lines about
-    rows that are left out, and about models, some perhaps twice."""
-    told, algorithm, trainer = list(dict.fromkeys(dropped)), recipe.algorithm, recipe.trainer
+def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], others: Sequence[str] = ()) -> list[str]:
+    """lengths: tokens of every training row. others: notes so far."""
+    lines, algorithm, trainer = list(dict.fromkeys(others)), recipe.algorithm, recipe.trainer
     layouts = {
         "layout": recipe.layout,
         "critic.layout": recipe.critic.layout,
@@ -36,41 +32,42 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], dro
             if value not in (None, dict(default)[key])
         ]
     if idle:
-        told.append(f"without effect, since algorithm.name is {algorithm.name}: {', '.join(idle)}")
+        lines.append(f"without effect, since algorithm.name is {algorithm.name}: {', '.join(idle)}")
     if not isinstance(algorithm, SFT) and algorithm.kl_coef:
         estimator, place = algorithm.kl_estimator, algorithm.kl_in
         if (estimator == "k1") != (place == "reward"):
-            told.append(
+            lines.append(
                 f"algorithm.kl_estimator={estimator} with kl_in={place} hardly pulls towards the reference; take k1 in the "
                 "reward, k2 or k3 in the loss"
             )
     if isinstance(algorithm, PPO) and algorithm.critic_warmup >= trainer.steps:
-        told.append(
+        lines.append(
             f"the policy is never trained: algorithm.critic_warmup={algorithm.critic_warmup} steps train the critic alone, and "
             f"trainer.steps is {trainer.steps}"
         )
     if given := [name for name, layout in layouts.items() if layout and layout.copy_engines is not None]:
         keys = ", ".join(f"{name}.copy_engines" for name in given)
-        told.append(f"{keys} has no effect any more: NCCL runs all collectives; leave it out")
+        lines.append(f"{keys} has no effect any more: NCCL runs all collectives; leave it out")
     if trainer.eval_every and recipe.data.eval is None:
-        told.append("without effect, since there is no data.eval: trainer.eval_every")
+        lines.append("without effect, since there is no data.eval: trainer.eval_every")
     if trainer.prompts_per_step > len(lengths):
-        told.append(
+        lines.append(
             f"trainer.prompts_per_step is {trainer.prompts_per_step}, and data.train has {len(lengths)} rows: a step takes "
             "some of them more than once"
         )
     most = max_positions(config)
     if isinstance(algorithm, SFT) and most is not None and max(lengths) > most:
-        told.append(
+        lines.append(
             f"the longest row of data.train has {max(lengths)} tokens, but the model has {most} positions "
             "(max_position_embeddings): those beyond were never trained"
         )
-    return told
+    return lines
 
 
 def check_experts(recipe: Recipe, spec: AnySpec) -> None:
-    """Refuse keys for experts where our engine routes to none."""
-    asked = {f"model.moe.{name}": value for name, value in recipe.model.moe} | {"rollout.replay": recipe.rollout.replay}
+    asked = {f"model.moe.{name}": value for name, value in recipe.model.moe} | {
+        "rollout.router_replay": recipe.rollout.router_replay
+    }
     wanted = [key for key, value in asked.items() if value not in (0.0, "none")]
     if wanted and not (isinstance(spec, ArchSpec) and spec.moe):
         raise ConfigError(

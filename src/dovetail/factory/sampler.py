@@ -22,7 +22,7 @@ Backend = Literal["native", "transformers"]
 
 
 def backend_layout(source: Pretrained, layout: Layout, backend: Backend) -> Layout:
-    """How a backend uses the ranks of a layout whose dp is known: transformers has the whole model on every rank."""
+    """transformers holds the whole model on every rank. dp must be known."""
     if backend == "transformers":
         if isinstance(source.spec, TransformersSpec) and source.spec.lacking:
             check_layout(source.spec, layout)  # tp was asked for, and would be replicas
@@ -41,10 +41,7 @@ def backend_layout(source: Pretrained, layout: Layout, backend: Backend) -> Layo
 
 
 def sampling_layout(spec: ArchSpec, layout: Layout) -> Layout:
-    """How the embedded sampler uses the ranks of a layout: a token at a time, so it cuts by tp alone.
-
-    Pipeline ranks join tp, which keeps a rank's share of the model; cp ranks are replicas.
-    """
+    """Pipeline ranks join tp, cp ranks are replicas."""
     check_layout(spec, layout)
     assert layout.dp is not None
     folded = Layout(tp=layout.tp * layout.pp, dp=layout.dp * layout.cp)
@@ -62,7 +59,7 @@ def make_sampler(
     backend: Backend = "native",
     options: SamplerOptions | None = None,
 ) -> NativeSampler | TransformersSampler:
-    """An empty sampler under a mesh of `backend_layout`: `load` or `refill` comes before `sample`. options: the native one's."""
+    """An empty sampler over a mesh of `backend_layout`; `load` or `refill` it."""
     if backend == "transformers":
         return TransformersSampler(source.config, mesh, dtype)
     sampler = NativeSampler(spec_from_config(source.config), mesh, kernels_for(mesh.device), dtype, options=options)

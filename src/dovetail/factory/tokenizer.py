@@ -1,4 +1,4 @@
-"""Tokenizers and processors, and which ids end a text or never belong to one."""
+"""Tokenizers, processors, stop ids and banned ids."""
 
 import contextlib
 import fcntl
@@ -27,18 +27,18 @@ LOCK = ".dovetail.lock"
 
 
 def load_tokenizer(source: Pretrained, *, trust_remote_code: bool = False) -> Any:
-    """The model's tokenizer. transformers is imported here, since most scoring needs no text."""
+    """Imports transformers here: most scoring needs no text."""
     if not source.has_tokenizer:
         raise ModelError(f"{source.path} has no tokenizer (tokenizer.json); give rows of input_ids, or copy it there")
     auto = importlib.import_module("transformers").AutoTokenizer
-    with _Loading(source.path, "tokenizer"), _turn(trusted=trust_remote_code):
-        found = auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
-        found.encode("a", add_special_tokens=True)  # some settings are only read here
-        return found
+    with _Loading(source.path, "tokenizer"), _import_lock(trusted=trust_remote_code):
+        tokenizer = auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
+        tokenizer.encode("a", add_special_tokens=True)  # reads the remaining settings
+        return tokenizer
 
 
 def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Processor | None:
-    """How the model sees; None for one that reads text only. Its files are read when the first image or video comes."""
+    """Reads its files at the first image or video; None for a text model."""
     if not isinstance(source.spec, TransformersSpec) or FAMILIES.get(source.spec.family) is None:
         return None
     config = known_config(source.config)
@@ -51,7 +51,7 @@ def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Pr
             if settings is not None:
                 return KimiImages(settings)
         transformers = importlib.import_module("transformers")
-        with _Loading(source.path, "processor of images and videos"), _turn(trusted=trust_remote_code):
+        with _Loading(source.path, "processor of images and videos"), _import_lock(trusted=trust_remote_code):
             auto = getattr(transformers, kind)
             return auto.from_pretrained(str(source.path), trust_remote_code=trust_remote_code, local_files_only=True)
 
@@ -64,8 +64,8 @@ def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Pr
 
 
 @contextlib.contextmanager
-def _turn(*, trusted: bool) -> Iterator[None]:
-    """One process of a host: transformers copies code into its cache to import it, and half a file does not import."""
+def _import_lock(*, trusted: bool) -> Iterator[None]:
+    """One process of a host: transformers imports code from a cache that it copies to."""
     if not trusted:
         yield
         return
@@ -77,8 +77,7 @@ def _turn(*, trusted: bool) -> Iterator[None]:
 
 
 class _Loading:
-    """Turns whatever a tokenizer's or a processor's files provoke into a `ModelError`: a tokenizer's Rust half raises
-    bare `Exception`s."""
+    """Turns exceptions into ModelError; Rust code raises bare `Exception`s."""
 
     def __init__(self, path: Path, what: str) -> None:
         self.path, self.what = path, what
@@ -88,50 +87,50 @@ class _Loading:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, Exception):
-            told = " ".join(str(error).split())
+            cause = " ".join(str(error).split())
             hint = "; fetch its files again"
-            if "trust_remote_code" in told:
+            if "trust_remote_code" in cause:
                 hint = "; --trust-remote-code lets it run"
-            elif "torchvision" in told.lower():
+            elif "torchvision" in cause.lower():
                 hint = "; pip install 'dovetail[video]'"
-            raise ModelError(f"{self.path}: its {self.what} does not load: {told}{hint}") from error
+            raise ModelError(f"{self.path}: its {self.what} does not load: {cause}{hint}") from error
 
 
 def stop_ids(source: Pretrained, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The ids that end a completion: of the generation config, of the config, and the tokenizer's EOS."""
+    """Of generation_config.json, config.json and the tokenizer's EOS."""
     configs: list[Mapping[str, Any]] = [source.config]
     if GENERATION_CONFIG in source.sides:
         file = source.sides[GENERATION_CONFIG]
         configs.insert(0, parse_json(file.read_bytes(), str(file)))
-    found: set[int] = set()
+    ids_found: set[int] = set()
     for config in configs:
-        given = config.get("eos_token_id")
-        ids = given if isinstance(given, list) else [] if given is None else [given]
+        eos = config.get("eos_token_id")
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(type(i) is int for i in ids):
             raise ModelError(
-                f"{source.path}: eos_token_id is {quoted(given)}; expected a token id, a list of them, or null"
+                f"{source.path}: eos_token_id is {quoted(eos)}; expected a token id, a list of them, or null"
             )
-        found |= set(ids)
+        ids_found |= set(ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
-        found.add(tokenizer.eos_token_id)
-    return tuple(sorted(found))
+        ids_found.add(tokenizer.eos_token_id)
+    return tuple(sorted(ids_found))
 
 
 def banned_ids(
     source: Pretrained, tokenizer: Any, processor: Processor | None, stops: Sequence[int]
 ) -> tuple[int, ...]:
-    """Ids that no completion may have: those that stand for images and videos, and those that the tokenizer lacks."""
-    vocab_size, found = source.spec.vocab_size, set[int]()
+    """Placeholders of images and videos, and ids without text."""
+    vocab_size, banned = source.spec.vocab_size, set[int]()
     if tokenizer is not None:
-        known = set(tokenizer.get_vocab().values())  # with holes, perhaps; or fewer, where several ids have one text
+        known = set(tokenizer.get_vocab().values())  # fewer than len(tokenizer) if several ids have one text
         known = known if len(known) >= len(tokenizer) else set(range(len(tokenizer)))
-        found = set(range(vocab_size)) - known - set(stops)
+        banned = set(range(vocab_size)) - known - set(stops)
     if processor is not None:
-        found |= {i for i in processor.placeholder_ids if i < vocab_size}
-    return tuple(sorted(found))
+        banned |= {i for i in processor.placeholder_ids if i < vocab_size}
+    return tuple(sorted(banned))
 
 
 def text_of(ids: Sequence[int], stops: Sequence[int], tokenizer: Any) -> str:
-    """A completion's text: without its stop token and other special ones; empty where there is no tokenizer."""
+    """Without stop and special tokens; empty without a tokenizer."""
     kept = [i for i in ids if i not in stops]
     return "" if tokenizer is None else tokenizer.decode(kept, skip_special_tokens=True)

@@ -1,9 +1,9 @@
-"""What the keys of a recipe are called: every dotted key, names of verl and TRL for them, algorithms by their papers' names."""
+"""Dotted keys of a recipe, their other names, and the message for invalid recipes."""
 
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from dovetail.errors import listing, quoted, shortened
 
-# Algorithms by the names that papers gave them, as the keys of section `algorithm`.
+# The section `algorithm` of algorithms by their papers' names.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"name": "grpo"},
     "dapo": {
@@ -30,7 +30,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-# What others call a key: the last part of its name, or more of it where that alone says too little.
+# Names in verl and TRL: the last part of the key, or more of it if that is ambiguous.
 FOREIGN: Mapping[str, Sequence[str]] = {
     "model.path": ("model_name_or_path", "model_name", "pretrained_model_name_or_path"),
     "layout.tp": ("tensor_model_parallel_size", "tensor_parallel_size"),
@@ -73,10 +73,19 @@ FOREIGN: Mapping[str, Sequence[str]] = {
     "run_dir": ("output_dir", "default_local_dir"),
 }
 
+# Keys by their old names, which are accepted for one release.
+RENAMED: Mapping[str, str] = {
+    "rollout.replay": "rollout.router_replay",
+    "rollout.monitor": "rollout.mismatch_metrics",
+}
+
+MOST_SHOWN = 20  # problems of one recipe
+CLOSE, SIMILAR = 0.75, 0.6  # similarity of 1 that a key of the same section, and a section, must have
+
 
 @dataclass(frozen=True)
 class Key:
-    """A dotted key: its meaning, its default by algorithm ("" where all have it), whether it must be given."""
+    """A dotted key; `defaults` by algorithm, or by "" for all."""
 
     name: str
     text: str
@@ -84,22 +93,33 @@ class Key:
     required: bool = False
 
     def belongs_to(self, algorithm: str) -> bool:
-        """Whether an algorithm takes this key; any takes what lies outside section `algorithm`."""
         return "" in self.defaults or algorithm in self.defaults
 
 
+def rename_keys(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A recipe with the new names of RENAMED keys, and notes on them."""
+    renamed, notes = dict(recipe), []
+    for old, new in RENAMED.items():
+        section, _, old_leaf = old.partition(".")
+        keys, new_leaf = renamed.get(section), leaf_of(new)
+        if isinstance(keys, Mapping) and old_leaf in keys and new_leaf not in keys:
+            renamed[section] = {new_leaf if name == old_leaf else name: value for name, value in keys.items()}
+            notes.append(f"{old} is now {new}; this release still accepts the old name")
+    return renamed, notes
+
+
 def keys_of(recipe: type[BaseModel]) -> dict[str, Key]:
-    """Every dotted key of a recipe, in order; a section that is one of several is an algorithm, by its field `name`."""
-    found: dict[str, Key] = {}
+    """Every dotted key, in order. A union is the section `algorithm` with tag `name`."""
+    keys: dict[str, Key] = {}
     for name, field in recipe.model_fields.items():
         kinds = get_args(field.annotation)
         if kinds:
-            found |= _shared(name, kinds)
+            keys |= _shared(name, kinds)
         elif _is_section(field.annotation):
-            found |= {key.name: key for key in _inside(name, field.annotation)}
+            keys |= {key.name: key for key in _inside(name, field.annotation)}
         else:
-            found[name] = _key(name, field)
-    return found
+            keys[name] = _key(name, field)
+    return keys
 
 
 def _inside(prefix: str, section: Any) -> Iterator[Key]:
@@ -112,7 +132,6 @@ def _inside(prefix: str, section: Any) -> Iterator[Key]:
 
 
 def _shared(prefix: str, kinds: Sequence[Any]) -> dict[str, Key]:
-    """The keys of all `kinds`; those that some kinds lack say which have them."""
     merged: dict[str, Key] = {}
     for kind in kinds:
         algorithm = str(kind.model_fields["name"].default)
@@ -137,46 +156,32 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-REPHRASED: Mapping[str, str] = {
-    "a valid integer": "a whole number",
-    "a valid number": "a number",
-    "a valid string": "text",
-    "a valid boolean": "true or false",
-    "a valid tuple": "a list",
-    "greater than or equal to 0": "0 or more",
-    "greater than 0": "more than 0",
-}
-
-
-SHOWN = 20  # problems of one recipe
-
-
-CLOSE, SIMILAR = 0.75, 0.6  # of 1: how many letters must agree, of a key of the same section and of a section
-
-
 def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> str:
-    """One message for all problems of `error`. `known`: every dotted key that exists."""
+    """One message for all problems."""
     problems: dict[str, list[ErrorDetails]] = {}
     names = {*known, *(name.rpartition(".")[0] for name in known), *(name.split(".")[0] for name in known)}
     for detail in error.errors(include_url=False):
-        key, extra = _key_at(detail["loc"], names)
-        problems.setdefault(f"{key}.{extra}" if detail["type"] == "extra_forbidden" else key, []).append(detail)
-    lines = [_line(key, details, known) for key, details in list(problems.items())[:SHOWN]]
-    more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        path = [str(part) for part in detail["loc"]]
+        if len(path) > 2 and path[0] == "algorithm":
+            del path[1]  # the union's tag
+        dotted = [".".join(path[: n + 1]) for n in range(len(path))]
+        key = next((name for name in reversed(dotted) if name in names), "")  # without indices and tags of unions
+        problems.setdefault(dotted[-1] if detail["type"] == "extra_forbidden" else key, []).append(detail)
+    lines = [_line(key, details, known) for key, details in list(problems.items())[:MOST_SHOWN]]
+    more = f"\n  ... and {len(problems) - MOST_SHOWN} more" if len(problems) > MOST_SHOWN else ""
     return f"{source}: {lines[0]}" if len(lines) == 1 else f"{source}:\n{listing(lines)}{more}"
 
 
 def nearest(key: str, known: Mapping[str, Key]) -> str:
-    """The key, or the section, that `key` most likely meant.
+    """The key or section that was most likely meant.
 
-    In this order: one of its section's, by its letters; what another project calls so; one of that name elsewhere; a
-    section; one whose description has its words; by its letters.
+    Order: similar key of its section, foreign name, same name elsewhere, similar section, description, most similar key.
     """
     section, _, leaf = key.rpartition(".")
-    beside = {leaf_of(other): other for other in known if other.rpartition(".")[0] == section}
-    close = difflib.get_close_matches(leaf, beside, n=1, cutoff=CLOSE) if section else []
+    siblings = {leaf_of(other): other for other in known if other.rpartition(".")[0] == section}
+    close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=CLOSE) if section else []
     if close:
-        return beside[close[0]]
+        return siblings[close[0]]
     foreign = [
         ours for ours, theirs in FOREIGN.items() if leaf in theirs or f".{key}".endswith(tuple("." + t for t in theirs))
     ]
@@ -184,8 +189,10 @@ def nearest(key: str, known: Mapping[str, Key]) -> str:
     sections = list(dict.fromkeys(other.split(".")[0] for other in known))
     similar = [] if section else difflib.get_close_matches(key, sections, n=1, cutoff=SIMILAR)
     words = leaf.replace("_", " ")
-    described = [other for other, found in known.items() if len(words) > 3 and words in found.text]
-    choices = foreign or twins or similar or described or list(beside.values() if section else sections) or list(known)
+    described = [other for other, entry in known.items() if len(words) > 3 and words in entry.text]
+    choices = (
+        foreign or twins or similar or described or list(siblings.values() if section else sections) or list(known)
+    )
     return difflib.get_close_matches(key, choices, n=1, cutoff=0.0)[0]
 
 
@@ -193,59 +200,40 @@ def leaf_of(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _key_at(location: tuple[int | str, ...], names: Set[str]) -> tuple[str, str]:
-    """The dotted key of an error, without the tags that unions add, and what follows it. `names`: of keys and sections."""
-    key, rest = "", [str(part) for part in location]
-    if len(rest) > 2 and rest[0] == "algorithm":
-        del rest[1]  # the discriminator's tag
-    while rest:
-        longer = f"{key}.{rest[0]}" if key else rest[0]
-        if longer not in names:
-            break
-        key = longer
-        del rest[0]
-    return key, ".".join(rest)
-
-
 def _line(key: str, details: list[ErrorDetails], known: Mapping[str, Key]) -> str:
     first = details[0]
-    if first["type"] == "extra_forbidden":
-        name = key.strip(".")
-        if name in known:  # a key of another algorithm
-            return f"{name} does not belong to this algorithm: {known[name].text}"
-        section, algorithm = name.rpartition(".")[0], str(first["loc"][1]) if first["loc"][0] == "algorithm" else ""
-        known = {k: found for k, found in known.items() if not algorithm or found.belongs_to(algorithm)}
-        inside = [leaf_of(k) for k in known if k.rpartition(".")[0] == section]
-        options = f" (keys of {shortened(section)}: {', '.join(inside)})" if section else ""
-        return f"unknown key {shortened(name)}; did you mean {nearest(name, known)}?{options}"
-    if first["type"] == "missing" and isinstance(first["input"], (list, tuple)):  # of the last of its items
-        return f"{key} is {quoted(first['input'])}; expected a longer list"
-    if first["type"] == "too_long":
-        return f"{key} is {quoted(first['input'])}; expected a shorter list"
-    if first["type"] == "missing":
+    kind, given = first["type"], quoted(first["input"])
+    if kind == "extra_forbidden":
+        return _unknown_key(key.strip("."), str(first["loc"][1]) if first["loc"][0] == "algorithm" else "", known)
+    if kind == "missing" and not isinstance(first["input"], (list, tuple)):
         return f"{key} is missing; expected {known[key].text if key in known else 'a mapping'}"
-    if first["type"] == "value_error":
+    if kind == "value_error":
         return f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
-    if first["type"] == "union_tag_invalid":
+    if kind == "union_tag_invalid":
         tag = first["ctx"]["tag"]
         keys = VARIANTS.get(re.sub(r"[^a-z]+", "_", str(tag).lower()).strip("_"), {})
-        hint = (
-            f"; that one is {{{', '.join(f'{name}: {scalar(value)}' for name, value in keys.items())}}}" if keys else ""
-        )
+        written = ", ".join(f"{name}: {scalar(value)}" for name, value in keys.items())
+        hint = f"; that one is {{{written}}}" if keys else ""
         return f"{key}.name is {quoted(tag)}; expected one of {first['ctx']['expected_tags']}{hint}"
-    if first["type"] == "invalid_key":
-        return f"{key}: the key {quoted(first['input'])} is not text; expected the name of a key"
-    if first["type"] in ("model_type", "model_attributes_type"):
-        return f"{key or 'the recipe'} is {quoted(first['input'])}; expected a mapping of keys"
-    expected = [_expected(detail["msg"]) for detail in details]
-    return f"{key} is {quoted(first['input'])}; expected {' or '.join(dict.fromkeys(expected))}"
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{key or 'the recipe'} is {given}; expected a mapping of keys"
+    if kind == "missing":  # an item of a tuple
+        return f"{key} is {given}; expected {len(first['input']) + len(details)} values"
+    messages = dict.fromkeys(detail["msg"] for detail in details)
+    expected = " or ".join(message.removeprefix("Input should be ") for message in messages)
+    return f"{key} is {given}; " + (f"expected {expected}" if first["msg"].startswith("Input") else expected)
+
+
+def _unknown_key(name: str, algorithm: str, known: Mapping[str, Key]) -> str:
+    if name in known:
+        return f"{name} does not belong to this algorithm: {known[name].text}"
+    section = name.rpartition(".")[0]
+    known = {k: key for k, key in known.items() if not algorithm or key.belongs_to(algorithm)}
+    siblings = [leaf_of(k) for k in known if k.rpartition(".")[0] == section]
+    options = f" (keys of {shortened(section)}: {', '.join(siblings)})" if section else ""
+    return f"unknown key {shortened(name)}; did you mean {nearest(name, known)}?{options}"
 
 
 def scalar(value: object) -> str:
-    """A value as one writes it in a recipe."""
+    """A value as written in a recipe."""
     return "null" if value is None else value if isinstance(value, str) else json.dumps(value)
-
-
-def _expected(message: str) -> str:
-    text = message.removeprefix("Input should be ")
-    return REPHRASED.get(text, text)

@@ -1,7 +1,6 @@
-"""The recipe: every key of a run, its default and its meaning, checked before anything starts. Imports no torch.
+"""The recipe: every key, its default and its meaning. Imports no torch.
 
-One YAML file is one run. Precedence: command-line flags, then `key.path=value`, then the file, then the defaults here.
-All problems are reported together; each names the dotted key, what was given and what was expected.
+Precedence: flags, `key.path=value`, the file, defaults. All problems are reported together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
+    PrivateAttr,
     ValidationError,
     model_validator,
 )
@@ -22,13 +22,13 @@ from dovetail.bounds import MAX_FLOAT, MAX_NEW_TOKENS, MAX_SAMPLES, MAX_TOKENS
 from dovetail.errors import ConfigError, quoted
 from dovetail.launch.progress import Phase
 from dovetail.parallel.layout import Layout
-from dovetail.recipe.keys import Key, explain, keys_of
+from dovetail.recipe.keys import Key, explain, keys_of, rename_keys
 from dovetail.recipe.types import Dtype, Listed, Momentum, NonNegativeFloat, Options, PathText, PositiveFloat, Share
 from dovetail.recipe.yaml import dump_mapping, merge, parse_overrides, read_mapping
 
 
 class Section(BaseModel):
-    """What all parts of a recipe have in common: frozen, no unknown keys, no silent conversions."""
+    """Frozen, no unknown keys, no silent conversions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -81,7 +81,7 @@ class LayoutSection(Section):
     copy_engines: bool | None = Field(None, description="no effect; accepted so that older runs resume")
 
     def to_layout(self) -> Layout:
-        """The same as a `Layout`; `dp: auto` stays open until the ranks are known."""
+        """`dp: auto` becomes None."""
         return Layout(**self.model_dump(exclude={"copy_engines"}) | {"dp": None if self.dp == "auto" else self.dp})
 
 
@@ -140,7 +140,7 @@ class PolicyGradient(Algorithm):
     @model_validator(mode="before")
     @classmethod
     def _estimator(cls, given: Any) -> Any:
-        """The one that pulls where the KL term is (`rl.losses.kl_estimate`)."""
+        """By the place of the KL term, see `rl.losses.kl_estimate`."""
         if not isinstance(given, Mapping) or "kl_in" not in given:
             return given
         return {"kl_estimator": "k1" if given["kl_in"] == "reward" else "k3", **given}
@@ -200,13 +200,13 @@ class RolloutSection(Section):
     temperature: PositiveFloat = Field(1.0, description="divides the logits, in sampling and in training")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="sample from the smallest set with this mass")
     top_k: NonNegativeInt = Field(0, description="sample from the k likeliest tokens; 0: all")
-    replay: Literal["none", "trainer", "rollout"] = Field(
+    router_replay: Literal["none", "trainer", "rollout"] = Field(
         "none",
-        description="experts that the update's tokens go to: chosen anew; those of the pass that scored old log-probs; "
-        "those of the sampler, in that pass too",
+        description="expert choices of the update: its own; those of the pass that scored old log-probs (R2); those of the "
+        "sampler, in that pass too (R3)",
     )
-    monitor: bool = Field(
-        False, description="tell how far the policy's log-probs and routes are from the sampler's; costs a pass"
+    mismatch_metrics: bool = Field(
+        False, description="report how far the policy's log-probs and routes are from the sampler's; costs a pass"
     )
 
 
@@ -321,12 +321,13 @@ class Recipe(Section):
     reward: RewardSection = RewardSection()
     optim: OptimSection = OptimSection()
     trainer: TrainerSection = TrainerSection()
+    _notes: tuple[str, ...] = PrivateAttr(())
     run_dir: PathText = Field(description="where the run writes: new, or the directory of this run, which then goes on")
 
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, given: Any) -> Any:
-        """An algorithm without a name is grpo; an empty layout of another model is no layout of its own."""
+        """The default algorithm is grpo; an empty layout is none."""
         if not isinstance(given, Mapping):
             return given
         full = dict(given)
@@ -352,20 +353,25 @@ class Recipe(Section):
                 f"algorithm.minibatches is {self.algorithm.minibatches}, but a step has only {rows} rows; lower it, or raise "
                 "trainer.prompts_per_step"
             )
-        if self.rollout.replay == "rollout" and self.rollout.backend != "native":
+        if self.rollout.router_replay == "rollout" and self.rollout.backend != "native":
             raise ValueError(
-                f"rollout.replay is rollout, but rollout.backend={self.rollout.backend} does not tell its routes; "
-                "set rollout.backend=native, or rollout.replay=trainer"
+                f"rollout.router_replay is rollout, but rollout.backend={self.rollout.backend} returns no routes; "
+                "set rollout.backend=native, or rollout.router_replay=trainer"
             )
         return self
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on keys given by an old name."""
+        return self._notes
+
     def to_yaml(self) -> str:
-        """The whole recipe with every default written out; `load_recipe` reads it back to an equal one."""
+        """With every default; `load_recipe` reads it back."""
         return dump_mapping(self.model_dump(mode="json", by_alias=True))
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> Recipe:
-    """Read a recipe. `overrides`: `key.path=value`; `flags`, by dotted key, beat them."""
+    """`overrides`: `key.path=value`; `flags`, by dotted key, beat them."""
     given = read_mapping(Path(path))
     for key, value in [*parse_overrides(overrides), *(flags or {}).items()]:
         merge(given, key, value)
@@ -373,11 +379,14 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[
 
 
 def make_recipe(given: Mapping[str, Any], source: str = "recipe") -> Recipe:
-    """A recipe from plain data; raises one `ConfigError` with all problems."""
+    """Raises one ConfigError with all problems."""
+    renamed, notes = rename_keys(given)
     try:
-        return Recipe.model_validate(given)
+        recipe = Recipe.model_validate(renamed)
     except ValidationError as error:
         raise ConfigError(explain(error, known_keys(), source)) from None
+    recipe._notes = tuple(notes)
+    return recipe
 
 
 def known_keys() -> dict[str, Key]:

@@ -1,4 +1,4 @@
-"""What values of a recipe may be, beyond their types: kinds of numbers, names of files, options of a function."""
+"""Types of recipe values."""
 
 import os
 from collections.abc import Mapping

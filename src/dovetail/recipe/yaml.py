@@ -1,7 +1,6 @@
-"""Reads a recipe's YAML and the `key.path=value` overrides of it, as plain data without any meaning.
+"""YAML recipes and `key.path=value` overrides as plain data.
 
-YAML 1.1 takes `1e-6` for a string and the later of two equal keys for the truth; here the first is a number (and `1e3` a
-whole one) and the second a mistake.
+`1e-6` is a number (`1e3` a whole one); duplicate keys are errors.
 """
 
 import re
@@ -14,23 +13,22 @@ import yaml
 from dovetail.errors import ConfigError, quoted, short_words
 
 KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-FLOAT = re.compile(r"[-+]?(\d[\d_]*+\.?+[\d_]*+|\.\d[\d_]*+)[eE][-+]?\d+$")  # possessive: in linear time
+FLOAT = re.compile(r"[-+]?(\d[\d_]*+\.?+[\d_]*+|\.\d[\d_]*+)[eE][-+]?\d+$")  # possessive: linear time
 MERGED = "tag:yaml.org,2002:merge"  # the key `<<`
-LARGE = 2.0**53  # from here on not every whole number is a float
-# What a recipe may have: characters, values with those of every alias counted again, one inside the other, of a number
+LARGE = 2.0**53  # not every larger integer is a float
+# Limits of a recipe: characters, values (an alias counts as what it repeats), depth, digits of a number
 MOST_TEXT, MOST_VALUES, DEEPEST, MOST_DIGITS = 1 << 18, 10_000, 32, 1000
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, without its two surprises, and with limits."""
+    """SafeLoader with limits."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.count, self.depth = 0, 0
-        self.measured: dict[yaml.Node, tuple[int, int]] = {}  # of what is read whole: its values, and how deep they go
+        self.measured: dict[yaml.Node, tuple[int, int]] = {}  # number of values, depth
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuses too much as soon as it is there; an alias counts as much as what it stands for."""
         mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
         self.count, self.depth = self.count + 1, self.depth + 1
         if self.count > MOST_VALUES or self.depth > DEEPEST:
@@ -50,7 +48,6 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """A tag that does not fit its value is a mistake, as in `!!int x`."""
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):
@@ -60,12 +57,12 @@ class _Loader(yaml.SafeLoader):
             ) from None
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Keys are compared as they are written: later `<<` has brought in those of other mappings."""
+        """Refuses duplicate keys, before `<<` merges others."""
         node = super().compose_mapping_node(anchor)
         seen: set[Hashable] = set()
         for name, _ in node.value:
             key = None if name.tag == MERGED else self.construct_object(name, deep=True)
-            if key is not None and isinstance(key, Hashable):  # what is not, the base class refuses
+            if key is not None and isinstance(key, Hashable):  # the base class refuses others
                 if key in seen:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"the key {quoted(key)} is given twice", name.start_mark
@@ -82,13 +79,12 @@ def _too_much(mark: yaml.Mark) -> yaml.YAMLError:
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
-    """A number with an exponent is whole where its value is: `1e3` may count steps."""
+    """`1e3` is an integer."""
     value: float = loader.construct_yaml_float(node)
     return int(value) if FLOAT.match(node.value) and value.is_integer() and abs(value) < LARGE else value
 
 
 def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
-    """Hexadecimal and sexagesimal numbers may be longer than those that Python reads and writes."""
     if len(node.value) > MOST_DIGITS:
         raise ValueError(node.value)
     value: int = loader.construct_yaml_int(node)
@@ -96,7 +92,7 @@ def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that `_Loader` would take for a number."""
+    """Quotes text that `_Loader` would read as a number."""
 
 
 _Loader.add_constructor("tag:yaml.org,2002:float", _number)
@@ -106,12 +102,10 @@ for kind in (_Loader, _Dumper):
 
 
 def dump_mapping(value: Mapping[str, Any]) -> str:
-    """YAML text of which `read_mapping` makes an equal mapping."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The top-level mapping of a YAML file."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MOST_TEXT + 1)
@@ -132,20 +126,19 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(tokens: Sequence[str]) -> list[tuple[str, Any]]:
-    """`a.b=1` as (dotted key, value read as YAML), in the order given."""
-    found: list[tuple[str, Any]] = []
+    overrides: list[tuple[str, Any]] = []
     for token in tokens:
         key, equals, text = token.partition("=")
         if not equals:
             raise ConfigError(f"override {quoted(token)} has no value; expected key.path=value")
         if not KEY.fullmatch(key) or key.count(".") > DEEPEST:
             raise ConfigError(f"override {quoted(token)}: {quoted(key)} is not a key; expected key.path=value")
-        found.append((key, _parse(text, f"override {quoted(token)}")))
-    return found
+        overrides.append((key, _parse(text, f"override {quoted(token)}")))
+    return overrides
 
 
 def merge(recipe: dict[str, Any], key: str, value: Any) -> None:
-    """Set `recipe[a][b] = value` for the key `a.b`, making sections that are missing."""
+    """Set `recipe[a][b]` for key `a.b`."""
     *sections, leaf = key.split(".")
     inner = recipe
     for depth, name in enumerate(sections, 1):
@@ -155,7 +148,7 @@ def merge(recipe: dict[str, Any], key: str, value: Any) -> None:
             where = ".".join(sections[:depth])
             given = quoted(inner[name])
             raise ConfigError(f"override {key}={quoted(value)}: {where} is {given}, which has no keys of its own")
-        inner[name] = dict(inner[name])  # a copy, since an alias may have another section be the same mapping
+        inner[name] = dict(inner[name])  # a copy: an alias makes two sections one object
         inner = inner[name]
     inner[leaf] = value
 
@@ -166,11 +159,10 @@ def _parse(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not valid YAML: {_told(error)}") from None
+        raise ConfigError(f"{source} is not valid YAML: {_describe(error)}") from None
 
 
-def _told(error: yaml.YAMLError) -> str:
-    """What is wrong and where: the line and a caret under it."""
+def _describe(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.reader.ReaderError):
         return f"{error.reason}: the character {chr(error.character)!r} at place {error.position}"
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
@@ -183,11 +175,10 @@ def _told(error: yaml.YAMLError) -> str:
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A recipe's plain data by dotted key."""
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     for key, value in section.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            keys |= flat(value, f"{prefix}{key}.")
         else:
-            found[prefix + key] = value
-    return found
+            keys[prefix + key] = value
+    return keys

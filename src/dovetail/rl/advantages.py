@@ -1,9 +1,7 @@
-"""Advantage estimators: what each response token, or each whole response, was worth compared with what was expected.
+"""Advantage estimators.
 
-Pure functions of tensors. Token quantities are packed [T] with `sequence_ids` [T] and `mask` [T] as in `PackedBatch`:
-index i stands for the prediction made at position i, so `values[i]` is the critic's output there, before target i is
-known, and `mask[i]` is True where target i is a response token. Response quantities are [S]. Results keep the wider of
-the input's type and float32.
+Tokens are packed [T] with `sequence_ids` and `mask` as in `PackedBatch`; index i predicts target i. Responses are [S].
+Results are float32 or wider.
 """
 
 import torch
@@ -13,11 +11,7 @@ from dovetail.kernels.reference import widened
 
 
 def terminal_rewards(scores: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Token rewards [T] that are 0 but at each response's last token, which gets its sequence's score [S].
-
-    A sequence without response tokens gets none. Whether a response ended by a stop token or by its length makes no
-    difference here: the last token that was sampled carries the score.
-    """
+    """Token rewards [T]: the score [S] of a sequence on its last response token, else 0."""
     scores = widened(scores)
     where = mask.nonzero().flatten()
     owner = sequence_ids[where]
@@ -31,13 +25,12 @@ def terminal_rewards(scores: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tens
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, sequence_ids: Tensor, *, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation: advantages [T] and returns [T] (advantage + value), both 0 outside the mask.
+    """Generalized advantage estimation: advantages [T] and returns [T], both 0 outside the mask.
 
         delta_t = r_t + gamma V(s_{t+1}) - V(s_t)        A_t = delta_t + gamma lam A_{t+1}
 
-    Schulman et al. 2016, "High-dimensional continuous control using GAE", equations 12 and 16. Time runs over response
-    tokens only: what lies between two of them (a tool's output) is skipped. After the last one the value is 0, for a
-    stop as for a length end.
+    Schulman et al. 2016, eqs. 12 and 16. Time is response tokens only (a tool's output is skipped). The value after the last
+    one is 0, whether it ended by a stop token or by length.
     """
     rewards, values = widened(rewards.detach()), widened(values.detach())
     where = mask.nonzero().flatten()
@@ -66,12 +59,10 @@ def gae(
 
 
 def group_relative(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """A_i = (r_i - mean of i's group) / (std of i's group + eps), per response [S]; without the division, r_i - mean.
+    """A_i = (r_i - mean of i's group) / (std of i's group + eps), per response [S]; `divide_by_std=False`: r_i - mean.
 
-    Shao et al. 2024, "DeepSeekMath", section 4.1.2 (outcome supervision), the std being the sample's (n - 1); Liu et
-    al. 2025, "Understanding R1-Zero-like training", section 3.2, leaves the division out. `groups` [S] names each
-    response's prompt by any integer; groups may differ in size, so dropped samples are simply absent. A group whose
-    rewards are all equal, or that has one member, gets exactly 0.
+    Shao et al. 2024, section 4.1.2, with the sample's std (n - 1); Liu et al. 2025, section 3.2 without. `groups` [S]: any
+    integers, of any group sizes. Exactly 0 in groups of equal rewards or one member.
     """
     rewards = widened(rewards)
     member, size, differs = _group(rewards, groups)
@@ -83,10 +74,7 @@ def group_relative(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = Tru
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A_i = r_i - mean of the others in i's group, per response [S]; exactly 0 where all are equal or alone.
-
-    RLOO: Ahmadian et al. 2024, "Back to basics", section 4 (Kool et al. 2019). `groups` as in `group_relative`.
-    """
+    """A_i = r_i - mean of the others in i's group [S]; exactly 0 as above. RLOO: Ahmadian et al. 2024, section 4."""
     rewards = widened(rewards)
     member, size, differs = _group(rewards, groups)
     others = (_sum(rewards, member, size)[member] - rewards) / (size - 1).clamp(min=1)[member]
@@ -94,10 +82,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(var + eps) over the masked entries, 0 elsewhere.
-
-    The variance is the sample's (n - 1). Fewer than two entries have none and are only centered.
-    """
+    """(x - mean) / sqrt(var + eps) over masked entries (var of n - 1), 0 elsewhere; one entry is only centered."""
     x = widened(x)
     chosen = x[mask]
     mean = chosen.sum() / max(len(chosen), 1)
@@ -106,9 +91,9 @@ def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 
 
 def _group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each response's group counted from 0 [S], the groups' sizes, and whether the group's rewards differ at all [S].
+    """Group index [S], group sizes, whether the group's rewards differ [S].
 
-    The last is a comparison, not a variance: rounding of the mean would leave a trace that the division magnifies.
+    By comparison: rounding of a mean would be magnified by the division.
     """
     _, member = torch.unique(groups, return_inverse=True)
     size = torch.bincount(member)

@@ -1,8 +1,9 @@
-"""From sampled completions to a packed batch with everything that a loss reads: the data half of an RL step."""
+"""From sampled completions to a batch with the fields of a loss."""
 
 import random
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,13 +11,16 @@ from torch import Tensor
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.data.examples import Prompt
 from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_rewards, whiten
-from dovetail.rl.losses import KLEstimator, kl_estimate
+from dovetail.rl.losses import kl_estimate
 from dovetail.rollout.base import Completion
+
+if TYPE_CHECKING:  # pydantic is not needed to compute advantages
+    from dovetail.recipe.schema import GRPO, PPO, RLOO
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion with its reward. `group` numbers its prompt within the step."""
+    """`group`: the index of its prompt in the step."""
 
     prompt: Prompt
     group: int
@@ -25,24 +29,27 @@ class Sample:
     reward: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdvantageSettings:
-    """How rewards become advantages: `kind` is grpo, rloo or ppo."""
-
-    kind: str
-    scale_by_std: bool = True
-    normalize: bool = False
-    gamma: float = 1.0
-    lam: float = 1.0
-    kl_coef: float = 0.0  # of a KL term in the reward; 0: none there
-    kl_estimator: KLEstimator = "k1"
+def sample_row(sample: Sample) -> dict[str, Any]:
+    """A row of `run_dir/rollouts`; `routing` is written apart."""
+    prompt, completion = sample.prompt, sample.completion
+    return {
+        "id": prompt.id,
+        "sample": completion.sample,
+        "prompt": prompt.prompt,
+        "completion": sample.text,
+        "answer": prompt.answer,
+        "reward": sample.reward,
+        "finish": completion.finish,
+        "token_ids": list(completion.ids),
+        "log_probs": list(completion.log_probs),
+        "routing": completion.routing,
+    }
 
 
 def pack_samples(samples: Seq[Sample], temperature: float) -> PackedBatch:
-    """Prompt and completion of every sample, in order; the mask covers the completion's tokens.
+    """All samples in order, with the mask on completions and field `rollout_logprob`.
 
-    The field `rollout_logprob` is what the sampler drew from; where it told the experts of its tokens, the batch brings
-    them along. At a temperature other than 1 (or 0, where log-probs are those at 1) the batch carries it for every token.
+    Field `temperature` is set unless it is 1 or 0 (greedy: log-probs at 1).
     """
     shared: Mapping[str, float] = {} if temperature in (0.0, 1.0) else {"temperature": temperature}
     rows = []
@@ -58,54 +65,50 @@ def pack_samples(samples: Seq[Sample], temperature: float) -> PackedBatch:
 
 
 def equal_groups(samples: Seq[Sample]) -> dict[int, bool]:
-    """Of each group, whether its rewards are all the same, so that they carry no group-relative signal."""
-    seen: dict[int, set[float]] = {}
+    """By group: whether its rewards are all equal."""
+    rewards: dict[int, set[float]] = {}
     for sample in samples:
-        seen.setdefault(sample.group, set()).add(sample.reward)
-    return {group: len(rewards) == 1 for group, rewards in seen.items()}
+        rewards.setdefault(sample.group, set()).add(sample.reward)
+    return {group: len(values) == 1 for group, values in rewards.items()}
 
 
 def drop_equal_groups(samples: Seq[Sample]) -> list[Sample]:
-    """Without the groups whose rewards are all the same."""
     equal = equal_groups(samples)
     return [sample for sample in samples if not equal[sample.group]]
 
 
-def with_advantages(batch: PackedBatch, samples: Seq[Sample], settings: AdvantageSettings) -> PackedBatch:
-    """Add `advantage` [T], and `return` where `old_value` is there; 0 where the mask is False.
+def with_advantages(batch: PackedBatch, samples: Seq[Sample], algorithm: "GRPO | RLOO | PPO") -> PackedBatch:
+    """Add `advantage` [T], and for PPO `return` [T], 0 outside the mask. Computed in float64.
 
-    A KL term in the reward is taken off every response token's reward, which needs `old_logprob` and
-    `reference_logprob`. Without a critic the token penalties are summed into the response's reward. All is computed in
-    float64: rewards may be large, and a group's differ little.
+    `kl_in: reward` reads `old_logprob` and `reference_logprob`; without a critic the penalties are summed over a response.
     """
     scores = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     owner = batch.sequence_ids
     rewards = terminal_rewards(scores, batch.mask, owner)
-    if settings.kl_coef:
+    if algorithm.kl_in == "reward" and algorithm.kl_coef:
         fields = batch.fields
-        kl = kl_estimate(fields["old_logprob"], fields["reference_logprob"], settings.kl_estimator)
-        rewards = rewards - settings.kl_coef * torch.where(batch.mask, kl, 0.0)
+        kl = kl_estimate(fields["old_logprob"], fields["reference_logprob"], algorithm.kl_estimator)
+        rewards = rewards - algorithm.kl_coef * torch.where(batch.mask, kl, 0.0)
     returns: dict[str, Tensor] = {}
-    if settings.kind == "ppo":
-        advantage, goal = gae(
-            rewards, batch.fields["old_value"], batch.mask, owner, gamma=settings.gamma, lam=settings.lam
-        )
-        returns["return"] = goal.to(torch.float32)
+    if algorithm.name == "ppo":
+        values = batch.fields["old_value"]
+        advantage, target = gae(rewards, values, batch.mask, owner, gamma=algorithm.gamma, lam=algorithm.lam)
+        returns["return"] = target.to(torch.float32)
     else:
         totals = rewards.new_zeros(batch.num_sequences).index_add(0, owner, rewards)
         groups = torch.tensor([sample.group for sample in samples])
-        if settings.kind == "rloo":
+        if algorithm.name == "rloo":
             per_sample = leave_one_out(totals, groups)
         else:
-            per_sample = group_relative(totals, groups, divide_by_std=settings.scale_by_std)
+            per_sample = group_relative(totals, groups, divide_by_std=algorithm.scale_by_std)
         advantage = torch.where(batch.mask, per_sample[owner], 0.0)
-    if settings.normalize:
+    if algorithm.normalize_advantage:
         advantage = whiten(advantage, batch.mask)
     return batch.with_fields(advantage=advantage.to(torch.float32), **returns)
 
 
 def minibatches(batch: PackedBatch, count: int, seed: str) -> list[PackedBatch]:
-    """The sequences of `batch` shuffled and dealt into `count` parts, none empty; in order where it is one."""
+    """Shuffled parts, none empty; in order if `count` is 1."""
     if count == 1:
         return [batch]
     order = list(range(batch.num_sequences))

@@ -1,9 +1,6 @@
-"""The losses of SFT and RL as small callables: sums over the counted tokens and their counts, never means.
+"""Losses of SFT and RL: sums over counted tokens and their counts.
 
-Each is called with `TokenStats` (the critic's with values [n]) and the batch's counted tokens, and returns
-`Loss(total, count, metrics)`; the engine adds the sums of all pieces and divides once. How tokens are averaged is
-data: the fields `weight` and `count` that `weight_fields` makes, so a sequence may arrive in pieces, in any split, and
-add up to the same total and count. Without those fields every token weighs the same.
+Called with `TokenStats` (the critic's with values [n]) and the counted tokens.
 """
 
 from dataclasses import dataclass
@@ -22,26 +19,22 @@ from dovetail.kernels.token_permute import count_rows
 Aggregation = Literal["token", "sequence", "sequence_sum"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
-LOG_RATIO_LIMIT = 20.0  # nats; e^20 is far beyond every clip and far below overflow
+LOG_RATIO_LIMIT = 20.0  # nats; e^20 does not overflow
 
 
 def weight_fields(batch: PackedBatch, aggregation: Aggregation, constant: float = 1.0) -> dict[str, Tensor]:
-    """The per-token fields `weight` and `count` [T] of an aggregation; loss = sum(weight x token loss) / sum(count).
+    """Fields `weight` and `count` [T]; loss = sum(weight x token loss) / sum(count).
 
-    - token: the mean over all counted tokens of the step (DAPO, Yu et al. 2025, equation 8);
-    - sequence: the mean over sequences of each one's token mean (GRPO, Shao et al. 2024, equation 3);
-    - sequence_sum: the mean over sequences of each one's token sum divided by `constant`, so that length does not weigh
-      (Dr. GRPO, Liu et al. 2025, section 3.2; `constant` is the longest response allowed).
-
-    A sequence's count lies whole on its first counted token: counts stay exact integers however the sequence is cut.
-    A sequence without counted tokens counts for nothing.
+    token: mean over all tokens (DAPO, Yu et al. 2025, eq. 8). sequence: mean over sequences of token means (GRPO, Shao et
+    al. 2024, eq. 3). sequence_sum: mean over sequences of token sums / `constant` (Dr. GRPO, Liu et al. 2025, section 3.2).
+    A sequence's count is on its first counted token, so counts stay exact integers if the sequence is split.
     """
     mask, owner = batch.mask, batch.sequence_ids
     dtype = reduce(torch.promote_types, (x.dtype for x in batch.fields.values()), torch.float32)
     ones = mask.to(dtype)
     if aggregation == "token":
         return {"weight": ones, "count": ones}
-    rank = ones.to(torch.int64).cumsum(0) - 1  # how many counted tokens lie before, over the whole batch
+    rank = ones.to(torch.int64).cumsum(0) - 1  # among the counted tokens of the batch
     sizes = torch.bincount(owner[mask], minlength=batch.num_sequences)
     first = mask & (rank == (sizes.cumsum(0) - sizes)[owner])
     share = (
@@ -65,19 +58,14 @@ class SFTLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """The clipped policy-gradient loss of PPO and its descendants, with KL penalty and entropy bonus.
+    """PPO's clipped policy-gradient loss with KL penalty and entropy bonus.
 
         l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coef KL(policy, reference) - entropy_coef H
 
-    Schulman et al. 2017, "Proximal policy optimization", equation 7. A is `fields["advantage"]`; r = p / p_old with
-    `fields["old_logprob"]`, or 1 without that field, for tokens that this very policy sampled. Unequal clips are DAPO's
-    clip-higher (Yu et al. 2025, equation 10). `dual_clip` c > 1 bounds l by -A c where A < 0 (Ye et al. 2020,
-    "Mastering complex control in MOBA games", equation 5). The KL is taken against `fields["reference_logprob"]`, see
-    `kl_estimate`.
-
-    ratio="sequence" is GSPO (Zheng et al. 2025, equations 5-7): r is the exponential of the sequence's mean log ratio,
-    clipped once a sequence and shared by its tokens, so the loss needs whole sequences; the paper's aggregation is
-    "sequence".
+    Schulman et al. 2017, eq. 7. A is `fields["advantage"]`, r = p / p_old by `fields["old_logprob"]` (1 without it). Unequal
+    clips: DAPO (Yu et al. 2025, eq. 10). `dual_clip` c > 1 bounds l by -A c where A < 0 (Ye et al. 2020, eq. 5). The KL is to
+    `fields["reference_logprob"]`, see `kl_estimate`. ratio="sequence": GSPO (Zheng et al. 2025, eqs. 5-7), r is the
+    exponential of the sequence's mean log ratio, which needs whole sequences.
     """
 
     clip_low: float = 0.2
@@ -138,12 +126,11 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Half the squared error of the critic against `fields["return"]`, with PPO's value clip.
+    """Half the squared error to `fields["return"]` with PPO's value clip, times `coef`; clip None: none.
 
         l = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2
 
-    As in OpenAI baselines' PPO2; v_old is `fields["old_value"]`; clip None turns it off; `coef` scales l. Called with
-    values [n].
+    As in OpenAI baselines' PPO2; v_old is `fields["old_value"]`. Called with values [n].
     """
 
     clip: float | None = 0.2
@@ -157,7 +144,7 @@ class ValueLoss:
         if self.clip is not None:
             old = batch.fields["old_value"]
             moved = values - old
-            # where it did not move far it is itself: old + moved would be another by a rounding, and count as clipped
+            # not `old + moved` for small moves: its rounding would count as clipped
             near = torch.where(moved.abs() > self.clip, old + moved.clamp(-self.clip, self.clip), values)
             clipped = (near - target) ** 2
             metrics["value_clip_fraction"] = _metric(clipped > loss)
@@ -167,14 +154,12 @@ class ValueLoss:
 
 
 def kl_estimate(logprob: Tensor, reference: Tensor, kind: KLEstimator) -> Tensor:
-    """Per-token estimates of KL(policy || reference) from tokens that the policy sampled, with d = log p - log p_ref.
+    """Per-token estimates of KL(policy || reference), with d = log p - log p_ref (Schulman 2020).
 
     k1 = d (unbiased, high variance)    k2 = d^2 / 2 (biased, low)    k3 = e^-d - 1 + d (unbiased, low, never negative)
 
-    Schulman 2020, "Approximating KL divergence". As a term of a loss, what counts is the expected gradient: k1's is 0
-    (use it in the reward instead), k2's is the gradient of KL(policy || reference), k3's (GRPO's choice, equation 4 of
-    the paper) that of KL(reference || policy); the two agree to first order near the reference. As a part of the reward
-    only k1 gives the gradient of KL(policy || reference): those of k2 and k3 vanish to first order near the reference.
+    In a loss, k1's expected gradient is 0, k2's is that of KL(policy || reference), k3's of KL(reference || policy). In the
+    reward only k1 has the gradient of KL(policy || reference).
     """
     difference = _limited(widened(logprob) - reference)
     if kind == "k1":
@@ -195,20 +180,17 @@ def _limited(log_ratio: Tensor) -> Tensor:
 
 
 def _sequence_mean(x: Tensor, batch: PackedBatch) -> Tensor:
-    """Each token gets the mean of `x` over its sequence's tokens."""
     owner = batch.sequence_ids
     sizes = count_rows(owner, batch.num_sequences).clamp(min=1)
     return (x.new_zeros(batch.num_sequences).index_add(0, owner, x) / sizes)[owner]
 
 
 def _aggregate(token_loss: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """sum(weight x loss) and sum(count); every token weighs and counts 1 where the batch has no such fields."""
     ones = torch.ones_like(token_loss.detach())
     weight, count = batch.fields.get("weight", ones), batch.fields.get("count", ones)
     return (weight * token_loss).sum(), count.sum()
 
 
 def _metric(x: Tensor) -> Sum:
-    """The plain token mean of `x`, as a sum."""
     x = widened(x.detach())
     return Sum(x.sum(), torch.ones_like(x).sum())

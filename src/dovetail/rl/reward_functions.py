@@ -16,7 +16,7 @@ _BEFORE_FRACTION = re.compile(r"(?<=\w)(?=\\[dt]?frac)")
 _LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3})")
 _EXPONENT = re.compile(r"\^(?:\{[-+]?[0-9]+\}|[-+]?[0-9]+)")
 _BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
-_MOST_DIGITS = 400  # longer ones are babble, and Python refuses to read integers of thousands of digits
+_MOST_DIGITS = 400  # Python refuses to parse integers of thousands of digits
 
 
 def exact_match(completion: str, answer: Any, _finish: str) -> float:
@@ -78,7 +78,7 @@ def numbers(text: str) -> list[Fraction]:
     r"""All numbers of a text in order: 1,234.5  $3  -7  .5  2e-3  3/4  \frac{3}{4}  1{,}234. An exponent is none: cm^2."""
     plain = _LATEX_COMMA.sub(",", text.replace("\u2212", "-"))
     plain = _LATEX_FRACTION.sub(r"\1\2/\3", _BEFORE_FRACTION.sub(" ", plain))
-    plain = _EXPONENT.sub("_", plain)  # a letter, so that a minus behind it is no sign
+    plain = _EXPONENT.sub("_", plain)  # a letter: a minus after it is no sign
     return [number for found in _NUMBER.finditer(plain) if (number := _fraction(found)) is not None]
 
 

@@ -1,9 +1,7 @@
-"""A reward worker: a process that loads one reward function and answers one JSON line a sample, and its keeper.
+"""A process that answers one JSON line a sample for one reward function, and its keeper, which forks it.
 
-`rewards.RewardRunner` starts the keeper, which forks the process that the reward runs in. The first line that the runner
-sends says what to load; the first answer says whether that worked. A reward may print, raise, exit, hang or crash: printing
-goes to standard error, raising and exiting are answers, and hanging and crashing end this process and nothing else. The
-keeper runs no code of the user: it ends the reward's process and all that this one started, daemons too.
+The keeper runs no user code; it ends the reward and all its descendants, daemons too. The first request says what to
+load. Output goes to standard error; exceptions and exits are answers.
 """
 
 import importlib
@@ -17,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from json import dumps, loads  # taken before a reward may put others in their place
+from json import dumps, loads  # bound before a reward may replace them
 from pathlib import Path
 from traceback import walk_tb
 from types import TracebackType
@@ -27,16 +25,16 @@ from dovetail.rl.reward_functions import BUILT_IN
 from dovetail.system import adopt_orphans, die_with_parent, end_children
 
 Scorer = Callable[[Mapping[str, Any]], Any]
-# What lies between the call and a user's file: this package, and Python's way of importing a module.
+# Frames that are not a user's: this package and Python's import system.
 OURS = (str(Path(__file__).parents[1]) + os.sep, "<frozen ", importlib.__file__)
-POSITIONAL = frozenset({"completion", "answer", "_answer", "finish", "_finish"})  # what a built-in always gets
-_MOST_TEXT = 1000  # characters of an exception that an error repeats
+POSITIONAL = frozenset({"completion", "answer", "_answer", "finish", "_finish"})  # arguments of every built-in
+_MOST_TEXT = 1000  # characters of an exception in an error
 END_SECONDS = 10.0  # for killed processes to be gone
-LOOK_MILLISECONDS = 1000.0  # between two looks at whether the runner is there
+POLL_MILLISECONDS = 1000.0
 
 
 class CapturedOutput:
-    """A `with` block whose failure, of any kind, becomes the text `error`: for calling code that is not ours."""
+    """Turns any exception of user code into the text `error`."""
 
     error: str | None = None
 
@@ -53,23 +51,22 @@ class CapturedOutput:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """The innermost line of the first file that is foreign to us: the user's own line, wherever the call went from it."""
+    """The innermost line in the user's first file."""
     lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(trace)]
-    foreign = [(file, line) for file, line in lines if not file.startswith(OURS)]
-    return next((f" ({file}:{line})" for file, line in reversed(foreign) if file == foreign[0][0]), "")
+    user = [(file, line) for file, line in lines if not file.startswith(OURS)]
+    return next((f" ({file}:{line})" for file, line in reversed(user) if file == user[0][0]), "")
 
 
 def main() -> NoReturn:
-    """Serve until standard input ends, or the parent does."""
     adopt_orphans()
     child = os.fork()
     if child:
         _keep(child)
     die_with_parent()
-    os.setsid()  # a reward that signals its own process group does not reach the keeper
+    os.setsid()  # signals to the reward's process group do not reach the keeper
     requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", buffering=1)
     with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)  # foreign code that reads or prints must not touch the conversation
+        os.dup2(nothing.fileno(), 0)  # user code must not read requests or write answers
     os.dup2(2, 1)
     setup = loads(requests.readline())
     scorer = None
@@ -82,12 +79,12 @@ def main() -> NoReturn:
             answer = evaluate(scorer, sample)
             sys.stdout.flush()  # what the function printed
             answers.write(dumps({"id": sample["id"], **answer}) + "\n")
-    os._exit(0)  # a user's module may have left threads behind
+    os._exit(0)  # a user's module may have started threads
 
 
 def _keep(child: int) -> NoReturn:
-    """End all that runs below this process when `child` has ended, or when nobody can send requests any more."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a reward that signals its parent ends no run
+    """Ends with `child`, or when the request pipe closes."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a reward may signal its parent
     threading.Thread(target=_end_when_closed, args=(child,), daemon=True).start()
     while os.wait()[0] != child:
         pass
@@ -96,26 +93,25 @@ def _keep(child: int) -> NoReturn:
 
 def _end_when_closed(child: int) -> NoReturn:
     runner, requests = os.getppid(), select.poll()
-    requests.register(0, 0)  # for no event but the end of the pipe
-    while not requests.poll(LOOK_MILLISECONDS) and os.getppid() == runner:
-        pass  # another process that the runner forked may still hold its end
+    requests.register(0, 0)  # only for the end of the pipe
+    while not requests.poll(POLL_MILLISECONDS) and os.getppid() == runner:
+        pass  # other forks of the runner may hold the pipe open
     _end(child)
 
 
 def _end(child: int) -> NoReturn:
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)  # where there is no /proc, its own process group is all that is known
+        os.killpg(child, signal.SIGKILL)  # without /proc only its process group is known
     end_children(seconds=END_SECONDS)
     os._exit(0)
 
 
 def evaluate(scorer: Scorer, sample: Mapping[str, Any]) -> dict[str, Any]:
-    """{"value": number or None, "error": text or None} of one sample."""
     value: Any = None
     number = math.nan
     with CapturedOutput() as caught:
         value = scorer(sample)
-        if isinstance(value, Mapping):  # as verl's rewards may tell more than the number
+        if isinstance(value, Mapping):  # verl allows more metrics
             value = value["score"]
         if value is not None and not isinstance(value, (str, bytes)):
             number = float(value)
@@ -129,7 +125,7 @@ def evaluate(scorer: Scorer, sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load(name: str | None, function: str | None, options: Mapping[str, Any], directory: str | None) -> Scorer:
-    """The scorer of a built-in `name`, or of a user's `function` "module:function" found from `directory`."""
+    """The scorer of a built-in `name`, or of "module:function" in `directory`."""
     if function is None:
         assert name is not None
         _check_options(options, frozenset(inspect.signature(BUILT_IN[name]).parameters) - POSITIONAL)
@@ -137,20 +133,20 @@ def load(name: str | None, function: str | None, options: Mapping[str, Any], dir
     if directory is not None:
         sys.path.insert(0, directory)
     module, _, attribute = function.partition(":")
-    found = vars(importlib.import_module(module)).get(attribute)
-    if not callable(found):
+    reward = vars(importlib.import_module(module)).get(attribute)
+    if not callable(reward):
         raise LookupError(f"module {module} has no function {attribute!r}")
-    if inspect.iscoroutinefunction(found):
-        raise TypeError(f"{function} is an async function, and nobody awaits it; define it with def, not async def")
-    parameters = inspect.signature(found).parameters
+    if inspect.iscoroutinefunction(reward):
+        raise TypeError(f"{function} is an async function, which is not awaited; define it with def, not async def")
+    parameters = inspect.signature(reward).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     accepted = None if takes_all else frozenset(parameters)
     if accepted is not None:
         _check_options(options, accepted)
     if "solution_str" in parameters:
-        return partial(_one, found, accepted, options)
+        return partial(_verl, reward, accepted, options)
     if "completions" in parameters:
-        return partial(_batch_of_one, found, accepted, options)
+        return partial(_trl, reward, accepted, options)
     raise TypeError(
         f"{function}({', '.join(parameters)}) has neither signature of a reward: "
         "f(data_source, solution_str, ground_truth, extra_info) or f(prompts, completions, **columns)"
@@ -168,37 +164,33 @@ def _built_in(function: Callable[..., float], options: Mapping[str, Any], sample
     return function(sample["completion"], sample["answer"], sample["finish"], **options)
 
 
-def _one(
+def _verl(
     function: Callable[..., Any], accepted: frozenset[str] | None, options: Mapping[str, Any], sample: Mapping[str, Any]
 ) -> Any:
-    """f(data_source, solution_str, ground_truth, extra_info); extra_info holds the columns, the prompt and `finish`."""
     columns = dict(sample["columns"])
     source, extra = columns.pop("data_source", None), columns.pop("extra_info", None)
     extra = {**columns, **extra} if isinstance(extra, dict) else columns
-    given = {
+    arguments = {
         "data_source": source,
         "solution_str": sample["completion"],
         "ground_truth": sample["answer"],
         "extra_info": {"prompt": sample["prompt"], "finish": sample["finish"], **extra},
         **options,
     }
-    return function(**_only(given, accepted))
+    return function(**_only(arguments, accepted))
 
 
-def _batch_of_one(
+def _trl(
     function: Callable[..., Any], accepted: frozenset[str] | None, options: Mapping[str, Any], sample: Mapping[str, Any]
 ) -> Any:
-    """f(prompts, completions, **columns) with lists of one sample, so that one bad sample spoils no other.
-
-    Where the prompt is messages the completion is one too, as TRL has it: [{"role": "assistant", "content": ...}].
-    """
+    """Lists of one sample: a failure drops one sample. A chat prompt gets a chat completion."""
     text = sample["completion"]
     is_chat = isinstance(sample["prompt"], list)
     completion = [{"role": "assistant", "content": text}] if is_chat else text
     columns = {**sample["columns"], "answer": sample["answer"], "finish": sample["finish"]}
     columns |= {"prompts": sample["prompt"], "completions": completion}
-    given = {**{key: [value] for key, value in columns.items()}, **options}
-    returned = function(**_only(given, accepted))
+    arguments = {**{key: [value] for key, value in columns.items()}, **options}
+    returned = function(**_only(arguments, accepted))
     if not isinstance(returned, Iterable) or isinstance(returned, (str, bytes, Mapping)):
         raise TypeError(f"expected a list of 1 reward for 1 completion, got {returned!r:.100}")
     rewards = list(returned)
@@ -207,5 +199,5 @@ def _batch_of_one(
     return rewards[0]
 
 
-def _only(given: dict[str, Any], accepted: frozenset[str] | None) -> dict[str, Any]:
-    return given if accepted is None else {key: value for key, value in given.items() if key in accepted}
+def _only(arguments: dict[str, Any], accepted: frozenset[str] | None) -> dict[str, Any]:
+    return arguments if accepted is None else {key: value for key, value in arguments.items() if key in accepted}

@@ -1,7 +1,6 @@
-"""Rewards of sampled responses, computed in killable worker processes so that no reward function can stop a run.
+"""Rewards in worker processes that can be killed, so that no reward function stops a run.
 
-A reward is a built-in (`reward_functions.BUILT_IN`) or a user's `module:function` that the recipe names, with either
-signature of docs/contract.md, section `train` (called as `reward_worker` says). This module and the workers load no torch.
+A reward is a built-in or a user's `module:function` (docs/contract.md). Loads no torch.
 """
 
 import difflib
@@ -13,42 +12,27 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence, Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
-from dovetail.data.examples import Prompt
 from dovetail.errors import ConfigError, DataError, quoted
 from dovetail.jsonl import as_text
-from dovetail.parallel.consensus import agreed, of_first
-from dovetail.parallel.mesh import Mesh
 from dovetail.rl.reward_functions import BUILT_IN
 from dovetail.rl.reward_worker import END_SECONDS
-from dovetail.rollout.base import Completion
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dovetail.rl.reward_worker import main; main()"
-
-
-SLOW = "where it needs longer, raise reward.timeout_seconds"
-
-
-_START_SECONDS = 120.0  # a user's module may import heavy things
-
-
-LONGEST = 1e6  # seconds that a reward may take; the system's calls take no more than twice as many
-
-
-FIRST_SAMPLES = 8  # where all of so many fail, drawn at random, that 5 % of all fail has a chance of 4e-11
-
-
+_START_SECONDS = 120.0  # a user's module may import large packages
 _MOST_BYTES = 1 << 20  # of an answer
+LONGEST = 1e6  # seconds; system calls take at most about twice as many
+FIRST_SAMPLES = 8  # all of them fail with probability 4e-11 if 5 % of a step do
+MOST_REWARD_ERRORS = 0.05  # of a step's samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardInput:
-    """What a reward may look at: the row's prompt (text or messages), answer and other columns, and the response."""
+    """What a reward may read."""
 
     completion: str
     answer: Any = None
@@ -59,21 +43,20 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """`value` is None for a dropped sample: on purpose where `error` is None too (the function returned None).
+    """`value` None: dropped, by `error` or because the function returned None.
 
-    judged: False where `score` gave up before it came to the sample.
+    scored: False if `score` gave up before this sample.
     """
 
     value: float | None
     error: str | None = None
-    judged: bool = True
+    scored: bool = True
 
 
 class RewardRunner:
-    """A pool of worker processes that score samples with one reward.
+    """Worker processes for one reward; ConfigError if it cannot be loaded.
 
-    Each sample has `timeout` seconds of its own, `LONGEST` at most; a worker that does not answer in time, or dies, is
-    replaced. The constructor raises ConfigError where the reward cannot be loaded. `options` go to the function by keyword.
+    A worker that dies, or takes longer than `timeout` seconds, is replaced. directory: of user modules.
     """
 
     def __init__(
@@ -86,16 +69,10 @@ class RewardRunner:
         timeout: float = 10.0,
         workers: int = 1,
     ) -> None:
-        if (name is None) == (function is None):
-            raise ConfigError(
-                f"reward: give either name or import, not name={quoted(name)} with import={quoted(function)}"
-            )
-        if name is not None and name not in BUILT_IN:
-            near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        if function is None and name not in BUILT_IN:
+            near = difflib.get_close_matches(str(name), BUILT_IN, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"reward.name={quoted(name)} is no built-in reward ({', '.join(BUILT_IN)}){hint}")
-        if function is not None and not all(function.partition(":")):
-            raise ConfigError(f"reward.import={quoted(function)} is not of the form module:function")
         self._timeout = min(timeout, LONGEST)
         self._setup = {
             "name": name,
@@ -103,23 +80,20 @@ class RewardRunner:
             "options": dict(options or {}),
             "directory": None if directory is None else str(Path(directory).resolve()),
         }
-        self._workers = [_Worker(self._setup) for _ in range(max(workers, 1))]
+        self._workers = [_Worker(self._setup) for _ in range(workers)]
         for worker in self._workers:
             self._await_ready(worker)
 
     def __enter__(self) -> "RewardRunner":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def score(self, samples: Sequence[RewardInput], most_errors: float | None = None) -> list[RewardResult]:
-        """One result a sample, in order, whatever the reward function does to its worker.
+    def score(self, samples: Seq[RewardInput], most_errors: float | None = None) -> list[RewardResult]:
+        """One result a sample, in order; scored in a random order that depends on the count.
 
-        most_errors: give up, and close the runner, once more than this share of all samples has failed, or all of the
-        first `FIRST_SAMPLES`. Samples are judged in a random order, the same for equally many.
+        most_errors: give up and close when more than this share, or all of the first `FIRST_SAMPLES`, have failed.
         """
         results: list[RewardResult | None] = [None] * len(samples)
         waiting = random.Random(0).sample(range(len(samples)), len(samples))
@@ -143,12 +117,11 @@ class RewardRunner:
                     results[index] = self._result(worker, answer)
                     if most_errors is not None and _hopeless(results, most_errors):
                         self.close()
-                        return [result or RewardResult(None, judged=False) for result in results]
+                        return [result or RewardResult(None, scored=False) for result in results]
                     idle.append(worker if answer is not None and worker.alive else self._replace(worker))
         return [result for result in results if result is not None]
 
     def close(self) -> None:
-        """End the workers; the runner is not to be used again."""
         for worker in self._workers:
             worker.ask_to_end()
         for worker in self._workers:
@@ -158,9 +131,10 @@ class RewardRunner:
     def _result(self, worker: "_Worker", answer: Mapping[str, Any] | None) -> RewardResult:
         if answer is not None:
             return RewardResult(answer["value"], answer["error"])
-        if worker.alive:
-            return RewardResult(None, f"no answer within {self._timeout:g} s; the worker was killed; {SLOW}")
-        return RewardResult(None, "the worker process died")
+        if not worker.alive:
+            return RewardResult(None, "the worker process died")
+        remedy = "where it needs longer, raise reward.timeout_seconds"
+        return RewardResult(None, f"no answer within {self._timeout:g} s; the worker was killed; {remedy}")
 
     def _replace(self, worker: "_Worker") -> "_Worker":
         worker.kill()
@@ -184,42 +158,40 @@ class RewardRunner:
             )
 
 
-def _hopeless(results: Sequence[RewardResult | None], most_errors: float) -> bool:
-    """Whether too many samples have failed, however the others come out."""
-    done = [result.error is not None for result in results if result is not None]
-    return sum(done) > most_errors * len(results) or (all(done) and len(done) >= FIRST_SAMPLES)
+def _hopeless(results: Seq[RewardResult | None], most_errors: float) -> bool:
+    failed = [result.error is not None for result in results if result is not None]
+    return sum(failed) > most_errors * len(results) or (all(failed) and len(failed) >= FIRST_SAMPLES)
 
 
 class _Worker:
-    """The keeper of one reward process, in a session of its own; both speak JSON lines."""
+    """The keeper of a reward process; messages are JSON lines."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C in the terminal is the run's alone
+            start_new_session=True,  # Ctrl-C in the terminal does not reach it
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._requests: IO[bytes] = self._process.stdin
         self.answers: IO[bytes] = self._process.stdout
         os.set_blocking(self.answers.fileno(), False)
-        self._buffer, self._asked = b"", ""
+        self._buffer, self._request_id = b"", ""
         self.alive = True
         self.send(setup)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """A child that is already gone shows in `answer`."""
-        self._asked = secrets.token_hex()
+        self._request_id = secrets.token_hex()
         try:
-            left = json.dumps({**message, "id": self._asked}, default=as_text).encode() + b"\n"
+            left = json.dumps({**message, "id": self._request_id}, default=as_text).encode() + b"\n"
             while left:
                 left = left[os.write(self._requests.fileno(), left) :]
         except BrokenPipeError:
             self.alive = False
 
     def answer(self) -> Mapping[str, Any] | None:
-        """The answer to the latest message, if it has come; never waits. After one of another form nothing more is read."""
+        """The answer to the last message, or None; does not wait. Other output is an error."""
         try:
             chunk = os.read(self.answers.fileno(), 1 << 16)
         except BlockingIOError:
@@ -231,17 +203,15 @@ class _Worker:
             return None
         self._buffer = rest
         answer = _parsed(line)
-        if answer is not None and answer["id"] == self._asked:
+        if answer is not None and answer["id"] == self._request_id:
             return answer
         self.alive = False
         return {"value": None, "error": f"the reward wrote into the pipe that its answers go through: {line!r:.100}"}
 
     def ask_to_end(self) -> None:
-        """Have the keeper end itself and all that runs below it."""
         self._requests.close()
 
     def kill(self) -> None:
-        """End the reward and everything it started, which is still there where the reward has ended by itself."""
         self.ask_to_end()
         try:
             self._process.wait(2 * END_SECONDS)
@@ -252,7 +222,6 @@ class _Worker:
 
 
 def _parsed(line: bytes) -> Mapping[str, Any] | None:
-    """An answer as `reward_worker` writes them; None for anything else."""
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError):
@@ -263,48 +232,20 @@ def _parsed(line: bytes) -> Mapping[str, Any] | None:
     return None
 
 
-MOST_REWARD_ERRORS = 0.05  # of a step's samples; above it the reward itself is taken to be wrong
-
-
-class RewardTask:
-    """`runner` is there on the first rank only; `name` is the reward's, for messages. Collective."""
-
-    def __init__(self, runner: RewardRunner | None, mesh: Mesh, name: str) -> None:
-        self.runner, self.mesh, self.name = runner, mesh, name
-
-    def __call__(self, prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str]) -> list[RewardResult]:
-        """One result a completion; `prompts[i]` is what completion i answers."""
-        told: list[tuple[float | None, str | None, bool]] = []
-        with agreed(self.mesh):
-            if self.runner is not None:
-                judged = [
-                    RewardInput(completion=text, answer=p.answer, finish=c.finish, prompt=p.prompt, columns=p.columns)
-                    for p, c, text in zip(prompts, completions, texts, strict=True)
-                ]
-                results = self.runner.score(judged, MOST_REWARD_ERRORS)
-                told = [(result.value, result.error, result.judged) for result in results]
-        return [RewardResult(*result) for result in of_first(told, self.mesh)]
-
-    def close(self) -> None:
-        """End the reward processes."""
-        if self.runner is not None:
-            self.runner.close()
-
-
 def count_errors(results: Seq[RewardResult], ids: Seq[Any], where: str) -> tuple[int, str | None]:
-    """How many samples an error dropped, and the first one's cause; DataError where they are too many. `ids`: of their rows."""
+    """Failed samples and the first cause; DataError if they are too many."""
     failed = [(result.error, row) for result, row in zip(results, ids, strict=True) if result.error is not None]
-    errors, total, judged = len(failed), len(results), sum(result.judged for result in results)
+    errors, total, scored = len(failed), len(results), sum(result.scored for result in results)
     if not failed:
         return 0, None
     cause, row = failed[0]
     if errors > MOST_REWARD_ERRORS * total:
         share = f"{errors} of {total} samples, more than {MOST_REWARD_ERRORS:.0%}"
-    elif judged < total:
-        share = f"all of the first {judged} of {total} samples"
+    elif scored < total:
+        share = f"all of the first {scored} of {total} samples"
     else:
         return errors, cause
-    rest = "" if judged == total else " (the others were not judged)"
+    rest = "" if scored == total else " (the others were not scored)"
     raise DataError(
         f"{where}: the reward failed on {share}{rest}; first cause: {cause}, on row {row!r:.100}; fix the reward function, "
         "or the rows that it fails on"

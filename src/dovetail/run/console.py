@@ -1,4 +1,4 @@
-"""What a run shows: a progress bar on a terminal, plain lines elsewhere, a curve and a summary at the end."""
+"""Terminal output of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,14 +29,14 @@ UPDATED = ("loss", "grad_norm", "lr", "entropy_mean", "kl_mean", "tokens_per_sec
 
 
 class _Steady(RichConsole):
-    """Nobody listens any more: that is no reason to end a run."""
+    """A broken pipe does not end a run."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
 
 
 class Console:
-    """The terminal of the first rank; the other ranks' are quiet."""
+    """Quiet except on the first rank."""
 
     def __init__(self, *, speaks: bool, steps: int) -> None:
         self._console = _Steady(quiet=not speaks, highlight=False, soft_wrap=True)
@@ -56,12 +56,10 @@ class Console:
             self._progress.stop()
 
     def say(self, text: str) -> None:
-        """One line, as it is."""
         with suppress(OSError):  # the disk of a log may be full
             self._console.print(text, markup=False)
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """One step's line."""
         known = {key: row[key] for key, _, _ in SHOWN if row.get(key) is not None}
         notes = [f"UPDATE SKIPPED: {row['fault']}"] if row.get("skipped") else []
         failed = (
@@ -86,10 +84,7 @@ class Console:
 
 
 def curve(values: Sequence[float], height: int = 6) -> str:
-    """`values` as a chart of block characters, oldest left, with its range on the side; those not finite left out.
-
-    Nothing of fewer than three values, nor of equal ones, which have no shape.
-    """
+    """A chart of block characters; "" for fewer than three finite values or equal ones."""
     values = [v for v in values if math.isfinite(v)]
     if len(values) < FEWEST or min(values) == max(values):
         return ""

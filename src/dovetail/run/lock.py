@@ -1,4 +1,4 @@
-"""A run directory belongs to one process at a time; the operating system frees it however that process ends."""
+"""The lock of a run directory, and the check that hosts share it."""
 
 import contextlib
 import fcntl
@@ -16,17 +16,20 @@ from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
 
 NAME = ".lock"
+VISIBLE_SECONDS = 15.0  # for a new file to be seen on another host, whose file system may cache the folder
+POLL_SECONDS = 0.2
+MOST_SHOWN = 8  # ranks in a message
 
 
 class RunLock:
-    """Held from `take` until `release`, or until this process is gone."""
+    """Released by the operating system when the process ends."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
         self._fd = -1
 
-    def take(self) -> None:
-        """Make the directory this process's own; refused, naming the owner, where another one has it."""
+    def acquire(self) -> None:
+        """ConfigError, which names the owner, if another process holds it."""
         while self._fd < 0:
             fd = self._opened()
             try:
@@ -35,7 +38,7 @@ class RunLock:
                 owner = os.read(fd, 4096).decode(errors="replace")
                 os.close(fd)
                 raise ConfigError(
-                    f"run_dir {self.path.parent} is in use by {_told(owner)}; end that run first"
+                    f"run_dir {self.path.parent} is in use by {_describe(owner)}; end that run first"
                 ) from error
             if _is_at(fd, self.path):
                 owner = json.dumps(
@@ -44,11 +47,11 @@ class RunLock:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, owner.encode(), 0)
                 self._fd = fd
-            else:  # its owner removed it between our two calls: what we hold is nobody's lock
+            else:  # its owner removed the file between the two calls
                 os.close(fd)
 
     def _opened(self) -> int:
-        """A regular file of this directory's own: through a link another file would be emptied."""
+        """Not through a link: its target would be truncated."""
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         except OSError as error:
@@ -59,7 +62,6 @@ class RunLock:
         raise ConfigError(f"{self.path} is no regular file; remove it")
 
     def release(self) -> None:
-        """Leave the directory to others; may be called twice."""
         if self._fd >= 0:
             self.path.unlink(missing_ok=True)
             os.close(self._fd)
@@ -73,60 +75,51 @@ def _is_at(fd: int, path: Path) -> bool:
         return False
 
 
-def _told(owner: str) -> str:
+def _describe(owner: str) -> str:
     try:
-        found = json.loads(owner)
-        return f"process {found['pid']} on {found['host']}, since {found['started']}"
+        fields = json.loads(owner)
+        return f"process {fields['pid']} on {fields['host']}, since {fields['started']}"
     except (ValueError, KeyError, TypeError):
         return "another process"
 
 
-SEEN_SECONDS = 15.0  # for a file to be seen on another host, whose file system may remember what was there
-
-
-LOOK_SECONDS = 0.2
-
-
-SHOWN = 8  # ranks in a message
-
-
 def refuse_unshared(path: Path, mesh: Mesh) -> None:
-    """Raise ConfigError on every rank where the run directory `path`, which may be absent, is not the same on all. Collective.
+    """ConfigError if the directory, which need not exist, differs between ranks. Collective.
 
-    The first rank makes a file in it, or in the nearest folder above it, for as long as the others look for that.
+    The others must see a file that the first rank makes in it or its nearest parent.
     """
     world, folders = mesh["world"], [path.absolute(), *path.absolute().parents]
     if world.size == 1:
         return
     above = next(i for i, folder in enumerate(folders) if folder.is_dir())
-    mine = [f".tmp-shared-{uuid.uuid4().hex}", above, path.absolute().parts[len(folders) - above :]]
-    name, above, inside = of_first(mine, mesh)
+    first = [f".tmp-shared-{uuid.uuid4().hex}", above, path.absolute().parts[len(folders) - above :]]
+    name, above, inside = of_first(first, mesh)
     folder = folders[min(above, len(folders) - 1)]
     try:
         with agreed(mesh):
             if world.rank == 0:
                 (folder / name).touch()
-        same = [*path.absolute().relative_to(folder).parts] == inside and _seen(folder / name)
-        told = gather_text(json.dumps([socket.gethostname(), same]), world, mesh.device)
+        same = [*path.absolute().relative_to(folder).parts] == inside and _appears(folder / name)
+        ranks = gather_text(json.dumps([socket.gethostname(), same]), world, mesh.device)
     finally:
         if world.rank == 0:
             (folder / name).unlink(missing_ok=True)
-    everyone = [json.loads(text) for text in told]
+    everyone = [json.loads(text) for text in ranks]
     without = [f"{host} (rank {rank})" for rank, (host, same) in enumerate(everyone) if not same]
     if without:
         raise ConfigError(
-            f"run_dir {path} is not the same directory on all hosts: {', '.join(without[:SHOWN])} cannot see what "
+            f"run_dir {path} is not the same directory on all hosts: {', '.join(without[:MOST_SHOWN])} cannot see what "
             f"{everyone[0][0]} (rank 0) writes there; give a directory that all hosts share, such as one on NFS"
         )
 
 
-def _seen(file: Path) -> bool:
-    """Whether the file appears in time. Listing its folder has NFS ask its server again."""
-    deadline = time.monotonic() + SEEN_SECONDS
+def _appears(file: Path) -> bool:
+    """Listing the folder makes NFS refresh it."""
+    deadline = time.monotonic() + VISIBLE_SECONDS
     while not file.exists():
         if time.monotonic() > deadline:
             return False
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
         with contextlib.suppress(OSError):
             os.listdir(file.parent)
     return True

@@ -1,7 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, one object a step, on the disk at once, and whichever loggers the recipe names.
-
-A logger runs in a thread of its own behind a queue, so one that fails, hangs or loses its network costs the run nothing.
-"""
+"""metrics.jsonl and loggers. Loggers run in threads, so that their failures do not stop a run."""
 
 import importlib
 import importlib.util
@@ -24,7 +21,7 @@ LAST_SECONDS = 10.0  # for a logger to send what it has when the run ends
 
 
 class Metrics:
-    """The metrics file of one run and its loggers. Made by the first rank only."""
+    """On the first rank only."""
 
     def __init__(
         self, run_dir: Path, loggers: tuple[str, ...], config: Mapping[str, Any], say: Callable[[str], None]
@@ -36,7 +33,7 @@ class Metrics:
             logger.start()
 
     def write(self, row: Row) -> None:
-        """Write one step's row, all of it or nothing; numbers that are not finite become null."""
+        """All of a row or nothing; non-finite numbers become null."""
         append(self._path, row)
         for logger in list(self._loggers):
             if logger.is_alive():
@@ -46,7 +43,6 @@ class Metrics:
                 self._loggers.remove(logger)
 
     def close(self) -> None:
-        """End the loggers."""
         for logger in self._loggers:
             logger.rows.put(None)
         for logger in self._loggers:
@@ -56,7 +52,7 @@ class Metrics:
 
 
 class LoggerThread(threading.Thread):
-    """Hands rows to one logger until it gets None."""
+    """Ends at None."""
 
     def __init__(self, kind: str, run_dir: Path, config: Mapping[str, Any]) -> None:
         super().__init__(name=kind, daemon=True)
@@ -80,7 +76,6 @@ class LoggerThread(threading.Thread):
 
 
 def check_loggers(names: tuple[str, ...]) -> None:
-    """Refuse loggers that are not installed, before a run starts."""
     for name in names:
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # without an origin: a mere folder, such as wandb leaves behind

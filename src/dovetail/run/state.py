@@ -1,7 +1,6 @@
-"""The state of a run beside its tensors: written whole into a checkpoint's manifest, and read whole or refused.
+"""Training state besides tensors, stored in a checkpoint's manifest, and fingerprints of inputs.
 
-Data order and sampling noise are functions of the seed and the step, so they need no state but a cursor. The random
-generators are kept all the same: a reward, or a model's own code, may draw from them.
+Data order and sampling depend on seed and step only; random generators are saved for rewards and models that draw.
 """
 
 import base64
@@ -9,14 +8,15 @@ import hashlib
 import json
 import random
 import zlib
-from collections.abc import Iterable, Mapping, Sequence as Seq
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from dovetail.errors import CheckpointError
 from dovetail.parallel.collectives import gather_text
@@ -25,106 +25,97 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_directory import Pretrained
 from dovetail.weights.safe_paths import SideFiles
 
-Value = TypeVar("Value")
-GENERATORS = ("python", "numpy", "torch")  # of every rank; and "device" where it has one
+GENERATORS = ("python", "numpy", "torch")  # of every rank, and "device" on accelerators
 CPU = torch.device("cpu")
-COUNTS = range(1 << 48)  # steps, rows, updates: what is beyond was never counted
-STRETCH, READERS = 1 << 24, 4  # bytes of weights that a fingerprint sums at once, and threads of a rank that do
-SAMPLED, BLOCK = 64, 1 << 12  # places of a file of weights that hosts compare, and bytes of each
-VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # of a config; not the model
+CHUNK, READERS = 1 << 24, 4  # bytes of a checksum in a fingerprint, and threads of a rank
+SAMPLED, BLOCK = 64, 1 << 12  # blocks of a weight file that hosts compare, and their bytes
+VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # not part of the model
 TEXT_FILES = ("tokenizer", "vocab", "merges", "chat_template", "special_tokens", "added_tokens", "spiece")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunState:
-    """Where a run stands after `step` steps. Every field is needed; none is guessed where it is missing.
+def _check_generators(states: Mapping[str, str]) -> Mapping[str, str]:
+    missing = [name for name in GENERATORS if name not in states]
+    if missing:
+        raise ValueError(f"missing: {', '.join(missing)}")
+    saved = random_state(CPU)
+    try:
+        restore_random_state(states, CPU)
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
+        raise ValueError("not the state of random generators") from error
+    finally:
+        restore_random_state(saved, CPU)
+    return states
 
-    order: the how-manieth save of the run this is. score: how good the model is, higher is better.
-    model, data: fingerprints of config, tokenizer and weights, and of the rows as they are fed.
-    cursor: data rows taken so far. updates: optimizer steps by role. before: the evaluation before training.
-    rng: one entry a rank.
+
+Count = Annotated[int, Field(ge=0, lt=1 << 48)]  # of steps, rows, updates
+
+
+class RunState(BaseModel):
+    """After `step` steps. order: number of this save. score: higher is better. model, data: fingerprints.
+
+    cursor: rows used. updates: optimizer steps by role. before: the first evaluation. rng: by rank.
     """
 
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
     run_id: str
-    order: int
-    step: int
+    order: Count
+    step: Count
     score: float | None
     recipe: Mapping[str, Any]
     model: str
     data: str
-    cursor: int
-    updates: Mapping[str, int]
+    cursor: Count
+    updates: Mapping[str, Count]
     before: Mapping[str, float]
-    rng: Seq[Mapping[str, str]]
+    rng: list[Annotated[Mapping[str, str], AfterValidator(_check_generators)]]
 
     def dump(self) -> dict[str, Any]:
-        """The state as plain JSON values."""
-        return asdict(self)
+        return dict(self)
 
     @classmethod
-    def parse(cls, found: Mapping[str, Any] | None, what: Path) -> "RunState":
-        """The state that a manifest holds; anything missing, extra or of a wrong kind is refused by name."""
-        if found is None:
+    def parse(cls, state: Mapping[str, Any] | None, path: Path) -> "RunState":
+        """CheckpointError names every missing, unknown or invalid field."""
+        if state is None:
             raise CheckpointError(
-                f"{what} holds weights without training state; start a new run with model.path={what}"
+                f"{path} holds weights without training state; start a new run with model.path={path}"
             )
-        expected = {field.name: field.type for field in fields(cls)}
-        problems = [f"missing: {name}" for name in expected if name not in found]
-        problems += [f"unknown: {name}" for name in found if name not in expected]
-        kinds: dict[str, tuple[type, ...]] = {
-            "run_id": (str,), "order": (int,), "step": (int,), "score": (float, int, type(None)), "recipe": (Mapping,),
-            "model": (str,), "data": (str,), "cursor": (int,), "updates": (Mapping,), "before": (Mapping,), "rng": (list,),
-        }  # fmt: skip
-        problems += [
-            f"{name} is {found[name]!r:.40}, not a {kind[0].__name__}"
-            for name, kind in kinds.items()
-            if name in found and (not isinstance(found[name], kind) or isinstance(found[name], bool))
-        ]
-        for rank, generators in enumerate(found["rng"] if isinstance(found.get("rng"), list) else []):
-            told = generators if isinstance(generators, Mapping) else {}
-            missing = [f"missing: rng[{rank}].{kind}" for kind in GENERATORS if not isinstance(told.get(kind), str)]
-            problems += missing or ([] if _is_sound(told) else [f"rng[{rank}] is of no random generators"])
-        counts = {name: found[name] for name in ("order", "step", "cursor") if type(found.get(name)) is int}
-        counts |= {f"updates.{role}": n for role, n in found["updates"].items()} if _maps(found, "updates") else {}
-        problems += [
-            f"{name} is {n!r:.40}, not a count" for name, n in counts.items() if type(n) is not int or n not in COUNTS
-        ]
-        values = found["before"] if _maps(found, "before") else {}
-        problems += [f"before.{k} is {v!r:.40}, not a number" for k, v in values.items() if type(v) not in (int, float)]
-        if problems:
-            raise CheckpointError(f"{what}: its training state is not whole: {'; '.join(problems)}")
-        return cls(**found)
+        try:
+            return cls.model_validate(state)
+        except ValidationError as error:
+            problems = [
+                f"{'.'.join(map(str, detail['loc']))} is {detail['input']!r:.40}: {detail['msg']}"
+                for detail in error.errors(include_url=False)
+            ]
+            raise CheckpointError(f"{path}: its training state is not whole: {'; '.join(problems)}") from None
 
 
 def model_fingerprint(config: Mapping[str, Any], sides: SideFiles, directory: Path, mesh: Mesh) -> str:
-    """One value for a model's architecture, its tokenizer and every byte of its weights, of which each rank reads a share.
-
-    The same whatever the number of ranks. Collective.
-    """
+    """Of config, tokenizer and every byte of the weights, for any number of ranks. Collective."""
     digest = _text_digest(config, sides)
-    world, mine, stretches = mesh["world"], "", list[tuple[Path, int]]()
+    world, own, chunks = mesh["world"], "", list[tuple[Path, int]]()
     with agreed(mesh, directory):
         for path in sorted(directory.glob("*.safetensors")):
             size = path.stat().st_size
             digest.update(f"{path.name} {size}".encode())
-            stretches += [(path, start) for start in range(0, size, STRETCH)]
+            chunks += [(path, start) for start in range(0, size, CHUNK)]
         with ThreadPoolExecutor(READERS) as readers:
-            mine = " ".join(readers.map(_checksum, stretches[world.rank :: world.size]))
-    shares = [share.split() for share in gather_text(mine, world, mesh.device)]
-    for i in range(len(stretches)):
+            own = " ".join(readers.map(_checksum, chunks[world.rank :: world.size]))
+    shares = [share.split() for share in gather_text(own, world, mesh.device)]
+    for i in range(len(chunks)):
         digest.update(shares[i % world.size][i // world.size].encode())
     return digest.hexdigest()
 
 
-def _checksum(stretch: tuple[Path, int]) -> str:
-    path, start = stretch
+def _checksum(chunk: tuple[Path, int]) -> str:
+    path, start = chunk
     with open(path, "rb") as file:
         file.seek(start)
-        return f"{zlib.crc32(file.read(STRETCH)):08x}"
+        return f"{zlib.crc32(file.read(CHUNK)):08x}"
 
 
 def refuse_other_models(key: str, source: Pretrained, mesh: Mesh) -> None:
-    """ConfigError where samples of the config, tokenizer and weights behind `key` are not the same on all ranks. Collective."""
+    """ConfigError if config, tokenizer or sampled weights differ between ranks. Collective."""
     sample = ""
     with agreed(mesh, source.path):
         digest = _text_digest(source.config, source.sides)
@@ -140,7 +131,6 @@ def refuse_other_models(key: str, source: Pretrained, mesh: Mesh) -> None:
 
 
 def _text_digest(config: Mapping[str, Any], sides: SideFiles) -> Any:
-    """A hash of a config without what does not change the model, and of the tokenizer's files."""
     digest = hashlib.sha256(_stable({key: value for key, value in config.items() if key not in VOLATILE}))
     for name in sorted(sides):
         if name.startswith(TEXT_FILES):
@@ -150,7 +140,7 @@ def _text_digest(config: Mapping[str, Any], sides: SideFiles) -> Any:
 
 
 def rows_fingerprint(rows: Iterable[object]) -> str:
-    """One value for the rows of a data file as they are fed, in their order."""
+    """Of rows as they are trained on."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(_stable(asdict(row) if hasattr(row, "__dataclass_fields__") else row))  # type: ignore[call-overload]  # it is one
@@ -158,47 +148,29 @@ def rows_fingerprint(rows: Iterable[object]) -> str:
 
 
 def random_state(device: torch.device) -> dict[str, str]:
-    """The state of every random generator of this process, as text."""
     version, words, gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
-    found = {
+    states = {
         "python": json.dumps([version, list(words), gauss]),
         "numpy": json.dumps({**numpy, "state": {**numpy["state"], "key": _packed(numpy["state"]["key"].tobytes())}}),
         "torch": _packed(torch.get_rng_state().numpy().tobytes()),
     }
     if device.type != "cpu":
         state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-        found["device"] = _packed(state.numpy().tobytes())
-    return found
+        states["device"] = _packed(state.numpy().tobytes())
+    return states
 
 
-def restore_random_state(found: Mapping[str, str], device: torch.device) -> None:
-    """Have every random generator go on from what `random_state` said."""
-    version, words, gauss = json.loads(found["python"])
+def restore_random_state(states: Mapping[str, str], device: torch.device) -> None:
+    version, words, gauss = json.loads(states["python"])
     random.setstate((version, tuple(words), gauss))
-    numpy = json.loads(found["numpy"])
+    numpy = json.loads(states["numpy"])
     numpy["state"]["key"] = np.frombuffer(_unpacked(numpy["state"]["key"]), dtype=np.uint32)
     np.random.set_state(numpy)
-    torch.set_rng_state(_bytes(found["torch"]))
-    if device.type != "cpu" and "device" in found:
-        torch.get_device_module(device).set_rng_state(_bytes(found["device"]), device)
-
-
-def _maps(found: Mapping[str, Any], name: str) -> bool:
-    return isinstance(found.get(name), Mapping)
-
-
-def _is_sound(found: Mapping[str, str]) -> bool:
-    """Whether the generators of this process would go on from that. They stay as they are."""
-    kept = random_state(CPU)
-    try:
-        restore_random_state(found, CPU)
-    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError):
-        return False
-    finally:
-        restore_random_state(kept, CPU)
-    return True
+    torch.set_rng_state(_bytes(states["torch"]))
+    if device.type != "cpu" and "device" in states:
+        torch.get_device_module(device).set_rng_state(_bytes(states["device"]), device)
 
 
 def _bytes(text: str) -> torch.Tensor:

@@ -22,8 +22,8 @@ SECONDS = 2.0  # from the claim to the refusal
 HOLD = """
 import sys, time
 from pathlib import Path
-from dovetail.rl.lock import RunLock
-RunLock(Path(sys.argv[1])).take()
+from dovetail.run.lock import RunLock
+RunLock(Path(sys.argv[1])).acquire()
 print("taken", flush=True)
 time.sleep(600)
 """
@@ -31,13 +31,13 @@ RACE = """
 import os, sys, time
 from pathlib import Path
 from dovetail.errors import ConfigError
-from dovetail.rl.lock import RunLock
+from dovetail.run.lock import RunLock
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 won = 0
 while won < rounds:
     lock = RunLock(folder)
     try:
-        lock.take()
+        lock.acquire()
     except ConfigError:
         continue
     os.close(os.open(folder / "owner", os.O_CREAT | os.O_EXCL))  # fails where there are two owners
@@ -63,7 +63,7 @@ def test_the_second_one_is_refused_and_told_who_is_there(owner: subprocess.Popen
     for _ in range(5):  # on a busy machine any one may wait for its turn
         begun = time.monotonic()
         with pytest.raises(ConfigError) as caught:
-            RunLock(tmp_path).take()
+            RunLock(tmp_path).acquire()
         took.append(time.monotonic() - begun)
     assert min(took) < SECONDS
     told = re.search(r"is in use by process (\d+) on (\S+), since (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)", str(caught.value))
@@ -76,7 +76,7 @@ def test_a_dead_owner_is_followed(owner: subprocess.Popen[str], tmp_path: Path) 
     owner.wait()
     assert json.loads((tmp_path / NAME).read_text())["pid"] == owner.pid, "it left its lock behind"
     lock = RunLock(tmp_path)
-    lock.take()
+    lock.acquire()
     assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
     lock.release()
     lock.release()
@@ -88,7 +88,7 @@ def test_what_stands_in_the_file_decides_nothing(tmp_path: Path) -> None:
     for text in (json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "started": "2099"}), "garbage", ""):
         (tmp_path / NAME).write_text(text)
         lock = RunLock(tmp_path)
-        lock.take()
+        lock.acquire()
         lock.release()
 
 
@@ -98,10 +98,10 @@ def test_a_lock_that_is_no_file_of_its_own_is_refused(tmp_path: Path) -> None:
     for make in (lambda path: path.symlink_to("precious"), Path.mkdir, os.mkfifo):
         make(tmp_path / NAME)
         with pytest.raises(ConfigError, match=f"{NAME} .*; remove it"):
-            RunLock(tmp_path).take()
+            RunLock(tmp_path).acquire()
         (tmp_path / NAME).rmdir() if make is Path.mkdir else (tmp_path / NAME).unlink()
     assert (tmp_path / "precious").read_text() == "data"
-    RunLock(tmp_path).take()
+    RunLock(tmp_path).acquire()
 
 
 def test_no_race_has_two_winners(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_run_that_is_under_way_is_left_alone(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "r.yaml", model, rows, trainer={"prompts_per_step": 1, "save_every": 1})
     assert here("train", recipe).code == 0
     lock = RunLock(tmp_path / "run")
-    lock.take()
+    lock.acquire()
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     told = refusal(here("train", recipe, "trainer.steps=9"))
     assert f"is in use by process {os.getpid()} on {socket.gethostname()}" in told

@@ -10,7 +10,7 @@ import yaml
 
 from dovetail.errors import ConfigError
 from dovetail.parallel.layout import Layout
-from dovetail.recipe.keys import FOREIGN
+from dovetail.recipe.keys import FOREIGN, RENAMED
 from dovetail.recipe.schema import GRPO, PPO, PolicyGradient, Recipe, known_keys, load_recipe, make_recipe
 from dovetail.recipe.yaml import parse_overrides
 
@@ -112,14 +112,14 @@ def test_sections_are_frozen() -> None:
         ),
         ({"algorithm": {"name": "dapo"}}, "clip_low: 0.2, clip_high: 0.28, skip_equal_groups: true}"),
         ({"algorithm": {"name": "ppoo"}}, "algorithm.name is 'ppoo'; expected one of 'sft', 'grpo', 'ppo', 'rloo'"),
-        ({"optim": {"lr": "fast"}}, "optim.lr is 'fast'; expected a number"),
-        ({"optim": {"lr": 0}}, "optim.lr is 0; expected more than 0"),
+        ({"optim": {"lr": "fast"}}, "optim.lr is 'fast'; expected a valid number"),
+        ({"optim": {"lr": 0}}, "optim.lr is 0; expected greater than 0"),
         ({"optim": {"lr": float("nan")}}, "optim.lr is nan; expected a finite number"),
         ({"optim": {"betas": [0.9, 1.0]}}, "optim.betas is 1.0; expected less than 1"),
-        ({"optim": {"betas": [0.9]}}, "optim.betas is [0.9]; expected a longer list"),
-        ({"optim": {"betas": [0.9, 0.9, 0.9]}}, "optim.betas is [0.9, 0.9, 0.9]; expected a shorter list"),
-        ({"layout": {"dp": 0}}, "layout.dp is 0; expected more than 0 or 'auto'"),
-        ({"layout": {"tp": True}}, "layout.tp is True; expected a whole number"),
+        ({"optim": {"betas": [0.9]}}, "optim.betas is [0.9]; expected 2 values"),
+        ({"optim": {"betas": [0.9, 0.9, 0.9]}}, "optim.betas is [0.9, 0.9, 0.9]; Tuple should have at most 2 items"),
+        ({"layout": {"dp": 0}}, "layout.dp is 0; expected greater than 0 or 'auto'"),
+        ({"layout": {"tp": True}}, "layout.tp is True; expected a valid integer"),
         ({"model": {}}, "model.path is missing; expected HF directory"),
         ({"optim": 3}, "optim is 3; expected a mapping of keys"),
         ({"model": {"path": "M", "dtype": "fp16"}}, "model.dtype is 'fp16'; expected 'float32' or 'bfloat16'"),
@@ -196,7 +196,7 @@ def test_all_mistakes_come_together() -> None:
         ("model: [", "is not valid YAML"),
         ("- a", "holds a list; expected a mapping of sections"),
         ("on: 2", "recipe.yaml': the key True is not text; expected the name of a section"),  # as YAML reads it
-        (yaml.safe_dump({**SMALLEST, "optim": {7: 2}}), "optim: the key 7 is not text; expected the name of a key"),
+        (yaml.safe_dump({**SMALLEST, "optim": {7: 2}}), "optim is 7; Keys should be strings"),
         ("optim: {lr: 1, lr: 2}", "the key 'lr' is given twice"),
         (
             "optim:\n  lr: 1\n  eps: 2\n  lr: 2\n",
@@ -355,3 +355,16 @@ def test_tags_that_do_not_fit_are_refused(value: str, tmp_path: Path) -> None:
     kind = value.partition(" ")[0].strip("!")
     with pytest.raises(ConfigError, match=f"line 1, column 18: '.*' is no {kind}; quote what is text"):
         load_recipe(write(tmp_path, f"trainer: {{steps: {value}}}"))
+
+
+def test_renamed_keys_are_accepted_with_a_note(tmp_path: Path) -> None:
+    path = write(tmp_path, yaml.safe_dump({**SMALLEST, "rollout": {"monitor": True, "top_k": 3}}))
+    recipe = load_recipe(path, ["rollout.replay=trainer"])
+    assert (recipe.rollout.router_replay, recipe.rollout.mismatch_metrics, recipe.rollout.top_k) == ("trainer", True, 3)
+    assert recipe.notes == (
+        "rollout.replay is now rollout.router_replay; this release still accepts the old name",
+        "rollout.monitor is now rollout.mismatch_metrics; this release still accepts the old name",
+    )
+    assert RENAMED.keys().isdisjoint(known_keys()) and set(RENAMED.values()) <= known_keys().keys()
+    with pytest.raises(ConfigError, match=r"unknown key rollout\.replay; did you mean"):
+        load_recipe(path, ["rollout.replay=trainer", "rollout.router_replay=trainer"])

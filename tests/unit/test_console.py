@@ -83,7 +83,7 @@ def test_a_step_without_an_update_says_so_and_shows_no_numbers_of_it(
 
 def test_nobody_has_to_listen() -> None:
     """A pipe that nobody reads any more, and a disk that is full: neither ends a run."""
-    code = "import sys; from dovetail.log import Console; c = Console(speaks=True, steps=1)\n"
+    code = "import sys; from dovetail.run.console import Console; c = Console(speaks=True, steps=1)\n"
     code += "for _ in range(9): c.say('x' * 9999)\nsys.stderr.write('through')"
     command = [sys.executable, "-c", code]
     pipe = subprocess.PIPE

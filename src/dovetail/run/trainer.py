@@ -1,0 +1,153 @@
+"""The training loop."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dovetail.engine.base import Engine
+from dovetail.errors import NumericsError
+from dovetail.launch.progress import Progress
+
+if TYPE_CHECKING:  # the loop needs neither pydantic nor rich
+    from dovetail.recipe.schema import TrainerSection
+    from dovetail.run.directory import RunDirectory
+
+Row = dict[str, Any]
+
+
+class Task(Protocol):
+    """Steps and evaluations of an algorithm."""
+
+    @property
+    def trained(self) -> Seq[Engine]: ...
+
+    def step(self, step: int, stopping: Callable[[], bool] = ..., /) -> Row | None:
+        """Metrics of step `step` (from 0). None: `stopping()` before anything changed."""
+        ...
+
+    def sample_rows(self) -> Seq[Row]:
+        """For `run_dir/rollouts`; empty without a rollout."""
+        ...
+
+    def evaluate(self, step: int, /) -> Row:
+        """{} without held-out rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """before, after: evaluations. stopped: by a signal."""
+
+    before: Row
+    after: Row
+    rows: list[Row]
+    stopped: bool
+
+
+class TimeBudget:
+    """Counted from construction. shared: the first rank's number on every rank (collective)."""
+
+    def __init__(self, seconds: float | None, shared: Callable[[float], float], say: Callable[[str], None]) -> None:
+        self.seconds, self.shared, self.say = seconds, shared, say
+        self._begun = self._trained_from = time.monotonic()
+        self._done = self._steps = 0
+
+    def start(self, steps: int) -> None:
+        """After the first evaluation."""
+        self._steps, self._trained_from = steps, time.monotonic()
+
+    def has_room(self) -> bool:
+        """Whether another step and an evaluation fit. Collective."""
+        self._done += 1
+        if self.seconds is None or self._done == self._steps:
+            return True
+        now = time.monotonic()
+        spent, mean = now - self._begun, (now - self._trained_from) / self._done
+        evaluation = self._trained_from - self._begun
+        room = max(0, int((self.seconds - spent - evaluation) / max(mean, 1e-9)))
+        room = int(self.shared(min(room, self._steps)))
+        budget = f"trainer.time_budget_seconds={self.seconds:g}"
+        if room == 0:
+            self.say(
+                f"stopping after {self._done} of {self._steps} steps, which took {mean:.1f} s each: {spent:.0f} s of {budget} "
+                f"are spent, and the last evaluation takes about {evaluation:.0f} s"
+            )
+        elif self._done == 1 and room + 1 < self._steps:
+            self.say(
+                f"the first step took {mean:.1f} s, so {self._steps} would take about {mean * self._steps:.0f} s; {budget} has "
+                f"room for about {room + 1}"
+            )
+        return room > 0
+
+
+class Guard:
+    """Stops after skipped updates, or if replicas differ."""
+
+    def __init__(self, max_skipped: int, check_replicas_every: int) -> None:
+        self.max_skipped, self.check_replicas_every = max_skipped, check_replicas_every
+        self.skipped = 0
+
+    def check(self, row: Mapping[str, Any], trained: Seq[Engine]) -> None:
+        """Raises NumericsError or MachineError. Collective."""
+        step = row["step"]
+        self.skipped = self.skipped + 1 if row.get("skipped") else 0
+        if self.skipped == self.max_skipped:
+            raise NumericsError(
+                f"step {step}: the updates of {self.skipped} steps in a row were skipped: {row['fault']}; the weights are "
+                "unchanged; the inputs of these steps are in run_dir under faults/; correct the data or the reward, lower "
+                "optim.lr, or resume from an earlier checkpoint; trainer.max_skipped_steps allows more"
+            )
+        if self.check_replicas_every and step % self.check_replicas_every == 0:
+            for engine in trained:
+                engine.check_replicas()
+
+
+def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: Progress | None = None) -> Outcome:
+    """Until the last step, the reward target, the time budget, or a stop."""
+    progress = progress or Progress()
+    budget = TimeBudget(trainer.time_budget_seconds, run.shared, run.say)
+    step, rows, before = run.earlier() or (0, [], task.evaluate(0))
+    run.start(before)
+    budget.start(trainer.steps - step)
+    unwritten = {f"{name}_before": value for name, value in before.items()} if step == 0 else {}
+    saved, stop, reached = step, run.stopping(), _reached(trainer.stop_at_reward, rows)
+    guard = Guard(trainer.max_skipped_steps, trainer.check_replicas_every)
+    if reached and step < trainer.steps:
+        run.say(f"step {step} has reached trainer.stop_at_reward={trainer.stop_at_reward}: no further step is taken")
+    last = step >= trainer.steps or reached
+    while not (last or stop):
+        begun = time.monotonic()
+        metrics = task.step(step, run.stopping)
+        if metrics is None:
+            stop = True
+            break
+        step += 1
+        seconds = time.monotonic() - begun
+        row = {"step": step, **metrics, "step_seconds": seconds, "tokens_per_second": metrics["tokens"] / seconds}
+        rows.append(row)
+        last = _reached(trainer.stop_at_reward, rows) or not budget.has_room() or step == trainer.steps
+        if (trainer.eval_every and step % trainer.eval_every == 0) or (last and not run.stopping()):
+            row |= task.evaluate(step)
+        row |= unwritten
+        unwritten = {}
+        run.record(row, task.sample_rows())
+        guard.check(row, task.trained)
+        stop = run.stopping()
+        if trainer.save_every and step % trainer.save_every == 0:
+            progress.phase("save", step)
+            run.checkpoint(step)
+            saved = step
+    if step > saved and (trainer.save_on_stop if stop else trainer.save_every):
+        progress.phase("save", step)
+        run.checkpoint(step)
+    if stop:
+        return Outcome(before, {}, rows, stop)
+    evaluated = {name: rows[-1][name] for name in before if rows[-1].get(name) is not None} if rows else {}
+    return Outcome(before, evaluated or task.evaluate(step), rows, stop)
+
+
+def _reached(target: float | None, rows: Seq[Row]) -> bool:
+    """metrics.jsonl has null for NaN."""
+    reward = rows[-1].get("reward_mean") if rows else None
+    return target is not None and reward is not None and bool(reward >= target)

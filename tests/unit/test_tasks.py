@@ -1,0 +1,268 @@
+"""One step of training: the batches of its samples, its metrics, and what ends a run."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any, Literal
+from unittest import mock
+
+import pytest
+import torch
+
+from dovetail.batch.loss import TokenStats
+from dovetail.batch.packed import PackedBatch
+from dovetail.data.examples import Prompt
+from dovetail.engine.base import StepReport
+from dovetail.errors import DataError
+from dovetail.recipe.schema import GRPO, PPO, RLOO, Recipe, make_recipe
+from dovetail.rl.experience import Sample, drop_equal_groups, pack_samples, with_advantages
+from dovetail.rl.rewards import RewardResult
+from dovetail.rl.router_replay import mismatch
+from dovetail.rl.step_metrics import mean, sample_metrics
+from dovetail.rl.tasks import RLTask, inner_batches, step_rows, weighted
+from dovetail.rollout.base import Completion, SamplingParams
+from tests.tolerances import OP_FP32, assert_close
+
+
+def recipe_of(name: str = "grpo", shuffle: bool = True, **algorithm: Any) -> Recipe:
+    return make_recipe(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "rows.jsonl", "shuffle": shuffle},
+            "algorithm": {"name": name, **algorithm},
+            "trainer": {"prompts_per_step": 4},
+            "run_dir": "run",
+        }
+    )
+
+
+RECIPE = recipe_of()
+
+
+def sample(group: int, index: int, prompt: Seq[int], response: Seq[int], reward: float) -> Sample:
+    completion = Completion(group, index, tuple(response), tuple(-1.0 for _ in response), "stop")
+    return Sample(Prompt(id=group, ids=tuple(prompt)), group, completion, "", reward)
+
+
+SAMPLES = [
+    sample(0, 0, [5, 6], [1, 2, 3], 1.0),
+    sample(0, 1, [5, 6], [4], 0.0),  # an empty response: its EOS alone
+    sample(1, 0, [7], [8, 9], 0.5),
+    sample(1, 1, [7], [8, 8, 8, 8], 0.5),
+    sample(2, 0, [1, 1, 1], [2, 4], 0.25),
+]
+
+
+def batch_of(samples: Seq[Sample] = SAMPLES, temperature: float = 1.0) -> PackedBatch:
+    return pack_samples(samples, temperature)
+
+
+def test_the_mask_covers_the_predictions_of_the_response() -> None:
+    batch = batch_of()
+    assert batch.targets[batch.mask].tolist() == [1, 2, 3, 4, 8, 9, 8, 8, 8, 8, 2, 4]
+    assert "temperature" not in batch.fields
+    hot = batch_of(temperature=0.5)
+    assert hot.fields["temperature"][hot.mask].tolist() == [0.5] * 12
+
+
+@pytest.mark.parametrize(("epochs", "parts"), [(1, 1), (2, 1), (1, 2), (3, 4), (1, 5)])
+def test_every_epoch_deals_every_sequence_once(epochs: int, parts: int) -> None:
+    batch = weighted(batch_of().with_fields(number=batch_of().sequence_ids.to(torch.float32)), RECIPE)
+    recipe = recipe_of(epochs=epochs, minibatches=parts)
+    inner = list(inner_batches(batch, recipe, step=3))
+    assert len(inner) == epochs * parts
+    orders = []
+    for epoch in range(epochs):
+        mine = inner[epoch * parts : (epoch + 1) * parts]
+        dealt = [int(x) for part in mine for x in part.fields["number"][part.cu_seqlens[:-1].long()]]
+        assert sorted(dealt) == [0, 1, 2, 3, 4]
+        assert max(part.num_sequences for part in mine) - min(part.num_sequences for part in mine) <= 1
+        assert sum((part.fields["weight"].sum() for part in mine), torch.zeros(())) == batch.mask.sum()
+        orders.append(dealt)
+    again = [int(x) for part in inner_batches(batch, recipe, step=3) for x in part.fields["number"]]
+    assert again == [int(x) for part in inner for x in part.fields["number"]]
+    if parts == 4:
+        assert len({tuple(order) for order in orders}) > 1, "every epoch is dealt anew"
+
+
+def test_more_parts_than_sequences_leave_none_empty() -> None:
+    inner = list(inner_batches(batch_of(), recipe_of(minibatches=8), step=0))
+    assert [part.num_sequences for part in inner] == [1] * 5
+
+
+def test_rows_of_a_step_come_from_one_stream() -> None:
+    seen: Counter[int] = Counter()
+    for step in range(5):
+        seen.update(step_rows(RECIPE, 10, step))
+    assert set(seen.values()) == {2} and len(seen) == 10
+    assert step_rows(recipe_of(shuffle=False), 10, 2) == [8, 9, 0, 1]
+
+
+def test_what_the_sampler_drew_from_is_compared_with_the_policy() -> None:
+    """Schulman's k3 is of KL(sampler || policy): the tokens are the sampler's."""
+    batch = batch_of().with_fields(rollout_logprob=torch.full((len(batch_of()),), -1.0))
+    stats = TokenStats(torch.full((len(batch),), -1.5), torch.zeros(len(batch)))
+    found = mismatch(batch, stats, "replayed_")
+    expected = {"mean": 0.5, "p99": 0.5, "k3": math.exp(-0.5) - 1 + 0.5}
+    assert found == {f"replayed_mismatch_{name}": pytest.approx(x, rel=OP_FP32) for name, x in expected.items()}
+
+
+def report(flops: float) -> StepReport:
+    return StepReport(1.0, 1.0, 0.1, 5, flops, skipped=False, metrics={})
+
+
+def pretended_ppo(policy: StepReport, critic: StepReport, **algorithm: Any) -> RLTask:
+    """Whose engines do nothing but report so."""
+
+    def engine(report: StepReport) -> mock.Mock:
+        return mock.Mock(
+            train_step=mock.Mock(return_value=report),
+            values=lambda batch: torch.zeros(len(batch)),
+            score=lambda batch: TokenStats(torch.zeros(len(batch)), torch.zeros(len(batch))),
+        )
+
+    prompts = [Prompt(id=i, ids=(5, 6)) for i in range(4)]
+    sampler = mock.Mock(sample=lambda asked, _: [Completion(p.row, 0, (1, 2), (-1.0, -1.0), "stop") for p in asked])
+    return RLTask(
+        recipe=recipe_of("ppo", epochs=2, minibatches=2, **algorithm),
+        policy=engine(policy),
+        critic=engine(critic),
+        sampler=sampler,
+        policy_loss=mock.Mock(),
+        value_loss=mock.Mock(),
+        sampling=SamplingParams(),
+        prompts=prompts,
+        held_out=[],
+        rewards=mock.Mock(return_value=[RewardResult(1.0)] * 4),
+        decode=lambda _: "",
+    )
+
+
+def test_operations_of_a_step_are_those_of_policy_and_critic() -> None:
+    """Of all their updates; mfu is made of them."""
+    row = pretended_ppo(report(1.0), report(10.0)).step(0)
+    assert row is not None and row["flops"] == 4 * 1.0 + 4 * 10.0
+    assert "critic_flops" not in row and row["critic_loss"] == 1.0
+    assert "skipped" not in row
+
+
+def test_evaluation_stops_and_bans_as_training_does() -> None:
+    task = pretended_ppo(report(1.0), report(1.0))
+    given = task.sampling = replace(task.sampling, stop_ids=(2, 5), banned_ids=(7, 9))
+    task.held_out, sampler = task.prompts, task.sampler
+    with mock.patch.object(sampler, "sample", wraps=sampler.sample) as sampled:
+        task.step(0)
+        task.evaluate(10)
+    trained, evaluated = (call.args[1] for call in sampled.call_args_list)
+    assert trained.stop_ids == evaluated.stop_ids == (2, 5)
+    assert trained.banned_ids == evaluated.banned_ids == (7, 9)
+    assert (trained.temperature, evaluated.temperature, evaluated.samples) == (given.temperature, 0.0, 1)
+
+
+def test_too_many_failed_rewards_of_an_evaluation_are_told_as_such() -> None:
+    task = pretended_ppo(report(1.0), report(1.0))
+    task.held_out, task.rewards = task.prompts[:1], mock.Mock(return_value=[RewardResult(None, "a cause")])
+    with pytest.raises(DataError, match=r"^the evaluation after step 10: the reward failed on 1 of 1 .* a cause"):
+        task.evaluate(10)
+
+
+def test_a_reward_that_gives_no_number_for_three_steps_ends_the_run() -> None:
+    task = pretended_ppo(report(1.0), report(1.0))
+    nothing = mock.Mock(return_value=[RewardResult(None)] * 4)
+    nothing.name = "grader:f"
+    managers: list[Any] = [nothing, nothing, task.rewards, nothing, nothing]
+    for step, task.rewards in enumerate(managers):
+        task.step(step)
+    with pytest.raises(
+        DataError, match=r"^step 6: 3 steps in a row have no sample with a reward.* grader:f returned None"
+    ):
+        task.step(5)
+
+
+def test_a_skipped_update_of_the_critic_is_one_of_its_step() -> None:
+    """A critic whose gradients are never finite would learn nothing, and the policy from what it says."""
+    task = pretended_ppo(report(1.0), replace(report(10.0), skipped=True, faults={1: ["gradient"]}))
+    row = task.step(0)
+    assert row is not None and row["skipped"] is True
+    assert row["fault"] == "the critic's update: not finite: rank 1: gradient"
+
+
+def test_equal_rewards_have_themselves_for_a_mean() -> None:
+    for count in (3, 10, 32):
+        assert mean([0.7] * count) == 0.7, "or trainer.stop_at_reward=0.7 is missed by a rounding"
+    assert mean([1.0, 2.0]) == 1.5
+    assert math.isnan(mean([])) and math.isnan(mean([math.nan, 1.0]))
+
+
+def test_groups_of_equal_rewards_are_dropped() -> None:
+    assert [s.group for s in drop_equal_groups(SAMPLES)] == [0, 0]
+    assert drop_equal_groups(SAMPLES[2:]) == []
+    assert sample_metrics(SAMPLES, compared=True)["equal_groups"] == 2 / 3
+    assert "equal_groups" not in sample_metrics(SAMPLES, compared=False)
+
+
+def reference_gae(samples: Seq[Sample], batch: PackedBatch, gamma: float, lam: float, penalty: Any) -> list[float]:
+    """Advantage plus value of every response token by the definition: sums of discounted errors, in plain Python."""
+    found, start = [], 0
+    values = batch.fields["old_value"].tolist()
+    for s in samples:
+        n = len(s.completion.ids)
+        first = start + len(s.prompt.ids) - 1  # where the response's first token is predicted
+        v = [values[first + t] for t in range(n)] + [0.0]
+        r = [(s.reward if t == n - 1 else 0.0) - penalty[first + t] for t in range(n)]
+        delta = [r[t] + gamma * v[t + 1] - v[t] for t in range(n)]
+        found += [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
+        start += len(s.prompt.ids) + n
+    return found
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.5, 0.0)])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_values_advantages_and_returns_lie_where_the_prediction_is_made(
+    gamma: float, lam: float, kl_coef: float
+) -> None:
+    torch.manual_seed(1)
+    batch = batch_of()
+    drawn = {name: torch.randn(len(batch)) for name in ("old_value", "old_logprob", "reference_logprob")}
+    algorithm = PPO(gamma=gamma, lam=lam, kl_coef=kl_coef, normalize_advantage=False)
+    found = with_advantages(batch.with_fields(**drawn), SAMPLES, algorithm)
+    penalty = (kl_coef * (drawn["old_logprob"] - drawn["reference_logprob"])).tolist()
+    expected = torch.tensor(reference_gae(SAMPLES, batch.with_fields(**drawn), gamma, lam, penalty))
+    mask = batch.mask
+    assert_close(found.fields["advantage"][mask], expected, OP_FP32)
+    assert_close(found.fields["return"][mask], expected + drawn["old_value"][mask], OP_FP32)
+    assert not found.fields["advantage"][~mask].any() and not found.fields["return"][~mask].any()
+
+
+@pytest.mark.parametrize("kind", [GRPO, RLOO])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_kl_term_in_the_reward_is_summed_over_the_response(
+    kind: type[GRPO] | type[RLOO], estimator: Literal["k1", "k2", "k3"]
+) -> None:
+    """The same as a lower reward; and without a coefficient there is none."""
+    batch = batch_of()
+    fields = {"old_logprob": torch.full((len(batch),), -1.0), "reference_logprob": torch.full((len(batch),), -1.5)}
+    with_kl = with_advantages(
+        batch.with_fields(**fields), SAMPLES, kind(kl_in="reward", kl_estimator=estimator, kl_coef=0.1)
+    )
+    kl = {"k1": 0.5, "k2": 0.5**2 / 2, "k3": math.exp(-0.5) - 1 + 0.5}[estimator]
+    lower = [replace(s, reward=s.reward - 0.1 * kl * len(s.completion.ids)) for s in SAMPLES]
+    plain = with_advantages(batch, lower, kind())
+    assert_close(with_kl.fields["advantage"], plain.fields["advantage"], OP_FP32)
+    assert not torch.equal(plain.fields["advantage"], with_advantages(batch, SAMPLES, kind()).fields["advantage"])
+
+
+@pytest.mark.parametrize("kind", [GRPO, RLOO])
+def test_large_rewards_that_differ_little_are_told_apart(kind: type[GRPO] | type[RLOO]) -> None:
+    """In float32, sums and means of such rewards would round their differences away."""
+    algorithm = kind()
+    far = with_advantages(batch_of(), [replace(s, reward=s.reward + 1e8) for s in SAMPLES], algorithm)
+    assert_close(far.fields["advantage"], with_advantages(batch_of(), SAMPLES, algorithm).fields["advantage"], OP_FP32)
+    assert far.fields["advantage"].dtype == torch.float32
+
+
+def test_a_sample_whose_group_was_dropped_around_it_learns_nothing() -> None:
+    found = with_advantages(batch_of(), SAMPLES, GRPO())
+    assert not found.fields["advantage"][found.sequence_ids == 4].any()
+    assert found.fields["advantage"][(found.sequence_ids == 0) & found.mask].min() > 0
