@@ -1,8 +1,5 @@
-"""Packed attention as an entry of transformers' registries of attention and mask functions.
-
-Sequence boundaries come as the argument `context` of the forward pass, which transformers hands to every attention
-layer. No mask is made.
-"""
+"""Packed attention in transformers' registries. Sequence boundaries come as the argument `context` of the forward pass;
+no mask is made."""
 
 from typing import Any
 
@@ -14,7 +11,7 @@ from dovetail.nn.beside import DelayedWgrad
 from dovetail.nn.context_parallel import BatchAttention
 
 NAME = "dovetail"
-# Arguments that attention is called with and that it computes or may ignore.
+# Arguments that it computes or may ignore.
 KNOWN = frozenset(
     ("context", "sliding_window", "dropout", "is_causal", "position_ids", "cache_position", "use_cache", "return_dict")
 )
@@ -36,8 +33,7 @@ def attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, t, C], key [1, G, t, C], value [1, G, t, Cv] -> [1, t, H, Cv], None. Unknown options are refused,
-    never ignored."""
+    """query [1, H, t, C], key [1, G, t, C], value [1, G, t, Cv] -> [1, t, H, Cv], None. Unknown options are refused."""
     context: BatchAttention | None = options.get("context")
     name = type(module).__name__
     if context is None:
@@ -54,7 +50,7 @@ def attention(
     if scaling is not None and scaling != width**-0.5:
         q = q * (scaling * width**0.5)
     out = context.attend(q, k, v, options.get("sliding_window") or window, DelayedWgrad())
-    return out.contiguous()[None], None  # some models view it
+    return out.contiguous()[None], None
 
 
 def mask(*_: object, local_size: int | None = None, **__: object) -> Window | None:
