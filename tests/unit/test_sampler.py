@@ -167,7 +167,7 @@ def test_stop_ids_are_those_of_both_configs_and_the_tokenizer(tmp_path: Path) ->
     assert stop_ids(Pretrained.open(tmp_path), None) == (7,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 5]}))
     assert stop_ids(Pretrained.open(tmp_path), None) == (5, 7, 9)
-    assert stop_ids(Pretrained.open(tmp_path), tokenizer) == (3, 5, 7, 9)  # type: ignore[arg-type]  # a stand-in
+    assert stop_ids(Pretrained.open(tmp_path), tokenizer) == (3, 5, 7, 9)
 
 
 def test_no_prompts_give_no_completions() -> None:

@@ -199,8 +199,8 @@ class GenerationLoop:
         self.buffer.counts.numpy()[slots] += taken
         if experts is not None:
             indices = (slots[row], rows[row, LENGTH] + step, step, row)
-            slot_of, position, step, row = (torch.from_numpy(x).to(experts.device) for x in indices)
-            self.buffer.put_experts(slot_of, position, experts[step, row])
+            slot_of, position, *source = (torch.from_numpy(x).to(experts.device) for x in indices)
+            self.buffer.put_experts(slot_of, position, experts[source[0], source[1]])
         rows[:, TOKEN] = ids[-1]
         rows[:, LENGTH : DRAWN + 1] += steps
         self.scheduler.free([pages[pages > 0].tolist() for pages in rows[finished, PAGES:]])
