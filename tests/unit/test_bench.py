@@ -241,8 +241,8 @@ def test_an_archive_has_results_first_and_an_end(tmp_path: Path) -> None:
         ("__main__", "--tokens -5", "'-5': expected a whole number, 1 or more"),
         ("__main__", "--rounds 0", "'0': expected a whole number, 1 or more"),
         ("all_gpus", "--only nosuch", "no benchmark nosuch; known: "),
-        ("foreign", "nosuch --device cpu", "no family nosuch; known: "),
-        ("foreign", "--device cpu", "--layers 1"),
+        ("transformers_engine", "nosuch --device cpu", "no family nosuch; known: "),
+        ("transformers_engine", "--device cpu", "--layers 1"),
         ("sampler", "--device nosuch", "device 'nosuch'; expected auto"),
         ("sampler", "--device cpu", "--shape 7b needs a GPU"),
         ("layouts", "dp=1 --device cpu", "--shape 7b needs a GPU"),
@@ -261,7 +261,8 @@ def test_what_a_benchmark_cannot_do_is_told_in_one_message(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 @pytest.mark.parametrize(
-    "module", ["all_gpus", "attention", "block", "block_sizes", "foreign", "head", "long_context", "moe_layer"]
+    "module",
+    ["all_gpus", "attention", "block", "block_sizes", "transformers_engine", "head", "long_context", "moe_layer"],
 )
 def test_a_benchmark_for_gpus_says_that_there_are_none(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -151,6 +151,16 @@ def test_steps_are_captured_once_a_bucket_and_stay_valid(top_p: float) -> None:
     assert len(captured) > count, "the temperature is"
 
 
+def test_bans_hold_and_change_with_a_kept_runner() -> None:
+    sampler = sampler_of("llama", keep_cache=True)
+    even, odd = tuple(range(0, VOCAB, 2)), tuple(range(1, VOCAB, 2))
+    for banned in (even, odd, ()):
+        completions = sampler.sample(some_prompts(), replace(PARAMS, stop_ids=(), banned_ids=banned))
+        drawn = {token for c in completions for token in c.ids}
+        assert not drawn & set(banned)
+    assert drawn & set(even) and drawn & set(odd)
+
+
 def test_buckets_are_few() -> None:
     assert sorted({pad_to_bucket(n) for n in range(1, 513)}) == [8, 32, 64, 128, 256, 512]
     assert all(n <= pad_to_bucket(n) <= max(2 * n, 8) or 8 < n <= 16 for n in range(1, 513))

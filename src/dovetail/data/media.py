@@ -1,7 +1,4 @@
-"""The images and videos of rows: located, measured by their headers, and decoded within bounds. Nothing is fetched.
-
-A video is a list of images, its frames, or a file that transformers decodes.
-"""
+"""Images and videos of rows: located, measured by their headers, and decoded within bounds. Nothing is fetched."""
 
 import base64
 import binascii
@@ -17,21 +14,21 @@ from typing import Any
 
 from dovetail.errors import DataError
 
-KINDS = ("image", "video")  # the row's columns are images and videos
+KINDS = ("image", "video")
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 1 << 26  # of an image, or of all frames of a video
 MAX_BYTES = 1 << 28  # of a file
-TURNED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
+TURNED = (5, 6, 7, 8)  # EXIF orientations
 ORIENTATION = 0x0112
-FRAMES_PER_SECOND = 2.0  # of a list of frames without `fps`
-SOURCES = ("path", "url", "base64", "bytes")  # keys of a content part, besides "image" or "video"
+FRAMES_PER_SECOND = 2.0
+SOURCES = ("path", "url", "base64", "bytes")  # or the part's type
 IMAGE_ERRORS = (OSError, ValueError, SyntaxError)  # bases of pillow's own
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An encoded image; height and width are those of the upright one."""
+    """height and width: of the upright image."""
 
     source: Path | bytes
     name: str
@@ -41,7 +38,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Clip:
-    """A video: its frames, or its file."""
+    """Frames, or a file that transformers decodes."""
 
     name: str
     frames: tuple[Picture, ...] = ()
@@ -51,7 +48,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class MediaRef:
-    """A row's images and videos in the order of their places in the text."""
+    """In the order of their places in the text."""
 
     images: tuple[Picture, ...] = ()
     videos: tuple[Clip, ...] = ()
@@ -61,8 +58,7 @@ class MediaRef:
 
 
 class MediaLocator:
-    """Reads content parts of messages and the columns `images` and `videos`. Paths are relative to `folder`. Raises
-    DataError."""
+    """Reads content parts and the columns `images` and `videos`. Paths are relative to `folder`. Raises DataError."""
 
     def __init__(self, values: Mapping[str, Any], folder: Path) -> None:
         self.folder = folder
@@ -71,7 +67,7 @@ class MediaLocator:
         self.videos: list[Clip] = []
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """For a chat template: content parts of images and videos without their sources."""
+        """Without sources, for a chat template."""
         return [{**message, "content": self._content(message["content"])} for message in messages]
 
     def with_columns(self) -> MediaRef:
@@ -132,7 +128,7 @@ class MediaLocator:
     def _picture(self, value: Any, name: str) -> Picture:
         source = self._source(value, name)
         name = f"{name} ({source})" if isinstance(source, Path) else name
-        bomb = pillow("Image").DecompressionBombWarning  # where pillow warns, we refuse
+        bomb = pillow("Image").DecompressionBombWarning
         with warnings.catch_warnings(action="ignore", category=bomb), _opened(source, name) as image:
             height, width = image.height, image.width
             if _has_exif(image) and image.getexif().get(ORIENTATION) in TURNED:
@@ -159,7 +155,6 @@ class MediaLocator:
         return Clip(name, frames, fps=float(rate))
 
     def _source(self, value: Any, name: str) -> Path | bytes:
-        """Bytes, or the path of a file that exists."""
         if isinstance(value, Mapping):  # as datasets have them: {"bytes", "path"}
             value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
         if isinstance(value, bytes):
@@ -187,7 +182,7 @@ class MediaLocator:
 
 @contextmanager
 def _opened(source: Path | bytes, name: str) -> Iterator[Any]:
-    """pillow's image with its header read. Raises DataError."""
+    """With its header read. Raises DataError."""
     module = pillow("Image")
     try:
         image = module.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
@@ -203,7 +198,7 @@ def _opened(source: Path | bytes, name: str) -> Iterator[Any]:
 
 
 def pillow(module: str) -> Any:
-    """A module of pillow, which is an extra. Raises DataError."""
+    """Raises DataError."""
     try:
         return importlib.import_module(f"PIL.{module}")
     except ImportError as error:
@@ -216,12 +211,12 @@ def upright(picture: Picture) -> Any:
         try:
             turned = pillow("ImageOps").exif_transpose(image) if _has_exif(image) else image
             return turned.convert("RGB")
-        except IMAGE_ERRORS as error:  # truncated, or corrupt behind its header
+        except IMAGE_ERRORS as error:
             raise DataError(f"{picture.name} cannot be decoded: {error}; save it again") from error
 
 
 def _has_exif(image: Any) -> bool:
-    """In its header; asking a PNG for tags behind its pixels would decode it."""
+    """In its header: to look behind the pixels of a PNG would decode it."""
     return "exif" in image.info
 
 

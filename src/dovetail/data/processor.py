@@ -1,8 +1,5 @@
-"""transformers' processors of images and videos: lengths when rows are loaded, pixels when a step needs them.
-
-Headers give the lengths of images; videos are read once for theirs. Each rank reads the pixels of its own sequences, in
-threads.
-"""
+"""transformers' processors of images and videos: lengths when rows are loaded, pixels, in threads, when a step needs
+them."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,13 +17,13 @@ from dovetail.errors import DataError
 from dovetail.hf.vision import GRIDS, KINDS
 
 READERS = 4  # threads of a rank
-AHEAD = 32  # rows that are read before they are asked for
+AHEAD = 32  # rows read in advance
 CACHE_BYTES = 1 << 30  # of a rank
-TENSORS = (*(kind.pixels for kind in KINDS), *GRIDS)  # of a processor's output
+TENSORS = (*(kind.pixels for kind in KINDS), *GRIDS)
 
 
 class FileMedia(LazyMedia):
-    """A row's images and videos as its model's processor makes them, read on first access."""
+    """Read on first access."""
 
     def __init__(self, shown: MediaRef, rows: tuple[int, ...], where: str, cache: "MediaCache") -> None:
         """rows: of features, of each image. where: the row's place in messages."""
@@ -45,7 +42,7 @@ class FileMedia(LazyMedia):
         return len(self._cache.read(self))
 
     def __repr__(self) -> str:
-        return f"FileMedia({self.shown!r})"  # the same in every run: a resumed run compares its rows
+        return f"FileMedia({self.shown!r})"  # a resumed run compares it
 
     def __deepcopy__(self, _: object) -> "FileMedia":
         return self
@@ -58,17 +55,16 @@ class FileMedia(LazyMedia):
 
 
 class MediaCache:
-    """Reads in the background, and keeps the most recently used within a budget of bytes."""
+    """Reads in the background, and keeps the most recent within a budget of bytes."""
 
     def __init__(self, read: Callable[[FileMedia], Media], capacity: int = CACHE_BYTES) -> None:
         self._read, self._capacity = read, capacity
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="media")
         self._lock = threading.Lock()
-        self._futures: dict[FileMedia, Future[Media]] = {}  # the most recently used last
-        self._ahead: set[FileMedia] = set()  # started, and not asked for yet
+        self._futures: dict[FileMedia, Future[Media]] = {}  # most recent last
+        self._ahead: set[FileMedia] = set()  # started, not read yet
 
     def start(self, media: FileMedia) -> None:
-        """Unless `AHEAD` others are not read yet."""
         if media not in self._futures and len(self._ahead) < AHEAD:
             self._ahead.add(media)
             self._future(media)
@@ -91,12 +87,12 @@ class MediaCache:
 
 
 class Processor:
-    """`image_token` and `video_token`: a chat template writes one, the model reads one for each row of features."""
+    """A template writes one `image_token` or `video_token`; the model reads one for each row of features."""
 
     def __init__(
         self, image_token: int, video_token: int, load_images: Callable[[], Any], load_videos: Callable[[], Any]
     ) -> None:
-        """The loaders are called for the first image or video, and raise UserErrors."""
+        """The loaders raise UserErrors."""
         self.image_token, self.video_token = image_token, video_token
         self._load_images, self._load_videos = load_images, load_videos
         self.cache = MediaCache(self.read)
@@ -117,7 +113,7 @@ class Processor:
     def expand(
         self, ids: Sequence[int], mask: Sequence[bool] | None, shown: MediaRef, where: str
     ) -> tuple[list[int], list[bool], Media | None]:
-        """The ids, and their mask, with as many placeholders for each image and video as the model reads."""
+        """Ids and mask with as many placeholders as the model reads."""
         rows = tuple(self._feature_rows(picture) for picture in shown.images)
         kinds = (("image", self.image_token, shown.images), ("video", self.video_token, shown.videos))
         for kind, token, sources in kinds:
@@ -156,7 +152,7 @@ class Processor:
         return FileMedia(shown, rows, where, self.cache) if shown else None
 
     def read(self, media: FileMedia) -> Media:
-        """Pixels and grids, in one of the cache's threads. Raises DataError."""
+        """In one of the cache's threads. Raises DataError."""
         shown, tensors = media.shown, dict[str, Tensor]()
         try:
             if shown.images:
@@ -178,7 +174,7 @@ class Processor:
         try:
             if hasattr(processor, "get_number_of_image_patches"):
                 patches = processor.get_number_of_image_patches(picture.height, picture.width, {})
-            else:  # code that comes with a model
+            else:
                 patches = int(_tensors(processor([upright(picture)], return_tensors="pt"))[KINDS[0].grid].prod())
             rows: int = patches // processor.merge_size**2
         except ValueError as error:
@@ -191,7 +187,6 @@ class Processor:
         return rows
 
     def _video_ids(self, clip: Clip) -> list[int]:
-        """What the processor writes for a video's token."""
         token = self.videos.tokenizer.convert_ids_to_tokens(self.video_token)
         ids: list[int] = self._watch(clip, text=[token], add_special_tokens=False)["input_ids"][0].tolist()
         return ids

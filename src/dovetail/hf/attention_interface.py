@@ -1,8 +1,5 @@
-"""Packed attention as an entry of transformers' registries of attention and mask functions.
-
-Sequence boundaries come as the argument `context` of the forward pass, which transformers hands to every attention
-layer. No mask is made.
-"""
+"""Packed attention in transformers' registries. Sequence boundaries come as the argument `context` of the forward pass;
+no mask is made."""
 
 from typing import Any
 
@@ -13,7 +10,7 @@ from dovetail.errors import ModelError
 from dovetail.nn.context_parallel import BatchAttention
 
 NAME = "dovetail"
-# Arguments that attention is called with and that it computes or may ignore.
+# Arguments that it computes or may ignore.
 KNOWN = frozenset(
     ("context", "sliding_window", "dropout", "is_causal", "position_ids", "cache_position", "use_cache", "return_dict")
 )
@@ -35,8 +32,7 @@ def attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, t, C], key [1, G, t, C], value [1, G, t, Cv] -> [1, t, H, Cv], None. Unknown options are refused,
-    never ignored."""
+    """query [1, H, t, C], key [1, G, t, C], value [1, G, t, Cv] -> [1, t, H, Cv], None. Unknown options are refused."""
     context: BatchAttention | None = options.get("context")
     name = type(module).__name__
     if context is None:

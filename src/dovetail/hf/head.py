@@ -1,7 +1,5 @@
-"""A model's logits as a function of its last hidden states, by trial: configs name such options in too many ways.
-
-The fused head computes a product and a constant factor of it (Cohere, Granite); the rest is refused.
-"""
+"""Tries how a model makes logits of hidden states. The fused head computes a product and a constant factor of it
+(Cohere, Granite); the rest is refused."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +11,11 @@ from torch import Tensor, nn
 from dovetail.errors import ModelError
 
 TOKENS, WORDS = 5, 7
-LARGEST_LOGIT = 30.0  # about: soft caps bend there
+LARGEST_LOGIT = 30.0  # soft caps bend there
 SAME = 1e-6  # relative: some compute logits in float32
 
 
 class _Output(SimpleNamespace):
-    """A base model's output: hidden states, and None for all else."""
-
     def __getattr__(self, name: str) -> None:
         return None
 
@@ -31,8 +27,6 @@ class _Output(SimpleNamespace):
 
 
 class _Base(nn.Module):
-    """A base model with constant output."""
-
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self.hidden = hidden
@@ -42,8 +36,7 @@ class _Base(nn.Module):
 
 
 def logit_scale(model: "transformers.PreTrainedModel", width: int) -> float:
-    """The factor of the product of hidden states and head. Raises ModelError. `model` and `lm_head` are replaced
-    meanwhile."""
+    """The factor of the product. Raises ModelError. `model` and `lm_head` are replaced meanwhile."""
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, TOKENS, width, generator=draw, dtype=torch.float64)
     head = nn.Linear(width, WORDS, bias=False, dtype=torch.float64, device="cpu")

@@ -1,7 +1,5 @@
-"""Kimi-K2, Kimi-VL and Kimi-K2.5 as published, without their own code, by a family of transformers.
-
-`MoonViT` replaces transformers' tower of the last two, which orders the rows of queries and keys differently.
-"""
+"""Kimi-K2, Kimi-VL and Kimi-K2.5 as published, without their own code. `MoonViT` replaces transformers' tower, which
+orders queries and keys differently."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -29,7 +27,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "init_pos_emb_time": "pos_emb_time",
     }
 )
-# The only values supported of keys that transformers' configs do not have.
+# Supported values of keys that transformers' configs lack.
 TOWER_ONLY: Mapping[str, Any] = MappingProxyType(
     {
         "merge_type": "sd2_tpool",
@@ -45,7 +43,7 @@ TEXT_ONLY: Mapping[str, Any] = MappingProxyType(
 
 
 def translated(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A raw config.json of the three families as transformers knows them, others unchanged. Raises ModelError."""
+    """The config.json as transformers knows it. Raises ModelError."""
     form = FORMS.get(str(config.get("model_type")))
     return config if form is None else form(config)
 
@@ -91,7 +89,7 @@ class PositionTable(nn.Module):
         self.weight = nn.Parameter(torch.empty(height, width, dim))
 
     def forward(self, sizes: Sequence[tuple[int, int]]) -> Tensor:
-        """[sum of heights * widths, D] in float32 or wider: a learned table, resized to the grid of each image."""
+        """[sum of heights * widths, D]: the table resized to each grid, in float32 or wider."""
         table = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         out = []
         for height, width in sizes:
@@ -101,7 +99,7 @@ class PositionTable(nn.Module):
 
 
 def _bicubic(table: Tensor, dim: int, size: int) -> Tensor:
-    """Interpolation as a product [size, length of dim]: deterministic gradients on a GPU."""
+    """[size, length of dim], as a product: deterministic gradients on a GPU."""
     length = table.shape[dim]
     identity = torch.eye(length, dtype=table.dtype, device=table.device)[None, None]
     return F.interpolate(identity, size=(size, length), mode="bicubic")[0, 0]
@@ -139,7 +137,7 @@ class Block(nn.Module):
         self.mlp = Mlp(width, config.intermediate_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, counts: list[int]) -> Tensor:
-        """x [n, D]; cos and sin [n, 1, C / 2]; counts: patches of each image, which attend to each other."""
+        """x [n, D]; cos and sin [n, 1, C / 2]; counts: patches of each image."""
         q, k, v = self.wqkv(self.norm0(x)).unflatten(1, (3, self.num_heads, -1)).unbind(1)  # [n, H, C]
         q, k = _rope(q, cos, sin), _rope(k, cos, sin)
         images = zip(*(y.transpose(0, 1)[None].split(counts, dim=2) for y in (q, k, v)), strict=True)
@@ -185,7 +183,7 @@ class Encoder(nn.Module):
 
 
 class MoonViT(nn.Module):
-    """The tower for images of any size (arXiv 2504.07491, section 2.1)."""
+    """arXiv 2504.07491, section 2.1."""
 
     def __init__(self, config: "transformers.PreTrainedConfig") -> None:
         super().__init__()
@@ -195,8 +193,7 @@ class MoonViT(nn.Module):
         self.patch_embed, self.encoder = PatchEmbed(config), Encoder(config)
 
     def forward(self, pixel_values: Tensor, grid_thw: Tensor, **_: object) -> Any:
-        """pixel_values [n, 3, patch, patch], grid_thw [images, 3] of one frame each -> pooler_output [n / merged,
-        merged, D]."""
+        """pixel_values [n, 3, patch, patch], grid_thw [images, 3] -> pooler_output [n / merged, merged, D]."""
         sizes = [(height, width) for _, height, width in grid_thw.tolist()]
         x = self.encoder(self.patch_embed(pixel_values, sizes), sizes)
         (a, b), rows = self.merge_kernel_size, []
@@ -211,7 +208,6 @@ TOWERS: Mapping[str, type[nn.Module]] = MappingProxyType({VISION: MoonViT})
 
 
 def replace_tower(model: "transformers.PreTrainedModel") -> None:
-    """Give a Kimi model its published tower."""
     tower = TOWERS.get(model.config.model_type)
     if tower is not None:
         model.get_submodule("model").add_module("vision_tower", tower(model.config.vision_config).to(model.dtype))

@@ -12,7 +12,7 @@ from dovetail.errors import ModelError
 
 BICUBIC = 3  # pillow's number
 MAX_SIDE = 512  # patches
-LIMITS = ("in_token_limit", "in_patch_limit")  # patches of an image: Kimi-VL's name, and Kimi-K2.5's
+LIMITS = ("in_token_limit", "in_patch_limit")  # of Kimi-VL, of Kimi-K2.5
 
 
 def published(settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -22,8 +22,7 @@ def published(settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 class KimiImages:
-    """Images of native resolution, scaled down to the limit and padded to whole rows of features; called as
-    transformers' processors."""
+    """Scales images down to the limit and pads them to whole rows of features; called as transformers' processors."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         for name, value in (("pad_input", True), ("fixed_output_tokens", None)):
@@ -45,7 +44,7 @@ class KimiImages:
             )
 
     def __call__(self, images: Sequence[Any], **_: object) -> dict[str, Tensor]:
-        """Pixels [n, 3, patch, patch] of RGB images, and grids (1, height, width) in patches."""
+        """Pixels [n, 3, patch, patch], and grids (1, height, width)."""
         pixels, grids, p = [], [], self.patch_size
         for image in images:
             size, (height, width) = self._sizes(image.height, image.width)
@@ -61,7 +60,7 @@ class KimiImages:
         return math.prod(self._sizes(height, width)[1])
 
     def _sizes(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Height and width in pixels after scaling, in patches after padding."""
+        """In pixels after scaling, in patches after padding."""
         p, most = self.patch_size, self.max_side * self.patch_size
         patches = max(1, height // p) * max(1, width // p)
         scale = min(1.0, math.sqrt(self.limit / patches))

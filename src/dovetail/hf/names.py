@@ -1,4 +1,4 @@
-"""Names of tensors in checkpoints and in transformers' modules, by transformers' own mapping."""
+"""Tensors' names in checkpoints and in transformers' modules."""
 
 from collections.abc import Collection
 
@@ -9,7 +9,7 @@ from transformers.core_model_loading import MergeModulelist, WeightConverter, We
 from dovetail.errors import ModelError
 from dovetail.weights.hf_reader import TensorSource
 
-# (modules, older checkpoints): of vision-language models, and of Kimi's on the hub and as transformers 5.23 writes them.
+# (modules, older checkpoints); Kimi's on the hub and as transformers 5.23 writes them.
 OLD_STEMS = (
     ("model.language_model.layers.", "language_model.model.blocks."),
     ("model.language_model.", "language_model.model."),
@@ -28,7 +28,7 @@ OLD_STEMS = (
 
 
 class Names:
-    """What transformers renames as it loads a model. What it computes besides merging experts is refused."""
+    """Renamings of transformers. What it computes besides merging experts is refused."""
 
     def __init__(self, model: "transformers.PreTrainedModel") -> None:
         steps = get_model_conversion_mapping(model, add_legacy=False)

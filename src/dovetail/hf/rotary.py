@@ -1,4 +1,4 @@
-"""transformers' rotary embeddings that follow the longest sequence of a batch, made to follow each sequence's length."""
+"""transformers' longrope, made to follow each sequence's length instead of the longest one's."""
 
 import torch
 import transformers
@@ -12,7 +12,7 @@ BEYOND = 1 << 40  # added to the positions of a sequence that is longer than the
 
 
 def length_limit(config: "transformers.PreTrainedConfig") -> tuple[str, int] | None:
-    """A rope_type whose tables follow the length, and the length up to which they do not change."""
+    """A rope_type that follows the length, and the length up to which it does not change."""
     text = config.get_text_config()
     rope = text.rope_parameters if "rope_parameters" in vars(text) else None
     for options in (rope, *(rope or {}).values()):
@@ -33,14 +33,12 @@ def marked(batch: PackedBatch, limit: int) -> Tensor:
 
 
 class LongRope(nn.Module):
-    """`inner`, a longrope module, called as for short and as for long sequences."""
-
     def __init__(self, inner: nn.Module, limit: int) -> None:
         super().__init__()
         self.inner, self.limit = inner, limit
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of `marked` positions [1, t]. `inner` chooses by the largest position."""
+        """cos and sin of `marked` positions [1, t]; `inner` chooses short or long by the largest position."""
         beyond = position_ids >= BEYOND
         positions = position_ids - BEYOND * beyond
         short = self.inner(x, positions.clamp(max=self.limit - 1))
@@ -50,7 +48,7 @@ class LongRope(nn.Module):
 
 
 def follow_lengths(model: nn.Module, config: "transformers.PreTrainedConfig") -> int | None:
-    """Make a base model's longrope follow `marked` positions, and return its limit. Raises ModelError."""
+    """Make longrope follow `marked` positions, and return its limit. Raises ModelError."""
     by_length = length_limit(config)
     if by_length is None:
         return None

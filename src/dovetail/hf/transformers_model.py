@@ -1,4 +1,4 @@
-"""transformers' layers with our packing, attention and head; parameters have no memory until they are loaded."""
+"""transformers' layers with our packing, attention and head. Its modules load on first use: annotations are quoted."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,20 +34,20 @@ from dovetail.weights.hf_reader import TensorSource
 
 LAYERS = ("full_attention", "sliding_attention")
 SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")  # of attention
-# What transformers raises at a config that it cannot make a model of.
+# transformers' errors at a config.
 CONFIG_ERRORS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, ImportError),
     *(OSError, SyntaxError, StrictDataclassError),
 )
-# model_type -> (a field, the model_type that reads it): to Mistral's own class all layers are alike.
+# model_type -> (a field, the model_type that reads it)
 READ_AS: Mapping[str, tuple[str, str]] = MappingProxyType({"mistral": ("layer_types", "ministral")})
 FLOAT = "__float__"
 LONG = 1000  # characters of a message
-GROUPED = 8  # torch's grouped products take widths that are multiples: 16 bytes in half precision
+GROUPED = 8  # widths that torch groups: 16 bytes in half precision
 
 
 class TransformersModel(StagedModel):
-    """One stage: transformers' base model as `model`, our head as `lm_head` or `score`."""
+    """One stage: transformers' base as `model`, our head as `lm_head` or `score`."""
 
     def __init__(
         self,
@@ -85,11 +85,7 @@ class TransformersModel(StagedModel):
             if self.vision is None:
                 own = {*dict(self.named_parameters()), *dict(self.named_buffers())}
                 self.renamed = Names(whole).in_checkpoint(source, own)
-            for ours, theirs in OLD_STEMS:
-                if any(n.startswith(theirs) for n in source.names) and not any(
-                    n.startswith(ours) for n in source.names
-                ):
-                    self.stems.append((ours, theirs))
+            self.stems = [pair for pair in OLD_STEMS if _lists(source, pair[1]) and not _lists(source, pair[0])]
             self.experts = form_of(self, source)
 
     def forward(
@@ -110,12 +106,12 @@ class TransformersModel(StagedModel):
         return self.model if self.vision is None else self.model.get_decoder()
 
     def _inputs(self, micro: MicroBatch) -> dict[str, Any]:
-        """Of the text backbone: ids, or embeddings with vision features in their places."""
+        """Ids, or embeddings with vision features in their places."""
         if self.vision is None:
             limit = self.length_limit
             positions = micro.batch.positions if limit is None else marked(micro.batch, limit)
             return {"input_ids": micro.tokens[None], "position_ids": positions[micro.order][None]}
-        placeholders = self.vision.kinds(micro.tokens) > 0  # their ids may be beyond the table
+        placeholders = self.vision.kinds(micro.tokens) > 0
         words = self.model.get_input_embeddings()(micro.tokens.masked_fill(placeholders, 0))
         places, (first, *deep) = self.vision.encode(micro, words.dtype)
         positions = self.vision.positions(micro.batch)[:, micro.order]
@@ -149,7 +145,7 @@ class TransformersModel(StagedModel):
             yield self.head
 
     def hold_in(self, dtype: torch.dtype) -> "TransformersModel":
-        """Parameters in `dtype`; buffers, such as frequencies, keep theirs."""
+        """Buffers, such as frequencies, keep their dtype."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         return self
@@ -161,8 +157,12 @@ class TransformersModel(StagedModel):
             buffer.copy_(computed[name])
 
 
+def _lists(source: TensorSource, stem: str) -> bool:
+    return any(name.startswith(stem) for name in source.names)
+
+
 class _ParametersOnMeta(TorchFunctionMode):
-    """Empty tensors, which parameters start as, go to the meta device; computed ones do not."""
+    """Empty tensors go to the meta device; computed ones do not."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -173,7 +173,7 @@ class _ParametersOnMeta(TorchFunctionMode):
 
 @contextmanager
 def _config_errors() -> Iterator[None]:
-    """transformers' errors as ModelErrors, cut where they list all types of models."""
+    """As ModelErrors, cut where transformers lists all types of models."""
     try:
         yield
     except ModelError:
@@ -185,7 +185,7 @@ def _config_errors() -> Iterator[None]:
 
 
 def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
-    """The model of a raw config.json in float32, on meta but for computed buffers. Raises ModelError."""
+    """In float32, on meta but for computed buffers. Raises ModelError."""
     register()
     known = known_config(config)
     with _config_errors():
@@ -214,7 +214,7 @@ def auto_class(config: "transformers.PreTrainedConfig") -> Any:
 
 
 def group_even_experts(model: "transformers.PreTrainedModel") -> None:
-    """Experts of widths that torch's grouped products do not take run one by one."""
+    """Experts of widths that torch does not group run one by one."""
     if any(n % GROUPED for p in model.parameters() if p.dim() == 3 for n in p.shape[1:]):
         model.set_experts_implementation("eager")
 
@@ -236,7 +236,7 @@ def known_config(config: Mapping[str, Any]) -> "transformers.PreTrainedConfig":
 
 
 def _floats(value: Any) -> Any:
-    """transformers writes `{"__float__": "Infinity"}`."""
+    """Reads `{"__float__": "Infinity"}`."""
     if isinstance(value, dict):
         return float(value[FLOAT]) if value.keys() == {FLOAT} else {name: _floats(x) for name, x in value.items()}
     return [_floats(x) for x in value] if isinstance(value, list) else value
@@ -247,7 +247,7 @@ def has_vision(config: "transformers.PreTrainedConfig") -> bool:
 
 
 def _check_config(config: "transformers.PreTrainedConfig") -> None:
-    """Refuse what packing, Ulysses or the fused head would compute wrongly."""
+    """Refuse what would be computed wrongly."""
     text = config.get_text_config()
     values = vars(text)
     if any(vars(part).get("quantization_config") is not None for part in (config, text)):
@@ -272,7 +272,7 @@ def _check_config(config: "transformers.PreTrainedConfig") -> None:
 
 
 def _check_modules(text: nn.Module) -> None:
-    """The same, where a config does not say it."""
+    """What a config does not say."""
     for name, module in text.named_modules():
         if vars(module).get("is_causal") is False:
             raise ModelError(f"tokens see what follows them in {name}, so they have no log-probs")
@@ -283,7 +283,7 @@ def _check_modules(text: nn.Module) -> None:
 
 
 def _freeze(model: nn.Module) -> None:
-    """Parameters without gradients, such as routers' biases, become buffers: loaded and saved, not trained."""
+    """Parameters without gradients, such as routers' biases, become buffers."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.requires_grad:
@@ -292,7 +292,7 @@ def _freeze(model: nn.Module) -> None:
 
 
 def _recompute(model: "transformers.PreTrainedModel", recompute: Recompute) -> None:
-    """transformers checkpoints blocks in training mode; their children stay in eval mode, without dropout."""
+    """Of blocks, which need training mode; their children stay in eval mode."""
     if not model.supports_gradient_checkpointing:
         raise ModelError(f"{type(model).__name__} recomputes nothing; set activation_checkpointing=none")
     if hasattr(model, "activation_checkpointing_enable"):  # the older name would warn

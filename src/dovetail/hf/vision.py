@@ -1,7 +1,7 @@
-"""Vision features of packed sequences in the places of their placeholder tokens.
+"""Vision features of packed sequences in the places of placeholder tokens.
 
-Images are balanced over the cp ranks and features gathered, so each is computed once. Each micro-batch is one call of
-the tower on every rank, with a blank image where there are none. Images go in as videos of one frame.
+Images are balanced over the cp ranks, and features gathered. Each micro-batch is one call of the tower on every rank,
+with a blank image where there are none; images are videos of one frame.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from dovetail.parallel.mesh import Axis
 
 @dataclass(frozen=True)
 class VisionKind:
-    """code: its token type. pixels, grid: names in a processor's output."""
+    """code: its token type."""
 
     name: str
     code: int
@@ -35,20 +35,20 @@ KINDS = (
     VisionKind("image", 1, "pixel_values", "image_grid_thw"),
     VisionKind("video", 2, "pixel_values_videos", "video_grid_thw"),
 )
-GRIDS = (*(kind.grid for kind in KINDS), "second_per_grid_ts")  # arguments of get_rope_index
+GRIDS = (*(kind.grid for kind in KINDS), "second_per_grid_ts")
 
 
 @dataclass(frozen=True)
 class Family:
-    """marks: videos are image tokens between two marks. frames_apart: text separates a video's frames. clips: videos
-    may have several frames."""
+    """marks: videos are image tokens between marks. frames_apart: text separates frames. clips: videos of several
+    frames."""
 
     marks: bool = False
     frames_apart: bool = False
     clips: bool = True
 
 
-# Families whose features replace the embeddings of placeholder tokens, one for one, under a causal mask.
+# Features replace the embeddings of placeholder tokens, one for one, under a causal mask.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "qwen2_vl": Family(),
@@ -65,7 +65,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 @dataclass(frozen=True)
 class VisionInputs:
-    """An image or a video: patches [frames * height * width, ...] on the host."""
+    """Patches [frames * height * width, ...] on the host."""
 
     pixels: Tensor
     grid: tuple[int, ...]
@@ -73,9 +73,8 @@ class VisionInputs:
 
 
 class Vision:
-    """`model` has the tower and the text backbone; `axis` is cp."""
-
     def __init__(self, model: "transformers.PreTrainedModel", axis: Axis) -> None:
+        """axis: cp."""
         self.model, self.axis = model, axis
         self.config: transformers.PreTrainedConfig = model.config
         self.family = family_of(model.config)
@@ -89,7 +88,7 @@ class Vision:
         return kinds_of(tokens, self.config)
 
     def check(self, batch: PackedBatch) -> None:
-        """Raise DataError for media that do not fit their sequences; lazy ones are compared when they are read."""
+        """Raise DataError for media that do not fit; lazy ones are compared when they are read."""
         for number, (tokens, media) in enumerate(_sequences(batch)):
             if not isinstance(media, LazyMedia):
                 self._compare(number, tokens, media)
@@ -110,7 +109,6 @@ class Vision:
                 )
 
     def inputs(self, media: Media | None, number: int, kind: VisionKind) -> list[VisionInputs]:
-        """The images, or the videos, of one sequence."""
         if media is None or kind.grid not in media:
             return []
         grids = [tuple(grid) for grid in media[kind.grid].tolist()]
@@ -144,10 +142,7 @@ class Vision:
         return torch.cat(parts, dim=1).to(batch.positions.device)
 
     def encode(self, micro: MicroBatch, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """The places [n] of features among this rank's tokens, ascending, and the features [n, D], first and deep ones.
-
-        Collective over cp.
-        """
+        """Places [n] among this rank's tokens, ascending, and features [n, D], first and deep ones. Collective over cp."""
         device, rank = micro.order.device, self.axis.rank
         inputs, places = self._collect(micro.batch)
         owned = [*zip(inputs, balance_images([len(x.pixels) for x in inputs], self.axis.size), strict=True)]
@@ -169,7 +164,6 @@ class Vision:
         return at[is_local].to(device), list(features.split(widths, dim=1))
 
     def _collect(self, batch: PackedBatch) -> tuple[list[VisionInputs], Tensor]:
-        """All images and videos, and the token of each row of their features."""
         inputs: list[VisionInputs] = []
         places = [torch.empty(0, dtype=torch.int64)]
         starts = cumulative(batch.lengths).tolist()
@@ -184,7 +178,7 @@ class Vision:
         return inputs, torch.cat(places)
 
     def _run(self, inputs: list[VisionInputs], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[int]]:
-        """Features [n, D] of all layers that give some, side by side, and their widths."""
+        """Features [n, D] of all layers side by side, and their widths."""
         if not inputs:
             blank = torch.zeros((self.merge**2, *self.patch))
             inputs = [VisionInputs(blank, (1, self.merge, self.merge), 1)]
@@ -197,7 +191,7 @@ class Vision:
 
 
 def balance_images(patches: Sequence[int], ranks: int) -> list[int]:
-    """The rank of each image: the largest first, to the rank with the fewest patches."""
+    """Each image's rank: the largest first, to the least loaded."""
     load, owners = [0] * ranks, [0] * len(patches)
     for i in sorted(range(len(patches)), key=lambda i: (-patches[i], i)):
         owners[i] = min(range(ranks), key=lambda rank: (load[rank], rank))
@@ -226,8 +220,8 @@ def kinds_of(tokens: Tensor, config: "transformers.PreTrainedConfig") -> Tensor:
 
 
 def as_images(tokens: Tensor, media: Media, config: "transformers.PreTrainedConfig") -> Media:
-    """Images and videos' frames, all as images, in the order of their runs of tokens [n]: transformers gives features
-    to all or none."""
+    """Images and frames in the order of their runs of tokens [n], all as images: transformers gives features to all or
+    none."""
     codes = [code for code in kinds_of(tokens, config).unique_consecutive().tolist() if code]
     frames = {kind.code: _frames(media, kind) for kind in KINDS}
     for kind in KINDS:
@@ -243,7 +237,6 @@ def as_images(tokens: Tensor, media: Media, config: "transformers.PreTrainedConf
 
 
 def _frames(media: Media, kind: VisionKind) -> list[tuple[Tensor, tuple[int, int, int]]]:
-    """Patches and grid of each frame of all images, or of all videos."""
     if kind.grid not in media:
         return []
     grids = [(1, h, w) for frames, h, w in media[kind.grid].tolist() for _ in range(frames)]
@@ -251,6 +244,5 @@ def _frames(media: Media, kind: VisionKind) -> list[tuple[Tensor, tuple[int, int
 
 
 def _sequences(batch: PackedBatch) -> Iterator[tuple[Tensor, Media | None]]:
-    """Tokens, on the host, and media."""
     media = batch.media or (None,) * batch.num_sequences
     return zip(batch.tokens.cpu().split(batch.lengths), media, strict=True)

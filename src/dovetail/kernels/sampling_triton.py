@@ -2,7 +2,7 @@
 
 A program takes a piece of one row: its peak, and sums of weights under it by blocks of neighboring tokens, in float64. Joining
 a row's pieces, a program draws its uniform number, finds the block, then the token, by the rules of `rollout.draw` and
-`rollout.noise`. A row's draw does not depend on other rows. Importing this needs triton.
+`rollout.sampling`. A row's draw does not depend on other rows. Importing this needs triton.
 """
 
 import math
@@ -103,7 +103,7 @@ def _weigh(z: tl.tensor, banned: tl.tensor, known: tl.tensor, sizes: tl.tensor, 
 
 @triton.jit
 def _uniform(stream: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """A number in [0, 1), a multiple of 2^-53: `rollout.noise.bits_at`."""
+    """A number in [0, 1), a multiple of 2^-53: `rollout.sampling.bits_at`."""
     x = (stream ^ position) + GAMMA
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * FIRST_FACTOR
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * SECOND_FACTOR

@@ -19,8 +19,7 @@ from dovetail.parallel.mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """`temperature` 0 is greedy; `top_p` 1 and `top_k` 0 cut nothing. Noise depends on (seed, step, row, sample,
-    position) alone."""
+    """Noise depends on (seed, step, row, sample, position) alone."""
 
     samples: int = 1
     max_new_tokens: int = 64
@@ -76,7 +75,7 @@ class Completion:
 
 
 class Sampler(Protocol):
-    """Every call is collective: all ranks pass the same prompts and get all completions."""
+    """Collective: all ranks pass the same prompts and get all completions."""
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -88,12 +87,12 @@ class Sampler(Protocol):
         ...
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-        """`params.samples` completions of every prompt, ordered by prompt, then sample."""
+        """Ordered by prompt, then sample."""
         ...
 
 
 class SampleBuffer:
-    """All completions of a call, by slot (prompt x samples + sample). Other replicas' slots are zeros."""
+    """All completions by slot; other replicas' are zeros."""
 
     def __init__(
         self,
@@ -115,7 +114,7 @@ class SampleBuffer:
             self.experts = torch.zeros(shape, dtype=narrow_dtype(moe.num_experts), device=mesh.device)
 
     def local_prompts(self, width: int = 1 << 20) -> dict[int, int]:
-        """This replica's prompts, balanced by cost: index -> length."""
+        """This replica's: index -> length."""
         costs = [len(prompt.ids) + self.params.samples * self.params.max_new_tokens for prompt in self.prompts]
         replicas = self.mesh["fsdp"]
         plan = plan_microbatches(costs, replicas.size, None, width=width)[replicas.rank]
@@ -147,7 +146,6 @@ class SampleBuffer:
 
 
 def check_weights(problems: list[str]) -> None:
-    """Raise CheckpointError with all problems of a refill."""
     if problems:
         raise CheckpointError(
             "the weights given to the sampler are not those of its model; refill it from an engine of the same "

@@ -1,5 +1,4 @@
-"""Prefill and decode of the running batch. A step works on fixed memory, so that it can be captured, and nothing
-synchronizes for `decode_steps` steps; tokens behind a stop are dropped."""
+"""Prefill and decode of the running batch. Steps use fixed memory, so that they can be captured; none synchronizes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,13 +29,13 @@ SMALLEST_BUCKET, NEXT_BUCKET = 8, 32
 
 
 def pad_to_bucket(n: int) -> int:
-    """The batch size of the graph for n rows: 8, 32, 64, 128, 256 ... A capture costs ten to twenty steps."""
+    """Rows of the graph for n: 8, 32, 64, 128, 256 ... A capture costs ten to twenty steps."""
     return SMALLEST_BUCKET if n <= SMALLEST_BUCKET else max(NEXT_BUCKET, 1 << (n - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class RunnerSize:
-    """rows: most that run. table_width: pages of a row. decode_steps: between two looks of the host."""
+    """decode_steps: between two looks of the host."""
 
     rows: int
     table_width: int
@@ -103,7 +102,7 @@ class ModelRunner:
         return hidden[last], None if self.experts is None else self._experts(context.routes)
 
     def sample_first(self, hidden: Tensor, owners: Sequence[int], streams: Numbers) -> NDArray[np.float64]:
-        """First tokens, row i's from the hidden state [n, D] of `owners[i]`: ids and log-probs [1, 2, rows]."""
+        """Row i continues the hidden state of `owners[i]`: ids and log-probs [1, 2, rows]."""
         z = self.logits(hidden)[torch.tensor(owners, device=hidden.device)]
         noise = torch.from_numpy(streams).to(hidden.device)
         outputs: NDArray[np.float64] = self._draw(z, noise, torch.zeros_like(noise))[None].cpu().numpy()
@@ -161,7 +160,6 @@ class ModelRunner:
         return self._steps[n]
 
     def _forward(self, n: int) -> Tensor:
-        """The logits [n, V] after the next tokens."""
         tokens, lengths = self.state[:2, :n]
         page_size, page_table = self.size.page_size, self.page_table[:n]
         pages = page_table.gather(1, (lengths // page_size)[:, None])[:, 0]

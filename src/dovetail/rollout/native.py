@@ -29,8 +29,8 @@ FREE_SHARE = 0.5  # of a GPU's free memory
 
 @dataclass(frozen=True)
 class SamplerOptions:
-    """decode_steps: between two looks for finished rows; default 1 on a CPU, 8 elsewhere. keep_cache: keep cache and
-    graphs between calls."""
+    """decode_steps: between looks for finished rows; default 1 on a CPU, 8 elsewhere. keep_cache: and graphs, between
+    calls."""
 
     page_size: int = 64
     decode_steps: int | None = None
@@ -40,7 +40,7 @@ class SamplerOptions:
 
 
 class NativeSampler:
-    """A decoder under a layout of its own: tp, and replicas over dp x cp. Implements `Sampler`."""
+    """A layout of its own: tp, and replicas over dp x cp. Implements `Sampler`."""
 
     def __init__(
         self,
@@ -53,8 +53,7 @@ class NativeSampler:
         options: SamplerOptions | None = None,
         capture: Capture | None = None,
     ) -> None:
-        """max_tokens: of a replica's cache, or a single row's if that is more; default 2^16, on a GPU half of the free
-        memory."""
+        """max_tokens: of a replica's cache; default 2^16, on a GPU half of the free memory. A row always fits."""
         assert mesh["pp"].size == 1, "factory.sampler makes pipeline ranks tensor-parallel ones"
         self.spec, self.mesh, self.kernels, self.dtype, self.max_tokens = spec, mesh, kernels, dtype, max_tokens
         self.options = options or SamplerOptions()
@@ -153,8 +152,7 @@ class NativeSampler:
         return int(FREE_SHARE * least) // (math.prod(cache_shape(self.spec, self.mesh, 1, 1)) * self.dtype.itemsize)
 
     def _shards(self) -> tuple[dict[str, list[tuple[Tensor, tuple[slice, ...]]]], dict[str, tuple[int, ...]]]:
-        """By checkpoint name: our views with their slices of the tensor, and its shape. Every rank knows all shapes, so
-        all refuse alike."""
+        """Checkpoint name -> our views with their slices, and shape. Every rank knows all shapes, so all refuse alike."""
         shards: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for param in stored(self.model, self.mesh):
@@ -168,7 +166,7 @@ class NativeSampler:
 
 
 def capture_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Capture | None:
-    """CUDA graphs on one GPU, if no operation of a step synchronizes: reference attention and some grouped products do."""
+    """CUDA graphs on one GPU; not with reference attention and some grouped products, which synchronize."""
     alone = mesh.device.type == "cuda" and mesh["tp"].size == mesh["ep"].size == 1
     plain = dtype == torch.float64 or spec.attention.head_dim > reference.LONGEST_PAGED
     synchronizes = plain or kernels.decode_attention is reference.decode_attention
@@ -180,7 +178,7 @@ def capture_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dty
 
 
 def _empty_decoder(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Decoder:
-    """Zeros, since padding is never filled. Kernels that fuse gates and mixtures are for many tokens."""
+    """Zeros: padding is never filled. Fused gates and mixtures are for many tokens."""
     with torch.device("meta"):
         model = Decoder(spec, mesh, replace(kernels, gated=None, mixture=reference.mixture)).hold_in(dtype)
     model.to_empty(device=mesh.device)

@@ -1,9 +1,7 @@
-"""Sampling from logits: temperature, top-k, top-p, and the inverse CDF in float64 with counter-based noise.
+"""Sampling from logits: temperature, top-k, top-p and the inverse CDF in float64. Equally likely tokens stay or go
+together.
 
-Cuts are thresholds: equally likely tokens stay or go together. `kernels.sampling_triton` has the same rules without
-cuts.
-
-Noise hashes (seed, step, row, sample, position), each key by one round of SplitMix64 (Steele, Lea, Flood 2014). The
+Noise hashes (seed, step, row, sample, position), each key by one round of SplitMix64 (Steele, Lea, Flood 2014); the
 position is last, so a device draws from a row's stream by itself. NumPy and torch compute the same bits.
 """
 
@@ -45,7 +43,7 @@ def uniforms(
 
 
 def streams(seed: int, step: int, rows: NDArray[np.int64], samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The hash of all keys but the position."""
+    """All keys but the position."""
     state = np.zeros(rows.shape, np.int64)
     for key in (_signed(seed), _signed(step), rows.astype(np.int64), samples.astype(np.int64)):
         state = _mixed((state ^ key) + _GAMMA)
@@ -58,11 +56,8 @@ def bits_at(streams: Words, positions: Words) -> Words:
 
 
 def draw(z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One id for each row of the logits z [n, V] by its noise [n], and its log-prob in float64.
-
-    Log-probs are before cuts and bans; greedy ones at temperature 1. banned: `banned_of(params)`; with it and top_p=1
-    nothing synchronizes.
-    """
+    """Ids [n] of logits z [n, V] by noise [n], and log-probs in float64, before cuts and bans; greedy ones at
+    temperature 1. banned: `banned_of(params)`; with it and top_p=1 nothing synchronizes."""
     if banned is None:
         banned = banned_of(params, z.device)
     rows = max(1, (CPU_ELEMENTS if z.device.type == "cpu" else GPU_ELEMENTS) // z.shape[1])
@@ -76,13 +71,12 @@ def banned_of(params: SamplingParams, device: torch.device) -> Tensor:
 
 
 def mask_of(ids: Tensor, columns: int) -> Tensor:
-    """uint8 [columns], 1 for these ids."""
     return torch.zeros(columns, dtype=torch.uint8, device=ids.device).index_fill_(0, ids, 1)
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first index [n] where the running sum of the weights [n, V] exceeds `uniforms` [n] of the total: never one of
-    weight 0."""
+    """The first index [n] where the running sum of weights [n, V] exceeds `uniforms` [n] of the total: never of weight
+    0."""
     blocks = _in_blocks(weights)
     running = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     target = uniforms * running[:, -1]

@@ -1,5 +1,5 @@
-"""Continuous batching on the host, alike on every tp rank. A sequence gets all pages that it may need when it is
-admitted, so none is preempted."""
+"""Continuous batching on the host, alike on every tp rank. Admission allocates all pages that a sample may need: none
+is preempted."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ class Scheduler:
         max_num_seqs: int,
         max_prefill_tokens: int,
     ) -> None:
-        """max_prefill_tokens: of prompts prefilled together; a longer one is alone."""
+        """max_prefill_tokens: of prompts prefilled together."""
         self.lengths, self.budget, self.pool = lengths, budget, pool
         self.max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
         self.waiting = deque(sorted(lengths, key=lambda i: (-lengths[i], i)))
@@ -94,7 +94,7 @@ class Scheduler:
         return prompts, requests
 
     def free(self, page_tables: list[list[int]]) -> None:
-        """Samples with these pages have finished."""
+        """Of finished samples."""
         for pages in page_tables:
             self.pool.free(pages)
         self.running -= len(page_tables)
@@ -111,38 +111,17 @@ class Scheduler:
         return Request(prompt.index, sample, prompt.length, prompt.pages[:full] + own, copy)
 
 
-TOKEN, LENGTH, DRAWN = range(3)  # of `RunningBatch.state`
+TOKEN, LENGTH, DRAWN, STREAM, SLOT, PAGES = range(6)  # columns of a running row; its pages, then zeros, go to the end
 
 
-class RunningBatch:
-    """`ModelRunner.set_rows` takes its state [4, n] and page table; slots [n] are in the buffer. New samples lack their
-    prompt's last entry."""
-
-    def __init__(self, requests: Sequence[Request], slots: Numbers, noise: Numbers, width: int) -> None:
-        lengths = np.array([request.length - 1 for request in requests], np.int64)
-        zeros = np.zeros_like(lengths)
-        self.state: Numbers = np.stack((zeros, lengths, zeros, noise))
-        self.page_table: Numbers = np.zeros((len(requests), width), np.int64)
-        for i, request in enumerate(requests):
-            self.page_table[i, : len(request.pages)] = request.pages
-        self.slots, self.pages = slots, [request.pages for request in requests]
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-    def extend(self, other: "RunningBatch") -> None:
-        self.state = np.concatenate((self.state, other.state), axis=1)
-        self.page_table = np.concatenate((self.page_table, other.page_table))
-        self.slots = np.concatenate((self.slots, other.slots))
-        self.pages = self.pages + other.pages
-
-    def drop(self, finished: NDArray[np.bool_]) -> list[list[int]]:
-        """Remove finished samples: their pages."""
-        freed = [pages for pages, over in zip(self.pages, finished, strict=True) if over]
-        self.pages = [pages for pages, over in zip(self.pages, finished, strict=True) if not over]
-        going = ~finished
-        self.state, self.page_table, self.slots = self.state[:, going], self.page_table[going], self.slots[going]
-        return freed
+def _new_rows(requests: Sequence[Request], slots: Numbers, noise: Numbers, table_width: int) -> Numbers:
+    """Rows [n, PAGES + table_width] that lack the entry of their prompt's last token."""
+    rows = np.zeros((len(requests), PAGES + table_width), np.int64)
+    rows[:, STREAM], rows[:, SLOT] = noise, slots
+    for row, request in zip(rows, requests, strict=True):
+        row[LENGTH] = request.length - 1
+        row[PAGES : PAGES + len(request.pages)] = request.pages
+    return rows
 
 
 class GenerationLoop:
@@ -152,8 +131,7 @@ class GenerationLoop:
         self.runner, self.scheduler, self.buffer = runner, scheduler, buffer
         self.prompts, self.params = buffer.prompts, buffer.params
         self.stop_ids = np.array(buffer.params.stop_ids, np.int64)
-        none = np.zeros(0, np.int64)
-        self.batch = RunningBatch((), none, none, runner.size.table_width)
+        self.rows = np.zeros((0, PAGES + runner.size.table_width), np.int64)
         self._hidden: dict[int, Tensor] = {}  # last hidden states of prompts with waiting samples
 
     def run(self) -> None:
@@ -162,20 +140,19 @@ class GenerationLoop:
             if self.scheduler.should_admit:
                 while self._admit(*self.scheduler.admit()):
                     changed = True
-            if not len(self.batch):
+            if not len(self.rows):
                 assert self.scheduler.all_admitted, "prompts wait, but nothing runs that could free pages for them"
                 return
-            left = self.params.max_new_tokens - int(self.batch.state[DRAWN].min())
-            steps = min(self.runner.size.decode_steps, left)
+            left = self.params.max_new_tokens - int(self.rows[:, DRAWN].min())
             if changed:
-                self.runner.set_rows(self.batch.state, self.batch.page_table)
-            outputs = self.runner.decode(len(self.batch), steps)
-            freed = self._accept(self.batch, outputs, self.runner.experts)
-            self.scheduler.free(freed)
-            changed = bool(freed)
+                self.runner.set_rows(self.rows[:, :SLOT].T, self.rows[:, PAGES:])
+            count = len(self.rows)
+            outputs = self.runner.decode(count, min(self.runner.size.decode_steps, left))
+            self.rows = self._accept(self.rows, outputs, self.runner.experts)
+            changed = len(self.rows) < count
 
     def _admit(self, prefilled: Sequence[CachedPrompt], requests: Sequence[Request]) -> bool:
-        """Prefill, draw first tokens, and add samples that go on; False: there were none."""
+        """False: there was nothing to admit."""
         if not requests:
             return False
         if prefilled:
@@ -183,15 +160,14 @@ class GenerationLoop:
         self.runner.cache.copy_pages([request.copy for request in requests if request.copy is not None])
         owners = list(dict.fromkeys(request.prompt for request in requests))
         samples = np.array([request.sample for request in requests], np.int64)
-        rows = np.array([self.prompts[request.prompt].row for request in requests], np.int64)
+        numbers = np.array([self.prompts[request.prompt].row for request in requests], np.int64)
         slots = np.array([request.prompt for request in requests], np.int64) * self.params.samples + samples
-        noise = streams(self.params.seed, self.params.step, rows, samples)
+        noise = streams(self.params.seed, self.params.step, numbers, samples)
         hidden = torch.stack([self._hidden[prompt] for prompt in owners])
         places = {prompt: place for place, prompt in enumerate(owners)}
-        batch = RunningBatch(requests, slots, noise, self.runner.size.table_width)
         outputs = self.runner.sample_first(hidden, [places[request.prompt] for request in requests], noise)
-        self.scheduler.free(self._accept(batch, outputs))
-        self.batch.extend(batch)
+        rows = _new_rows(requests, slots, noise, self.runner.size.table_width)
+        self.rows = np.concatenate((self.rows, self._accept(rows, outputs)))
         current = self.scheduler.current
         self._hidden = {} if current is None else {current.index: self._hidden[current.index]}
         return True
@@ -209,27 +185,23 @@ class GenerationLoop:
             self.buffer.put_experts(slots, positions, experts[start : start + prompt.length])
             start += prompt.length
 
-    def _accept(
-        self, batch: RunningBatch, outputs: NDArray[np.float64], experts: Tensor | None = None
-    ) -> list[list[int]]:
-        """Store ids and log-probs [steps, 2, n] of each row up to its end, and drop finished rows: their pages. experts
-        [steps, n, M, K]."""
-        ids, steps = outputs[:, 0].astype(np.int64), len(outputs)
-        _, lengths, counts, _ = batch.state
+    def _accept(self, rows: Numbers, outputs: NDArray[np.float64], experts: Tensor | None = None) -> Numbers:
+        """Store outputs [steps, 2, n] up to each row's end, and free finished rows: the others. experts [steps, n, M, K]."""
+        ids, steps, slots, drawn = outputs[:, 0].astype(np.int64), len(outputs), rows[:, SLOT], rows[:, DRAWN]
         stops = np.isin(ids, self.stop_ids)
         stopped = stops.any(0)
         until = np.where(stopped, stops.argmax(0) + 1, steps)
-        taken = np.minimum(until, self.params.max_new_tokens - counts)
-        finished = stopped & (until == taken) | (counts + taken == self.params.max_new_tokens)
+        taken = np.minimum(until, self.params.max_new_tokens - drawn)
+        finished = stopped & (until == taken) | (drawn + taken == self.params.max_new_tokens)
         step, row = np.nonzero(np.arange(steps)[:, None] < taken)
-        slots, position = batch.slots[row], counts[row] + step
-        self.buffer.ids.numpy()[slots, position] = ids[step, row]
-        self.buffer.log_probs.numpy()[slots, position] = outputs[step, 1, row]
-        self.buffer.counts.numpy()[batch.slots] += taken
+        self.buffer.ids.numpy()[slots[row], drawn[row] + step] = ids[step, row]
+        self.buffer.log_probs.numpy()[slots[row], drawn[row] + step] = outputs[step, 1, row]
+        self.buffer.counts.numpy()[slots] += taken
         if experts is not None:
-            indices = (torch.from_numpy(x).to(experts.device) for x in (slots, lengths[row] + step, step, row))
-            slots_there, positions, step_there, row_there = indices
-            self.buffer.put_experts(slots_there, positions, experts[step_there, row_there])
-        batch.state[TOKEN] = ids[-1]
-        batch.state[LENGTH : DRAWN + 1] += steps
-        return batch.drop(finished)
+            indices = (slots[row], rows[row, LENGTH] + step, step, row)
+            slot_of, position, *source = (torch.from_numpy(x).to(experts.device) for x in indices)
+            self.buffer.put_experts(slot_of, position, experts[source[0], source[1]])
+        rows[:, TOKEN] = ids[-1]
+        rows[:, LENGTH : DRAWN + 1] += steps
+        self.scheduler.free([pages[pages > 0].tolist() for pages in rows[finished, PAGES:]])
+        return rows[~finished]

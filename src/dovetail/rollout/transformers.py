@@ -27,8 +27,8 @@ StaticBatch = list[tuple[int, int]]  # (index of a prompt, sample)
 
 
 def plan_static_batches(lengths: Mapping[int, int], samples: int, new: int, budget: int) -> list[StaticBatch]:
-    """`samples` rows of every prompt (index -> length), `new` tokens each, longest first. A batch has at most `budget`
-    entries (rows times its longest), or one row."""
+    """(index -> length): batches of rows of like length, with at most `budget` entries (rows times the longest), or one
+    row."""
     batches: list[StaticBatch] = []
     longest = 0
     for prompt in sorted(lengths, key=lambda i: (-lengths[i], i)):
@@ -137,7 +137,7 @@ class TransformersSampler:
         )
 
     def _media(self, rows: Sequence[Prompt], ids: Tensor) -> dict[str, Tensor]:
-        """Images and videos of rows of ids [n, longest] as the model's arguments."""
+        """As the model's arguments for ids [n, longest]."""
         shown = [(row, prompt.media) for row, prompt in zip(ids, rows, strict=True) if prompt.media is not None]
         if not shown:
             return {}
@@ -154,7 +154,7 @@ class TransformersSampler:
         return {name: x.to(self.mesh.device) for name, x in inputs.items()}
 
     def _places(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """By every name that a checkpoint may list: a tensor of the model, and the named part of it."""
+        """Every name that a checkpoint may list -> a tensor, and the named part of it."""
         places: dict[str, tuple[Tensor, Tensor]] = {}
         for name, whole in self.model.state_dict(keep_vars=True).items():
             for alias, place in ((name, whole), *_experts(name, whole)):
@@ -174,7 +174,7 @@ def _keep_in_float32(model: "transformers.PreTrainedModel") -> None:
 
 
 def _experts(name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Matrices of fused experts under the names of checkpoints that have them apart."""
+    """Fused experts under the names of checkpoints that have them apart."""
     for ending, parts in FUSED:
         if name.endswith(ending):
             stem = name.rpartition(".")[0]

@@ -1,6 +1,6 @@
 """Models by their own layers on a GPU: our packed engine against plain transformers with FSDP2 and padding.
 
-python -m bench.foreign [qwen3 qwen2_5_vl] [--layers N] [--sequences 64] [--longest 2048] [--device cuda]
+python -m bench.transformers_engine [qwen3 qwen2_5_vl] [--layers N] [--sequences 64] [--longest 2048] [--device cuda]
 
 Random weights in real shapes, the same ragged rows for both, bfloat16 compute over float32 weights, one AdamW step on the
 mean token loss. First the numbers: bfloat16 log-probs of ours against float32 ones, over transformers' own error.
@@ -76,7 +76,7 @@ FAMILIES: Mapping[str, Family] = {
 
 def main() -> None:
     """Print one line a family and write one JSON."""
-    parser = argparse.ArgumentParser(prog="python -m bench.foreign", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.transformers_engine", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"any of {', '.join(FAMILIES)}; default: all")
     parser.add_argument("--layers", type=natural, default=0, help="of text and tower; 0: the real model's")
     parser.add_argument("--sequences", type=positive, default=64)
@@ -93,8 +93,10 @@ def main() -> None:
         for name in given.names or FAMILIES:
             results.append({"family": name, **measure(FAMILIES[name], given)})
             print(json.dumps(results[-1]), flush=True)
-    found = {"bench": "foreign", **surroundings(), "results": results}
-    (RESULTS / f"foreign_{given.device}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    result = {"bench": "transformers_engine", **surroundings(), "results": results}
+    (RESULTS / f"transformers_engine_{given.device}.json").write_text(
+        json.dumps(result, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def measure(family: Family, given: argparse.Namespace) -> dict[str, Any]:
