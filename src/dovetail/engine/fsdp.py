@@ -1,4 +1,4 @@
-"""FSDP2 around a model: each block, its experts and untied ends are groups; gradients are summed, not averaged."""
+"""FSDP2 around a model: groups are blocks, experts and untied ends; gradients are summed, not averaged."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +24,9 @@ MEMORY_SHARE = 1 / 3  # of a device's memory, for what a step may keep unsharded
 
 @dataclass(frozen=True)
 class ReshardPolicy:
-    """What stays unsharded between the micro-batches of a step.
+    """What stays unsharded between micro-batches of a step.
 
-    gathered: parameters, gathered once a step instead of in every pass. A step of one micro-batch that recomputes
-    activations reshards them all the same. summed: gradients, reduced once a step instead of once a micro-batch.
+    gathered: parameters, unless activations of a single micro-batch are recomputed. summed: gradients.
     """
 
     gathered: bool
@@ -35,7 +34,7 @@ class ReshardPolicy:
 
     @classmethod
     def within(cls, elements: int, parameter: int, gradient: int, memory: int | None) -> "ReshardPolicy":
-        """For a number of elements, of so many bytes each, and a device's memory; None: on a host, gather by copies."""
+        """For elements of so many bytes each, and a device's memory; None: a host."""
         if memory is None:
             return cls(gathered=False, summed=True)
         summed = elements * gradient <= MEMORY_SHARE * memory
@@ -43,10 +42,9 @@ class ReshardPolicy:
 
     @classmethod
     def of(cls, model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> "ReshardPolicy":
-        """For a sharded model that computes in `dtype`. Collective over dp x cp, whose ranks must do the same.
+        """For a sharded model that computes in `dtype`. Collective over dp x cp.
 
-        Pipeline stages run many times a step and may add weight gradients after their last backward pass; a single rank
-        reduces nothing and gathers by copies.
+        Pipeline stages may add weight gradients after their last backward pass; a single rank has no communication.
         """
         if mesh["pp"].size > 1 or mesh["fsdp"].size == 1:
             return cls(gathered=True, summed=True)
@@ -58,11 +56,10 @@ class ReshardPolicy:
 
 
 def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Shard the parameters' rows over dp x cp, in place. They compute in `dtype`; gradients are reduced in the wide dtype.
+    """Shard parameters over dp x cp, in place. They compute in `dtype`; gradients are reduced in the wide dtype.
 
-    Gradients are summed: the engine divides by the global count. Experts are sharded over the ranks that hold the same
-    ones. Parameters are resharded after forward, except on pipeline stages, which run many times a step, and on a single rank
-    that casts them: there a gather is a cast of the whole model, done once a step.
+    Experts are sharded over the ranks that hold the same ones. Parameters stay gathered after forward on pipeline stages,
+    which run many times a step, and on a single rank that casts them.
     """
     first = next(model.parameters())
     keep = mesh["pp"].size > 1 or (mesh["fsdp"].size == 1 and dtype != first.dtype)
@@ -83,20 +80,17 @@ def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
 
 
 def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
-    """Prefetch the parameters that a forward pass needs first, while the host prepares the batch. Collective.
-
-    The order is that of the pass, so a rank that starts late still matches the others. `forget_step` drops them.
-    """
+    """Prefetch a forward pass's first parameters, in its order, while the host prepares the batch. Collective."""
     for module in (model, *model.first_groups()):
         if isinstance(module, FSDPModule):
             module.unshard(async_op=mesh["fsdp"].size > 1)
 
 
 def forget_step(model: StagedModel, mesh: Mesh) -> None:
-    """Drop what a step that raised has left: gradients, delayed weight gradients, gathered parameters and FSDP2's state.
+    """Drop gradients, delayed weight gradients, gathered parameters and FSDP2's state after an error. No collectives.
 
-    No collectives: the other ranks may be anywhere. FSDP2's own `reset_iter_state` is younger than torch 2.11 and keeps
-    gradients that are not reduced; its final callback of a backward pass does the rest in every version.
+    FSDP2's own `reset_iter_state` is younger than torch 2.11 and keeps unreduced gradients; its final callback of a backward
+    pass does the rest in every version.
     """
     for module in model.modules():
         if isinstance(module, Adder):
@@ -126,10 +120,7 @@ def forget_step(model: StagedModel, mesh: Mesh) -> None:
 
 
 def enable_grad_accumulation_fusion(model: StagedModel) -> None:
-    """Have our layers add weight gradients into `.grad` of the gathered parameters, in the dtype that FSDP reduces.
-
-    FSDP then takes them without a copy. Layers of transformers leave theirs to FSDP.
-    """
+    """Have our layers add weight gradients into `.grad` of gathered parameters, which FSDP reduces without a copy."""
     adders = [module for module in model.modules() if isinstance(module, Adder)]
     if not any(isinstance(adder, Linear) for adder in adders):
         return
@@ -141,7 +132,7 @@ def enable_grad_accumulation_fusion(model: StagedModel) -> None:
 
 
 def _use_wide_grads(module: nn.Module) -> None:
-    """Set `grad_dtype` of this module's gathered parameters, which FSDP makes in its next forward pass and keeps."""
+    """Set `grad_dtype` of gathered parameters, which FSDP makes in its next forward pass and keeps."""
 
     def widen(_module: nn.Module, _inputs: object) -> None:
         for parameter in module.parameters():
