@@ -67,7 +67,6 @@ class LostStore(SecondaryFailure):
 
 
 def listing(items: list[str], limit: int = 20) -> str:
-    """The first `limit` items, one a line."""
     lines = [f"  - {item}" for item in items[:limit]]
     if len(items) > limit:
         lines.append(f"  ... and {len(items) - limit} more")
@@ -75,12 +74,10 @@ def listing(items: list[str], limit: int = 20) -> str:
 
 
 def shortened(text: object) -> str:
-    """At most 200 characters of `text`."""
     return _cut(str(text), MAX_QUOTED)
 
 
 def quoted(value: object) -> str:
-    """The shortened repr."""
     try:
         return shortened(repr(value))
     except (ValueError, RecursionError):  # an int of thousands of digits; lists nested too deep
@@ -88,7 +85,7 @@ def quoted(value: object) -> str:
 
 
 def short_words(text: str) -> str:
-    """With long words shortened: libraries may repeat a whole value."""
+    """Libraries may repeat a whole value."""
     return LONG_WORD.sub(lambda word: shortened(word[0]), text)
 
 

@@ -23,7 +23,6 @@ def append(path: Path, row: Row) -> None:
 
 
 def write_whole(file: FileIO, data: bytes) -> None:
-    """Append all of `data`, or nothing where that fails."""
     end = file.seek(0, os.SEEK_END)
     try:
         while data:

@@ -27,10 +27,7 @@ def view_at(data: Tensor, start: int, dtype: torch.dtype, shape: Iterable[int]) 
 
 
 def chunk_bytes(needed: int, most: int | None = None) -> int:
-    """The pinned chunk for requests of `needed` bytes: a power of two, by at most `most` if possible.
-
-    Large requests leave at most an eighth of it unused.
-    """
+    """The pinned chunk, a power of two, for requests of `needed` bytes."""
     size = CHUNK_BYTES
     while size < needed or (needed > LARGE_BYTES and size % needed > size // 8):
         size *= 2
@@ -46,7 +43,7 @@ def host_room() -> int | None:
 
 
 def ask_once(sizes: Iterable[int], device: torch.device) -> None:
-    """Reserve CUDA memory for tensors of these sizes, in bytes, in one call of the driver."""
+    """Reserve CUDA memory for tensors of these bytes in one call."""
     needed = sum(aligned(size, DEVICE_ALIGNMENT) for size in sizes if size > SMALL_BYTES)
     if device.type == "cuda" and needed:
         torch.empty(needed, dtype=torch.uint8, device=device)  # freed at once; the allocator keeps it
@@ -61,7 +58,6 @@ class PinnedArena:
         self._chunk = self._used = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Add one chunk, or pinned chunks of powers of two."""
         while num_bytes > 0:
             size = max(1 << (num_bytes.bit_length() - 1), CHUNK_BYTES) if self.pinned else num_bytes
             self._add(size)
@@ -80,13 +76,12 @@ class PinnedArena:
         return view
 
     def has(self, num_bytes: int) -> bool:
-        """Whether `allocate` needs no new chunk."""
         needed = aligned(num_bytes)
         free = [len(chunk) for chunk in self._chunks[self._chunk :]]
         return any(needed <= size - (self._used if i == 0 else 0) for i, size in enumerate(free))
 
     def grow(self, num_bytes: int, most: int) -> bool:
-        """Add a chunk, unless it is larger than `most` -> whether it was added."""
+        """Add a chunk of at most `most` bytes, if that suffices."""
         needed = aligned(num_bytes)
         size = self._growth(needed, most)
         if size > most:
@@ -113,7 +108,7 @@ class PinnedArena:
 
 
 class OffloadedState:
-    """Moves tensors to the host until `restore`. Storages are resized, so all views stay valid."""
+    """Moves tensors to the host until `restore`; all views stay valid."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = {storage.data_ptr(): storage for storage in (x.untyped_storage() for x in tensors) if len(storage)}
@@ -138,7 +133,6 @@ class OffloadedState:
 
 
 def wait_for(device: torch.device) -> None:
-    """Synchronize the device's current stream."""
     if device.type != "cpu":
         torch.get_device_module(device).current_stream(device).synchronize()
 

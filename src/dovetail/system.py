@@ -18,7 +18,7 @@ _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 
 def kernel_state(pid: int) -> str:
-    """The state letter of ps, such as R, S, D, T or Z; "": unknown."""
+    """The state letter of ps; "": unknown."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 
@@ -29,7 +29,6 @@ def parent_of(pid: int) -> int | None:
 
 
 def children_of(roots: Iterable[int]) -> set[int]:
-    """All descendants."""
     below: dict[int, list[int]] = defaultdict(list)
     for entry in _PROC.glob("[0-9]*"):
         fields = _stat(int(entry.name))
@@ -45,7 +44,7 @@ def children_of(roots: Iterable[int]) -> set[int]:
 
 
 def out_of_memory_kills() -> int:
-    """A count of processes that the kernel killed for lack of memory."""
+    """Processes that the kernel killed for lack of memory."""
     counters = [_PROC / "vmstat"]
     for top, inside in _memory_groups():
         if top == _CGROUPS:
@@ -76,7 +75,7 @@ def die_with_parent() -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Limit the address space to its present size and `more` bytes."""
+    """Limit the address space to `more` bytes above its size."""
     sizes = _PROC / "self/statm"
     if sizes.exists():
         wanted = int(sizes.read_text().split()[0]) * resource.getpagesize() + more
@@ -98,7 +97,6 @@ def end_children(spared: Iterable[int] = (), seconds: float = math.inf) -> set[i
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -106,7 +104,6 @@ def _stat(pid: int) -> list[str]:
 
 
 def _memory_groups() -> Iterator[tuple[Path, str]]:
-    """(root, path) of the cgroup trees that limit memory."""
     membership = _PROC / "self/cgroup"
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -117,7 +114,6 @@ def _memory_groups() -> Iterator[tuple[Path, str]]:
 
 
 def _left_of_group(folder: Path) -> int | None:
-    """Bytes up to its limit, if any."""
     names = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
     for limit, used, prefix in names:
         with contextlib.suppress(OSError, ValueError):  # no such file; or "max"
@@ -128,7 +124,6 @@ def _left_of_group(folder: Path) -> int | None:
 
 
 def _counter(path: Path, name: str) -> int | None:
-    """The value in a file of lines `name value [unit]`."""
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():
             key, _, value = line.partition(" ")

@@ -17,10 +17,9 @@ from dovetail.weights.stream import Export
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step, the same on every rank. `loss` and metrics are global sums over global counts.
+    """One optimizer step. `loss` and metrics are global sums over global counts.
 
-    A step that counts nothing on any rank updates nothing, not even by weight decay: it is `skipped` without `faults`, and
-    its loss is NaN. faults: what was not finite, by rank.
+    A step that counts nothing is `skipped` without `faults`, and its loss is NaN. faults: what was not finite, by rank.
     """
 
     loss: float
@@ -40,7 +39,7 @@ class StepReport:
 
 
 class Engine(Protocol):
-    """A model cut over ranks. Results cover all tokens of the batch, in order, on every rank. A call that raises has no effect."""
+    """A sharded model. Results cover all tokens, in order, on every rank. A call that raises has no effect."""
 
     def score(self, batch: PackedBatch) -> TokenStats:
         """Log-prob and entropy of `batch.targets` [T]; 0 where the mask is False."""
@@ -53,10 +52,7 @@ class Engine(Protocol):
         ...
 
     def train_step(self, batch: PackedBatch, loss: LossFn) -> StepReport:
-        """Forward, backward and one optimizer step over the whole batch.
-
-        `loss` is called for each micro-batch; which sequences those have is the engine's choice.
-        """
+        """Forward, backward and one optimizer step. `loss` gets each micro-batch, of sequences that the engine chooses."""
         ...
 
     def check_replicas(self) -> None:
@@ -64,7 +60,7 @@ class Engine(Protocol):
         ...
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor) of every parameter, in buckets of bounded size. dtype: default: the saved ones."""
+        """(HF name, whole tensor) of every parameter, in bounded buckets. dtype: default: the saved ones."""
         ...
 
     def save_pretrained(self, path: Path | str) -> None:
@@ -72,7 +68,7 @@ class Engine(Protocol):
         ...
 
     def save_sharded(self, path: Path | str) -> Path:
-        """Write each rank's shards and their manifest, complete or not at all -> their directory."""
+        """Write shards and their manifest, complete or not at all -> their directory."""
         ...
 
     def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
@@ -80,7 +76,7 @@ class Engine(Protocol):
         ...
 
     def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
-        """Resume from `role` of a checkpoint of any layout, after that many optimizer steps."""
+        """Resume after that many optimizer steps, from a checkpoint of any layout."""
         ...
 
     @property
@@ -89,7 +85,7 @@ class Engine(Protocol):
         ...
 
     def offload(self) -> None:
-        """Move weights and optimizer state to the host until `onload`."""
+        """Move all state to the host until `onload`."""
         ...
 
     def onload(self) -> None: ...

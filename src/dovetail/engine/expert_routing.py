@@ -51,10 +51,7 @@ class Routing:
     def with_balance(
         self, pairs: PlannedMicroBatches, loss: LossFn, tokens: int, dtype: torch.dtype
     ) -> PlannedMicroBatches:
-        """With balance losses. Collective. tokens: of the whole batch. dtype: of a loss's statistics.
-
-        Lazy, unless a coefficient asks for the count of all micro-batches.
-        """
+        """With balance losses. Collective. tokens: of the whole batch. dtype: of statistics."""
         settings, weight = self.settings, 0.0
         if settings.aux_coef or settings.z_coef:
             with torch.no_grad():
@@ -81,9 +78,7 @@ class Routing:
         )
 
     def update(self, totals: tuple[Tensor, Tensor], tokens: int, *, skipped: bool) -> dict[str, float]:
-        """Update biases, unless the step was skipped -> metrics, means over layers: the largest and the smallest expert load over
-        the mean load, and balance losses per token.
-        """
+        """Update biases, unless the step was skipped -> metrics: expert loads over the mean load, balance losses per token."""
         loads, costs = totals
         if not skipped and self.moe.bias and self.settings.bias_rate:
             self._update_biases(loads)
@@ -109,7 +104,7 @@ class Routing:
         return RoutingTrace(moe.numbers, self._sum(indices), torch.ones(tokens, dtype=torch.bool, device=device))
 
     def totals(self, pairs: PlannedMicroBatches) -> tuple[Tensor, Tensor]:
-        """Tokens by layer and expert [M, E], and both balance losses [M, 2]. Collective, without waiting for the device."""
+        """Tokens by layer and expert [M, E], and balance losses [M, 2]. Collective."""
         moe = self.moe
         both = torch.zeros(len(moe.numbers), moe.num_experts + 2, dtype=torch.float64, device=self.mesh.device)
         for _, micro in split_halves(pairs):
@@ -122,7 +117,6 @@ class Routing:
         return both[:, :-2], both[:, -2:]
 
     def _update_biases(self, loads: Tensor) -> None:
-        """Raise the bias of experts below the mean load, lower that of the others."""
         for module in self.model.modules():
             if isinstance(module, Router):
                 load = loads[self.moe.numbers.index(module.layer)]
@@ -130,7 +124,6 @@ class Routing:
                 module.e_score_correction_bias += step.to(module.e_score_correction_bias.dtype)
 
     def _expected_count(self, pairs: PlannedMicroBatches, loss: LossFn, dtype: torch.dtype) -> float:
-        """`loss`'s count over all micro-batches, which does not depend on statistics."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for _, micro in pairs:
             blank = torch.zeros(len(micro.all_counted), dtype=dtype, device=self.mesh.device)

@@ -24,17 +24,14 @@ MEMORY_SHARE = 1 / 3  # of a device's memory, for what a step may keep unsharded
 
 @dataclass(frozen=True)
 class ReshardPolicy:
-    """What stays unsharded between micro-batches of a step.
-
-    gathered: parameters, unless activations of a single micro-batch are recomputed. summed: gradients.
-    """
+    """What stays unsharded between micro-batches: parameters (`gathered`), gradients (`summed`)."""
 
     gathered: bool
     summed: bool
 
     @classmethod
     def within(cls, elements: int, parameter: int, gradient: int, memory: int | None) -> "ReshardPolicy":
-        """For elements of so many bytes each, and a device's memory; None: a host."""
+        """For elements of so many bytes, and a device's memory; None: a host."""
         if memory is None:
             return cls(gathered=False, summed=True)
         summed = elements * gradient <= MEMORY_SHARE * memory
@@ -42,10 +39,7 @@ class ReshardPolicy:
 
     @classmethod
     def of(cls, model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> "ReshardPolicy":
-        """For a sharded model that computes in `dtype`. Collective over dp x cp.
-
-        Pipeline stages may add weight gradients after their last backward pass; a single rank has no communication.
-        """
+        """Collective over dp x cp. dtype: of the computation."""
         if mesh["pp"].size > 1 or mesh["fsdp"].size == 1:
             return cls(gathered=True, summed=True)
         first, memory = next(model.parameters()), memory_of(mesh.device)
@@ -56,9 +50,9 @@ class ReshardPolicy:
 
 
 def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Shard parameters over dp x cp, in place. They compute in `dtype`; gradients are reduced in the wide dtype.
+    """Shard parameters over dp x cp, experts over the ranks with the same ones, in place.
 
-    Experts are sharded over the ranks that hold the same ones. Parameters stay gathered after forward on pipeline stages,
+    They compute in `dtype`; gradients are reduced in the wide dtype. They stay gathered after forward on pipeline stages,
     which run many times a step, and on a single rank that casts them.
     """
     first = next(model.parameters())
@@ -87,10 +81,9 @@ def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
 
 
 def forget_step(model: StagedModel, mesh: Mesh) -> None:
-    """Drop gradients, delayed weight gradients, gathered parameters and FSDP2's state after an error. No collectives.
+    """Drop what a failed step has left, without collectives.
 
-    FSDP2's own `reset_iter_state` is younger than torch 2.11 and keeps unreduced gradients; its final callback of a backward
-    pass does the rest in every version.
+    FSDP2's `reset_iter_state` is younger than torch 2.11 and keeps unreduced gradients; its final callback does the rest.
     """
     for module in model.modules():
         if isinstance(module, Adder):
@@ -120,7 +113,7 @@ def forget_step(model: StagedModel, mesh: Mesh) -> None:
 
 
 def enable_grad_accumulation_fusion(model: StagedModel) -> None:
-    """Have our layers add weight gradients into `.grad` of gathered parameters, which FSDP reduces without a copy."""
+    """Add weight gradients of our layers into `.grad` of gathered parameters, which FSDP reduces without a copy."""
     adders = [module for module in model.modules() if isinstance(module, Adder)]
     if not any(isinstance(adder, Linear) for adder in adders):
         return
@@ -132,7 +125,7 @@ def enable_grad_accumulation_fusion(model: StagedModel) -> None:
 
 
 def _use_wide_grads(module: nn.Module) -> None:
-    """Set `grad_dtype` of gathered parameters, which FSDP makes in its next forward pass and keeps."""
+    """Set `grad_dtype` once FSDP has made the gathered parameters."""
 
     def widen(_module: nn.Module, _inputs: object) -> None:
         for parameter in module.parameters():

@@ -52,7 +52,7 @@ MICROS_PER_STAGE = 2  # micro-batches a step for each pipeline rank, where there
 def outside_caller_modes(
     call: Callable[Concatenate["NativeEngine", P], T],
 ) -> Callable[Concatenate["NativeEngine", P], T]:
-    """Run a method without the caller's inference mode, whose tensors can never be trained, and autocast."""
+    """Run a method without the caller's inference mode and autocast."""
 
     @wraps(call)
     def run(engine: "NativeEngine", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -77,10 +77,9 @@ class NativeEngine:
         balance: BalanceSettings | None = None,
         watch: StepWatch | None = None,
     ) -> None:
-        """model: wrapped by `shard_over_data`, with its weights. origin: where they came from.
+        """model: wrapped by `shard_over_data`, with its weights. dtype: of the computation; default: the parameters' own.
 
-        dtype: of the computation; default: the parameters' own. tokens_per_batch: most tokens of a replica's micro-batch, with
-        padding; None: no limit.
+        tokens_per_batch: most tokens of a replica's micro-batch, with padding.
         """
         assert isinstance(model, FSDPModule), "shard_over_data comes first"
         self.model, self.mesh, self.origin = model, mesh, origin
@@ -96,7 +95,6 @@ class NativeEngine:
 
     @property
     def optimizer(self) -> Optimizer:
-        """Made at first use: scoring needs no moments."""
         if self._optimizer is None:
             enable_grad_accumulation_fusion(self.model)
             self._optimizer = Optimizer(self.model, self.mesh, self._settings)
@@ -206,7 +204,7 @@ class NativeEngine:
         check_replicas(self._resident_model, self.mesh, self._optimizer)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """As `Engine.weights`. Buffers, such as selection biases, keep their own dtype."""
+        """As `Engine.weights`. Buffers keep their own dtype."""
         dtype_of = self.origin.dtype_of if dtype is None else parameters_in(dtype, self._resident_model)
         return stream(self._resident_model, self.mesh, dtype_of=dtype_of, listed=self.origin.listed)
 
@@ -262,7 +260,7 @@ class NativeEngine:
     def micro_batches(self, batch: PackedBatch) -> PlannedMicroBatches:
         """This replica's micro-batches, with their tokens' positions in the batch. All replicas have equally many.
 
-        They are made lazily, without waiting for the device; those of a batch on the device at once, since each waits for it.
+        They are made lazily; those of a batch on the device at once, since each waits for it.
         """
         check_same(batch, self.mesh)
         self.model.check(batch)
@@ -290,7 +288,6 @@ class NativeEngine:
         return pairs if batch.tokens.device.type == "cpu" else list(pairs)
 
     def _prepare(self, batch: PackedBatch) -> PlannedMicroBatches:
-        """Micro-batches for inference, while the first parameters are gathered."""
         with self._undone_on_error():
             begin_gathers(self._resident_model, self.mesh)
             pairs = self.micro_batches(batch)
@@ -299,7 +296,7 @@ class NativeEngine:
         return pairs
 
     def _infer(self, pairs: PlannedMicroBatches, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
-        """Forward passes; on ranks of the last stage `keep` gets each result."""
+        """`keep` gets each result, on ranks of the last stage."""
         layout = self.mesh.layout
         stages: Inference[Any] = Inference(
             self.model,
@@ -316,7 +313,6 @@ class NativeEngine:
 
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:
-        """An error leaves no gradients and no gathered parameters."""
         try:
             yield
         except BaseException:
@@ -341,7 +337,7 @@ class NativeEngine:
         return self._routing.trace(pairs, len(batch)).map(lambda x: x.to(batch.tokens.device))
 
     def _budget(self, batch: PackedBatch) -> int | None:
-        """Most tokens of a micro-batch, few enough for `MICROS_PER_STAGE` where sequences allow it."""
+        """Most tokens of a micro-batch."""
         pp, multiple = self.mesh["pp"].size, self.mesh.token_multiple
         if pp == 1 or not batch.num_sequences:
             return self.tokens_per_batch
@@ -350,7 +346,7 @@ class NativeEngine:
         return enough if self.tokens_per_batch is None else min(enough, self.tokens_per_batch)
 
     def _gather_tokens(self, x: Tensor, batch: PackedBatch) -> Tensor:
-        """The sum over ranks, each with its own tokens, on every rank and the batch's device."""
+        """The sum over ranks, each with its own tokens."""
         return sum_over(sum_over(x, self.mesh["fsdp"]), self.mesh["pp"]).to(batch.tokens.device)
 
     @property

@@ -25,7 +25,7 @@ GRADIENT = "gradient"  # prefix of the faults that follow from any other
 
 @dataclass(frozen=True)
 class StepWatch:
-    """Progress of training steps, and the folder for skipped micro-batches, if any."""
+    """Where training steps report progress and leave skipped micro-batches."""
 
     progress: Progress = field(default_factory=Progress)
     folder: Path | None = None
@@ -82,7 +82,7 @@ def inputs_of(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
 def nonfinite_parts(
     batch: PackedBatch, pairs: PlannedMicroBatches, parts: Sequence[Tensor], sums: Sequence[Tensor]
 ) -> list[str]:
-    """Names of non-finite inputs, losses of micro-batches (`parts`), and their total and count (`sums`)."""
+    """Names of non-finite inputs, losses of micro-batches (`parts`) and sums."""
     bad = [name for name, x in inputs_of([micro for _, micro in pairs]).items() if not bool(torch.isfinite(x).all())]
     for i, part in enumerate(parts):
         if not bool(torch.isfinite(part)):

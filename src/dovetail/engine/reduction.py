@@ -22,7 +22,7 @@ def add_sums(sums: Sums, value: Loss) -> None:
 
 
 def unify_names(sums: Sums, mesh: Mesh) -> None:
-    """Add zeros for metrics of other ranks. Collective; one number over gloo where names agree."""
+    """Add zeros for metrics of other ranks. Collective."""
     names, world = json.dumps(sorted(sums)), mesh["world"]
     hashes = stack_numbers([zlib.crc32(names.encode()) if sums else 0], world, mesh.device)
     if len({value for (value,) in hashes if value}) > 1:  # 0: of stages without a loss
@@ -32,7 +32,7 @@ def unify_names(sums: Sums, mesh: Mesh) -> None:
 
 
 def reduce_sums(sums: Sums, mesh: Mesh) -> Tensor:
-    """Global sums by sorted name: float64 [n, 2] on the last stage, [0, 2] elsewhere."""
+    """float64 [n, 2] by sorted name on the last stage, [0, 2] elsewhere."""
     if mesh["pp"].rank < mesh["pp"].size - 1:
         return torch.zeros(0, 2, dtype=torch.float64, device=mesh.device)
     flat = torch.stack([torch.stack([x.to(torch.float64) for x in sums[name]]) for name in sorted(sums)])

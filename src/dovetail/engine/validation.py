@@ -23,7 +23,7 @@ COMPARED = ("lengths", "names of fields", "tokens", "targets", "mask")
 def check_same(batch: PackedBatch, mesh: Mesh) -> None:
     """Raise DataError on every rank where ranks hold different batches. Collective, over gloo.
 
-    Fields are compared by name and dtype, since values may differ in a last bit; tensors on an accelerator are not compared.
+    Fields are compared by name and dtype, tensors only on the host.
     """
     world = mesh["world"]
     prints = stack_numbers(fingerprint(batch), world, mesh.device) if world.size > 1 else []

@@ -208,12 +208,12 @@ def sum_over(x: Tensor, axis: Axis) -> Tensor:
 
 
 def stack_over(x: Tensor, axis: Axis) -> Tensor:
-    """Every rank's `x`: [...] -> [size, ...], without a gradient."""
+    """[...] -> [size, ...], without a gradient."""
     return x[None] if axis.size == 1 else _gather(x.detach()[None], axis)
 
 
 class AsyncHostCopy:
-    """A device-to-host copy in flight, waited for alone."""
+    """A device-to-host copy in flight."""
 
     def __init__(self, x: Tensor) -> None:
         self.numbers, self.copied = x.to("cpu", non_blocking=True), None
@@ -221,14 +221,12 @@ class AsyncHostCopy:
             self.copied = torch.get_device_module(x.device).current_stream(x.device).record_event()
 
     def wait(self) -> Any:
-        """As lists."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.numbers.tolist()
 
 
 def gather_text(text: str, axis: Axis, device: torch.device | str = "cpu") -> list[str]:
-    """Every rank's `text`."""
     if axis.size == 1:
         return [text]
     data = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8).to(device)

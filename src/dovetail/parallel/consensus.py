@@ -23,7 +23,6 @@ class CollectiveErrors:
 
     @contextmanager
     def catch(self) -> Iterator[None]:
-        """Keep a user's or the system's error of a block without collectives."""
         try:
             yield
         except (UserError, OSError) as error:
@@ -47,7 +46,7 @@ class CollectiveErrors:
 
 @contextmanager
 def agreed(mesh: Mesh, path: Path | None = None) -> Iterator[None]:
-    """Run a block without collectives; if it fails on one rank, all raise. Collective."""
+    """If the block fails on one rank, all raise. No collectives within."""
     errors = CollectiveErrors(mesh, path)
     with errors.catch():
         yield
@@ -55,7 +54,7 @@ def agreed(mesh: Mesh, path: Path | None = None) -> Iterator[None]:
 
 
 def of_first(value: Any, mesh: Mesh) -> Any:
-    """The first rank's `value`, of JSON types. Collective."""
+    """The first rank's `value`. Collective."""
     return json.loads(gather_text(json.dumps(value), mesh["world"], mesh.device)[0])
 
 

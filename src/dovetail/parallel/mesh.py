@@ -42,7 +42,7 @@ class ContextAxes(NamedTuple):
 
 
 class P2PChannel(NamedTuple):
-    """A one-way, ordered channel between two pipeline ranks."""
+    """One-way and ordered."""
 
     peer: int  # global rank of the other end
     group: dist.ProcessGroup
@@ -50,9 +50,8 @@ class P2PChannel(NamedTuple):
 
 @dataclass(frozen=True)
 class P2PChannels:
-    """Channels of a pipeline rank: activations go to the next, gradients to the previous one.
-
-    Each has a group of its own: with pp=2 both are the same rank. Only virtual stages link the last rank to the first.
+    """Channels to and from the neighboring pipeline ranks, each with a group of its own: with pp=2 both neighbors are one
+    rank. Only virtual stages link the last rank to the first.
     """
 
     to_next: P2PChannel | None = None
@@ -101,12 +100,11 @@ class Mesh:
 
     @classmethod
     def solo(cls, device: torch.device | str = "cpu") -> "Mesh":
-        """One process without groups."""
         return cls.abstract(Layout(), 0, device)
 
     @classmethod
     def abstract(cls, layout: Layout, rank: int, device: torch.device | str = "meta") -> "Mesh":
-        """One rank of a layout whose dp is known, without groups."""
+        """One rank of a layout, without groups."""
         sizes = {name: int(getattr(layout, name)) for name in ORDER}
         data = sizes["dp"] * sizes["cp"]
         sizes |= {"fsdp": data, "ep": layout.ep, "expert_fsdp": data // layout.ep, "world": layout.num_ranks}
@@ -118,10 +116,7 @@ class Mesh:
 
     @classmethod
     def build(cls, layout: Layout, device: torch.device | str = "cpu", timeout: timedelta = TIMEOUT) -> "Mesh":
-        """Split the default process group. Collective, with the same layout on all ranks.
-
-        timeout: of collectives of every axis but the world.
-        """
+        """Collective, with the same layout on all ranks. timeout: of all axes but the world."""
         world, rank = dist.get_world_size(), dist.get_rank()
         layout, device = layout.resolve(world), torch.device(device)
         make_axis = partial(_axis, rank=rank, timeout=timeout)
@@ -165,7 +160,6 @@ def _coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _groups(grid: torch.Tensor, names: tuple[str, ...]) -> list[list[int]]:
-    """Groups of ranks that differ only along `names`."""
     dims = [ORDER.index(name) for name in names]
     length = prod(grid.shape[d] for d in dims)
     groups: list[list[int]] = grid.movedim(dims, list(range(-len(dims), 0))).reshape(-1, length).tolist()
@@ -191,7 +185,7 @@ def _new_group(groups: Groups, rank: int, timeout: timedelta, options: Any = Non
 
 
 def _axis(name: str, groups: Groups, *, rank: int, timeout: timedelta, always: bool = False) -> Axis:
-    """This rank's axis among disjoint groups of one size. always: also of size 1."""
+    """always: also of size 1."""
     if not groups or (len(groups[0]) == 1 and not always):
         return Axis(name)
     group = _new_group(groups, rank, timeout)

@@ -31,7 +31,6 @@ class Part:
         return cls(name, size, padding=-size % axis_size)
 
     def local_length(self, axis_size: int) -> int:
-        """Rows in every local parameter."""
         return (self.size + self.padding) * self.copies // axis_size
 
 
@@ -81,7 +80,6 @@ class Region:
 
 
 def placements_of(model: nn.Module) -> dict[str, Placement]:
-    """By full name; a shared parameter appears once."""
     placements: dict[str, Placement] = {}
     names = dict(model.named_parameters())
     for prefix, module in model.named_modules():
@@ -104,7 +102,7 @@ def checkpoint_names(name: str, placement: Placement) -> tuple[str, ...]:
 
 
 def checkpoint_shapes(name: str, placement: Placement, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Name and global shape of each checkpoint tensor of a local parameter."""
+    """Name and global shape of each checkpoint tensor."""
     names = checkpoint_names(name, placement)
     shapes = dict.fromkeys(names, shape)
     for split in placement.splits:
@@ -118,7 +116,7 @@ def checkpoint_shapes(name: str, placement: Placement, shape: tuple[int, ...]) -
 
 
 class _Stretch(NamedTuple):
-    """A part's rows [start, stop) of one rank, in its tensor and in the local parameter."""
+    """A part's rows [start, stop), in its tensor and in the local parameter."""
 
     name: str
     checkpoint: tuple[int, int]
@@ -128,7 +126,6 @@ class _Stretch(NamedTuple):
 
 
 def _stretches(split: Split, rank: int, size: int) -> Iterator[_Stretch]:
-    """The parts that a rank holds, without those of padding alone."""
     at: dict[str, int] = {}
     offset = 0
     for part in split.parts:
@@ -211,7 +208,6 @@ def overlap(first: Slices, second: Slices) -> Slices | None:
 
 
 def within(inner: Slices, outer: Slices) -> Slices:
-    """`inner` counted from the start of `outer`."""
     return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(inner, outer, strict=True))
 
 

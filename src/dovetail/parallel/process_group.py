@@ -70,7 +70,7 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def _set_kernel_cache(architecture: str) -> None:
-    """Keep compiled kernels in the user's cache directory, in a folder for each GPU architecture."""
+    """By GPU architecture: not all packages have that in their keys."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dovetail" / "kernels" / architecture
     with contextlib.suppress(OSError, RuntimeError):  # no home
@@ -158,7 +158,7 @@ def num_ranks() -> int:
 
 
 def num_ranks_here(device: torch.device) -> int:
-    """Ranks on this host, at most: LOCAL_WORLD_SIZE, or the number of visible devices."""
+    """Ranks on this host, at most."""
     local, world = os.environ.get("LOCAL_WORLD_SIZE", ""), num_ranks()
     if local.isdecimal():
         return min(world, int(local))
@@ -167,7 +167,6 @@ def num_ranks_here(device: torch.device) -> int:
 
 
 def ensure_process_group(device: torch.device | str = "cpu") -> None:
-    """Make the default process group, if there is none."""
     if not dist.is_initialized():
         _initialize(torch.device(device), *_meet())
 
@@ -175,7 +174,7 @@ def ensure_process_group(device: torch.device | str = "cpu") -> None:
 class StopSignal:
     """The first SIGTERM or SIGINT of the block sets `number`; the next one acts as usual.
 
-    Repeats within `REPEAT_SECONDS` are ignored: a rank may get a signal directly and from its launcher.
+    Repeats within `REPEAT_SECONDS` are ignored: the launcher may send a signal again.
     """
 
     REPEAT_SECONDS = 1.0
@@ -201,7 +200,6 @@ class StopSignal:
 
 
 def _meet() -> tuple[Store, int, int]:
-    """The store, this rank, and the number of ranks."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return HashStore(), 0, 1
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
@@ -239,7 +237,6 @@ def _initialize(device: torch.device, store: Store, rank: int, world: int, timeo
 
 
 def _claim_device(device: torch.device, store: Store, rank: int) -> None:
-    """Refuse a GPU of another rank: NCCL would hang."""
     if device.type != "cuda":
         return
     name = torch.cuda.get_device_properties(device).uuid

@@ -23,10 +23,7 @@ from dovetail.pipeline.schedule import Action, Plan, simulate
 
 
 class StageRunner(Protocol):
-    """One rank's stages. Returned tensors are not written to: they may be in transfer.
-
-    On a GPU it may wait for its stream, but not for the whole device, where transfers may wait for other ranks.
-    """
+    """One rank's stages. They do not write to returned tensors, and wait for the stream, never for the whole device."""
 
     def buffer(self, micro: int) -> Tensor:
         """Fresh memory for a micro-batch, or its gradient, at a stage boundary."""
@@ -35,7 +32,7 @@ class StageRunner(Protocol):
         """-> the next stage's input, None at the last stage. x: None at the first stage."""
 
     def backward(self, action: Action, grad: Tensor | None, *, last: bool) -> Tensor | None:
-        """-> the previous stage's gradient, None at stage 0. grad: None at the last stage. last: of this rank's plan."""
+        """-> the previous stage's gradient, None at stage 0. grad: None at the last stage."""
 
     def weight(self, stage: int, micro: int) -> None:
         """Weight gradients after an `input` action."""
@@ -75,7 +72,7 @@ def produced(action: Action, stages: int) -> Message | None:
 
 @lru_cache(maxsize=16)
 def receives(plan: Plan, rank: int) -> tuple[tuple[Message, ...], ...]:
-    """The receives that a rank posts right before each of its actions."""
+    """Receives to post right before each action."""
     order = [[(start, r) for start in starts] for r, starts in enumerate(simulate(plan).start)]
     posts: list[list[Message]] = [[] for _ in plan[rank]]
     for gradient, sender in ((False, (rank - 1) % len(plan)), (True, (rank + 1) % len(plan))):
@@ -104,7 +101,7 @@ def connect(mesh: Mesh) -> None:
 
 
 def run(plan: Plan, stages: StageRunner, mesh: Mesh) -> None:
-    """One rank's part of `plan`. Collective over pp; where `stages` raises, the other ranks are left waiting."""
+    """One rank's part of `plan`. Collective over pp."""
     actions, count = plan[mesh["pp"].rank], num_stages(plan)
     last = max((i for i, action in enumerate(actions) if action.kind in ("backward", "input")), default=None)
     mail = Mailbox(plan, stages, mesh)
@@ -138,14 +135,12 @@ class Mailbox:
         self.needed_at = {message: i for i, action in around if (message := needed(action, count))}
 
     def post(self, i: int) -> None:
-        """Start the receives of the i-th action; memory for all of them comes first."""
         tensors = [self.stages.buffer(message.micro) for message in self.posts[i]]
         for message, tensor in zip(self.posts[i], tensors, strict=True):
             channel = self.channels.from_next if message.gradient else self.channels.from_previous
             self.arrived[message] = _start(dist.irecv, tensor, channel), tensor
 
     def wait(self, message: Message | None) -> Tensor | None:
-        """Only the current stream waits."""
         if message is None:
             return None
         handle, tensor = self.arrived.pop(message)
@@ -169,15 +164,14 @@ class Mailbox:
         self.leaving.append(Departure(message, _start(dist.isend, tensor, channel), tensor))
 
     def close(self) -> None:
-        """Wait for all sends."""
         assert not self.arrived, "the plan sends messages that no action needs"
         for departure in self.leaving:
             departure.handle.wait()
 
     def _release(self, received: Message) -> None:
-        """Drop the sends that `received` proves complete: its sender needed them first. Does not block.
+        """Drop the sends that `received` proves complete, without blocking.
 
-        So memory is bounded even with gloo, whose handles complete only in `wait`, and on a GPU, whose host runs ahead.
+        Handles of gloo complete only in `wait`, and the host of a GPU runs ahead.
         """
         sender, now = self._sender(received.gradient), self.sent_at[received]
         pending = []
@@ -190,7 +184,6 @@ class Mailbox:
         self.leaving = pending
 
     def _sender(self, gradient: bool) -> int:
-        """The neighbor that sends gradients, or activations."""
         return self.next if gradient else self.previous
 
 

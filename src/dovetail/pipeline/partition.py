@@ -31,7 +31,6 @@ def stage_costs(spec: AnySpec, layout: Layout) -> Costs:
 
 
 def check_pipeline(spec: AnySpec, layout: Layout) -> None:
-    """Raises LayoutError."""
     pp, virtual, schedule = layout.pp, layout.virtual_stages, layout.schedule
     if schedule not in SCHEDULES:
         raise LayoutError(f"layout: schedule={schedule!r} is not known; use one of {', '.join(SCHEDULES)}")
@@ -78,7 +77,6 @@ def _check_split(spec: AnySpec, layout: Layout) -> None:
 
 
 def _nearest(depth: int, layout: Layout) -> str:
-    """The largest pp with a layer for every stage, else fewer virtual stages."""
     if depth // layout.virtual_stages > 1:
         return f"pp={depth // layout.virtual_stages}"
     if depth // layout.pp > 1:

@@ -68,8 +68,7 @@ def make_plan(schedule: str, ranks: int, virtual: int, micros: int, costs: Costs
 def _alternate(schedule: str, rank: int, ranks: int, virtual: int, micros: int) -> tuple[Action, ...]:
     """Warmup forwards, then backward and forward in turn, then the other backwards.
 
-    Micro-batches pass a rank's stages in groups of `ranks`: when the last leaves a stage, the first has come around to the
-    next. A smaller last group is filled up, then what does not exist is dropped.
+    Micro-batches pass a rank's stages in groups of `ranks`; a smaller last group is filled up and then cut.
     """
     groups = [range(first, first + ranks) for first in range(0, micros, ranks)]
     stages = range(rank, ranks * virtual, ranks)
@@ -91,8 +90,7 @@ def _alternate(schedule: str, rank: int, ranks: int, virtual: int, micros: int) 
 def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
     """A free rank starts the most urgent action that is ready; 1f1b where that is no slower.
 
-    Input gradients come first, then forwards, with at most `ranks` live micro-batches as in 1f1b, then weight gradients. No
-    backward is whole: ranks would end one after the other. Gradients are synchronized after the plan.
+    No backward is whole: ranks would end one after the other. Gradients are synchronized after the plan.
     """
     plan: list[list[Action]] = [[] for _ in range(ranks)]
     ended = {
@@ -141,12 +139,11 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of time spent waiting."""
         return 1.0 - sum(self.busy) / (len(self.busy) * self.total)
 
 
 def simulate(plan: Plan, costs: Costs = UNIT) -> Timeline:
-    """Run a plan with instant transfers. Raises PlanError for one that is incomplete or deadlocks."""
+    """Raises PlanError for a plan that is incomplete or deadlocks. Transfers take no time."""
     stages = _check_whole(plan)
     times = {kind: [costs.of(kind, stage) for stage in range(stages)] for kind in HALVES}
     start: list[list[float]] = [[] for _ in plan]
@@ -182,7 +179,6 @@ def simulate(plan: Plan, costs: Costs = UNIT) -> Timeline:
 
 
 def _need(kind: Kind, stage: int, micro: int, stages: int) -> Need | None:
-    """The action that has to end first, if any."""
     if kind == "forward":
         return ("forward", stage - 1, micro) if stage else None
     if kind == "weight":
