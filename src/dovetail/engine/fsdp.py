@@ -75,7 +75,7 @@ def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
 
 def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
     """Prefetch a forward pass's first parameters, in its order, while the host prepares the batch. Collective."""
-    for module in (model, *model.first_groups()):
+    for module in model.first_groups():
         if isinstance(module, FSDPModule):
             module.unshard(async_op=mesh["fsdp"].size > 1)
 

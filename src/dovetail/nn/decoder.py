@@ -181,10 +181,10 @@ class Decoder(StagedModel):
             yield from (part for part in parts if isinstance(part, Linear) and part not in at_once)
 
     def first_groups(self) -> Iterator[nn.Module]:
+        yield self
         if self.cut.first:
             yield self.model.embed_tokens
-        for layer in self.cut.stages[0][:1]:
-            yield self.model.layers[str(layer)]
+        yield from (self.model.layers[str(layer)] for layer in self.cut.stages[0][:1])
 
     def groups(self) -> Iterator[nn.Module]:
         yield from (module for module in self.model.modules() if isinstance(module, Experts))

@@ -67,7 +67,7 @@ class StagedModel(nn.Module):
 
     @property
     def moe(self) -> MoeSpec | None:
-        """The experts that the native engine routes to."""
+        """Experts that this model routes to itself."""
         return self.spec.moe if isinstance(self.spec, ArchSpec) else None
 
     def check(self, batch: PackedBatch) -> None:
@@ -127,8 +127,8 @@ class StagedModel(nn.Module):
         raise NotImplementedError
 
     def first_groups(self) -> Iterator[nn.Module]:
-        """Those of `groups` that every forward pass gathers first, where their order is known."""
-        return iter(())
+        """Those that every forward pass gathers first."""
+        yield self
 
     def materialize(self, device: torch.device) -> None:
         """Give the parameters memory, which the caller fills: all but their padding, which is zero."""
