@@ -9,7 +9,7 @@ from dovetail.kernels.registry import PEAK_FLOPS
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak bf16 FLOP/s of one device; None for a CPU and for GPUs that are not listed."""
+    """Peak bf16 FLOP/s; None for a CPU and unlisted GPUs."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -22,7 +22,7 @@ def memory_of(device: torch.device) -> int | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """This process's peak memory: allocated on the accelerator, or resident on the host."""
+    """Peak memory of this process, allocated or resident on the host."""
     if device.type != "cpu":
         return torch.get_device_module(device).max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss

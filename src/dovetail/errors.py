@@ -1,7 +1,7 @@
-"""Exceptions for users, and helpers for their messages: what was given, what was expected and what to do.
+"""Exceptions for users: what was given, what was expected and what to do.
 
-A user's mistake is a `UserError`: the command line prints its message once, without a traceback, and exits with 2. Any
-other exception is a defect and exits with 1.
+The command line prints a `UserError` once, without a traceback, and exits with 2; any other exception is a defect and
+exits with 1.
 """
 
 import re
@@ -15,11 +15,11 @@ SHOWN_RANKS = 8  # for each value, in a message
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix; the message names the edit."""
+    """A mistake that the user can fix."""
 
 
 class ConfigError(UserError):
-    """A recipe, an override or a flag says something that cannot be done."""
+    """A recipe, an override or a flag that cannot be followed."""
 
 
 class LayoutError(UserError):
@@ -31,11 +31,11 @@ class ModelError(UserError):
 
 
 class OptionError(ModelError):
-    """An option of a known family that the native engine does not compute; transformers may."""
+    """An option that the native engine does not compute; transformers may."""
 
 
 class CheckpointError(UserError):
-    """Tensors that are missing, extra, of a wrong shape or corrupt, all named together."""
+    """Tensors that are missing, extra, of a wrong shape or corrupt."""
 
 
 class DamagedError(CheckpointError):
@@ -51,7 +51,7 @@ class DataError(UserError):
 
 
 class NumericsError(UserError):
-    """Training whose numbers are no longer finite."""
+    """Numbers of training are no longer finite."""
 
 
 class MachineError(RuntimeError):
@@ -59,15 +59,14 @@ class MachineError(RuntimeError):
 
 
 class SecondaryFailure(RuntimeError):
-    """This rank failed after another one, which reports the cause."""
+    """Another rank failed first and reports the cause."""
 
 
 class LostStore(SecondaryFailure):
-    """This rank failed after the store of the ranks was gone."""
+    """The store of the ranks is gone."""
 
 
 def listing(items: list[str], limit: int = 20) -> str:
-    """The first `limit` items, one a line, and how many more there are."""
     lines = [f"  - {item}" for item in items[:limit]]
     if len(items) > limit:
         lines.append(f"  ... and {len(items) - limit} more")
@@ -75,12 +74,10 @@ def listing(items: list[str], limit: int = 20) -> str:
 
 
 def shortened(text: object) -> str:
-    """The first 200 characters of `text`, and how many it has where that is more."""
     return _cut(str(text), MAX_QUOTED)
 
 
 def quoted(value: object) -> str:
-    """The shortened repr of a given value."""
     try:
         return shortened(repr(value))
     except (ValueError, RecursionError):  # an int of thousands of digits; lists nested too deep
@@ -88,12 +85,11 @@ def quoted(value: object) -> str:
 
 
 def short_words(text: str) -> str:
-    """The text with long words shortened: messages of libraries may repeat a whole value."""
+    """Libraries may repeat a whole value."""
     return LONG_WORD.sub(lambda word: shortened(word[0]), text)
 
 
 def short_lines(text: str) -> str:
-    """The text with long lines cut."""
     return "\n".join(_cut(line, MAX_LINE) for line in text.split("\n"))
 
 
@@ -102,7 +98,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def unequal(values: Mapping[str, Sequence[str]], hosts: Sequence[str]) -> list[str]:
-    """A line for each name whose values, one a rank, differ. hosts: one a rank."""
+    """A line for each name whose values, one a rank, differ."""
     lines = []
     for name, by_rank in values.items():
         owners: dict[str, list[int]] = {}

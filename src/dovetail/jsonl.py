@@ -13,7 +13,7 @@ ODD_LETTERS = "backslashreplace"  # half a surrogate pair becomes JSON's escape
 
 
 def append(path: Path, row: Row) -> None:
-    """Append a row, after a newline where a kill has cut the last row."""
+    """Append a row, also after one that a kill has cut."""
     data = json_line(row).encode(errors=ODD_LETTERS)
     with open(path, "a+b", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
@@ -23,7 +23,6 @@ def append(path: Path, row: Row) -> None:
 
 
 def write_whole(file: FileIO, data: bytes) -> None:
-    """Append all of `data`, or nothing where that fails."""
     end = file.seek(0, os.SEEK_END)
     try:
         while data:
@@ -34,7 +33,7 @@ def write_whole(file: FileIO, data: bytes) -> None:
 
 
 def json_line(row: Row) -> str:
-    """One line of JSON; numbers that are not finite become null."""
+    """Numbers that are not finite become null."""
     try:
         return json.dumps(row, ensure_ascii=False, allow_nan=False, default=as_text) + "\n"
     except ValueError:
@@ -42,7 +41,7 @@ def json_line(row: Row) -> str:
 
 
 def as_text(value: object) -> str:
-    """A value of no JSON type as text. Bytes are decoded: some writers of parquet store strings as bytes."""
+    """A value of no JSON type. Some writers of parquet store strings as bytes."""
     return value.decode(errors=ODD_LETTERS) if isinstance(value, bytes) else str(value)
 
 

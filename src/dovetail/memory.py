@@ -1,4 +1,4 @@
-"""Arenas of contiguous memory, for transfer buckets, snapshots and offloaded state: few allocations, large copies."""
+"""Arenas of contiguous memory, for transfer buckets, snapshots and offloaded state."""
 
 from collections.abc import Iterable
 from math import prod
@@ -17,21 +17,17 @@ HOST_RESERVE = 1 << 32  # bytes of the host's memory for data, workers and libra
 
 
 def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
-    """`num_bytes` rounded up to the alignment."""
     return -(-num_bytes // alignment) * alignment
 
 
 def view_at(data: Tensor, start: int, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
-    """The tensor at byte `start` of `data` [bytes], without a copy."""
+    """A view of `data` [bytes] from byte `start`."""
     shape = tuple(shape)
     return data[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def chunk_bytes(needed: int, most: int | None = None) -> int:
-    """The pinned chunk, a power of two, for requests of `needed` bytes.
-
-    After large requests at most an eighth stays unused, unless only a smaller chunk has at most `most` bytes.
-    """
+    """The pinned chunk, a power of two, for requests of `needed` bytes."""
     size = CHUNK_BYTES
     while size < needed or (needed > LARGE_BYTES and size % needed > size // 8):
         size *= 2
@@ -41,20 +37,20 @@ def chunk_bytes(needed: int, most: int | None = None) -> int:
 
 
 def host_room() -> int | None:
-    """Bytes of the host's memory that may still be pinned; None: unknown, no limit."""
+    """Bytes of the host's memory that may be pinned; None: unknown."""
     free = free_memory()
     return None if free is None else max(free - HOST_RESERVE, 0)
 
 
 def ask_once(sizes: Iterable[int], device: torch.device) -> None:
-    """Have the CUDA allocator reserve memory for tensors of these sizes, in bytes, in one call of the driver."""
+    """Reserve CUDA memory for tensors of these bytes in one call."""
     needed = sum(aligned(size, DEVICE_ALIGNMENT) for size in sizes if size > SMALL_BYTES)
     if device.type == "cuda" and needed:
         torch.empty(needed, dtype=torch.uint8, device=device)  # freed at once; the allocator keeps it
 
 
 class PinnedArena:
-    """Large chunks of memory that serve views until `reset`."""
+    """Chunks of memory that serve views until `reset`."""
 
     def __init__(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> None:
         self.device, self.pinned = device, pinned
@@ -62,14 +58,13 @@ class PinnedArena:
         self._chunk = self._used = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Add `num_bytes` of memory: one chunk, or of pinned memory powers of two."""
         while num_bytes > 0:
             size = max(1 << (num_bytes.bit_length() - 1), CHUNK_BYTES) if self.pinned else num_bytes
             self._add(size)
             num_bytes -= size
 
     def allocate(self, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
-        """An uninitialized tensor, contiguous and aligned."""
+        """An uninitialized tensor."""
         shape = tuple(shape)
         needed = aligned(prod(shape) * dtype.itemsize)
         while self._chunk < len(self._chunks) and self._used + needed > len(self._chunks[self._chunk]):
@@ -81,13 +76,12 @@ class PinnedArena:
         return view
 
     def has(self, num_bytes: int) -> bool:
-        """Whether `allocate` needs no new chunk for `num_bytes`."""
         needed = aligned(num_bytes)
         free = [len(chunk) for chunk in self._chunks[self._chunk :]]
         return any(needed <= size - (self._used if i == 0 else 0) for i, size in enumerate(free))
 
     def grow(self, num_bytes: int, most: int) -> bool:
-        """Add a chunk for `num_bytes` unless it is larger than `most` -> whether it was added."""
+        """Add a chunk of at most `most` bytes, if that suffices."""
         needed = aligned(num_bytes)
         size = self._growth(needed, most)
         if size > most:
@@ -96,11 +90,10 @@ class PinnedArena:
         return True
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor`, perhaps in flight: synchronize its device before reading it."""
+        """A copy in flight: synchronize its device before reading it."""
         return self.allocate(tensor.dtype, tensor.shape).copy_(tensor, non_blocking=True)
 
     def reset(self) -> None:
-        """Free all views; their memory is used again."""
         self._chunk = self._used = 0
 
     def _growth(self, needed: int, most: int | None = None) -> int:
@@ -115,10 +108,7 @@ class PinnedArena:
 
 
 class OffloadedState:
-    """Moves tensors to the host and frees their memory until `restore`.
-
-    Storages are resized, so every view of them (FSDP2's, the optimizer's) stays valid.
-    """
+    """Moves tensors to the host until `restore`; all views stay valid."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = {storage.data_ptr(): storage for storage in (x.untyped_storage() for x in tensors) if len(storage)}
@@ -135,7 +125,6 @@ class OffloadedState:
         return sum(len(copy) for copy in self._copies)
 
     def restore(self) -> None:
-        """Move the tensors back to their device."""
         for storage, copy in zip(self._storages, self._copies, strict=True):
             storage.resize_(len(copy))
             _bytes_of(storage).copy_(copy, non_blocking=True)
@@ -144,7 +133,6 @@ class OffloadedState:
 
 
 def wait_for(device: torch.device) -> None:
-    """Synchronize the device's current stream."""
     if device.type != "cpu":
         torch.get_device_module(device).current_stream(device).synchronize()
 

@@ -1,4 +1,4 @@
-"""Processes and memory as Linux reports them in /proc and cgroups. On other systems nothing is known."""
+"""Processes and memory by /proc and cgroups; on other systems nothing is known."""
 
 import contextlib
 import ctypes
@@ -18,19 +18,17 @@ _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 
 def kernel_state(pid: int) -> str:
-    """The state letter of ps: R, S, D (waits inside the kernel), T (stopped), t (traced), Z; "" where unknown."""
+    """The state letter of ps; "": unknown."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 
 
 def parent_of(pid: int) -> int | None:
-    """The parent of a process; None where unknown."""
     fields = _stat(pid)
     return int(fields[1]) if fields else None
 
 
 def children_of(roots: Iterable[int]) -> set[int]:
-    """All descendants of `roots`."""
     below: dict[int, list[int]] = defaultdict(list)
     for entry in _PROC.glob("[0-9]*"):
         fields = _stat(int(entry.name))
@@ -46,7 +44,7 @@ def children_of(roots: Iterable[int]) -> set[int]:
 
 
 def out_of_memory_kills() -> int:
-    """A count that rises when the kernel kills a process of this machine, or of our cgroups, for lack of memory."""
+    """Processes that the kernel killed for lack of memory."""
     counters = [_PROC / "vmstat"]
     for top, inside in _memory_groups():
         if top == _CGROUPS:
@@ -57,7 +55,7 @@ def out_of_memory_kills() -> int:
 
 
 def free_memory() -> int | None:
-    """Bytes of memory left on this machine and in our cgroups, page cache included; None where unknown."""
+    """Bytes left on this machine and in our cgroups, page cache included; None: unknown."""
     available = _counter(_PROC / "meminfo", "MemAvailable:")
     bounds = [] if available is None else [available << 10]
     for top, inside in _memory_groups():
@@ -67,17 +65,17 @@ def free_memory() -> int | None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of orphaned descendants, so that they can be ended."""
+    """Become the parent of orphaned descendants."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends."""
+    """Be killed when the parent ends."""
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def limit_memory(more: int) -> None:
-    """Limit this process's address space to its present size and `more` bytes."""
+    """Limit the address space to `more` bytes above its size."""
     sizes = _PROC / "self/statm"
     if sizes.exists():
         wanted = int(sizes.read_text().split()[0]) * resource.getpagesize() + more
@@ -87,7 +85,7 @@ def limit_memory(more: int) -> None:
 
 
 def end_children(spared: Iterable[int] = (), seconds: float = math.inf) -> set[int]:
-    """Kill all descendants but `spared` and theirs -> those left after `seconds`, which wait inside the kernel."""
+    """Kill all descendants but `spared` and theirs -> those left after `seconds`, in the kernel."""
     kept, until = set(spared) | children_of(spared), time.monotonic() + seconds
     while left := {pid for pid in children_of([os.getpid()]) - kept if kernel_state(pid) not in ("Z", "X")}:
         for pid in left:
@@ -99,7 +97,6 @@ def end_children(spared: Iterable[int] = (), seconds: float = math.inf) -> set[i
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; empty for a process that has ended."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -107,7 +104,6 @@ def _stat(pid: int) -> list[str]:
 
 
 def _memory_groups() -> Iterator[tuple[Path, str]]:
-    """(root, path of this process) of the cgroup trees that limit memory, version 2 or 1."""
     membership = _PROC / "self/cgroup"
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -118,7 +114,6 @@ def _memory_groups() -> Iterator[tuple[Path, str]]:
 
 
 def _left_of_group(folder: Path) -> int | None:
-    """Bytes up to the limit of a cgroup; None where it has none."""
     names = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
     for limit, used, prefix in names:
         with contextlib.suppress(OSError, ValueError):  # no such file; or "max"
@@ -129,7 +124,6 @@ def _left_of_group(folder: Path) -> int | None:
 
 
 def _counter(path: Path, name: str) -> int | None:
-    """The value of `name` in a file of lines `name value [unit]`; None where there is none."""
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():
             key, _, value = line.partition(" ")

@@ -11,6 +11,7 @@ from torch import Tensor
 from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
 from dovetail.batch.routing import Balance, Routes, RoutingTrace
+from dovetail.engine.expert_routing import BalanceSettings, Routing
 from dovetail.kernels.reference import spread
 from dovetail.kernels.registry import KernelSet
 from dovetail.kernels.token_permute import inverse_of
@@ -61,6 +62,24 @@ def test_groups_are_ranked_before_their_experts() -> None:
     normal = live.gather(1, moved)
     assert_close(biased, normal / normal.sum(-1, keepdim=True), OP_FP64)
     assert_close(weights.sum(-1), torch.ones(T, dtype=torch.float64), OP_FP64)
+
+
+def test_biases_move_by_loads_and_not_in_a_skipped_step() -> None:
+    router = router_of(bias=True, scores="sigmoid")
+    router.e_score_correction_bias = torch.zeros(E)
+    spec = spec_from_config(moe_configs()["qwen3_moe"].to_dict())
+    assert spec.moe is not None
+    moe = replace(spec.moe, bias=True)
+    model: Any = torch.nn.Sequential(router)
+    routing = Routing(model, moe, Mesh.solo(), BalanceSettings(bias_rate=0.5))
+    loads = torch.full((len(moe.numbers), E), 2.0, dtype=torch.float64)
+    loads[0, :2] = torch.tensor([4.0, 0.0])
+    totals = loads, torch.zeros(len(moe.numbers), 2)
+    for skipped, expected in ((True, [0.0, 0.0]), (False, [-0.5, 0.5])):
+        metrics = routing.update(totals, T, skipped=skipped)
+        assert router.e_score_correction_bias.tolist() == [*expected, *[0.0] * (E - 2)]
+    others = len(moe.numbers) - 1
+    assert metrics == {"expert_load_max": (2 + others) / (1 + others), "expert_load_min": others / (1 + others)}
 
 
 def test_given_experts_replace_the_choice_and_gather_live_scores() -> None:

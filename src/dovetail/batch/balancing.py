@@ -45,7 +45,7 @@ def plan_microbatches(
 
 
 def balanced_split(lengths: Seq[int]) -> int:
-    """How many sequences make the first half, so that the halves' tokens differ least."""
+    """Sequences of the first half, for the most equal halves."""
     ends = list(accumulate(lengths))
     return min(range(1, len(lengths)), key=lambda cut: abs(2 * ends[cut - 1] - ends[-1]))
 

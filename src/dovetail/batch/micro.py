@@ -27,7 +27,6 @@ class ContextShard:
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """This group's two of 2 x groups equal chunks."""
         first = self.rank // self.ulysses
         return first, 2 * self.groups - 1 - first
 
@@ -72,7 +71,6 @@ class MicroBatch:
 
     @classmethod
     def halved(cls, batch: PackedBatch, cut: int, multiple: int, shard: ContextShard, tp: int) -> "MicroBatch":
-        """In two halves, the first of `cut` sequences."""
         sequences = range(batch.num_sequences)
         parts = [batch.select(chosen) for chosen in (sequences[:cut], sequences[cut:])]
         halves = tuple(cls.of(part, multiple, shard) for part in parts)

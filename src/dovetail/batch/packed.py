@@ -24,7 +24,7 @@ class LazyMedia(Mapping[str, Tensor]):
     """Media that are read at first access."""
 
     def start(self) -> None:
-        """Start reading in the background, if memory allows."""
+        """Start reading in the background."""
         raise NotImplementedError
 
 
@@ -151,7 +151,6 @@ class PackedBatch:
         )
 
     def token_index(self, sequences: Seq[int]) -> Tensor:
-        """int64: positions of these sequences' tokens."""
         ends = [0, *accumulate(self.lengths)]
         spans = [torch.arange(ends[s], ends[s + 1]) for s in sequences]
         return (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)).to(self.tokens.device)
@@ -165,11 +164,9 @@ class PackedBatch:
         return self._map(lambda x: x[index], cu_seqlens, self.lengths)
 
     def pad_to_multiple(self, multiple: int) -> "PackedBatch":
-        """With one more masked sequence, if T is no positive multiple."""
         return self.padded(-len(self) % multiple if len(self) else multiple)
 
     def padded(self, missing: int) -> "PackedBatch":
-        """With one more sequence, of masked zeros."""
         if not missing:
             return self
         names = ("tokens", "targets", "mask")
@@ -221,7 +218,7 @@ def start_reading(media: Iterable[Media | None]) -> None:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """`x.to(device)` through pinned memory, without waiting for the device."""
+    """`x.to(device)` without waiting for the device."""
     on_host = x.device.type == "cpu"
     return (x.pin_memory() if on_host and device.type == "cuda" else x).to(device, non_blocking=on_host)
 

@@ -14,7 +14,6 @@ from dovetail.parallel.mesh import Axis
 
 
 def narrow_dtype(experts: int) -> torch.dtype:
-    """The narrowest dtype for expert numbers that every backend can send."""
     return torch.uint8 if experts <= 256 else torch.int32
 
 
@@ -36,7 +35,6 @@ class RoutingTrace:
         return self.indices[:, self.layers.index(layer)]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "RoutingTrace":
-        """Apply `fn` to both tensors."""
         return replace(self, indices=fn(self.indices), valid=fn(self.valid))
 
     def padded(self, missing: int) -> "RoutingTrace":
@@ -80,7 +78,7 @@ class Balance:
 
     A sequence of n tokens, c_e of which went to expert e, costs `aux_coef` x E / (K n) sum_e c_e p_e, p being its mean score
     (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); a token costs `z_coef` x (log-sum-exp of its logits)^2 (ST-MoE,
-    arXiv 2202.08906). Ranks of `axes` share sequences. weight: of one token's cost before division by the loss's count.
+    arXiv 2202.08906). weight: of one token's cost, before division by the loss's count.
     """
 
     counted: Tensor  # bool [t]
@@ -96,11 +94,11 @@ class Balance:
 class Routes:
     """The routing of one rank's tokens [t] of one micro-batch, by layer.
 
-    given: experts to replay. chosen: int32 [t, K], kept so that recomputation takes the same experts. loads: [S, E], tokens
+    replay: given experts. chosen: int32 [t, K], kept so that recomputation takes the same experts. loads: [S, E], tokens
     of each sequence on this rank; shared: on all ranks, for balance losses. costs: sums of both balance losses.
     """
 
-    given: RoutingTrace | None = None
+    replay: RoutingTrace | None = None
     balance: Balance | None = None
     chosen: dict[int, Tensor] = field(default_factory=dict)
     loads: dict[int, Tensor] = field(default_factory=dict)
@@ -108,11 +106,11 @@ class Routes:
     costs: dict[int, Tensor] = field(default_factory=dict)
 
     def choose(self, layer: int, live: Callable[[], Tensor]) -> Tensor:
-        """int64 [t, K]: the experts of every token. `live`: the choice by scores."""
+        """int64 [t, K]."""
         if layer not in self.chosen:
             indices = live().to(torch.int32)
-            if self.given is not None:
-                indices = torch.where(self.given.valid[:, None], self.given.of(layer), indices)
+            if self.replay is not None:
+                indices = torch.where(self.replay.valid[:, None], self.replay.of(layer), indices)
             self.chosen[layer] = indices
         return self.chosen[layer].long()
 

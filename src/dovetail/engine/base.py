@@ -17,10 +17,9 @@ from dovetail.weights.stream import Export
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step, the same on every rank. `loss` and each metric are a global sum over its global count.
+    """One optimizer step. `loss` and metrics are global sums over global counts.
 
-    A step that counts nothing on any rank (masks all False) updates nothing, not even by weight decay: it is `skipped`
-    without `faults`, and its loss is NaN. faults: what was not finite, by rank, where that is why it was skipped.
+    A step that counts nothing is `skipped` without `faults`, and its loss is NaN. faults: what was not finite, by rank.
     """
 
     loss: float
@@ -34,65 +33,50 @@ class StepReport:
     faults: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
     def describe_faults(self) -> str:
-        """Why the step was skipped."""
         if self.skipped and not self.faults:
             return "the loss counted nothing"
         return "not finite: " + "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in self.faults.items())
 
 
 class Engine(Protocol):
-    """A model cut over ranks. Results cover all tokens of the batch, in its order, on every rank.
-
-    A call that raises has no effect: after a failed step the weights are those of before.
-    """
+    """A sharded model. Results cover all tokens, in order, on every rank. A call that raises has no effect."""
 
     def score(self, batch: PackedBatch) -> TokenStats:
         """Log-prob and entropy of `batch.targets` [T]; 0 where the mask is False."""
         ...
 
-    def score_and_trace(self, batch: PackedBatch) -> tuple[TokenStats, RoutingTrace]:
-        """`score`, and the experts of every token."""
-        ...
+    def score_and_trace(self, batch: PackedBatch) -> tuple[TokenStats, RoutingTrace]: ...
 
     def values(self, batch: PackedBatch) -> Tensor:
         """The value head's output at every token [T]."""
         ...
 
     def train_step(self, batch: PackedBatch, loss: LossFn) -> StepReport:
-        """Forward, backward and one optimizer step over the whole batch.
-
-        `loss` is called once or more for each micro-batch; which sequences a micro-batch has is the engine's choice.
-        """
+        """Forward, backward and one optimizer step. `loss` gets each micro-batch, of sequences that the engine chooses."""
         ...
 
     def check_replicas(self) -> None:
-        """Raise MachineError on every rank where replicas of a tensor differ in any bit."""
+        """Raise MachineError on every rank where replicas of a tensor differ."""
         ...
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor) of every parameter, one bounded bucket resident at a time.
-
-        dtype: of all tensors; default: each in its saved one.
-        """
+        """(HF name, whole tensor) of every parameter, in bounded buckets. dtype: default: the saved ones."""
         ...
 
     def save_pretrained(self, path: Path | str) -> None:
-        """Write an HF directory, by all ranks, complete or not at all."""
+        """Write an HF directory, complete or not at all."""
         ...
 
     def save_sharded(self, path: Path | str) -> Path:
-        """Write each rank's shards and their manifest, complete or not at all -> their directory."""
+        """Write shards and their manifest, complete or not at all -> their directory."""
         ...
 
     def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
-        """All training state, for a checkpoint in which this engine has the name `role`.
-
-        with_model: also the weights as `save_pretrained` writes them.
-        """
+        """All training state, for a checkpoint that names it `role`. with_model: also the weights as saved."""
         ...
 
     def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
-        """Resume from the state exported under `role` after that many optimizer steps, in any layout."""
+        """Resume after that many optimizer steps, from a checkpoint of any layout."""
         ...
 
     @property
@@ -101,9 +85,7 @@ class Engine(Protocol):
         ...
 
     def offload(self) -> None:
-        """Move weights and optimizer state to the host; only `onload` may be called next."""
+        """Move all state to the host until `onload`."""
         ...
 
-    def onload(self) -> None:
-        """Restore them, bit for bit."""
-        ...
+    def onload(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Experts of an engine's model: routing traces in and out, balance losses, and bias updates."""
+"""Routing traces, balance losses and bias updates of an engine's model."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +24,7 @@ PlannedMicroBatches = Sequence[tuple[Tensor, MicroBatch]]
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceSettings:
-    """Coefficients of `batch.routing.Balance`. bias_rate: step of the selection biases (arXiv 2408.15664), where a family
-    has them."""
+    """Coefficients of `Balance`. bias_rate: step of the selection biases (arXiv 2408.15664), where a family has them."""
 
     aux_coef: float = 0.0
     z_coef: float = 0.0
@@ -43,7 +42,7 @@ class Routing:
         return None if model.moe is None else cls(model, model.moe, mesh, settings or BalanceSettings())
 
     def with_routes(self, micro: MicroBatch) -> MicroBatch:
-        """`micro`, or each of its halves, with `Routes` to record in, replaying those of its batch."""
+        """With `Routes` to record in, replaying those of its batch."""
         if micro.halves:
             return replace(micro, halves=tuple(map(self.with_routes, micro.halves)))
         trace, rows = micro.batch.routing, self._rows(micro)
@@ -52,10 +51,7 @@ class Routing:
     def with_balance(
         self, pairs: PlannedMicroBatches, loss: LossFn, tokens: int, dtype: torch.dtype
     ) -> PlannedMicroBatches:
-        """The micro-batches of a step of so many tokens, with balance losses. Collective. dtype: of a loss's statistics.
-
-        Lazy, but for a balance loss with a coefficient: that needs the count of all micro-batches.
-        """
+        """With balance losses. Collective. tokens: of the whole batch. dtype: of statistics."""
         settings, weight = self.settings, 0.0
         if settings.aux_coef or settings.z_coef:
             with torch.no_grad():
@@ -82,9 +78,7 @@ class Routing:
         )
 
     def update(self, totals: tuple[Tensor, Tensor], tokens: int, *, skipped: bool) -> dict[str, float]:
-        """Update the biases by a step's `totals` unless it was skipped -> metrics, means over layers: the most and the least
-        loaded expert's load over the mean load, and the balance losses per token.
-        """
+        """Update biases, unless the step was skipped -> metrics: expert loads over the mean load, balance losses per token."""
         loads, costs = totals
         if not skipped and self.moe.bias and self.settings.bias_rate:
             self._update_biases(loads)
@@ -98,7 +92,7 @@ class Routing:
         return metrics
 
     def trace(self, pairs: PlannedMicroBatches, tokens: int) -> RoutingTrace:
-        """The routes of all tokens of a batch, on every rank. Collective."""
+        """The batch's routes, on every rank. Collective."""
         moe, device = self.moe, self.mesh.device
         indices = torch.zeros(tokens, len(moe.numbers), moe.top_k, dtype=torch.int32, device=device)
         for index, micro in split_halves(pairs):
@@ -110,8 +104,7 @@ class Routing:
         return RoutingTrace(moe.numbers, self._sum(indices), torch.ones(tokens, dtype=torch.bool, device=device))
 
     def totals(self, pairs: PlannedMicroBatches) -> tuple[Tensor, Tensor]:
-        """Tokens of each expert of each layer [M, E], and the sums of both balance losses [M, 2]. Collective; the host
-        does not wait for the device."""
+        """Tokens by layer and expert [M, E], and balance losses [M, 2]. Collective."""
         moe = self.moe
         both = torch.zeros(len(moe.numbers), moe.num_experts + 2, dtype=torch.float64, device=self.mesh.device)
         for _, micro in split_halves(pairs):
@@ -124,7 +117,6 @@ class Routing:
         return both[:, :-2], both[:, -2:]
 
     def _update_biases(self, loads: Tensor) -> None:
-        """Raise the bias of experts with less than the mean load, lower that of the others."""
         for module in self.model.modules():
             if isinstance(module, Router):
                 load = loads[self.moe.numbers.index(module.layer)]
@@ -132,7 +124,6 @@ class Routing:
                 module.e_score_correction_bias += step.to(module.e_score_correction_bias.dtype)
 
     def _expected_count(self, pairs: PlannedMicroBatches, loss: LossFn, dtype: torch.dtype) -> float:
-        """What `loss` will count over all micro-batches; a count does not depend on the statistics."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for _, micro in pairs:
             blank = torch.zeros(len(micro.all_counted), dtype=dtype, device=self.mesh.device)
@@ -141,7 +132,7 @@ class Routing:
         return float(sum_over(total, self.mesh["dp"]))
 
     def _rows(self, micro: MicroBatch) -> Tensor:
-        """int64 [t]: the micro-batch's tokens that this rank has between blocks."""
+        """int64 [t]: this rank's tokens between blocks."""
         return micro.order.chunk(self.mesh["tp"].size)[self.mesh["tp"].rank]
 
     def _sum(self, x: Tensor) -> Tensor:
@@ -149,7 +140,7 @@ class Routing:
 
 
 def split_halves(pairs: PlannedMicroBatches) -> Iterator[tuple[Tensor, MicroBatch]]:
-    """Whole micro-batches, and the halves of the others, each with its tokens' positions in the batch."""
+    """Micro-batches or their halves, with their tokens' positions in the batch."""
     for index, micro in pairs:
         if micro.halves:
             yield from zip((index[: micro.first], index[micro.first :]), micro.halves, strict=True)

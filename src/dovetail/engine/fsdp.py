@@ -1,4 +1,4 @@
-"""FSDP2 around a model: each block, its experts and untied ends are groups; gradients are summed, not averaged."""
+"""FSDP2 around a model: groups are blocks, experts and untied ends; gradients are summed, not averaged."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,18 +24,14 @@ MEMORY_SHARE = 1 / 3  # of a device's memory, for what a step may keep unsharded
 
 @dataclass(frozen=True)
 class ReshardPolicy:
-    """What stays unsharded between the micro-batches of a step.
-
-    gathered: parameters, gathered once a step instead of in every pass. A step of one micro-batch that recomputes
-    activations reshards them all the same. summed: gradients, reduced once a step instead of once a micro-batch.
-    """
+    """What stays unsharded between micro-batches: parameters (`gathered`), gradients (`summed`)."""
 
     gathered: bool
     summed: bool
 
     @classmethod
     def within(cls, elements: int, parameter: int, gradient: int, memory: int | None) -> "ReshardPolicy":
-        """For a number of elements, of so many bytes each, and a device's memory; None: on a host, gather by copies."""
+        """For elements of so many bytes, and a device's memory; None: a host."""
         if memory is None:
             return cls(gathered=False, summed=True)
         summed = elements * gradient <= MEMORY_SHARE * memory
@@ -43,11 +39,7 @@ class ReshardPolicy:
 
     @classmethod
     def of(cls, model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> "ReshardPolicy":
-        """For a sharded model that computes in `dtype`. Collective over dp x cp, whose ranks must do the same.
-
-        Pipeline stages run many times a step and may add weight gradients after their last backward pass; a single rank
-        reduces nothing and gathers by copies.
-        """
+        """Collective over dp x cp. dtype: of the computation."""
         if mesh["pp"].size > 1 or mesh["fsdp"].size == 1:
             return cls(gathered=True, summed=True)
         first, memory = next(model.parameters()), memory_of(mesh.device)
@@ -58,11 +50,10 @@ class ReshardPolicy:
 
 
 def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Shard the parameters' rows over dp x cp, in place. They compute in `dtype`; gradients are reduced in the wide dtype.
+    """Shard parameters over dp x cp, experts over the ranks with the same ones, in place.
 
-    Gradients are summed: the engine divides by the global count. Experts are sharded over the ranks that hold the same
-    ones. Parameters are resharded after forward, except on pipeline stages, which run many times a step, and on a single rank
-    that casts them: there a gather is a cast of the whole model, done once a step.
+    They compute in `dtype`; gradients are reduced in the wide dtype. They stay gathered after forward on pipeline stages,
+    which run many times a step, and on a single rank that casts them.
     """
     first = next(model.parameters())
     keep = mesh["pp"].size > 1 or (mesh["fsdp"].size == 1 and dtype != first.dtype)
@@ -93,10 +84,9 @@ def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
 
 
 def forget_step(model: StagedModel, mesh: Mesh) -> None:
-    """Drop what a step that raised has left: gradients, delayed weight gradients, gathered parameters and FSDP2's state.
+    """Drop what a failed step has left, without collectives.
 
-    No collectives: the other ranks may be anywhere. FSDP2's own `reset_iter_state` is younger than torch 2.11 and keeps
-    gradients that are not reduced; its final callback of a backward pass does the rest in every version.
+    FSDP2's `reset_iter_state` is younger than torch 2.11 and keeps unreduced gradients; its final callback does the rest.
     """
     model.wgrad_queue.clear()
     assert isinstance(model, FSDPModule)
@@ -136,7 +126,7 @@ def enable_grad_accumulation_fusion(model: StagedModel) -> None:
 
 
 def _use_wide_grads(module: nn.Module) -> None:
-    """Set `grad_dtype` of this module's gathered parameters, which FSDP makes in its next forward pass and keeps."""
+    """Set `grad_dtype` once FSDP has made the gathered parameters."""
 
     def widen(_module: nn.Module, _inputs: object) -> None:
         for parameter in module.parameters():

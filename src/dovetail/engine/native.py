@@ -52,10 +52,7 @@ MICROS_PER_STAGE = 2  # micro-batches a step for each pipeline rank, where there
 def outside_caller_modes(
     call: Callable[Concatenate["NativeEngine", P], T],
 ) -> Callable[Concatenate["NativeEngine", P], T]:
-    """Run a method without the caller's inference mode and autocast.
-
-    Parameters that are gathered in inference mode can never be trained; autocast changes the engine's dtype.
-    """
+    """Run a method without the caller's inference mode and autocast."""
 
     @wraps(call)
     def run(engine: "NativeEngine", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -66,7 +63,7 @@ def outside_caller_modes(
 
 
 class NativeEngine:
-    """A sharded model with its weights loaded. Implements `Engine`; every call is collective."""
+    """A sharded model with its weights. Implements `Engine`."""
 
     def __init__(
         self,
@@ -80,10 +77,9 @@ class NativeEngine:
         balance: BalanceSettings | None = None,
         watch: StepWatch | None = None,
     ) -> None:
-        """model: wrapped by `shard_over_data`, with its weights. origin: where they came from.
+        """model: wrapped by `shard_over_data`, with its weights. dtype: of the computation; default: the parameters' own.
 
-        dtype: of the computation and of pipeline transfers; default: the parameters' own. tokens_per_batch: most tokens of a
-        micro-batch of one replica, with padding; None: no limit.
+        tokens_per_batch: most tokens of a replica's micro-batch, with padding.
         """
         assert isinstance(model, FSDPModule), "shard_over_data comes first"
         self.model, self.mesh, self.origin = model, mesh, origin
@@ -99,7 +95,6 @@ class NativeEngine:
 
     @property
     def optimizer(self) -> Optimizer:
-        """Made at first use: an engine that only scores holds no moments."""
         if self._optimizer is None:
             enable_grad_accumulation_fusion(self.model)
             self._optimizer = Optimizer(self.model, self.mesh, self._settings)
@@ -107,7 +102,7 @@ class NativeEngine:
 
     @property
     def reshard_policy(self) -> ReshardPolicy:
-        """What a training step keeps unsharded between micro-batches. The first call is collective."""
+        """The first call is collective."""
         if self._reshard_policy is None:
             self._reshard_policy = ReshardPolicy.of(self.model, self.mesh, self.dtype)
         return self._reshard_policy
@@ -118,13 +113,11 @@ class NativeEngine:
 
     @outside_caller_modes
     def score(self, batch: PackedBatch) -> TokenStats:
-        """Log-prob and entropy of `batch.targets` [T]; 0 where the mask is False."""
         self._check_head(critic=False)
         return self._score(batch, self._prepare(batch))
 
     @outside_caller_modes
     def score_and_trace(self, batch: PackedBatch) -> tuple[TokenStats, RoutingTrace]:
-        """`score`, and the experts of every token."""
         self._check_head(critic=False)
         pairs = self._prepare(batch)
         return self._score(batch, pairs), self._trace(batch, pairs)
@@ -140,7 +133,6 @@ class NativeEngine:
 
     @outside_caller_modes
     def values(self, batch: PackedBatch) -> Tensor:
-        """The value head's output at every token [T]."""
         self._check_head(critic=True)
         out = torch.zeros(1, len(batch), dtype=self._wide, device=self.mesh.device)
 
@@ -153,7 +145,7 @@ class NativeEngine:
 
     @outside_caller_modes
     def train_step(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> StepReport:
-        """Forward, backward and one optimizer step over the whole batch. trace: report the experts of every token."""
+        """As `Engine.train_step`. trace: report the experts of every token."""
         with self._undone_on_error():
             return self._step(batch, ValidatedLoss(loss), trace=trace)
 
@@ -209,29 +201,22 @@ class NativeEngine:
         )
 
     def check_replicas(self) -> None:
-        """Raise MachineError on every rank where replicas of a tensor differ in any bit."""
         check_replicas(self._resident_model, self.mesh, self._optimizer)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, whole tensor in `dtype`, default: its saved one) of every parameter, a bounded bucket at a time.
-
-        Buffers, such as selection biases of routers, keep their own dtype.
-        """
+        """As `Engine.weights`. Buffers keep their own dtype."""
         dtype_of = self.origin.dtype_of if dtype is None else parameters_in(dtype, self._resident_model)
         return stream(self._resident_model, self.mesh, dtype_of=dtype_of, listed=self.origin.listed)
 
     def save_pretrained(self, path: Path | str) -> None:
-        """Write an HF directory, by all ranks, complete or not at all."""
         origin = self.origin
         save(self._resident_model, path, self.mesh, sides=origin.sides, dtype_of=origin.dtype_of, listed=origin.listed)
 
     def save_sharded(self, path: Path | str) -> Path:
-        """Write each rank's shards and their manifest, complete or not at all -> their directory."""
         origin, model = self.origin, self._resident_model
         return save_sharded(model, path, self.mesh, sides=origin.sides, dtype_of=origin.dtype_of, listed=origin.listed)
 
     def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
-        """Master weights and AdamW's moments; `with_model`: also the weights as `save_pretrained` writes them."""
         model, saved = self._resident_model, None
         if with_model:
             saved = export(model, self.mesh, dtype_of=self.origin.dtype_of, listed=self.origin.listed)
@@ -239,7 +224,6 @@ class NativeEngine:
         return state if saved is None else [saved, *state]
 
     def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
-        """Resume from a training checkpoint of any layout, after that many optimizer steps."""
         model = self._resident_model
         self.optimizer.resume(updates)
         load_training(model, self.mesh, role, self.optimizer.state_tensors(), reader)
@@ -249,18 +233,15 @@ class NativeEngine:
         return 0 if self._optimizer is None else self._optimizer.steps
 
     def offload(self) -> None:
-        """Move weights, gradients and optimizer state to the host and free the device's memory until `onload`."""
         assert self._offloaded is None, "offload() twice without onload()"
         self._offloaded = OffloadedState(self._device_state())
 
     def onload(self) -> None:
-        """Restore what `offload` moved away, bit for bit."""
         assert self._offloaded is not None, "onload() without offload()"
         self._offloaded.restore()
         self._offloaded = None
 
     def _device_state(self) -> list[Tensor]:
-        """All tensors that this engine keeps on the device between calls."""
         reshard(self.model)
         state = [local_tensor(param) for param in self.model.parameters()]
         state += [local_tensor(param.grad) for param in self.model.parameters() if param.grad is not None]
@@ -271,7 +252,7 @@ class NativeEngine:
 
     @property
     def _resident_model(self) -> StagedModel:
-        """The model, with its weights in memory: reading offloaded storages would crash the process."""
+        """The model; reading offloaded storages would crash the process."""
         if self._offloaded is not None:
             raise ModelError("this engine was moved to the host by offload(); call onload() first")
         return self.model
@@ -279,8 +260,7 @@ class NativeEngine:
     def micro_batches(self, batch: PackedBatch) -> PlannedMicroBatches:
         """This replica's micro-batches, with their tokens' positions in the batch. All replicas have equally many.
 
-        They are made and sent lazily, without waiting for the device. Those of a batch on the device are made at once: each
-        asks the device how many tokens count, and later would wait for the passes before.
+        They are made lazily; those of a batch on the device at once, since each waits for it.
         """
         check_same(batch, self.mesh)
         self.model.check(batch)
@@ -308,7 +288,6 @@ class NativeEngine:
         return pairs if batch.tokens.device.type == "cpu" else list(pairs)
 
     def _prepare(self, batch: PackedBatch) -> PlannedMicroBatches:
-        """The micro-batches of an inference call, while its first parameters are gathered."""
         with self._undone_on_error():
             begin_gathers(self._resident_model, self.mesh)
             pairs = self.micro_batches(batch)
@@ -317,7 +296,7 @@ class NativeEngine:
         return pairs
 
     def _infer(self, pairs: PlannedMicroBatches, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
-        """Forward passes over a whole batch; on the last stage's ranks `keep` gets each result."""
+        """`keep` gets each result, on ranks of the last stage."""
         layout = self.mesh.layout
         stages = InferenceRunner(
             self.model,
@@ -334,7 +313,6 @@ class NativeEngine:
 
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:
-        """An error within leaves no gradients and no gathered parameters to later steps."""
         try:
             yield
         except BaseException:
@@ -359,7 +337,7 @@ class NativeEngine:
         return self._routing.trace(pairs, len(batch)).map(lambda x: x.to(batch.tokens.device))
 
     def _budget(self, batch: PackedBatch) -> int | None:
-        """Most tokens of a micro-batch: few enough for `MICROS_PER_STAGE`, where the sequences allow it."""
+        """Most tokens of a micro-batch."""
         pp, multiple = self.mesh["pp"].size, self.mesh.token_multiple
         if pp == 1 or not batch.num_sequences:
             return self.tokens_per_batch
@@ -368,12 +346,11 @@ class NativeEngine:
         return enough if self.tokens_per_batch is None else min(enough, self.tokens_per_batch)
 
     def _gather_tokens(self, x: Tensor, batch: PackedBatch) -> Tensor:
-        """All ranks' tokens, on every rank and on the batch's device; x is 0 at other ranks' tokens."""
+        """The sum over ranks, each with its own tokens."""
         return sum_over(sum_over(x, self.mesh["fsdp"]), self.mesh["pp"]).to(batch.tokens.device)
 
     @property
     def _wide(self) -> torch.dtype:
-        """The dtype of statistics and values."""
         return wide(self.dtype)
 
 

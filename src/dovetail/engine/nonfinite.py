@@ -1,4 +1,4 @@
-"""Faults of a training step: what was not finite, on which rank, and the micro-batches it was computed from."""
+"""What was not finite in a training step, and the micro-batches it was computed from."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ GRADIENT = "gradient"  # prefix of the faults that follow from any other
 
 @dataclass(frozen=True)
 class StepWatch:
-    """The progress that training steps report, and the folder for skipped micro-batches; None: they are not written."""
+    """Where training steps report progress and leave skipped micro-batches."""
 
     progress: Progress = field(default_factory=Progress)
     folder: Path | None = None
@@ -33,7 +33,7 @@ class StepWatch:
     def record(self, own: Sequence[str], micros: Sequence[MicroBatch], mesh: Mesh) -> dict[int, list[str]]:
         """All ranks' faults; ranks with a cause write their micro-batches. Collective.
 
-        A gradient is a cause only where no rank has another: gradients are summed before they are checked.
+        Gradients are summed before they are checked, so one is a cause only where no rank has another.
         """
         by_rank = [json.loads(text) for text in gather_text(json.dumps(list(own)), mesh["world"], mesh.device)]
         causes = [[fault for fault in names if not fault.startswith(GRADIENT)] for names in by_rank]
@@ -70,7 +70,7 @@ class StepWatch:
 
 
 def inputs_of(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
-    """The floating-point fields of this rank's counted tokens, which losses read."""
+    """Floating-point fields of counted tokens, which losses read."""
     return {
         f"{name} of micro-batch {i}": x
         for i, micro in enumerate(micros)
@@ -82,7 +82,7 @@ def inputs_of(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
 def nonfinite_parts(
     batch: PackedBatch, pairs: PlannedMicroBatches, parts: Sequence[Tensor], sums: Sequence[Tensor]
 ) -> list[str]:
-    """Names of what is not finite among a step's inputs, losses of micro-batches (`parts`), and their total and count."""
+    """Names of non-finite inputs, losses of micro-batches (`parts`) and sums."""
     bad = [name for name, x in inputs_of([micro for _, micro in pairs]).items() if not bool(torch.isfinite(x).all())]
     for i, part in enumerate(parts):
         if not bool(torch.isfinite(part)):

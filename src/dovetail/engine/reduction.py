@@ -1,4 +1,4 @@
-"""Sums of a step's micro-batches: the loss, under the name "", and metrics, each a total and a count."""
+"""Sums of micro-batches: the loss, under the name "", and metrics, each a total and a count."""
 
 import json
 import math
@@ -15,7 +15,6 @@ Sums = dict[str, tuple[Tensor, Tensor]]
 
 
 def add_sums(sums: Sums, value: Loss) -> None:
-    """Add one micro-batch's loss and metrics, detached."""
     for name, (total, count) in {"": (value.total, value.count), **value.metrics}.items():
         before = sums.get(name)
         now = total.detach(), torch.as_tensor(count, device=total.device).detach()
@@ -23,7 +22,7 @@ def add_sums(sums: Sums, value: Loss) -> None:
 
 
 def unify_names(sums: Sums, mesh: Mesh) -> None:
-    """Add zeros for metrics that only other ranks have. Collective, of one number over gloo where names agree."""
+    """Add zeros for metrics of other ranks. Collective."""
     names, world = json.dumps(sorted(sums)), mesh["world"]
     hashes = stack_numbers([zlib.crc32(names.encode()) if sums else 0], world, mesh.device)
     if len({value for (value,) in hashes if value}) > 1:  # 0: of stages without a loss
@@ -33,7 +32,7 @@ def unify_names(sums: Sums, mesh: Mesh) -> None:
 
 
 def reduce_sums(sums: Sums, mesh: Mesh) -> Tensor:
-    """Global sums in the order of their names: float64 [n, 2] on ranks of the last stage, [0, 2] on others."""
+    """float64 [n, 2] by sorted name on the last stage, [0, 2] elsewhere."""
     if mesh["pp"].rank < mesh["pp"].size - 1:
         return torch.zeros(0, 2, dtype=torch.float64, device=mesh.device)
     flat = torch.stack([torch.stack([x.to(torch.float64) for x in sums[name]]) for name in sorted(sums)])
@@ -41,12 +40,11 @@ def reduce_sums(sums: Sums, mesh: Mesh) -> Tensor:
 
 
 def sums_by_name(names: list[str], rows: list[list[float]], mesh: Mesh) -> dict[str, tuple[float, float]]:
-    """The last stage's sums, on all pipeline ranks. Collective over pp."""
+    """The last stage's sums, on all pipeline ranks. Collective."""
     text = json.dumps(dict(zip(names, rows, strict=True)))
     last = json.loads(gather_text(text, mesh["pp"], mesh.device)[-1])
     return {name: (total, count) for name, (total, count) in last.items()}
 
 
 def mean(total: float, count: float) -> float:
-    """NaN where nothing was counted."""
     return total / count if count else math.nan

@@ -1,4 +1,4 @@
-"""Checks of what callers give an engine: batches that differ between ranks, and results of losses."""
+"""Checks of batches and of results of losses."""
 
 import json
 import zlib
@@ -21,10 +21,9 @@ COMPARED = ("lengths", "names of fields", "tokens", "targets", "mask")
 
 
 def check_same(batch: PackedBatch, mesh: Mesh) -> None:
-    """Raise DataError on every rank where ranks hold different batches, or none. Collective, over gloo.
+    """Raise DataError on every rank where ranks hold different batches. Collective, over gloo.
 
-    Fields are compared by name and dtype: computed values may differ in a last bit. Tensors on an accelerator are not
-    compared, since that would wait for the device.
+    Fields are compared by name and dtype, tensors only on the host.
     """
     world = mesh["world"]
     prints = stack_numbers(fingerprint(batch), world, mesh.device) if world.size > 1 else []
@@ -42,7 +41,7 @@ def check_same(batch: PackedBatch, mesh: Mesh) -> None:
 
 
 def fingerprint(batch: Any) -> list[int]:
-    """A checksum for each of `COMPARED`: 0 for tensors that are not on the host, -1 for what is no batch."""
+    """A checksum for each of `COMPARED`; 0: not on the host, -1: no batch."""
     if not isinstance(batch, PackedBatch):
         return [-1] * len(COMPARED)
     names = sorted((name, str(x.dtype)) for name, x in batch.fields.items())
@@ -53,7 +52,6 @@ def fingerprint(batch: Any) -> list[int]:
 
 @contextmanager
 def _noting_batch(batch: PackedBatch) -> Iterator[None]:
-    """Add to an error of a loss what the loss was given."""
     try:
         yield
     except Exception as error:
@@ -67,7 +65,7 @@ def _noting_batch(batch: PackedBatch) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ValidatedLoss:
-    """A loss whose results are checked to be scalars, as tensors on the statistics' device."""
+    """A loss whose results are checked to be scalars."""
 
     loss: LossFn
 
@@ -112,7 +110,6 @@ def _metric(name: Any, value: Any, like: Tensor) -> Sum:
 
 
 def _scalar(name: str, x: Any, like: Tensor) -> Tensor:
-    """A number as a tensor of no dimension on the device of `like`."""
     if isinstance(x, Tensor) and not x.dim():
         return x.to(like.device)
     if isinstance(x, Real):

@@ -1,16 +1,14 @@
-"""Collectives, each named by what it does to the tensor. Those with gradients:
+"""Collectives on dim 0, the identity on an axis of size 1. Those with gradients:
 
-    forward             backward
-    ------------------  ---------------
-    all_gather          reduce_scatter   sharded in, whole out; consumers compute different parts, so gradients are partial
-    gather_replicated   own slice        sharded in, whole out; consumers compute the same thing, so gradients are equal
-    reduce_scatter      all_gather       partial in, sharded out
-    gather_in_order     all_to_all, sum  as all_gather; gradients are summed in rank order
-    tokens_to_heads     heads_to_tokens  some tokens of all heads in, all tokens of some heads out
-    heads_to_tokens     tokens_to_heads
-    all_reduce          identity         partial in, whole out; consumers compute the same thing
-
-Heads are dim 1; everything else is on dim 0. On an axis of size 1 all are the identity.
+forward             backward
+------------------  ---------------
+all_gather          reduce_scatter   sharded in, whole out; ranks compute different parts, so gradients are partial
+gather_replicated   own slice        sharded in, whole out; ranks compute the same, so gradients are equal
+reduce_scatter      all_gather       partial in, sharded out
+gather_in_order     all_to_all, sum  as all_gather; gradients are summed in rank order
+tokens_to_heads     heads_to_tokens  some tokens of all heads in, all tokens of some heads (dim 1) out
+heads_to_tokens     tokens_to_heads
+all_reduce          identity         partial in, whole out; ranks compute the same
 """
 
 import json
@@ -30,7 +28,7 @@ _FLAT_SCATTER = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_sing
 
 
 class Handle:
-    """A collective in flight. complete: waits for it. source: its input, kept alive until then."""
+    """A collective in flight. source: its input, kept alive until `wait`."""
 
     def __init__(
         self, result: Tensor, complete: Callable[[], object] | None = None, source: Tensor | None = None
@@ -38,7 +36,7 @@ class Handle:
         self.result, self.complete, self.source = result, complete, source
 
     def wait(self) -> Tensor:
-        """The result; on a GPU only the current stream waits."""
+        """The result; only the current stream waits for it."""
         if self.complete is not None:
             self.complete()
             self.complete = self.source = None
@@ -50,7 +48,7 @@ def nothing() -> None:
 
 
 def begin_gather(x: Tensor, axis: Axis) -> Handle:
-    """Start an all_gather of dim 0: [n, ...] -> [n * size, ...]. No gradient."""
+    """Start an all_gather: [n, ...] -> [n * size, ...]."""
     if axis.size == 1:
         return Handle(x)
     x = x.contiguous()
@@ -59,7 +57,7 @@ def begin_gather(x: Tensor, axis: Axis) -> Handle:
 
 
 def begin_scatter(x: Tensor, axis: Axis) -> Handle:
-    """Start a reduce_scatter (sum) of dim 0: [n, ...] -> [n / size, ...]. No gradient."""
+    """Start a reduce_scatter (sum): [n, ...] -> [n / size, ...]."""
     x = x.contiguous()
     if axis.size == 1:
         return Handle(x)
@@ -68,9 +66,9 @@ def begin_scatter(x: Tensor, axis: Axis) -> Handle:
 
 
 def begin_all_to_all(x: Tensor, to: list[int], by: list[int], axis: Axis, room: int | None = None) -> Handle:
-    """Start an all_to_all of rows in rank order: `to[r]` rows go to rank r, `by[r]` come from it. No gradient.
+    """Start an all_to_all: `to[r]` rows go to rank r, `by[r]` come from it, in rank order.
 
-    Further rows of x stay here. room: rows of the result, by default as many as come; the rest is uninitialized.
+    Further rows of x stay here. room: rows of the result; those that do not come are uninitialized.
     """
     coming = sum(by)
     out = x.new_empty((coming if room is None else room, *x.shape[1:]))
@@ -79,7 +77,7 @@ def begin_all_to_all(x: Tensor, to: list[int], by: list[int], axis: Axis, room: 
 
 
 def begin_exchange(x: Tensor, axis: Axis) -> Handle:
-    """Start an all_to_all of `size` equal blocks of dim 0; blocks arrive in rank order. No gradient."""
+    """Start an all_to_all of `size` equal blocks."""
     x = x.contiguous()
     if axis.size == 1:
         return Handle(x)
@@ -88,7 +86,7 @@ def begin_exchange(x: Tensor, axis: Axis) -> Handle:
 
 
 def begin_sum_in_order(parts: Tensor, axis: Axis, add: Callable[..., Tensor]) -> Handle:
-    """Start a reduce_scatter of parts [size, ...] -> [...] that adds in rank order and rounds once. No gradient.
+    """Start a reduce_scatter of parts [size, ...] -> [...] that adds in rank order and rounds once.
 
     add: `KernelSet.sum_deterministic`.
     """
@@ -134,28 +132,28 @@ def _to_tokens(x: Tensor, axis: Axis, during: Callable[[], None] = nothing) -> T
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """Concatenate the shards [n, ...] of dim 0 -> [n * size, ...]; gradients of the whole are summed over the axis."""
+    """[n, ...] -> [n * size, ...]; gradients are summed over the axis."""
     if axis.size == 1:
         return x
     return _Collective.apply(x, partial(_gather, axis=axis), partial(_scatter, axis=axis))
 
 
 def gather_replicated(x: Tensor, axis: Axis) -> Tensor:
-    """Concatenate the shards of dim 0 for consumers that compute the same on every rank: gradients are not summed."""
+    """[n, ...] -> [n * size, ...]; gradients are equal on all ranks."""
     if axis.size == 1:
         return x
     return _Collective.apply(x, partial(_gather, axis=axis), lambda grad: grad.chunk(axis.size)[axis.rank].contiguous())
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """Sum over the axis and keep this rank's slice of dim 0: [n, ...] -> [n / size, ...]."""
+    """Sum: [n, ...] -> [n / size, ...]."""
     if axis.size == 1:
         return x
     return _Collective.apply(x, partial(_scatter, axis=axis), partial(_gather, axis=axis))
 
 
 def gather_in_order(x: Tensor, axis: Axis, add: Callable[..., Tensor]) -> Tensor:
-    """`all_gather` with gradients summed in rank order. add: `KernelSet.sum_deterministic`."""
+    """add: `KernelSet.sum_deterministic`."""
     if axis.size == 1:
         return x
     return _Collective.apply(
@@ -166,9 +164,7 @@ def gather_in_order(x: Tensor, axis: Axis, add: Callable[..., Tensor]) -> Tensor
 
 
 def gather_mirrored(x: Tensor, axis: Axis) -> Tensor:
-    """Concatenate the first halves of the shards [2 n, ...] of dim 0 in rank order, then the second halves in reverse rank
-    order: [2 n * size, ...]. No gradient.
-    """
+    """The first halves of the shards [2 n, ...] in rank order, then the second halves in reverse: [2 n * size, ...]."""
     if axis.size == 1:
         return x
     first, second = x.contiguous().chunk(2)
@@ -181,7 +177,7 @@ def gather_mirrored(x: Tensor, axis: Axis) -> Tensor:
 
 
 def tokens_to_heads(x: Tensor, axis: Axis, during: Callable[[], None] = nothing) -> Tensor:
-    """Trade heads for tokens: [n, H, C] -> [n * size, H / size, C], tokens in rank order.
+    """[n, H, C] -> [n * size, H / size, C], tokens in rank order.
 
     during: called while the collective of the backward pass is in flight.
     """
@@ -191,19 +187,19 @@ def tokens_to_heads(x: Tensor, axis: Axis, during: Callable[[], None] = nothing)
 
 
 def heads_to_tokens(x: Tensor, axis: Axis, during: Callable[[], None] = nothing) -> Tensor:
-    """Trade tokens for heads: [n * size, h, C] -> [n, h * size, C], heads in rank order. As `tokens_to_heads`."""
+    """[n * size, h, C] -> [n, h * size, C], heads in rank order. As `tokens_to_heads`."""
     if axis.size == 1:
         return x
     return _Collective.apply(x, partial(_to_tokens, axis=axis), partial(_to_heads, axis=axis, during=during))
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over the axis for consumers that compute the same on every rank: gradients are not summed."""
+    """The sum; gradients are equal on all ranks."""
     return x if axis.size == 1 else _Collective.apply(x, partial(sum_over, axis=axis), lambda grad: grad)
 
 
 def sum_over(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over the axis, without a gradient; `x` itself where the axis has size 1."""
+    """The sum, without a gradient; `x` itself where the axis has size 1."""
     if axis.size == 1:
         return x
     x = x.detach().clone(memory_format=torch.contiguous_format)  # NCCL sums memory, whatever the strides of others
@@ -212,12 +208,12 @@ def sum_over(x: Tensor, axis: Axis) -> Tensor:
 
 
 def stack_over(x: Tensor, axis: Axis) -> Tensor:
-    """Every rank's `x`, in rank order: [...] -> [size, ...], without a gradient."""
+    """[...] -> [size, ...], without a gradient."""
     return x[None] if axis.size == 1 else _gather(x.detach()[None], axis)
 
 
 class AsyncHostCopy:
-    """A device-to-host copy in flight; `wait` waits for this copy alone."""
+    """A device-to-host copy in flight."""
 
     def __init__(self, x: Tensor) -> None:
         self.numbers, self.copied = x.to("cpu", non_blocking=True), None
@@ -225,14 +221,12 @@ class AsyncHostCopy:
             self.copied = torch.get_device_module(x.device).current_stream(x.device).record_event()
 
     def wait(self) -> Any:
-        """The numbers, as lists."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.numbers.tolist()
 
 
 def gather_text(text: str, axis: Axis, device: torch.device | str = "cpu") -> list[str]:
-    """Every rank's `text`, in rank order."""
     if axis.size == 1:
         return [text]
     data = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8).to(device)
@@ -243,13 +237,13 @@ def gather_text(text: str, axis: Axis, device: torch.device | str = "cpu") -> li
 
 
 def stack_numbers(numbers: list[int], axis: Axis, device: torch.device | str = "cpu") -> list[list[int]]:
-    """Every rank's integers, in rank order; over gloo where the group has it, so that no device is waited for."""
+    """Every rank's integers, over gloo where the group has it."""
     on_host = axis.group is None or "cpu:" in dist.get_backend_config(axis.group)
     return stack_over(torch.tensor(numbers, device="cpu" if on_host else device), axis).tolist()
 
 
 def all_reduce_(tensors: list[Tensor], axis: Axis) -> None:
-    """Sum every tensor over the axis in place, without a gradient, in one collective a dtype."""
+    """Sum tensors in place, without a gradient, in one collective a dtype."""
     if axis.size == 1:
         return
     for dtype in sorted({x.dtype for x in tensors}, key=str):

@@ -1,4 +1,4 @@
-"""Collective errors and facts: what fails on one rank is raised on all, so that none waits in a collective."""
+"""Errors of one rank raised on all, so that none waits in a collective, and shared facts."""
 
 import json
 import socket
@@ -15,7 +15,7 @@ SHOWN = 12  # characters of a fingerprint in a message
 
 
 class CollectiveErrors:
-    """Keeps this rank's first error until `raise_collectively`. path: for errors of the system that name no file."""
+    """Keeps this rank's first error. path: for system errors that name no file."""
 
     def __init__(self, mesh: Mesh, path: Path | None = None) -> None:
         self.mesh, self.path = mesh, path
@@ -23,7 +23,6 @@ class CollectiveErrors:
 
     @contextmanager
     def catch(self) -> Iterator[None]:
-        """Keep a user's or the system's error of this block, which has no collectives."""
         try:
             yield
         except (UserError, OSError) as error:
@@ -31,7 +30,7 @@ class CollectiveErrors:
             self.problem = self.problem or (f"{self.path}: {error}" if unnamed else str(error))
 
     def raise_collectively(self) -> None:
-        """Raise the same `CheckpointError` on every rank if any rank has a problem. Collective."""
+        """Raise `CheckpointError` on every rank if any has a problem. Collective."""
         world = self.mesh["world"]
         ranks_of: dict[str, list[int]] = {}
         for rank, problem in enumerate(gather_text(self.problem, world, self.mesh.device)):
@@ -47,7 +46,7 @@ class CollectiveErrors:
 
 @contextmanager
 def agreed(mesh: Mesh, path: Path | None = None) -> Iterator[None]:
-    """Run a block without collectives; if it fails on one rank, all raise. Collective. path: as `CollectiveErrors`."""
+    """If the block fails on one rank, all raise. No collectives within."""
     errors = CollectiveErrors(mesh, path)
     with errors.catch():
         yield
@@ -55,12 +54,12 @@ def agreed(mesh: Mesh, path: Path | None = None) -> Iterator[None]:
 
 
 def of_first(value: Any, mesh: Mesh) -> Any:
-    """The first rank's `value`, in JSON, on every rank. Collective."""
+    """The first rank's `value`. Collective."""
     return json.loads(gather_text(json.dumps(value), mesh["world"], mesh.device)[0])
 
 
 def refuse_different(fingerprints: Mapping[str, str], mesh: Mesh) -> None:
-    """Raise ConfigError on every rank where ranks have different content behind a name. Collective."""
+    """Raise ConfigError where ranks have different content behind a name. Collective."""
     texts = gather_text(json.dumps([socket.gethostname(), fingerprints]), mesh["world"], mesh.device)
     by_rank = [json.loads(text) for text in texts]
     values = {name: [prints[name][:SHOWN] for _, prints in by_rank] for name in fingerprints}

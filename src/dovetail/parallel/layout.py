@@ -13,7 +13,7 @@ MAX_DIGITS = 9  # of a degree
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel degrees of one model. `dp=None`: the ranks that the other degrees leave over."""
+    """`dp=None`: the ranks that the other degrees leave over."""
 
     tp: int = 1
     pp: int = 1
@@ -35,10 +35,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """`"tp=2,dp=2"` -> Layout(tp=2, dp=2). Any subset, any order; an unnamed dp is None.
-
-        `copy_engines=true` or `false`, of earlier releases, has no effect.
-        """
+        """`"tp=2,dp=2"`, in any order; an unnamed dp is None. `copy_engines=true` or `false` has no effect."""
         degrees: dict[str, int | None] = {"dp": None}
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = item.partition("=")
@@ -58,12 +55,12 @@ class Layout:
 
     @property
     def model_ranks(self) -> int:
-        """Ranks of one replica: tp x pp x cp."""
+        """Of one replica."""
         return self.tp * self.pp * self.cp
 
     @property
     def num_ranks(self) -> int:
-        """tp x pp x cp x dp; an unknown dp counts 1."""
+        """An unknown dp counts 1."""
         return self.model_ranks * (self.dp or 1)
 
     def resolve(self, world: int) -> "Layout":

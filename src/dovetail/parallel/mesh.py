@@ -1,8 +1,8 @@
-"""The parallel axes of one model over the ranks of a job, and their process groups.
+"""The parallel axes of a model and their process groups.
 
-Ranks are numbered with pp outermost, then dp, cp and tp. Derived axes: `fsdp` is dp x cp, over which FSDP2 shards
-parameters; of its ranks `ep` neighbors hold different experts, and `expert_fsdp` are those with the same ones. `ends` is
-the first and the last pipeline rank, which both hold a tied table. `world` is every rank. A job may have several meshes.
+Ranks are numbered with pp outermost, then dp, cp and tp. Also: `fsdp` is dp x cp, over which FSDP2 shards; `ep` neighbors
+in it hold different experts, `expert_fsdp` ranks the same ones. `ends` are the first and the last pipeline rank, which
+both hold a tied table. A job may have several meshes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ Groups = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Axis:
-    """One parallel axis as this rank sees it; without a group where its size is 1."""
+    """One axis as this rank sees it; without a group where its size is 1."""
 
     name: str
     size: int = 1
@@ -35,14 +35,14 @@ class Axis:
 
 
 class ContextAxes(NamedTuple):
-    """cp as a product: `ulysses` neighbors exchange heads for tokens, `gather` ranks share keys and values."""
+    """cp as a product: `ulysses` ranks exchange heads for tokens, `gather` ranks share keys and values."""
 
     ulysses: Axis = Axis("ulysses")
     gather: Axis = Axis("gather")
 
 
 class P2PChannel(NamedTuple):
-    """A one-way channel between two pipeline ranks; messages arrive in the order in which they are sent."""
+    """One-way and ordered."""
 
     peer: int  # global rank of the other end
     group: dist.ProcessGroup
@@ -50,10 +50,8 @@ class P2PChannel(NamedTuple):
 
 @dataclass(frozen=True)
 class P2PChannels:
-    """Channels of one pipeline rank: activations go to the next rank, gradients to the previous one.
-
-    Each has a group of its own, since with pp=2 the previous and the next rank are the same. Only with virtual stages is the
-    first rank next to the last.
+    """Channels to and from the neighboring pipeline ranks, each with a group of its own: with pp=2 both neighbors are one
+    rank. Only virtual stages link the last rank to the first.
     """
 
     to_next: P2PChannel | None = None
@@ -66,8 +64,7 @@ class P2PChannels:
 class Mesh:
     """The axes of one model.
 
-    copies[n]: the n neighboring tp ranks that hold the same KV heads. context[u]: cp as u (Ulysses) x cp / u (gather). Which
-    n and u a model uses follows from its heads.
+    copies[n]: n neighboring tp ranks that hold the same KV heads. context[u]: cp as u (Ulysses) x cp / u (gather).
     """
 
     layout: Layout
@@ -84,33 +81,30 @@ class Mesh:
 
     @property
     def coords(self) -> dict[str, int]:
-        """This rank's coordinate on every axis."""
         return {name: axis.rank for name, axis in self.axes.items()}
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of every axis."""
         return {name: axis.size for name, axis in self.axes.items()}
 
     def on_host(self) -> "Mesh":
-        """The same mesh with a gloo group of its own as its world. Collective."""
+        """With a gloo group of its own as its world. Collective."""
         world = self["world"]
         group = None if world.size == 1 else dist.new_group(backend="gloo", timeout=self.timeout)
         return replace(self, device=torch.device("cpu"), axes={**self.axes, "world": replace(world, group=group)})
 
     @property
     def token_multiple(self) -> int:
-        """The number of packed tokens must be a multiple of this."""
+        """Packed tokens must be a multiple of this."""
         return self["tp"].size * (2 * self["cp"].size if self["cp"].size > 1 else 1)
 
     @classmethod
     def solo(cls, device: torch.device | str = "cpu") -> "Mesh":
-        """The mesh of one process without any group, for a model that FSDP does not wrap."""
         return cls.abstract(Layout(), 0, device)
 
     @classmethod
     def abstract(cls, layout: Layout, rank: int, device: torch.device | str = "meta") -> "Mesh":
-        """The mesh of one rank of a layout whose dp is known, without groups."""
+        """One rank of a layout, without groups."""
         sizes = {name: int(getattr(layout, name)) for name in ORDER}
         data = sizes["dp"] * sizes["cp"]
         sizes |= {"fsdp": data, "ep": layout.ep, "expert_fsdp": data // layout.ep, "world": layout.num_ranks}
@@ -122,10 +116,7 @@ class Mesh:
 
     @classmethod
     def build(cls, layout: Layout, device: torch.device | str = "cpu", timeout: timedelta = TIMEOUT) -> "Mesh":
-        """Split the default process group into axes. Collective: every rank calls it with the same layout.
-
-        timeout: of collectives of every axis but the world.
-        """
+        """Collective, with the same layout on all ranks. timeout: of all axes but the world."""
         world, rank = dist.get_world_size(), dist.get_rank()
         layout, device = layout.resolve(world), torch.device(device)
         make_axis = partial(_axis, rank=rank, timeout=timeout)
@@ -160,7 +151,6 @@ class Mesh:
 
 
 def _coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The coordinates of a rank: the inverse of the rank order."""
     coords, rest = {"world": rank}, rank
     for name in reversed(ORDER):
         rest, coords[name] = divmod(rest, sizes[name])
@@ -170,7 +160,6 @@ def _coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _groups(grid: torch.Tensor, names: tuple[str, ...]) -> list[list[int]]:
-    """The groups of ranks that differ only along `names`."""
     dims = [ORDER.index(name) for name in names]
     length = prod(grid.shape[d] for d in dims)
     groups: list[list[int]] = grid.movedim(dims, list(range(-len(dims), 0))).reshape(-1, length).tolist()
@@ -178,7 +167,6 @@ def _groups(grid: torch.Tensor, names: tuple[str, ...]) -> list[list[int]]:
 
 
 def _neighbors(groups: Groups, n: int) -> list[Sequence[int]]:
-    """Each group split into groups of n neighbors."""
     return [ranks[i : i + n] for ranks in groups for i in range(0, len(ranks), n)]
 
 
@@ -189,15 +177,15 @@ def _divisors(n: int) -> list[int]:
 def _new_group(groups: Groups, rank: int, timeout: timedelta, options: Any = None) -> dist.ProcessGroup:
     """This rank's group of disjoint `groups`. Collective over the world.
 
-    A rank in none of them makes a group of itself: torch names a group after its ranks and the number of groups made
-    so far, which must be the same on all members, and NCCL splits a communicator with all of its ranks.
+    A rank in none of them makes a group of itself: torch names a group by its ranks and the number of groups made so
+    far, which members must share, and NCCL splits a communicator with all of its ranks.
     """
     ranks = next((ranks for ranks in groups if rank in ranks), [rank])
     return dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)
 
 
 def _axis(name: str, groups: Groups, *, rank: int, timeout: timedelta, always: bool = False) -> Axis:
-    """This rank's axis among equally large disjoint groups. always: with a group even of size 1."""
+    """always: also of size 1."""
     if not groups or (len(groups[0]) == 1 and not always):
         return Axis(name)
     group = _new_group(groups, rank, timeout)
@@ -206,7 +194,7 @@ def _axis(name: str, groups: Groups, *, rank: int, timeout: timedelta, always: b
 
 
 def _channels(stages: Groups, rank: int, device: torch.device, timeout: timedelta, *, ring: bool) -> P2PChannels:
-    """This rank's channels along its pipeline. Neighboring hops share a rank, so even and odd ones are made in turn."""
+    """Neighboring hops share a rank, so even and odd ones are made in turn."""
     size, channels = len(stages[0]), dict[str, P2PChannel]()
     hops = [(i, (i + 1) % size) for i in range(size if ring else size - 1)] if size > 1 else []
     closing = hops[size - 1 :] if size % 2 else []  # in an odd ring it shares a rank with even and odd hops
@@ -224,7 +212,7 @@ def _channels(stages: Groups, rank: int, device: torch.device, timeout: timedelt
 
 
 def _channel_options(device: torch.device, timeout: timedelta) -> Any:
-    """NCCL's options of one group, into which torch writes its name. None for other backends."""
+    """NCCL's options of one group: torch writes the group's name into them."""
     if device.type != "cuda":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -1,8 +1,7 @@
-"""Placements: which slices of which checkpoint tensors a local parameter consists of.
+"""Placements: the checkpoint slices that a local parameter consists of.
 
-The layer that owns a parameter declares its `Placement` (in its `placements` attribute); loading, saving, streaming,
-initialization, gradient reduction and the gradient norm read it. A fused parameter (q, k, v in one GEMM) has several
-`Part`s along the split dim. `regions` gives slices for any rank; `held_regions` adds FSDP2's sharding of rows.
+The layer that owns a parameter declares its `Placement` in `placements`; loading, saving, streaming, initialization,
+gradient reduction and the gradient norm read it. A fused parameter (q, k, v in one GEMM) has several `Part`s.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,9 +17,8 @@ from torch import nn
 class Part:
     """One checkpoint tensor inside a (possibly fused) local parameter, along the split dim.
 
-    size: its length in the checkpoint. copies: neighboring ranks that hold the same slice, where the axis has more ranks than
-    slices. padding: zero rows past the end that exist only locally, so that the length divides. Parts of one name
-    follow one another in its tensor.
+    size: in the checkpoint. copies: neighboring ranks with the same slice, where the axis has more ranks than slices. padding:
+    local zero rows that make the length divide. Parts of one name follow one another in its tensor.
     """
 
     name: str
@@ -30,17 +28,15 @@ class Part:
 
     @classmethod
     def padded(cls, name: str, size: int, axis_size: int) -> "Part":
-        """Padded to a multiple of the axis size."""
         return cls(name, size, padding=-size % axis_size)
 
     def local_length(self, axis_size: int) -> int:
-        """Rows of this part in every rank's local parameter."""
         return (self.size + self.padding) * self.copies // axis_size
 
 
 @dataclass(frozen=True)
 class Split:
-    """A dim cut over a mesh axis."""
+    """A dim sharded over an axis."""
 
     dim: int
     axis: str
@@ -49,9 +45,9 @@ class Split:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a local parameter maps to checkpoint tensors: a product of splits, of which at most one has several parts.
+    """A product of splits, of which at most one has several parts.
 
-    partial_over: axes over which gradients are summed. sharded_over: the axis over which FSDP2 shards rows.
+    partial_over: axes over which gradients are summed. sharded_over: the axis of FSDP2.
     """
 
     splits: tuple[Split, ...] = ()
@@ -65,7 +61,7 @@ Slices = tuple[tuple[int, int], ...]  # (start, stop) for every dim
 
 @dataclass(frozen=True)
 class Region:
-    """A rectangle of a checkpoint tensor, and the equally large one of the local parameter."""
+    """A rectangle of a checkpoint tensor, and the same of the local parameter."""
 
     checkpoint_name: str
     checkpoint_shape: tuple[int, ...]
@@ -84,7 +80,6 @@ class Region:
 
 
 def placements_of(model: nn.Module) -> dict[str, Placement]:
-    """The placement of every parameter of `model`, by its full name; a shared parameter appears once."""
     placements: dict[str, Placement] = {}
     names = dict(model.named_parameters())
     for prefix, module in model.named_modules():
@@ -97,7 +92,7 @@ def placements_of(model: nn.Module) -> dict[str, Placement]:
 
 
 def checkpoint_names(name: str, placement: Placement) -> tuple[str, ...]:
-    """The checkpoint's names of a parameter: `...self_attn.qkv_proj.weight` with parts q, k, v has three."""
+    """`...self_attn.qkv_proj.weight` with parts q, k, v has three."""
     parts = dict.fromkeys(part.name for split in placement.splits for part in split.parts if part.name)
     if len(parts) < 2:
         return (name,)
@@ -107,7 +102,7 @@ def checkpoint_names(name: str, placement: Placement) -> tuple[str, ...]:
 
 
 def checkpoint_shapes(name: str, placement: Placement, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Name and global shape of each checkpoint tensor of a parameter of this local shape."""
+    """Name and global shape of each checkpoint tensor."""
     names = checkpoint_names(name, placement)
     shapes = dict.fromkeys(names, shape)
     for split in placement.splits:
@@ -121,7 +116,7 @@ def checkpoint_shapes(name: str, placement: Placement, shape: tuple[int, ...]) -
 
 
 class _Stretch(NamedTuple):
-    """A part's rows of one rank, along the split dim: [start, stop) in its tensor and in the local parameter."""
+    """A part's rows [start, stop), in its tensor and in the local parameter."""
 
     name: str
     checkpoint: tuple[int, int]
@@ -131,7 +126,6 @@ class _Stretch(NamedTuple):
 
 
 def _stretches(split: Split, rank: int, size: int) -> Iterator[_Stretch]:
-    """The parts of a split that a rank of its axis holds, without those of padding alone."""
     at: dict[str, int] = {}
     offset = 0
     for part in split.parts:
@@ -148,10 +142,7 @@ def _stretches(split: Split, rank: int, size: int) -> Iterator[_Stretch]:
 def regions(
     name: str, placement: Placement, local_shape: tuple[int, ...], coords: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[Region, ...]:
-    """The checkpoint slices of a parameter of `local_shape` on the rank at `coords`, without padding.
-
-    Of ranks that hold the same slice only the first owns it.
-    """
+    """The checkpoint slices of a local parameter, without padding. The first of the ranks that hold a slice owns it."""
     shapes = checkpoint_shapes(name, placement, local_shape)
     parts = dict.fromkeys(part.name for split in placement.splits for part in split.parts if part.name)
     named = dict(zip(parts, shapes, strict=True)) if len(shapes) > 1 else {}
@@ -170,13 +161,13 @@ def regions(
 
 
 def fsdp_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """The rows of dim 0 of one FSDP2 rank: equal chunks rounded up, so the last ranks may hold fewer or none."""
+    """One FSDP2 rank's rows: equal chunks rounded up."""
     chunk = -(-rows // size)
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 
 
 def narrow_rows(held: tuple[Region, ...], start: int, stop: int) -> tuple[Region, ...]:
-    """The parts of regions in local rows [start, stop), with local slices counted from `start`."""
+    """The parts of regions in local rows [start, stop), counted from `start`."""
     out = []
     for region in held:
         (low, high), *rest = region.local_slice
@@ -202,7 +193,7 @@ def held_regions(
     *,
     sharded: bool,
 ) -> tuple[Region, ...]:
-    """The regions that a rank holds: FSDP2's rows where it shards, else all, owned by one replica."""
+    """A rank's regions after FSDP2's sharding, or all, owned by one replica."""
     held = regions(name, placement, local_shape, coords, sizes)
     axis = placement.sharded_over
     if sharded:
@@ -211,16 +202,14 @@ def held_regions(
 
 
 def overlap(first: Slices, second: Slices) -> Slices | None:
-    """The intersection of two slices of one tensor, or None."""
+    """The intersection of two slices, or None."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
 
 
 def within(inner: Slices, outer: Slices) -> Slices:
-    """`inner` counted from the start of `outer`."""
     return tuple((start - base, stop - base) for (start, stop), (base, _) in zip(inner, outer, strict=True))
 
 
 def as_index(slices: Slices) -> tuple[slice, ...]:
-    """`slices` as an index into a tensor."""
     return tuple(slice(start, stop) for start, stop in slices)

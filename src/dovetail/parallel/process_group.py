@@ -1,8 +1,7 @@
 """A rank's device, the default process group, determinism and stop signals.
 
-Ranks come from the environment (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`), as torchrun, a cluster or
-`dovetail.launch` sets it; without it this process is a group of one rank. The first rank that fails, by a counter in
-the store, raises its own error; the others raise `SecondaryFailure`.
+Ranks come from the environment (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`), else this process is
+alone. The first rank that fails raises its own error, the others `SecondaryFailure`.
 """
 
 import contextlib
@@ -39,9 +38,9 @@ OPEN_FILES = 1 << 13  # a group has dozens of sockets, a layout a dozen groups
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """This rank's device: `auto`, `cpu`, `cuda` or `npu`. An accelerator is chosen by LOCAL_RANK and made current.
+    """`auto`, `cpu`, `cuda` or `npu`; an accelerator is chosen by LOCAL_RANK and made current.
 
-    A single visible GPU is taken as this rank's; `_claim_device` checks that when the ranks meet.
+    A single visible GPU is this rank's; `_claim_device` checks that.
     """
     os.environ.setdefault(*QUEUES)
     os.environ.setdefault(*CUBLAS)
@@ -71,10 +70,7 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def _set_kernel_cache(architecture: str) -> None:
-    """Keep compiled kernels in the user's cache directory, if it is writable.
-
-    One folder a GPU architecture, which not all packages have in their keys: hosts may share a home.
-    """
+    """By GPU architecture: not all packages have that in their keys."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dovetail" / "kernels" / architecture
     with contextlib.suppress(OSError, RuntimeError):  # no home
@@ -87,7 +83,7 @@ def _set_kernel_cache(architecture: str) -> None:
 
 @contextlib.contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """Within the block torch, and kernels that follow its flag, compute the same bits in every run on the same devices.
+    """Have torch, and kernels that follow its flag, compute the same bits in every run on the same devices.
 
     Raises ConfigError where an operation has no deterministic form. Unlike with torch's flag alone, new memory is not filled.
     """
@@ -110,10 +106,9 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
 
 class ProcessGroup:
-    """The default process group for a `with` block; an existing one is used as it is.
+    """The default process group for a `with` block, with a barrier at its end; an existing one is used as it is.
 
-    It ends with a barrier and is destroyed; after an error it is left as it is, since the process is about to end.
-    timeout: of its collectives. met: called with the store, this rank and the number of ranks before the group is made.
+    timeout: of collectives. met: called with the store, this rank and the number of ranks before the group is made.
     """
 
     def __init__(
@@ -146,7 +141,6 @@ class ProcessGroup:
 
 @contextlib.contextmanager
 def _one_report(store: Store) -> Iterator[None]:
-    """Pass on the error of the first rank that fails; any other's becomes `SecondaryFailure`."""
     try:
         yield
     except Exception as error:
@@ -160,12 +154,11 @@ def _one_report(store: Store) -> Iterator[None]:
 
 
 def num_ranks() -> int:
-    """Ranks of the job. The default process group exists."""
     return dist.get_world_size()
 
 
 def num_ranks_here(device: torch.device) -> int:
-    """Ranks of the job on this host, at most: LOCAL_WORLD_SIZE, or else the number of visible devices."""
+    """Ranks on this host, at most."""
     local, world = os.environ.get("LOCAL_WORLD_SIZE", ""), num_ranks()
     if local.isdecimal():
         return min(world, int(local))
@@ -174,15 +167,14 @@ def num_ranks_here(device: torch.device) -> int:
 
 
 def ensure_process_group(device: torch.device | str = "cpu") -> None:
-    """Make the default process group of the environment, or of this process alone, if there is none."""
     if not dist.is_initialized():
         _initialize(torch.device(device), *_meet())
 
 
 class StopSignal:
-    """Within the `with` block the first SIGTERM or SIGINT sets `number`, else 0; the next one acts as usual.
+    """The first SIGTERM or SIGINT of the block sets `number`; the next one acts as usual.
 
-    A rank may get one signal twice, directly and from its launcher: repeats within `REPEAT_SECONDS` are ignored.
+    Repeats within `REPEAT_SECONDS` are ignored: the launcher may send a signal again.
     """
 
     REPEAT_SECONDS = 1.0
@@ -208,7 +200,6 @@ class StopSignal:
 
 
 def _meet() -> tuple[Store, int, int]:
-    """The store of all ranks, this rank, and the number of ranks."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return HashStore(), 0, 1
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
@@ -232,7 +223,6 @@ def _meet() -> tuple[Store, int, int]:
 
 
 def _initialize(device: torch.device, store: Store, rank: int, world: int, timeout: timedelta = TIMEOUT) -> None:
-    """Make the default process group."""
     if world > 1:
         _allow_open_files()
         _claim_device(device, store, rank)
@@ -247,7 +237,6 @@ def _initialize(device: torch.device, store: Store, rank: int, world: int, timeo
 
 
 def _claim_device(device: torch.device, store: Store, rank: int) -> None:
-    """Raise LayoutError where two ranks have one GPU: they would wait for each other in NCCL."""
     if device.type != "cuda":
         return
     name = torch.cuda.get_device_properties(device).uuid
@@ -260,7 +249,6 @@ def _claim_device(device: torch.device, store: Store, rank: int) -> None:
 
 
 def _allow_open_files() -> None:
-    """Raise this process's limit of open files, often 1024, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

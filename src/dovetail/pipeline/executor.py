@@ -1,13 +1,12 @@
-"""Runs one pipeline rank's part of a plan: when its stages compute, and the messages between ranks.
+"""Runs one pipeline rank's part of a plan.
 
-Messages carry no tag and no shape. Every rank has the plan of all, so a receiver posts the receives of each channel in the
-order in which its neighbor sends, whatever the order in which it needs them.
+Messages have no tags and no shapes: every rank knows the whole plan, so receives of a channel are posted in the order in
+which the neighbor sends.
 
-NCCL's sends and receives are kernels that run until both ends have started, and a host may have to wait for its whole
-device at any time (to load a kernel, to free memory), and so for all transfers it posted. No plan may deadlock even where
-every host does that in every action. So all ranks put all actions of the plan in one order, that of a simulation, and a
-rank posts a receive right before its first action after the sender's. Then everything waits for something earlier: a
-receive for the sender's action, and a send for the action before the receive, which in that order precedes its own.
+NCCL's transfers are kernels that run until both ends have started, and a host may have to wait for its whole device at
+any time (to load a kernel, to free memory). No plan may deadlock even where every host does so in every action. So all
+ranks order all actions by one simulation, and a rank posts a receive right before its first action after the sender's.
+Then everything waits for something earlier: a receive for the sender's action, a send for the action before the receive.
 """
 
 from bisect import bisect
@@ -24,30 +23,23 @@ from dovetail.pipeline.schedule import Action, Plan, simulate
 
 
 class StageRunner(Protocol):
-    """The computation of one rank's stages.
-
-    It never writes to a tensor that it returned, which may be in transfer. On a GPU it may wait for its stream but not for the
-    whole device, where transfers may wait for what other ranks have not computed yet.
-    """
+    """One rank's stages. They do not write to returned tensors, and wait for the stream, never for the whole device."""
 
     def buffer(self, micro: int) -> Tensor:
-        """Fresh memory for this micro-batch, or its gradient, at a stage boundary."""
+        """Fresh memory for a micro-batch, or its gradient, at a stage boundary."""
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
-        """The next stage's input, None at the last stage. The first stage has no `x`."""
+        """-> the next stage's input, None at the last stage. x: None at the first stage."""
 
     def backward(self, action: Action, grad: Tensor | None, *, last: bool) -> Tensor | None:
-        """The previous stage's gradient, None at stage 0. The last stage has no `grad`. Kind: backward or input.
-
-        last: this rank's last action of these kinds in the plan.
-        """
+        """-> the previous stage's gradient, None at stage 0. grad: None at the last stage."""
 
     def weight(self, stage: int, micro: int) -> None:
-        """The parameters' gradients that an `input` action left."""
+        """Weight gradients after an `input` action."""
 
 
 class Message(NamedTuple):
-    """An activation of the stage before `stage`, or a gradient of the stage after it."""
+    """An activation of the stage before `stage`, or a gradient of the one after it."""
 
     gradient: bool
     stage: int  # the receiver
@@ -55,7 +47,7 @@ class Message(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """A message that may still be in transfer."""
+    """A send in flight."""
 
     message: Message
     handle: dist.Work
@@ -63,19 +55,16 @@ class Departure(NamedTuple):
 
 
 def num_stages(plan: Plan) -> int:
-    """The number of stages of the whole model."""
     return 1 + max(action.stage for actions in plan for action in actions)
 
 
 def needed(action: Action, stages: int) -> Message | None:
-    """The message that an action waits for."""
     gradient = action.kind != "forward"
     nothing = action.kind == "weight" or action.stage == (stages - 1 if gradient else 0)
     return None if nothing else Message(gradient, action.stage, action.micro)
 
 
 def produced(action: Action, stages: int) -> Message | None:
-    """The message that an action sends."""
     gradient = action.kind != "forward"
     nothing = action.kind == "weight" or action.stage == (0 if gradient else stages - 1)
     return None if nothing else Message(gradient, action.stage + (-1 if gradient else 1), action.micro)
@@ -83,7 +72,7 @@ def produced(action: Action, stages: int) -> Message | None:
 
 @lru_cache(maxsize=16)
 def receives(plan: Plan, rank: int) -> tuple[tuple[Message, ...], ...]:
-    """The receives that a rank posts right before each of its actions, channel by channel."""
+    """Receives to post right before each action."""
     order = [[(start, r) for start in starts] for r, starts in enumerate(simulate(plan).start)]
     posts: list[list[Message]] = [[] for _ in plan[rank]]
     for gradient, sender in ((False, (rank - 1) % len(plan)), (True, (rank + 1) % len(plan))):
@@ -95,11 +84,10 @@ def receives(plan: Plan, rank: int) -> tuple[tuple[Message, ...], ...]:
 
 
 def connect(mesh: Mesh) -> None:
-    """Use every channel of this rank once. Collective over mesh["pp"].
+    """Use every channel once. Collective over pp.
 
-    NCCL makes the communicator of two ranks at its first use, where each waits for the other. All ranks connect their
-    channels in one global order, so no cycle can wait. Even hops go before odd ones: hops without a common rank do not
-    wait for each other.
+    NCCL makes a communicator at its first use, where both ranks wait. One global order leaves no cycle; even hops go before
+    odd ones, since hops without a common rank do not wait for each other.
     """
     rank, size, channels = mesh["pp"].rank, mesh["pp"].size, mesh.channels
     hops = [  # by the number of their first rank
@@ -113,7 +101,7 @@ def connect(mesh: Mesh) -> None:
 
 
 def run(plan: Plan, stages: StageRunner, mesh: Mesh) -> None:
-    """One rank's part of `plan`. Collective over mesh["pp"]; where `stages` raises, the other ranks are left waiting."""
+    """One rank's part of `plan`. Collective over pp."""
     actions, count = plan[mesh["pp"].rank], num_stages(plan)
     last = max((i for i, action in enumerate(actions) if action.kind in ("backward", "input")), default=None)
     mail = Mailbox(plan, stages, mesh)
@@ -131,7 +119,7 @@ def run(plan: Plan, stages: StageRunner, mesh: Mesh) -> None:
 
 
 class Mailbox:
-    """One rank's transfers: messages that arrived before they are needed, and sends in flight."""
+    """One rank's receives and sends in flight."""
 
     def __init__(self, plan: Plan, stages: StageRunner, mesh: Mesh) -> None:
         axis, count = mesh["pp"], num_stages(plan)
@@ -147,14 +135,12 @@ class Mailbox:
         self.needed_at = {message: i for i, action in around if (message := needed(action, count))}
 
     def post(self, i: int) -> None:
-        """Start the receives of this rank's i-th action, after allocating memory for all of them."""
         tensors = [self.stages.buffer(message.micro) for message in self.posts[i]]
         for message, tensor in zip(self.posts[i], tensors, strict=True):
             channel = self.channels.from_next if message.gradient else self.channels.from_previous
             self.arrived[message] = _start(dist.irecv, tensor, channel), tensor
 
     def wait(self, message: Message | None) -> Tensor | None:
-        """The tensor of `message`; on a GPU only its stream waits."""
         if message is None:
             return None
         handle, tensor = self.arrived.pop(message)
@@ -164,7 +150,7 @@ class Mailbox:
         return tensor
 
     def send(self, message: Message | None, tensor: Tensor | None) -> None:
-        """Start to send `tensor`; within one rank, it has arrived."""
+        """Within one rank it has arrived at once."""
         assert (message is None) == (tensor is None), f"{message}: the stage returned {tensor}"
         if message is None or tensor is None:
             return
@@ -178,16 +164,14 @@ class Mailbox:
         self.leaving.append(Departure(message, _start(dist.isend, tensor, channel), tensor))
 
     def close(self) -> None:
-        """Wait for all sends."""
         assert not self.arrived, "the plan sends messages that no action needs"
         for departure in self.leaving:
             departure.handle.wait()
 
     def _release(self, received: Message) -> None:
-        """Drop the sends that `received` proves complete: its sender needed them first.
+        """Drop the sends that `received` proves complete, without blocking.
 
-        This bounds memory by the plan even with gloo, whose handles complete only in `wait`, and on a GPU, whose host runs
-        ahead. These waits do not block.
+        Handles of gloo complete only in `wait`, and the host of a GPU runs ahead.
         """
         sender, now = self._sender(received.gradient), self.sent_at[received]
         pending = []
@@ -200,7 +184,6 @@ class Mailbox:
         self.leaving = pending
 
     def _sender(self, gradient: bool) -> int:
-        """The neighbor that sends gradients, or activations, to this rank."""
         return self.next if gradient else self.previous
 
 

@@ -1,4 +1,4 @@
-"""Partition of a model's layers into pipeline stages of balanced cost."""
+"""Layers of pipeline stages, balanced by cost."""
 
 from functools import lru_cache
 from itertools import accumulate
@@ -12,10 +12,9 @@ SCHEDULES = ("1f1b", "interleaved", "gpipe", "zero_bubble")  # of training
 
 
 def partition(spec: AnySpec, layout: Layout) -> tuple[range, ...]:
-    """The layers of each stage, at least one. Raises as `check_pipeline`.
+    """The layers of each stage, at least one, by `pp_split` or so that the costliest stage costs least.
 
-    By `pp_split`, or else so that the costliest stage costs least. A layer costs the weights of its matrix products, the
-    last stage those of the head as well; the embedding is a lookup and costs nothing.
+    Costs are weights of matrix products, in the last stage also of the head; the embedding costs nothing.
     """
     check_pipeline(spec, layout)
     split = layout.pp_split
@@ -26,16 +25,12 @@ def partition(spec: AnySpec, layout: Layout) -> tuple[range, ...]:
 
 
 def stage_costs(spec: AnySpec, layout: Layout) -> Costs:
-    """Costs of each stage, in weights of its matrix products: attention is taken to be a small part.
-
-    The loss and all three products of the head run in the last stage's forward.
-    """
+    """Weights of matrix products, attention being small. The head's products run in the last stage's forward."""
     layers = tuple(float(sum(spec.layer_params[layer] for layer in stage)) for stage in partition(spec, layout))
     return Costs(forward=(*layers[:-1], layers[-1] + 3.0 * spec.head_params), input=layers, weight=layers)
 
 
 def check_pipeline(spec: AnySpec, layout: Layout) -> None:
-    """Raise LayoutError for a pipeline that the model or the schedule does not allow."""
     pp, virtual, schedule = layout.pp, layout.virtual_stages, layout.schedule
     if schedule not in SCHEDULES:
         raise LayoutError(f"layout: schedule={schedule!r} is not known; use one of {', '.join(SCHEDULES)}")
@@ -82,7 +77,6 @@ def _check_split(spec: AnySpec, layout: Layout) -> None:
 
 
 def _nearest(depth: int, layout: Layout) -> str:
-    """The largest pp that leaves every stage a layer, or else fewer virtual stages."""
     if depth // layout.virtual_stages > 1:
         return f"pp={depth // layout.virtual_stages}"
     if depth // layout.pp > 1:
@@ -94,8 +88,8 @@ def _nearest(depth: int, layout: Layout) -> str:
 def _balanced(spec: AnySpec, stages: int) -> tuple[int, ...]:
     """Layers of each stage, so that the costliest stage costs least.
 
-    Among equal cuts: least variance, then fewest layers in the last stage, then more layers in later stages, where fewer
-    micro-batches are live. Dynamic programs over (stage, layers so far): first the bound, then the cut.
+    Among equals: least variance, then fewest layers in the last stage, then more in later stages, where fewer micro-batches
+    are live. Dynamic programs over (stage, layers so far): first the bound, then the cut.
     """
     totals, depth = [0, *accumulate(spec.layer_params)], spec.depth
     totals[-1] += spec.head_params

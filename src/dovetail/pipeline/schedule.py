@@ -1,4 +1,4 @@
-"""Pipeline schedules as plain data, made and simulated without torch or processes."""
+"""Pipeline schedules as plain data, made and simulated without torch."""
 
 import heapq
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ Kind = Literal["forward", "backward", "input", "weight"]
 class Action(NamedTuple):
     """One stage computes one micro-batch.
 
-    backward: both gradients; input, then weight: the same in two halves, of which the previous stage needs the first. Rank r
-    of P holds stages r, r + P, r + 2 P, ... of the whole model.
+    backward: both gradients; input, then weight: in two halves, the first of which the previous stage needs. Rank r of P
+    holds stages r, r + P, r + 2 P, ...
     """
 
     kind: Kind
@@ -28,7 +28,7 @@ Need = tuple[str, int, int]  # (kind, stage, micro) of an ended action; "input" 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one micro-batch, in any unit, for all stages or one a stage. A backward takes input + weight.
+    """Times of one micro-batch, for all stages or one a stage. A backward takes input + weight.
 
     The head's backward runs inside the last stage's forward and counts there.
     """
@@ -38,7 +38,6 @@ class Costs:
     weight: float | tuple[float, ...] = 1.0
 
     def of(self, kind: Kind, stage: int) -> float:
-        """The time of one stage for one micro-batch."""
         if kind == "backward":
             return self.of("input", stage) + self.of("weight", stage)
         times = {"forward": self.forward, "input": self.input, "weight": self.weight}[kind]
@@ -53,11 +52,10 @@ HALVES: Mapping[Kind, int] = MappingProxyType({"forward": 1, "input": 2, "weight
 
 
 def make_plan(schedule: str, ranks: int, virtual: int, micros: int, costs: Costs = UNIT) -> Plan:
-    """The plan of one step of `micros` micro-batches over `ranks` x `virtual` stages.
+    """The plan of one step over `ranks` x `virtual` stages.
 
-    forward: no backward, for scoring. gpipe: all forwards, then all backwards. 1f1b and interleaved (virtual > 1): one
-    forward, one backward. zero_bubble (virtual = 1): weight gradients fill the time that a rank would wait, placed by
-    `costs`. In every plan a rank needs messages in the order in which they are sent.
+    forward: for scoring. gpipe: all forwards, then all backwards. 1f1b and interleaved (virtual > 1). zero_bubble
+    (virtual = 1): weight gradients, placed by `costs`, fill idle time. Ranks need messages in the order in which they are sent.
     """
     assert ranks >= 1 and virtual >= 1 and micros >= 1, (ranks, virtual, micros)
     if schedule == "zero_bubble":
@@ -70,8 +68,7 @@ def make_plan(schedule: str, ranks: int, virtual: int, micros: int, costs: Costs
 def _alternate(schedule: str, rank: int, ranks: int, virtual: int, micros: int) -> tuple[Action, ...]:
     """Warmup forwards, then backward and forward in turn, then the other backwards.
 
-    Micro-batches go through a rank's stages in groups of `ranks`: when the group's last leaves a stage, its first has come
-    around to the next. A last group that is smaller is filled up, and what does not exist is dropped from the order.
+    Micro-batches pass a rank's stages in groups of `ranks`; a smaller last group is filled up and then cut.
     """
     groups = [range(first, first + ranks) for first in range(0, micros, ranks)]
     stages = range(rank, ranks * virtual, ranks)
@@ -91,11 +88,9 @@ def _alternate(schedule: str, rank: int, ranks: int, virtual: int, micros: int) 
 
 
 def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
-    """List scheduling: a free rank starts the most urgent action that is ready; 1f1b where that is no slower.
+    """A free rank starts the most urgent action that is ready; 1f1b where that is no slower.
 
-    First an input gradient, then a forward, with at most `ranks` live micro-batches (as on 1f1b's first rank), last a weight
-    gradient. No backward is whole: as a rank's last action it would make ranks end one after the other. Gradients are
-    therefore synchronized after the plan.
+    No backward is whole: ranks would end one after the other. Gradients are synchronized after the plan.
     """
     plan: list[list[Action]] = [[] for _ in range(ranks)]
     ended = {
@@ -129,12 +124,12 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
 
 
 class PlanError(AssertionError):
-    """A defect of a plan; the message names the actions."""
+    """A defect of a plan."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """start, finish: of each rank's actions. live: most (stage, micro-batch) activations that a rank holds."""
+    """live: most (stage, micro-batch) activations that a rank holds."""
 
     start: tuple[tuple[float, ...], ...]
     finish: tuple[tuple[float, ...], ...]
@@ -144,12 +139,11 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time spent waiting."""
         return 1.0 - sum(self.busy) / (len(self.busy) * self.total)
 
 
 def simulate(plan: Plan, costs: Costs = UNIT) -> Timeline:
-    """Run a plan on paper; transfers take no time. Raises PlanError for a plan that is incomplete or deadlocks."""
+    """Raises PlanError for a plan that is incomplete or deadlocks. Transfers take no time."""
     stages = _check_whole(plan)
     times = {kind: [costs.of(kind, stage) for stage in range(stages)] for kind in HALVES}
     start: list[list[float]] = [[] for _ in plan]
@@ -185,7 +179,6 @@ def simulate(plan: Plan, costs: Costs = UNIT) -> Timeline:
 
 
 def _need(kind: Kind, stage: int, micro: int, stages: int) -> Need | None:
-    """The action that has to end before this one can start, if any."""
     if kind == "forward":
         return ("forward", stage - 1, micro) if stage else None
     if kind == "weight":
@@ -199,7 +192,7 @@ def _most_live(actions: tuple[Action, ...]) -> int:
 
 
 def _check_whole(plan: Plan) -> int:
-    """The number of stages, each of which must compute every micro-batch once on its rank: forward, and backward if any."""
+    """The number of stages. Each must compute every micro-batch once on its rank."""
     ranks = len(plan)
     stages = ranks * -(-(1 + max(action.stage for actions in plan for action in actions)) // ranks)
     micros = 1 + max(action.micro for actions in plan for action in actions)
