@@ -98,7 +98,7 @@ def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
     Collective. These are the gathers with which the pass would begin, in its order, and FSDP2 takes what has come: a rank that
     begins them late, or in the pass, still meets the others. Who raises before the pass drops them by `forget_step`.
     """
-    for module in model.first_groups():
+    for module in (model, *model.first_groups()):
         if isinstance(module, FSDPModule):
             # of one rank it is a copy, which the device makes at once; and `copying` has no gathers that nobody waits for
             module.unshard(async_op=mesh["fsdp"].size > 1 and copies_of(mesh, "fsdp") is None)
