@@ -78,7 +78,7 @@ def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
 
     The order is that of the pass, so a rank that starts late still matches the others. `forget_step` drops them.
     """
-    for module in model.first_groups():
+    for module in (model, *model.first_groups()):
         if isinstance(module, FSDPModule):
             module.unshard(async_op=mesh["fsdp"].size > 1)
 

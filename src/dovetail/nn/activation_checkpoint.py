@@ -40,7 +40,7 @@ def is_kept(recompute: Recompute, operation: str) -> bool:
 
 
 def runner(recompute: Recompute, host: "PinnedPool | None" = None) -> Callable[..., Any]:
-    """Runs the blocks of one forward pass: (block, *arguments) -> output. host: where to offload what they keep."""
+    """How to call the blocks of one forward pass. host: where to offload what they keep."""
     if recompute == "none" or not torch.is_grad_enabled():
         return lambda block, *arguments: block(*arguments)
     if host is not None:
@@ -59,7 +59,7 @@ def selective_contexts(
     put: Callable[[Tensor], Any] = lambda x: x,
     get: Callable[[Any], Tensor] = lambda x: x,
 ) -> tuple["_Keep", "_Reuse"]:
-    """Contexts of a forward pass and of its repetition. Results of attention, not products, pass through `put` and `get`."""
+    """Contexts of a forward pass and its repetition. Results of attention pass through `put` and `get`."""
     kept: deque[tuple[str, Any]] = deque()
     return _Keep(recompute, kept, put), _Reuse(recompute, kept, get)
 
@@ -131,9 +131,9 @@ class SavedTensor:
 
 
 def save_for_backward_early(x: Tensor) -> tuple[Tensor, SavedTensor]:
-    """x, which must require a gradient, and a handle for the backward of a later function that saves nothing itself.
+    """x, which must require a gradient, and a handle for the backward of a later function.
 
-    That function is then not recomputed: a checkpoint stops once it has all that was saved.
+    If that saves nothing, it is not recomputed: a checkpoint stops once it has all that was saved.
     """
     saved = SavedTensor()
     return _SaveEarly.apply(x, saved), saved
@@ -165,8 +165,7 @@ class OffloadedTensor:
 class PinnedPool:
     """Pinned host memory and a stream for copies.
 
-    available: bytes of host memory left, asked before an arena grows; None: no limit. Default: as the kernel says.
-    ranks: on this host, which share what is available.
+    available: bytes of host memory left; None: no limit. ranks: on this host, which share it.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class PinnedPool:
         return self.free.pop() if self.free else PinnedArena(pinned=self.side is not None)
 
     def allocate(self, arena: PinnedArena, x: Tensor) -> Tensor | None:
-        """Memory with the strides of a copy of `x`; None if the host has too little."""
+        """None if the host has too little memory."""
         if not arena.has(x.nbytes):
             available = self.available()
             if available is not None and not arena.grow(x.nbytes, available // self.ranks):
@@ -194,7 +193,7 @@ class PinnedPool:
         return arena.allocate(x.dtype, (x.numel(),)).as_strided(x.shape, strides)
 
     def copy(self, to: Tensor, source: Tensor) -> Any:
-        """Copy on the side stream, after all work queued before. Returns an event."""
+        """Copy on the side stream, after the work queued before. Returns an event."""
         if self.side is None:
             to.copy_(source)
             return None
@@ -210,10 +209,7 @@ class PinnedPool:
 
 
 class ActivationOffload:
-    """Offloads blocks' inputs and results of attention while the next block runs, and fetches them one block ahead of backward.
-
-    The last block's stay, and those for which the host has no memory.
-    """
+    """Offloads blocks' inputs and results of attention, but the last block's, and fetches them one block ahead of backward."""
 
     def __init__(self, host: PinnedPool, recompute: Recompute) -> None:
         self.host, self.recompute = host, recompute

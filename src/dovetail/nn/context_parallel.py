@@ -1,6 +1,6 @@
 """Context parallelism: attention of this rank's tokens to those of all ranks of cp, by gathered keys or exchanged heads.
 
-Of L lines (ranks, or groups that exchange heads) the i-th holds the i-th of 2 L chunks of tokens, and the i-th last.
+Of L lines (groups that exchange heads) the i-th holds the i-th and the i-th last of 2 L chunks of tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -167,7 +167,7 @@ class Decoder(StagedModel):
             yield self.head
 
     def first_groups(self) -> Iterator[nn.Module]:
-        yield self
         if self.cut.first:
             yield self.model.embed_tokens
-        yield from (self.model.layers[str(layer)] for layer in self.cut.stages[0][:1])
+        for layer in self.cut.stages[0][:1]:
+            yield self.model.layers[str(layer)]

@@ -6,8 +6,7 @@ Each rank reduces its columns to four numbers a token; the ranks gather and comb
     D = (m - M) / tau     M = max m    S = sum s e^D    U = sum e^D (u + s D)
     logprob = (sum t - M) / tau - ln S                  entropy = ln S - U / S
 
-The maximum is subtracted before the division by tau, and the first moment is shifted: both keep digits at large logits. Padded
-columns are cut off first.
+The maximum is subtracted before the division by tau, and U is shifted, to keep digits at large logits.
 """
 
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from dovetail.parallel.mesh import Axis
 
 
 class Normalizer(NamedTuple):
-    """M, S and U / S (the mean of d under p) of each row, all [n]. At large logits log-sum-exp would be less exact."""
+    """M, S and U / S of each row [n]. At large logits log-sum-exp would be less exact."""
 
     peak: Tensor
     total: Tensor
@@ -100,9 +99,7 @@ def fused_loss(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -
 
 @dataclass(frozen=True)
 class _Pass:
-    """A loss of x on a batch, and buffers for dx [n, D] and dw [columns, D] in the wide dtype, if needed. fresh: dw is
-    uninitialized.
-    """
+    """A loss, and buffers dx [n, D] and dw [columns, D] in the wide dtype. fresh: dw is uninitialized."""
 
     x: Tensor
     shard: VocabShard
@@ -183,7 +180,7 @@ def _loss_gradients(
 
 
 class _WithGradients(torch.autograd.Function):
-    """forward: the total. backward: dx and dw, known already, times the upstream gradient, 1 where dw was accumulated."""
+    """forward: the total. backward: dx and dw times the upstream gradient, which is 1 where dw was accumulated."""
 
     @staticmethod
     def forward(

@@ -55,10 +55,9 @@ class Linear(GradAccumulator):
 
 
 class _Linear(torch.autograd.Function):
-    """forward: y = x w.T + b. backward: dx = dy w, which starts the inverse collective; db = sum(dy); dw = dy.T x, accumulated by
-    the queue, or returned without one.
+    """forward: y = x w.T + b. backward: dx = dy w, which starts the inverse collective; db = sum(dy); dw = dy.T x.
 
-    Backward takes the layer's weight, which FSDP2 may have gathered again; only x is saved.
+    Only x is saved: the weight is the layer's, gathered again by FSDP2.
     """
 
     @staticmethod
@@ -94,8 +93,7 @@ class _Linear(torch.autograd.Function):
 class ColumnLinear(Linear):
     """[t, D] -> [T, sum of out_i / tp]. forward all_gather, backward reduce_scatter.
 
-    parts: checkpoint name -> (units, unit length). Heads are not split: if there are fewer than ranks, neighbors hold copies.
-    Features (length 1) are padded with zeros to a multiple of the ranks.
+    parts: checkpoint name -> (units, unit length). Fewer heads than ranks are copied; features (length 1) padded with zeros.
     """
 
     def __init__(

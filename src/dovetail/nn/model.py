@@ -60,7 +60,7 @@ class StagedModel(nn.Module):
 
     @property
     def moe(self) -> MoeSpec | None:
-        """Experts that this model routes to itself."""
+        """The experts that the native engine routes to."""
         return self.spec.moe if isinstance(self.spec, ArchSpec) else None
 
     @property
@@ -119,8 +119,8 @@ class StagedModel(nn.Module):
         raise NotImplementedError
 
     def first_groups(self) -> Iterator[nn.Module]:
-        """Those that every forward pass gathers first."""
-        yield self
+        """Those of `groups` that every forward pass gathers first, where their order is known."""
+        return iter(())
 
     def materialize(self, device: torch.device) -> None:
         """Allocate the parameters: zeros in the padding, else uninitialized."""

@@ -1,15 +1,11 @@
-"""Mixtures of experts: a router, experts sharded over ep and tp, and shared experts.
+"""Mixtures of experts, sharded over ep and tp. A token is sent once to each rank of ep that has some of its K experts:
 
-A token is sent once to each rank of ep that has some of its K experts:
-
-    [t, D]   all_gather over tp               [T, D]
-             a row for each of its ranks      sorted by rank (stable)
-             all_to_all over ep               rows for this rank's experts, with their choices
-             mixture of these experts         partial sums over tp
-             all_to_all back, sum over ranks  [T, D]
-             reduce_scatter over tp           [t, D]
-
-Deterministic: backward is the inverse permutation.
+[t, D]   all_gather over tp               [T, D]
+         a row for each of its ranks      sorted by rank
+         all_to_all over ep               with choices
+         mixture of local experts         partial over tp
+         all_to_all back, sum over ranks  [T, D]
+         reduce_scatter over tp           [t, D]
 """
 
 from collections.abc import Callable
@@ -44,10 +40,7 @@ T = TypeVar("T")
 
 
 class Router(nn.Module):
-    """[t, D] -> experts [t, K] and their weights [t, K] in the wide dtype, of this rank's tokens.
-
-    Replayed routes replace the choice, but not the weights, so the router is trained.
-    """
+    """[t, D] -> experts [t, K] and weights [t, K] in the wide dtype. Replayed routes replace experts, not weights."""
 
     e_score_correction_bias: Tensor
 
@@ -83,10 +76,7 @@ class Router(nn.Module):
 
 
 class Experts(GradAccumulator):
-    """Tokens [T, D], experts and weights [T, K] -> weighted sums [T, D], partial over tp.
-
-    forward and backward: two all_to_all over ep of rows, and one of choices.
-    """
+    """Tokens [T, D], experts and weights [T, K] -> weighted sums [T, D], partial over tp. Three all_to_all each way."""
 
     def __init__(self, spec: ArchSpec, moe: MoeSpec, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
@@ -102,7 +92,7 @@ class Experts(GradAccumulator):
         }
 
     def forward(self, run: Callable[..., T], *arguments: Any) -> T:
-        """Run what needs the parameters: FSDP2 then gathers them once for both halves of a batch."""
+        """Run what needs the parameters, so that FSDP2 gathers them once for both halves of a batch."""
         return run(*arguments)
 
     def forward_async(self, x: Tensor, chosen: Tensor, weights: Tensor) -> AsyncForward[Tensor]:
@@ -145,7 +135,7 @@ class Experts(GradAccumulator):
 
 
 def destinations(owners: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Owners [T, K] -> ranks without repeats [T, min(K, size)], `size` for none; and rows and copies for each rank [size, 2]."""
+    """Owners [T, K] -> distinct ranks [T, min(K, size)], else `size`; and numbers of rows and copies by rank [size, 2]."""
     every = torch.arange(size, device=owners.device)
     to = owners[:, :, None] == every
     goes = to.any(1)  # [T, size]
@@ -156,7 +146,7 @@ def destinations(owners: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_choices(chosen: Tensor, weights: Tensor) -> Tensor:
-    """Experts and weights [T, K] -> [T, 2 K] of the weights' dtype, which holds the bits of the experts' numbers."""
+    """Experts and weights [T, K] -> [T, 2 K] in the weights' dtype; experts as bits of integers."""
     integer = torch.int32 if weights.element_size() == 4 else torch.int64
     return torch.cat((weights, chosen.to(integer).view(weights.dtype)), 1)
 
@@ -169,7 +159,7 @@ def unpack_choices(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class MoE(nn.Module):
-    """[t, D] -> [t, D]: routed experts and, where the family has them, shared ones."""
+    """[t, D] -> [t, D]: routed and shared experts."""
 
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
