@@ -70,7 +70,7 @@ class ShardedReader:
         self._stored = {name: name for name in self.manifest.tensors}  # name -> the manifest's
         self._names = {name: None for name in self.manifest.tensors if not name.startswith(TRAINING)}.keys()
         self._files = {name: self._open(name, stored) for name, stored in self.manifest.pieces.items()}
-        self._sums: dict[StoredRegion, Sums] = {}  # of pieces that are read, or will be, and not compared yet
+        self._sums: dict[StoredRegion, Sums] = {}  # of pieces not yet compared
         self._problems: dict[StoredRegion, str] = {}
         self._verified: set[StoredRegion] = set()
         for name, tensor in self.manifest.tensors.items():
@@ -135,7 +135,7 @@ class ShardedReader:
                 continue
             piece = self._files[region.file].read(region.key, within(shared, region.slices))
             if shared == slices:
-                return piece  # the usual case, without a second copy
+                return piece  # without a second copy
             out[as_index(within(shared, slices))] = piece
         return out
 

@@ -22,9 +22,9 @@ from dovetail.weights.shards import LocalParam, local_params
 from dovetail.weights.stream import Export, export_params
 
 PARAM = "param"
-MODEL_ROLE = "policy"  # whose weights are the model of the checkpoint
-ANYTHING = ("*",)  # the checkpoint holds other tensors, too
-States = Mapping[str, Mapping[str, Tensor]]  # kind -> our name of a parameter -> state tensor of its shard's shape
+MODEL_ROLE = "policy"
+ANYTHING = ("*",)
+States = Mapping[str, Mapping[str, Tensor]]  # kind -> parameter name -> state of its shard
 
 
 def export_training(
