@@ -80,9 +80,9 @@ def test_what_waits_is_done_in_order_and_other_errors_are_raised() -> None:
     with pytest.raises(OSError, match="No space left"):
         waiting.write(lambda: write(MOST_WAITING))
     with pytest.raises(OSError, match="No space left"):
-        waiting.finish()
+        waiting.settle()
     full[0] = False
-    waiting.finish()
+    waiting.settle()
     assert done == list(range(MOST_WAITING + 1))
     with pytest.raises(IsADirectoryError):
         waiting.write(lambda: Path("/").write_text(""))

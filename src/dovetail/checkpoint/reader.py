@@ -68,7 +68,8 @@ class ShardedReader:
         what = str(self.path / MANIFEST)
         self.manifest = Manifest.parse(contained(self.path, MANIFEST).read_bytes(), what)
         self._stored = {name: name for name in self.manifest.tensors}  # name -> the manifest's
-        self._names = {name: None for name in self.manifest.tensors if not name.startswith(TRAINING)}.keys()
+        own = {name: None for name in self.manifest.tensors if not name.startswith(TRAINING)}
+        self._names: Collection[str] = own.keys()
         self._files = {name: self._open(name, stored) for name, stored in self.manifest.pieces.items()}
         self._sums: dict[StoredRegion, Sums] = {}  # of pieces not yet compared
         self._problems: dict[StoredRegion, str] = {}
