@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.engine.native import NativeEngine
-from dovetail.optim.assembly import Shard
+from dovetail.optim.grads import Shard
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.placement import as_index
 from tests.tolerances import max_abs

@@ -106,6 +106,15 @@ def test_what_we_accept_the_library_accepts(tmp_path: Path) -> None:
     assert 0 < accepted < 500
 
 
+def test_data_begins_at_a_multiple_of_eight(tmp_path: Path) -> None:
+    """The format asks for it: who maps a file into memory would read numbers across their alignment."""
+    for length in range(1, 9):
+        writer = TensorFileWriter(tmp_path / str(length), [TensorSpec("x" * length, torch.float64, (1,))])
+        writer.write("x" * length, torch.ones(1, dtype=torch.float64))
+        writer.close()
+        assert [entry.start % 8 for entry in TensorFile(tmp_path / str(length)).entries.values()] == [0]
+
+
 def test_reads_fetch_exactly_the_slice(tmp_path: Path) -> None:
     rng = random.Random(0)
     dtypes = list(CODES)

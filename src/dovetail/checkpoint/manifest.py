@@ -16,9 +16,9 @@ from dovetail.weights.safetensors import CODES, DTYPES, parse_json
 
 FORMAT = "dovetail-sharded"
 VERSION = 2
-MOST_IN_A_FILE = 16  # regions of one tensor; overlaps are searched pair by pair
+MOST_IN_A_FILE = 16  # regions of one tensor: the search for overlaps is quadratic
 READABLE = (1, VERSION)  # the first version had no training state
-TRAINING = "training/"  # prefix of tensors of the training state
+TRAINING = "training/"  # prefix of names
 
 
 @dataclass(frozen=True)

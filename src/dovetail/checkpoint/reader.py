@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dovetail.checkpoint.manifest import TRAINING, Manifest, StoredFile, StoredRegion
+from dovetail.checkpoint.manifest import TRAINING, Manifest, StoredFile, StoredRegion, StoredTensor
 from dovetail.errors import CheckpointError, DamagedError, listing
 from dovetail.parallel.collectives import gather_text
 from dovetail.parallel.consensus import agreed
@@ -66,9 +67,11 @@ class ShardedReader:
         self.path = Path(path)
         what = str(self.path / MANIFEST)
         self.manifest = Manifest.parse(contained(self.path, MANIFEST).read_bytes(), what)
-        self._names = {name: None for name in self.manifest.tensors if not name.startswith(TRAINING)}.keys()
+        self._stored = {name: name for name in self.manifest.tensors}  # name -> the manifest's
+        own = {name: None for name in self.manifest.tensors if not name.startswith(TRAINING)}
+        self._names: Collection[str] = own.keys()
         self._files = {name: self._open(name, stored) for name, stored in self.manifest.pieces.items()}
-        self._sums: dict[StoredRegion, Sums] = {}  # of pieces that are read, or will be, and not compared yet
+        self._sums: dict[StoredRegion, Sums] = {}  # of pieces not yet compared
         self._problems: dict[StoredRegion, str] = {}
         self._verified: set[StoredRegion] = set()
         for name, tensor in self.manifest.tensors.items():
@@ -96,6 +99,15 @@ class ShardedReader:
             raise CheckpointError(f"{error}; lost with it are parts of:\n{listing(lost)}") from error
         return file
 
+    def training_state(self, start: str, others: Collection[str] = ()) -> "ShardedReader":
+        """A view of the tensors whose names begin with `start`, without that, and of `others` that are not there."""
+        view = copy(self)
+        view.path = self.path / start  # as errors name it
+        view._stored = {name: name for name in others}
+        view._stored |= {name.removeprefix(start): name for name in self.manifest.tensors if name.startswith(start)}
+        view._names = view._stored.keys()
+        return view
+
     @property
     def names(self) -> Collection[str]:
         """The model's tensors, without training state."""
@@ -106,13 +118,16 @@ class ShardedReader:
         return sum(file.bytes_read for file in self._files.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.manifest.tensors[name].shape
+        return self._tensor(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return self.manifest.tensors[name].dtype
+        return self._tensor(name).dtype
+
+    def _tensor(self, name: str) -> StoredTensor:
+        return self.manifest.tensors[self._stored[name]]
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        tensor = self.manifest.tensors[name]
+        tensor = self._tensor(name)
         slices = tuple((0, length) for length in tensor.shape) if slices is None else slices
         out = torch.empty([stop - start for start, stop in slices], dtype=tensor.dtype)
         for region in tensor.regions:
@@ -121,13 +136,13 @@ class ShardedReader:
                 continue
             piece = self._files[region.file].read(region.key, within(shared, region.slices))
             if shared == slices:
-                return piece  # the usual case, without a second copy
+                return piece  # without a second copy
             out[as_index(within(shared, slices))] = piece
         return out
 
     def jobs(self, name: str, slices: Slices, out: Tensor) -> Iterator[Job]:
         """Jobs that read a rectangle into `out`, and checksum the pieces that they read whole."""
-        for region in self.manifest.tensors[name].regions:
+        for region in self._tensor(name).regions:
             shared = overlap(slices, region.slices)
             if shared is None:
                 continue

@@ -23,8 +23,8 @@ T = TypeVar("T")
 NONE: Mapping[str, str] = MappingProxyType({})
 NAME = re.compile(r"step_(\d{6,})\.\w+")
 LINK = re.compile(r"step_\d{6,}")
-ORDER, SCORE = "order", "score"  # keys of a manifest's state: the index of the save in its run, and its score
-LATEST = "latest"  # names the newest step's directory, for people and scripts
+ORDER, SCORE = "order", "score"  # keys of a manifest's state
+LATEST = "latest"  # for people and scripts
 LEFTOVERS = (".tmp-*", ".trash-*")  # of interrupted saves and removals
 
 
@@ -123,7 +123,7 @@ def from_a_whole_step(folder: Path, attempt: Callable[[Mapping[str, str]], T]) -
             if error.path.parent != folder or error.path.name in damaged:
                 raise
             damaged[error.path.name] = str(error)
-        gc.collect()  # what was filled in vain has reference cycles, and may be most of the memory
+        gc.collect()  # the engine has reference cycles
 
 
 def prune(folder: Path, retention: Retention) -> None:
@@ -153,7 +153,7 @@ def set_aside(folder: Path, order: int, aside: Path) -> None:
             path.rename(aside / path.name)
             _unlink(path)
     for path in [path for path in folder.glob("step_*") if LINK.fullmatch(path.name)]:
-        if path.is_dir() and not path.is_symlink():  # a copy of the run, such as by `scp -r`, followed its links
+        if path.is_dir() and not path.is_symlink():  # as `scp -r` leaves links
             aside.mkdir(parents=True, exist_ok=True)
             path.rename(aside / path.name)
             named = [saved.path.name for saved in steps if saved.order <= order and saved.path.stem == path.name]
@@ -183,6 +183,6 @@ def clear_debris(folder: Path) -> None:
     for pattern in LEFTOVERS:
         for path in folder.glob(pattern):
             if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)  # others may use it still
+                shutil.rmtree(path, ignore_errors=True)  # may be in use
             else:
                 path.unlink()

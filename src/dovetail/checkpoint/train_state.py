@@ -5,7 +5,7 @@ training/ROLE/param/NAME          weights as they are trained, where NAME is abs
 training/ROLE/KIND/NAME           optimizer state of the parameter's shape: exp_avg and exp_avg_sq of AdamW
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -15,17 +15,16 @@ from dovetail.checkpoint.manifest import TRAINING
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.nn.model import StagedModel
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.placement import Slices, checkpoint_shapes
+from dovetail.parallel.placement import checkpoint_shapes
 from dovetail.weights.experts import as_stored, stored
 from dovetail.weights.load import load_into
-from dovetail.weights.parallel_read import Job
 from dovetail.weights.shards import LocalParam, local_params
 from dovetail.weights.stream import Export, export_params
 
 PARAM = "param"
-MODEL_ROLE = "policy"  # whose weights are the model of the checkpoint
-ANYTHING = ("*",)  # the checkpoint holds other tensors, too
-States = Mapping[str, Mapping[str, Tensor]]  # kind -> our name of a parameter -> state tensor of its shard's shape
+MODEL_ROLE = "policy"
+ANYTHING = ("*",)
+States = Mapping[str, Mapping[str, Tensor]]  # kind -> parameter name -> state of its shard
 
 
 def export_training(
@@ -47,49 +46,13 @@ def export_training(
 def load_training(model: StagedModel, mesh: Mesh, role: str, states: States, reader: ShardedReader) -> None:
     """Fill weights and optimizer state; the caller calls `verify_checksums`. Collective."""
     exact = _saved_as_trained(reader, role) if role == MODEL_ROLE else ()
-    _load_untied(stored(model, mesh), StateSource(reader, prefix(role, PARAM), exact), mesh)
+    _load_untied(stored(model, mesh), reader.training_state(prefix(role, PARAM), exact), mesh)
     for kind, tensors in states.items():
-        _load_untied(_state_params(model, mesh, tensors), StateSource(reader, prefix(role, kind)), mesh)
+        _load_untied(_state_params(model, mesh, tensors), reader.training_state(prefix(role, kind)), mesh)
 
 
 def prefix(role: str, kind: str) -> str:
     return f"{TRAINING}{role}/{kind}/"
-
-
-class StateSource:
-    """The tensors of a training checkpoint whose names begin with `start`, as a `TensorSource` without that beginning.
-
-    It also has the tensors in `others` that are not there under `start`.
-    """
-
-    def __init__(self, reader: ShardedReader, start: str, others: Collection[str] = ()) -> None:
-        self.path = reader.path / start  # as errors name it
-        self._reader = reader
-        self._stored = {name: name for name in others}
-        self._stored |= {n.removeprefix(start): n for n in reader.manifest.tensors if n.startswith(start)}
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._stored.keys()
-
-    @property
-    def bytes_read(self) -> int:
-        return self._reader.bytes_read
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._reader.shape(self._stored[name])
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._reader.dtype(self._stored[name])
-
-    def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        return self._reader.read(self._stored[name], slices)
-
-    def jobs(self, name: str, slices: Slices, out: Tensor) -> Iterator[Job]:
-        return self._reader.jobs(self._stored[name], slices, out)
-
-    def verify_checksums(self, mesh: Mesh) -> None:
-        self._reader.verify_checksums(mesh, training=True)
 
 
 def _saved_as_trained(reader: ShardedReader, role: str) -> list[str]:
@@ -107,6 +70,6 @@ def _state_params(model: StagedModel, mesh: Mesh, tensors: Mapping[str, Tensor])
     return as_stored(model, [replace(p, local=tensors[p.name]) for p in params])
 
 
-def _load_untied(params: list[LocalParam], source: StateSource, mesh: Mesh) -> None:
+def _load_untied(params: list[LocalParam], source: ShardedReader, mesh: Mesh) -> None:
     """Training checkpoints hold tied parameters under their first name only."""
     load_into([replace(param, tied=()) for param in params], source, mesh, ignore=ANYTHING)

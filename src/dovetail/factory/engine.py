@@ -27,7 +27,7 @@ from dovetail.nn.activation_checkpoint import PinnedPool, Recompute
 from dovetail.nn.decoder import Decoder, Head, Trunk
 from dovetail.nn.model import StagedModel, StageRange
 from dovetail.nn.tiling import tile_mlps
-from dovetail.optim.assembly import shards_of
+from dovetail.optim.grads import shards_of
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import TIMEOUT, Mesh

@@ -12,7 +12,7 @@ from dovetail.memory import PinnedArena, aligned, view_at
 from dovetail.nn.activation_checkpoint import PinnedPool
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-BUCKET_BYTES = 1 << 29  # of moments on the device together; a larger parameter has a bucket of its own
+BUCKET_BYTES = 1 << 29  # more where a parameter is larger
 
 
 class UpdateRule(torch.optim.Optimizer):
@@ -22,7 +22,7 @@ class UpdateRule(torch.optim.Optimizer):
     """
 
     state_names: tuple[str, ...]
-    found_inf: Tensor  # float32 [], on the device: the host does not wait for it
+    found_inf: Tensor  # float32 [], on the device
 
     def reserve(self) -> None:
         """Allocate the host memory of the state, before others allocate theirs."""
@@ -78,7 +78,7 @@ class CPUOffloadAdamW(SkippableAdamW):
         self.buckets = sorted(buckets, key=lambda bucket: -bucket.num_bytes)  # the largest are allocated first
         self.hosts: list[Tensor] = []  # the bytes of each bucket, once there are moments
         self.device = self.buckets[0].params[0].device
-        # one queue of copies for each direction, since a link carries both at once
+        # a queue for each direction: a link carries both at once
         self._coming, self._leaving = PinnedPool(self.device), PinnedPool(self.device)
 
     def reserve(self) -> None:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from dovetail.errors import ConfigError
 from dovetail.optim.adamw import CPUOffloadAdamW, SkippableAdamW, UpdateRule
-from dovetail.optim.assembly import Shard, param_groups, shards_of
-from dovetail.optim.grads import global_norm, reduce_partial, scale_
+from dovetail.optim.grads import Shard, global_norm, param_groups, reduce_partial, scale_, shards_of
 from dovetail.parallel.collectives import AsyncHostCopy
 from dovetail.parallel.mesh import Mesh
 

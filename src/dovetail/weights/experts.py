@@ -1,11 +1,11 @@
-"""Experts as a checkpoint has them, where a module has one tensor [E, out, in] for all of a layer, gate above up.
+"""Forms of experts in checkpoints. A module has one tensor [E, out, in] for all of a layer, gate above up.
 
     fused    as in the module
-    turned   one tensor, [E, in, out]
-    apart    a matrix for each expert, gate and up in two: `mlp.experts.7.gate_proj.weight`
-    mixtral  the same under other names: `block_sparse_moe.experts.7.w1.weight`
+    turned   [E, in, out]
+    apart    `mlp.experts.7.gate_proj.weight`: a matrix for each expert
+    mixtral  `block_sparse_moe.experts.7.w1.weight`
 
-Each is a view of the parameter's memory, so loading writes through it and saving reads through it; nothing is copied.
+Each is a view of the parameter's memory; nothing is copied.
 """
 
 from collections.abc import Iterator
@@ -55,8 +55,8 @@ def form_of(model: StagedModel, source: TensorSource) -> ExpertForm:
             name = model.stored_name(own_name)
             ((count, rows, columns),) = checkpoint_shapes(name, placements[own_name], tuple(param.shape)).values()
             if name not in source.names:
-                return "mixtral" if any(MIXTRAL[1] in each for each in source.names) else "apart"
-            if rows != columns:  # of a square one the other product tells
+                return "mixtral" if any(MIXTRAL[1] in n for n in source.names) else "apart"
+            if rows != columns:  # a square one does not show it
                 return "turned" if source.shape(name) == (count, columns, rows) else "fused"
     return "fused"
 
@@ -86,10 +86,8 @@ def _turned(param: LocalParam) -> LocalParam:
         )
         for region in param.regions
     )
-    placement = replace(param.placement, splits=splits)
-    return replace(
-        param, placement=placement, shape=_swap(param.shape), local=param.local.transpose(1, 2), regions=regions
-    )
+    placement, local = replace(param.placement, splits=splits), param.local.transpose(1, 2)
+    return replace(param, placement=placement, shape=_swap(param.shape), local=local, regions=regions)
 
 
 def _apart(param: LocalParam, parts: tuple[str, ...]) -> Iterator[LocalParam]:
@@ -98,10 +96,8 @@ def _apart(param: LocalParam, parts: tuple[str, ...]) -> Iterator[LocalParam]:
     size, stem = rows // len(parts), param.name.rpartition(".")[0]
     for expert in range(count):
         for at, part in enumerate(parts):
-            name, matrix = (
-                f"{stem}.{expert}.{part}.weight",
-                ((expert, expert + 1), (at * size, (at + 1) * size), (0, columns)),
-            )
+            name = f"{stem}.{expert}.{part}.weight"
+            matrix = ((expert, expert + 1), (at * size, (at + 1) * size), (0, columns))
             local, regions = param.local.new_empty(0), tuple[Region, ...]()
             for region in param.regions:
                 shared = overlap(region.checkpoint_slice, matrix)

@@ -20,12 +20,12 @@ from dovetail.weights.shards import Dtypes
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
-ADAPTED = ("lora_", ".base_layer.", ".modules_to_save.")  # in names of tensors that peft writes
+ADAPTED = ("lora_", ".base_layer.", ".modules_to_save.")  # peft's
 EngineName = Literal["auto", "native", "transformers"]
 FETCHED = ("*.safetensors", "*.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tiktoken.model")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-# Names that value heads have in the wild, ours first; TRL and OpenRLHF among them.
+# Names of value heads, ours first; TRL's and OpenRLHF's among them.
 HEAD_STEMS = ("score", "v_head.summary", "v_head", "value_head.summary", "value_head", "classifier", "lm_head")
 HEAD_NAMES = ("score.weight", "score.bias")
 
@@ -120,14 +120,14 @@ def locate(name: str | Path) -> Path:
 
 def refuse_adapters(source: TensorSource, path: Path) -> None:
     """Raise where a checkpoint holds an adapter that is not merged."""
-    found = next((name for name in source.names if any(part in name for part in ADAPTED)), None)
-    if found is not None:
-        raise _unmerged(path, found)
+    adapter = next((name for name in source.names if any(part in name for part in ADAPTED)), None)
+    if adapter is not None:
+        raise _unmerged(path, adapter)
 
 
-def _unmerged(path: Path, found: str) -> CheckpointError:
+def _unmerged(path: Path, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} holds an adapter ({found}), which is not applied here; merge it into its model first: "
+        f"{path} holds an adapter ({name}), which is not applied here; merge it into its model first: "
         "peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(NEW)"
     )
 
@@ -141,7 +141,7 @@ def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> StoredH
         aliases = {"score.weight": weight}
         if bias in source.names:
             return StoredHead("value", {**aliases, "score.bias": bias}, ())
-        if stem == "score":  # a reward model (sequence classification) has no bias, and keeps having none
+        if stem == "score":  # a reward model (sequence classification)
             return StoredHead("value_without_bias", aliases, ())
         return StoredHead("value", aliases, ("score.bias",))
     if not fresh:
@@ -170,9 +170,9 @@ def saved_config(config: Mapping[str, Any], head: Head, dtype: torch.dtype | Non
     if head == "lm":
         return changed
     kind = "ForTokenClassification" if head == "value" else "ForSequenceClassification"
-    named = "".join(word.capitalize() for word in str(config["model_type"]).split("_"))  # as transformers names classes
+    named = "".join(word.capitalize() for word in str(config["model_type"]).split("_"))  # transformers' class names
     (first, *_) = config.get("architectures") or [f"{named}ForCausalLM"]
-    if head == "value" or not first.endswith(kind):  # a sequence classifier's own config stays as it is
+    if head == "value" or not first.endswith(kind):
         changed |= {
             "architectures": [re.sub(r"(For\w+|Model)$", "", first) + kind],
             "num_labels": 1,

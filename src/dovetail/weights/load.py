@@ -21,8 +21,8 @@ from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.parallel_read import Job, run_jobs
 from dovetail.weights.shards import LocalParam
 
-TOLERATED = ("*rotary_emb.inv_freq",)  # buffers that old checkpoints list; computed here
-FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})  # float8 needs scales: none here
+TOLERATED = ("*rotary_emb.inv_freq",)  # buffers in old checkpoints
+FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 COMPARED = 1 << 24  # elements of two tied tensors compared at a time
 
 
@@ -49,7 +49,7 @@ def load_into(params: list[LocalParam], source: TensorSource, mesh: Mesh, **rule
         jobs: list[Job] = []
         for param in params:
             if sum(region.num_elements for region in param.regions) < param.local.numel():
-                param.local.zero_()  # padding, which may be all that this rank has
+                param.local.zero_()  # padding
             for region in param.regions:
                 if region.checkpoint_name in present:
                     out = param.local[as_index(region.local_slice)]

@@ -11,14 +11,14 @@ from torch import Tensor
 from dovetail.memory import wait_for
 from dovetail.parallel.placement import Slices
 
-READERS = 8  # threads; more than cores, since they wait for the disk
+READERS = 8  # threads, which wait for the disk
 BUFFER_BYTES = 1 << 22  # of a thread
-JOB_BYTES = 1 << 25  # large enough for the disk, small enough that no thread is left with a long one
-MAX_GAP = 1 << 16  # bytes between two ranges that are read and dropped rather than skipped by a call of its own
-MAX_RANGES = 1 << 15  # of one rectangle, so that the list of them stays small
-MAX_BUFFERS = 1024  # that one `preadv` fills: Linux's UIO_MAXIOV
+JOB_BYTES = 1 << 25  # small enough that no thread ends late
+MAX_GAP = 1 << 16  # bytes between two ranges up to which one call reads both
+MAX_RANGES = 1 << 15  # of one rectangle
+MAX_BUFFERS = 1024  # of one `preadv`: Linux's UIO_MAXIOV
 
-Job = Callable[[Tensor], object]  # called once, by any thread, with that thread's buffer [bytes]
+Job = Callable[[Tensor], object]  # gets its thread's buffer [bytes]
 
 
 def run_jobs(jobs: Sequence[Job], device: torch.device) -> None:
@@ -31,7 +31,7 @@ def run_jobs(jobs: Sequence[Job], device: torch.device) -> None:
     def work(buffer: Tensor) -> None:
         if pinned:  # a thread begins on the first device
             torch.get_device_module(device).set_device(device)
-        for job in queue:  # an iterator over a sequence gives each item to one thread
+        for job in queue:  # a sequence's iterator is safe to share
             job(buffer)
 
     with ThreadPoolExecutor(len(buffers)) as threads:

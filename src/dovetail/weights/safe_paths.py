@@ -15,9 +15,9 @@ INDEX = "model.safetensors.index.json"
 MANIFEST = "MANIFEST.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 WEIGHTS = (".safetensors", *PICKLED, ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite")
-SIDE_FOLDER = "additional_chat_templates"  # the one subfolder that transformers reads
+SIDE_FOLDER = "additional_chat_templates"
 
-SideFiles = Mapping[str, Path | bytes]  # file name -> where to copy it from, or its content
+SideFiles = Mapping[str, Path | bytes]  # name -> source path, or content
 
 
 def contained(directory: Path, name: str) -> Path:

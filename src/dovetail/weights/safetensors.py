@@ -43,8 +43,8 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 CODES: Mapping[torch.dtype, str] = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 MAX_LENGTH = 2**62  # of one dim; torch cannot count further
-OPEN_FILES = 1 << 16  # that a reader may need: one for each rank that wrote a checkpoint
-CHUNK = 1 << 26  # bytes of one read or write; the kernel moves at most 2 GiB at once
+OPEN_FILES = 1 << 16  # one for each rank that wrote a checkpoint
+CHUNK = 1 << 26  # bytes of one read or write
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dovetail.weights.stream import BUCKET_BYTES, export, gather_whole
 SHARD_BYTES = 5 * 10**9
 METADATA = (("format", "pt"),)  # transformers refuses files without it
 
-# Called with the order in which tensors are wanted and the names that this rank writes; yields at least the latter.
+# (the order of the tensors, the names that this rank writes) -> at least the latter
 Produce = Callable[[Sequence[str], Collection[str]], Iterable[tuple[str, Tensor]]]
 
 

@@ -23,7 +23,7 @@ from dovetail.parallel.placement import (
 )
 from dovetail.weights.safetensors import TensorSpec
 
-Dtypes = Callable[[str], torch.dtype | None]  # the dtype that a checkpoint tensor is written in; None: the parameter's
+Dtypes = Callable[[str], torch.dtype | None]  # of a saved tensor; None: the parameter's
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LocalParam:
     name: str
     placement: Placement
     shape: tuple[int, ...]  # before FSDP2 cuts its rows
-    local: Tensor  # this rank's part
+    local: Tensor
     regions: tuple[Region, ...]
     tied: tuple[str, ...]
     parameter: nn.Parameter | None  # None: a buffer

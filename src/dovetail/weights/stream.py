@@ -27,7 +27,7 @@ from dovetail.weights.shards import (
     param_shards,
 )
 
-Named = tuple[str, Slices]  # a region: its tensor's name, and which rectangle of it
+Named = tuple[str, Slices]  # tensor, rectangle
 BUCKET_BYTES = 1 << 28
 
 
@@ -36,15 +36,15 @@ class Export:
     """A model's tensors and their owners, the same on every rank; `local`: the regions that this rank owns."""
 
     specs: dict[str, TensorSpec]
-    owners: dict[str, list[tuple[int, Slices]]]  # tensor -> (world rank, the rectangle that it owns)
+    owners: dict[str, list[tuple[int, Slices]]]  # tensor -> (world rank, rectangle)
     local: dict[str, ParamShard]
 
 
 @dataclass(frozen=True)
 class _Bucket:
     names: list[str]
-    starts: dict[Named, int]  # where each region begins in its owner's bytes
-    length: int  # bytes of the rank that owns most
+    starts: dict[Named, int]  # in the owner's bytes
+    length: int  # of the longest rank
 
 
 def export(
@@ -125,7 +125,7 @@ def gather_whole(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of `order`, whole on every rank. Collective until exhausted."""
     for bucket in _buckets(exported, order, mesh["world"].size, bucket_bytes):
-        yield from _whole_tensors(exported, mesh, bucket)  # a generator of its own frees its memory before the next
+        yield from _whole_tensors(exported, mesh, bucket)  # frees its memory before the next
 
 
 def _whole_tensors(exported: Export, mesh: Mesh, bucket: _Bucket) -> Iterator[tuple[str, Tensor]]:
