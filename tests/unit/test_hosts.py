@@ -108,8 +108,8 @@ def test_all_ranks_end_when_one_is_stopped_and_none_for_being_busy(begin: Begin,
         os.kill(ranks[1].pid, signal.SIGSTOP)
         stopped = time.monotonic()
         told = f"host {HOST} (rank 1) gave no sign for 2 s: the host is down, stopped or cut off from the network\n"
-        assert [rank.communicate(timeout=60)[0] for rank in (ranks[0], ranks[2])] == [told, told]
-        assert ranks[1].wait(60) == -signal.SIGKILL
+        assert [rank.communicate(timeout=30)[0] for rank in (ranks[0], ranks[2])] == [told, told]
+        assert ranks[1].wait(30) == -signal.SIGKILL
         assert time.monotonic() - stopped < 2.0 + hosts.KILL_SECONDS + 5.0
 
 
@@ -119,9 +119,9 @@ def test_all_ranks_end_when_one_is_stopped_and_none_for_being_busy(begin: Begin,
 def test_a_rank_may_leave_and_must_not_vanish(ends: str, told: str, begin: Begin) -> None:
     waits = "time.sleep(2.5) or watch.leave()" if not told else ""
     ranks = [begin(0, waits), begin(1, f"time.sleep(0.5)\n{ends}")]
-    assert told in ranks[0].communicate(timeout=60)[0]
+    assert told in ranks[0].communicate(timeout=30)[0]
     assert ranks[0].returncode == 0
-    assert ranks[1].wait(60) == bool(told)
+    assert ranks[1].wait(30) == bool(told)
     assert all_gone({rank.pid for rank in ranks}, 1.0)
 
 
