@@ -37,7 +37,7 @@ def fill(engine: NativeEngine, value: float) -> None:
 
 def state_of(order: int, step: int, ranks: int = 1, **changes: Any) -> dict[str, Any]:
     """The state of a run beside its tensors."""
-    rng = [random_state(torch.device("cpu"))] * ranks
+    rng: list[Mapping[str, str]] = [random_state(torch.device("cpu"))] * ranks
     state = RunState(
         run_id="r", order=order, step=step, score=1.0, recipe={}, model="m", data="d", cursor=step, updates={ROLE: step},
         before={}, rng=rng,

@@ -3,8 +3,8 @@
 import pytest
 
 from dovetail.run import trainer
-from dovetail.run.trainer import Row, train
-from tests.unit.test_trainer import LOOP, Clock, PretendedRun, PretendedTask, loop
+from dovetail.run.trainer import Row
+from tests.unit.test_trainer import LOOP, Clock, PretendedRun, PretendedTask, loop, train
 
 
 @pytest.fixture

@@ -5,7 +5,9 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ from dovetail.errors import CheckpointError, ConfigError
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import make_recipe
-from dovetail.run.resume import changed, refuse
+from dovetail.rl.tasks import step_rows
+from dovetail.run.directory import RunDirectory
+from dovetail.run.resume import FinishedError, Resumed, changed, find, refuse
 from dovetail.run.state import CHUNK, RunState, model_fingerprint, random_state
 from dovetail.weights.safe_paths import MANIFEST
 from tests.commands.program import here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows
@@ -114,6 +118,27 @@ def test_under_a_constant_rate_the_updates_of_a_step_are_free() -> None:
 
 def test_where_a_run_writes_is_no_change() -> None:
     assert not changed(full(), full(run_dir="elsewhere"))
+
+
+def test_a_key_by_its_old_name_is_no_change(tmp_path: Path) -> None:
+    """The config.yaml of a run that another release has finished."""
+    text = make_recipe(merged(BASE, {"run_dir": str(tmp_path)})).to_yaml()
+    old = text.replace("  router_replay:", "  replay:").replace("  mismatch_metrics:", "  monitor:")
+    assert old != text
+    (tmp_path / "config.yaml").write_text(old)
+    (tmp_path / "hf").mkdir()
+    with pytest.raises(FinishedError):
+        find(tmp_path, Mesh.solo(), "auto", full(run_dir=str(tmp_path)))
+
+
+def test_a_resumed_run_continues_at_its_cursor(tmp_path: Path) -> None:
+    """Rows are taken once, whatever trainer.prompts_per_step was in the steps before."""
+    recipe = make_recipe(merged(BASE, {"run_dir": str(tmp_path), "trainer": {"prompts_per_step": 3}}))
+    run = RunDirectory(recipe, Mesh.solo())
+    assert step_rows(recipe, 100, 0, run.first_row) == step_rows(recipe, 100, 0)
+    state: Any = SimpleNamespace(step=5, cursor=20)  # of steps of 4 rows
+    run.resumed = Resumed(reader=mock.Mock(), state=state, changes=(), passed_over=())
+    assert run.first_row + 5 * 3 == 20
 
 
 @pytest.fixture(scope="module")
