@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from bench.models import one_rank
-from dovetail.arch.transformers_spec import foreign_spec
+from dovetail.arch.transformers_spec import transformers_spec
 from dovetail.batch.loss import TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import CheckpointError, DataError, ModelError
@@ -256,7 +256,7 @@ def test_edge_case_44_a_latent_attention_whose_values_are_narrower(models: dict[
 def test_edge_case_46_heads_that_are_not_fused_are_refused(config: partial[PreTrainedConfig], words: str) -> None:
     options = config().to_dict()
     with pytest.raises(ModelError, match=words):
-        ForeignDecoder(foreign_spec(options), options, Mesh.solo(), KernelSet())
+        ForeignDecoder(transformers_spec(options), options, Mesh.solo(), KernelSet())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from bench.models import one_rank
-from dovetail.arch.transformers_spec import ForeignSpec
+from dovetail.arch.transformers_spec import TransformersSpec
 from dovetail.errors import LayoutError, ModelError
 from dovetail.factory.engine import from_pretrained
 from dovetail.factory.layouts import check_layout
@@ -74,7 +74,7 @@ def test_scores_equal_transformers(what: str, tmp_path: Path) -> None:
 def test_layouts_that_transformers_does_not_cut_by(what: str, tmp_path: Path) -> None:
     save(what, tmp_path)
     source = Pretrained.open(tmp_path)
-    assert isinstance(source.spec, ForeignSpec)
+    assert isinstance(source.spec, TransformersSpec)
     assert check_layout(source.spec, Layout(cp=2, dp=2)) == Layout(cp=2, dp=2)
     for layout in (Layout(tp=2), Layout(pp=2), Layout(dp=2, ep=2)):
         with pytest.raises(LayoutError) as raised:
@@ -96,7 +96,7 @@ def test_commands_and_library_say_so(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "2+2=", "completion": "4"}] * 2)
     told = "hidden_act is 'gelu'; supported: silu; so the transformers engine runs this model (--engine transformers)"
     with pytest.warns(UserWarning, match="hidden_act is 'gelu'.* so the transformers engine runs"), one_rank():
-        assert isinstance(from_pretrained(model, device="cpu").model.spec, ForeignSpec)
+        assert isinstance(from_pretrained(model, device="cpu").model.spec, TransformersSpec)
     arguments = ["generate", "--model", model, "--data", data, "--out", tmp_path / "out.jsonl", "--max-new-tokens", 2]
     ended = here(*arguments)
     assert ended.code == 0 and told in ended.err

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from bench.models import one_rank
-from dovetail.arch.transformers_spec import foreign_spec
+from dovetail.arch.transformers_spec import transformers_spec
 from dovetail.batch.packed import PackedBatch
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.hf.names import Names
@@ -171,7 +171,7 @@ def test_recomputing_warns_of_nothing() -> None:
     config = TEXT["llama"]().to_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ForeignDecoder(foreign_spec(config), config, Mesh.solo(), KernelSet(), recompute="full")
+        ForeignDecoder(transformers_spec(config), config, Mesh.solo(), KernelSet(), recompute="full")
 
 
 def test_a_mutation_is_noticed(references: dict[str, Path]) -> None:

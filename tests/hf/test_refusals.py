@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from bench.models import one_rank
-from dovetail.arch.transformers_spec import foreign_spec
+from dovetail.arch.transformers_spec import transformers_spec
 from dovetail.errors import LayoutError, ModelError
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.factory.layouts import check_layout
@@ -81,7 +81,7 @@ def test_tables_that_follow_the_longest_sequence() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     options = _make(LlamaConfig, rope_parameters=rope)().to_dict()
     with pytest.raises(ModelError, match="rope_type 'dynamic' follows the longest sequence of a batch"):
-        ForeignDecoder(foreign_spec(options), options, Mesh.solo(), KernelSet())
+        ForeignDecoder(transformers_spec(options), options, Mesh.solo(), KernelSet())
 
 
 @pytest.mark.parametrize("sections", [[1, 1, 1], [2, 2], [1, 1, 2.0], 4])
@@ -99,7 +99,7 @@ def test_shares_of_rotated_channels_that_are_not_those_of_a_head(sections: Any) 
 def test_a_family_that_recomputes_nothing() -> None:
     options = _make(JetMoeConfig, num_local_experts=4, num_experts_per_tok=2)().to_dict()
     with pytest.raises(ModelError, match="JetMoeForCausalLM recomputes nothing; set activation_checkpointing=none"):
-        ForeignDecoder(foreign_spec(options), options, Mesh.solo(), KernelSet(), recompute="full")
+        ForeignDecoder(transformers_spec(options), options, Mesh.solo(), KernelSet(), recompute="full")
 
 
 @pytest.mark.parametrize(
@@ -114,15 +114,15 @@ def test_a_family_that_recomputes_nothing() -> None:
 def test_sizes_that_are_none(given: dict[str, Any], words: str) -> None:
     sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     with pytest.raises(ModelError, match=words):
-        foreign_spec({"model_type": "gemma", **sizes, **given})
+        transformers_spec({"model_type": "gemma", **sizes, **given})
 
 
 def test_sizes_that_differ_by_layer_are_estimated() -> None:
     """As some families list them; transformers says what it makes of them."""
     sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     given = {"intermediate_size": [16, 24], "num_key_value_heads": [1, 2]}
-    plain = foreign_spec({"model_type": "gemma", "text_config": None, **sizes})
-    assert foreign_spec({"model_type": "gemma", **sizes, **given}) == plain
+    plain = transformers_spec({"model_type": "gemma", "text_config": None, **sizes})
+    assert transformers_spec({"model_type": "gemma", **sizes, **given}) == plain
     assert plain.layer_params == (4 * 8 * 8 + 3 * 8 * 32,) * 2
 
 

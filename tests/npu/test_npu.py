@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.arch.transformers_spec import foreign_spec
+from dovetail.arch.transformers_spec import transformers_spec
 from dovetail.batch.loss import Loss
 from dovetail.batch.micro import MicroBatch
 from dovetail.hf.transformers_model import ForeignDecoder
@@ -94,7 +94,7 @@ def test_operation(case: str) -> None:
 
 def test_more_sequences_than_one_call_takes() -> None:
     ops = StandIn()
-    lengths = (1, 2) * npu.MOST_SEQUENCES
+    lengths = (1, 2) * npu.MAX_SEQUENCES
     spans = Spans(torch.tensor([0, *lengths]).cumsum(0), lengths)
     q, k, v = torch.randn(3, sum(lengths), 1, 2)
     found = npu_kernels(ops, torch.device("cpu")).attention(q, k, v, spans, spans)
@@ -126,7 +126,7 @@ def _native(name: str, kernels: KernelSet) -> StagedModel:
 
 def _foreign(name: str, kernels: KernelSet) -> StagedModel:
     config = TEXT[name]().to_dict()
-    model = ForeignDecoder(foreign_spec(config), config, Mesh.solo(), kernels)
+    model = ForeignDecoder(transformers_spec(config), config, Mesh.solo(), kernels)
     model.materialize(torch.device("cpu"))
     return model
 

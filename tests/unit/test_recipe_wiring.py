@@ -93,7 +93,7 @@ TABLE = (
         for name, value in values.items()
     ),
     Leaf("model.path", "FOLDER/policy", lambda job: str(models(job).policy.source.path)),
-    Leaf("model.engine", "transformers", lambda job: type(models(job).policy.source.spec).__name__, "ForeignSpec", "rloo"),
+    Leaf("model.engine", "transformers", lambda job: type(models(job).policy.source.spec).__name__, "TransformersSpec", "rloo"),
     Leaf("model.dtype", "bfloat16", lambda job: [e.dtype for e in vars(models(job)).values()], [torch.bfloat16] * 4),
     Leaf("model.dtype", "bfloat16", part("task.models.reference.options.master_dtype"), torch.bfloat16),
     Leaf("model.save_dtype", "float16", trained("save_dtype"), [torch.float16] * 2),

@@ -110,7 +110,7 @@ def test_no_step_is_recorded_that_asks_the_device() -> None:
     assert capturer_for(experts, mesh, kernels, torch.bfloat16) is None  # the reference reads where their rows end
     grouped = replace(kernels, grouped_mm=cuda.grouped_mm)
     for stays in (False, True):
-        with mock.patch.object(cuda, "grouped_stays", return_value=stays):
+        with mock.patch.object(cuda, "grouped_mm_without_sync", return_value=stays):
             assert (capturer_for(experts, mesh, grouped, torch.bfloat16) is not None) == stays
             assert capturer_for(experts, Mesh.imagined(Layout(dp=2, ep=2), 0, "cuda"), grouped, torch.bfloat16) is None
 

@@ -4,7 +4,7 @@ import argparse
 
 import torch
 
-from dovetail.arch.transformers_spec import ForeignSpec
+from dovetail.arch.transformers_spec import TransformersSpec
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.cli.output import RowFile, check_out, portions, say
 from dovetail.data.examples import Limits, load_prompts
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         processor = load_processor(source, trust_remote_code=args.trust_remote_code)
         limits = Limits(source.spec.vocab_size)
         rows = load_prompts(args.data, tokenizer, limits, answers=False, processor=processor)
-        backend: Backend = "transformers" if isinstance(source.spec, ForeignSpec) else "native"
+        backend: Backend = "transformers" if isinstance(source.spec, TransformersSpec) else "native"
         check_positions(source.config, backend, [len(row.ids) for row in rows], args.max_new_tokens, "--max-new-tokens")
         layout = backend_layout(source, mesh.layout, backend)
     if mesh["world"].size > 1:

@@ -6,7 +6,7 @@ from typing import Any
 
 from dovetail.arch.registry import FAMILIES, spec_from_config, ulysses_degree, validate_layout
 from dovetail.arch.spec import ArchSpec
-from dovetail.arch.transformers_spec import AnySpec, ForeignSpec, foreign_spec
+from dovetail.arch.transformers_spec import AnySpec, TransformersSpec, transformers_spec
 from dovetail.errors import LayoutError
 from dovetail.parallel.layout import Layout
 from dovetail.pipeline.partition import check_pipeline
@@ -14,7 +14,7 @@ from dovetail.pipeline.partition import check_pipeline
 
 def check_layout(spec: AnySpec, layout: Layout) -> Layout:
     """The layout. Raises LayoutError for degrees that the engine does not cut by, or that this model cannot be cut by."""
-    if isinstance(spec, ForeignSpec) and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
+    if isinstance(spec, TransformersSpec) and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
         if spec.lacking:
             raise LayoutError(
                 f"layout {layout}: {spec.lacking}; --engine transformers may run it, but cuts by cp and dp alone; set tp=1, "
@@ -44,7 +44,7 @@ def check_directory(path: str, engine: str, layout: Layout, *, foreign: bool = T
         if not isinstance(config, dict):
             return
         native = engine == "native" or (engine == "auto" and config.get("model_type") in FAMILIES)
-        spec = spec_from_config(config) if native else foreign_spec(config)
+        spec = spec_from_config(config) if native else transformers_spec(config)
     except (OSError, ValueError, RecursionError):
         return
     if native or foreign:

@@ -6,7 +6,7 @@ import torch
 
 from dovetail.arch.registry import FAMILIES, spec_from_config, validate_layout
 from dovetail.arch.spec import ArchSpec
-from dovetail.arch.transformers_spec import ForeignSpec
+from dovetail.arch.transformers_spec import TransformersSpec
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.errors import LayoutError, ModelError, OptionError
 from dovetail.factory.layouts import check_layout
@@ -24,7 +24,7 @@ Backend = Literal["native", "transformers"]
 def backend_layout(source: Pretrained, layout: Layout, backend: Backend) -> Layout:
     """How a backend uses the ranks of a layout whose dp is known: transformers has the whole model on every rank."""
     if backend == "transformers":
-        if isinstance(source.spec, ForeignSpec) and source.spec.lacking:
+        if isinstance(source.spec, TransformersSpec) and source.spec.lacking:
             check_layout(source.spec, layout)  # tp was asked for, and would be replicas
         return Layout(dp=layout.num_ranks, copy_engines=layout.copy_engines)
     named = source.config.get("model_type")

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers.utils.hub import HF_MODULES_CACHE
 
-from dovetail.arch.transformers_spec import ForeignSpec
+from dovetail.arch.transformers_spec import TransformersSpec
 from dovetail.data.examples import Tokenizer
 from dovetail.data.media import pillow
 from dovetail.data.processor import Processor
@@ -39,7 +39,7 @@ def load_tokenizer(source: Pretrained, *, trust_remote_code: bool = False) -> An
 
 def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Processor | None:
     """How the model sees; None for one that reads text only. Its files are read when the first image or video comes."""
-    if not isinstance(source.spec, ForeignSpec) or FAMILIES.get(source.spec.family) is None:
+    if not isinstance(source.spec, TransformersSpec) or FAMILIES.get(source.spec.family) is None:
         return None
     config = known_config(source.config)
 

@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dovetail.arch.transformers_spec import ForeignSpec
+from dovetail.arch.transformers_spec import TransformersSpec
 from dovetail.batch.loss import Loss, LossFn, TokenStats
 from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import PackedBatch
@@ -66,7 +66,7 @@ class ForeignDecoder(StagedModel):
 
     def __init__(
         self,
-        spec: ForeignSpec,
+        spec: TransformersSpec,
         config: Mapping[str, Any],
         mesh: Mesh,
         kernels: KernelSet,

@@ -21,7 +21,7 @@ from dovetail.arch.spec import RopeSpec
 from dovetail.batch.micro import ContextShard, MicroBatch
 from dovetail.batch.packed import carried, cumulative
 from dovetail.batch.routing import Routes
-from dovetail.kernels.reference import Spans, as_wide_as
+from dovetail.kernels.reference import Spans, pad_values
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.beside import DelayedWgrad
 from dovetail.nn.rope import rope_tables
@@ -151,7 +151,7 @@ class SharedAttention:
         Of what the backward pass has beside its exchanges, the first takes one, and the last all that is left.
         """
         beside.awaited = k.requires_grad
-        narrow, v = v.shape[-1], as_wide_as(k, v)
+        narrow, v = v.shape[-1], pad_values(k, v)
         q, k, v = self._all_tokens(q, k, v, beside)
         rows: Sequence[Tensor] = (q,)
         seen: Iterable[tuple[Tensor, Tensor]] = ((k, v),)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec, MoeSpec
 from dovetail.batch.routing import Routes
-from dovetail.kernels.registry import KernelSet
-from dovetail.kernels.token_permute import rounded
+from dovetail.kernels.registry import KernelSet, mixture_of_experts
+from dovetail.kernels.token_permute import round_rows
 from dovetail.nn.grad_accumulation import Adder
 from dovetail.nn.linear import ReplicatedLinear
 from dovetail.nn.mlp import GatedMLP
@@ -111,20 +111,20 @@ class Experts(Adder):
         ep, kernels = self.ep, self.kernels
         add = None if self.adds is None else self.add
         if ep.size == 1:
-            return kernels.mixture(kernels, x, chosen, weights, self._matrices(), None, add)
+            return mixture_of_experts(kernels, x, chosen, weights, self._matrices(), None, add)
         here = len(self.gate_up_proj)
         ranks, counts = destinations(chosen // here, ep.size)
         coming = begin_exchange(counts, ep).take()
         numbers = AsyncHostCopy(torch.stack((counts[:, 0], coming[:, 0], coming[:, 1])))
         room = ranks.numel()  # for a row of each; how many there are, the host learns while they are written
         rows, places, _ = kernels.permute(x, ranks, ep.size, room)
-        notes = kernels.spread(noted(chosen, weights), places, ranks.shape[1], room)
+        notes = kernels.permute_tokens(noted(chosen, weights), places, ranks.shape[1], room)
         to_experts = [AsyncCollective(None, None), AsyncCollective(None, None)]
         sent = [start(each, crossing) for each, crossing in zip((rows, notes), to_experts, strict=True)]
         matrices = self._matrices()  # after what leaves, so that their gradients come before it is waited for
         yield
         to, by, copies = numbers.take()  # the host waits once
-        came, room = sum(by), rounded(sum(by))
+        came, room = sum(by), round_rows(sum(by))
         for each, crossing in zip((rows, notes), to_experts, strict=True):
             crossing.there = partial(begin_all_to_all, to=to, by=by, axis=ep, room=room)
             crossing.back = partial(begin_all_to_all, to=by, by=to, axis=ep, room=len(each))
@@ -133,7 +133,7 @@ class Experts(Adder):
         chosen, weights = read(notes)
         chosen = (chosen - ep.rank * here) % (ep.size * here)  # experts of other ranks lie behind those of this one
         chosen[came:] = here
-        y = kernels.mixture(kernels, rows, chosen, weights, matrices, sum(copies), add)
+        y = mixture_of_experts(kernels, rows, chosen, weights, matrices, sum(copies), add)
         home = AsyncCollective(
             partial(begin_all_to_all, to=by, by=to, axis=ep),
             partial(begin_all_to_all, to=to, by=by, axis=ep, room=len(y)),

@@ -105,7 +105,7 @@ def _scatter_sum(x: Tensor, axis: Axis) -> Tensor:
 
 def begin_sum_in_order(parts: Tensor, axis: Axis, add: Callable[..., Tensor]) -> Pending:
     """Begin to add up what the ranks have for this one, in rank order and rounded once: of parts [size, ...], by rank, which
-    is what this one has -> [...]. Without a gradient. add: `kernels.reference.sum_in_order`.
+    is what this one has -> [...]. Without a gradient. add: `kernels.reference.sum_deterministic`.
     """
     parts = parts.contiguous()
     if axis.size == 1:
@@ -280,7 +280,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 def gather_in_order(x: Tensor, axis: Axis, add: Callable[..., Tensor]) -> Tensor:
     """As `all_gather`, with gradients that do not depend on how a reduction is scheduled.
 
-    add: `kernels.reference.sum_in_order`.
+    add: `kernels.reference.sum_deterministic`.
     """
     return x if axis.size == 1 else _GatherInOrder.apply(x, axis, add)
 

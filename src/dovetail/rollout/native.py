@@ -216,11 +216,13 @@ def capturer_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dt
     Those that may: reference attention to a cache, which float64 and long heads take, too, and grouped products of experts.
     """
     alone = mesh.device.type == "cuda" and mesh["tp"].size == mesh["ep"].size == 1
-    plain = dtype == torch.float64 or spec.attention.head_dim > reference.LONGEST_PAGED
+    plain = dtype == torch.float64 or spec.attention.head_dim > reference.MAX_PAGED_DIM
     asks = plain or kernels.decode_attention is reference.decode_attention
     if spec.moe is not None and alone:
         widths = (spec.width, spec.moe.ffn_width)
-        asks |= kernels.grouped_mm is not cuda.grouped_mm or not cuda.grouped_stays(mesh.device, dtype, *widths)
+        asks |= kernels.grouped_mm is not cuda.grouped_mm or not cuda.grouped_mm_without_sync(
+            mesh.device, dtype, *widths
+        )
     return cuda_capturer() if alone and not asks else None
 
 
@@ -230,7 +232,7 @@ def _empty_decoder(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.
     Products that gate inside are for many tokens, and nobody has recorded theirs: a sampler's are plain.
     """
     with torch.device("meta"):
-        model = Decoder(spec, mesh, replace(kernels, gated=None, mixture=reference.mixture)).hold_in(dtype)
+        model = Decoder(spec, mesh, replace(kernels, gated=None, mixture=None)).hold_in(dtype)
     model.to_empty(device=mesh.device)
     if spec.tie_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight

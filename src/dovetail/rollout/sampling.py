@@ -1,7 +1,7 @@
 """From logits to a token: temperature, top-k, top-p, and the inverse of the cumulative distribution in float64.
 
 Tokens stay in the vocabulary's order throughout. Cuts are thresholds, so equally likely tokens stay or go together and
-no order of sorting can show. Only the cuts look for the largest weights. On GPUs `kernels.draw_triton` draws by the same
+no order of sorting can show. Only the cuts look for the largest weights. On GPUs `kernels.sampling_triton` draws by the same
 rules where nothing is cut.
 """
 

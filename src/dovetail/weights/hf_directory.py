@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 
 from dovetail.arch.registry import FAMILIES, spec_from_config
-from dovetail.arch.transformers_spec import AnySpec, ForeignSpec, foreign_spec
+from dovetail.arch.transformers_spec import AnySpec, TransformersSpec, transformers_spec
 from dovetail.errors import CheckpointError, ModelError, OptionError, quoted
 from dovetail.nn.decoder import Head
 from dovetail.weights.hf_reader import TensorSource
@@ -57,13 +57,13 @@ class Pretrained:
         config = parse_json(file.read_bytes(), str(file))
         named = config.get("model_type")
         native = engine == "native" or (engine == "auto" and (not isinstance(named, str) or named in FAMILIES))
-        spec = _known_spec(config, engine) if native else foreign_spec(config)
+        spec = _known_spec(config, engine) if native else transformers_spec(config)
         return cls(path, config, spec, side_files(path))
 
     @property
     def notes(self) -> list[str]:
         """What its user should know before it runs."""
-        lacking = self.spec.lacking if isinstance(self.spec, ForeignSpec) else ""
+        lacking = self.spec.lacking if isinstance(self.spec, TransformersSpec) else ""
         return [f"{lacking}; so the transformers engine runs this model (--engine transformers)"] if lacking else []
 
     @property
@@ -78,7 +78,7 @@ def _known_spec(config: Mapping[str, Any], engine: EngineName) -> AnySpec:
     except OptionError as error:
         if engine == "native":
             raise ModelError(f"{error}; --engine transformers may run it, cut by cp and dp alone") from error
-        return replace(foreign_spec(config), lacking=str(error))
+        return replace(transformers_spec(config), lacking=str(error))
 
 
 @dataclass(frozen=True)
