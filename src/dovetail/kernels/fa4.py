@@ -1,9 +1,7 @@
 """Packed attention by FlashAttention-4 (the package flash-attn-4, extra `fa4`), on Hopper and Blackwell.
 
-Both passes are custom ops with fake shapes, so that activation checkpointing can keep their results. Sequences of one length
-go in as a dense batch [B, n, heads, C]: on an H200, forward + backward of 16 x 2048 takes 0.95 of the time as a pack.
-
-The package compiles a kernel for each form of its arguments; `compile_kernels` covers all that `attention` can ask for.
+Sequences of one length go in as a dense batch: on an H200, 16 x 2048 takes 0.95 of the time as a pack. The package compiles a
+kernel for each form of its arguments; `compile_kernels` covers all that `attention` uses.
 """
 
 import importlib
@@ -24,7 +22,6 @@ MANY_SEQUENCES = 257  # from here on the package looks tiles up in a table, whic
 
 
 def usable(device: torch.device) -> bool:
-    """Whether the package is installed and has kernels for this device."""
     return cuda.package_usable(INTERFACE, "flash-attn-4", device)
 
 
@@ -44,7 +41,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
 
 
 def _dense(spans: Spans) -> bool:
-    """Whether all sequences have one length, a long one."""
     return spans.longest > PACK_GQA_QUERIES and set(spans.lengths) == {spans.longest}
 
 
@@ -56,10 +52,7 @@ def _without_broadcast(x: Tensor) -> Tensor:
 def compile_kernels(
     heads: tuple[int, int], dims: tuple[int, int], windowed: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Compile every form that training may need, so that no step waits for it. heads: of queries and of keys.
-
-    FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 reuses kernels of earlier processes from disk.
-    """
+    """Compile every form ahead of training (FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1: from disk). heads: of queries, of keys."""
     if dtype not in cuda.FLASH_DTYPES or dims not in HEAD_DIMS:
         return
     short, long = 8, PACK_GQA_QUERIES + 1
@@ -84,10 +77,7 @@ def packed_attention(
     window: int | None,
     deterministic: bool,  # noqa: ARG001 -- of the backward pass
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [Tq, H, Cv] and log-sum-exps [H, Tq] of bottom-right causal attention; cu_seqlens, max_seqlens: of q and of k.
-
-    Empty cu_seqlens: a dense batch of sequences of max_seqlens, with log-sum-exps [B, H, n].
-    """
+    """Outputs [Tq, H, Cv] and log-sum-exps [H, Tq]; without cu_seqlens a dense batch, with log-sum-exps [B, H, n]."""
     forward = importlib.import_module(INTERFACE)._flash_attn_fwd
     if not cu_seqlens:
         q, k, v = _as_batch((q, k, v), max_seqlens)
@@ -126,7 +116,6 @@ def _as_batch(qkv: tuple[Tensor, Tensor, Tensor], max_seqlens: list[int]) -> lis
 
 
 def _options(cu_seqlens: list[Tensor], max_seqlens: list[int], window: int | None) -> dict[str, Any]:
-    """The arguments of both passes."""
     options: dict[str, Any] = {
         "causal": True,
         "window_size_left": None if window is None else window - 1,

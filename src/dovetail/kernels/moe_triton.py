@@ -144,7 +144,6 @@ def unpermute_rows(x: Tensor, rows: Tensor, copies: int, weights: Tensor | None 
 
 
 def _sizes(x: Tensor, tokens: int, copies: int) -> tuple[RowSize, tuple[int]]:
-    """Sizes, and the grid: a program for each piece of a token."""
     piece = min(PIECE, triton.next_power_of_2(x.shape[1]))
     return RowSize(x.shape[1], copies, piece), (tokens * triton.cdiv(x.shape[1], piece),)
 
@@ -155,7 +154,7 @@ def _warps(size: RowSize) -> int:
 
 @triton.jit(do_not_specialize=["length"])
 def _permute(x: tensor, rows: tensor, out: tensor, stride: tensor, length: tensor, SIZE: constexpr) -> None:
-    """Copy a piece of one token to all of its rows below `length`."""
+    """Copy a piece of one token to its rows below `length`."""
     PIECES: constexpr = (SIZE.width + SIZE.block - 1) // SIZE.block
     token = (tl.program_id(0) // PIECES).to(tl.int64)
     at = tl.program_id(0) % PIECES * SIZE.block + tl.arange(0, SIZE.block)
@@ -169,7 +168,7 @@ def _permute(x: tensor, rows: tensor, out: tensor, stride: tensor, length: tenso
 def _unpermute(
     x: tensor, rows: tensor, weights: tensor, out: tensor, stride: tensor, length: tensor, SIZE: constexpr
 ) -> None:
-    """Sum a piece of one token over its rows below `length`, with weights rounded to the output's dtype."""
+    """Sum a piece of one token's rows below `length`, weights rounded to the output's dtype."""
     PIECES: constexpr = (SIZE.width + SIZE.block - 1) // SIZE.block
     dtype: constexpr = out.dtype.element_ty
     token = (tl.program_id(0) // PIECES).to(tl.int64)
@@ -190,7 +189,7 @@ def _unpermute(
 def _unpermute_grad(
     dy: tensor, x: tensor, rows: tensor, weights: tensor, grads: tensor, length: tensor, SIZE: constexpr
 ) -> None:
-    """All of one token: dx of each copy and dw. Reads come before writes, so that they overlap."""
+    """One token: dx of each copy and dw, reads before writes."""
     dx, dw = grads
     token = tl.program_id(0).to(tl.int64)
     for i in tl.static_range(SIZE.copies):
@@ -217,7 +216,7 @@ def _unpermute_grad(
 
 @triton.jit(do_not_specialize=["n", "count", "blocks"])
 def _count(experts: tensor, counts: tensor, n: tensor, count: tensor, blocks: tensor, BLOCK: constexpr) -> None:
-    """Count a block's copies of each expert; the last copy of an expert writes its count."""
+    """A block's copies of each expert; an expert's last copy writes the count."""
     _at, expert, live, same = _equals(experts, n, BLOCK)
     others = tl.arange(0, BLOCK)
     after = tl.sum((same & (others[None, :] > others[:, None])).to(tl.int32), 1)
@@ -239,7 +238,7 @@ def _place(
 
 @triton.jit
 def _equals(experts: tensor, n: tensor, BLOCK: constexpr) -> tuple[tensor, tensor, tensor, tensor]:
-    """A block's copies, their experts, which of them exist, and which pairs share an expert."""
+    """A block's copies, their experts, which exist, and which pairs share an expert."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(experts + at, mask=at < n, other=-1).to(tl.int64)
     other = tl.load(experts + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), mask=at < n, other=-1)

@@ -1,7 +1,6 @@
 """Add + RMSNorm, SwiGLU and deterministic sums as Triton kernels. Importing this needs triton.
 
-They round where the reference rounds, and add in float32. No atomic adds: a gain's gradient is the sum of a fixed number of
-programs' partial sums, each in the order of its rows. Sizes of a model are compiled in, counts of tokens are not.
+They round where the reference rounds, and add in float32, never atomically. Counts of tokens are not compiled in.
 """
 
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ EXACT: Mapping[str, bool] = {"enable_fp_fusion": False}  # round a product befor
 
 
 class Tile(NamedTuple):
-    """What a program computes at a time of rows of `width` numbers."""
+    """Rows and columns per step of a program, of rows of `width` numbers."""
 
     width: int
     rows: int
@@ -82,19 +81,19 @@ def supported(x: Tensor, other: Tensor) -> bool:
 
 @cache
 def tile_for(width: int) -> tuple[Tile, int]:
-    """The tile of rows of this width, and the warps of its program."""
+    """The tile and warps of a program."""
     columns = triton.next_power_of_2(width)
     return Tile(width, max(1, TILE_SIZE // columns), columns), min(16, max(4, columns // 512))
 
 
 def stages(tensors: int, tile: Tile, like: Tensor) -> int:
-    """Pipeline stages of tiles of so many tensors that fit into shared memory, at least 1."""
+    """Pipeline stages that fit into shared memory, at least 1."""
     return max(1, min(STAGES, shared_bytes(like.device) // (tensors * tile.rows * tile.columns * like.itemsize)))
 
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """Of a program, less what the compiler needs itself."""
+    """Per program, less the compiler's own."""
     if device.type != "cuda":
         return 0
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
@@ -154,7 +153,7 @@ class _AddNorm(torch.autograd.Function):
 def _norm(
     x: tensor, y: tensor, weight: tensor, outputs: tensor, rows: tensor, stride: tensor, eps: tensor, TILE: constexpr
 ) -> None:
-    """Some rows: x + y, 1 / rms, and the normed row. TILE: a `Tile`."""
+    """Some rows: x + y, 1 / rms, and the normed row."""
     total, normed, inverse = outputs
     row = tl.program_id(0).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
     at = tl.arange(0, TILE.columns)
@@ -177,7 +176,7 @@ def _norm(
 def _norm_grad(
     inputs: tensor, dx: tensor, partial: tensor, rows: tensor, stride: tensor, TILE: constexpr, STAGES: constexpr
 ) -> None:
-    """Every num_programs-th tile of rows: dx, and the program's partial sum of the gain's gradient."""
+    """Every num_programs-th tile of rows: dx and a partial sum of the gain's gradient."""
     x, weight, inverse, dy, ds = inputs
     at = tl.arange(0, TILE.columns)
     w = tl.load(weight + at, mask=at < TILE.width, other=0.0).to(tl.float32)
@@ -200,7 +199,6 @@ def _norm_grad(
 
 @triton.jit(do_not_specialize=["count"])
 def _columns(partial: tensor, total: tensor, count: tensor, TILE: constexpr) -> None:
-    """Sum some columns over `count` rows."""
     at = tl.program_id(0) * TILE.columns + tl.arange(0, TILE.columns)
     sums = tl.zeros((TILE.rows, TILE.columns), tl.float32)
     for first in range(0, count, TILE.rows):
@@ -236,7 +234,6 @@ class _SwiGLU(torch.autograd.Function):
 
 @triton.jit
 def _swiglu(gate_up: tensor, y: tensor, stride: tensor, width: constexpr, BLOCK: constexpr) -> None:
-    """A piece of one row."""
     PIECES: constexpr = (width + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // PIECES).to(tl.int64)
     at = tl.program_id(0) % PIECES * BLOCK + tl.arange(0, BLOCK)
@@ -249,7 +246,6 @@ def _swiglu(gate_up: tensor, y: tensor, stride: tensor, width: constexpr, BLOCK:
 
 @triton.jit
 def _swiglu_grad(gate_up: tensor, dy: tensor, dx: tensor, strides: tensor, width: constexpr, BLOCK: constexpr) -> None:
-    """Both gradients of a piece of one row."""
     PIECES: constexpr = (width + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // PIECES).to(tl.int64)
     at = tl.program_id(0) % PIECES * BLOCK + tl.arange(0, BLOCK)

@@ -1,7 +1,6 @@
 """Paged attention of one new token per row as Triton kernels (split-KV decoding). Importing this needs triton.
 
-A program owns some of a row's entries under one KV head, with all queries of that head; a second kernel combines the splits.
-Lengths are read on the device, so launches do not depend on them.
+A program computes one split of a row under one KV head; a second kernel combines them. Launches do not depend on lengths.
 """
 
 import math
@@ -85,13 +84,12 @@ def write_entries(keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor, 
 
 
 def splits_for(pairs: int, capacity: int) -> int:
-    """Splits per pair of row and KV head, a power of two: as many as fill the GPU and may have entries to read."""
+    """Per pair of row and KV head, a power of two: as many as fill the GPU and may have entries."""
     wanted = min(-(-PROGRAMS // pairs), -(-capacity // BLOCK.value), MAX_SPLITS)
     return 1 << (wanted - 1).bit_length()
 
 
 def warps_for(queries: int, width: int) -> int:
-    """Few where their registers hold the output."""
     return FEW_WARPS if queries * width <= FEW_WARPS_SIZE else WARPS
 
 

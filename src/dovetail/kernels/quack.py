@@ -1,9 +1,8 @@
 """Gated and grouped matrix products by quack (the package quack-kernels, which the extra `fa4` brings), on Hopper and Blackwell.
 
-A gate-up product returns columns in pairs (gate and up of one feature); its weight and that weight's gradient keep the
-checkpoint's order, gates first. Grouped products have `starts`, int32 [E + 1]: expert e's rows are starts[e] to starts[e + 1].
-`source` names the row of x that each row of the product takes. Dense and weight-gradient products use the dynamic scheduler:
-concurrent collectives occupy some SMs, and tiles assigned to these ahead would wait for them.
+pairs: a gate-up product's columns, gate and up of each feature; weights and their gradients have gates first. starts, int32
+[E + 1]: expert e's rows are starts[e] to starts[e + 1]. source: the row of x of each row. The dynamic scheduler does not assign
+tiles to SMs that concurrent collectives occupy.
 """
 
 import importlib
@@ -27,7 +26,6 @@ GATES_FIRST = "B"  # operand whose columns are gates, then ups
 
 
 def usable(device: torch.device) -> bool:
-    """Whether the package is installed and has kernels for this device."""
     return cuda.package_usable(INTERFACE, "quack-kernels", device)
 
 
@@ -43,9 +41,9 @@ def takes(x: Tensor, *weights: Tensor) -> bool:
 def gated_product_into(
     x: Tensor, weight: Tensor, gated: Tensor, starts: Tensor | None = None, source: Tensor | None = None
 ) -> Tensor:
-    """x [n, D], weight [2F, D] (or of each expert) -> gate-up pairs [n, 2F]; silu(gate) up is written to `gated` [n, F].
+    """x [n, D], weight [2F, D] (or of each expert) -> pairs [n, 2F]; silu(gate) up is written to `gated` [n, F].
 
-    Activation checkpointing that keeps the result does not rewrite `gated`: its reader has to be an op that is kept, too.
+    Activation checkpointing that keeps the result does not rewrite `gated`: it has to keep that op's reader, too.
     """
     pairs: Tensor = _swiglu_product(x, weight, starts, source, postact_out=gated)[0]
     return pairs
@@ -79,9 +77,9 @@ def _swiglu_product(x: Tensor, weight: Tensor, starts: Tensor | None, source: Te
 def gated_gradient(
     dy: Tensor, weight: Tensor, pairs: Tensor, starts: Tensor | None = None, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradient of scale (silu(gate) up) weight.T: dy [n, D], weight [D, F] (or of each expert), pairs [n, 2F].
+    """The gradient of scale (silu(gate) up) weight.T [n, D], weight [D, F] (or of each expert).
 
-    -> the gradient of `pairs`; scale silu(gate) up [n, F], for the weight's gradient; with a scale its gradient, float32 [n].
+    -> d_pairs; scale silu(gate) up [n, F], for the weight's gradient; with a scale its gradient, float32 [n].
     """
     d_pairs, gated, *d_scale = _package().gemm_dact(
         dy,
@@ -146,7 +144,7 @@ def add_grouped_joint_grad_(total: Tensor, d_pairs: Tensor, x: Tensor, *, starts
 
 
 def _add(total: Tensor, a: Tensor, b: Tensor, first: bool, concat: tuple[str, str] | None = None) -> None:
-    """total = a b, or total += a b. Each element is added to once, so equal inputs give equal bits."""
+    """total = a b, or total += a b; deterministic."""
     if first or total.dtype == torch.float32:  # memory adds in the dtype of the sum
         _write(total, a, b, concat_layout=concat and concat[1:], add_to_output=not first, dynamic_scheduler=True)
     else:
@@ -154,12 +152,11 @@ def _add(total: Tensor, a: Tensor, b: Tensor, first: bool, concat: tuple[str, st
 
 
 def _write(out: Tensor, a: Tensor, b: Tensor, **options: Any) -> None:
-    """out = a b."""
     _package().gemm_tuned.fn(a, b, out, **options)
 
 
 def _config(device: torch.device, tiles: Tiles) -> Any:
-    """The package's config for these tiles; None, its own choice, on other GPUs than those where it was measured slower."""
+    """None, the package's own choice, except on Hopper, where that was measured slower."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != cuda.HOPPER:
         return None
     rows, columns, pingpong = tiles

@@ -1,7 +1,6 @@
 """A product of rows and vocabulary with each row's statistics in its epilogue. Importing this needs quack and its compiler.
 
-A row's maximum, sum and first moment over a tile's columns are taken, and the target's logit is written, while the tile is in
-registers. The package compiles `RowStatistics` into its kernel, as its own reductions over columns, and calls its methods.
+The package compiles `RowStatistics` into its kernel and calls its methods while a tile is in registers.
 """
 
 import hashlib

@@ -4,8 +4,7 @@
     down          [n, F]                             [n, D]
     tokens        the weighted sum of their copies   [m, D]
 
-The first product gathers its rows and applies SwiGLU, so forward copies no tokens; only x and the pairs are saved. Backward,
-the product with down's weight also gives the gradients of gates and of expert weights, and silu(gate) up again.
+Forward copies no tokens, and saves x and the pairs. Backward, the product with down's weight also gives d_pairs and dw.
 """
 
 from collections.abc import Callable

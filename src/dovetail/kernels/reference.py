@@ -1,6 +1,6 @@
-"""The definition of every op, in plain torch: what a CPU runs, and what other implementations are tested against.
+"""The definition of every op, in plain torch. No T x T or T x V temporaries.
 
-T packed tokens, H query heads, G KV heads, C head dim, V this rank's vocabulary columns. No T x T or T x V temporaries.
+T packed tokens, H query heads, G KV heads, C head dim, V this rank's vocabulary columns.
 """
 
 import itertools
@@ -77,7 +77,7 @@ def heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split qkv [T, (H + 2 G) C] into q [T, H, C], k and v [T, G, C]; q and k rotated as by `rope`.
 
-    counts: H and G. gains [C] of q and of k: both go through `rms_norm` first. norm, rotate: a device's own.
+    counts: H and G. gains: [C] of q and of k, for `rms_norm` before the rotation. norm, rotate: a device's own.
     """
     queries, groups = counts
     q, k, v = qkv.unflatten(-1, (queries + 2 * groups, -1)).split((queries, groups, groups), dim=1)
@@ -89,8 +89,7 @@ def heads(
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
     """Causal attention inside each packed sequence: q [Tq, H, C], k [Tk, G, C], v [Tk, G, Cv <= C] -> [Tq, H, Cv].
 
-    Fewer queries than keys are a sequence's last ones (bottom-right causal). window: of the latest keys that a query sees,
-    itself included. Scores are scaled by C^-1/2.
+    Bottom-right causal where there are fewer queries than keys. window: keys a query sees, its own included. Scale: C^-1/2.
     """
     if (v_dim := v.shape[-1]) < q.shape[-1]:
         return attention(q, k, pad_values(k, v), q_spans, k_spans, window)[..., :v_dim]
@@ -134,7 +133,7 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """q [B, H, n, C], k and v [B, G, m, C]: blocks of queries with only the keys they see."""
+    """q [B, H, n, C], k and v [B, G, m, C], by blocks of queries."""
     n, m = q.shape[2], k.shape[2]
     blocks = []
     for start in range(0, n, QUERY_BLOCK):
@@ -152,10 +151,7 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Te
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, window: int | None = None
 ) -> Tensor:
-    """One new token per row on a paged cache: q [B, H, C], keys and values [P, G, page, C] -> [B, H, C].
-
-    Row b's `lengths[b]` entries, in order, fill the pages table[b] [W].
-    """
+    """One new token per row: q [B, H, C], keys and values [P, G, page, C] -> [B, H, C]; row b's pages: table[b] [W]."""
     groups, page = keys.shape[1:3]
     heads = torch.arange(groups, device=q.device)[:, None]
     step = max(1, GATHER_BLOCK // (table.shape[1] * keys[0].numel()))
@@ -188,10 +184,7 @@ def _decode_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int |
 
 
 def sum_deterministic(parts: Tensor, out: Tensor | None = None, own: tuple[int, Tensor] | None = None) -> Tensor:
-    """[n, ...] -> [...]: the parts added in order, in `wide`, and rounded once.
-
-    out: dense memory for the result. own: the index of a part that is not read, and a dense one in its place.
-    """
+    """[n, ...] -> [...]: summed in order in `wide`, rounded once. out: dense memory. own: a part's index and its substitute."""
     operands = list(parts)
     if own is not None:
         operands[own[0]] = own[1]
@@ -214,9 +207,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """x [T, K] sorted by expert, weight [E, K, N], offsets int [E] -> [T, N]: each expert's product of its tokens.
+    """x [T, K] sorted by expert, weight [E, K, N], offsets int [E], where each expert's tokens end -> [T, N].
 
-    Expert e's tokens end at `offsets[e]`, the last one's at T. The gradient of an expert without tokens is 0.
+    The weight's gradient of an expert without tokens is 0.
     """
     ends = offsets.tolist()
     assert ends[-1] == len(x), f"the last expert's tokens end at {ends[-1]} of {len(x)}"
@@ -227,9 +220,8 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 def permute(x: Tensor, experts: Tensor, count: int, total: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """A copy of each token per expert, sorted by expert: x [T, D], experts int [T, K] -> [T K, D], rows [T K], ends [count].
 
-    rows[t K + i]: the row of token t's copy for its i-th expert; stable within an expert. ends[e]: where expert e's rows end.
-    total: rows of the result, and experts of `count` or more are dropped: they get no copy, and in `rows` T K. Rows behind
-    the last copy are undefined. None: nothing is dropped.
+    rows[t K + i]: the row of token t's i-th copy. ends[e]: where expert e's rows end. total: rows of the result, where experts
+    of `count` or more are dropped: their `rows` are T K; rows behind the last copy are undefined.
     """
     flat = experts.flatten().clamp(max=count)
     rows = inverse_of(flat.argsort(stable=True)).masked_fill_(flat == count, len(flat))
@@ -244,10 +236,7 @@ def permute_tokens(x: Tensor, rows: Tensor, copies: int, total: int | None = Non
 
 
 def unpermute(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
-    """The weighted sum of each token's copies: x [n, D], rows int [T K] of `permute`, weights [T, K] -> [T, D].
-
-    Without weights rows is [T, K], and the sum a plain one. Dropped copies add nothing.
-    """
+    """The sum of each token's copies: x [n, D], `permute`'s rows [T K], weights [T, K] -> [T, D]; no weights: rows [T, K]."""
     copies = UnpermuteTokens.apply(x, rows.flatten())
     if weights is None:
         return copies.unflatten(0, rows.shape).sum(1)
@@ -274,7 +263,7 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
 def vocab_stats(z: Tensor, local_targets: Tensor, temperature: Tensor | None = None) -> Tensor:
     """[n, V] logits -> [n, 4] in `wide`: m = max z, s = sum e^d, u = sum d e^d, t = z at the target; d = (z - m) / temperature.
 
-    local_targets [n]: this rank's columns; t = 0 outside [0, V). Rows without columns or of -inf give m = -inf, s = u = 0.
+    t = 0 for targets outside [0, V). Rows without columns or of -inf give m = -inf, s = u = 0.
     """
     n, columns = z.shape
     stats = torch.zeros((n, 4), dtype=wide(z.dtype), device=z.device)
@@ -307,9 +296,8 @@ def vocab_grad_(
 ) -> Tensor:
     """The logits' gradient (g [j = y] - p (g + h (d - offset))) / temperature [n, V]; overwrites z.
 
-    d = (z - peak) / temperature and p = e^d / total, with normalizer = (peak, total, offset), each [n], of the whole vocabulary
-    (`fused_head.Normalizer`). g and h [n]: gradients of logprob and entropy. Computed in `wide`, returned in `dtype`, by
-    default z's; the result may be in z's memory.
+    d = (z - peak) / temperature, p = e^d / total; normalizer: peak, total and offset [n] of the whole vocabulary. g, h [n]:
+    gradients of logprob and entropy. Computed in `wide`; the result, in `dtype` or z's, may be in z's memory.
     """
     _n, columns = z.shape
     if columns == 0:
@@ -331,7 +319,7 @@ def vocab_grad_(
 
 
 def _shifted(z: Tensor, rows: slice, peak: Tensor, temperature: Tensor | None) -> Tensor:
-    """(z - peak) / temperature of some rows, in `wide`, in new memory. peak [rows, 1], temperature [n]."""
+    """In `wide`, in new memory. peak [rows, 1], temperature [n]."""
     block = z[rows].to(wide(z.dtype)) - peak
     return block if temperature is None else block.div_(temperature[rows, None])
 
@@ -347,7 +335,6 @@ def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = Fals
 
 
 def _row_blocks(x: Tensor) -> Iterator[slice]:
-    """Slices of rows that cover x, each of a bounded number of elements."""
     n, columns = x.shape
     step = max(1, (CPU_BLOCK if x.device.type == "cpu" else GPU_BLOCK) // columns)
     return (slice(start, min(start + step, n)) for start in range(0, n, step))

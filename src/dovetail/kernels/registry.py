@@ -40,10 +40,9 @@ class HeadProducts:
 
 @dataclass(frozen=True)
 class KernelSet:
-    """An implementation of every op of `reference`, and ops without one there, None where the device has none:
+    """An implementation of every op of `reference`, and fused ones, or None:
 
-    mixture: a fused `mixture_of_experts`, None for inputs it does not support. gated, head: fused products. draw: plain
-    sampling, as `rollout.sampling.draw`.
+    mixture: of `mixture_of_experts`; returns None for unsupported inputs. gated, head: products. draw: plain sampling.
     """
 
     attention: Callable[..., Tensor] = reference.attention
@@ -90,9 +89,8 @@ def mixture_of_experts(
 ) -> Tensor:
     """Each token's weighted sum over its experts, x [n, D] -> [n, D]: down_e(swiglu(gate_up_e x)) for each of its experts e.
 
-    experts int [n, K], weights [n, K] in `wide`; matrices: gate_up [E, 2 F, D] and down [E, D, F]. copies: how many of
-    `experts` are below E; the others are dropped: they cost and add nothing, and their weight's gradient is 0. None: all are.
-    add: may take the gradient of "gate_up_proj" and "down_proj" in place of autograd, unreduced (`Adder.add`).
+    experts int [n, K], weights [n, K] in `wide`; matrices: gate_up [E, 2 F, D], down [E, D, F]. copies: how many of `experts`
+    are below E, the others are dropped; None: all. add: may take weight gradients in place of autograd (`Adder.add`).
     """
     if kernels.mixture is not None:
         fused = kernels.mixture(x, experts, weights, matrices, copies, add)
@@ -134,7 +132,6 @@ def kernels_for(device: torch.device, attention: AttentionName = "auto") -> Kern
 
 
 def _attention(device: torch.device, name: AttentionName) -> Callable[..., Tensor]:
-    """Each hands what it does not support to the next: fa4 and cudnn to torch, torch to the reference."""
     if name in ("auto", "fa4") and fa4.usable(device):
         return fa4.attention
     if name == "fa4":
