@@ -155,12 +155,13 @@ def _warps(size: RowSize) -> int:
 @triton.jit(do_not_specialize=["length"])
 def _permute(x: tensor, rows: tensor, out: tensor, stride: tensor, length: tensor, SIZE: constexpr) -> None:
     """Copy a piece of one token to its rows below `length`."""
+    COPIES: constexpr = SIZE.copies  # triton 3.4: static_range takes no attribute
     PIECES: constexpr = (SIZE.width + SIZE.block - 1) // SIZE.block
     token = (tl.program_id(0) // PIECES).to(tl.int64)
     at = tl.program_id(0) % PIECES * SIZE.block + tl.arange(0, SIZE.block)
     a = tl.load(x + token * stride + at, mask=at < SIZE.width)
-    for i in tl.static_range(SIZE.copies):
-        row = tl.load(rows + token * SIZE.copies + i).to(tl.int64)
+    for i in tl.static_range(COPIES):
+        row = tl.load(rows + token * COPIES + i).to(tl.int64)
         tl.store(out + row * SIZE.width + at, a, mask=at < tl.where(row < length, SIZE.width, 0))
 
 
@@ -169,17 +170,18 @@ def _unpermute(
     x: tensor, rows: tensor, weights: tensor, out: tensor, stride: tensor, length: tensor, SIZE: constexpr
 ) -> None:
     """Sum a piece of one token's rows below `length`, weights rounded to the output's dtype."""
+    COPIES: constexpr = SIZE.copies  # triton 3.4: static_range takes no attribute
     PIECES: constexpr = (SIZE.width + SIZE.block - 1) // SIZE.block
     dtype: constexpr = out.dtype.element_ty
     token = (tl.program_id(0) // PIECES).to(tl.int64)
     at = tl.program_id(0) % PIECES * SIZE.block + tl.arange(0, SIZE.block)
     total = tl.zeros((SIZE.block,), tl.float32)
-    for i in tl.static_range(SIZE.copies):
-        row = tl.load(rows + token * SIZE.copies + i).to(tl.int64)
+    for i in tl.static_range(COPIES):
+        row = tl.load(rows + token * COPIES + i).to(tl.int64)
         valid = row < length
         a = tl.load(x + row * stride + at, mask=at < tl.where(valid, SIZE.width, 0), other=0.0).to(tl.float32)
         if weights is not None:
-            weight = tl.load(weights + token * SIZE.copies + i)
+            weight = tl.load(weights + token * COPIES + i)
             a *= tl.where(valid, weight, 0.0).to(dtype).to(tl.float32)
         total += a
     tl.store(out + token * SIZE.width + at, total.to(dtype), mask=at < SIZE.width)
@@ -191,27 +193,28 @@ def _unpermute_grad(
 ) -> None:
     """One token: dx of each copy and dw, reads before writes."""
     dx, dw = grads
+    COPIES: constexpr = SIZE.copies  # triton 3.4: static_range takes no attribute
+    WIDTH: constexpr = SIZE.width
+    BLOCK: constexpr = SIZE.block
     token = tl.program_id(0).to(tl.int64)
-    for i in tl.static_range(SIZE.copies):
-        row = tl.load(rows + token * SIZE.copies + i).to(tl.int64)
+    for i in tl.static_range(COPIES):
+        row = tl.load(rows + token * COPIES + i).to(tl.int64)
         valid = row < length
-        dots = tl.zeros((SIZE.block,), tl.float32)
-        for start in tl.static_range(0, SIZE.width, SIZE.block):
-            at = start + tl.arange(0, SIZE.block)
-            g = tl.load(dy + token * SIZE.width + at, mask=at < SIZE.width, other=0.0).to(tl.float32)
-            dots += g * tl.load(x + row * SIZE.width + at, mask=at < tl.where(valid, SIZE.width, 0), other=0.0).to(
-                tl.float32
-            )
+        dots = tl.zeros((BLOCK,), tl.float32)
+        for start in tl.static_range(0, WIDTH, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            g = tl.load(dy + token * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+            dots += g * tl.load(x + row * WIDTH + at, mask=at < tl.where(valid, WIDTH, 0), other=0.0).to(tl.float32)
         dot = tl.where(valid, tl.sum(dots, 0), 0.0)
-        tl.store(dw + token * SIZE.copies + i, dot.to(dw.dtype.element_ty))
-    for start in tl.static_range(0, SIZE.width, SIZE.block):
-        at = start + tl.arange(0, SIZE.block)
-        g = tl.load(dy + token * SIZE.width + at, mask=at < SIZE.width, other=0.0).to(tl.float32)
-        for i in tl.static_range(SIZE.copies):
-            row = tl.load(rows + token * SIZE.copies + i).to(tl.int64)
-            w = tl.load(weights + token * SIZE.copies + i).to(dx.dtype.element_ty).to(tl.float32)
-            mask = at < tl.where(row < length, SIZE.width, 0)
-            tl.store(dx + row * SIZE.width + at, (g * w).to(dx.dtype.element_ty), mask=mask)
+        tl.store(dw + token * COPIES + i, dot.to(dw.dtype.element_ty))
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        g = tl.load(dy + token * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+        for i in tl.static_range(COPIES):
+            row = tl.load(rows + token * COPIES + i).to(tl.int64)
+            w = tl.load(weights + token * COPIES + i).to(dx.dtype.element_ty).to(tl.float32)
+            mask = at < tl.where(row < length, WIDTH, 0)
+            tl.store(dx + row * WIDTH + at, (g * w).to(dx.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n", "count", "blocks"])
