@@ -52,7 +52,7 @@ def block_launches(tokens: int, scale: int, device: torch.device) -> Iterator[Ch
         drawn(width),
         drawn(tokens),
     )
-    size, used = block.tile(width)
+    size, used = block.tile_for(width)
     dx, inverse = torch.empty_like(x), inverse.to(torch.float32)
 
     def norm(programs: int, many: int) -> object:
@@ -73,14 +73,14 @@ def block_launches(tokens: int, scale: int, device: torch.device) -> Iterator[Ch
     tables, made = (drawn(tokens, 64), drawn(tokens, 64)), (drawn(tokens, 28, 128), drawn(tokens, 4, 128))
 
     def turn(numbers: int, many: int) -> object:
-        tile, model = (128, max(1, numbers // 128), 128), (28, 4, 64)
-        grid = (triton.cdiv(tokens * 32, tile[1]),)
+        tile, shape = block.Tile(128, max(1, numbers // 128), 128), qkv.Shape(28, 4, 64)
+        grid = (triton.cdiv(tokens * 32, tile.rows),)
         given = (heads, *tables, None, None)
-        return qkv._turn[grid](
-            given, (*made, None), tokens, (36 * 128, 128), 0.0, model, tile, num_warps=many, **block.EXACT
+        return qkv._rotate[grid](
+            given, (*made, None), tokens, (36 * 128, 128), 0.0, shape, tile, num_warps=many, **block.EXACT
         )
 
-    yield "heads", turn, list(product((1024, 2048, 4096, 8192), WARPS)), (block.TILE, block.tile(128)[1])
+    yield "heads", turn, list(product((1024, 2048, 4096, 8192), WARPS)), (block.TILE_SIZE, block.tile_for(128)[1])
 
 
 def expert_launches(tokens: int, device: torch.device) -> Iterator[Choice]:
@@ -94,16 +94,18 @@ def expert_launches(tokens: int, device: torch.device) -> Iterator[Choice]:
     places, _ends = moe.sort_rows(chosen, experts)
     moved, weights = rows.new_empty(tokens * copies, 2048), torch.rand(tokens, copies, device=device)
 
-    def spread(piece: int, many: int) -> object:
+    def permute_tokens(piece: int, many: int) -> object:
         grid = (tokens * triton.cdiv(2048, piece),)
-        return moe._spread[grid](rows, places, moved, 2048, len(moved), (2048, copies, piece), num_warps=many)
+        return moe._permute[grid](
+            rows, places, moved, 2048, len(moved), moe.RowSize(2048, copies, piece), num_warps=many
+        )
 
     def collect(piece: int, many: int) -> object:
         grid = (tokens * triton.cdiv(2048, piece),)
-        size = (2048, copies, piece)
-        return moe._collect[grid](moved, places, weights, rows, 2048, len(moved), size, num_warps=many, **moe.EXACT)
+        size = moe.RowSize(2048, copies, piece)
+        return moe._unpermute[grid](moved, places, weights, rows, 2048, len(moved), size, num_warps=many, **moe.EXACT)
 
-    yield "rows to experts", spread, list(product(PIECES[:3], WARPS)), (moe.PIECE, 4)
+    yield "rows to experts", permute_tokens, list(product(PIECES[:3], WARPS)), (moe.PIECE, 4)
     yield "rows back, weighted", collect, list(product(PIECES[:3], WARPS)), (moe.PIECE, 4)
 
     def sort(copies_each: int, many: int) -> object:
@@ -114,7 +116,7 @@ def expert_launches(tokens: int, device: torch.device) -> Iterator[Choice]:
         ends = counts.view(-1).cumsum(0)
         return moe._place[(blocks,)](chosen, ends, places, *size, num_warps=many)
 
-    yield "sort", sort, list(product((32, 64, 128), WARPS)), (moe.SORTED, 4)
+    yield "sort", sort, list(product((32, 64, 128), WARPS)), (moe.SORT_BLOCK, 4)
 
 
 def main() -> None:

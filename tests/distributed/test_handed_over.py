@@ -10,8 +10,7 @@ from torch import Tensor
 
 from dovetail.engine.native import NativeEngine
 from dovetail.factory import engine
-from dovetail.kernels.reference import mixture
-from dovetail.kernels.registry import KernelSet
+from dovetail.kernels.registry import KernelSet, mixture_of_experts
 from dovetail.parallel.layout import Layout
 from tests.distributed import matrix
 from tests.distributed.matrix import FLAT, SHALLOW, Case, Figures, compare, path_of, write_alone, write_models
@@ -28,10 +27,10 @@ class Handing:
         self.handed = self.plain = 0
 
     def __call__(
-        self, ops: Any, x: Tensor, chosen: Tensor, weights: Tensor, experts: Any, copies: int | None, add: Any
+        self, x: Tensor, chosen: Tensor, weights: Tensor, experts: Any, copies: int | None, add: Any
     ) -> Tensor:
         def compute(x: Tensor, weights: Tensor, *experts: Tensor) -> Tensor:
-            return mixture(ops, x, chosen, weights, (experts[0], experts[1]), copies)
+            return mixture_of_experts(KernelSet(), x, chosen, weights, (experts[0], experts[1]), copies)
 
         if copies == 0 or len(x) % 3 == 0:
             self.plain += torch.is_grad_enabled()

@@ -128,7 +128,7 @@ def test_a_number_of_tokens_never_compiles_again() -> None:
 
     kernels = kernels_for(torch.device("cuda"))
     jitted: list[Any] = [norm_triton._norm, norm_triton._norm_grad, norm_triton._swiglu, norm_triton._swiglu_grad]
-    jitted += [norm_triton._columns, rope_triton._turn, rope_triton._turn_grad]
+    jitted += [norm_triton._columns, rope_triton._rotate, rope_triton._rotate_grad]
 
     def variants() -> list[int]:
         return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in jitted]

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 PARAMS = SamplingParams(samples=3, max_new_tokens=40, temperature=1.3, stop_ids=tuple(range(0, VOCAB, 40)), seed=4)
 DTYPES = [torch.float32, torch.bfloat16]
-ON_DEVICE = torch.cuda.is_available() and cuda.grouped_stays(torch.device("cuda"), torch.bfloat16, 8)
+ON_DEVICE = torch.cuda.is_available() and cuda.grouped_mm_without_sync(torch.device("cuda"), torch.bfloat16, 8)
 
 
 def uncaptured(fn: Callable[[], Any]) -> Callable[[], Any]:

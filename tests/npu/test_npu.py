@@ -94,7 +94,7 @@ def test_operation(case: str) -> None:
 
 def test_more_sequences_than_one_call_takes() -> None:
     ops = StandIn()
-    lengths = (1, 2) * npu.MOST_SEQUENCES
+    lengths = (1, 2) * npu.MAX_SEQUENCES
     spans = Spans(torch.tensor([0, *lengths]).cumsum(0), lengths)
     q, k, v = torch.randn(3, sum(lengths), 1, 2)
     found = npu_kernels(ops, torch.device("cpu")).attention(q, k, v, spans, spans)

@@ -86,7 +86,7 @@ def test_error_is_at_most_that_of_transformers(
     for name in NAMES:
         exact, half = references[name]
         for what, expected in exact.items():
-            allowed, got = spread(half[what], expected), spread(found[name][what], expected)
+            allowed, got = permute_tokens(half[what], expected), permute_tokens(found[name][what], expected)
             for kind, here, there in zip(("mean", "99th percentile"), got, allowed, strict=True):
                 assert 0.0 < here <= HALF_SHARE * there, (
                     f"{name}: {kind} error of {what} {here:.2e}, theirs {there:.2e}"
@@ -99,10 +99,10 @@ def test_statistics_in_bfloat16_would_be_noticed(folder: Path, references: dict[
     wrong = theirs(torch.nn.Module.to(model, torch.bfloat16), torch.bfloat16)
     exact, half = references["llama"]
     for what in ("logprob", "entropy"):
-        assert spread(wrong[what], exact[what])[0] > HALF_SHARE * spread(half[what], exact[what])[0]
+        assert permute_tokens(wrong[what], exact[what])[0] > HALF_SHARE * permute_tokens(half[what], exact[what])[0]
 
 
-def spread(x: Tensor, exact: Tensor) -> tuple[float, float]:
+def permute_tokens(x: Tensor, exact: Tensor) -> tuple[float, float]:
     """Mean and 99th percentile of |x - exact|."""
     error = (x.to(torch.float64) - exact.to(torch.float64)).abs()
     return float(error.mean()), float(error.kthvalue(int(P99 * len(error))).values)

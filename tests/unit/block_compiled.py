@@ -23,38 +23,41 @@ from dovetail.kernels import (
 HOPPER = GPUTarget("cuda", 90, 32)
 B, F, D, L, J, U = "*bf16", "*fp32", "*fp64", "*i64", "*i32", "*u8"  # pointers to memory that begins at whole 16 bytes
 N, S, E = "i32", "i32 by 16", "fp32"  # a count of tokens, a stride, an epsilon
-(WIDE, FULL), (NARROW, HEAD) = block.tile(3584), block.tile(128)
-QWEN = (28, 4, 64)  # queries, groups, and half of what turns
+(WIDE, FULL), (NARROW, HEAD) = block.tile_for(3584), block.tile_for(128)
+QWEN = qkv.Shape(28, 4, 64)
+ROUTED = moe.RowSize(2048, 8, moe.PIECE)
+SAMPLED, SMALL = draw.Shape(38, 64, False), draw.Shape(1, 1, False)
+WRITTEN = decode.EntryShape(64, 128, 128, 128, 128)
 # Kernel, its warps, and its arguments: types, or what is compiled in.
 CASES: list[tuple[Any, int, tuple[Any, ...]]] = [
     (block._norm, FULL, (B, B, B, (B, B, F), N, S, E, WIDE)),
     (block._norm, FULL, (B, None, B, (None, B, F), N, S, E, WIDE)),
     (block._norm_grad, FULL, ((B, B, F, B, B), B, F, N, S, WIDE, 3)),
     (block._norm_grad, FULL, ((B, B, F, B, None), B, F, N, S, WIDE, 1)),
-    (block._columns, 4, (F, B, N, 3584, block.COLUMN_TILE)),
+    (block._columns, 4, (F, B, N, block.Tile(3584, 64, 16))),
     (block._swiglu, 4, (B, B, S, 18944, block.PIECE)),
     (block._swiglu_grad, 4, (B, B, B, (S, S), 768, block.PIECE)),
     (block._sum, 4, (B, B, B, S, S, -1, 8, block.PIECE)),
     (block._sum, 4, (F, F, F, S, S, 0, 2, block.PIECE)),
     (block._sum, 4, (F, F, F, S, S, 3, 4, block.PIECE)),
-    (block._lay, 8, (B, B, B, S, block.LAID)),
-    (qkv._turn, HEAD, ((B, B, B, None, None), (B, B, None), N, (S, S), E, QWEN, NARROW)),
-    (qkv._turn, HEAD, ((B, B, B, B, B), (B, B, F), N, (S, S), E, QWEN, NARROW)),
-    (qkv._turn_grad, HEAD, ((B,) * 5, (None, None, None, None, S, S), (B, None), N, (S, S, S), QWEN, NARROW)),
-    (qkv._turn_grad, HEAD, ((B,) * 5, (B, B, B, F, S, S), (B, F), N, (S, S, S), QWEN, NARROW)),
-    (moe._spread, 4, (B, J, B, S, N, (2048, 8, moe.PIECE))),
-    (moe._collect, 4, (B, J, F, B, S, N, (2048, 8, moe.PIECE))),
-    (moe._collect, 4, (B, L, None, B, S, N, (7168, 1, moe.PIECE))),
-    (moe._combine_grad, 4, (B, B, J, F, (B, F), N, (2048, 8, moe.PIECE))),
-    (moe._count, 4, (L, J, N, N, N, moe.SORTED)),
-    (moe._place, 4, (L, L, J, N, N, N, moe.SORTED)),
-    (moe._top_k, 4, (F, L, N, (128, 16, 128), 8)),
-    (draw._weigh, draw.WARPS, (F, None, (F, J, D), (S, S), E)),
-    (draw._weigh, draw.WARPS, (F, U, (F, J, D), (S, S), E)),
-    (draw._pick, draw.WARPS, (F, None, (F, J, D), (L, L), D, (S, S), E, (38, 64, False))),
-    (draw._pick, draw.WARPS, (F, U, (F, J, D), (L, L), D, (S, S), E, (38, 64, True))),
-    (draw._pick, draw.WARPS, (B, U, (F, J, D), (L, L), D, (S, S), E, (1, 1, False))),
-    (decode._write, 1, ((B, B), L, L, (B, B), (S, S, S, S), (64, 128, 128, 128, 128))),
+    (block._copy_to_both, 8, (B, B, B, S, block.COPY_BLOCK)),
+    (qkv._rotate, HEAD, ((B, B, B, None, None), (B, B, None), N, (S, S), E, QWEN, NARROW)),
+    (qkv._rotate, HEAD, ((B, B, B, B, B), (B, B, F), N, (S, S), E, QWEN, NARROW)),
+    (qkv._rotate_grad, HEAD, ((B,) * 5, (None, None, None, None, S, S), (B, None), N, (S, S, S), QWEN, NARROW)),
+    (qkv._rotate_grad, HEAD, ((B,) * 5, (B, B, B, F, S, S), (B, F), N, (S, S, S), QWEN, NARROW)),
+    (moe._permute, 4, (B, J, B, S, N, ROUTED)),
+    (moe._unpermute, 4, (B, J, F, B, S, N, ROUTED)),
+    (moe._unpermute, 4, (B, L, None, B, S, N, moe.RowSize(7168, 1, moe.PIECE))),
+    (moe._unpermute_grad, 4, (B, B, J, F, (B, F), N, ROUTED)),
+    (moe._count, 4, (L, J, N, N, N, moe.SORT_BLOCK)),
+    (moe._place, 4, (L, L, J, N, N, N, moe.SORT_BLOCK)),
+    (moe._top_k, 4, (F, L, N, block.Tile(128, 16, 128), 8)),
+    (draw._piece_stats, draw.WARPS, (F, None, (F, J, D), (S, S), E)),
+    (draw._piece_stats, draw.WARPS, (F, U, (F, J, D), (S, S), E)),
+    (draw._sample, draw.WARPS, (F, None, (F, J, D), (L, L), D, (S, S), E, SAMPLED)),
+    (draw._sample, draw.WARPS, (F, U, (F, J, D), (L, L), D, (S, S), E, SAMPLED._replace(greedy=True))),
+    (draw._sample, draw.WARPS, (B, U, (F, J, D), (L, L), D, (S, S), E, SMALL)),
+    (decode._write, 1, ((B, B), L, L, (B, B), (S, S, S, S), WRITTEN)),
 ]
 
 

@@ -94,7 +94,7 @@ def sums(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
         what = " x ".join(map(str, shape))
         given = [parts.to(dtype)]
         yield (
-            f"sum_in_order {what}",
+            f"sum_deterministic {what}",
             _constant(norm_triton.sum_deterministic),
             _constant(reference.sum_deterministic),
             given,
@@ -102,12 +102,12 @@ def sums(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
         )
         turned = [given[0].mT.contiguous()]
         ours, theirs = (_constant(op, turn=True) for op in (norm_triton.sum_deterministic, reference.sum_deterministic))
-        yield f"sum_in_order, strided, {what}", ours, theirs, turned, []
+        yield f"sum_deterministic, strided, {what}", ours, theirs, turned, []
         own = torch.randn(shape[1:], generator=draw).to(dtype)[..., 1:].contiguous()
         for which in {0, shape[0] - 1}:  # of columns, as they lie in a slot
             ours, theirs = (_columns(op, which) for op in (norm_triton.sum_deterministic, reference.sum_deterministic))
-            yield f"sum_in_order, with its own as {which}, {what}", ours, theirs, given, [own]
-        yield f"lay_twice {what}", _twice(norm_triton.copy_to_both), _twice(reference.copy_to_both), given, []
+            yield f"sum_deterministic, with its own as {which}, {what}", ours, theirs, given, [own]
+        yield f"copy_to_both {what}", _twice(norm_triton.copy_to_both), _twice(reference.copy_to_both), given, []
 
 
 def _columns(op: Op, which: int) -> Op:
@@ -135,7 +135,7 @@ def _constant(op: Op, *, turn: bool = False) -> Op:
 
 def experts(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
     """The sort with more copies than one of its programs takes; what has a program for every token, with some of them."""
-    assert moe_triton.SORTED < 50 * 4, "or nobody sees one block of the sort follow another"
+    assert moe_triton.SORT_BLOCK < 50 * 4, "or nobody sees one block of the sort follow another"
     for tokens, copies, count, width in ((1, 1, 1, 3), (50, 4, 9, 16), (5, 3, 300, moe_triton.PIECE + 2)):
         chosen = torch.rand(tokens, count, generator=draw).topk(copies).indices
         chosen[: tokens // 3] = torch.arange(copies)  # uneven: many to the first ones, which leaves some without any
@@ -164,7 +164,7 @@ def moves(draw: torch.Generator, dtype: torch.dtype, chosen: Tensor, count: int,
     x, wide = drawn(draw, dtype, tokens, width), drawn(draw, dtype, tokens, width + 1)
     size = f"{tokens} x {copies} of {count}, {width}"
     rows = reference.permute(x, chosen, count)[1]
-    yield f"spread {size}", _later(ours.spread), _later(theirs.spread), [wide], [rows, copies]
+    yield f"spread {size}", _later(ours.permute_tokens), _later(theirs.permute_tokens), [wide], [rows, copies]
     total = int((few < count).sum())
     for what, left, at in (
         (size, moved, rows),

@@ -15,8 +15,8 @@ from dovetail.kernels import paged_attention_triton
 
 HOPPER, ADA = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 89, 32)
 SHARED = {HOPPER: 227 << 10, ADA: 99 << 10}  # bytes that a program's threads may share
-TYPES = {"table": "*i64", "lengths": "*i64", "found": "*fp32", "table_stride": "i32"}
-KERNELS = (paged_attention_triton._partial, paged_attention_triton._join)
+TYPES = {"table": "*i64", "lengths": "*i64", "partial": "*fp32", "stride": "i32"}
+KERNELS = (paged_attention_triton._split, paged_attention_triton._combine)
 
 
 CASES = (
@@ -30,8 +30,13 @@ def compiled() -> dict[str, tuple[int, int, int]]:
     found = {}
     for target, dim, window, dtype in CASES:
         width = triton.next_power_of_2(dim)
-        sizes = {"SHAPE": (7, 16, dim, width, 64, window), "DIM": dim, "WIDTH": width, "SPLITS": 4}
-        room = SHARED[target] * 3 // 4  # as `block_triton.shared_bytes`
+        sizes = {
+            "SHAPE": paged_attention_triton.Shape(7, 16, dim, width, 64, window),
+            "DIM": dim,
+            "WIDTH": width,
+            "SPLITS": 4,
+        }
+        room = SHARED[target] * 3 // 4  # as `norm_triton.shared_bytes`
         stages = paged_attention_triton.stages_for(16, width, 4 if dtype == "*fp32" else 2, room)
         for kernel in KERNELS:
             names = kernel.arg_names

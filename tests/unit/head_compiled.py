@@ -21,7 +21,7 @@ SIZES = {"columns": 152064, "BLOCK": logprob_triton.COLUMNS, "ROWS": quack_head.
 def compiled() -> dict[str, int]:
     """Kernel -> bytes of machine code."""
     found = {}
-    for kernel in (logprob_triton._row_stats, logprob_triton._row_grad, quack_head._join):
+    for kernel in (logprob_triton._row_stats, logprob_triton._row_grad, quack_head._combine):
         signature = {n: "constexpr" if n in SIZES else POINTERS.get(n, "i32") for n in kernel.arg_names}
         constants = {(i,): SIZES[name] for i, name in enumerate(kernel.arg_names) if name in SIZES}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)

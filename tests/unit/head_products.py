@@ -52,7 +52,7 @@ def measure() -> dict[str, dict[str, float]]:
     for n, width, columns in SIZES:
         draw = torch.Generator().manual_seed(n)
         x = torch.randn(n, width, generator=draw).to(torch.bfloat16)
-        assert not quack_head.takes(x, x[:0]), "a rank without columns has no product"
+        assert not quack.takes(x, x[:0]), "a rank without columns has no product"
         weight = torch.randn(columns, width, generator=draw).mul_(2 * width**-0.5).to(torch.bfloat16)
         targets = torch.randint(-columns // 2, 2 * columns, (n,), generator=draw)
         for temperature in (None, torch.linspace(0.3, 3.0, n)):

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.kernels import moe_triton, reference
-from dovetail.kernels.quack_moe import Products, mixture
-from dovetail.kernels.registry import KernelSet
+from dovetail.kernels.quack_moe import GroupedProducts, mixture
+from dovetail.kernels.registry import KernelSet, mixture_of_experts
 from tests.unit.held import Held
 
 WIDTH, FEATURES = 64, 24
@@ -96,8 +95,15 @@ def add_joint_grad_(total: Tensor, d_both: Tensor, x: Tensor, *, starts: Tensor,
     total.copy_(dw) if first else total.add_(dw)
 
 
-PLAIN = Products(gated_product_into, gated, gated_gradient, product, input_gradient, add_weight_grad_, add_joint_grad_)
-TRITON = KernelSet(permute=moe_triton.permute, unpermute=moe_triton.unpermute)
+PLAIN = GroupedProducts(
+    gated_product_into, gated, gated_gradient, product, input_gradient, add_weight_grad_, add_joint_grad_
+)
+
+
+def computed(*args: Any) -> Tensor:
+    y = mixture(*args)
+    assert y is not None
+    return y
 
 
 def error(found: Tensor, exact: Tensor) -> float:
@@ -126,14 +132,14 @@ def compared(tokens: int, copies: int, experts: int, *, nowhere: bool, dtype: to
         leaves = {k: (x.double() if wide else x).detach().requires_grad_() for k, x in inputs.items()}
         x, weights, gate_up, down = leaves.values()
         if wide:
-            y = reference.mixture(KernelSet(), x, chosen, weights.to(dtype).double(), (gate_up, down), somewhere)
+            y = mixture_of_experts(KernelSet(), x, chosen, weights.to(dtype).double(), (gate_up, down), somewhere)
         else:
-            y = mixture(TRITON, x, chosen, weights, (gate_up, down), somewhere, products=PLAIN)
+            y = computed(x, chosen, weights, (gate_up, down), somewhere, None, PLAIN)
         grads = torch.autograd.grad(y, tuple(leaves.values()), up.to(y.dtype))
         found.append({"y": y, **{f"d {name}": g for name, g in zip(leaves, grads, strict=True)}})
         with torch.no_grad():
             scoring = replace(PLAIN, gated_product_into=never)
-            again = y if wide else mixture(TRITON, x, chosen, weights, (gate_up, down), somewhere, products=scoring)
+            again = y if wide else computed(x, chosen, weights, (gate_up, down), somewhere, None, scoring)
         assert torch.equal(again, y)
     ours, exact = found
     zeros = float(ours["d weights"][chosen >= experts].abs().sum())
@@ -146,7 +152,7 @@ def handed_over(inputs: dict[str, Tensor], chosen: Tensor, somewhere: int, up: T
     """The sums over two equal micro-batches of both weights' gradients. No second one comes from autograd."""
     held = Held(inputs["gate_up"], inputs["down"])
     for _ in range(2):
-        y = mixture(TRITON, inputs["x"], chosen, inputs["weights"], held.both(), somewhere, held.defer_wgrad, PLAIN)
+        y = computed(inputs["x"], chosen, inputs["weights"], held.both(), somewhere, held.defer_wgrad, PLAIN)
         y.backward(up.to(y.dtype))
     found = {name.removesuffix("_proj"): x for name, x in held.sums().items()}
     assert len(found) == 2 and all(x.dtype == torch.float32 for x in found.values())

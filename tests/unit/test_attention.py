@@ -126,7 +126,7 @@ def test_a_cached_token_sees_what_the_last_query_sees(
             for at, entry in enumerate(x):
                 held[table[i, at // page], :, at % page] = entry
     found = reference.decode_attention(q, cache[0], cache[1], table, torch.tensor(lengths), window)
-    monkeypatch.setattr(reference, "GATHERED", 1)
+    monkeypatch.setattr(reference, "GATHER_BLOCK", 1)
     assert_close(
         reference.decode_attention(q, cache[0], cache[1], table, torch.tensor(lengths), window),
         found,
@@ -157,7 +157,7 @@ def test_fa4_is_asked_for_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The stand-in has the package's parameters and computes in float64; its results are rounded once."""
-    monkeypatch.setattr(fa4, "FEW", 0)
+    monkeypatch.setattr(fa4, "PACK_GQA_QUERIES", 0)
     (n, m), draw = LENGTHS[name], torch.Generator().manual_seed(0)
     shapes = ((sum(n), heads[0], dims[0]), (sum(m), heads[1], dims[0]), (sum(m), heads[1], dims[1]))
     q, k, v = (torch.randn(shape, generator=draw).to(torch.bfloat16).requires_grad_() for shape in shapes)

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dovetail.arch.registry import spec_from_config
 from dovetail.factory.engine import make_decoder
-from dovetail.kernels import extras, quack
-from dovetail.kernels.registry import KernelSet, gated_products, kernels_for
+from dovetail.kernels import cuda, quack
+from dovetail.kernels.registry import GatedProducts, KernelSet, kernels_for
 from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.nn.grad_accumulation import GradAccumulator, WgradQueue
 from dovetail.nn.mlp import GatedMLP
@@ -144,7 +144,7 @@ def test_without_gradients_no_pairs_are_made(package: StandIn) -> None:
 @pytest.mark.parametrize("kept_out", ["adds", "biases", "dtype"])
 def test_the_plain_one_is_taken(package: StandIn, kept_out: str) -> None:
     """Where autograd is to have the weights' gradients, where there are biases, where the package has no product."""
-    kernels = KernelSet(gated=gated_products()) if kept_out == "dtype" else everywhere()
+    kernels = KernelSet(gated=GatedProducts()) if kept_out == "dtype" else everywhere()
     mlp = make(kernels, adds=kept_out != "adds", biased=kept_out == "biases")
     plain = make(KernelSet(), biased=kept_out == "biases")
     assert_all_close(played(mlp, mlp), played(plain, plain), SUM_ORDER)
@@ -222,7 +222,7 @@ def test_a_sampler_s_products_are_plain() -> None:
 def test_who_gates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     for there in ([quack.INTERFACE], [quack.INTERFACE, quack.EPILOGUE]):
-        monkeypatch.setattr(extras, "usable", lambda module, *_, there=there: module in there)
+        monkeypatch.setattr(cuda, "package_usable", lambda module, *_, there=there: module in there)
         found = kernels_for(torch.device("cuda"))
         assert found.describe()["gated"] == "quack"
         whole = quack.EPILOGUE in there and importlib.util.find_spec("triton") is not None

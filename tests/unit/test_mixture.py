@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.kernels.reference import mixture, permute, spread, unpermute
-from dovetail.kernels.registry import KernelSet
-from dovetail.kernels.token_permute import rounded
+from dovetail.kernels.reference import permute, permute_tokens, unpermute
+from dovetail.kernels.registry import KernelSet, mixture_of_experts
+from dovetail.kernels.token_permute import round_rows
 from dovetail.nn.grad_accumulation import WgradQueue
 from dovetail.nn.moe import Experts
 from dovetail.parallel.mesh import Axis, Mesh
@@ -50,7 +50,7 @@ def test_copies_lie_by_expert_and_who_is_nowhere_has_none(room: int) -> None:
     there = chosen.flatten() < E
     assert bool((rows[~there] >= room).all())
     assert torch.equal(rows[there].sort().values, torch.arange(total))
-    assert torch.equal(spread(x, rows, K, room)[:total], copies[:total])
+    assert torch.equal(permute_tokens(x, rows, K, room)[:total], copies[:total])
     up = torch.full_like(copies, float("nan"))  # what nobody wrote
     up[:total] = drawn(total, D, seed=1)
     (grad,) = torch.autograd.grad(copies, x, up)
@@ -112,7 +112,7 @@ def test_a_mixture_is_the_weighted_sum_of_the_experts_that_are_there(name: str) 
     expected_grads = torch.autograd.grad(expected, leaves, up, allow_unused=True)
     x, *others = leaves
     for given in (copies, None) if name == "all" else (copies,):
-        y = mixture(KernelSet(), x, chosen, others[0], (others[1], others[2]), given)
+        y = mixture_of_experts(KernelSet(), x, chosen, others[0], (others[1], others[2]), given)
         assert_close(y, expected, OP_FP64)
         for a, b in zip(torch.autograd.grad(y, leaves, up), expected_grads, strict=True):
             assert_close(a, torch.zeros_like(a) if b is None else b, OP_FP64)
@@ -224,9 +224,9 @@ def test_experts_over_ranks_are_those_of_one(name: str, skewed: bool) -> None:
         assert sum(n for w, n in rooms[0].rows if w == width) == 2 * each_way * sent
 
 
-def handing(ops: Any, x: Tensor, chosen: Tensor, weights: Tensor, experts: Any, copies: Any, add: Any) -> Tensor:
+def handing(x: Tensor, chosen: Tensor, weights: Tensor, experts: Any, copies: Any, add: Any) -> Tensor:
     def compute(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return mixture(ops, x, chosen, weights, (gate_up, down), copies)
+        return mixture_of_experts(KernelSet(), x, chosen, weights, (gate_up, down), copies)
 
     y: Tensor = HandingOver.apply(x, weights, *experts, compute, (add, plain_add_))
     return y
@@ -285,9 +285,9 @@ def test_gradients_that_are_handed_over_come_beside_the_last_exchange(halves: in
 
 def test_there_is_room_for_an_eighth_more_rows_at_most() -> None:
     for n in range(5000):
-        assert n <= rounded(n) <= n + n // 8
-    assert [rounded(n) for n in (0, 15, 17, 43000)] == [0, 15, 18, 45056]
-    assert len({rounded(n) for n in range(40000, 50000)}) <= 4
+        assert n <= round_rows(n) <= n + n // 8
+    assert [round_rows(n) for n in (0, 15, 17, 43000)] == [0, 15, 18, 45056]
+    assert len({round_rows(n) for n in range(40000, 50000)}) <= 4
 
 
 def test_a_token_whose_experts_share_a_rank_goes_there_once() -> None:

@@ -12,7 +12,7 @@ from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import ArchSpec
 from dovetail.batch.routing import Balance, Routes, RoutingTrace
 from dovetail.engine.expert_routing import BalanceSettings, Routing
-from dovetail.kernels.reference import spread
+from dovetail.kernels.reference import permute_tokens
 from dovetail.kernels.registry import KernelSet
 from dovetail.kernels.token_permute import inverse_of
 from dovetail.nn.moe import MoE, Router
@@ -127,8 +127,8 @@ def test_rows_travel_by_permutations_both_ways() -> None:
     assert torch.equal(order[inverse_of(order)], torch.arange(12))
     x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     for rows in (order, order.to(torch.int32)):  # as some devices sort
-        assert torch.equal(spread(x, rows, 3)[rows], x.repeat_interleave(3, 0))
-        assert torch.autograd.gradcheck(lambda y, rows=rows: spread(y, rows, 3), x, atol=GRADCHECK)
+        assert torch.equal(permute_tokens(x, rows, 3)[rows], x.repeat_interleave(3, 0))
+        assert torch.autograd.gradcheck(lambda y, rows=rows: permute_tokens(y, rows, 3), x, atol=GRADCHECK)
 
 
 def block(**options: Any) -> tuple[MoE, ArchSpec]:

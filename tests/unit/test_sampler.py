@@ -113,7 +113,7 @@ def test_no_step_is_captured_that_synchronizes() -> None:
     assert capture_for(experts, mesh, kernels, torch.bfloat16) is None  # the reference reads where their rows end
     grouped = replace(kernels, grouped_mm=cuda.grouped_mm)
     for stays in (False, True):
-        with mock.patch.object(cuda, "grouped_stays", return_value=stays):
+        with mock.patch.object(cuda, "grouped_mm_without_sync", return_value=stays):
             assert (capture_for(experts, mesh, grouped, torch.bfloat16) is not None) == stays
             assert capture_for(experts, Mesh.abstract(Layout(dp=2, ep=2), 0, "cuda"), grouped, torch.bfloat16) is None
 

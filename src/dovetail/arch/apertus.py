@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dovetail.arch.common import dense_spec, family_fields, layer_windows
+from dovetail.arch.common import BASE, dense_spec, family_fields, layer_windows
 from dovetail.arch.spec import ArchSpec
 
 THETA = 12000000.0
@@ -17,24 +17,16 @@ ROPE: Mapping[str, Any] = {
     "high_freq_factor": 4.0,
 }
 DEFAULTS: Mapping[str, Any] = {
+    **BASE,
     "vocab_size": 131072,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
     "hidden_act": "xielu",
     "max_position_embeddings": 65536,
     "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
     "pad_token_id": 3,
 }
 
 
 def apertus_spec(config: Mapping[str, Any]) -> ArchSpec:
-    """The spec of a raw config.json with model_type apertus."""
     if config.get("rope_parameters") is None and not config.get("rope_scaling"):  # an empty set is that of no scaling
         config = {**config, "rope_parameters": dict(ROPE)}
     c = family_fields("apertus", {"rope_theta": THETA, **config}, DEFAULTS)

@@ -1,8 +1,4 @@
-"""What the families share: reading config.json with a family's defaults, and refusing what is not computed.
-
-The keys, their precedence and what follows from them are those of transformers 5: what it computes from a config is
-what we compute, and an option that we do not compute is refused by name.
-"""
+"""Reading config.json as transformers 5 does, with a family's defaults, and refusing unsupported options."""
 
 import math
 from collections.abc import Mapping
@@ -13,40 +9,60 @@ from dovetail.arch.spec import ROPE_KINDS, ArchSpec, AttentionSpec, MoeSpec, Rop
 from dovetail.errors import ModelError, OptionError, quoted
 
 SILU = ("silu", "swish")  # two names of one function
-STRETCHED = ("llama3", "yarn", "longrope")  # from the original length, which may also stand at the config's top level
+SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")  # the original length may be at the config's top level
 FULL, SLIDING = "full_attention", "sliding_attention"
-FULL_NAMES = (FULL, "attention")  # the second is what older configs call the first
+FULL_NAMES = (FULL, "attention")  # the second in older configs
 DEFAULT_THETA = 10000.0
-MOST = 1 << 62  # what torch can count
+MAX_INTEGER = 1 << 62  # for torch's sizes
+BASE: Mapping[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}  # transformers' defaults that most families share
+QWEN: Mapping[str, Any] = {
+    **BASE,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 ROPE_KEYS = frozenset(
     {
         *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
         *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
         *("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
-        "finetuned",  # a remark in some yarn checkpoints, without effect
+        "finetuned",  # in some yarn checkpoints, without effect
     }
 )
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Values by name, with the defaults of absent keys. Every reader names the key that it cannot accept."""
+    """A config's values, with the defaults of absent keys. Readers raise ModelError that names the key."""
 
     where: str
-    given: Mapping[str, Any]
+    config: Mapping[str, Any]
     defaults: Mapping[str, Any]
 
     def __contains__(self, key: str) -> bool:
-        return key in self.given or key in self.defaults
+        return key in self.config or key in self.defaults
 
     def get(self, key: str) -> Any:
-        """The value as it stands: None where it is null, or absent and without a default."""
-        return self.given.get(key, self.defaults.get(key))
+        return self.config.get(key, self.defaults.get(key))
 
     def integer(self, key: str, least: int = 1) -> int:
         value = self.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < MOST:
-            too_large = isinstance(value, int) and value >= MOST
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < MAX_INTEGER:
+            too_large = isinstance(value, int) and value >= MAX_INTEGER
             raise self.refusal(key, f"a whole number of {least} or more{', below 2^62' if too_large else ''}")
         return value
 
@@ -63,22 +79,21 @@ class Fields:
         return value
 
     def refusal(self, key: str, expected: str) -> ModelError:
-        """`raise fields.refusal(...)`: what was given under `key`, and what is supported."""
+        """The error of a value that makes no model."""
         state = "is missing" if key not in self else f"is {quoted(self.get(key))}"
         return ModelError(f"{self.where}: {key} {state}; supported: {expected}")
 
     def lack(self, key: str, expected: str) -> OptionError:
-        """The same, for a value that transformers' own layers compute."""
+        """The error of a value that only the transformers engine supports."""
         return OptionError(str(self.refusal(key, expected)))
 
 
 def family_fields(family: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Fields:
-    """A family's config.json with transformers' defaults of the keys that it leaves out."""
     return Fields(f"config.json of a {family} model", config, defaults)
 
 
 def renamed(config: Mapping[str, Any], name: str, to: str) -> Mapping[str, Any]:
-    """A config with a key under the other name that transformers knows it by, and which wins where it has both."""
+    """A config with an alias of the key `to`, which wins where both are present."""
     return {**config, to: config[name]} if name in config else config
 
 
@@ -92,11 +107,8 @@ def dense_spec(
     mlp_bias: bool = False,
     activations: tuple[str, ...] = SILU,
 ) -> ArchSpec:
-    """The spec of a dense family from the keys that all of them share and the few that set them apart.
-
-    Raises ModelError for values that make no model, and for options that are not computed.
-    """
-    _refuse_what_is_not_computed(c, activations)
+    """The spec of a dense family. Raises ModelError for values that make no model, OptionError for unsupported options."""
+    _refuse_unsupported(c, activations)
     width, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
     kv_heads = heads if c.get("num_key_value_heads") is None else c.integer("num_key_value_heads")
     if heads % kv_heads:
@@ -127,7 +139,7 @@ def dense_spec(
 
 
 def _pad_id(c: Fields) -> int | None:
-    """The row that transformers' token table does not train where it is looked up; one below 0 counts from the end."""
+    """The row of the token table that transformers does not train; a negative one counts from the end."""
     pad, rows = c.get("pad_token_id"), c.integer("vocab_size")
     if pad is not None and (not isinstance(pad, int) or isinstance(pad, bool)):
         raise c.refusal("pad_token_id", "a token id or null")
@@ -135,7 +147,7 @@ def _pad_id(c: Fields) -> int | None:
 
 
 def sparse_layers(c: Fields) -> tuple[bool, ...]:
-    """Which layers have experts by Qwen's keys: every `decoder_sparse_step`-th one that `mlp_only_layers` does not name."""
+    """Which layers have experts: every `decoder_sparse_step`-th one that is not in `mlp_only_layers`."""
     step, dense = c.integer("decoder_sparse_step"), c.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise c.refusal("mlp_only_layers", "a list of layer numbers")
@@ -143,7 +155,7 @@ def sparse_layers(c: Fields) -> tuple[bool, ...]:
 
 
 def with_experts(spec: ArchSpec, c: Fields, moe: MoeSpec) -> ArchSpec:
-    """`spec` with experts in some of its layers. Raises ModelError where a token cannot choose as many as it should."""
+    """`spec` with experts in some of its layers."""
     choice = moe.num_experts // moe.groups * moe.kept_groups
     if moe.top_k > choice:
         raise c.refusal("num_experts_per_tok", f"at most {choice}, the experts that a token may choose from")
@@ -151,18 +163,15 @@ def with_experts(spec: ArchSpec, c: Fields, moe: MoeSpec) -> ArchSpec:
 
 
 def layer_windows(c: Fields, window: int | None, first: int = 0, per_layer: bool = True) -> tuple[int | None, ...]:
-    """One entry a layer: `window` from layer `first` on, or wherever `layer_types` says so.
-
-    `per_layer=False`: the family runs one kind of layer, so a `layer_types` that says otherwise is refused.
-    """
+    """Each layer's window: `window` from layer `first` on, or by `layer_types`, which a family without per_layer ignores."""
     depth = c.integer("num_hidden_layers")
     implied = [SLIDING if window is not None and layer >= first else FULL for layer in range(depth)]
-    types = implied
-    given = c.get("layer_types")
-    if given is not None:
-        if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-            raise c.refusal("layer_types", f"a list of {FULL} and {SLIDING}")
-        types = [FULL if name in FULL_NAMES else name for name in given]
+    types = c.get("layer_types")
+    if types is None:
+        types = implied
+    if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
+        raise c.refusal("layer_types", f"a list of {FULL} and {SLIDING}")
+    types = [FULL if name in FULL_NAMES else name for name in types]
     if len(types) != depth:
         raise c.refusal("layer_types", f"one entry for each of the {depth} layers")
     if not set(types) <= {FULL, SLIDING}:
@@ -175,73 +184,66 @@ def layer_windows(c: Fields, window: int | None, first: int = 0, per_layer: bool
 
 
 def qwen_windows(c: Fields) -> tuple[int | None, ...]:
-    """Qwen's rule: `sliding_window` counts only where `use_sliding_window` says so, from `max_window_layers` on."""
+    """`sliding_window` from layer `max_window_layers` on, if `use_sliding_window`."""
     used = c.flag("use_sliding_window") and c.get("sliding_window") is not None
     window = c.integer("sliding_window") if used else None
     return layer_windows(c, window, first=c.integer("max_window_layers", least=0))
 
 
-def rope_given(c: Fields) -> Mapping[str, Any]:
-    """What a config says of rotary positions: `rope_scaling` (the older form) wins over `rope_parameters`."""
-    given = c.get("rope_scaling") or c.get("rope_parameters") or {}
-    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+def rope_fields(c: Fields, **defaults: Any) -> Fields:
+    """The rotary parameters: `rope_scaling`, the older form, wins over `rope_parameters`."""
+    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         raise c.refusal("rope_scaling" if c.get("rope_scaling") else "rope_parameters", "one flat set for all layers")
-    return given
-
-
-def rope_fields(c: Fields, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Fields:
-    """The same with the defaults of what it leaves out."""
-    return Fields(f"the rotary embedding in {c.where}", given, {"rope_type": given.get("type", "default"), **defaults})
+    return Fields(f"the rotary embedding in {c.where}", rope, {"rope_type": rope.get("type", "default"), **defaults})
 
 
 def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
-    """What `rope_given` says wins over top-level keys."""
-    given = rope_given(c)
+    """From the rotary parameters, which win over top-level keys."""
     max_positions = c.integer("max_position_embeddings")
-    defaults = {
-        "rope_theta": c.given.get("rope_theta", DEFAULT_THETA),
-        "partial_rotary_factor": c.get("partial_rotary_factor"),
-        "original_max_position_embeddings": max_positions,
-        "truncate": True,
-    }
-    r = rope_fields(c, given, defaults)
+    r = rope_fields(
+        c,
+        rope_theta=c.config.get("rope_theta", DEFAULT_THETA),
+        partial_rotary_factor=c.get("partial_rotary_factor"),
+        original_max_position_embeddings=max_positions,
+        truncate=True,
+    )
     kind = r.get("rope_type")
     if kind not in ROPE_KINDS:
         raise r.refusal("rope_type", ", ".join(ROPE_KINDS))
-    for key in given.keys() - ROPE_KEYS:
+    for key in r.config.keys() - ROPE_KEYS:
         raise r.refusal(key, ", ".join(sorted(ROPE_KEYS)))
-    if kind in STRETCHED:
+    if kind in SCALED_FROM_ORIGINAL:
         top_level = c.get("original_max_position_embeddings") is not None
         max_positions = (c if top_level else r).integer("original_max_position_embeddings")
-    scaled = {} if kind == "default" else _scaling(kind, r, c.integer("max_position_embeddings") / max_positions)
+    scaling = {} if kind == "default" else _scaling(kind, r, c.integer("max_position_embeddings") / max_positions)
     rotary_dim = _rotary_dim(r, kind, head_dim)
     if kind == "longrope":
-        scaled |= _longrope(r, rotary_dim // 2, scaled["factor"], max_positions)
+        scaling |= _longrope(r, rotary_dim // 2, scaling["factor"], max_positions)
     return RopeSpec(
         kind=kind,
         theta=r.number("rope_theta", least=2.0),  # yarn divides by its logarithm
         rotary_dim=rotary_dim,
         max_positions=max_positions,
-        **scaled,
+        **scaling,
     )
 
 
 def _rotary_dim(r: Fields, kind: str, head_dim: int) -> int:
-    """Rotated channels of a head, as many as transformers' table has for these families.
-
-    Its unscaled table spans the whole head, whatever `partial_rotary_factor` says; its scaled ones heed the factor.
-    """
+    """Rotated channels of a head. As in transformers, an unscaled table ignores `partial_rotary_factor`."""
     partial = kind != "default" and r.get("partial_rotary_factor") is not None
     dim = int(head_dim * r.number("partial_rotary_factor")) if partial else head_dim
     least = 4 if kind == "dynamic" else 2  # dynamic: the exponent is dim / (dim - 2)
     if dim % 2 or not least <= dim <= head_dim:
-        what = f"an even number of rotated channels, at least {least} and at most head_dim={head_dim}, not {dim}"
-        raise r.refusal("partial_rotary_factor", what) if partial else ModelError(f"{r.where}: supported: {what}")
+        expected = f"an even number of rotated channels, at least {least} and at most head_dim={head_dim}, not {dim}"
+        raise (
+            r.refusal("partial_rotary_factor", expected) if partial else ModelError(f"{r.where}: supported: {expected}")
+        )
     return dim
 
 
 def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
-    """The parameters of a scaled kind. `stretch`: longest length over original: yarn's and longrope's factor where null."""
+    """The parameters of a scaled kind. stretch: the longest length over the original, yarn's and longrope's default factor."""
     implied = kind in ("yarn", "longrope") and r.get("factor") is None
     factor = stretch if implied else r.number("factor", least=1.0)
     if kind == "llama3":
@@ -262,27 +264,24 @@ def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
 
 def _longrope(r: Fields, count: int, factor: float, original: int) -> dict[str, Any]:
     """LongRoPE (arXiv 2402.13753): a factor for each of `count` frequencies, and sqrt(1 + ln(factor) / ln(original))."""
-    found: dict[str, Any] = {}
+    factors: dict[str, Any] = {}
     for key in ("short_factor", "long_factor"):
-        given = r.get(key)
-        if (
-            not isinstance(given, list)
-            or len(given) != count
-            or not all(type(x) in (int, float) and x > 0 for x in given)
-        ):
+        values = r.get(key)
+        numbers = isinstance(values, list) and all(type(x) in (int, float) and x > 0 for x in values)
+        if not numbers or len(values) != count:
             raise r.refusal(key, f"a list of {count} numbers above 0, one for each pair of rotated channels")
-        found[key] = tuple(map(float, given))
+        factors[key] = tuple(map(float, values))
     if r.get("attention_factor") is not None:
-        return {**found, "attention_factor": r.number("attention_factor")}
+        return {**factors, "attention_factor": r.number("attention_factor")}
     if factor <= 1.0:
-        return found
+        return factors
     if original < 2:
         raise r.refusal("original_max_position_embeddings", "a whole number of 2 or more")
-    return {**found, "attention_factor": math.sqrt(1 + math.log(factor) / math.log(original))}
+    return {**factors, "attention_factor": math.sqrt(1 + math.log(factor) / math.log(original))}
 
 
 def _yarn_attention_factor(r: Fields, factor: float) -> float:
-    """0.1 ln(factor) + 1 (YaRN, arXiv 2309.00071), or the ratio of two such with weighted logarithms."""
+    """0.1 ln(factor) + 1 (YaRN, arXiv 2309.00071), or mscale's ratio."""
     if r.get("attention_factor") is not None:
         return r.number("attention_factor")
 
@@ -294,7 +293,7 @@ def _yarn_attention_factor(r: Fields, factor: float) -> float:
     return weighted(1.0)
 
 
-def _refuse_what_is_not_computed(c: Fields, activations: tuple[str, ...]) -> None:
+def _refuse_unsupported(c: Fields, activations: tuple[str, ...]) -> None:
     if c.get("hidden_act") not in activations:
         raise c.lack("hidden_act", activations[0])
     if c.get("attention_dropout"):

@@ -1,7 +1,4 @@
-"""DeepSeek-V2 and V3: latent attention, first layers dense, shared experts, group-limited routing by softmax or sigmoid.
-
-V3's form is also that of Moonlight and Kimi-K2.
-"""
+"""DeepSeek-V2 and V3 (also Moonlight and Kimi-K2): latent attention, dense first layers, shared experts, grouped routing."""
 
 import math
 from collections.abc import Mapping
@@ -9,23 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 from dovetail.arch.common import (
+    BASE,
     Fields,
     dense_spec,
     family_fields,
     layer_windows,
     renamed,
     rope_fields,
-    rope_given,
     with_experts,
 )
 from dovetail.arch.spec import ArchSpec, LatentSpec, MoeSpec
 
 SHARED: Mapping[str, Any] = {
-    "num_key_value_heads": None,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
+    **BASE,
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
     "qk_rope_head_dim": 64,
@@ -36,11 +29,8 @@ SHARED: Mapping[str, Any] = {
 V2: Mapping[str, Any] = {
     **SHARED,
     "vocab_size": 102400,
-    "hidden_size": 4096,
     "intermediate_size": 11008,
     "moe_intermediate_size": 1407,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
     "max_position_embeddings": 2048,
     "mlp_bias": False,
     "first_k_dense_replace": 0,
@@ -75,11 +65,10 @@ V3: Mapping[str, Any] = {
     "scoring_func": "sigmoid",
     "rope_interleave": True,
 }
-MOST_PREDICTORS = 64
+MAX_PREDICTORS = 64
 
 
 def deepseek_v2_spec(config: Mapping[str, Any]) -> ArchSpec:
-    """The spec of a raw config.json with model_type deepseek_v2."""
     c = family_fields("deepseek_v2", renamed(config, "num_experts", "n_routed_experts"), V2)
     if c.get("norm_topk_prob"):
         raise c.lack("norm_topk_prob", "false, which is all that transformers computes for this family")
@@ -92,7 +81,6 @@ def deepseek_v2_spec(config: Mapping[str, Any]) -> ArchSpec:
 
 
 def deepseek_v3_spec(config: Mapping[str, Any]) -> ArchSpec:
-    """The spec of a raw config.json with model_type deepseek_v3 or kimi_k2."""
     config = renamed(config, "num_local_experts", "n_routed_experts")
     c = family_fields("deepseek_v3", renamed(config, "num_nextn_predict_layers", "num_mtp_layers"), V3)
     _only(c, "scoring_func", "sigmoid")
@@ -109,8 +97,8 @@ def deepseek_v3_spec(config: Mapping[str, Any]) -> ArchSpec:
 
 
 def _predictors(c: Fields, depth: int) -> tuple[str, ...]:
-    """Tensors of multi-token prediction, whose modules lie behind the last layer: one where a config tells of none."""
-    count = min(c.integer("num_mtp_layers"), MOST_PREDICTORS) if c.get("num_mtp_layers") else 1
+    """Patterns of multi-token prediction's tensors, behind the last layer; one module by default."""
+    count = min(c.integer("num_mtp_layers"), MAX_PREDICTORS) if c.get("num_mtp_layers") else 1
     return tuple(f"model.layers.{depth + module}.*" for module in range(count))
 
 
@@ -137,7 +125,7 @@ def _moe(c: Fields, *, grouped: bool) -> MoeSpec:
 
 
 def _latent(c: Fields, *, interleaved: bool = True, mlp_bias: bool = False) -> ArchSpec:
-    """The dense part, with latent attention in place of grouped-query attention."""
+    """The dense part, with latent attention."""
     heads, bias = c.integer("num_attention_heads"), c.flag("attention_bias")
     if c.get("num_key_value_heads") not in (None, heads):
         raise c.refusal("num_key_value_heads", f"num_attention_heads={heads}: every head has its own key and value")
@@ -151,19 +139,19 @@ def _latent(c: Fields, *, interleaved: bool = True, mlp_bias: bool = False) -> A
         interleaved=interleaved,
         bias=bias,
     )
-    # The rotary table is that of rope_dim channels; an attention head has as many as its keys or values, whichever are more.
-    c = replace(c, given={**c.given, "head_dim": latent.rope_dim, "num_key_value_heads": heads})
+    # The rotary table has rope_dim channels; an attention head has the larger of the key and value dims.
+    c = replace(c, config={**c.config, "head_dim": latent.rope_dim, "num_key_value_heads": heads})
     spec = dense_spec(c, windows=layer_windows(c, None, per_layer=False), o_bias=bias, mlp_bias=mlp_bias)
     if spec.rope.rotary_dim != latent.rope_dim:
-        r, key = rope_fields(c, rope_given(c), {}), "partial_rotary_factor"
+        r, key = rope_fields(c), "partial_rotary_factor"
         raise (r if key in r else c).refusal(key, "1.0: all qk_rope_head_dim channels turn")
     attention = replace(spec.attention, head_dim=max(latent.key_dim, latent.v_dim), latent=latent)
     return replace(spec, attention=attention)
 
 
 def _stretch(c: Fields) -> float:
-    """Yarn's mscale, squared: what a longer context sharpens the scores by, where `mscale_all_dim` says so."""
-    r = rope_fields(c, rope_given(c), {})
+    """The scale of scores with `mscale_all_dim`: yarn's mscale, squared."""
+    r = rope_fields(c)
     if r.get("rope_type") == "default" or not r.get("mscale_all_dim") or not r.get("factor"):
         return 1.0
     weight, factor = r.number("mscale_all_dim"), r.number("factor")

@@ -3,21 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dovetail.arch.common import dense_spec, family_fields, layer_windows, renamed, with_experts
+from dovetail.arch.common import BASE, dense_spec, family_fields, layer_windows, renamed, with_experts
 from dovetail.arch.spec import ArchSpec, MoeSpec
 
 DEFAULTS: Mapping[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
+    **BASE,
     "num_key_value_heads": 8,
-    "head_dim": None,
-    "hidden_act": "silu",
     "max_position_embeddings": 4096 * 32,
     "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
     "sliding_window": None,
     "num_experts_per_tok": 2,
     "num_local_experts": 8,
@@ -27,7 +20,6 @@ THETA = 1e6
 
 
 def mixtral_spec(config: Mapping[str, Any]) -> ArchSpec:
-    """The spec of a raw config.json with model_type mixtral."""
     config = {"rope_theta": THETA, **renamed(config, "num_experts", "num_local_experts")}
     c = family_fields("mixtral", config, DEFAULTS)
     if c.number("router_jitter_noise"):

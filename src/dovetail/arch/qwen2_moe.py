@@ -3,24 +3,26 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dovetail.arch.common import FULL, SLIDING, dense_spec, family_fields, layer_windows, sparse_layers, with_experts
+from dovetail.arch.common import (
+    FULL,
+    QWEN,
+    SLIDING,
+    dense_spec,
+    family_fields,
+    layer_windows,
+    sparse_layers,
+    with_experts,
+)
 from dovetail.arch.spec import ArchSpec, MoeSpec
 
 DEFAULTS: Mapping[str, Any] = {
-    "vocab_size": 151936,
+    **QWEN,
     "hidden_size": 2048,
     "intermediate_size": 5632,
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
     "qkv_bias": True,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
     "moe_intermediate_size": 1408,
@@ -32,7 +34,6 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def qwen2_moe_spec(config: Mapping[str, Any]) -> ArchSpec:
-    """The spec of a raw config.json with model_type qwen2_moe."""
     c = family_fields("qwen2_moe", config, DEFAULTS)
     windowed = c.flag("use_sliding_window")
     if windowed and c.get("layer_types") is None:  # older configs mean every other one of the first layers

@@ -3,24 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dovetail.arch.common import dense_spec, family_fields, layer_windows, renamed, sparse_layers, with_experts
+from dovetail.arch.common import QWEN, dense_spec, family_fields, layer_windows, renamed, sparse_layers, with_experts
 from dovetail.arch.spec import ArchSpec, MoeSpec
 
 DEFAULTS: Mapping[str, Any] = {
-    "vocab_size": 151936,
+    **QWEN,
     "hidden_size": 2048,
     "intermediate_size": 6144,
     "num_hidden_layers": 24,
-    "num_attention_heads": 32,
     "num_key_value_heads": 4,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
     "moe_intermediate_size": 768,
@@ -31,7 +22,6 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def qwen3_moe_spec(config: Mapping[str, Any]) -> ArchSpec:
-    """The spec of a raw config.json with model_type qwen3_moe."""
     c = family_fields("qwen3_moe", renamed(config, "num_local_experts", "num_experts"), DEFAULTS)
     bias, windowed = c.flag("attention_bias"), c.flag("use_sliding_window") and c.get("sliding_window") is not None
     windows = layer_windows(c, c.integer("sliding_window") if windowed else None, per_layer=False)

@@ -30,26 +30,26 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ArchSpec]] = {
     "qwen3": qwen3_spec,
     "qwen3_moe": qwen3_moe_spec,
 }
-MOST_LAYERS = 1 << 16  # a spec has an entry for each
-MOST_RANKS = 1 << 10  # of tp or ep, up to which a message names those that fit
+MAX_LAYERS = 1 << 16  # a spec has an entry for each
+MAX_DEGREE = 1 << 10  # of tp or ep in a message
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
-    """The spec of a raw config.json. Raises ModelError for a family or an option that is not computed."""
+    """The spec of a raw config.json. Raises ModelError for an unsupported family or option."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ModelError(f"config.json: model_type is {quoted(family)}; known families: {', '.join(FAMILIES)}")
     depth = config.get("num_hidden_layers")
-    if isinstance(depth, int) and depth > MOST_LAYERS:
-        raise ModelError(f"config.json: num_hidden_layers is {depth}; supported: at most {MOST_LAYERS}")
+    if isinstance(depth, int) and depth > MAX_LAYERS:
+        raise ModelError(f"config.json: num_hidden_layers is {depth}; supported: at most {MAX_LAYERS}")
     return FAMILIES[family](config)
 
 
 def validate_layout(spec: ArchSpec, layout: Layout) -> None:
-    """Refuse a tp or an ep that cannot divide this model. The vocabulary and gated widths are padded, so they need not divide."""
+    """Refuse a tp or an ep that cannot divide this model. Vocabulary and gated widths are padded instead."""
     _validate_ep(spec, layout)
     if reasons := _misfits(spec, layout.tp):
-        fitting = [str(tp) for tp in range(1, min(spec.attention.num_heads, MOST_RANKS) + 1) if not _misfits(spec, tp)]
+        fitting = [str(tp) for tp in range(1, min(spec.attention.num_heads, MAX_DEGREE) + 1) if not _misfits(spec, tp)]
         raise LayoutError(
             f"layout {layout}: tp={layout.tp} does not fit this {spec.family} model: {'; '.join(reasons)}; "
             f"use one of tp={', '.join(fitting)}"
@@ -57,30 +57,30 @@ def validate_layout(spec: ArchSpec, layout: Layout) -> None:
 
 
 def ulysses_degree(spec: AnySpec, layout: Layout) -> int:
-    """How many of the cp ranks exchange heads for tokens; over the other factor of cp keys and values are gathered.
+    """How many cp ranks exchange heads for tokens (Ulysses); over cp's other factor keys and values are gathered.
 
     cp_mode: auto takes the most that the heads allow; ulysses is all of cp, gather 1, product the most below cp.
     """
-    found = _ulysses_degrees(spec, layout)
-    wanted = {
-        "auto": found,
+    possible = _ulysses_degrees(spec, layout)
+    by_mode = {
+        "auto": possible,
         "gather": [1],
-        "ulysses": [d for d in found if d == layout.cp],
-        "product": [d for d in found if 1 < d < layout.cp],
+        "ulysses": [d for d in possible if d == layout.cp],
+        "product": [d for d in possible if 1 < d < layout.cp],
     }
-    if layout.cp_mode not in wanted:
-        raise LayoutError(f"layout: cp_mode={layout.cp_mode!r} is not known; use one of {', '.join(wanted)}")
-    if degrees := wanted[layout.cp_mode]:
+    if layout.cp_mode not in by_mode:
+        raise LayoutError(f"layout: cp_mode={layout.cp_mode!r} is not known; use one of {', '.join(by_mode)}")
+    if degrees := by_mode[layout.cp_mode]:
         return degrees[-1]
     heads = f"{spec.attention.num_heads} attention and {spec.attention.num_kv_heads} key-value heads"
     raise LayoutError(
         f"layout {layout}: cp_mode={layout.cp_mode} does not fit this {spec.family} model with {heads} at tp={layout.tp}; "
-        f"heads can be exchanged over {', '.join(map(str, found))} of cp={layout.cp} ranks; use cp_mode=auto or gather"
+        f"heads can be exchanged over {', '.join(map(str, possible))} of cp={layout.cp} ranks; use cp_mode=auto or gather"
     )
 
 
 def _ulysses_degrees(spec: AnySpec, layout: Layout) -> list[int]:
-    """The divisors of cp over which the heads of a tensor-parallel rank can be dealt, rising from 1."""
+    """The divisors of cp over which a tp rank's heads can be split, ascending."""
     heads = spec.attention.num_heads // layout.tp
     kv_heads = max(1, spec.attention.num_kv_heads // layout.tp)
     fits = (d for d in range(1, layout.cp + 1) if layout.cp % d == 0 and heads % d == 0)
@@ -94,7 +94,7 @@ def _misfits(spec: ArchSpec, tp: int) -> list[str]:
         reasons.append(f"{heads} attention heads are not a multiple of {tp}")
     if kv_heads % tp and tp % kv_heads:
         reasons.append(f"{kv_heads} key-value heads are neither a multiple nor a divisor of {tp}")
-    if spec.activation == "xielu" and spec.ffn_width % tp:  # of 0 it is not 0, so padding would learn
+    if spec.activation == "xielu" and spec.ffn_width % tp:  # xielu(0) is not 0, so padding would learn
         reasons.append(f"intermediate_size {spec.ffn_width} is not a multiple of {tp}")
     return reasons
 
@@ -108,7 +108,7 @@ def _validate_ep(spec: ArchSpec, layout: Layout) -> None:
         )
     count = spec.moe.num_experts
     if count % layout.ep:
-        fitting = ", ".join(str(ep) for ep in range(1, min(count, MOST_RANKS) + 1) if count % ep == 0)
+        fitting = ", ".join(str(ep) for ep in range(1, min(count, MAX_DEGREE) + 1) if count % ep == 0)
         raise LayoutError(
             f"layout {layout}: ep={layout.ep} does not divide the {count} experts of this {spec.family} model; use one of "
             f"ep={fitting}"

@@ -1,54 +1,52 @@
-"""What a model is, as a frozen value: everything that the decoder needs to know about a family. No torch here."""
+"""A decoder's architecture as a frozen value. No torch here."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-BY_LENGTH = ("dynamic", "longrope")  # their frequencies are others in sequences longer than `max_positions`
+BY_LENGTH = ("dynamic", "longrope")  # frequencies change in sequences longer than `max_positions`
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """Rotary position embedding. `kind` is the field's name for the scaling; the rest are its parameters."""
+    """Rotary position embedding; kind: the scaling."""
 
     kind: str = "default"  # one of ROPE_KINDS
     theta: float = 10000.0
-    rotary_dim: int  # rotated channels of every head, its first ones: head_dim, or less for partial rotary
+    rotary_dim: int  # rotated channels of a head, its first ones
     factor: float = 1.0
-    max_positions: int  # positions that the unscaled table was trained for
+    max_positions: int  # of the unscaled table
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0
     truncate: bool = True
-    short_factor: tuple[float, ...] = ()  # longrope: one for each frequency, up to max_positions and beyond
+    short_factor: tuple[float, ...] = ()  # longrope: by frequency, up to max_positions and beyond
     long_factor: tuple[float, ...] = ()
     attention_factor: float = 1.0  # multiplies cos and sin
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values come from a low-rank latent of the token,
-    beside a rotary key that all heads share. `head_dim` of the attention is key_dim, or v_dim where values are wider."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). The head_dim is the larger of key_dim and v_dim."""
 
-    q_rank: int | None  # None: queries come straight from the hidden state
+    q_rank: int | None  # None: no latent for queries
     kv_rank: int
     nope_dim: int  # channels of a query or key head without positions
     rope_dim: int
     v_dim: int
-    stretch: float = 1.0  # of the scores, beside head_dim^-1/2: yarn's mscale squared
-    interleaved: bool = True  # rotary channels turn with their neighbors, not with the other half
-    bias: bool = False  # on the products that go down to a latent
+    stretch: float = 1.0  # of the scores, besides head_dim^-1/2: yarn's mscale squared
+    interleaved: bool = True  # rotate neighbors instead of halves
+    bias: bool = False  # of the down projections
 
     @property
     def key_dim(self) -> int:
-        """Channels of a query or key head."""
         return self.nope_dim + self.rope_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoeSpec:
-    """Mixtures of experts: which layers have one, and how a token's experts are chosen and weighted."""
+    """Which layers have experts, and how a token's experts are chosen and weighted."""
 
     layers: tuple[bool, ...]
     num_experts: int
@@ -57,23 +55,23 @@ class MoeSpec:
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = False  # the chosen weights sum to 1
     scale: float = 1.0
-    bias: bool = False  # a checkpoint's bias per expert counts for the choice, not for the weights
-    groups: int = 1  # experts lie in this many groups, of which a token's come from the best `kept_groups`
+    bias: bool = False  # a bias per expert for the choice, not for the weights
+    groups: int = 1  # of experts; a token's come from the best `kept_groups`
     kept_groups: int = 1
-    group_score: Literal["max", "top2"] = "max"  # a group is worth its best expert, or its two best together
-    shared_width: int = 0  # of what every token goes through beside its experts
+    group_score: Literal["max", "top2"] = "max"  # its best expert's, or the sum of its two best
+    shared_width: int = 0  # of the shared experts together
     shared_name: str = "shared_experts"
     shared_gate: bool = False
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The layers that route, by their numbers in the whole model."""
+        """The numbers of the layers with experts."""
         return tuple(layer for layer, routes in enumerate(self.layers) if routes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Grouped-query attention. `windows[l]`: layer l sees only that many latest tokens; None: all of them."""
+    """Grouped-query attention. windows: of each layer; None: full attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -96,8 +94,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ArchSpec:
-    """A decoder: pre-norm blocks of attention and a feed-forward part (SiLU-gated, plain with xIELU, or experts), RMSNorm,
-    rotary positions."""
+    """A pre-norm decoder with RMSNorm, rotary positions, and SwiGLU, xIELU or experts."""
 
     family: str
     vocab_size: int
@@ -111,16 +108,16 @@ class ArchSpec:
     activation: Literal["swiglu", "xielu"] = "swiglu"
     norm_names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")  # before attention, before the MLP
     tie_embeddings: bool = False
-    pad_id: int | None = None  # its row of the token table learns nothing where it is looked up, as in transformers
+    pad_id: int | None = None  # row of the token table without a gradient
     moe: MoeSpec | None = None
-    ignored: tuple[str, ...] = ()  # patterns of checkpoint tensors that belong to nothing that is computed here
+    ignored: tuple[str, ...] = ()  # patterns of checkpoint tensors
 
     def is_moe(self, layer: int) -> bool:
         return self.moe is not None and self.moe.layers[layer]
 
     @property
     def layer_params(self) -> tuple[int, ...]:
-        """Weights of each layer's products that one token goes through: of experts, the chosen ones."""
+        """Weights of each layer's products per token: of experts, the chosen ones."""
         attention = self.attention.params(self.width)
         dense = self.width * (3 if self.activation == "swiglu" else 2) * self.ffn_width
         moe, routed = self.moe, 0
@@ -130,16 +127,15 @@ class ArchSpec:
 
     @property
     def head_params(self) -> int:
-        """Weights of the product that gives logits."""
         return self.width * self.vocab_size
 
     @property
     def linear_params(self) -> int:
-        """Weights of the products that every token goes through, head included, table not."""
+        """Weights of all products per token, without the token table."""
         return sum(self.layer_params) + self.head_params
 
     def flops(self, length: int) -> float:
-        """Floating-point operations of one forward pass over a sequence: 2 a weight and token, and causal attention."""
+        """Of one forward pass over a sequence: 2 per weight and token, and causal attention."""
         a = self.attention
         seen = sum(min(length, window or length) for window in a.windows)  # keys of the last query, over the layers
         channels = a.latent.key_dim + a.latent.v_dim if a.latent else 2 * a.head_dim  # scores, and the mean of values

@@ -1,13 +1,7 @@
 """Packed attention by FlashAttention-4 (the package flash-attn-4, extra `fa4`), on Hopper and Blackwell.
 
-Its forward and backward pass are operations with names, shapes and an autograd formula of their own: a checkpoint can keep
-what the forward one returns, and compilers need not look inside. Nothing of the package is imported before `usable` asks.
-
-Sequences of one length, above all a single one, go in as a dense batch [B, n, heads, C]: no tile searches for its sequence,
-and the longest tiles begin first. On an H200, forward + backward, 16 x 2048 takes 0.95 of the time of the same as a pack.
-
-The package compiles a kernel for each form of its arguments. `compile_kernels` covers the forms that `attention` can ask for:
-strides of 0, sequences of one tile and short dense batches never reach the package.
+Sequences of one length go in as a dense batch: on an H200, 16 x 2048 takes 0.95 of the time as a pack. The package compiles a
+kernel for each form of its arguments; `compile_kernels` covers all that `attention` uses.
 """
 
 import importlib
@@ -17,23 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.kernels import cuda, extras
+from dovetail.kernels import cuda
 from dovetail.kernels.reference import Spans
 
 INTERFACE = "flash_attn.cute.interface"
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128))  # of queries and keys, and of values
-FEW = 256  # queries of a sequence up to which the heads that share keys fill a tile together
-LEAST = 512  # given as the longest length of a pack: a pack of single tiles would be another form
-MANY = 257  # sequences of a pack from which on the package looks tiles up in a table, which is another form
+PACK_GQA_QUERIES = 256  # up to this length the heads that share keys fill a tile together
+MIN_MAX_SEQLEN = 512  # passed for shorter packs: a pack of single tiles would be another form
+MANY_SEQUENCES = 257  # from here on the package looks tiles up in a table, which is another form
 
 
 def usable(device: torch.device) -> bool:
-    """Whether the package is there, whole, and has kernels for this device."""
-    return extras.usable(INTERFACE, "flash-attn-4", device)
+    return cuda.package_usable(INTERFACE, "flash-attn-4", device)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
-    """As `reference.attention`; other head dims and dtypes than FlashAttention-4's take torch's."""
+    """As `reference.attention`; other head dims and dtypes take `cuda.attention`."""
     dims, shared = (q.shape[-1], v.shape[-1]), q.shape[1] != k.shape[1]
     if q.dtype not in cuda.FLASH_DTYPES or dims not in HEAD_DIMS or (shared and dims[0] != dims[1]):
         return cuda.attention(q, k, v, q_spans, k_spans, window)
@@ -48,25 +41,22 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
 
 
 def _dense(spans: Spans) -> bool:
-    """Whether all sequences are of one length, a long one."""
-    return spans.longest > FEW and set(spans.lengths) == {spans.longest}
+    return spans.longest > PACK_GQA_QUERIES and set(spans.lengths) == {spans.longest}
 
 
 def _without_broadcast(x: Tensor) -> Tensor:
-    """Strides of 0 are a form of their own."""
+    """Strides of 0 would be another form."""
     return x.contiguous() if 0 in x.stride() else x
 
 
 def compile_kernels(
     heads: tuple[int, int], dims: tuple[int, int], windowed: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Compile what training may ask of `attention` with so many heads of queries and of keys, so that no step does.
-
-    Kernels of an earlier process come from the disk where FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1.
-    """
+    """Compile every form ahead of training (FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1: from disk). heads: of queries, of keys."""
     if dtype not in cuda.FLASH_DTYPES or dims not in HEAD_DIMS:
         return
-    packs = ([1, 8], [1, FEW + 1], [1] * MANY + [8], [1] * MANY + [FEW + 1], [FEW + 1])
+    short, long = 8, PACK_GQA_QUERIES + 1
+    packs = ([1, short], [1, long], [1] * MANY_SEQUENCES + [short], [1] * MANY_SEQUENCES + [long], [long])
     for window in (None, 4) if windowed else (None,):
         for lengths in packs:
             spans = Spans(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device), tuple(lengths))
@@ -82,20 +72,18 @@ def packed_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ends: list[Tensor],
-    longest: list[int],
+    cu_seqlens: list[Tensor],
+    max_seqlens: list[int],
     window: int | None,
     deterministic: bool,  # noqa: ARG001 -- of the backward pass
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [Tq, H, Cv] and log-sum-exps [H, Tq] of bottom-right causal attention; `ends` and `longest` of q and of k.
-
-    No ends: B sequences of `longest` tokens each, whose log-sum-exps are [B, H, n].
-    """
+    """Outputs [Tq, H, Cv] and log-sum-exps [H, Tq]; without cu_seqlens a dense batch, with log-sum-exps [B, H, n]."""
     forward = importlib.import_module(INTERFACE)._flash_attn_fwd
-    q, k, v = (x if ends else x.unflatten(0, (-1, n)) for x, n in zip((q, k, v), _each(longest), strict=True))
-    packed = None if longest[0] <= FEW else False
-    out, lse, *_ = forward(q, k, v, **_options(ends, longest, window), pack_gqa=packed, return_lse=True)
-    return out if ends else out.flatten(0, 1), lse
+    if not cu_seqlens:
+        q, k, v = _as_batch((q, k, v), max_seqlens)
+    pack_gqa = None if max_seqlens[0] <= PACK_GQA_QUERIES else False
+    out, lse, *_ = forward(q, k, v, **_options(cu_seqlens, max_seqlens, window), pack_gqa=pack_gqa, return_lse=True)
+    return out if cu_seqlens else out.flatten(0, 1), lse
 
 
 @torch.library.custom_op("dovetail::fa4_attention_backward", mutates_args=())
@@ -103,63 +91,64 @@ def packed_attention_backward(
     grad: Tensor,
     results: list[Tensor],
     inputs: list[Tensor],
-    ends: list[Tensor],
-    longest: list[int],
+    cu_seqlens: list[Tensor],
+    max_seqlens: list[int],
     window: int | None,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, from (q, k, v) and what the forward pass returned."""
-    (out, lse), three, grad = results, inputs, _without_broadcast(grad)
+    """The gradients of `inputs` q, k and v; results: of the forward pass."""
+    out, lse = results
+    q, k, v = inputs
+    grad = _without_broadcast(grad)
     backward = importlib.import_module(INTERFACE)._flash_attn_bwd
-    options = {**_options(ends, longest, window), "deterministic": deterministic}
-    if not ends:
-        three = [x.unflatten(0, (-1, n)) for x, n in zip(inputs, _each(longest), strict=True)]
-        out, grad = (x.unflatten(0, (-1, longest[0])) for x in (out, grad))
-    dq, dk, dv, *_ = backward(*three, out, grad, lse, **options)
-    return (dq, dk, dv) if ends else (dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1))
+    if not cu_seqlens:
+        q, k, v = _as_batch((q, k, v), max_seqlens)
+        out, grad = (x.unflatten(0, (-1, max_seqlens[0])) for x in (out, grad))
+    options = _options(cu_seqlens, max_seqlens, window)
+    dq, dk, dv, *_ = backward(q, k, v, out, grad, lse, **options, deterministic=deterministic)
+    return (dq, dk, dv) if cu_seqlens else (dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1))
 
 
-def _each(longest: list[int]) -> tuple[int, int, int]:
-    """The longest sequence of q, of k and of v."""
-    return longest[0], longest[1], longest[1]
+def _as_batch(qkv: tuple[Tensor, Tensor, Tensor], max_seqlens: list[int]) -> list[Tensor]:
+    """[T, heads, C] -> [B, n, heads, C] each."""
+    n, m = max_seqlens
+    return [x.unflatten(0, (-1, length)) for x, length in zip(qkv, (n, m, m), strict=True)]
 
 
-def _options(ends: list[Tensor], longest: list[int], window: int | None) -> dict[str, Any]:
-    """The arguments that both passes share."""
-    found: dict[str, Any] = {
+def _options(cu_seqlens: list[Tensor], max_seqlens: list[int], window: int | None) -> dict[str, Any]:
+    options: dict[str, Any] = {
         "causal": True,
         "window_size_left": None if window is None else window - 1,
         "window_size_right": 0 if window is not None else None,
     }
-    if ends:
-        found |= {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
-        found |= {"max_seqlen_q": max(longest[0], LEAST), "max_seqlen_k": max(longest[1], LEAST)}
-    return found
+    if cu_seqlens:
+        options |= {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_k": cu_seqlens[1]}
+        options |= {
+            "max_seqlen_q": max(max_seqlens[0], MIN_MAX_SEQLEN),
+            "max_seqlen_k": max(max_seqlens[1], MIN_MAX_SEQLEN),
+        }
+    return options
 
 
 @packed_attention.register_fake
-def _shapes(q: Tensor, _k: Tensor, v: Tensor, ends: list[Tensor], longest: list[int], *_: Any) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, _k: Tensor, v: Tensor, cu_seqlens: list[Tensor], max_seqlens: list[int], *_: Any) -> Any:
     tokens, heads, _dim = q.shape
-    rows = (heads, tokens) if ends else (tokens // longest[0], heads, longest[0])
-    return q.new_empty(tokens, heads, v.shape[-1]), q.new_empty(rows, dtype=torch.float32)
+    n = max_seqlens[0]
+    lse_shape = (heads, tokens) if cu_seqlens else (tokens // n, heads, n)
+    return q.new_empty(tokens, heads, v.shape[-1]), q.new_empty(lse_shape, dtype=torch.float32)
 
 
-@packed_attention_backward.register_fake
-def _gradient_shapes(_grad: Tensor, _results: list[Tensor], inputs: list[Tensor], *_: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x) for x in inputs)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ends, *ctx.options = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, *ctx.options = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, q, k, v, *ends)
+    ctx.save_for_backward(*output, q, k, v, *cu_seqlens)
 
 
 def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Any, ...]:
-    out, lse, q, k, v, *ends = ctx.saved_tensors
-    grads = packed_attention_backward(grad, [out, lse], [q, k, v], ends, *ctx.options)
-    return (*grads, [None] * len(ends), None, None, None)
+    out, lse, q, k, v, *cu_seqlens = ctx.saved_tensors
+    grads = packed_attention_backward(grad, [out, lse], [q, k, v], cu_seqlens, *ctx.options)
+    return (*grads, [None] * len(cu_seqlens), None, None, None)
 
 
-packed_attention.register_autograd(_backward, setup_context=_save)
+packed_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -1,25 +1,24 @@
-"""The head's two passes over float32 logits as Triton kernels: statistics of a row, and its gradient over the row itself.
+"""The LM head's passes over float32 logits as Triton kernels: a row's statistics, and its gradient in place. Needs triton.
 
-Each program owns one row, so nothing is shared, summed in any order, or larger than 2^31. A logit is read twice and its
-gradient written once. The gradient of half-precision hidden states is written in their dtype into the first half of the
-row's own memory: the products read it from there, and a chunk needs no memory beside its logits. Importing this needs
-triton.
+A program owns one row. A half-precision gradient is written into the first half of the row's memory, so that a chunk needs no
+memory besides its logits.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr, tensor
 
 from dovetail.kernels import reference
 
-COLUMNS = 8192  # logits of a row that one step reads
+COLUMNS = 8192  # logits per step of a program
 WARPS = 8
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min / 2)  # as in the reference: e^-inf (-inf) is 0
+LOWEST = constexpr(torch.finfo(torch.float32).min / 2)  # as in the reference: e^-inf (-inf) is 0
 
 
 def vocab_stats(z: Tensor, local_targets: Tensor, temperature: Tensor | None = None) -> Tensor:
-    """As `reference.vocab_stats`, reading float32 logits once; other dtypes take the reference."""
+    """As `reference.vocab_stats`, in one pass over float32 logits."""
     n, columns = z.shape
     if z.dtype != torch.float32 or z.stride(1) != 1 or z.numel() == 0:
         return reference.vocab_stats(z, local_targets, temperature)
@@ -39,7 +38,7 @@ def vocab_grad_(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As `reference.vocab_grad_`, in one pass over float32 logits; a result in half precision lies in z's memory."""
+    """As `reference.vocab_grad_`, in one pass over float32 logits; the result is in z's memory."""
     n, columns = z.shape
     if z.dtype != torch.float32 or not z.is_contiguous() or z.numel() == 0:
         return reference.vocab_grad_(z, local_targets, normalizer, g, h, temperature, dtype=dtype)
@@ -53,19 +52,13 @@ def vocab_grad_(
 
 
 def _inverse(z: Tensor, temperature: Tensor | None) -> Tensor:
-    """What multiplies a row's logits, [n]."""
+    """1 / temperature [n]."""
     return torch.ones_like(z[:, 0]) if temperature is None else temperature.to(z.dtype).reciprocal()
 
 
 @triton.jit
 def _row_stats(
-    z: tl.tensor,
-    targets: tl.tensor,
-    inverse: tl.tensor,
-    stats: tl.tensor,
-    columns: tl.constexpr,
-    stride: tl.tensor,
-    BLOCK: tl.constexpr,
+    z: tensor, targets: tensor, inverse: tensor, stats: tensor, columns: constexpr, stride: tensor, BLOCK: constexpr
 ) -> None:
     """m, s, u and t of one row; s and u are rescaled whenever a block raises the maximum."""
     row = tl.program_id(0).to(tl.int64)
@@ -86,29 +79,29 @@ def _row_stats(
         s = shrink * s + tl.sum(weights, 0)
         m = peak
     target = tl.load(targets + row)
-    mine = (target >= 0) & (target < columns)
-    t = tl.load(z + row * stride + tl.where(mine, target, 0))
+    local = (target >= 0) & (target < columns)
+    t = tl.load(z + row * stride + tl.where(local, target, 0))
     tl.store(stats + row * 4, m)
     tl.store(stats + row * 4 + 1, s)
     tl.store(stats + row * 4 + 2, u)
-    tl.store(stats + row * 4 + 3, tl.where(mine, t, 0.0))
+    tl.store(stats + row * 4 + 3, tl.where(local, t, 0.0))
 
 
 @triton.jit
 def _row_grad(
-    z: tl.tensor,
-    out: tl.tensor,
-    targets: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.constexpr,
-    stride: tl.tensor,
-    out_stride: tl.tensor,
-    BLOCK: tl.constexpr,
+    z: tensor,
+    out: tensor,
+    targets: tensor,
+    rows: tensor,
+    columns: constexpr,
+    stride: tensor,
+    out_stride: tensor,
+    BLOCK: constexpr,
 ) -> None:
-    """`reference.vocab_grad_` of one row. `out` may be the front of z's own memory.
+    """`reference.vocab_grad_` of one row. rows [6, n]: peak, g, g / total, offset, h / total, 1 / temperature.
 
-    rows [6, n]: peak, g, g / total, offset, h / total and 1 / temperature. What a step writes lies in front of what it reads,
-    except in the first one; the barrier lets every thread read before any writes.
+    `out` may alias the front of z: a step writes in front of what it reads, but for the first one; the barrier lets every
+    thread read before any writes.
     """
     row = tl.program_id(0).to(tl.int64)
     n = tl.num_programs(0)

@@ -1,8 +1,5 @@
-"""What Ascend NPUs do differently from the reference: the fused operations of torch_npu.
-
-Not run on hardware yet: every call is checked against the signatures in torch_npu's own wheel (tests/npu), and computed
-there by a stand-in that follows its documentation. `ops` is the module torch_npu, or such a stand-in.
-Operations without a backward pass of their own in torch_npu (the grouped product) have one here; the others have.
+"""Ops of Ascend NPUs, by torch_npu's fused operations. Not run on hardware yet: tests/npu checks every call against the
+signatures in torch_npu's wheel, and its results against a stand-in that follows the documentation.
 """
 
 import itertools
@@ -18,26 +15,26 @@ from dovetail.kernels.reference import Spans
 from dovetail.kernels.token_permute import count_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LONGEST_HEAD, MOST_HEADS = 768, 256  # of fused attention
-MOST_SEQUENCES = 1024  # in one of its calls
-LONGEST_TURN = 896  # channels that rotary multiplication turns, this one excluded
+MAX_HEAD_DIM, MAX_HEADS = 768, 256  # of fused attention
+MAX_SEQUENCES = 1024  # per attention call
+ROTARY_LIMIT = 896  # rotated channels, exclusive
 MASK = 2048  # side of the triangle that stands for a causal mask of any size
-WIDEST = 65536  # inner dim of a grouped product, this one excluded
-CAUSAL, BAND = 3, 4  # sparse modes that begin at the bottom right
-BY_ROWS, BY_INNER = 0, 2  # dims that groups cut
-ONE_TENSOR = 3  # of the ways to return groups
-CUMULATIVE = 0  # of the ways to give their sizes
+GROUPED_LIMIT = 65536  # inner dim of a grouped product, exclusive
+CAUSAL, BAND = 3, 4  # sparse_mode: aligned at the bottom right
+GROUP_BY_ROWS, GROUP_BY_INNER = 0, 2  # group_type
+ONE_TENSOR = 3  # split_item
+CUMULATIVE = 0  # group_list_type
 
 
 @dataclass(frozen=True)
 class NpuKernels:
-    """The operations of `reference` by those of `ops`; what these cannot do takes the reference."""
+    """The ops of `reference` by `ops`, the module torch_npu; what that does not support takes the reference."""
 
     ops: Any
     device: torch.device
 
     @cached_property
-    def future(self) -> Tensor:
+    def causal_mask(self) -> Tensor:
         """bool [MASK, MASK]: True where a query does not look."""
         return torch.ones(MASK, MASK, dtype=torch.bool, device=self.device).triu(1)
 
@@ -48,20 +45,20 @@ class NpuKernels:
         return y
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned, kept = 2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]
-        if x.dtype not in DTYPES or turned >= LONGEST_TURN or not x.numel():
+        rotary_dim = 2 * cos.shape[-1]
+        if x.dtype not in DTYPES or rotary_dim >= ROTARY_LIMIT or not x.numel():
             return reference.rope(x, cos, sin)
-        first, rest = x.split([turned, kept], dim=-1)
+        rotated, rest = x.split([rotary_dim, x.shape[-1] - rotary_dim], dim=-1)
         r1, r2 = (torch.cat((table, table), dim=-1)[None, :, None] for table in (cos, sin))  # [1, T, 1, R]
-        y: Tensor = self.ops.npu_rotary_mul(first[None], r1, r2, rotary_mode="half")[0]
-        return torch.cat((y, rest), dim=-1) if kept else y
+        y: Tensor = self.ops.npu_rotary_mul(rotated[None], r1, r2, rotary_mode="half")[0]
+        return torch.cat((y, rest), dim=-1) if rest.shape[-1] else y
 
     def add_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x if y is None else x + y
         return total, self.rms_norm(total, weight, eps)
 
-    def heads(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return reference.heads(*given, norm=self.rms_norm, turn=self.rope)
+    def heads(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return reference.heads(*args, norm=self.rms_norm, rotate=self.rope)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         if gate_up.dtype not in DTYPES or not gate_up.numel():
@@ -73,34 +70,37 @@ class NpuKernels:
         self, q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None
     ) -> Tensor:
         _, heads, head_dim = q.shape
-        if q.dtype not in DTYPES or head_dim > LONGEST_HEAD or heads > MOST_HEADS or not q.numel():
+        if q.dtype not in DTYPES or head_dim > MAX_HEAD_DIM or heads > MAX_HEADS or not q.numel():
             return reference.attention(q, k, v, q_spans, k_spans, window)
-        if (narrow := v.shape[-1]) < head_dim:
-            return self.attention(q, k, reference.as_wide_as(k, v), q_spans, k_spans, window)[..., :narrow]
+        if (v_dim := v.shape[-1]) < head_dim:
+            return self.attention(q, k, reference.pad_values(k, v), q_spans, k_spans, window)[..., :v_dim]
+        sparse = {"sparse_mode": CAUSAL}
+        if window is not None:  # the latest keys, the query's own included
+            sparse = {"sparse_mode": BAND, "pre_tockens": window - 1, "next_tockens": 0}
         out = []
-        at_q = at_k = 0
-        for first in range(0, len(q_spans.lengths), MOST_SEQUENCES):
-            some = slice(first, first + MOST_SEQUENCES)
-            ends_q, ends_k = (list(itertools.accumulate(spans.lengths[some])) for spans in (q_spans, k_spans))
-            stop_q, stop_k = at_q + ends_q[-1], at_k + ends_k[-1]
+        start_q = start_k = 0
+        for first in range(0, len(q_spans.lengths), MAX_SEQUENCES):
+            chunk = slice(first, first + MAX_SEQUENCES)
+            ends_q, ends_k = (list(itertools.accumulate(spans.lengths[chunk])) for spans in (q_spans, k_spans))
+            stop_q, stop_k = start_q + ends_q[-1], start_k + ends_k[-1]
             mixed: Tensor = self.ops.npu_fusion_attention(
-                q[at_q:stop_q],
-                k[at_k:stop_k],
-                v[at_k:stop_k],
+                q[start_q:stop_q],
+                k[start_k:stop_k],
+                v[start_k:stop_k],
                 heads,
                 "TND",
-                atten_mask=self.future,
+                atten_mask=self.causal_mask,
                 scale=head_dim**-0.5,
                 actual_seq_qlen=ends_q,
                 actual_seq_kvlen=ends_k,
-                **({"sparse_mode": CAUSAL} if window is None else _band(window)),
+                **sparse,
             )[0]
             out.append(mixed)
-            at_q, at_k = stop_q, stop_k
+            start_q, start_k = stop_q, stop_k
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def grouped_mm(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        if x.dtype not in DTYPES or max(weight.shape[1:]) >= WIDEST or not len(x):
+        if x.dtype not in DTYPES or max(weight.shape[1:]) >= GROUPED_LIMIT or not len(x):
             return reference.grouped_mm(x, weight, offsets)
         y: Tensor = _GroupedProduct.apply(x, weight, offsets.to(torch.int64), self.ops)
         return y
@@ -121,34 +121,31 @@ class NpuKernels:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """forward: y = x w[e] for the tokens of each expert e. backward: dx = dy w[e].T; dw[e] = x.T dy over its tokens."""
+    """forward: y = x w[e] for the tokens of each expert e. backward: dx = dy w[e].T; dw[e] = x.T dy over its tokens.
+
+    torch_npu's has no backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, ops: Any) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
         ctx.ops = ops
-        return _grouped(ops, x, weight, ends, BY_ROWS)
+        return _grouped(ops, x, weight, ends, GROUP_BY_ROWS)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (dy,), (x, weight, ends) = grads, ctx.saved_tensors
         dy = dy.contiguous()
-        dx = _grouped(ctx.ops, dy, weight.transpose(1, 2), ends, BY_ROWS) if ctx.needs_input_grad[0] else None
+        dx = _grouped(ctx.ops, dy, weight.transpose(1, 2), ends, GROUP_BY_ROWS) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return dx, None, None, None
-        dw = _grouped(ctx.ops, x.T, dy, ends, BY_INNER)
+        dw = _grouped(ctx.ops, x.T, dy, ends, GROUP_BY_INNER)
         empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-        return dx, dw.masked_fill(empty[:, None, None], 0), None, None  # of no tokens nothing is promised
+        return dx, dw.masked_fill(empty[:, None, None], 0), None, None  # results of empty groups are unspecified
 
 
-def _grouped(ops: Any, x: Tensor, weight: Tensor, ends: Tensor, by: int) -> Tensor:
-    """One call of the grouped product."""
+def _grouped(ops: Any, x: Tensor, weight: Tensor, ends: Tensor, group_type: int) -> Tensor:
     y: Tensor = ops.npu_grouped_matmul(
-        [x], [weight], group_list=ends, split_item=ONE_TENSOR, group_type=by, group_list_type=CUMULATIVE
+        [x], [weight], group_list=ends, split_item=ONE_TENSOR, group_type=group_type, group_list_type=CUMULATIVE
     )[0]
     return y
-
-
-def _band(window: int) -> dict[str, int]:
-    """The arguments of a causal window of that many latest keys, the query's own included."""
-    return {"sparse_mode": BAND, "pre_tockens": window - 1, "next_tockens": 0}

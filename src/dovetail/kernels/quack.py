@@ -1,13 +1,8 @@
-"""Matrix products that gate their results and gather their rows, by quack (the package quack-kernels, which the extra `fa4`
-brings along), on Hopper and Blackwell.
+"""Gated and grouped matrix products by quack (the package quack-kernels, which the extra `fa4` brings), on Hopper and Blackwell.
 
-A joint product of gate and up returns its columns in pairs, gate and up of one feature side by side; its weight and that
-weight's gradient stay as the checkpoint has them, gates first. Products are grouped where `starts` are given, int32 [E + 1]:
-expert e's rows are those from starts[e] to starts[e + 1]. `source` names the row of x that each row of the product takes.
-
-Dense products and those of weight gradients hand their tiles out as SMs become free: collectives beside them hold some, and
-what was dealt to these ahead would wait until they end. Nothing of the package is imported before `usable` asks. The operations
-have names and shapes, so that a checkpoint can keep what they return.
+pairs: a gate-up product's columns, gate and up of each feature; weights and their gradients have gates first. starts, int32
+[E + 1]: expert e's rows are starts[e] to starts[e + 1]. source: the row of x of each row. The dynamic scheduler does not assign
+tiles to SMs that concurrent collectives occupy.
 """
 
 import importlib
@@ -16,99 +11,89 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.kernels import extras
-from dovetail.kernels.extras import HOPPER
+from dovetail.kernels import cuda
 
 INTERFACE = "quack.gemm_interface"
 CONFIGS = "quack.gemm_config"
-EPILOGUE = "dovetail.kernels.quack_epilogue"  # ours, whose import needs the package
+EPILOGUE = "dovetail.kernels.quack_epilogue"  # ours; importing it needs the package
 ALIGNMENT = 16  # bytes
-MULTIPLE = 8  # bf16 numbers in as many
-Tiles = tuple[int, int, bool]  # rows, columns, and whether two groups of warps take turns
-# Of a long inner dimension: 3.17 ms and, in a head, 12.1, where the package's choice takes 3.56 and 13.3.
+MULTIPLE = 8  # bf16 numbers in ALIGNMENT
+Tiles = tuple[int, int, bool]  # rows, columns, pingpong
+# With a long inner dimension: 3.17 ms and, in a head, 12.1, where the package's choice takes 3.56 and 13.3.
 WIDE: Tiles = (128, 256, False)
-SCALED: Tiles = (128, 128, True)  # of results that are scaled and summed as well: 1.53 ms for 2.68
-GATES_FIRST = "B"  # of a weight [K, 2F] whose columns are gates, then ups
+SCALED: Tiles = (128, 128, True)  # for results that are scaled and reduced as well: 1.53 ms for 2.68
+GATES_FIRST = "B"  # operand whose columns are gates, then ups
 
 
 def usable(device: torch.device) -> bool:
-    """Whether the package is there, whole, and has kernels for this device."""
-    return extras.usable(INTERFACE, "quack-kernels", device)
+    return cuda.package_usable(INTERFACE, "quack-kernels", device)
 
 
 def takes(x: Tensor, *weights: Tensor) -> bool:
-    """Whether dense products of x with these weights are of a kind that the package computes."""
-    given = (x, *weights)
-    widths = (n for one in (x[:0], *weights) for n in one.shape)
-    whole = all(one.dtype == torch.bfloat16 and one.data_ptr() % ALIGNMENT == 0 for one in given)
-    return whole and all(one.numel() for one in given) and not any(n % MULTIPLE for n in widths)
+    """Whether the package computes dense products of x with these weights."""
+    widths = (n for operand in (x[:0], *weights) for n in operand.shape)
+    operands = (x, *weights)
+    whole = all(y.dtype == torch.bfloat16 and y.data_ptr() % ALIGNMENT == 0 for y in operands)
+    return whole and all(y.numel() for y in operands) and not any(n % MULTIPLE for n in widths)
 
 
 @torch.library.custom_op("dovetail::gated_product_into", mutates_args=("gated",))
 def gated_product_into(
     x: Tensor, weight: Tensor, gated: Tensor, starts: Tensor | None = None, source: Tensor | None = None
 ) -> Tensor:
-    """x [n, D], weight [2F, D] (or of each expert) -> gates and ups in pairs [n, 2F]; silu(gate) up goes into `gated` [n, F].
+    """x [n, D], weight [2F, D] (or of each expert) -> pairs [n, 2F]; silu(gate) up is written to `gated` [n, F].
 
-    A checkpoint that keeps what this returns does not keep `gated`, and leaves it unwritten where it would repeat this: its
-    reader has to be an operation that is kept as well.
+    Activation checkpointing that keeps the result does not rewrite `gated`: it has to keep that op's reader, too.
     """
-    both: Tensor = _package().gemm_act(
-        x,
-        weight.mT,
-        activation="swiglu",
-        postact_out=gated,
-        cu_seqlens_m=starts,
-        A_idx=source,
-        concat_layout=(GATES_FIRST,),
-        dynamic_scheduler=starts is None,
-        tuned=False,
-    )[0]
-    return both
+    pairs: Tensor = _swiglu_product(x, weight, starts, source, postact_out=gated)[0]
+    return pairs
 
 
 @gated_product_into.register_fake
-def _both_shape(x: Tensor, weight: Tensor, gated: Tensor, *_: Tensor | None) -> Tensor:
+def _pairs_shape(x: Tensor, weight: Tensor, gated: Tensor, *_: Tensor | None) -> Tensor:
     return x.new_empty(len(gated), weight.shape[-2])
 
 
 def gated(x: Tensor, weight: Tensor, starts: Tensor | None = None, source: Tensor | None = None) -> Tensor:
     """x [n, D], weight [2F, D] (or of each expert) -> silu(gate) up [n, F] alone."""
-    y: Tensor = _package().gemm_act(
+    y: Tensor = _swiglu_product(x, weight, starts, source, store_preact=False)[1]
+    return y
+
+
+def _swiglu_product(x: Tensor, weight: Tensor, starts: Tensor | None, source: Tensor | None, **options: Any) -> Any:
+    return _package().gemm_act(
         x,
         weight.mT,
         activation="swiglu",
         cu_seqlens_m=starts,
         A_idx=source,
-        store_preact=False,
         concat_layout=(GATES_FIRST,),
         dynamic_scheduler=starts is None,
         tuned=False,
-    )[1]
-    return y
+        **options,
+    )
 
 
 def gated_gradient(
-    dy: Tensor, weight: Tensor, both: Tensor, starts: Tensor | None = None, scale: Tensor | None = None
+    dy: Tensor, weight: Tensor, pairs: Tensor, starts: Tensor | None = None, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What a product of silu(gate) up with `weight` [D, F] (or of each expert) asks of its input, scaled by row.
+    """The gradient of scale (silu(gate) up) weight.T [n, D], weight [D, F] (or of each expert).
 
-    dy [n, D], both [n, 2F] in pairs, scale float32 [n] -> the gradient of `both`, in pairs; scale silu(gate) up [n, F], which
-    the weight's gradient needs; and, where there is a scale, its gradient, float32 [n].
+    -> d_pairs; scale silu(gate) up [n, F], for the weight's gradient; with a scale its gradient, float32 [n].
     """
-    found = _package().gemm_dact(
+    d_pairs, gated, *d_scale = _package().gemm_dact(
         dy,
         weight,
-        both,
+        pairs,
         activation="swiglu",
         colvec_scale=scale,
         colvec_reduce=scale is not None,
         cu_seqlens_m=starts,
         dynamic_scheduler=starts is None,
         tuned=False,
-        config=None if scale is None else _tiles(dy.device, SCALED),
+        config=None if scale is None else _config(dy.device, SCALED),
     )
-    return found[0], found[1], found[2] if scale is not None else None
+    return d_pairs, gated, d_scale[0] if scale is not None else None
 
 
 @torch.library.custom_op("dovetail::grouped_product", mutates_args=())
@@ -123,23 +108,23 @@ def _product_shape(x: Tensor, weight: Tensor, _starts: Tensor) -> Tensor:
     return x.new_empty(len(x), weight.shape[1])
 
 
-def input_gradient(d_both: Tensor, weight: Tensor, starts: Tensor | None = None) -> Tensor:
-    """A joint product's, [n, D]: d_both [n, 2F] in pairs, weight [2F, D] (or of each expert), gates first."""
-    dx = d_both.new_empty(len(d_both), weight.shape[-1])
-    tiles = _tiles(dx.device, WIDE) if starts is None else None
-    dense = starts is None
-    _write(dx, d_both, weight, cu_seqlens_m=starts, concat_layout=(GATES_FIRST,), config=tiles, dynamic_scheduler=dense)
+def input_gradient(d_pairs: Tensor, weight: Tensor, starts: Tensor | None = None) -> Tensor:
+    """dx [n, D] of a gate-up product: d_pairs [n, 2F], weight [2F, D] (or of each expert)."""
+    dx, dense = d_pairs.new_empty(len(d_pairs), weight.shape[-1]), starts is None
+    config = _config(dx.device, WIDE) if dense else None
+    options = {"concat_layout": (GATES_FIRST,), "config": config, "dynamic_scheduler": dense}
+    _write(dx, d_pairs, weight, cu_seqlens_m=starts, **options)
     return dx
 
 
 def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out [n, D] = a [n, K] b [K, D], for a long K."""
-    _write(out, a, b, config=_tiles(out.device, WIDE), dynamic_scheduler=True)
+    _write(out, a, b, config=_config(out.device, WIDE), dynamic_scheduler=True)
 
 
-def add_joint_grad_(total: Tensor, d_both: Tensor, x: Tensor, *, first: bool = False) -> None:
-    """As `reference.add_weight_grad_` of a joint product: total [2F, D], gates first, += d_both.T x; d_both in pairs."""
-    _add(total, d_both.T, x, first, ("C", "out"))
+def add_joint_grad_(total: Tensor, d_pairs: Tensor, x: Tensor, *, first: bool = False) -> None:
+    """total [2F, D] += d_pairs.T x of a gate-up product, as `reference.add_weight_grad_`."""
+    _add(total, d_pairs.T, x, first, ("C", "out"))
 
 
 def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None:
@@ -148,39 +133,37 @@ def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = Fals
 
 
 def add_grouped_grad_(total: Tensor, dz: Tensor, x: Tensor, *, starts: Tensor, first: bool = False) -> None:
-    """For every expert total[e] [D, F] += dz.T x over its rows, in the dtype of the sum: dz [n, D], x [n, F].
-
-    The first one finds nothing in total; of an expert without rows it writes zeros.
-    """
+    """total[e] [D, F] += dz.T x over expert e's rows; the first overwrites, with zeros for an expert without rows."""
     _write(total, dz.T, x, cu_seqlens_k=starts, add_to_output=not first, dynamic_scheduler=True)
 
 
-def add_grouped_joint_grad_(total: Tensor, d_both: Tensor, x: Tensor, *, starts: Tensor, first: bool = False) -> None:
-    """The same of a joint product: total[e] [2F, D], gates first; d_both [n, 2F] in pairs, x [n, D]."""
-    how = {"cu_seqlens_k": starts, "concat_layout": ("out",), "dynamic_scheduler": True}
-    _write(total, d_both.T, x, add_to_output=not first, **how)
+def add_grouped_joint_grad_(total: Tensor, d_pairs: Tensor, x: Tensor, *, starts: Tensor, first: bool = False) -> None:
+    """As `add_grouped_grad_`, of gate-up products: total[e] [2F, D], d_pairs [n, 2F], x [n, D]."""
+    options = {"cu_seqlens_k": starts, "concat_layout": ("out",), "dynamic_scheduler": True}
+    _write(total, d_pairs.T, x, add_to_output=not first, **options)
 
 
 def _add(total: Tensor, a: Tensor, b: Tensor, first: bool, concat: tuple[str, str] | None = None) -> None:
-    """total = a b, or total += a b. Each element is added to once, so equal inputs give equal bits."""
-    if first or total.dtype == torch.float32:  # what memory itself adds, it adds in the dtype of the sum
+    """total = a b, or total += a b; deterministic."""
+    if first or total.dtype == torch.float32:  # memory adds in the dtype of the sum
         _write(total, a, b, concat_layout=concat and concat[1:], add_to_output=not first, dynamic_scheduler=True)
     else:
         _package().gemm_add_inplace(a, b, total, concat_layout=concat, dynamic_scheduler=True, tuned=False)
 
 
-def _write(out: Tensor, a: Tensor, b: Tensor, **how: Any) -> None:
-    """out = a b."""
-    _package().gemm_tuned.fn(a, b, out, **how)
+def _write(out: Tensor, a: Tensor, b: Tensor, **options: Any) -> None:
+    _package().gemm_tuned.fn(a, b, out, **options)
 
 
-def _tiles(device: torch.device, tiles: Tiles) -> Any:
-    """How a product is cut, where the package's own choice was measured to be slower; None: its own choice."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
+def _config(device: torch.device, tiles: Tiles) -> Any:
+    """None, the package's own choice, except on Hopper, where that was measured slower."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != cuda.HOPPER:
         return None
     rows, columns, pingpong = tiles
     config = importlib.import_module(CONFIGS).GemmConfig
-    return config(tile_m=rows, tile_n=columns, pingpong=pingpong, is_dynamic_persistent=False, device_capacity=HOPPER)
+    return config(
+        tile_m=rows, tile_n=columns, pingpong=pingpong, is_dynamic_persistent=False, device_capacity=cuda.HOPPER
+    )
 
 
 def _package() -> Any:

@@ -1,8 +1,6 @@
-"""A product of rows and vocabulary that takes each row's statistics in its epilogue. Importing this needs quack and its compiler.
+"""A product of rows and vocabulary with each row's statistics in its epilogue. Importing this needs quack and its compiler.
 
-A tile of logits is in registers when its columns' part of a row's maximum, sum and first moment is taken and the target's
-logit is written: no pass reads the logits for it, and where nobody wants the logits they are never in memory. The package
-compiles `RowStatistics` into its kernel, as it does operations of its own that gather over columns, and calls its methods.
+The package compiles `RowStatistics` into its kernel and calls its methods while a tile is in registers.
 """
 
 import hashlib
@@ -22,10 +20,10 @@ from quack.epilogue.ops import ColVecLoad, ColVecReduce, ColVecSelect, OnlineLSE
 from quack.layout_utils import convert_layout_zero_stride
 from torch import Tensor
 
-NEVER = -math.inf
+NEG_INF = -math.inf
 LOWEST = torch.finfo(torch.float32).min / 2  # as in the reference: e^-inf (-inf) is 0
 SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-PACKAGE, VERSION = "quack-kernels", "0.6.5"  # whose steps of an epilogue these are
+PACKAGE, VERSION = "quack-kernels", "0.6.5"  # whose epilogue interface this implements
 PLANES = 3  # m, s and u of `reference.vocab_stats`
 
 if metadata.version(PACKAGE) != VERSION:
@@ -33,13 +31,13 @@ if metadata.version(PACKAGE) != VERSION:
 
 
 class RowStatistics(OnlineLSEReduce):
-    """m, s and u of every row over each tile's columns, float32 [3, rows, tiles], rows side by side in memory."""
+    """m, s and u of every row over each tile's columns, float32 [3, rows, tiles], rows innermost."""
 
     reduce_planes = PLANES
     host_finalize = None
 
     def config_key(self) -> tuple[Any, ...]:
-        """By which the package finds what it compiled before, on the disk, too: it does not look at these methods itself."""
+        """The key of the package's compile cache, which does not look at these methods itself."""
         return (*super().config_key(), SOURCE)
 
     def sink_alloc_shape(self, lead: tuple[int, ...], n: int, _tile_m: int, tile_n: int, **_: Any) -> tuple[int, ...]:
@@ -50,29 +48,29 @@ class RowStatistics(OnlineLSEReduce):
 
     @cute.jit
     def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> Any:
-        """Registers for a tile: m, s, u, then the exchange's memory, each element's place, and where the columns end."""
+        """Registers for a tile: m, s, u, then the exchange's shared memory, each element's coordinates, and the column limit."""
         m, s, *rest = OnlineLSEReduce.begin(self, gemm, param, smem_tensor, ctx)
         return (m, s, cute.make_rmem_tensor(m.layout, Float32), *rest)
 
     @cute.jit
     def begin_loop(self, gemm: Any, state: Any, epi_coord: Any) -> Any:
-        """Those of a part of the tile; a row's first part begins with nothing."""
+        """Those of a part of the tile; a row's first part starts empty."""
         m, s, u = self._end_loop_values(state, epi_coord)
         if const_expr(epi_coord[1] == 0):
-            cute.filter_zeros(m).fill(NEVER)
+            cute.filter_zeros(m).fill(NEG_INF)
             cute.filter_zeros(s).fill(0.0)
             cute.filter_zeros(u).fill(0.0)
         return (m, s, u, state[4][None, None, None, epi_coord[0], epi_coord[1]], state[5])
 
     @cute.jit
     def fn_sink_flush(self, gemm: Any, state: Any, frag: Any) -> None:
-        """Take in a part's logits: their maximum, then one exponential for each."""
-        m_part, s_part, u_part, places, columns = state
-        column = cute.composition(cute.make_layout(gemm.cta_tile_shape_mnk[:2], stride=(0, 1)), places.layout)
-        left = columns - places[0][1]
+        """Reduce a part's logits: their maximum, then one exponential each."""
+        m_part, s_part, u_part, coordinates, columns = state
+        column = cute.composition(cute.make_layout(gemm.cta_tile_shape_mnk[:2], stride=(0, 1)), coordinates.layout)
+        remaining = columns - coordinates[0][1]
         for i in cutlass.range(cute.size(frag), unroll_full=True):
             at = cute.crd2idx(i, column)
-            frag[i] = frag[i] if at < left else NEVER
+            frag[i] = frag[i] if at < remaining else NEG_INF
         by_row = m_part.layout
         z = convert_layout_zero_stride(frag, by_row)
         m, s, u = (convert_layout_zero_stride(x, by_row)[None, 0] for x in (m_part, s_part, u_part))
@@ -92,11 +90,11 @@ class RowStatistics(OnlineLSEReduce):
 
     @cute.jit
     def _merge(self, vals: Any, others: Any) -> Any:
-        """Both together. The lower maximum's alone is rescaled, so that the same bits come of either order."""
+        """Only the one with the lower maximum is rescaled: either order gives the same bits."""
         first = vals[0] >= others[0]
         m, s, u = (Float32(cutlass.select_(first, x, y)) for x, y in zip(vals, others, strict=True))
         low, low_s, low_u = (Float32(cutlass.select_(first, y, x)) for x, y in zip(vals, others, strict=True))
-        behind = Float32(cutlass.select_(low == Float32(NEVER), Float32(0.0), low - m))  # nothing times e^0 is nothing
+        behind = Float32(cutlass.select_(low == Float32(NEG_INF), Float32(0.0), low - m))  # its sums are 0
         shrink = cute.math.exp(behind, fastmath=True)
         return (m, s + low_s * shrink, u + shrink * (low_u + low_s * behind))
 
@@ -114,12 +112,12 @@ class RowStatistics(OnlineLSEReduce):
 
     @cute.jit
     def end_loop_finish(self, gemm: Any, param: Any, staged: Any, tile_coord_mnkl: Any, varlen_manager: Any) -> None:
-        """Write the three, one plane after the other, as the package writes one."""
-        values, *how = staged
-        assert how[2] == 1, "a row's columns are dealt to several warps"
+        """Write each plane as the package writes one."""
+        values, *rest = staged
+        assert rest[2] == 1, "a row's columns are split over several warps"
         for plane in cutlass.range_constexpr(PLANES):
-            there, one = cute.domain_offset((plane, 0, 0), param), ((values[plane],), *how)
-            ColVecReduce.end_loop_finish(self, gemm, there, one, tile_coord_mnkl, varlen_manager)
+            target, one = cute.domain_offset((plane, 0, 0), param), ((values[plane],), *rest)
+            ColVecReduce.end_loop_finish(self, gemm, target, one, tile_coord_mnkl, varlen_manager)
 
 
 TARGETS = ColVecLoad("targets")
@@ -144,21 +142,22 @@ PLAIN, TEMPERED = _epilogue(_plain), _epilogue(_tempered, "inverse")
 def product(
     x: Tensor, weight: Tensor, targets: Tensor, inverse: Tensor | None, out: tuple[Tensor | None, ...], tile: Any
 ) -> None:
-    """Write `out`: logits x weight.T [n, V] where they are wanted, planes [3, n, tiles] and picked [n], the logit of each row's
-    target, where that is a column. inverse [n] multiplies what planes and picked are of. tile: (rows, columns) of a tile.
+    """Write out = (logits x weight.T [n, V] or None, planes [3, n, tiles], picked [n], the logits of local targets).
+
+    inverse [n] multiplies the logits for planes and picked. tile: its rows and columns.
     """
     z, planes, picked = out
-    given = {"planes": planes, "picked": picked, "targets": targets}
+    epilogue = {"planes": planes, "picked": picked, "targets": targets}
     if inverse is not None:
-        given["inverse"] = inverse[None]
+        epilogue["inverse"] = inverse[None]
     (PLAIN if inverse is None else TEMPERED).gemm(
         x,
         weight,
         z,
-        epi_args=given,
+        epi_args=epilogue,
         tile_M=tile[0],
         tile_N=tile[1],
-        pingpong=True,  # groups of warps that take turns: the memory of a tile's targets is the next one's
+        pingpong=True,  # warp groups in turns: the memory of a tile's targets is reused by the next
         is_dynamic_persistent=True,
         tile_count_semaphore=torch.zeros(1, dtype=torch.int32, device=x.device),
     )

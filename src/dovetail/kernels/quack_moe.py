@@ -1,12 +1,10 @@
-"""A mixture of experts whose first product gathers its rows and gates its results: forward no copies of tokens are made, and
-silu(gate) up has no pass of its own. Importing this needs triton.
+"""A fused mixture of experts. Importing this needs triton.
 
-    gate and up   rows of x by source                [n, 2F] in pairs, and silu(gate) up [n, F]
+    gate and up   rows of x by source                pairs [n, 2F], and silu(gate) up [n, F]
     down          [n, F]                             [n, D]
     tokens        the weighted sum of their copies   [m, D]
 
-Backward, the product with down's weight also gives the gates' gradient, the weights' and silu(gate) up again: x and the
-pairs are all that is kept.
+Forward copies no tokens, and saves x and the pairs. Backward, the product with down's weight also gives d_pairs and dw.
 """
 
 from collections.abc import Callable
@@ -18,16 +16,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr, tensor
 
-from dovetail.kernels import moe_triton, quack, reference
-from dovetail.kernels.token_permute import rounded
+from dovetail.kernels import moe_triton, quack
+from dovetail.kernels.token_permute import round_rows
 
 BLOCK = 1024  # copies of a program
 
 
 @dataclass(frozen=True)
-class Products:
-    """The grouped products, as `quack` has them."""
+class GroupedProducts:
+    """The grouped products, as `quack` documents them."""
 
     gated_product_into: Any = quack.gated_product_into
     gated: Any = quack.gated
@@ -38,94 +37,109 @@ class Products:
     add_joint_grad_: Any = quack.add_grouped_joint_grad_
 
 
-QUACK = Products()
+QUACK = GroupedProducts()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """rows, ends: of `moe_triton.sort_rows`. size: rows of the products, at least the copies. add: as `mixture`'s."""
+
+    rows: Tensor
+    ends: Tensor
+    size: int
+    products: GroupedProducts
+    add: Callable[..., None] | None
+    grad_enabled: bool
 
 
 def mixture(
-    ops: Any,
     x: Tensor,
-    chosen: Tensor,
+    experts: Tensor,
     weights: Tensor,
-    experts: tuple[Tensor, Tensor],
+    matrices: tuple[Tensor, Tensor],
     copies: int | None = None,
     add: Callable[..., None] | None = None,
-    products: Products = QUACK,
-) -> Tensor:
-    """As `reference.mixture`, which takes what is not bfloat16, has odd widths or no rows at all.
+    products: GroupedProducts = QUACK,
+) -> Tensor | None:
+    """As `registry.mixture_of_experts`; None for other dtypes than bfloat16, odd widths, and no rows at all.
 
-    Handed over by `add`, a weight's gradient is rounded once, when the product adds it to its sum.
+    A weight's gradient that `add` takes is rounded once, when the product adds it to its sum.
     """
-    (gate_up, down), total = experts, chosen.numel() if copies is None else copies
+    (gate_up, down), total = matrices, experts.numel() if copies is None else copies
     odd = any(n % quack.MULTIPLE for n in (*gate_up.shape[1:], *down.shape[1:]))
-    if x.dtype != torch.bfloat16 or not total or odd or chosen.shape[1] > moe_triton.MOST_COPIES:
-        return reference.mixture(ops, x, chosen, weights, experts, copies, add)
-    rows, ends = moe_triton.sort_rows(chosen, len(gate_up))
-    room = min(rounded(total), chosen.numel())  # quack plans anew for every shape, for a millisecond of the host
-    how = rows, ends, room, products, add, torch.is_grad_enabled()
-    y: Tensor = _Mixture.apply(x, weights, gate_up, down, how)
+    if x.dtype != torch.bfloat16 or not total or odd or experts.shape[1] > moe_triton.MAX_COPIES:
+        return None
+    rows, ends = moe_triton.sort_rows(experts, len(gate_up))
+    size = min(round_rows(total), experts.numel())  # quack plans each new shape for a millisecond of the host
+    plan = _Plan(rows, ends, size, products, add, torch.is_grad_enabled())
+    y: Tensor = _Mixture.apply(x, weights, gate_up, down, plan)
     return y
 
 
 class _Mixture(torch.autograd.Function):
-    """forward: y[t] = sum over its copies of w down(silu(gate) up). backward: x, w and both weights, each by one product."""
+    """forward: y[t] = sum over its copies of w down(silu(gate) up). backward: dx, dw and both weights' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, how: Any) -> Tensor:
-        rows, ends, room, products, add, learns = how
+    def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, plan: _Plan) -> Tensor:
+        rows, products = plan.rows, plan.products
         x, weights = x.contiguous(), weights.contiguous()
-        source, scale = _by_row(rows, weights, room)
-        starts = torch.nn.functional.pad(ends.to(torch.int32), (1, 0))
-        if learns and any(ctx.needs_input_grad):
-            half = x.new_empty(room, down.shape[2])
-            both = products.gated_product_into(x, gate_up, half, starts, source)
-            ctx.save_for_backward(x, gate_up, down, rows, starts, scale, both)
+        source, scale = _by_row(rows, weights, plan.size)
+        starts = torch.nn.functional.pad(plan.ends.to(torch.int32), (1, 0))
+        if plan.grad_enabled and any(ctx.needs_input_grad):
+            gated = x.new_empty(plan.size, down.shape[2])
+            pairs = products.gated_product_into(x, gate_up, gated, starts, source)
+            ctx.save_for_backward(x, gate_up, down, rows, starts, scale, pairs)
         else:
-            half = products.gated(x, gate_up, starts, source)
-        back = products.product(half, down, starts)
-        ctx.products, ctx.add, ctx.shape = products, add, weights.shape
-        return moe_triton.collect_rows(back, rows, weights.shape[1], weights)
+            gated = products.gated(x, gate_up, starts, source)
+        y = products.product(gated, down, starts)
+        ctx.products, ctx.add, ctx.shape = products, plan.add, weights.shape
+        return moe_triton.unpermute_rows(y, rows, weights.shape[1], weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
-        x, gate_up, down, rows, starts, scale, both = ctx.saved_tensors
-        products, (tokens, copies), room = ctx.products, ctx.shape, len(scale)
+        x, gate_up, down, rows, starts, scale, pairs = ctx.saved_tensors
+        products, (tokens, copies), size = ctx.products, ctx.shape, len(scale)
         for_x, for_weights, for_gate_up, for_down, _ = ctx.needs_input_grad
-        moved = moe_triton.spread_rows(grads[0], rows, copies, room)  # both products take longer to gather them
-        d_both, half, d_scale = products.gated_gradient(moved, down, both, starts, scale)
+        dy = moe_triton.permute_rows(grads[0], rows, copies, size)  # both products take longer to gather it
+        d_pairs, gated, d_scale = products.gated_gradient(dy, down, pairs, starts, scale)
         d_down = d_gate_up = dx = d_weights = None
         if for_x:
-            dx = moe_triton.collect_rows(products.input_gradient(d_both, gate_up, starts), rows, copies)
+            dx = moe_triton.unpermute_rows(products.input_gradient(d_pairs, gate_up, starts), rows, copies)
         if for_weights:
             d_weights = _by_copy(rows, d_scale).view(tokens, copies)
         if for_down:
             add = partial(products.add_weight_grad_, starts=starts)
-            d_down = _handed_over(ctx.add, "down_proj", down, (moved, half), add)
+            d_down = _weight_grad(ctx.add, "down_proj", down, (dy, gated), add)
         if for_gate_up:
-            spread = partial(moe_triton.spread_rows, rows=rows, copies=copies, total=room)
-            add = partial(_add_spread, spread, partial(products.add_joint_grad_, starts=starts))
-            d_gate_up = _handed_over(ctx.add, "gate_up_proj", gate_up, (d_both, x), add)
+            permute = partial(moe_triton.permute_rows, rows=rows, copies=copies, total=size)
+            add = partial(_add_permuted, permute, partial(products.add_joint_grad_, starts=starts))
+            d_gate_up = _weight_grad(ctx.add, "gate_up_proj", gate_up, (d_pairs, x), add)
         return dx, d_weights, d_gate_up, d_down, None
 
 
-def _handed_over(
-    to: Callable[..., None] | None, name: str, weight: Tensor, of: tuple[Tensor, Tensor], add: Callable[..., None]
+def _weight_grad(
+    take: Callable[..., None] | None,
+    name: str,
+    weight: Tensor,
+    factors: tuple[Tensor, Tensor],
+    add: Callable[..., None],
 ) -> Tensor | None:
-    """A weight's gradient, to who adds it, or as autograd wants it."""
-    if to is not None:
-        return to(name, *of, add)
-    add(dw := torch.empty_like(weight), *of, first=True)
+    """Hand the gradient over to `take`, or compute it for autograd."""
+    if take is not None:
+        return take(name, *factors, add)
+    add(dw := torch.empty_like(weight), *factors, first=True)
     return dw
 
 
-def _add_spread(
-    spread: Callable[[Tensor], Tensor], add: Callable[..., None], total: Tensor, dz: Tensor, x: Tensor, *, first: bool
+def _add_permuted(
+    permute: Callable[[Tensor], Tensor], add: Callable[..., None], total: Tensor, dz: Tensor, x: Tensor, *, first: bool
 ) -> None:
-    """The gradient of a product whose rows are copies of x: they are made when they are needed."""
-    add(total, dz, spread(x), first=first)
+    """Add the gradient of a product whose rows are copies of x, made only now."""
+    add(total, dz, permute(x), first=first)
 
 
 def _by_row(rows: Tensor, weights: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Where each row comes from, int32 [total], and its weight, float32 [total]."""
+    """The token of each row, int32 [total], and its weight, float32 [total]."""
     source = torch.empty(total, dtype=torch.int32, device=rows.device)
     scale = torch.empty(total, dtype=torch.float32, device=rows.device)
     grid = (triton.cdiv(len(rows), BLOCK),)
@@ -134,32 +148,32 @@ def _by_row(rows: Tensor, weights: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 def _by_copy(rows: Tensor, x: Tensor) -> Tensor:
-    """x [total] by row -> [len(rows)] by copy; 0 of copies that are nowhere."""
-    found = torch.empty(len(rows), dtype=x.dtype, device=x.device)
-    _pick[(triton.cdiv(len(rows), BLOCK),)](rows, x, found, len(rows), len(x), BLOCK)
-    return found
+    """x [total] by row -> [len(rows)] by copy; 0 for dropped copies."""
+    out = torch.empty(len(rows), dtype=x.dtype, device=x.device)
+    _pick[(triton.cdiv(len(rows), BLOCK),)](rows, x, out, len(rows), len(x), BLOCK)
+    return out
 
 
 @triton.jit(do_not_specialize=["n", "total"])
 def _invert(
-    rows: tl.tensor,
-    weights: tl.tensor,
-    source: tl.tensor,
-    scale: tl.tensor,
-    n: tl.tensor,
-    total: tl.tensor,
-    COPIES: tl.constexpr,
-    SIZE: tl.constexpr,
+    rows: tensor,
+    weights: tensor,
+    source: tensor,
+    scale: tensor,
+    n: tensor,
+    total: tensor,
+    COPIES: constexpr,
+    SIZE: constexpr,
 ) -> None:
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     row = tl.load(rows + at, mask=at < n, other=total).to(tl.int64)
-    there = (at < n) & (row < total)
-    tl.store(source + row, (at // COPIES).to(tl.int32), mask=there)
-    tl.store(scale + row, tl.load(weights + at, mask=there, other=0.0).to(tl.bfloat16).to(tl.float32), mask=there)
+    valid = (at < n) & (row < total)
+    tl.store(source + row, (at // COPIES).to(tl.int32), mask=valid)
+    tl.store(scale + row, tl.load(weights + at, mask=valid, other=0.0).to(tl.bfloat16).to(tl.float32), mask=valid)
 
 
 @triton.jit(do_not_specialize=["n", "total"])
-def _pick(rows: tl.tensor, x: tl.tensor, found: tl.tensor, n: tl.tensor, total: tl.tensor, SIZE: tl.constexpr) -> None:
+def _pick(rows: tensor, x: tensor, out: tensor, n: tensor, total: tensor, SIZE: constexpr) -> None:
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     row = tl.load(rows + at, mask=at < n, other=total).to(tl.int64)
-    tl.store(found + at, tl.load(x + row, mask=(at < n) & (row < total), other=0.0), mask=at < n)
+    tl.store(out + at, tl.load(x + row, mask=(at < n) & (row < total), other=0.0), mask=at < n)

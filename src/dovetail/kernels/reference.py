@@ -1,32 +1,30 @@
-"""The plain-torch definition of every op: the meaning of all other implementations, and what runs on a CPU.
+"""The definition of every op, in plain torch. No T x T or T x V temporaries.
 
-T packed tokens, H query heads, G KV heads, C head dim, V this rank's vocabulary columns. Nothing of size T x T or
-(elementwise temporaries) of size T x V is ever made.
+T packed tokens, H query heads, G KV heads, C head dim, V this rank's vocabulary columns.
 """
 
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.kernels.token_permute import Collect, Spread, count_rows, inverse_of
+from dovetail.kernels.token_permute import PermuteTokens, UnpermuteTokens, count_rows, inverse_of
 
-SHORT = 128  # tokens of a sequence up to which a CPU is faster without flash attention in half precision
-QUERY_BLOCK = 256  # queries that share one attention mask, where a mask is needed
-CPU_BLOCK = 1 << 20  # logits that one elementwise pass touches: a core's cache
-GPU_BLOCK = 1 << 27  # enough of them to fill a GPU
-GATHERED = 1 << 19  # numbers of cached keys that are gathered at a time
-LONGEST_PAGED = 256  # channels up to which others compute attention to a paged cache
+SHORT = 128  # up to this length a CPU is faster without flash attention in half precision
+QUERY_BLOCK = 256  # queries per attention mask
+CPU_BLOCK = 1 << 20  # logits per elementwise pass: a core's cache
+GPU_BLOCK = 1 << 27  # enough to fill a GPU
+GATHER_BLOCK = 1 << 19  # cached numbers gathered at a time
+MAX_PAGED_DIM = 256  # head dim of paged attention in other implementations
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Where packed sequences lie: `cu_seqlens` int32 [S + 1] on the device, the lengths also on the host."""
+    """Packed sequences: `cu_seqlens` int32 [S + 1] on the device, the lengths also on the host."""
 
     cu_seqlens: Tensor
     lengths: tuple[int, ...]
@@ -37,30 +35,29 @@ class Spans:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for sums and exponentials: float32, or float64 where the model itself is."""
+    """The dtype for sums and exponentials: float32, or float64 for a float64 model."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def widened(x: Tensor) -> Tensor:
-    """`x` in the dtype for sums and exponentials."""
     return x.to(wide(x.dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dim; the root mean square in `wide`, the product in x's dtype."""
+    """x / rms(x) * weight over the last dim: rms in `wide`, the product in x's dtype."""
     y = widened(x)
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     return weight * y.to(x.dtype)
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + y, or x alone, and its `rms_norm`: what goes on beside a block's part, and what goes into it."""
+    """x + y, or x alone, and its `rms_norm`."""
     total = x if y is None else x + y
     return total, rms_norm(total, weight, eps)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the heads x [T, H, C] by their tokens' angles, cos and sin [T, R / 2]: channel i with i + R / 2; the rest stay."""
+    """Rotate channels i and i + R / 2 of the heads x [T, H, C] by cos and sin [T, R / 2]; channels from R on stay."""
     half = cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -76,57 +73,55 @@ def heads(
     eps: float = 0.0,
     *,
     norm: Callable[..., Tensor] = rms_norm,
-    turn: Callable[..., Tensor] = rope,
+    rotate: Callable[..., Tensor] = rope,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The joint product [T, (H + 2 G) C] cut into q [T, H, C], k and v [T, G, C]; q and k turned as by `rope`.
+    """Split qkv [T, (H + 2 G) C] into q [T, H, C], k and v [T, G, C]; q and k rotated as by `rope`.
 
-    counts: H and G. gains [C] of q and of k: both go through `rms_norm` first. norm, turn: a device's own.
+    counts: H and G. gains: [C] of q and of k, for `rms_norm` before the rotation. norm, rotate: a device's own.
     """
     queries, groups = counts
     q, k, v = qkv.unflatten(-1, (queries + 2 * groups, -1)).split((queries, groups, groups), dim=1)
     if gains is not None:
         q, k = norm(q, gains[0], eps), norm(k, gains[1], eps)
-    return turn(q, cos, sin), turn(k, cos, sin), v
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
     """Causal attention inside each packed sequence: q [Tq, H, C], k [Tk, G, C], v [Tk, G, Cv <= C] -> [Tq, H, Cv].
 
-    Where a sequence has fewer queries than keys, they are its last ones (bottom-right causal). With a window, a query
-    sees that many latest keys, itself included. Scores are scaled by C^-1/2.
+    Bottom-right causal where there are fewer queries than keys. window: keys a query sees, its own included. Scale: C^-1/2.
     """
-    if (narrow := v.shape[-1]) < q.shape[-1]:
-        return attention(q, k, as_wide_as(k, v), q_spans, k_spans, window)[..., :narrow]
+    if (v_dim := v.shape[-1]) < q.shape[-1]:
+        return attention(q, k, pad_values(k, v), q_spans, k_spans, window)[..., :v_dim]
     out = []
-    for count, n, m, at_q, at_k in _runs(q_spans.lengths, k_spans.lengths):
-        rows = q[at_q : at_q + count * n].unflatten(0, (count, n)).transpose(1, 2)  # [B, H, n, C]
-        keys = k[at_k : at_k + count * m].unflatten(0, (count, m)).transpose(1, 2)
-        values = v[at_k : at_k + count * m].unflatten(0, (count, m)).transpose(1, 2)
+    for count, n, m, start_q, start_k in _equal_runs(q_spans.lengths, k_spans.lengths):
+        queries = q[start_q : start_q + count * n].unflatten(0, (count, n)).transpose(1, 2)  # [B, H, n, C]
+        keys, values = (x[start_k : start_k + count * m].unflatten(0, (count, m)).transpose(1, 2) for x in (k, v))
         if n == m and (window is None or m <= window):
-            mixed = _causal_attention(rows, keys, values)
+            mixed = _causal_attention(queries, keys, values)
         else:
-            mixed = _masked_attention(rows, keys, values, window)
+            mixed = _masked_attention(queries, keys, values, window)
         out.append(mixed.transpose(1, 2).flatten(0, 1))
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def as_wide_as(k: Tensor, v: Tensor) -> Tensor:
-    """Values with as many channels as keys have, the new ones zeros: so are those of what attention makes of them."""
+def pad_values(k: Tensor, v: Tensor) -> Tensor:
+    """v with zero channels up to those of k; attention's are zero there, too."""
     return v if v.shape[-1] == k.shape[-1] else F.pad(v, (0, k.shape[-1] - v.shape[-1]))
 
 
-def _runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Runs of neighboring sequences of equal lengths: (how many, queries each, keys each, first query, first key)."""
-    at_q = at_k = 0
+def _equal_runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int, int, int]]:
+    """Runs of consecutive sequences of equal lengths: (count, queries, keys, first query, first key)."""
+    start_q = start_k = 0
     for (n, m), run in itertools.groupby(zip(q_lengths, k_lengths, strict=True)):
         count = len(list(run))
         if n:
-            yield count, n, m, at_q, at_k
-        at_q, at_k = at_q + count * n, at_k + count * m
+            yield count, n, m, start_q, start_k
+        start_q, start_k = start_q + count * n, start_k + count * m
 
 
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of [B, H, n, C] on [B, G, n, C]."""
+    """q [B, H, n, C], k and v [B, G, n, C]."""
     n = q.shape[2]
     if n > SHORT or q.dtype in (torch.float32, torch.float64):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
@@ -138,7 +133,7 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Bottom-right causal attention of [B, H, n, C] on [B, G, m, C], by blocks of queries and only the keys they see."""
+    """q [B, H, n, C], k and v [B, G, m, C], by blocks of queries."""
     n, m = q.shape[2], k.shape[2]
     blocks = []
     for start in range(0, n, QUERY_BLOCK):
@@ -148,73 +143,59 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Te
         at_q = torch.arange(first, last, device=q.device)[:, None]
         at_k = torch.arange(low, last, device=q.device)[None, :]
         mask = at_k <= at_q if window is None else (at_k <= at_q) & (at_k > at_q - window)
-        blocks.append(
-            F.scaled_dot_product_attention(
-                q[:, :, start:stop],
-                k[:, :, low:last],
-                v[:, :, low:last],
-                attn_mask=mask,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        )
+        block = q[:, :, start:stop], k[:, :, low:last], v[:, :, low:last]
+        blocks.append(F.scaled_dot_product_attention(*block, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]))
     return torch.cat(blocks, dim=2)
 
 
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, window: int | None = None
 ) -> Tensor:
-    """One new token a row on its cache: q [B, H, C], keys and values [P, G, page, C] -> [B, H, C].
-
-    Row b's `lengths[b]` entries, in order, fill the pages table[b] [W]. They are gathered for some rows at a time, so that
-    they stay in a core's cache until they are used.
-    """
+    """One new token per row: q [B, H, C], keys and values [P, G, page, C] -> [B, H, C]; row b's pages: table[b] [W]."""
     groups, page = keys.shape[1:3]
     heads = torch.arange(groups, device=q.device)[:, None]
-    step = max(1, GATHERED // (table.shape[1] * keys[0].numel()))
+    step = max(1, GATHER_BLOCK // (table.shape[1] * keys[0].numel()))
     out = []
-    for start in range(0, len(q), step):
+    for start in range(0, len(q), step):  # few rows at a time stay in a core's cache
         rows = slice(start, start + step)
         longest = int(lengths[rows].max())
-        where = (table[rows, None, : -(-longest // page)] * groups + heads).flatten()
-        shape = (-1, groups, where.numel() // (groups * len(lengths[rows])) * page, q.shape[2])
-        k, v = (x.flatten(0, 1).index_select(0, where).view(shape)[:, :, :longest] for x in (keys, values))
+        index = (table[rows, None, : -(-longest // page)] * groups + heads).flatten()
+        shape = (-1, groups, index.numel() // (groups * len(lengths[rows])) * page, q.shape[2])
+        k, v = (x.flatten(0, 1).index_select(0, index).view(shape)[:, :, :longest] for x in (keys, values))
         out.append(_decode_rows(q[rows], k, v, lengths[rows], window))
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
 def write_entries(keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-    """New tokens' k [n, G, C] and v [n, G, Cv <= C] into keys and values [P, G, page, C], at pages and offsets [n]."""
+    """Write k [n, G, C] and v [n, G, Cv <= C] into keys and values [P, G, page, C] at pages and offsets [n]."""
     keys[pages, :, offsets] = k
     values[pages, :, offsets, : v.shape[-1]] = v
 
 
 def _decode_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int | None) -> Tensor:
-    """q [B, H, C] on k and v [B, G, N, C], of which row b holds `lengths[b]`."""
-    at = torch.arange(k.shape[2], device=k.device)[None, :]
-    mask = at < lengths[:, None]
+    """q [B, H, C], k and v [B, G, N, C], of which row b has `lengths[b]`."""
+    position = torch.arange(k.shape[2], device=k.device)[None, :]
+    mask = position < lengths[:, None]
     if window is not None:
-        mask = mask & (at >= lengths[:, None] - window)
-    grouped = q.unflatten(1, (k.shape[1], -1))  # [B, G, H / G, C]: the queries of a group share their keys
+        mask = mask & (position >= lengths[:, None] - window)
+    grouped = q.unflatten(1, (k.shape[1], -1))  # [B, G, H / G, C]
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask[:, None, None, :])
     return out.flatten(1, 2)
 
 
 def sum_deterministic(parts: Tensor, out: Tensor | None = None, own: tuple[int, Tensor] | None = None) -> Tensor:
-    """[n, ...] -> [...]: the first part and the others added to it one after another, in `wide`; rounded once.
-
-    out: dense memory for the result. own: which part is not read, and a dense one in its place.
-    """
-    each = list(parts)
+    """[n, ...] -> [...]: summed in order in `wide`, rounded once. out: dense memory. own: a part's index and its substitute."""
+    operands = list(parts)
     if own is not None:
-        each[own[0]] = own[1]
-    total = each[0].to(wide(parts.dtype), copy=True)
-    for part in each[1:]:
+        operands[own[0]] = own[1]
+    total = operands[0].to(wide(parts.dtype), copy=True)
+    for part in operands[1:]:
         total += part
     return total.to(parts.dtype) if out is None else out.copy_(total)
 
 
 def copy_to_both(x: Tensor, first: Tensor, second: Tensor) -> None:
-    """Copy x to both; all three are dense, and alike."""
+    """Copy x to both; all three are dense and of one shape."""
     first.copy_(x)
     second.copy_(x)
 
@@ -230,15 +211,15 @@ def linear_input_grad(dy: Tensor, weight: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, of the joint product [T, 2 F] -> [T, F]."""
+    """silu(gate) * up: [T, 2 F] -> [T, F]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Each expert's product of its own tokens: x [T, K], weight [E, K, N], offsets int [E] -> [T, N].
+    """x [T, K] sorted by expert, weight [E, K, N], offsets int [E], where each expert's tokens end -> [T, N].
 
-    Tokens are sorted by expert; expert e's end at `offsets[e]`. One may have none: the gradient of its weight is 0.
+    The weight's gradient of an expert without tokens is 0.
     """
     ends = offsets.tolist()
     assert ends[-1] == len(x), f"the last expert's tokens end at {ends[-1]} of {len(x)}"
@@ -247,30 +228,26 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def permute(x: Tensor, experts: Tensor, count: int, total: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """A copy of each token for each of its experts, by expert: x [T, D], experts int [T, K].
+    """A copy of each token per expert, sorted by expert: x [T, D], experts int [T, K] -> [T K, D], rows [T K], ends [count].
 
-    -> [T K, D], rows int [T K], ends int [count]. rows[t K + i]: where the copy of token t for its i-th expert is. Within an
-    expert the copies are in the tokens' order; expert e's end at ends[e].
-
-    total: experts of `count` or more are nowhere. They get no copy, and in `rows` a number that no row has; the result has
-    `total` rows, and where there are fewer copies nobody may read the last ones. Without a total all are somewhere.
+    rows[t K + i]: the row of token t's i-th copy. ends[e]: where expert e's rows end. total: rows of the result, where experts
+    of `count` or more are dropped: their `rows` are T K; rows behind the last copy are undefined.
     """
-    each = experts.flatten().clamp(max=count)
-    rows = inverse_of(each.argsort(stable=True)).masked_fill_(each == count, len(each))
-    ends = count_rows(each, count + 1)[:count].cumsum(0)
-    return spread(x, rows, experts.shape[1], total), rows, ends
+    flat = experts.flatten().clamp(max=count)
+    rows = inverse_of(flat.argsort(stable=True)).masked_fill_(flat == count, len(flat))
+    ends = count_rows(flat, count + 1)[:count].cumsum(0)
+    return permute_tokens(x, rows, experts.shape[1], total), rows, ends
 
 
-def spread(x: Tensor, rows: Tensor, copies: int, total: int | None = None) -> Tensor:
-    """The first that `permute` returns, of other numbers [T, N] of the same tokens, given its `rows`. Deterministic."""
-    found: Tensor = Spread.apply(x, rows, copies, total)
-    return found
+def permute_tokens(x: Tensor, rows: Tensor, copies: int, total: int | None = None) -> Tensor:
+    """The copies that `permute` returns, of x [T, N], given its `rows`."""
+    y: Tensor = PermuteTokens.apply(x, rows, copies, total)
+    return y
 
 
 def unpermute(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
-    """The weighted sum of a token's copies: x [n, D], rows int [T K] as `permute` returns, weights [T, K] -> [T, D]; without
-    weights, rows [T, K], a plain sum. Deterministic."""
-    copies = Collect.apply(x, rows.flatten())
+    """The sum of each token's copies: x [n, D], `permute`'s rows [T K], weights [T, K] -> [T, D]; no weights: rows [T, K]."""
+    copies = UnpermuteTokens.apply(x, rows.flatten())
     if weights is None:
         return copies.unflatten(0, rows.shape).sum(1)
     if len(x) < rows.numel():
@@ -278,31 +255,8 @@ def unpermute(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
     return torch.bmm(weights.to(x.dtype)[:, None], copies.unflatten(0, weights.shape))[:, 0]
 
 
-def mixture(
-    ops: Any,
-    x: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-    experts: tuple[Tensor, Tensor],
-    copies: int | None = None,
-    _add: Callable[..., None] | None = None,
-) -> Tensor:
-    """Each token's weighted sum over its experts, x [n, D] -> [n, D]: down_e(swiglu(gate_up_e x)) for each e of chosen.
-
-    chosen int [n, K], weights [n, K] in `wide`; the experts': gate_up [E, 2 F, D] and down [E, D, F]. copies: how many
-    of `chosen` are below E; the others are nowhere: they cost nothing and add nothing, and the gradient of their weight
-    is 0. Without it all are. ops: the kernels that the parts are computed by. add: takes the gradient of "gate_up_proj" or
-    "down_proj", which autograd then does not get, as what it is a product of and what adds that (`GradAccumulator.defer_wgrad`).
-    """
-    gate_up, down = experts
-    rows, places, ends = ops.permute(x, chosen, len(gate_up), copies)
-    hidden = ops.swiglu(ops.grouped_mm(rows, gate_up.transpose(1, 2), ends))
-    found: Tensor = ops.unpermute(ops.grouped_mm(hidden, down.transpose(1, 2), ends), places, weights)
-    return found
-
-
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """int64 [t, k]: the columns of each row's k highest scores [t, E], best first; none twice."""
+    """int64 [t, k]: the columns of each row's k highest scores [t, E], best first."""
     return scores.topk(k).indices
 
 
@@ -312,31 +266,30 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [n, D] @ weight [V, D].T, as exact as the device's product allows: fresh memory that callers may overwrite."""
+    """x [n, D] @ weight [V, D].T, in new memory, as exact as the device's product allows."""
     return x @ weight.T
 
 
 def vocab_stats(z: Tensor, local_targets: Tensor, temperature: Tensor | None = None) -> Tensor:
     """[n, V] logits -> [n, 4] in `wide`: m = max z, s = sum e^d, u = sum d e^d, t = z at the target; d = (z - m) / temperature.
 
-    `local_targets` [n] are this rank's columns; one outside [0, V) belongs to another rank and gives t = 0. Without columns
-    (V = 0), and for rows that are -inf throughout, the row adds nothing to a combination: m = -inf, s = u = 0.
+    t = 0 for targets outside [0, V). Rows without columns or of -inf give m = -inf, s = u = 0.
     """
     n, columns = z.shape
     stats = torch.zeros((n, 4), dtype=wide(z.dtype), device=z.device)
     stats[:, 0] = float("-inf")
     if columns == 0:
         return stats
-    mine = (local_targets >= 0) & (local_targets < columns)
-    picked = z.gather(-1, torch.where(mine, local_targets, 0)[:, None])[:, 0].to(stats.dtype)
-    stats[:, 3] = torch.where(mine, picked, 0.0)
+    local = (local_targets >= 0) & (local_targets < columns)
+    picked = z.gather(-1, torch.where(local, local_targets, 0)[:, None])[:, 0].to(stats.dtype)
+    stats[:, 3] = torch.where(local, picked, 0.0)
     for rows in _row_blocks(z):
         peak = z[rows].amax(-1).to(stats.dtype)
         stats[rows, 0] = peak
         shifted = _shifted(z, rows, torch.where(peak == float("-inf"), 0.0, peak)[:, None], temperature)
         weights = shifted.exp()
         stats[rows, 1] = weights.sum(-1)
-        # e^-inf (-inf) is 0 here: a column that cannot occur carries no entropy
+        # e^-inf (-inf) is 0 here: a column of -inf has no entropy
         stats[rows, 2] = weights.mul_(shifted.clamp_(min=torch.finfo(stats.dtype).min / 2)).sum(-1)
     return stats
 
@@ -351,19 +304,17 @@ def vocab_grad_(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Turn logits [n, V] into their gradient (g [j = y] - p (g + h (d - offset))) / temperature.
+    """The logits' gradient (g [j = y] - p (g + h (d - offset))) / temperature [n, V]; overwrites z.
 
-    d = (z - peak) / temperature and p = e^d / total, with the peak, total and offset [n] of the whole vocabulary in `normalizer`
-    (`tokenstats.Normalizer`). `g` and `h` [n] are the gradients of logprob and entropy; h = None where nothing asks for the
-    entropy's. Computed in `wide`, returned in `dtype`; without one, in z itself. z's memory is spent in either case, and the
-    result may lie in it.
+    d = (z - peak) / temperature, p = e^d / total; normalizer: peak, total and offset [n] of the whole vocabulary. g, h [n]:
+    gradients of logprob and entropy. Computed in `wide`; the result, in `dtype` or z's, may be in z's memory.
     """
     _n, columns = z.shape
     if columns == 0:
         return z.to(dtype or z.dtype)
-    mine = (local_targets >= 0) & (local_targets < columns)
-    index, at_target = torch.where(mine, local_targets, 0)[:, None], torch.where(mine, g, 0.0)[:, None]
-    peak, total, offset = (each[:, None] for each in normalizer)
+    local = (local_targets >= 0) & (local_targets < columns)
+    index, at_target = torch.where(local, local_targets, 0)[:, None], torch.where(local, g, 0.0)[:, None]
+    peak, total, offset = (stat[:, None] for stat in normalizer)
     by_logprob, by_entropy = -g[:, None] / total, None if h is None else -h[:, None] / total
     for rows in _row_blocks(z):
         shifted = _shifted(z, rows, peak[rows], temperature)
@@ -378,13 +329,13 @@ def vocab_grad_(
 
 
 def _shifted(z: Tensor, rows: slice, peak: Tensor, temperature: Tensor | None) -> Tensor:
-    """(z - peak) / temperature of some rows of the logits, in `wide`: new memory. peak [rows, 1], temperature [n]."""
+    """In `wide`, in new memory. peak [rows, 1], temperature [n]."""
     block = z[rows].to(wide(z.dtype)) - peak
     return block if temperature is None else block.div_(temperature[rows, None])
 
 
 def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None:
-    """total [V, D] += dz [n, V].T @ x [n, D], where total may be wider than dz and x. The first one finds nothing there."""
+    """total [V, D] += dz [n, V].T @ x [n, D]; total may have a wider dtype. first: overwrite total."""
     if total.dtype == x.dtype:
         torch.mm(dz.T, x, out=total) if first else total.addmm_(dz.T, x)
         return
@@ -394,7 +345,6 @@ def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = Fals
 
 
 def _row_blocks(x: Tensor) -> Iterator[slice]:
-    """Slices of rows that cover x [n, columns], each of a bounded number of elements."""
     n, columns = x.shape
     step = max(1, (CPU_BLOCK if x.device.type == "cpu" else GPU_BLOCK) // columns)
     return (slice(start, min(start + step, n)) for start in range(0, n, step))

@@ -1,4 +1,4 @@
-"""Which implementation computes each op: chosen once from the device, then passed down as a value."""
+"""Which implementation computes each op, chosen once per device."""
 
 import importlib
 import importlib.util
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import ConfigError
-from dovetail.kernels import cuda, cudnn, extras, fa4, quack, reference
-from dovetail.kernels.extras import HOPPER
+from dovetail.kernels import cuda, cudnn, fa4, quack, reference
 from dovetail.kernels.npu import NpuKernels
 
 AttentionName = Literal["auto", "fa4", "cudnn", "torch"]
@@ -19,20 +18,20 @@ AttentionName = Literal["auto", "fa4", "cudnn", "torch"]
 
 @dataclass(frozen=True)
 class GatedProducts:
-    """The products of a gated MLP with silu(gate) up inside them. What each computes: `quack`, by the same names."""
+    """The products of a gated MLP with SwiGLU in their epilogue, as `quack` documents them."""
 
-    takes: Callable[..., bool]
-    gated_product_into: Callable[[Tensor, Tensor, Tensor], Tensor]
-    gated: Callable[[Tensor, Tensor], Tensor]
-    gated_gradient: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
-    input_gradient: Callable[..., Tensor]
-    add_joint_grad_: Callable[..., None]
-    add_weight_grad_: Callable[..., None]
+    takes: Callable[..., bool] = quack.takes
+    gated_product_into: Callable[[Tensor, Tensor, Tensor], Tensor] = quack.gated_product_into
+    gated: Callable[[Tensor, Tensor], Tensor] = quack.gated
+    gated_gradient: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = quack.gated_gradient
+    input_gradient: Callable[..., Tensor] = quack.input_gradient
+    add_joint_grad_: Callable[..., None] = quack.add_joint_grad_
+    add_weight_grad_: Callable[..., None] = quack.add_weight_grad_
 
 
 @dataclass(frozen=True)
 class HeadProducts:
-    """A head's products, the first of which takes its rows' statistics by the way. What each computes: `quack_head`."""
+    """The products of the LM head with row statistics in the epilogue, as `quack_head` documents them."""
 
     takes: Callable[..., bool]
     logit_stats: Callable[..., tuple[Tensor | None, Tensor]]
@@ -41,8 +40,9 @@ class HeadProducts:
 
 @dataclass(frozen=True)
 class KernelSet:
-    """One implementation of every op of `reference`, how many tokens the head computes at a time, and, where there are any,
-    products that gate inside or take statistics, and what draws tokens as `rollout.draw` does.
+    """An implementation of every op of `reference`, and fused ones, or None:
+
+    mixture: of `mixture_of_experts`; returns None for unsupported inputs. gated, head: products. draw: plain sampling.
     """
 
     attention: Callable[..., Tensor] = reference.attention
@@ -61,14 +61,14 @@ class KernelSet:
     top_k: Callable[..., Tensor] = reference.top_k
     router_logits: Callable[..., Tensor] = reference.router_logits
     permute: Callable[..., tuple[Tensor, Tensor, Tensor]] = reference.permute
+    permute_tokens: Callable[..., Tensor] = reference.permute_tokens
     unpermute: Callable[..., Tensor] = reference.unpermute
-    spread: Callable[..., Tensor] = reference.spread
-    mixture: Callable[..., Tensor] = reference.mixture
     logits: Callable[..., Tensor] = reference.logits
     vocab_stats: Callable[..., Tensor] = reference.vocab_stats
     vocab_grad_: Callable[..., Tensor] = reference.vocab_grad_
     add_weight_grad_: Callable[..., None] = reference.add_weight_grad_
-    head_chunk: int = 1024
+    head_chunk: int = 1024  # tokens per chunk of the LM head
+    mixture: Callable[..., Tensor | None] | None = None
     gated: GatedProducts | None = None
     head: HeadProducts | None = None
     draw: Callable[..., Tensor] | None = None
@@ -80,22 +80,43 @@ class KernelSet:
         return {name: op.__module__.rpartition(".")[2] for name, op in ops.items() if callable(op)}
 
 
-# What triton computes on a GPU, by the module of `kernels` that has it.
+def mixture_of_experts(
+    kernels: KernelSet,
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    matrices: tuple[Tensor, Tensor],
+    copies: int | None = None,
+    add: Callable[..., None] | None = None,
+) -> Tensor:
+    """Each token's weighted sum over its experts, x [n, D] -> [n, D]: down_e(swiglu(gate_up_e x)) for each of its experts e.
+
+    experts int [n, K], weights [n, K] in `wide`; matrices: gate_up [E, 2 F, D], down [E, D, F]. copies: how many of `experts`
+    are below E, the others are dropped; None: all. add: takes weight gradients (`defer_wgrad`).
+    """
+    if kernels.mixture is not None:
+        fused = kernels.mixture(x, experts, weights, matrices, copies, add)
+        if fused is not None:
+            return fused
+    gate_up, down = matrices
+    permuted, rows, ends = kernels.permute(x, experts, len(gate_up), copies)
+    hidden = kernels.swiglu(kernels.grouped_mm(permuted, gate_up.transpose(1, 2), ends))
+    return kernels.unpermute(kernels.grouped_mm(hidden, down.transpose(1, 2), ends), rows, weights)
+
+
+# The ops of each triton module.
 TRITON: Mapping[str, tuple[str, ...]] = {
     "logprob_triton": ("vocab_stats", "vocab_grad_"),
     "norm_triton": ("rms_norm", "add_norm", "swiglu", "sum_deterministic", "copy_to_both"),
     "rope_triton": ("heads", "rope"),
-    "moe_triton": ("top_k", "permute", "unpermute", "spread"),
+    "moe_triton": ("top_k", "permute", "permute_tokens", "unpermute"),
     "paged_attention_triton": ("decode_attention", "write_entries"),
     "sampling_triton": ("draw",),
 }
 
 
 def kernels_for(device: torch.device, attention: AttentionName = "auto") -> KernelSet:
-    """The kernels of a device: the reference, with what the device does better put in its place.
-
-    attention: of a CUDA device; auto takes the fastest that is installed.
-    """
+    """The fastest installed kernels of a device. attention: of a CUDA device."""
     if device.type == "cuda":
         return KernelSet(
             attention=_attention(device, attention),
@@ -105,7 +126,7 @@ def kernels_for(device: torch.device, attention: AttentionName = "auto") -> Kern
             add_weight_grad_=cuda.add_weight_grad_,
             head_chunk=8192,
             **triton_kernels(),
-            **(quack_kernels(device) if quack.usable(device) else {}),
+            **(_quack_kernels(device) if quack.usable(device) else {}),
         )
     if device.type == "npu":
         return npu_kernels(importlib.import_module("torch_npu"), device)
@@ -113,9 +134,6 @@ def kernels_for(device: torch.device, attention: AttentionName = "auto") -> Kern
 
 
 def _attention(device: torch.device, name: AttentionName) -> Callable[..., Tensor]:
-    """Packed attention of a CUDA device. What one cannot compute, or not well, it hands to the next: fa4 and cudnn to
-    torch, torch to the reference.
-    """
     if name in ("auto", "fa4") and fa4.usable(device):
         return fa4.attention
     if name == "fa4":
@@ -127,38 +145,32 @@ def _attention(device: torch.device, name: AttentionName) -> Callable[..., Tenso
     return cudnn.attention
 
 
-def gated_products() -> GatedProducts:
-    """Those of `quack`."""
-    return GatedProducts(**{f.name: getattr(quack, f.name) for f in fields(GatedProducts)})
-
-
 def head_products() -> HeadProducts:
     """Those of `quack_head`, which needs triton."""
     head = importlib.import_module("dovetail.kernels.quack_head")
-    return HeadProducts(**{f.name: getattr(head, f.name) for f in fields(HeadProducts)})
+    return HeadProducts(quack.takes, head.logit_stats, head.logit_grads_)
 
 
-def quack_kernels(device: torch.device) -> dict[str, Any]:
-    """What quack's products are for: gated MLPs and, where triton does the rest, mixtures of them and, on Hopper, the head."""
+def _quack_kernels(device: torch.device) -> dict[str, Any]:
     if importlib.util.find_spec("triton") is None:
-        return {"gated": gated_products()}
+        return {"gated": GatedProducts()}
     mixture = importlib.import_module("dovetail.kernels.quack_moe").mixture
-    hopper = torch.cuda.get_device_capability(device)[0] == HOPPER
-    head = head_products() if hopper and extras.usable(quack.EPILOGUE, "quack-kernels", device) else None
-    return {"gated": gated_products(), "mixture": mixture, "head": head}
+    hopper = torch.cuda.get_device_capability(device)[0] == cuda.HOPPER
+    head = head_products() if hopper and cuda.package_usable(quack.EPILOGUE, "quack-kernels", device) else None
+    return {"gated": GatedProducts(), "mixture": mixture, "head": head}
 
 
 def triton_kernels() -> dict[str, Any]:
-    """Op -> its kernel by triton, which CUDA builds of torch bring along; none without it."""
+    """Op -> its triton kernel; empty where triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return {}
     modules = {name: importlib.import_module(f"dovetail.kernels.{name}") for name in TRITON}
     return {op: getattr(modules[name], op) for name, ops in TRITON.items() for op in ops}
 
 
-def npu_kernels(ops: Any, device: torch.device) -> KernelSet:
-    """The kernels of an Ascend NPU, out of the operations of the module torch_npu."""
-    npu = NpuKernels(ops, device)
+def npu_kernels(torch_npu: Any, device: torch.device) -> KernelSet:
+    """The kernels of an Ascend NPU, from the module torch_npu."""
+    npu = NpuKernels(torch_npu, device)
     return KernelSet(
         attention=npu.attention,
         rms_norm=npu.rms_norm,

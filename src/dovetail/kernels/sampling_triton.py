@@ -1,109 +1,108 @@
-"""Plain draws as Triton kernels: one pass over the logits, and a second kernel that goes on from its sums.
+"""Plain sampling as two Triton kernels. Importing this needs triton.
 
-A program takes a piece of one row: its peak, and sums of weights under it by blocks of neighboring tokens, in float64. Joining
-a row's pieces, a program draws its uniform number, finds the block, then the token, by the rules of `rollout.draw` and
-`rollout.sampling`. A row's draw does not depend on other rows. Importing this needs triton.
+The first takes the maximum of a piece of one row and, in float64, sums of weights by blocks of tokens. The second combines a
+row's pieces and draws the block, then the token, by the rules of `rollout.sampling`. Rows are independent.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr, tensor
 
-BLOCK = tl.constexpr(256)  # neighboring tokens that are first drawn together, then apart
-PIECE = tl.constexpr(4096)  # tokens of a program
-LOG2_E = tl.constexpr(math.log2(math.e))
-BELOW_ONE = tl.constexpr(1 - 2.0**-53)
-GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))  # those of SplitMix64, signed
-FIRST_FACTOR = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
-SECOND_FACTOR = tl.constexpr(0x94D049BB133111EB - (1 << 64))
+BLOCK = constexpr(256)  # consecutive tokens that are drawn as a block, then within it
+PIECE = constexpr(4096)  # tokens per program
+LOG2_E = constexpr(math.log2(math.e))
+BELOW_ONE = constexpr(1 - 2.0**-53)
+GAMMA = constexpr(0x9E3779B97F4A7C15 - (1 << 64))  # of SplitMix64, signed
+FIRST_FACTOR = constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
+SECOND_FACTOR = constexpr(0x94D049BB133111EB - (1 << 64))
 WARPS = 4
 
 
-def draw(z: Tensor, streams: Tensor, positions: Tensor, temperature: float, banned: Tensor | None) -> Tensor:
-    """One token a row of the logits z [n, V], float32 or halves, by the number of its stream [n] at its position [n].
+class Shape(NamedTuple):
+    """Pieces of a row, the same padded to a power of 2, and whether to be greedy."""
 
-    temperature: 0 takes the likeliest. banned: of all ids [V], which are never drawn; None: all may be. Returns [2, n],
-    float64: ids, and their log-probs at the temperature (0: at 1), bans or not. Asks the device for nothing.
+    pieces: int
+    padded: int
+    greedy: bool
+
+
+def draw(z: Tensor, streams: Tensor, positions: Tensor, temperature: float, banned: Tensor | None) -> Tensor:
+    """One token per row of logits z [n, V], float32 or half, by the random number of stream [n] at position [n]. No host sync.
+
+    temperature: 0 is greedy. banned: mask [V] of ids that are never drawn. Returns [2, n], float64: ids, and their log-probs
+    at the temperature (0: at 1), without regard to `banned`.
     """
     n, columns = z.shape
     pieces = triton.cdiv(columns, PIECE.value)
-    found = torch.empty(2, n, dtype=torch.float64, device=z.device)
+    out = torch.empty(2, n, dtype=torch.float64, device=z.device)
     if not n:
-        return found
-    peaks = torch.empty(n, pieces, 2, dtype=torch.float32, device=z.device)  # of what may be drawn, and of the rest
+        return out
+    peaks = torch.empty(n, pieces, 2, dtype=torch.float32, device=z.device)  # of allowed and of banned tokens
     firsts = torch.empty(n, pieces, dtype=torch.int32, device=z.device)
-    per_piece = PIECE.value // BLOCK.value + 1  # sums of its blocks, and that of the rest
+    per_piece = PIECE.value // BLOCK.value + 1  # sums of its blocks, and that of banned tokens
     sums = torch.empty(n, pieces, per_piece, dtype=torch.float64, device=z.device)
     z = z if z.stride(1) == 1 else z.contiguous()
-    known, scale = (peaks, firsts, sums), float(temperature or 1)
-    _weigh[(n, pieces)](z, banned, known, (z.stride(0), columns), scale, num_warps=WARPS)
-    filled = triton.next_power_of_2(pieces)
-    given = (streams.contiguous(), positions.contiguous())
-    _pick[(n,)](
-        z,
-        banned,
-        known,
-        given,
-        found,
-        (z.stride(0), columns),
-        scale,
-        (pieces, filled, not temperature),
-        num_warps=WARPS,
-    )
-    return found
+    stats, sizes, scale = (peaks, firsts, sums), (z.stride(0), columns), float(temperature or 1)
+    _piece_stats[(n, pieces)](z, banned, stats, sizes, scale, num_warps=WARPS)
+    noise = (streams.contiguous(), positions.contiguous())
+    shape = Shape(pieces, triton.next_power_of_2(pieces), not temperature)
+    _sample[(n,)](z, banned, stats, noise, out, sizes, scale, shape, num_warps=WARPS)
+    return out
 
 
 @triton.jit
-def _logits(z: tl.tensor, row: tl.tensor, at: tl.tensor, sizes: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """At the temperature; -inf beyond the vocabulary."""
+def _logits(z: tensor, row: tensor, at: tensor, sizes: tensor, scale: tensor) -> tensor:
+    """At the temperature; -inf beyond the vocabulary. sizes: a row's stride, the vocabulary."""
     stride, columns = sizes
     x = tl.load(z + row * stride + at, mask=at < columns, other=float("-inf")).to(tl.float32)
     return tl.div_rn(x, scale)
 
 
 @triton.jit
-def _free(banned: tl.tensor, x: tl.tensor, at: tl.tensor, columns: tl.tensor) -> tl.tensor:
-    """Of the logits x, those that may be drawn; -inf for the rest."""
+def _allowed(banned: tensor, x: tensor, at: tensor, columns: tensor) -> tensor:
+    """The logits x with -inf for banned tokens."""
     if banned is not None:
         x = tl.where(tl.load(banned + at, mask=at < columns, other=0) != 0, float("-inf"), x)
     return x
 
 
 @triton.jit
-def _under(x: tl.tensor, peak: tl.tensor) -> tl.tensor:
-    """Weights under a peak, zeros where all are -inf."""
+def _weights(x: tensor, peak: tensor) -> tensor:
+    """exp(x - peak), 0 where all are -inf."""
     return tl.exp2((x - tl.where(peak == float("-inf"), 0.0, peak)) * LOG2_E)
 
 
 @triton.jit
-def _weigh(z: tl.tensor, banned: tl.tensor, known: tl.tensor, sizes: tl.tensor, scale: tl.tensor) -> None:
-    """One piece of one row. sizes: of a row's stride, and of the vocabulary."""
-    BLOCKS: tl.constexpr = PIECE // BLOCK
-    peaks, firsts, sums = known
+def _piece_stats(z: tensor, banned: tensor, stats: tensor, sizes: tensor, scale: tensor) -> None:
+    """The statistics of one piece of one row."""
+    BLOCKS: constexpr = PIECE // BLOCK
+    peaks, firsts, sums = stats
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     at = piece * PIECE + tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = _logits(z, row, at, sizes, scale)
-    free = _free(banned, x, at, sizes[1])
-    peak = tl.max(tl.max(free, 1), 0)
-    mine = row * tl.num_programs(1) + piece
-    tl.store(peaks + 2 * mine, peak)
-    tl.store(firsts + mine, tl.min(tl.min(tl.where(free == peak, at, sizes[1] - 1), 1), 0))
-    by_block = tl.sum(_under(free, peak).to(tl.float64), 1)
-    tl.store(sums + mine * (BLOCKS + 1) + tl.arange(0, BLOCKS), by_block)
+    allowed = _allowed(banned, x, at, sizes[1])
+    peak = tl.max(tl.max(allowed, 1), 0)
+    slot = row * tl.num_programs(1) + piece
+    tl.store(peaks + 2 * slot, peak)
+    tl.store(firsts + slot, tl.min(tl.min(tl.where(allowed == peak, at, sizes[1] - 1), 1), 0))
+    by_block = tl.sum(_weights(allowed, peak).to(tl.float64), 1)
+    tl.store(sums + slot * (BLOCKS + 1) + tl.arange(0, BLOCKS), by_block)
     if banned is not None:
-        rest = tl.where(free == x, float("-inf"), x)
+        rest = tl.where(allowed == x, float("-inf"), x)
         top = tl.max(tl.max(rest, 1), 0)
-        tl.store(peaks + 2 * mine + 1, top)
-        tl.store(sums + mine * (BLOCKS + 1) + BLOCKS, tl.sum(tl.sum(_under(rest, top).to(tl.float64), 1), 0))
+        tl.store(peaks + 2 * slot + 1, top)
+        tl.store(sums + slot * (BLOCKS + 1) + BLOCKS, tl.sum(tl.sum(_weights(rest, top).to(tl.float64), 1), 0))
 
 
 @triton.jit
-def _uniform(stream: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """A number in [0, 1), a multiple of 2^-53: `rollout.sampling.bits_at`."""
+def _uniform(stream: tensor, position: tensor) -> tensor:
+    """A number in [0, 1), a multiple of 2^-53: `rollout.noise.bits_at`."""
     x = (stream ^ position) + GAMMA
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * FIRST_FACTOR
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * SECOND_FACTOR
@@ -112,55 +111,47 @@ def _uniform(stream: tl.tensor, position: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _pick(
-    z: tl.tensor,
-    banned: tl.tensor,
-    known: tl.tensor,
-    given: tl.tensor,
-    found: tl.tensor,
-    sizes: tl.tensor,
-    scale: tl.tensor,
-    SHAPE: tl.constexpr,
+def _sample(
+    z: tensor, banned: tensor, stats: tensor, noise: tensor, out: tensor, sizes: tensor, scale: tensor, SHAPE: constexpr
 ) -> None:
-    """One row. SHAPE: its pieces, the same filled up to a power of 2, whether the likeliest token is taken."""
-    PIECES: tl.constexpr = SHAPE[0]
-    BLOCKS: tl.constexpr = PIECE // BLOCK
-    peaks, firsts, sums = known
+    """The token of one row and its log-prob."""
+    BLOCKS: constexpr = PIECE // BLOCK
+    peaks, firsts, sums = stats
     row = tl.program_id(0).to(tl.int64)
-    each = tl.arange(0, SHAPE[1])
-    mine = row * PIECES + each
-    tops = tl.load(peaks + 2 * mine, mask=each < PIECES, other=float("-inf"))
+    piece = tl.arange(0, SHAPE.padded)
+    slot = row * SHAPE.pieces + piece
+    tops = tl.load(peaks + 2 * slot, mask=piece < SHAPE.pieces, other=float("-inf"))
     peak = tl.max(tops, 0)
-    block = tl.arange(0, SHAPE[1] * BLOCKS)
-    at_piece = row * PIECES + block // BLOCKS
-    real = block < PIECES * BLOCKS
-    shares = tl.exp((tl.load(peaks + 2 * at_piece, mask=real, other=float("-inf")) - peak).to(tl.float64))
-    held = tl.load(sums + at_piece * (BLOCKS + 1) + block % BLOCKS, mask=real, other=0.0) * shares
-    running = tl.cumsum(held, 0)
-    total = tl.sum(tl.where(block == SHAPE[1] * BLOCKS - 1, running, 0.0), 0)
-    if SHAPE[2]:
-        first = tl.load(firsts + mine, mask=each < PIECES, other=0)
+    block = tl.arange(0, SHAPE.padded * BLOCKS)
+    block_slot = row * SHAPE.pieces + block // BLOCKS
+    real = block < SHAPE.pieces * BLOCKS
+    shares = tl.exp((tl.load(peaks + 2 * block_slot, mask=real, other=float("-inf")) - peak).to(tl.float64))
+    weights = tl.load(sums + block_slot * (BLOCKS + 1) + block % BLOCKS, mask=real, other=0.0) * shares
+    running = tl.cumsum(weights, 0)
+    total = tl.sum(tl.where(block == SHAPE.padded * BLOCKS - 1, running, 0.0), 0)
+    if SHAPE.greedy:
+        first = tl.load(firsts + slot, mask=piece < SHAPE.pieces, other=0)
         token = tl.min(tl.where(tops == peak, first, sizes[1] - 1), 0)
     else:
-        target = total * _uniform(tl.load(given[0] + row), tl.load(given[1] + row))
-        chosen = tl.minimum(tl.sum((running <= target).to(tl.int32), 0), PIECES * BLOCKS - 1)
+        target = total * _uniform(tl.load(noise[0] + row), tl.load(noise[1] + row))
+        chosen = tl.minimum(tl.sum((running <= target).to(tl.int32), 0), SHAPE.pieces * BLOCKS - 1)
         before = tl.sum(tl.where(block == chosen - 1, running, 0.0), 0)
         at = chosen * BLOCK + tl.arange(0, BLOCK)
-        free = _free(banned, _logits(z, row, at, sizes, scale), at, sizes[1])
-        top = tl.load(peaks + 2 * (row * PIECES + chosen // BLOCKS))
-        inside = tl.cumsum(_under(free, top).to(tl.float64) * tl.exp((top - peak).to(tl.float64)), 0)
+        allowed = _allowed(banned, _logits(z, row, at, sizes, scale), at, sizes[1])
+        top = tl.load(peaks + 2 * (row * SHAPE.pieces + chosen // BLOCKS))
+        inside = tl.cumsum(_weights(allowed, top).to(tl.float64) * tl.exp((top - peak).to(tl.float64)), 0)
         last = tl.sum(tl.where(tl.arange(0, BLOCK) == BLOCK - 1, inside, 0.0), 0)
-        rest = tl.minimum(target - before, last * BELOW_ONE)  # a block's sum and its running sum may round apart
+        rest = tl.minimum(target - before, last * BELOW_ONE)  # a block's sum and its running sum may round differently
         token = tl.minimum(chosen * BLOCK + tl.sum((inside <= rest).to(tl.int32), 0), sizes[1] - 1)
-    everything = tl.log(total)
+    log_total = tl.log(total)
     if banned is not None:
-        others = tl.load(peaks + 2 * mine + 1, mask=each < PIECES, other=float("-inf"))
-        highest = tl.max(others, 0)
-        share = tl.exp((others - tl.where(highest == float("-inf"), 0.0, highest)).to(tl.float64))
-        there = tl.load(sums + mine * (BLOCKS + 1) + BLOCKS, mask=each < PIECES, other=0.0)
-        besides = (highest - peak).to(tl.float64) + tl.log(tl.sum(there * share, 0))
-        above = tl.maximum(everything, besides)
-        everything = above + tl.log(tl.exp(everything - above) + tl.exp(besides - above))
+        banned_peaks = tl.load(peaks + 2 * slot + 1, mask=piece < SHAPE.pieces, other=float("-inf"))
+        banned_peak = tl.max(banned_peaks, 0)
+        share = tl.exp((banned_peaks - tl.where(banned_peak == float("-inf"), 0.0, banned_peak)).to(tl.float64))
+        banned_sums = tl.load(sums + slot * (BLOCKS + 1) + BLOCKS, mask=piece < SHAPE.pieces, other=0.0)
+        log_banned = (banned_peak - peak).to(tl.float64) + tl.log(tl.sum(banned_sums * share, 0))
+        larger = tl.maximum(log_total, log_banned)
+        log_total = larger + tl.log(tl.exp(log_total - larger) + tl.exp(log_banned - larger))
     picked = (_logits(z, row, token, sizes, scale) - peak).to(tl.float64)
-    tl.store(found + row, token.to(tl.float64))
-    tl.store(found + tl.num_programs(0) + row, picked - everything)
+    tl.store(out + row, token.to(tl.float64))
+    tl.store(out + tl.num_programs(0) + row, picked - log_total)

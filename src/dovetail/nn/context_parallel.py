@@ -15,7 +15,7 @@ from dovetail.arch.spec import RopeSpec
 from dovetail.batch.micro import ContextShard, MicroBatch
 from dovetail.batch.packed import cumulative, to_device
 from dovetail.batch.routing import Routes
-from dovetail.kernels.reference import Spans, as_wide_as
+from dovetail.kernels.reference import Spans, pad_values
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.rope import rope_tables
 from dovetail.parallel.collectives import begin_sum_in_order, gather_mirrored, heads_to_tokens, tokens_to_heads
@@ -112,7 +112,7 @@ class SharedAttention:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q [t, H, C], k [t, G, C], v [t, G, Cv] -> [t, H, Cv]."""
-        v_dim, v = v.shape[-1], as_wide_as(k, v)
+        v_dim, v = v.shape[-1], pad_values(k, v)
         q, k, v = self._all_tokens(q, k, v)
         queries: Sequence[Tensor] = (q,)
         keys: Iterable[tuple[Tensor, Tensor]] = ((k, v),)

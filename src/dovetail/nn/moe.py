@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec, MoeSpec
 from dovetail.batch.routing import Routes
-from dovetail.kernels.registry import KernelSet
-from dovetail.kernels.token_permute import rounded
+from dovetail.kernels.registry import KernelSet, mixture_of_experts
+from dovetail.kernels.token_permute import round_rows
 from dovetail.nn.grad_accumulation import GradAccumulator
 from dovetail.nn.linear import ReplicatedLinear
 from dovetail.nn.mlp import GatedMLP
@@ -99,20 +99,20 @@ class Experts(GradAccumulator):
         ep, kernels = self.ep, self.kernels
         defer = None if self.wgrad_queue is None else self.defer_wgrad
         if ep.size == 1:
-            return kernels.mixture(kernels, x, chosen, weights, self._matrices(), None, defer)
+            return mixture_of_experts(kernels, x, chosen, weights, self._matrices(), None, defer)
         here = len(self.gate_up_proj)
         ranks, counts = destinations(chosen // here, ep.size)
         received = begin_exchange(counts, ep).wait()
         numbers = AsyncHostCopy(torch.stack((counts[:, 0], received[:, 0], received[:, 1])))
         capacity = ranks.numel()  # the host does not know yet how many rows there are
         rows, places, _ = kernels.permute(x, ranks, ep.size, capacity)
-        choices = kernels.spread(pack_choices(chosen, weights), places, ranks.shape[1], capacity)
+        choices = kernels.permute_tokens(pack_choices(chosen, weights), places, ranks.shape[1], capacity)
         to_experts = [AsyncCollective(None, None), AsyncCollective(None, None)]
         sent = [start(part, collective) for part, collective in zip((rows, choices), to_experts, strict=True)]
         matrices = self._matrices()  # after `start`, so that their gradients come before it is waited for
         yield
         to, by, copies = numbers.wait()  # the host waits once
-        num_rows, capacity = sum(by), rounded(sum(by))
+        num_rows, capacity = sum(by), round_rows(sum(by))
         for part, collective in zip((rows, choices), to_experts, strict=True):
             collective.collective = partial(begin_all_to_all, to=to, by=by, axis=ep, room=capacity)
             collective.inverse = partial(begin_all_to_all, to=by, by=to, axis=ep, room=len(part))
@@ -121,7 +121,7 @@ class Experts(GradAccumulator):
         chosen, weights = unpack_choices(choices)
         chosen = (chosen - ep.rank * here) % (ep.size * here)  # experts of other ranks are numbered from `here` on
         chosen[num_rows:] = here
-        y = kernels.mixture(kernels, rows, chosen, weights, matrices, sum(copies), defer)
+        y = mixture_of_experts(kernels, rows, chosen, weights, matrices, sum(copies), defer)
         home = AsyncCollective(
             partial(begin_all_to_all, to=by, by=to, axis=ep),
             partial(begin_all_to_all, to=to, by=by, axis=ep, room=len(y)),

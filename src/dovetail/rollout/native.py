@@ -168,11 +168,11 @@ class NativeSampler:
 def capture_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Capture | None:
     """CUDA graphs on one GPU; not with reference attention and some grouped products, which synchronize."""
     alone = mesh.device.type == "cuda" and mesh["tp"].size == mesh["ep"].size == 1
-    plain = dtype == torch.float64 or spec.attention.head_dim > reference.LONGEST_PAGED
+    plain = dtype == torch.float64 or spec.attention.head_dim > reference.MAX_PAGED_DIM
     synchronizes = plain or kernels.decode_attention is reference.decode_attention
     if spec.moe is not None and alone:
         widths = (spec.width, spec.moe.ffn_width)
-        stays = kernels.grouped_mm is cuda.grouped_mm and cuda.grouped_stays(mesh.device, dtype, *widths)
+        stays = kernels.grouped_mm is cuda.grouped_mm and cuda.grouped_mm_without_sync(mesh.device, dtype, *widths)
         synchronizes |= not stays
     return cuda_capture() if alone and not synchronizes else None
 
@@ -180,7 +180,7 @@ def capture_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dty
 def _empty_decoder(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dtype) -> Decoder:
     """Zeros: padding is never filled. Fused gates and mixtures are for many tokens."""
     with torch.device("meta"):
-        model = Decoder(spec, mesh, replace(kernels, gated=None, mixture=reference.mixture)).hold_in(dtype)
+        model = Decoder(spec, mesh, replace(kernels, gated=None, mixture=None)).hold_in(dtype)
     model.to_empty(device=mesh.device)
     if spec.tie_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight

@@ -43,4 +43,4 @@ def test_row_kernels_compile_for_hopper() -> None:
     """Without a GPU: the interpreter takes Python that the compiler refuses."""
     command = [sys.executable, "-m", "tests.unit.head_compiled"]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    assert set(found) == {"_row_stats", "_row_grad", "_join"} and all(found.values())
+    assert set(found) == {"_row_stats", "_row_grad", "_combine"} and all(found.values())
