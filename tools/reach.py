@@ -90,7 +90,7 @@ def _named(tree: ast.AST, modules: Mapping[str, str], names: Mapping[str, str]) 
     """Files that a string names: a module, all modules of a package (`"dovetail.cli."`, of an f-string), a command, a file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.List | ast.Tuple):
-            words = [word.value if isinstance(word, ast.Constant) else None for word in node.elts]
+            words = [str(word.value) if isinstance(word, ast.Constant) else "" for word in node.elts]
             mains = {f"{name}.__main__" for flag, name in pairwise(words) if flag == "-m"}
             yield from (modules[name] for name in mains if name in modules)
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str):

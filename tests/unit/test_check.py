@@ -98,3 +98,11 @@ def test_what_every_test_depends_on_reaches_every_test(monkeypatch: pytest.Monke
     monkeypatch.chdir(ROOT)
     tests = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
     assert {*reached(["pyproject.toml"])} == {path for path in tests if is_test(path)}
+
+
+def test_most_files_have_a_recorded_time() -> None:
+    """Or the longest would not start first; `python -m pytest --record-durations` records those that it runs."""
+    known = json.loads(DURATIONS.read_text())
+    tests = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    unknown = [path for path in tests if is_test(path) and path not in known]
+    assert len(unknown) <= len(tests) / 4, unknown
