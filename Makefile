@@ -2,6 +2,8 @@
 #   PYTHON=...  the interpreter to start from (3.11 or newer)
 #   JOBS=2       test files that run at a time; many start several processes of their own
 #   RANKS_PER_GPU=1  how many ranks of `make test-gpu` may share a GPU where there are too few of them
+#   BASE=REF     what `make check` compares with (default: HEAD, or main where nothing differs); SECONDS=40: tests it runs
+#   SOAK=1/6     the piece of `make soak` to run (default 1/1: all)
 #   TORCH=cpu   small CPU wheels of torch (about 200 MB); TORCH=default: what pip chooses (CUDA on Linux, about 3 GB)
 
 TORCH ?= default
@@ -10,10 +12,12 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
+SOAK ?= 1/1
+SECONDS ?= 40
 COMPAT ?= 5.16.1 5.17.0 5.23.0
 PARITY := tests/parity tests/hf/test_parity.py tests/hf/test_vision.py
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint format bench soak mutants test-gpu compat
+.PHONY: help setup quickstart check test lint format bench soak mutants test-gpu compat
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -37,6 +41,9 @@ quickstart: $(VENV)/.quickstart ## train a real pretrained model by RL into runs
 test: setup lint ## what CI runs: style, types and the test suite
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -m "not gpu and not soak" -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15
 
+check: setup ## what a change needs: lint of the changed files and the tests that reach them, within SECONDS; prints what it leaves out
+	@$(BIN)/python -m tools.check $(if $(BASE),--base $(BASE)) --seconds $(SECONDS) --jobs $(JOBS)
+
 lint: setup ## style, types and the direction of imports
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -51,11 +58,11 @@ format: setup ## apply the formatter
 bench: setup ## benchmarks: one table, and JSON in bench/results
 	@$(BIN)/python -m bench
 
-soak: setup ## long fault and learning tests
-	@$(BIN)/python -m pytest -m "soak and not gpu" --durations=15
+soak: setup ## long tests, or the piece SOAK=I/N of them; adds a row to tests/soak-results.md
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -m "soak and not gpu" --piece $(SOAK) --record-soak -n $(JOBS) --dist worksteal --durations=15
 
 mutants: setup ## plants each bug of tests/mutants in a copy of the tree and runs the test that must fail
-	@$(BIN)/python -m tests.mutants.run --write
+	@$(BIN)/python -m tests.mutants.run --write --jobs $(JOBS)
 
 test-gpu: setup ## the same numbers on a GPU
 	@$(BIN)/python -m pytest -m gpu tests/gpu

@@ -1,7 +1,15 @@
 """Session-wide set-up of the tests: ends the worker processes, keeps this process on one thread, and draws no test anew."""
 
 import gc
+import json
+import subprocess
+import time
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,66 +23,21 @@ settings.register_profile("any machine", deadline=None, derandomize=True, suppre
 settings.load_profile("any machine")
 
 
-# Files that take longest, before all others: workers that take a file at a time then end together.
-LONGEST = (
-    "distributed/test_matrix.py",
-    "parity/test_transformers.py",
-    "distributed/test_training_pipelines.py",
-    "distributed/test_replay.py",
-    "distributed/test_sampler.py",
-    "hf/test_vision.py",
-    "commands/test_program.py",
-    "distributed/test_resume.py",
-    "distributed/test_moe_layouts.py",
-    "commands/test_pipelines.py",
-    "distributed/test_weights.py",
-    "unit/test_launch.py",
-    "fault/test_crashes.py",
-    "commands/test_train.py",
-    "parity/test_moe.py",
-    "hf/test_parity.py",
-    "distributed/test_turns.py",
-    "distributed/test_training_layouts.py",
-    "distributed/test_round_trips.py",
-    "unit/test_norm_triton.py",
-    "hf/test_edge_cases.py",
-    "distributed/test_training.py",
-    "unit/test_sampler.py",
-    "fault/test_foreign_code.py",
-    "unit/test_no_waiting.py",
-    "golden/test_golden.py",
-    "fault/test_stops.py",
-    "distributed/test_executor.py",
-    "distributed/test_layouts.py",
-    "unit/test_head_memory.py",
-    "fault/test_deaths.py",
-    "distributed/test_train_command.py",
-    "golden/test_parts.py",
-    "distributed/test_reshard.py",
-    "unit/test_paged_attention_triton.py",
-    "hf/test_media_training.py",
-    "fault/test_signals.py",
-    "distributed/test_communication.py",
-    "unit/test_recompute.py",
-    "distributed/test_step_start.py",
-    "distributed/test_fuzz_layouts.py",
-    "distributed/test_weights_memory.py",
-    "fault/test_rewards.py",
-    "parity/test_half_precision.py",
-    "unit/test_recipe_changes.py",
-    "fault/test_damage.py",
-    "unit/test_logprob_triton.py",
-    "distributed/test_value_heads.py",
-    "fault/test_fuzz.py",
-)
+DURATIONS = Path(__file__).parent / "durations.json"  # seconds by test file; --record-durations writes it
+SOAK_RESULTS = Path(__file__).parent / "soak-results.md"
+UNKNOWN = 5.0  # seconds of a file that has no record
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several share the work; one alone keeps the order that it was given."""
-    if not hasattr(config, "workerinput"):
-        return
-    places = {f"tests/{name}": i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+    """One piece of all tests; and the longest files first where workers take a file at a time: they then end together."""
+    if piece := config.getoption("--piece"):
+        number, count = map(int, piece.split("/"))
+        mine = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == number - 1]
+        config.hook.pytest_deselected(items=[item for item in items if item not in mine])
+        items[:] = mine
+    if hasattr(config, "workerinput"):
+        seconds = json.loads(DURATIONS.read_text())
+        items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], UNKNOWN))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -104,6 +67,13 @@ def _no_group_stays() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--draws", type=int, default=40, help="random models and layouts that the fuzz target tries")
     parser.addoption("--draw-seed", type=int, default=0, help="the first of its seeds")
+    parser.addoption(
+        "--piece", metavar="I/N", help="run the I-th of N pieces of the tests, cut by a hash of their names"
+    )
+    parser.addoption(
+        "--record-durations", action="store_true", help=f"write the seconds of each file to {DURATIONS.name}"
+    )
+    parser.addoption("--record-soak", action="store_true", help=f"add a row to {SOAK_RESULTS.name}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -117,3 +87,30 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"draws: {len(errors)} equal one rank{worst}; {len(refusals)} are refused")
     for value in sorted(set(refusals)):
         terminalreporter.line(f"  {value}")
+    if terminalreporter.config.getoption("--record-durations"):
+        _record_durations(terminalreporter.stats)
+    if terminalreporter.config.getoption("--record-soak"):
+        _record_soak(terminalreporter)
+
+
+def _record_durations(stats: dict[str, list[Any]]) -> None:
+    """Seconds of set-up, call and teardown by file; files that did not run keep theirs, those that are gone lose them."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for report in (each for reports in stats.values() for each in reports if isinstance(each, pytest.TestReport)):
+        seconds[report.nodeid.partition("::")[0]] += report.duration
+    known = {**json.loads(DURATIONS.read_text()), **{path: round(value, 1) for path, value in seconds.items()}}
+    kept = {path: known[path] for path in sorted(known) if (DURATIONS.parents[1] / path).exists()}
+    DURATIONS.write_text(json.dumps(kept, indent=0) + "\n")
+
+
+def _record_soak(reporter: Any) -> None:
+    """A row of this run: date, commit, piece, counts and minutes."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+    ).stdout
+    counts = [len(reporter.stats.get(kind, ())) for kind in ("passed", "failed", "error", "skipped")]
+    minutes = (time.time() - reporter._session_start.time) / 60
+    piece = reporter.config.getoption("--piece") or "1/1"
+    row = [f"{datetime.now(UTC):%Y-%m-%d}", commit.strip(), piece, *map(str, counts), f"{minutes:.0f}"]
+    with SOAK_RESULTS.open("a") as file:
+        file.write(f"| {' | '.join(row)} |\n")

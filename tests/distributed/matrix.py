@@ -6,6 +6,7 @@ real `train_step` shows all of it. The first rank's results stand in a file that
 """
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -36,7 +37,7 @@ from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
-from tests.parity.configs import VOCAB, tiny_model
+from tests.parity.configs import VOCAB, Configs, tiny_model
 from tests.probe import gradients, parameters
 from tests.tolerances import tensor_error, worst_error, worst_ratio
 
@@ -112,32 +113,36 @@ class Figures:
         return max(self.output, self.loss, self.norm, self.grad, self.trained)
 
 
-def models(depth: int = DEPTH) -> dict[str, PreTrainedConfig]:
+def models(depth: int = DEPTH) -> Configs:
     """So many layers each: all families, biases, tied tables, windows, KV heads that are shared, copied and odd in number."""
     mixed = ["full_attention" if i % 3 else "sliding_attention" for i in range(depth)]
-    tiny = partial(_tiny, depth)
+    tiny: Any = partial(partial, _tiny, depth)
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    return {
-        "llama": tiny(LlamaConfig, attention_bias=True, mlp_bias=True),
-        "llama_dynamic": tiny(LlamaConfig, max_position_embeddings=16, rope_parameters=dynamic, num_key_value_heads=8),
-        "llama_odd": tiny(LlamaConfig, hidden_size=36, num_attention_heads=12, num_key_value_heads=6, head_dim=4),
-        "mistral": tiny(MistralConfig, sliding_window=5, num_key_value_heads=1),
-        "qwen2_tied": tiny(Qwen2Config, tie_word_embeddings=True),
-        "qwen3": tiny(Qwen3Config, head_dim=8, num_key_value_heads=4),
-        "qwen3_window": tiny(
-            Qwen3Config,
-            head_dim=8,
-            use_sliding_window=True,
-            sliding_window=5,
-            layer_types=mixed,
-            tie_word_embeddings=True,
-        ),
-    }
+    return Configs(
+        {
+            "llama": tiny(LlamaConfig, attention_bias=True, mlp_bias=True),
+            "llama_dynamic": tiny(
+                LlamaConfig, max_position_embeddings=16, rope_parameters=dynamic, num_key_value_heads=8
+            ),
+            "llama_odd": tiny(LlamaConfig, hidden_size=36, num_attention_heads=12, num_key_value_heads=6, head_dim=4),
+            "mistral": tiny(MistralConfig, sliding_window=5, num_key_value_heads=1),
+            "qwen2_tied": tiny(Qwen2Config, tie_word_embeddings=True),
+            "qwen3": tiny(Qwen3Config, head_dim=8, num_key_value_heads=4),
+            "qwen3_window": tiny(
+                Qwen3Config,
+                head_dim=8,
+                use_sliding_window=True,
+                sliding_window=5,
+                layer_types=mixed,
+                tie_word_embeddings=True,
+            ),
+        }
+    )
 
 
-def expert_models(depth: int = DEPTH) -> dict[str, PreTrainedConfig]:
+def expert_models(depth: int = DEPTH) -> Configs:
     """So many layers each, all families with experts: dense layers between, tied tables, groups, biases of routing, windows."""
-    tiny = partial(_tiny, depth)
+    tiny: Any = partial(partial, _tiny, depth)
     latent = {
         "num_key_value_heads": 8,
         "n_routed_experts": 16,
@@ -152,15 +157,19 @@ def expert_models(depth: int = DEPTH) -> dict[str, PreTrainedConfig]:
     }
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
     dense = {"mlp_only_layers": [3], "decoder_sparse_step": 2, "shared_expert_intermediate_size": 16}
-    return {
-        "qwen3_moe": tiny(Qwen3MoeConfig, **experts, head_dim=8, num_key_value_heads=4, norm_topk_prob=True),
-        "qwen2_moe": tiny(Qwen2MoeConfig, **experts, **dense, tie_word_embeddings=True),
-        "mixtral": tiny(MixtralConfig, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
-        "deepseek_v2": tiny(
-            DeepseekV2Config, **latent, q_lora_rank=10, first_k_dense_replace=0, topk_method="group_limited_greedy"
-        ),
-        "deepseek_v3": tiny(DeepseekV3Config, **latent, q_lora_rank=None, first_k_dense_replace=2, attention_bias=True),
-    }
+    return Configs(
+        {
+            "qwen3_moe": tiny(Qwen3MoeConfig, **experts, head_dim=8, num_key_value_heads=4, norm_topk_prob=True),
+            "qwen2_moe": tiny(Qwen2MoeConfig, **experts, **dense, tie_word_embeddings=True),
+            "mixtral": tiny(MixtralConfig, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
+            "deepseek_v2": tiny(
+                DeepseekV2Config, **latent, q_lora_rank=10, first_k_dense_replace=0, topk_method="group_limited_greedy"
+            ),
+            "deepseek_v3": tiny(
+                DeepseekV3Config, **latent, q_lora_rank=None, first_k_dense_replace=2, attention_bias=True
+            ),
+        }
+    )
 
 
 def layouts(ranks: int, *, virtual: bool = True) -> list[Layout]:
@@ -187,7 +196,7 @@ def name_of(layout: Layout) -> str:
 
 def write_models(folder: Path, names: Iterable[str], depth: int = DEPTH) -> None:
     """Random checkpoints; a critic's lies beside its policy's, where transformers has one of the family."""
-    known = {**models(depth), **expert_models(depth)}
+    known = models(depth) | expert_models(depth)
     for name in names:
         for values in (False, True) if name != NO_CRITIC else (False,):
             tiny_model(known[name], values=values).save_pretrained(path_of(folder, name, depth, values=values))
@@ -322,4 +331,4 @@ def _tiny(depth: int, kind: type[PreTrainedConfig], **options: Any) -> PreTraine
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    return kind(**{**shape, **options})
+    return kind(**{**shape, **deepcopy(options)})

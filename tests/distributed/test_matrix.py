@@ -6,6 +6,7 @@ of them.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from dovetail.arch.registry import spec_from_config
+from dovetail.arch.spec import ArchSpec
 from dovetail.errors import LayoutError
 from dovetail.factory.layouts import check_layout
 from dovetail.parallel.layout import Layout
@@ -49,10 +51,16 @@ EXTRA = (  # what the factorizations leave out: modes that are not the default, 
 )
 
 
+@cache
+def spec_of(model: str) -> ArchSpec:
+    """The model's spec at its full depth."""
+    return spec_from_config(models()[model].to_dict())
+
+
 def fits(case: Case, layout: Layout) -> bool:
     """Whether the case's model can be cut that way; what cannot is refused, which is tested elsewhere."""
     try:
-        check_layout(spec_from_config(models()[case.model].to_dict()), layout)
+        check_layout(spec_of(case.model), layout)
     except LayoutError:
         return False
     return True

@@ -64,7 +64,7 @@ CUTS: dict[int, tuple[Cut, ...]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for name in MODELS:
-        save_tiny({**tiny_configs(), **moe_configs()}[name], folder / name)
+        save_tiny((tiny_configs() | moe_configs())[name], folder / name)
     return folder
 
 

@@ -60,7 +60,7 @@ def padded(path: Path) -> tuple[dict[str, int], float]:
 
 def test_padding_stays_zero(tmp_path: Path) -> None:
     for name, endings in PADDED.items():
-        save_tiny({**tiny_configs(), **moe_configs()}[name], tmp_path / name)
+        save_tiny((tiny_configs() | moe_configs())[name], tmp_path / name)
         ranks = run(LAYOUT.num_ranks, padded, tmp_path / name)
         for ending in endings:
             assert sum(count for found, _ in ranks for n, count in found.items() if n.endswith(ending)) > 0, ending

@@ -173,7 +173,7 @@ def test_every_layout_goes_on_from_every_other(
 ) -> None:
     source = tmp_path / "source"
     depth = 5 if cuts is FEW else DEPTH
-    tiny_model({**models(depth), **expert_models(depth)}[name]).save_pretrained(source)
+    tiny_model((models(depth) | expert_models(depth))[name]).save_pretrained(source)
     (tmp_path / "saved").mkdir()
     (reference,) = run(1, write_reference, source, tmp_path / "reference", head)
     weights, *moments = ({key.partition(" ")[2] for key in reference if key.startswith(f"{kind} ")} for kind in KINDS)

@@ -33,7 +33,7 @@ def mesh_of(layout: str) -> Mesh:
 
 
 def sampler_of(name: str, mesh: Mesh, max_tokens: int | None = None) -> NativeSampler:
-    config = {**tiny_configs(), **moe_configs()}[name]
+    config = (tiny_configs() | moe_configs())[name]
     sampler = NativeSampler(spec_from_config(config.to_dict()), mesh, KernelSet(), torch.float64, max_tokens=max_tokens)
     sampler.refill(tiny_model(config).state_dict().items())
     return sampler

@@ -37,7 +37,7 @@ FAMILIES = ("llama", "llama_tied", "qwen3_moe")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for name in FAMILIES:
-        save_tiny({**tiny_configs(), **moe_configs()}[name], folder / name)
+        save_tiny((tiny_configs() | moe_configs())[name], folder / name)
     return folder
 
 

@@ -33,7 +33,7 @@ def uncaptured(fn: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def sampler_of(name: str, dtype: torch.dtype, capture: Any = None, **options: Any) -> NativeSampler:
-    config = {**tiny_configs(), **moe_configs()}[name]
+    config = (tiny_configs() | moe_configs())[name]
     mesh, spec = Mesh.solo("cuda"), spec_from_config(config.to_dict())
     kernels, chosen = kernels_for(mesh.device), SamplerOptions(**options)
     sampler = NativeSampler(spec, mesh, kernels, dtype, options=chosen, capture=capture)

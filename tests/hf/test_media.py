@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from dovetail.parallel.layout import Layout
 from tests.commands.program import here, on_ranks, read_rows, refusal, write_rows
 from tests.hf.eyes import FAMILIES, MIXTURES, SEEN, Peer, base64_of, encoded, picture, said, save_seeing, user
 from tests.tolerances import MODEL_FP32
@@ -20,10 +21,21 @@ def soaked(*names: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.soak) for name in names]
 
 
+class Written(dict[str, Path]):
+    """The directory of each family, written when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, family: str) -> Path:
+        self[family] = save_seeing(family, self.folder / family)
+        return self[family]
+
+
 @pytest.fixture(scope="session")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every family."""
-    return {name: save_seeing(name, tmp_path_factory.mktemp(name)) for name in (*FAMILIES, *MIXTURES)}
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(tmp_path_factory.mktemp("seeing"))
 
 
 def trust(family: str) -> list[str]:
@@ -52,15 +64,30 @@ def score_rows(folder: Path) -> list[tuple[dict[str, Any], str, list[Image.Image
     ]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *soaked(*MIXTURES)])
-def test_scores_are_those_of_transformers(seeing: dict[str, Path], family: str, tmp_path: Path) -> None:
+SCORED = {"qwen2_vl": "cp=2", "qwen2_5_vl": LAYOUT, "qwen3_vl": "cp=2", "glm4v": "dp=2", "kimi_k25": LAYOUT}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *SCORED.items(),
+        *(
+            pytest.param(name, LAYOUT, marks=pytest.mark.soak)
+            for name in (*FAMILIES, *MIXTURES)
+            if SCORED.get(name) != LAYOUT
+        ),
+    ],
+)
+def test_scores_are_those_of_transformers(seeing: dict[str, Path], family: str, layout: str, tmp_path: Path) -> None:
     peer = Peer(family, seeing[family])
     wanted = score_rows(tmp_path)
     ids = peer.inputs(f"{SEEN}ids", [TALL])["input_ids"][0].tolist()
     wanted.append(({"input_ids": ids, "images": ["tall.png"]}, f"{SEEN}ids", [TALL]))
     data, out = write_rows(tmp_path / "rows.jsonl", [row for row, _, _ in wanted]), tmp_path / "out.jsonl"
-    flags = ["--layout", LAYOUT, "--tokens-per-batch", "64", *trust(family)]
-    assert on_ranks(4, "score", "--model", seeing[family], "--data", data, "--out", out, *flags) == [(0, "", "")] * 4
+    flags = ["--layout", layout, "--tokens-per-batch", "64", *trust(family)]
+    world = Layout.parse(layout).num_ranks
+    ended = on_ranks(world, "score", "--model", seeing[family], "--data", data, "--out", out, *flags)
+    assert ended == [(0, "", "")] * world
     for row, (_, text, images) in zip(read_rows(out), wanted, strict=True):
         log_probs, entropy = peer.log_probs(text, images)
         for a, b in zip(row["log_probs"] + row["entropy"], log_probs + entropy, strict=True):

@@ -1,6 +1,6 @@
 """The mutation test of the proof harness: plants each bug of this folder in a copy of the tree, and says which test notices.
 
-    python -m tests.mutants.run [--write] [--clean] [--first TEST ...] [NAME ...]
+    python -m tests.mutants.run [--write] [--clean] [--jobs N] [--first TEST ...] [NAME ...]
 
 NAME is a name in a TOML file of this folder, or its beginning; default: all. Each runs in a process group of its own what
 `make test` runs of the rooms that prove numbers, the smallest layouts first, up to the first failure. --write: RESULTS.md.
@@ -18,8 +18,10 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
@@ -195,6 +197,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="names, or their beginnings")
     parser.add_argument("--write", action="store_true", help="write RESULTS.md")
     parser.add_argument("--first", nargs="+", default=[], metavar="TEST", help="tests that run before the others")
+    parser.add_argument("--jobs", type=int, default=1, help="how many run at a time, each in a copy of its own")
     parser.add_argument("--clean", action="store_true", help="first run everything without any bug")
     args = parser.parse_args()
     chosen = [m for m in mutants() if not args.names or m.name.startswith(tuple(args.names))]
@@ -206,10 +209,11 @@ def main() -> int:
                 sys.stdout.write(f"without any bug, {failure.test} fails: {failure.found}\n")
                 return 1
     outcomes = []
-    for mutant in chosen:
-        outcomes.append(outcome(mutant, tests))
-        sys.stdout.write(outcomes[-1].row + "\n")
-        sys.stdout.flush()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for found in pool.map(partial(outcome, tests=tests), chosen):
+            outcomes.append(found)
+            sys.stdout.write(found.row + "\n")
+            sys.stdout.flush()
     if args.write:
         (HERE / "RESULTS.md").write_text(report(outcomes))
     return int(any(not found.failure for found in outcomes))

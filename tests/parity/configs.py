@@ -4,7 +4,9 @@ Every one can be cut over tp 1, 2, 4 and 8; with 2 key-value heads, tp 4 and 8 h
 none of these, nor do some widths of MLPs and experts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -60,8 +62,30 @@ def latent() -> dict[str, Any]:
     }
 
 
-def tiny_configs() -> dict[str, PreTrainedConfig]:
-    """Fresh config objects by name: transformers changes configs that it is given, so none is shared."""
+class Configs(Mapping[str, PreTrainedConfig]):
+    """Configs by name, each made when it is asked for, and made anew: transformers changes those that it is given."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], PreTrainedConfig]]) -> None:
+        self.makers = makers
+
+    def __getitem__(self, name: str) -> PreTrainedConfig:
+        return self.makers[name]()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.makers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.makers)
+
+    def __len__(self) -> int:
+        return len(self.makers)
+
+    def __or__(self, other: "Configs") -> "Configs":
+        return Configs({**self.makers, **other.makers})
+
+
+def tiny_configs() -> Configs:
+    """Every dense variant by name."""
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
     llama3 = {
         "rope_type": "llama3",
@@ -80,70 +104,99 @@ def tiny_configs() -> dict[str, PreTrainedConfig]:
     }
     windowed = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "num_hidden_layers": 3}
     mixed = ["sliding_attention", "full_attention"]
-    return {
-        "apertus": tiny(ApertusConfig, rope_parameters=llama3, pad_token_id=PADS[0]),
-        "apertus_biases": tiny(ApertusConfig, rope_parameters=llama3, attention_bias=True, num_key_value_heads=8),
-        "llama": tiny(LlamaConfig),
-        "llama_tied": tiny(LlamaConfig, tie_word_embeddings=True, pad_token_id=PADS[0]),
-        "llama_biases": tiny(LlamaConfig, attention_bias=True, mlp_bias=True, intermediate_size=ODD),
-        "llama_all_kv_heads": tiny(LlamaConfig, num_key_value_heads=8),
-        "llama_one_kv_head": tiny(LlamaConfig, num_key_value_heads=1),
-        "llama_head_dim": tiny(LlamaConfig, head_dim=16),
-        "llama_linear": tiny(LlamaConfig, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
-        "llama_dynamic": tiny(
-            LlamaConfig,
-            max_position_embeddings=MAX_POSITIONS,
-            rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-        ),
-        "llama_longrope": tiny(LlamaConfig, rope_parameters=longrope),
-        "llama_llama3": tiny(LlamaConfig, rope_parameters=llama3),
-        "llama_yarn": tiny(LlamaConfig, rope_parameters=yarn),
-        "llama_partial": tiny(LlamaConfig, partial_rotary_factor=0.5),
-        "mistral": tiny(MistralConfig, sliding_window=None),
-        "mistral_window": tiny(MistralConfig, sliding_window=WINDOW),
-        "qwen2": tiny(Qwen2Config),
-        "qwen2_tied": tiny(Qwen2Config, tie_word_embeddings=True, pad_token_id=PADS[1]),
-        "qwen2_window": tiny(Qwen2Config, **windowed),
-        "qwen2_yarn": tiny(Qwen2Config, rope_parameters={**yarn, "mscale": 0.7, "mscale_all_dim": 1.3}),
-        "qwen3": tiny(Qwen3Config, head_dim=16, pad_token_id=PADS[1]),
-        "qwen3_tied": tiny(Qwen3Config, head_dim=16, tie_word_embeddings=True),
-        "qwen3_biases": tiny(Qwen3Config, head_dim=16, attention_bias=True),
-        "qwen3_window": tiny(Qwen3Config, head_dim=16, **{**windowed, "num_hidden_layers": 2, "layer_types": mixed}),
-    }
+    return Configs(
+        {
+            "apertus": partial(tiny, ApertusConfig, rope_parameters=llama3, pad_token_id=PADS[0]),
+            "apertus_biases": partial(
+                tiny, ApertusConfig, rope_parameters=llama3, attention_bias=True, num_key_value_heads=8
+            ),
+            "llama": partial(tiny, LlamaConfig),
+            "llama_tied": partial(tiny, LlamaConfig, tie_word_embeddings=True, pad_token_id=PADS[0]),
+            "llama_biases": partial(tiny, LlamaConfig, attention_bias=True, mlp_bias=True, intermediate_size=ODD),
+            "llama_all_kv_heads": partial(tiny, LlamaConfig, num_key_value_heads=8),
+            "llama_one_kv_head": partial(tiny, LlamaConfig, num_key_value_heads=1),
+            "llama_head_dim": partial(tiny, LlamaConfig, head_dim=16),
+            "llama_linear": partial(
+                tiny, LlamaConfig, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+            ),
+            "llama_dynamic": partial(
+                tiny,
+                LlamaConfig,
+                max_position_embeddings=MAX_POSITIONS,
+                rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+            ),
+            "llama_longrope": partial(tiny, LlamaConfig, rope_parameters=longrope),
+            "llama_llama3": partial(tiny, LlamaConfig, rope_parameters=llama3),
+            "llama_yarn": partial(tiny, LlamaConfig, rope_parameters=yarn),
+            "llama_partial": partial(tiny, LlamaConfig, partial_rotary_factor=0.5),
+            "mistral": partial(tiny, MistralConfig, sliding_window=None),
+            "mistral_window": partial(tiny, MistralConfig, sliding_window=WINDOW),
+            "qwen2": partial(tiny, Qwen2Config),
+            "qwen2_tied": partial(tiny, Qwen2Config, tie_word_embeddings=True, pad_token_id=PADS[1]),
+            "qwen2_window": partial(tiny, Qwen2Config, **windowed),
+            "qwen2_yarn": partial(tiny, Qwen2Config, rope_parameters={**yarn, "mscale": 0.7, "mscale_all_dim": 1.3}),
+            "qwen3": partial(tiny, Qwen3Config, head_dim=16, pad_token_id=PADS[1]),
+            "qwen3_tied": partial(tiny, Qwen3Config, head_dim=16, tie_word_embeddings=True),
+            "qwen3_biases": partial(tiny, Qwen3Config, head_dim=16, attention_bias=True),
+            "qwen3_window": partial(
+                tiny, Qwen3Config, head_dim=16, **{**windowed, "num_hidden_layers": 2, "layer_types": mixed}
+            ),
+        }
+    )
 
 
-def moe_configs() -> dict[str, PreTrainedConfig]:
+def moe_configs() -> Configs:
     """The same of mixtures of experts and latent attention: expert counts that 2 and 4 divide, dense layers between."""
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
-    return {
-        "deepseek_v2": tiny(
-            DeepseekV2Config,
-            **{**latent(), "moe_intermediate_size": 15, "n_shared_experts": 3},
-            topk_method="group_limited_greedy",
-            n_group=4,
-            topk_group=2,
-        ),
-        "deepseek_v2_greedy": tiny(DeepseekV2Config, **{**latent(), "q_lora_rank": None}, attention_bias=True),
-        "deepseek_v3": tiny(DeepseekV3Config, **latent(), n_group=4, topk_group=2),
-        "deepseek_v3_halves": tiny(
-            DeepseekV3Config,
-            **{**latent(), "q_lora_rank": None, "num_hidden_layers": 2, "qk_nope_head_dim": 5, "v_head_dim": 24},
-            n_group=1,
-            topk_group=1,
-            rope_interleave=False,
-            rope_parameters={**yarn, "mscale": 0.7, "mscale_all_dim": 1.3},
-        ),
-        "mixtral": tiny(MixtralConfig, num_local_experts=8, intermediate_size=32),
-        "mixtral_window": tiny(MixtralConfig, num_local_experts=4, sliding_window=WINDOW),
-        "qwen2_moe": tiny(
-            Qwen2MoeConfig, **EXPERTS, shared_expert_intermediate_size=48, decoder_sparse_step=2, num_hidden_layers=4
-        ),
-        "qwen2_moe_tied": tiny(
-            Qwen2MoeConfig, **EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[0], tie_word_embeddings=True
-        ),
-        "qwen3_moe": tiny(Qwen3MoeConfig, **{**EXPERTS, "moe_intermediate_size": 23}, head_dim=16, norm_topk_prob=True),
-        "qwen3_moe_many": tiny(Qwen3MoeConfig, **{**EXPERTS, "num_experts": 64}, head_dim=16, attention_bias=True),
-    }
+    return Configs(
+        {
+            "deepseek_v2": partial(
+                tiny,
+                DeepseekV2Config,
+                **{**latent(), "moe_intermediate_size": 15, "n_shared_experts": 3},
+                topk_method="group_limited_greedy",
+                n_group=4,
+                topk_group=2,
+            ),
+            "deepseek_v2_greedy": partial(
+                tiny, DeepseekV2Config, **{**latent(), "q_lora_rank": None}, attention_bias=True
+            ),
+            "deepseek_v3": partial(tiny, DeepseekV3Config, **latent(), n_group=4, topk_group=2),
+            "deepseek_v3_halves": partial(
+                tiny,
+                DeepseekV3Config,
+                **{**latent(), "q_lora_rank": None, "num_hidden_layers": 2, "qk_nope_head_dim": 5, "v_head_dim": 24},
+                n_group=1,
+                topk_group=1,
+                rope_interleave=False,
+                rope_parameters={**yarn, "mscale": 0.7, "mscale_all_dim": 1.3},
+            ),
+            "mixtral": partial(tiny, MixtralConfig, num_local_experts=8, intermediate_size=32),
+            "mixtral_window": partial(tiny, MixtralConfig, num_local_experts=4, sliding_window=WINDOW),
+            "qwen2_moe": partial(
+                tiny,
+                Qwen2MoeConfig,
+                **EXPERTS,
+                shared_expert_intermediate_size=48,
+                decoder_sparse_step=2,
+                num_hidden_layers=4,
+            ),
+            "qwen2_moe_tied": partial(
+                tiny,
+                Qwen2MoeConfig,
+                **EXPERTS,
+                shared_expert_intermediate_size=40,
+                mlp_only_layers=[0],
+                tie_word_embeddings=True,
+            ),
+            "qwen3_moe": partial(
+                tiny, Qwen3MoeConfig, **{**EXPERTS, "moe_intermediate_size": 23}, head_dim=16, norm_topk_prob=True
+            ),
+            "qwen3_moe_many": partial(
+                tiny, Qwen3MoeConfig, **{**EXPERTS, "num_experts": 64}, head_dim=16, attention_bias=True
+            ),
+        }
+    )
 
 
 def tiny_model(config: PreTrainedConfig, *, seed: int = 0, values: bool = False) -> PreTrainedModel:
@@ -193,4 +246,4 @@ def tiny(kind: type[PreTrainedConfig], **options: Any) -> PreTrainedConfig:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    return kind(**{**shape, **options})
+    return kind(**{**shape, **deepcopy(options)})

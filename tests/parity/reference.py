@@ -23,7 +23,7 @@ GRAD = "grad."
 
 def write_reference(name: str, folder: Path, *, values: bool = False, dtype: torch.dtype = torch.float32) -> Path:
     """Write a tiny model and, beside it, what transformers makes of it in `dtype`: `model/`, `expected.safetensors`."""
-    model = tiny_model({**tiny_configs(), **moe_configs()}[name], values=values)
+    model = tiny_model((tiny_configs() | moe_configs())[name], values=values)
     model.save_pretrained(folder / "model")
     model.to(dtype)
     return write_outputs(model, folder, dtype)

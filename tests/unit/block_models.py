@@ -32,7 +32,7 @@ CASES: tuple[tuple[str, Recompute], ...] = (
 
 def step(name: str, kernels: KernelSet, recompute: Recompute) -> dict[str, Tensor]:
     """The loss and every gradient, of weights that are drawn by name."""
-    config = {**tiny_configs(), **moe_configs()}[name].to_dict()
+    config = (tiny_configs() | moe_configs())[name].to_dict()
     model = Decoder(spec_from_config(config), Mesh.solo(), kernels, recompute=recompute)
     for i, (_, parameter) in enumerate(sorted(model.named_parameters())):
         torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(i))

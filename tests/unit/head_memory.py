@@ -1,4 +1,4 @@
-"""Peak memory of head and loss at a large vocabulary, as a process of its own: `python -m tests.unit.head_memory T`.
+"""Peak memory of head and loss at a large vocabulary, as a process of its own: `python -m tests.unit.head_memory T V`.
 
 Writes one line of JSON: the bytes of tensors alive at once (every storage that an op returns, until it is freed), and
 how far the process's resident memory grew, both beyond the inputs.
@@ -20,7 +20,7 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.nn.fused_head import VocabShard, fused_loss
 from dovetail.parallel.mesh import Axis
 
-VOCAB, WIDTH = 152064, 16
+WIDTH = 16
 
 
 class Storages(TorchDispatchMode):
@@ -60,13 +60,13 @@ class Policy:
         return Loss(-(stats.logprob * batch.fields["advantage"] + 0.01 * stats.entropy).sum(), batch.mask.sum())
 
 
-def measure(tokens: int) -> dict[str, Any]:
+def measure(tokens: int, vocab: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(0)
-    batch = PackedBatch.pack([torch.randint(VOCAB, (tokens + 1,), generator=draw)])
+    batch = PackedBatch.pack([torch.randint(vocab, (tokens + 1,), generator=draw)])
     batch = batch.with_fields(advantage=torch.randn(tokens + 1, generator=draw)).compact(torch.arange(tokens))
     x = torch.randn(tokens, WIDTH, generator=draw).requires_grad_()
-    weight = (0.1 * torch.randn(VOCAB, WIDTH, generator=draw)).requires_grad_()
+    weight = (0.1 * torch.randn(vocab, WIDTH, generator=draw)).requires_grad_()
     torch.mm(x.detach()[:8], weight.detach()[:8].T)  # what the first product loads is not the head's
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with Storages(x, weight, batch.targets, batch.fields["advantage"]) as seen:
@@ -76,4 +76,4 @@ def measure(tokens: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(measure(int(sys.argv[1]))) + "\n")
+    sys.stdout.write(json.dumps(measure(*map(int, sys.argv[1:]))) + "\n")

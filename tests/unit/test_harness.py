@@ -2,7 +2,6 @@
 
 import os
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch.distributed as dist
 
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from tests.conftest import LONGEST
 from tests.harness import RankFailed, distributed, run, worker_ids
 from tests.tolerances import EXACT, SUM_ORDER, assert_all_close, assert_close, tensor_error, worst_ratio
 
@@ -106,8 +104,3 @@ def test_tolerances_measure_what_they_say() -> None:
         assert_all_close({"a": one}, {"b": one}, SUM_ORDER)
     with pytest.raises(AssertionError, match="shapes"):
         assert_close(one, torch.ones(3), SUM_ORDER)
-
-
-def test_the_files_that_start_first_are_there() -> None:
-    missing = [name for name in LONGEST if not (Path(__file__).parents[1] / name).is_file()]
-    assert not missing and len(set(LONGEST)) == len(LONGEST), missing

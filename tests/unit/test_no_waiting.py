@@ -71,7 +71,7 @@ SOLO = Mesh.solo()
 
 
 def decoder(family: str, head: Head, recompute: Recompute = "none", mesh: Mesh = SOLO) -> Decoder:
-    config = {**tiny_configs(), **moe_configs()}[family]
+    config = (tiny_configs() | moe_configs())[family]
     kernels = replace(KernelSet(), grouped_mm=grouped_mm)
     with torch.device("meta"):
         made = Decoder(spec_from_config(config.to_dict()), mesh, kernels, head, recompute)

@@ -29,7 +29,7 @@ PARAMS = SamplingParams(samples=4, max_new_tokens=13, temperature=1.3, stop_ids=
 
 
 def sampler_of(name: str, max_tokens: int | None = None, capture=None, **options: Any) -> NativeSampler:
-    config = {**tiny_configs(), **moe_configs()}[name]
+    config = (tiny_configs() | moe_configs())[name]
     spec, chosen = spec_from_config(config.to_dict()), SamplerOptions(**options)
     sampler = NativeSampler(
         spec, Mesh.solo(), KernelSet(), torch.float64, max_tokens=max_tokens, options=chosen, capture=capture
