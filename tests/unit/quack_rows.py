@@ -5,6 +5,7 @@ reference: JSON on stdout. Run with TRITON_INTERPRET=1; tests/gpu/test_quack.py 
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dovetail.kernels import moe_triton
 from dovetail.kernels.quack_moe import GroupedProducts, mixture
 from dovetail.kernels.registry import KernelSet, mixture_of_experts
 from tests.unit.held import Held
@@ -98,12 +100,12 @@ def add_joint_grad_(total: Tensor, d_both: Tensor, x: Tensor, *, starts: Tensor,
 PLAIN = GroupedProducts(
     gated_product_into, gated, gated_gradient, product, input_gradient, add_weight_grad_, add_joint_grad_
 )
+TRITON = KernelSet(permute=moe_triton.permute, unpermute=moe_triton.unpermute)
 
 
-def computed(*args: Any) -> Tensor:
-    y = mixture(*args)
-    assert y is not None
-    return y
+def computed(*args: Any, products: GroupedProducts = PLAIN) -> Tensor:
+    """By these products, or without rows by triton's kernels."""
+    return mixture_of_experts(replace(TRITON, mixture=partial(mixture, products=products)), *args)
 
 
 def error(found: Tensor, exact: Tensor) -> float:
@@ -134,12 +136,12 @@ def compared(tokens: int, copies: int, experts: int, *, nowhere: bool, dtype: to
         if wide:
             y = mixture_of_experts(KernelSet(), x, chosen, weights.to(dtype).double(), (gate_up, down), somewhere)
         else:
-            y = computed(x, chosen, weights, (gate_up, down), somewhere, None, PLAIN)
+            y = computed(x, chosen, weights, (gate_up, down), somewhere)
         grads = torch.autograd.grad(y, tuple(leaves.values()), up.to(y.dtype))
         found.append({"y": y, **{f"d {name}": g for name, g in zip(leaves, grads, strict=True)}})
         with torch.no_grad():
             scoring = replace(PLAIN, gated_product_into=never)
-            again = y if wide else computed(x, chosen, weights, (gate_up, down), somewhere, None, scoring)
+            again = y if wide else computed(x, chosen, weights, (gate_up, down), somewhere, products=scoring)
         assert torch.equal(again, y)
     ours, exact = found
     zeros = float(ours["d weights"][chosen >= experts].abs().sum())
@@ -152,7 +154,7 @@ def handed_over(inputs: dict[str, Tensor], chosen: Tensor, somewhere: int, up: T
     """The sums over two equal micro-batches of both weights' gradients. No second one comes from autograd."""
     held = Held(inputs["gate_up"], inputs["down"])
     for _ in range(2):
-        y = computed(inputs["x"], chosen, inputs["weights"], held.both(), somewhere, held.defer_wgrad, PLAIN)
+        y = computed(inputs["x"], chosen, inputs["weights"], held.both(), somewhere, held.defer_wgrad)
         y.backward(up.to(y.dtype))
     found = {name.removesuffix("_proj"): x for name, x in held.sums().items()}
     assert len(found) == 2 and all(x.dtype == torch.float32 for x in found.values())

@@ -138,6 +138,11 @@ def _fake(q: Tensor, _k: Tensor, v: Tensor, cu_seqlens: list[Tensor], max_seqlen
     return q.new_empty(tokens, heads, v.shape[-1]), q.new_empty(lse_shape, dtype=torch.float32)
 
 
+@packed_attention_backward.register_fake
+def _fake_backward(_grad: Tensor, _results: list[Tensor], inputs: list[Tensor], *_: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x) for x in inputs)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, cu_seqlens, *ctx.options = inputs
     ctx.mark_non_differentiable(output[1])
