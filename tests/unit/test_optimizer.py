@@ -64,3 +64,17 @@ def frozen(path: Path) -> None:
 def test_frozen_parameters_are_left_alone(tmp_path: Path) -> None:
     save_tiny(tiny_configs()["llama"], tmp_path)
     run(1, frozen, tmp_path)
+
+
+def rounded(path: Path) -> None:
+    options = dt.EngineOptions(save_dtype=torch.bfloat16)
+    engine = dt.from_pretrained(path, device="cpu", options=options)
+    model, weights, *_ = engine.export_training("policy", with_model=True)
+    assert {spec.dtype for spec in model.specs.values()} == {torch.bfloat16}
+    assert weights.specs.keys() == {f"training/policy/param/{name}" for name in model.specs}
+    assert {spec.dtype for spec in weights.specs.values()} == {torch.float32}
+
+
+def test_weights_that_are_saved_rounded_are_training_state_too(tmp_path: Path) -> None:
+    save_tiny(tiny_configs()["llama"], tmp_path)
+    run(1, rounded, tmp_path)
