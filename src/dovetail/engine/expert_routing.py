@@ -58,7 +58,7 @@ class Routing:
                 weight = self._expected_count(pairs, loss, dtype) / tokens
 
         def prepare(number: int) -> tuple[Tensor, MicroBatch]:
-            for index, micro in split_halves(pairs[number : number + 1]):
+            for index, micro in split_halves([pairs[number]]):
                 self._set_balance(index, micro, weight)
             return pairs[number]
 

@@ -41,8 +41,7 @@ class _SharedKeys(torch.autograd.Function):
         ctx: Any, k: Tensor, v: Tensor, stretches: tuple[slice, ...], axis: Axis, add: Callable[..., Tensor]
     ) -> tuple[Tensor, ...]:
         ctx.stretches, ctx.axis, ctx.add, ctx.own = stretches, axis, add, len(k)
-        gathered, arrive = gather_mirrored(torch.cat((k, v), dim=1), axis)
-        arrive()
+        gathered = gather_mirrored(torch.cat((k, v), dim=1), axis)
         return tuple(x for stretch in stretches for x in gathered[stretch].chunk(2, dim=1))
 
     @staticmethod
