@@ -175,7 +175,8 @@ def _unpermute(
     dtype: constexpr = out.dtype.element_ty
     token = (tl.program_id(0) // PIECES).to(tl.int64)
     at = tl.program_id(0) % PIECES * SIZE.block + tl.arange(0, SIZE.block)
-    total = tl.zeros((SIZE.block,), tl.float32)
+    BLOCK: constexpr = SIZE.block  # triton 3.6 takes no attribute of a constexpr in a shape
+    total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(COPIES):
         row = tl.load(rows + token * COPIES + i).to(tl.int64)
         valid = row < length

@@ -180,7 +180,9 @@ def _norm_grad(
     x, weight, inverse, dy, ds = inputs
     at = tl.arange(0, TILE.columns)
     w = tl.load(weight + at, mask=at < TILE.width, other=0.0).to(tl.float32)
-    dw = tl.zeros((TILE.rows, TILE.columns), tl.float32)
+    ROWS: constexpr = TILE.rows  # triton 3.6 takes no attribute of a constexpr in a shape
+    COLUMNS: constexpr = TILE.columns
+    dw = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in tl.range(tl.program_id(0) * TILE.rows, rows, tl.num_programs(0) * TILE.rows, num_stages=STAGES):
         row = first + tl.arange(0, TILE.rows).to(tl.int64)
         mask = (row < rows)[:, None] & (at < TILE.width)[None, :]
@@ -200,7 +202,9 @@ def _norm_grad(
 @triton.jit(do_not_specialize=["count"])
 def _columns(partial: tensor, total: tensor, count: tensor, TILE: constexpr) -> None:
     at = tl.program_id(0) * TILE.columns + tl.arange(0, TILE.columns)
-    sums = tl.zeros((TILE.rows, TILE.columns), tl.float32)
+    ROWS: constexpr = TILE.rows
+    COLUMNS: constexpr = TILE.columns
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, count, TILE.rows):
         row = first + tl.arange(0, TILE.rows)
         mask = (row < count)[:, None] & (at < TILE.width)[None, :]

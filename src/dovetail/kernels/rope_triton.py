@@ -168,8 +168,10 @@ def _rotate_grad(
     rotary = at < 2 * SHAPE.half
     angle = tl.where(at < SHAPE.half, at, at - SHAPE.half)
     other = tl.where(at < SHAPE.half, at + SHAPE.half, at - SHAPE.half)
-    dw_q = tl.zeros((TILE.rows, TILE.columns), tl.float32)
-    dw_k = tl.zeros((TILE.rows, TILE.columns), tl.float32)
+    ROWS: constexpr = TILE.rows  # triton 3.6 takes no attribute of a constexpr in a shape
+    COLUMNS: constexpr = TILE.columns
+    dw_q = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dw_k = tl.zeros((ROWS, COLUMNS), tl.float32)
     first = tl.program_id(0) * TILE.rows
     while first < tokens * HEADS:
         row = first + tl.arange(0, TILE.rows)
