@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.nn.embedding import VocabEmbedding
 from dovetail.nn.fused_head import VocabShard, fused_loss
 from dovetail.nn.grad_accumulation import GradAccumulator, WgradQueue
-from dovetail.nn.linear import ColumnLinear, Linear, ReplicatedLinear, RowLinear
+from dovetail.nn.linear import ColumnLinear, Linear, LinearProducts, ReplicatedLinear, RowLinear
 from dovetail.nn.tiling import Tiled
 from dovetail.parallel.mesh import Axis, Mesh
 from tests.tolerances import OP_BF16, OP_FP32, SUM_ORDER, assert_close, tensor_error
@@ -256,3 +257,20 @@ def test_tiles_add_theirs(family: str) -> None:
     for (name, ours), theirs in zip(mlp.named_parameters(), expected.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None
         assert_close(ours.grad, theirs.grad, SUM_ORDER, name)
+
+
+def test_what_only_the_forward_pass_needs_is_freed() -> None:
+    """A fused product writes a second output into memory that its closure holds."""
+    made, kernels = layer("without bias"), KernelSet()
+    (x, dy), *_ = micros()
+    second = torch.empty(3)
+    held = ref(second)
+    fused = LinearProducts(
+        lambda x, weight, _, out=second: x @ weight.T + 0 * len(out),
+        kernels.linear_input_grad,
+        kernels.add_weight_grad_,
+    )
+    y = made.product(x.requires_grad_(), None, None, fused)
+    del second, fused
+    assert held() is None
+    y.backward(dy)

@@ -70,23 +70,27 @@ class _Linear(torch.autograd.Function):
         collective: AsyncCollective | None,
         products: LinearProducts,
     ) -> Tensor:
-        ctx.layer, ctx.collective, ctx.products, ctx.shape = layer, collective, products, x.shape
+        ctx.layer, ctx.collective, ctx.shape = layer, collective, x.shape
+        ctx.input_grad, ctx.add_weight_grad_ = (
+            products.input_grad,
+            products.add_weight_grad_,
+        )  # not forward: it holds memory
         x = x if collective is None else collective.wait()
         ctx.save_for_backward(x if weight.requires_grad else None)
         return products.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        dy, (x,), layer, products = grads[0], ctx.saved_tensors, ctx.layer, ctx.products
+        dy, (x,), layer = grads[0], ctx.saved_tensors, ctx.layer
         for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
         dx = dw = None
         if for_x:
-            dx = products.input_grad(dy, layer.weight)
+            dx = ctx.input_grad(dy, layer.weight)
             dx = dx if ctx.collective is None else ctx.collective.start_backward(dx, ctx.shape)
         if for_weight and layer.wgrad_queue is not None:
-            layer.wgrad_queue.accumulate(layer.weight, dy, x, products.add_weight_grad_)
+            layer.wgrad_queue.accumulate(layer.weight, dy, x, ctx.add_weight_grad_)
         elif for_weight:
-            products.add_weight_grad_(dw := torch.empty_like(layer.weight), dy, x, first=True)
+            ctx.add_weight_grad_(dw := torch.empty_like(layer.weight), dy, x, first=True)
         return dx, dw, dy.sum(0, dtype=wide(dy.dtype)) if for_bias else None, None, None, None
 
 
