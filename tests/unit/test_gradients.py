@@ -265,12 +265,12 @@ def test_what_only_the_forward_pass_needs_is_freed() -> None:
     (x, dy), *_ = micros()
     second = torch.empty(3)
     held = ref(second)
-    fused = LinearProducts(
-        lambda x, weight, _, out=second: x @ weight.T + 0 * len(out),
-        kernels.linear_input_grad,
-        kernels.add_weight_grad_,
-    )
+
+    def forward(x: Tensor, weight: Tensor, _: Tensor | None, out: Tensor = second) -> Tensor:
+        return x @ weight.T + 0 * len(out)
+
+    fused = LinearProducts(forward, kernels.linear_input_grad, kernels.add_weight_grad_)
     y = made.product(x.requires_grad_(), None, None, fused)
-    del second, fused
+    del second, fused, forward
     assert held() is None
     y.backward(dy)
