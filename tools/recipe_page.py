@@ -110,7 +110,7 @@ def _keys() -> Iterator[str]:
         )
         yield f"\n## {name}\n\n{about}\n"
         yield from _table(name, {name: kinds})
-    yield "\n## Beside the sections\n"
+    yield "\n## Outside the sections\n"
     yield from _table("", {})
 
 

@@ -1,4 +1,4 @@
-"""Checks the rules of the house that the linters do not know (docs/design.md, sections 1, 2 and 5).
+"""Checks the style rules that the linters do not know (docs/design.md, sections 1, 2 and 5).
 
 Run without arguments it reads every file that git tracks, or would track, and prints one line for each violation.
 `check_source` is the whole checker as a pure function of a path and a text.
@@ -165,7 +165,7 @@ def _imports(inside: str, tree: ast.Module) -> Found:
     functions = [node for node in _nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     for node in (inner for function in functions for inner in ast.walk(function)):
         if isinstance(node, ast.Import | ast.ImportFrom) and any(m.split(".")[0] == "dovetail" for m in _modules(node)):
-            yield node.lineno, "a first-party import inside a function: the rooms are in the wrong order"
+            yield node.lineno, "a first-party import inside a function: the packages are in the wrong order"
     for node in _nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and inside not in PROCESS_GROUP_FILES:
             bad = [

@@ -69,7 +69,7 @@ def test_small_and_odd_ones_equal_the_reference() -> None:
         "norm_triton"
     }
     assert {chosen[op] for op in ("heads", "rope")} == {"rope_triton"}
-    assert {chosen[op] for op in ("permute", "unpermute", "spread", "top_k")} == {"moe_triton"}
+    assert {chosen[op] for op in ("permute", "unpermute", "permute_tokens", "top_k")} == {"moe_triton"}
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2's attention; softmax routing beside a shared expert with a sigmoid gate."""
+"""Qwen2-MoE: Qwen2's attention; softmax routing and a shared expert with a sigmoid gate."""
 
 from collections.abc import Mapping
 from typing import Any

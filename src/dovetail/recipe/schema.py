@@ -132,7 +132,7 @@ class PolicyGradient(Algorithm):
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
     kl_coef: NonNegativeFloat = Field(0.0, description="weight of the KL term to the reference")
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="estimator of the KL term; not given beside kl_in: k1 in the reward, k3 in the loss"
+        "k3", description="estimator of the KL term; default: k1 in the reward, k3 in the loss"
     )
     kl_in: Literal["reward", "loss"] = Field("loss", description="where the KL term is added")
     normalize_advantage: bool = Field(False, description="whiten advantages over all tokens of a step")
@@ -219,7 +219,9 @@ class RewardSection(Section):
     function: str | None = Field(None, alias="import", description="a function of yours: module:function")
     options: Options = Field(default_factory=dict, description="keyword arguments for the reward")
     timeout_seconds: PositiveFloat = Field(10.0, description="a reward that takes longer drops its sample")
-    workers: Annotated[int, Field(ge=1, le=256)] = Field(2, description="reward processes, all beside the first rank")
+    workers: Annotated[int, Field(ge=1, le=256)] = Field(
+        2, description="reward processes, all on the host of the first rank"
+    )
 
     @model_validator(mode="before")
     @classmethod
