@@ -40,7 +40,6 @@ CASES: list[tuple[Any, int, tuple[Any, ...]]] = [
     (block._sum, 4, (B, B, B, S, S, -1, 8, block.PIECE)),
     (block._sum, 4, (F, F, F, S, S, 0, 2, block.PIECE)),
     (block._sum, 4, (F, F, F, S, S, 3, 4, block.PIECE)),
-    (block._copy_to_both, 8, (B, B, B, S, block.COPY_BLOCK)),
     (qkv._rotate, HEAD, ((B, B, B, None, None), (B, B, None), N, (S, S), E, QWEN, NARROW)),
     (qkv._rotate, HEAD, ((B, B, B, B, B), (B, B, F), N, (S, S), E, QWEN, NARROW)),
     (qkv._rotate_grad, HEAD, ((B,) * 5, (None, None, None, None, S, S), (B, None), N, (S, S, S), QWEN, NARROW)),

@@ -20,7 +20,7 @@ from tests.unit.decode_rows import whole_range
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FEW = 12  # tokens, about, that stand for many
-SEEN, FEWER = 292, 241  # errors of each dtype; of a half one by the interpreter, which takes a second for some of them
+SEEN, FEWER = 272, 221  # errors of each dtype; of a half one by the interpreter, which takes a second for some of them
 SLOW = ("rms_norm, strided, 2500", "rms_norm 3 x 2500", "add_norm of one, 3 x 2500", "permute, to", "unpermute of")
 Op = Callable[..., Any]
 Case = tuple[str, Op, Op, list[Tensor], list[Any]]  # name, ours, the reference, what is differentiated, the rest
@@ -107,7 +107,6 @@ def sums(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
         for which in {0, shape[0] - 1}:  # of columns, as they lie in a slot
             ours, theirs = (_columns(op, which) for op in (norm_triton.sum_deterministic, reference.sum_deterministic))
             yield f"sum_deterministic, with its own as {which}, {what}", ours, theirs, given, [own]
-        yield f"copy_to_both {what}", _twice(norm_triton.copy_to_both), _twice(reference.copy_to_both), given, []
 
 
 def _columns(op: Op, which: int) -> Op:
@@ -115,15 +114,6 @@ def _columns(op: Op, which: int) -> Op:
         parts, out = x.detach().clone()[..., 1:], torch.full_like(own, float("nan"))
         parts[which] = float("nan")  # which nobody reads
         return x, op(parts, out=out, own=(which, own))
-
-    return run
-
-
-def _twice(op: Op) -> Op:
-    def run(x: Tensor) -> tuple[Tensor, ...]:
-        places = [torch.full_like(x, float("nan")) for _ in range(2)]
-        op(x.detach(), *(place.detach() for place in places))
-        return (x, *places)
 
     return run
 
@@ -244,7 +234,7 @@ def check(found: dict[str, float], coarsest: float, *, rounds: bool) -> None:
         seen[dtype] += 1
         copied = case.startswith(("permute", "spread")) and "value" in case
         turned = case.startswith(("heads", "rope")) and "normed" not in case
-        exact = turned or case.startswith(("sum_deterministic", "copy_to_both"))
+        exact = turned or case.startswith("sum_deterministic")
         if copied or (exact and (rounds or dtype != "torch.bfloat16")):
             assert error == 0.0, (case, error)
     assert set(seen.values()) == ({SEEN} if rounds else {SEEN, FEWER})

@@ -21,7 +21,6 @@ TILE_SIZE = 2048  # numbers per program where rows are shorter
 PROGRAMS = 264  # of a gain's gradient: two per multiprocessor of an H200
 STAGES = 3  # software pipelining of their rows
 PIECE = 1024  # numbers per program of swiglu and of sums
-COPY_BLOCK = 8192  # numbers per program of a copy
 EXACT: Mapping[str, bool] = {"enable_fp_fusion": False}  # round a product before it is added
 
 
@@ -65,14 +64,6 @@ def sum_deterministic(parts: Tensor, out: Tensor | None = None, own: tuple[int, 
     numbers, grid = total.numel(), (triton.cdiv(total.numel(), PIECE),)
     _sum[grid](parts, part, total, numbers, parts.stride(0), which, len(parts), PIECE, num_warps=4)
     return total
-
-
-def copy_to_both(x: Tensor, first: Tensor, second: Tensor) -> None:
-    """As `reference.copy_to_both`, reading x once."""
-    if x.dtype not in DTYPES or x.numel() == 0:
-        return reference.copy_to_both(x, first, second)
-    _copy_to_both[(triton.cdiv(x.numel(), COPY_BLOCK),)](x, first, second, x.numel(), COPY_BLOCK, num_warps=8)
-    return None
 
 
 def supported(x: Tensor, other: Tensor) -> bool:
@@ -284,11 +275,3 @@ def _sum(
         place += stride
         acc += tl.load(own + at if part == WHICH else place, mask=at < numbers, other=0.0).to(tl.float32)
     tl.store(total + at, acc.to(total.dtype.element_ty), mask=at < numbers)
-
-
-@triton.jit
-def _copy_to_both(x: tensor, first: tensor, second: tensor, numbers: tensor, BLOCK: constexpr) -> None:
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    piece = tl.load(x + at, mask=at < numbers)
-    tl.store(first + at, piece, mask=at < numbers)
-    tl.store(second + at, piece, mask=at < numbers)

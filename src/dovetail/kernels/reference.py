@@ -194,12 +194,6 @@ def sum_deterministic(parts: Tensor, out: Tensor | None = None, own: tuple[int, 
     return total.to(parts.dtype) if out is None else out.copy_(total)
 
 
-def copy_to_both(x: Tensor, first: Tensor, second: Tensor) -> None:
-    """Copy x to both; all three are dense and of one shape."""
-    first.copy_(x)
-    second.copy_(x)
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K] @ weight [N, K].T + bias [N]. Its gradients are `linear_input_grad` and `add_weight_grad_`."""
     return F.linear(x, weight, bias)

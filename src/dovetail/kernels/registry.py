@@ -56,7 +56,6 @@ class KernelSet:
     linear_input_grad: Callable[..., Tensor] = reference.linear_input_grad
     swiglu: Callable[..., Tensor] = reference.swiglu
     sum_deterministic: Callable[..., Tensor] = reference.sum_deterministic
-    copy_to_both: Callable[..., None] = reference.copy_to_both
     grouped_mm: Callable[..., Tensor] = reference.grouped_mm
     top_k: Callable[..., Tensor] = reference.top_k
     router_logits: Callable[..., Tensor] = reference.router_logits
@@ -107,7 +106,7 @@ def mixture_of_experts(
 # The ops of each triton module.
 TRITON: Mapping[str, tuple[str, ...]] = {
     "logprob_triton": ("vocab_stats", "vocab_grad_"),
-    "norm_triton": ("rms_norm", "add_norm", "swiglu", "sum_deterministic", "copy_to_both"),
+    "norm_triton": ("rms_norm", "add_norm", "swiglu", "sum_deterministic"),
     "rope_triton": ("heads", "rope"),
     "moe_triton": ("top_k", "permute", "permute_tokens", "unpermute"),
     "paged_attention_triton": ("decode_attention", "write_entries"),
