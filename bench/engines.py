@@ -32,7 +32,7 @@ from dovetail.factory.layouts import check_layout
 from dovetail.kernels.registry import kernels_for
 from dovetail.nn.activation_checkpoint import PinnedPool, Recompute
 from dovetail.nn.tiling import tile_mlps
-from dovetail.optim.grads import shards_of
+from dovetail.optim.optimizer import shards_of
 from dovetail.parallel.process_group import num_ranks_here, pick_device
 from dovetail.weights.hf_directory import CheckpointSource
 

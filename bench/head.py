@@ -23,7 +23,7 @@ from dovetail.batch.loss import Loss, TokenStats
 from dovetail.batch.packed import PackedBatch
 from dovetail.kernels import reference
 from dovetail.kernels.registry import kernels_for
-from dovetail.nn.fused_head import VocabShard, fused_loss, fused_token_stats
+from dovetail.nn.heads import VocabShard, fused_loss, fused_token_stats
 from dovetail.parallel.mesh import Axis
 from dovetail.parallel.process_group import pick_device
 

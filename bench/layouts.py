@@ -45,10 +45,9 @@ from bench.engines import (
 from bench.given import natural, positive, run_main
 from bench.trace import TraceSummary, events_of, ideal_of, summarize
 from dovetail.arch.spec import ArchSpec
+from dovetail.batch.micro import DualBatch
 from dovetail.device import peak_flops, peak_memory_gib
-from dovetail.engine.microbatches import DualBatch
 from dovetail.engine.native import NativeEngine
-from dovetail.engine.reduction import add_sums
 from dovetail.engine.stage import TrainingRunner
 from dovetail.parallel.collectives import gather_text, stack_over
 from dovetail.parallel.process_group import deterministic
@@ -148,7 +147,7 @@ def measure(layout: dt.Layout, session: Session) -> None:
         mlp_tile_tokens=given.mlp_tile_tokens,
         offload=given.offload,
     )
-    engine.dual_batch = DualBatch.of(engine.model, engine.mesh, TURNS[given.in_turns])
+    engine.dual_batch = DualBatch.of(engine.model.supports_dual_batch, engine.mesh, TURNS[given.in_turns])
     made = time.perf_counter() - begun
     batch = dense_batch(spec, given.length, given.sequences)
     warm = dense_batch(spec, given.warm_length or given.length, given.sequences)
@@ -300,8 +299,7 @@ def bubbles(engine: NativeEngine, batch: dt.PackedBatch, steps: int) -> tuple[fl
     plan = make_plan(layout.schedule, layout.pp, layout.virtual_stages, len(micros))
     found = []
     for _ in range(1 + steps):
-        sums: dict[str, Any] = {}
-        work = TrainingRunner(engine.model, mesh, micros, engine.dtype, SFTLoss(), partial(add_sums, sums))
+        work = TrainingRunner(engine.model, mesh, micros, engine.dtype, SFTLoss())
         timing = Timed(work, device)
         wall = timed(device, lambda timing=timing: execute(plan, timing, mesh))
         work.finish()

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.engine.native import NativeEngine
-from dovetail.optim.grads import Shard
-from dovetail.optim.optimizer import OptimSettings
+from dovetail.optim.optimizer import OptimSettings, Shard
 from dovetail.parallel.placement import as_index
 from tests.tolerances import max_abs
 

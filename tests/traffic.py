@@ -21,8 +21,7 @@ import torch.distributed as dist
 from dovetail.arch.registry import ulysses_degree
 from dovetail.arch.spec import ArchSpec
 from dovetail.engine import native
-from dovetail.engine.fsdp import begin_gathers
-from dovetail.engine.stage import TrainingRunner
+from dovetail.engine.stage import TrainingRunner, begin_gathers
 from dovetail.parallel import collectives
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh

@@ -25,8 +25,7 @@ from dovetail.errors import DataError, MachineError
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.launch.progress import Progress
 from dovetail.optim import optimizer
-from dovetail.optim.grads import Shard, reduce_partial
-from dovetail.optim.optimizer import OptimSettings
+from dovetail.optim.optimizer import OptimSettings, Shard, reduce_partial
 from dovetail.optim.replicas import _difference, _slices, hash_bits
 from dovetail.parallel.collectives import gather_text
 from dovetail.parallel.layout import Layout

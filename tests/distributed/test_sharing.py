@@ -11,7 +11,8 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.kernels import reference
 from dovetail.kernels.reference import sum_deterministic
 from dovetail.kernels.registry import KernelSet
-from dovetail.nn.context_parallel import PackedAttention, SharedAttention, cut_chunks, share_keys
+from dovetail.nn.attention import PackedAttention
+from dovetail.nn.context_parallel import SharedAttention, cut_chunks, share_keys
 from dovetail.parallel.collectives import gather_in_order, gather_mirrored
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Axis, Mesh

@@ -18,8 +18,7 @@ from dovetail.engine.fsdp import ReshardPolicy
 from dovetail.engine.native import NativeEngine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.kernels.reference import add_weight_grad_
-from dovetail.nn.grad_accumulation import GradAccumulator
-from dovetail.nn.linear import Linear
+from dovetail.nn.layers import GradAccumulator, Linear
 from dovetail.parallel.layout import Layout
 from tests.harness import run
 from tests.parity.configs import VOCAB, tiny_model

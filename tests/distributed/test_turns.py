@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn import moe
-from dovetail.nn.grad_accumulation import WgradQueue
+from dovetail.nn.layers import WgradQueue
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.overlap import AsyncCollective
 from tests.distributed.matrix import (

@@ -15,7 +15,7 @@ from torch import Tensor
 from dovetail.batch.loss import Loss, TokenStats
 from dovetail.batch.packed import PackedBatch
 from dovetail.optim import optimizer
-from dovetail.optim.grads import Shard
+from dovetail.optim.optimizer import Shard
 from dovetail.parallel.mesh import Mesh
 from dovetail.rl import experience, losses, tasks
 from dovetail.rl.experience import Sample

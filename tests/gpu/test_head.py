@@ -15,7 +15,7 @@ from dovetail.batch.loss import Loss, TokenStats
 from dovetail.batch.packed import PackedBatch
 from dovetail.kernels import logprob_triton, reference
 from dovetail.kernels.registry import head_products, kernels_for
-from dovetail.nn.fused_head import VocabShard, combine, fused_loss, fused_token_stats
+from dovetail.nn.heads import VocabShard, combine, fused_loss, fused_token_stats
 from dovetail.parallel.mesh import Axis
 from tests.tolerances import HEAD_LOGPROB, OP_BF16, OP_FP32, assert_close, max_abs
 from tests.unit.head_memory import Policy

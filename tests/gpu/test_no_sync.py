@@ -18,12 +18,9 @@ from bench.models import one_rank
 from dovetail.batch.loss import LossFn
 from dovetail.batch.packed import PackedBatch
 from dovetail.engine.native import NativeEngine
-from dovetail.engine.reduction import Sums, add_sums
 from dovetail.engine.stage import TrainingRunner
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import OptimSettings
-from dovetail.pipeline.executor import run as execute
-from dovetail.pipeline.schedule import make_plan
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
 from tests.gpu.test_head import no_waiting
 from tests.parity.configs import tiny_model
@@ -111,12 +108,11 @@ def play(
     assert isinstance(engine, NativeEngine)
     for _warm in range(2):
         engine.train_step(batch(), fn)
-    pairs, sums = list(engine.micro_batches(batch())), Sums()
+    pairs = list(engine.micro_batches(batch()))
     assert len(pairs) > 2
     micros = [micro for _, micro in pairs]
-    stages = TrainingRunner(engine.model, engine.mesh, micros, engine.dtype, fn, partial(add_sums, sums))
-    plan = make_plan("1f1b", 1, 1, len(pairs))
+    stages = TrainingRunner(engine.model, engine.mesh, micros, engine.dtype, fn)
     with guard:
-        execute(plan, stages, engine.mesh)
+        stages.run()
         stages.finish()
-    assert torch.isfinite(sums[""][0])
+    assert torch.isfinite(stages.sums[""][0])

@@ -15,8 +15,7 @@ from dovetail.kernels import quack
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet, kernels_for, mixture_of_experts
 from dovetail.nn.activation_checkpoint import Recompute, options
-from dovetail.nn.grad_accumulation import GradAccumulator, WgradQueue
-from dovetail.nn.linear import Linear
+from dovetail.nn.layers import GradAccumulator, Linear, WgradQueue
 from dovetail.nn.mlp import GatedMLP
 from dovetail.parallel.mesh import Mesh
 from tests.gpu.test_block import poison

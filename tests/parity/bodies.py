@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dovetail.engine.native import NativeEngine
 from dovetail.factory.engine import EngineOptions, from_pretrained
-from dovetail.optim.grads import Shard
+from dovetail.optim.optimizer import Shard
 from dovetail.parallel.layout import Layout
 from tests.parity.reference import LENGTHS, Separable, make_batch, objective, read_reference, value_objective
 from tests.probe import PROBE, gradients

@@ -15,10 +15,9 @@ from dovetail.batch.routing import Routes
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.activation_checkpoint import PRODUCTS, PinnedPool, Recompute, is_attention
-from dovetail.nn.context_parallel import BatchContext, PackedAttention
+from dovetail.nn.attention import BatchContext, PackedAttention, rope_tables
 from dovetail.nn.decoder import Trunk
 from dovetail.nn.model import StageRange
-from dovetail.nn.rope import rope_tables
 from dovetail.parallel.mesh import Mesh
 from tests.parity.configs import tiny_configs
 

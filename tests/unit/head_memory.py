@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dovetail.batch.loss import Loss, TokenStats
 from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.registry import KernelSet
-from dovetail.nn.fused_head import VocabShard, fused_loss
+from dovetail.nn.heads import VocabShard, fused_loss
 from dovetail.parallel.mesh import Axis
 
 WIDTH = 16

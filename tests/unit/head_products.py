@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dovetail.kernels import quack, quack_head, reference
-from dovetail.nn.fused_head import combine
+from dovetail.nn.heads import combine
 from tests.tolerances import tensor_error
 from tests.unit.quack_stand_in import StandIn
 

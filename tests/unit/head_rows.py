@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dovetail.kernels import logprob_triton, reference
-from dovetail.nn.fused_head import combine
+from dovetail.nn.heads import combine
 from tests.tolerances import tensor_error
 from tests.unit.large_logits import gradient_errors
 

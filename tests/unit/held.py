@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dovetail.kernels import reference
-from dovetail.nn.grad_accumulation import GradAccumulator, WgradQueue
+from dovetail.nn.layers import GradAccumulator, WgradQueue
 
 
 class Held(GradAccumulator):

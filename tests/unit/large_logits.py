@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dovetail.nn.fused_head import combine
+from dovetail.nn.heads import combine
 from tests.tolerances import tensor_error
 
 DEVIATIONS, TEMPERATURES = (1.0, 30.0, 100.0, 300.0), (0.1, 0.7, 1.0, 5.0)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dovetail.batch.loss import Loss, Sum, TokenStats
 from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.registry import KernelSet
-from dovetail.nn.fused_head import VocabShard, fused_loss, fused_token_stats
+from dovetail.nn.heads import VocabShard, fused_loss, fused_token_stats
 from dovetail.parallel.mesh import Axis
 from tests.tolerances import OP_BF16, SUM_ORDER, assert_close, tensor_error
 

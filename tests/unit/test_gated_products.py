@@ -16,7 +16,7 @@ from dovetail.factory.engine import make_decoder
 from dovetail.kernels import cuda, quack
 from dovetail.kernels.registry import GatedProducts, KernelSet, kernels_for
 from dovetail.nn.activation_checkpoint import Recompute
-from dovetail.nn.grad_accumulation import GradAccumulator, WgradQueue
+from dovetail.nn.layers import GradAccumulator, WgradQueue
 from dovetail.nn.mlp import GatedMLP
 from dovetail.nn.tiling import Tiled
 from dovetail.parallel.layout import Layout

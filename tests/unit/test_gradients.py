@@ -13,10 +13,17 @@ from torch.utils.checkpoint import checkpoint
 from dovetail.batch.loss import Loss, TokenStats
 from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.registry import KernelSet
-from dovetail.nn.embedding import VocabEmbedding
-from dovetail.nn.fused_head import VocabShard, fused_loss
-from dovetail.nn.grad_accumulation import GradAccumulator, WgradQueue
-from dovetail.nn.linear import ColumnLinear, Linear, LinearProducts, ReplicatedLinear, RowLinear
+from dovetail.nn.heads import VocabShard, fused_loss
+from dovetail.nn.layers import (
+    ColumnLinear,
+    GradAccumulator,
+    Linear,
+    LinearProducts,
+    ReplicatedLinear,
+    RowLinear,
+    VocabEmbedding,
+    WgradQueue,
+)
 from dovetail.nn.tiling import Tiled
 from dovetail.parallel.mesh import Axis, Mesh
 from tests.tolerances import OP_BF16, OP_FP32, SUM_ORDER, assert_close, tensor_error

@@ -17,7 +17,7 @@ from bench.models import one_rank
 from dovetail.engine import validation
 from dovetail.engine.expert_routing import BalanceSettings
 from dovetail.errors import ConfigError, DataError, ModelError
-from dovetail.optim.grads import shards_of
+from dovetail.optim.optimizer import shards_of
 from dovetail.parallel.mesh import Axis, Mesh
 from examples import grpo_loss
 from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs

@@ -26,11 +26,11 @@ from dovetail.batch.micro import ContextShard, MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.batch.routing import Routes
 from dovetail.engine.expert_routing import BalanceSettings, Routing
-from dovetail.engine.reduction import Sums, add_sums
+from dovetail.engine.stage import Sums, add_sums
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.nn.decoder import Decoder, Head
-from dovetail.nn.grad_accumulation import GradAccumulator, WgradQueue
+from dovetail.nn.layers import GradAccumulator, WgradQueue
 from dovetail.nn.tiling import tile_mlps
 from dovetail.parallel import collectives
 from dovetail.parallel.mesh import Axis, ContextAxes, Mesh

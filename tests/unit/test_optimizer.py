@@ -8,8 +8,7 @@ from torch import nn
 
 import dovetail as dt
 from dovetail.engine.native import NativeEngine
-from dovetail.optim.grads import shards_of
-from dovetail.optim.optimizer import OptimSettings
+from dovetail.optim.optimizer import OptimSettings, shards_of
 from dovetail.parallel.mesh import Mesh
 from tests.harness import run
 from tests.parity.configs import save_tiny, tiny_configs

@@ -13,7 +13,8 @@ from dovetail.arch.registry import spec_from_config
 from dovetail.arch.spec import RopeSpec
 from dovetail.errors import ModelError
 from dovetail.kernels import reference
-from dovetail.nn.rope import inverse_frequencies, rope_tables
+from dovetail.nn.attention import rope_tables
+from dovetail.nn.rope import inverse_frequencies
 from tests.tolerances import EXACT, OP_FP64, assert_close
 
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from bench.engines import spec_of
-from dovetail.batch.balancing import balanced_split
-from dovetail.batch.micro import ContextShard, MicroBatch
+from dovetail.batch.micro import MIN_HALF_TOKENS, ContextShard, DualBatch, MicroBatch, balanced_split
 from dovetail.batch.packed import PackedBatch
-from dovetail.engine.microbatches import MIN_HALF_TOKENS, DualBatch
 from dovetail.factory.engine import make_decoder
 from dovetail.parallel.collectives import Handle
 from dovetail.parallel.mesh import Axis, Mesh
@@ -89,7 +87,7 @@ def test_layers_over_tp_take_turns_on_accelerators() -> None:
         ("cuda", {"tp": 2}, False, None),
     ):
         mesh: Any = Axes(device=torch.device(device), sizes=sizes)
-        assert DualBatch.of(model, mesh, given) == DualBatch(least), (device, sizes, given)
+        assert DualBatch.of(model.supports_dual_batch, mesh, given) == DualBatch(least), (device, sizes, given)
 
 
 def test_a_collective_does_not_keep_its_results() -> None:

@@ -33,10 +33,6 @@ class LossFn(Protocol):
     def __call__(self, stats: Any, batch: PackedBatch, /) -> Loss: ...
 
 
-def is_separable(loss: LossFn) -> bool:
-    return hasattr(loss, "separable") and bool(loss.separable)
-
-
 class TokenStats(NamedTuple):
     """Log-probability of the target and entropy in nats, [T], both differentiable."""
 

@@ -1,12 +1,69 @@
-"""Micro-batches: a padded batch, its context-parallel shard, and halves for dual-batch overlap."""
+"""Micro-batches: planned by length, padded, sharded over cp, and split into halves for dual-batch overlap."""
 
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
+from heapq import heapreplace
+from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from dovetail.batch.packed import PackedBatch, to_device
 from dovetail.batch.routing import Routes
+from dovetail.errors import DataError
+from dovetail.parallel.mesh import Mesh
+
+Item = TypeVar("Item")
+
+MIN_HALF_TOKENS = 2048  # products of fewer lose more than their collectives cost
+
+
+def plan_microbatches(
+    lengths: Seq[int], replicas: int, budget: int | None, multiple: int = 1, width: int = 1 << 20
+) -> list[list[list[int]]]:
+    """Sequence numbers: [replica][micro-batch].
+
+    Sequences go longest first to the least loaded replica, and first fit into its micro-batches of at most `budget` tokens,
+    padded to `multiple`. All replicas have equally many micro-batches; some may be empty. A sequence of n tokens costs
+    n (1 + n / 12 width).
+    """
+    if budget is not None:
+        for i, n in enumerate(lengths):
+            if _padded(n, multiple) > budget:
+                raise DataError(
+                    f"sequence {i} has {n} tokens ({_padded(n, multiple)} with padding), more than tokens_per_batch="
+                    f"{budget}; raise that (in a recipe trainer.tokens_per_batch) or leave the sequence out (data.overlong=drop)"
+                )
+    loads = [(0.0, 0, replica) for replica in range(replicas)]  # a heap of (cost, sequences, replica)
+    dealt: list[list[int]] = [[] for _ in range(replicas)]
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, count, replica = loads[0]
+        heapreplace(loads, (load + lengths[i] * (1 + lengths[i] / (12 * width)), count + 1, replica))
+        dealt[replica].append(i)
+    plans = []
+    for sequences in dealt:
+        bins: list[tuple[int, list[int]]] = []
+        for i in sequences:
+            for b, (used, members) in enumerate(bins):
+                if budget is None or _padded(used + lengths[i], multiple) <= budget:
+                    bins[b] = (used + lengths[i], [*members, i])
+                    break
+            else:
+                bins.append((lengths[i], [i]))
+        plans.append([members for _, members in bins])
+    count = max(map(len, plans), default=0)
+    return [plan + [[] for _ in range(count - len(plan))] for plan in plans]
+
+
+def balanced_split(lengths: Seq[int]) -> int:
+    """Sequences of the first half, for the most equal halves."""
+    ends = list(accumulate(lengths))
+    return min(range(1, len(lengths)), key=lambda cut: abs(2 * ends[cut - 1] - ends[-1]))
+
+
+def _padded(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -98,8 +155,13 @@ class MicroBatch:
         return int(self.order.shape[0])
 
     @property
+    def is_whole(self) -> bool:
+        """Not sharded over cp."""
+        return self.shard.size == 1
+
+    @property
     def tokens(self) -> Tensor:
-        return self.batch.tokens if self.shard.size == 1 and not self.halves else self.batch.tokens[self.order]
+        return self.batch.tokens if self.is_whole and not self.halves else self.batch.tokens[self.order]
 
     @property
     def apart(self) -> tuple["MicroBatch", ...]:
@@ -121,3 +183,50 @@ class MicroBatch:
             all_counted=counted if everywhere is self.counted else everywhere.to(device, non_blocking=True),
             halves=tuple(half.to(device) for half in self.halves),
         )
+
+
+class LazySequence(Seq[Item]):
+    """Items that `make(number)` makes when they are first read."""
+
+    def __init__(self, count: int, make: Callable[[int], Item]) -> None:
+        self._numbers, self._make = range(count), make
+        self._made: dict[int, Item] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Item:  # type: ignore[override]  # no slices
+        number = self._numbers[index]
+        if number not in self._made:
+            self._made[number] = self._make(number)
+        return self._made[number]
+
+
+@dataclass(frozen=True)
+class DualBatch:
+    """Which micro-batches are split. min_tokens: of the smaller half; None: none are."""
+
+    min_tokens: int | None
+
+    @classmethod
+    def of(cls, supported: bool, mesh: Mesh, enabled: bool | None) -> "DualBatch":
+        """enabled: None: where it is faster (docs/performance.md)."""
+        if enabled is None:
+            pays = supported and mesh["tp"].size > 1 and mesh["ep"].size == 1
+            return cls(MIN_HALF_TOKENS if pays and mesh.device.type != "cpu" else None)
+        return cls(1 if enabled and supported else None)
+
+    def should_split(self, lengths: Seq[Seq[int]], multiple: int = 1, budget: int | None = None) -> bool:
+        """Given a micro-batch's sequence lengths in every replica, since ranks of ep exchange tokens once a half.
+
+        multiple: to which each half is padded. budget: most tokens of both.
+        """
+        if self.min_tokens is None or min(map(len, lengths)) < 2:
+            return False
+        for replica in lengths:
+            split = balanced_split(replica)
+            halves = [sum(replica[:split]), sum(replica[split:])]
+            padded = sum(-(-half // multiple) * multiple for half in halves)
+            if min(halves) < self.min_tokens or (budget is not None and padded > budget):
+                return False
+        return True

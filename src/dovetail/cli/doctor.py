@@ -10,7 +10,7 @@ import torch
 from dovetail.kernels import reference
 from dovetail.kernels.registry import kernels_for
 from dovetail.launch.process import put
-from dovetail.nn.fused_head import combine
+from dovetail.nn.heads import combine
 from dovetail.parallel.process_group import pick_device
 
 PACKAGES = ("dovetail", "torch", "transformers", "safetensors", "pydantic", "numpy")

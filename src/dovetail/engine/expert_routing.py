@@ -9,10 +9,9 @@ from torch import Tensor
 
 from dovetail.arch.spec import MoeSpec
 from dovetail.batch.loss import LossFn, TokenStats
-from dovetail.batch.micro import MicroBatch
+from dovetail.batch.micro import LazySequence, MicroBatch
 from dovetail.batch.packed import to_device
 from dovetail.batch.routing import Balance, Routes, RoutingTrace
-from dovetail.engine.microbatches import LazySequence
 from dovetail.nn.model import StagedModel
 from dovetail.nn.moe import Router
 from dovetail.parallel.collectives import sum_over

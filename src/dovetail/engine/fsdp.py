@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dovetail.device import memory_of
 from dovetail.kernels.reference import wide
-from dovetail.nn.grad_accumulation import GradAccumulator
-from dovetail.nn.linear import Linear
+from dovetail.nn.layers import GradAccumulator, Linear
 from dovetail.nn.model import StagedModel
 from dovetail.parallel.collectives import stack_over
 from dovetail.parallel.mesh import Mesh
@@ -71,16 +70,6 @@ def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
-    """Prefetch the parameters that a forward pass needs first, while the host prepares the batch. Collective.
-
-    The order is that of the pass, so a rank that starts late still matches the others. `forget_step` drops them.
-    """
-    for module in (model, *model.first_groups()):
-        if isinstance(module, FSDPModule):
-            module.unshard(async_op=mesh["fsdp"].size > 1)
 
 
 def forget_step(model: StagedModel, mesh: Mesh) -> None:

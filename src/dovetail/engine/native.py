@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dovetail.arch.registry import ulysses_degree
-from dovetail.batch.balancing import balanced_split, plan_microbatches
-from dovetail.batch.loss import Loss, LossFn, TokenStats
-from dovetail.batch.micro import ContextShard, MicroBatch
+from dovetail.batch.loss import LossFn, TokenStats
+from dovetail.batch.micro import ContextShard, DualBatch, LazySequence, MicroBatch, balanced_split, plan_microbatches
 from dovetail.batch.packed import PackedBatch, start_reading, to_device
 from dovetail.batch.routing import RoutingTrace
 from dovetail.checkpoint.reader import ShardedReader
@@ -21,11 +20,18 @@ from dovetail.checkpoint.train_state import export_training, load_training
 from dovetail.checkpoint.writer import save_sharded
 from dovetail.engine.base import StepReport
 from dovetail.engine.expert_routing import BalanceSettings, PlannedMicroBatches, Routing
-from dovetail.engine.fsdp import ReshardPolicy, begin_gathers, enable_grad_accumulation_fusion, forget_step
-from dovetail.engine.microbatches import DualBatch, LazySequence
-from dovetail.engine.nonfinite import StepWatch, inputs_of, nonfinite_parts
-from dovetail.engine.reduction import Sums, add_sums, mean, reduce_sums, sums_by_name, unify_names
-from dovetail.engine.stage import InferenceRunner, TrainingRunner
+from dovetail.engine.fsdp import ReshardPolicy, enable_grad_accumulation_fusion, forget_step
+from dovetail.engine.nonfinite import StepWatch, nonfinite_parts
+from dovetail.engine.stage import (
+    InferenceRunner,
+    TrainingRunner,
+    begin_gathers,
+    inputs_of,
+    mean,
+    reduce_sums,
+    sums_by_name,
+    unify_names,
+)
 from dovetail.engine.validation import ValidatedLoss, check_same
 from dovetail.errors import DataError, ModelError
 from dovetail.kernels.reference import wide
@@ -86,7 +92,9 @@ class NativeEngine:
         self.tokens_per_batch = tokens_per_batch
         self.dtype = dtype or next(model.parameters()).dtype
         self.watch = watch or StepWatch()
-        self.dual_batch = DualBatch.of(model, mesh, None)
+        cp = mesh["cp"]
+        self.context_shard = ContextShard(cp.rank, cp.size, ulysses_degree(model.spec, mesh.layout))
+        self.dual_batch = DualBatch.of(model.supports_dual_batch, mesh, None)
         connect(mesh)
         self._settings, self._routing = optim or OptimSettings(), Routing.of(model, mesh, balance)
         self._optimizer: Optimizer | None = None
@@ -151,39 +159,34 @@ class NativeEngine:
 
     def _step(self, batch: PackedBatch, loss: LossFn, *, trace: bool) -> StepReport:
         optimizer, policy, progress = self.optimizer, self.reshard_policy, self.watch.progress
-        progress.phase("update")
+        if progress is not None:
+            progress.phase("update")
         begin_gathers(self._resident_model, self.mesh)
-        sums: Sums = {}
         pairs = self.micro_batches(batch)
         if not pairs:
             raise DataError("train_step got a batch without sequences; skip the step instead")
         if self._routing is not None:
             pairs = self._routing.with_balance(pairs, loss, len(batch), self._wide)
         micros = _micros_of(pairs)
-        optimizer.rule.reserve()  # before activations take the host's memory
-        parts: list[Tensor] = []  # the losses of micro-batches
-
-        def keep(value: Loss) -> None:
-            add_sums(sums, value)
-            parts.append(value.total.detach())
-
-        stages = TrainingRunner(self.model, self.mesh, micros, self.dtype, loss, keep, policy)
-        layout, costs = self.mesh.layout, stage_costs(self.model.spec, self.mesh.layout)
-        execute(make_plan(layout.schedule, layout.pp, layout.virtual_stages, len(micros), costs), stages, self.mesh)
+        optimizer.reserve()  # before activations take the host's memory
+        stages = TrainingRunner(self.model, self.mesh, micros, self.dtype, loss, policy)
+        self._run(self.mesh.layout.schedule, stages)
         stages.finish()
+        sums = stages.sums
         unify_names(sums, self.mesh)
         rows = reduce_sums(sums, self.mesh)
         host_rows = AsyncHostCopy(rows)  # before the update, so that the host need not wait for that
         losses = [*sums[""]] if sums else []  # total and count
         global_count = stack_over(rows[:1, 1].sum(), self.mesh["pp"])[-1]  # the loss's: its name "" sorts first
-        progress.phase("optimizer")  # of the host; a GPU may still be in the last backward passes
+        if progress is not None:
+            progress.phase("optimizer")  # of the host; a GPU may still be in the last backward passes
         loads = None if self._routing is None else self._routing.totals(pairs)
         update = optimizer.step(global_count, [*losses, *inputs_of(micros).values()])
         totals = sums_by_name(sorted(sums), host_rows.wait(), self.mesh)
         loss_total, count = totals.pop("")
         faults: dict[int, list[str]] = {}
         if update.skipped:
-            own = [*nonfinite_parts(batch, pairs, parts, losses), *update.faults]
+            own = [*nonfinite_parts(batch, pairs, stages.losses, losses), *update.faults]
             faults = self.watch.record(own, micros, self.mesh)
         metrics = {name: mean(*pair) for name, pair in totals.items()}
         if self._routing is not None and loads is not None:
@@ -264,8 +267,7 @@ class NativeEngine:
         """
         check_same(batch, self.mesh)
         self.model.check(batch)
-        multiple, cp, layout = self.mesh.token_multiple, self.mesh["cp"], self.mesh.layout
-        share = ContextShard(cp.rank, cp.size, ulysses_degree(self.model.spec, layout))
+        multiple, share = self.mesh.token_multiple, self.context_shard
         dp, device, tp = self.mesh["dp"], self.mesh.device, self.mesh["tp"].size
         budget = self._budget(batch)
         plan = plan_microbatches(batch.lengths, dp.size, budget, multiple, self.model.spec.width)
@@ -297,7 +299,6 @@ class NativeEngine:
 
     def _infer(self, pairs: PlannedMicroBatches, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
         """`keep` gets each result, on ranks of the last stage."""
-        layout = self.mesh.layout
         stages = InferenceRunner(
             self.model,
             self.mesh,
@@ -307,9 +308,17 @@ class NativeEngine:
         )
         if pairs:
             with self._undone_on_error():
-                execute(make_plan("forward", layout.pp, layout.virtual_stages, len(pairs)), stages, self.mesh)
-        if layout.pp > 1:
+                self._run("forward", stages)
+        if self.mesh["pp"].size > 1:
             reshard(self.model)  # a pipeline keeps parameters gathered after forward
+
+    def _run(self, schedule: str, stages: InferenceRunner | TrainingRunner) -> None:
+        layout = self.mesh.layout
+        if layout.pp == 1:
+            stages.run()
+            return
+        costs = stage_costs(self.model.spec, layout)
+        execute(make_plan(schedule, layout.pp, layout.virtual_stages, len(stages.micros), costs), stages, self.mesh)
 
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.engine.expert_routing import PlannedMicroBatches
+from dovetail.engine.stage import inputs_of
 from dovetail.errors import shortened
 from dovetail.launch.progress import Progress
 from dovetail.parallel.collectives import gather_text
@@ -27,8 +28,12 @@ GRADIENT = "gradient"  # prefix of the faults that follow from any other
 class StepWatch:
     """Where training steps report progress and leave skipped micro-batches."""
 
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress | None = None
     folder: Path | None = None
+
+    @property
+    def step(self) -> int:
+        return (self.progress and self.progress.state.step) or 0
 
     def record(self, own: Sequence[str], micros: Sequence[MicroBatch], mesh: Mesh) -> dict[int, list[str]]:
         """All ranks' faults; ranks with a cause write their micro-batches. Collective.
@@ -40,7 +45,7 @@ class StepWatch:
         faults = {rank: names for rank, names in enumerate(causes if any(causes) else by_rank) if names}
         rank = mesh["world"].rank
         if self.folder is not None and rank in faults:
-            name = f"step_{self.progress.state.step or 0:06}.rank_{rank}"
+            name = f"step_{self.step:06}.rank_{rank}"
             number = len([*self.folder.glob(name), *self.folder.glob(f"{name}.*")])  # a step may have several updates
             place = self.folder / (f"{name}.{number + 1}" if number else name)
             try:
@@ -59,7 +64,7 @@ class StepWatch:
             writer.write(key, x)
         writer.close()
         description = {
-            "step": self.progress.state.step or 0,
+            "step": self.step,
             "rank": mesh["world"].rank,
             "layout": str(mesh.layout),
             "coords": mesh.coords,
@@ -67,16 +72,6 @@ class StepWatch:
             "lengths": [list(micro.batch.lengths) for micro in micros],
         }
         write_file(place / "fault.json", dump_json(description))
-
-
-def inputs_of(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
-    """Floating-point fields of counted tokens, which losses read."""
-    return {
-        f"{name} of micro-batch {i}": x
-        for i, micro in enumerate(micros)
-        for name, x in micro.counted.fields.items()
-        if x.is_floating_point()
-    }
 
 
 def nonfinite_parts(

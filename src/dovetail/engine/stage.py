@@ -1,8 +1,11 @@
-"""What the executor runs on a rank's pipeline stages: forward, backward and weight gradients of micro-batches.
+"""What runs on a rank's pipeline stages: forward, backward and weight gradients of micro-batches, and the sums of losses.
 
 The last backward pass reduces gradients, or `finish`, where deferred weight gradients come later.
 """
 
+import json
+import math
+import zlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,22 +17,18 @@ from dovetail.batch.micro import MicroBatch
 from dovetail.engine.fsdp import ReshardPolicy
 from dovetail.nn.model import StagedModel
 from dovetail.nn.tiling import Tiled
+from dovetail.parallel.collectives import gather_text, stack_numbers, sum_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.schedule import Action
+
+Sums = dict[str, tuple[Tensor, Tensor]]  # totals and counts of micro-batches: of metrics, and of the loss under ""
 
 
 class _StageRunner:
     """Stage s of the whole model is the s // pp-th of its rank."""
 
-    def __init__(
-        self,
-        model: StagedModel,
-        mesh: Mesh,
-        micros: Sequence[MicroBatch],
-        dtype: torch.dtype,
-        on_result: Callable[..., None],
-    ) -> None:
-        self.model, self.mesh, self.micros, self.dtype, self.on_result = model, mesh, micros, dtype, on_result
+    def __init__(self, model: StagedModel, mesh: Mesh, micros: Sequence[MicroBatch], dtype: torch.dtype) -> None:
+        self.model, self.mesh, self.micros, self.dtype = model, mesh, micros, dtype
 
     def buffer(self, micro: int) -> Tensor:
         """Memory for a micro-batch's hidden states, or their gradient, [t, D]."""
@@ -45,6 +44,22 @@ class _StageRunner:
 
 class InferenceRunner(_StageRunner):
     """The last stage calls `on_result` with each micro-batch's number and result."""
+
+    def __init__(
+        self,
+        model: StagedModel,
+        mesh: Mesh,
+        micros: Sequence[MicroBatch],
+        dtype: torch.dtype,
+        on_result: Callable[..., None],
+    ) -> None:
+        super().__init__(model, mesh, micros, dtype)
+        self.on_result = on_result
+
+    def run(self) -> None:
+        """All micro-batches, without a pipeline."""
+        for micro in range(len(self.micros)):
+            self.forward(0, micro, None)
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
         with torch.no_grad():
@@ -62,7 +77,7 @@ class InferenceRunner(_StageRunner):
 
 
 class TrainingRunner(_StageRunner):
-    """The last stage calls `on_loss` with each micro-batch's loss."""
+    """On the last stage it adds up the losses: `sums`, and `losses` of each micro-batch."""
 
     def __init__(
         self,
@@ -71,11 +86,10 @@ class TrainingRunner(_StageRunner):
         micros: Sequence[MicroBatch],
         dtype: torch.dtype,
         loss: LossFn,
-        on_loss: Callable[[Loss], None],
         policy: ReshardPolicy | None = None,
     ) -> None:
-        super().__init__(model, mesh, micros, dtype, on_loss)
-        self.loss = loss
+        super().__init__(model, mesh, micros, dtype)
+        self.loss, self.sums, self.losses = loss, Sums(), list[Tensor]()
         self.policy = policy or ReshardPolicy.of(model, mesh, dtype)
         several = mesh["pp"].size > 1 or len(micros) > 1
         spares_memory = model.recompute != "none" or any(isinstance(part, Tiled) for part in model.modules())
@@ -84,6 +98,12 @@ class TrainingRunner(_StageRunner):
         self.pending: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output of each stage
         self.reduced = False
 
+    def run(self) -> None:
+        """All micro-batches, without a pipeline."""
+        for micro in range(len(self.micros)):
+            self.forward(0, micro, None)
+            self.backward(Action("backward", 0, micro), None, last=micro == len(self.micros) - 1)
+
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
         if x is not None:
             x.requires_grad_()
@@ -91,7 +111,8 @@ class TrainingRunner(_StageRunner):
         if not self.is_last(stage):
             self.pending[stage, micro] = x, y
             return y
-        self.on_result(y)
+        add_sums(self.sums, y)
+        self.losses.append(y.total.detach())
         self.pending[stage, micro] = x, y.total
         return None
 
@@ -127,3 +148,59 @@ class TrainingRunner(_StageRunner):
         model.set_is_last_backward(last)
         model.set_reshard_after_backward(last or not self.stays_gathered)
         self.reduced = last
+
+
+def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
+    """Prefetch the parameters that a forward pass needs first, while the host prepares the batch. Collective.
+
+    The order is that of the pass, so a rank that starts late still matches the others. `forget_step` drops them.
+    """
+    for module in (model, *model.first_groups()):
+        if isinstance(module, FSDPModule):
+            module.unshard(async_op=mesh["fsdp"].size > 1)
+
+
+def add_sums(sums: Sums, value: Loss) -> None:
+    for name, (total, count) in {"": (value.total, value.count), **value.metrics}.items():
+        before = sums.get(name)
+        now = total.detach(), torch.as_tensor(count, device=total.device).detach()
+        sums[name] = now if before is None else (before[0] + now[0], before[1] + now[1])
+
+
+def unify_names(sums: Sums, mesh: Mesh) -> None:
+    """Add zeros for metrics of other ranks. Collective."""
+    names, world = json.dumps(sorted(sums)), mesh["world"]
+    hashes = stack_numbers([zlib.crc32(names.encode()) if sums else 0], world, mesh.device)
+    if len({value for (value,) in hashes if value}) > 1:  # 0: of stages without a loss
+        everywhere = {name for text in gather_text(names, world, mesh.device) for name in json.loads(text)}
+        zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        sums |= {name: (zero, zero) for name in everywhere - sums.keys() if sums}
+
+
+def reduce_sums(sums: Sums, mesh: Mesh) -> Tensor:
+    """float64 [n, 2] by sorted name on the last stage, [0, 2] elsewhere."""
+    if mesh["pp"].rank < mesh["pp"].size - 1:
+        return torch.zeros(0, 2, dtype=torch.float64, device=mesh.device)
+    flat = torch.stack([torch.stack([x.to(torch.float64) for x in sums[name]]) for name in sorted(sums)])
+    return sum_over(flat, mesh["fsdp"])
+
+
+def sums_by_name(names: list[str], rows: list[list[float]], mesh: Mesh) -> dict[str, tuple[float, float]]:
+    """The last stage's sums, on all pipeline ranks. Collective."""
+    text = json.dumps(dict(zip(names, rows, strict=True)))
+    last = json.loads(gather_text(text, mesh["pp"], mesh.device)[-1])
+    return {name: (total, count) for name, (total, count) in last.items()}
+
+
+def mean(total: float, count: float) -> float:
+    return total / count if count else math.nan
+
+
+def inputs_of(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """Floating-point fields of counted tokens, which losses read."""
+    return {
+        f"{name} of micro-batch {i}": x
+        for i, micro in enumerate(micros)
+        for name, x in micro.counted.fields.items()
+        if x.is_floating_point()
+    }

@@ -12,10 +12,10 @@ import torch
 
 from dovetail.arch.registry import FAMILIES
 from dovetail.arch.spec import ArchSpec
+from dovetail.batch.micro import DualBatch
 from dovetail.checkpoint.reader import ShardedReader, open_checkpoint
 from dovetail.engine.expert_routing import BalanceSettings
 from dovetail.engine.fsdp import shard_over_data
-from dovetail.engine.microbatches import DualBatch
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import CheckpointError, ConfigError, ModelError
@@ -27,8 +27,7 @@ from dovetail.nn.activation_checkpoint import PinnedPool, Recompute
 from dovetail.nn.decoder import Decoder, Head, Trunk
 from dovetail.nn.model import StagedModel, StageRange
 from dovetail.nn.tiling import tile_mlps
-from dovetail.optim.grads import shards_of
-from dovetail.optim.optimizer import OptimSettings
+from dovetail.optim.optimizer import OptimSettings, shards_of
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import TIMEOUT, Mesh
 from dovetail.parallel.placement import as_index
@@ -188,7 +187,7 @@ def make_engine(
         balance=options.balance,
         watch=options.watch,
     )
-    engine.dual_batch = DualBatch.of(model, mesh, options.dual_batch)
+    engine.dual_batch = DualBatch.of(model.supports_dual_batch, mesh, options.dual_batch)
     if options.resume is not None:
         checkpoint, role, updates = options.resume
         engine.load_training(role, checkpoint, updates)

@@ -7,7 +7,7 @@ import transformers
 from torch import Tensor, nn
 
 from dovetail.errors import ModelError
-from dovetail.nn.context_parallel import BatchAttention
+from dovetail.nn.attention import BatchAttention
 
 NAME = "dovetail"
 # Arguments that it computes or may ignore.

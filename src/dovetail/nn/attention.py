@@ -1,14 +1,22 @@
-"""Grouped-query attention."""
+"""Grouped-query attention, and what the layers of a forward pass share."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
-from dovetail.arch.spec import ArchSpec
+from dovetail.arch.spec import BY_LENGTH, ArchSpec, RopeSpec
+from dovetail.batch.micro import MicroBatch
+from dovetail.batch.packed import to_device
 from dovetail.batch.routing import Routes
+from dovetail.kernels.reference import Spans, wide
 from dovetail.kernels.registry import KernelSet
-from dovetail.nn.linear import ColumnLinear, RowLinear
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.context_parallel import SharedAttention, cut_chunks
+from dovetail.nn.layers import ColumnLinear, RMSNorm, RowLinear
+from dovetail.nn.rope import inverse_frequencies
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.overlap import AsyncForward, switch
 
@@ -28,6 +36,74 @@ class Context(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """q [T, H, C], k [T, G, C], v [T, G, Cv <= C] -> [T, H, Cv], of this rank's heads."""
         ...
+
+
+@dataclass(frozen=True)
+class PackedAttention:
+    """Causal attention within packed sequences, of all tokens."""
+
+    spans: Spans
+    kernels: KernelSet
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """q [T, H, C], k [T, G, C], v [T, G, Cv] -> [T, H, Cv]."""
+        return self.kernels.attention(q, k, v, self.spans, self.spans, window)
+
+
+BatchAttention = PackedAttention | SharedAttention
+
+
+@dataclass(frozen=True)
+class BatchContext:
+    """The `Context` of training and scoring."""
+
+    cos: Tensor
+    sin: Tensor
+    attention: BatchAttention
+    routes: Routes
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        return self.attention.attend(q, k, v, window)
+
+
+def context_of(micro: MicroBatch, rope: RopeSpec, dtype: torch.dtype, mesh: Mesh, kernels: KernelSet) -> BatchContext:
+    batch, own = micro.batch, None if micro.is_whole else micro.order
+    cos, sin = rope_tables(rope, batch.positions, batch.lengths, dtype, own)
+    return BatchContext(cos, sin, attention_of(micro, mesh, kernels), micro.routes or Routes())
+
+
+def attention_of(micro: MicroBatch, mesh: Mesh, kernels: KernelSet) -> BatchAttention:
+    batch, share = micro.batch, micro.shard
+    if micro.is_whole:
+        return PackedAttention(Spans(batch.cu_seqlens, batch.lengths), kernels)
+    chunks = cut_chunks(batch.lengths, share, batch.tokens.device)
+    return SharedAttention(chunks, mesh.context[share.ulysses], kernels)
+
+
+def rope_tables(
+    spec: RopeSpec, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype, at: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin, [T, R / 2] in `dtype`, for packed positions [T].
+
+    lengths: of the sequences, for the kinds `BY_LENGTH`. at [t]: only these tokens.
+    """
+    if at is not None:
+        positions = positions[at]
+    frequencies = _frequencies_on(spec, wide(dtype), positions.device)
+    if spec.kind in BY_LENGTH and max(lengths, default=0) > spec.max_positions:
+        rows = torch.stack([inverse_frequencies(spec, wide(dtype), length) for length in lengths])
+        by_token = rows.repeat_interleave(torch.tensor(lengths), dim=0)
+        frequencies = to_device(by_token, positions.device)
+        if at is not None:
+            frequencies = frequencies[at]
+    angles = positions.to(wide(dtype))[:, None] * frequencies
+    return (angles.cos() * spec.attention_factor).to(dtype), (angles.sin() * spec.attention_factor).to(dtype)
+
+
+@lru_cache(maxsize=64)
+def _frequencies_on(spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Cached: sending them in every forward pass would wait for the device."""
+    return to_device(inverse_frequencies(spec, dtype), device)
 
 
 class Attention(nn.Module):

@@ -11,15 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dovetail.arch.spec import RopeSpec
-from dovetail.batch.micro import ContextShard, MicroBatch
+from dovetail.batch.micro import ContextShard
 from dovetail.batch.packed import cumulative, to_device
-from dovetail.batch.routing import Routes
 from dovetail.kernels.reference import Spans, pad_values
 from dovetail.kernels.registry import KernelSet
-from dovetail.nn.rope import rope_tables
 from dovetail.parallel.collectives import begin_sum_in_order, gather_mirrored, heads_to_tokens, tokens_to_heads
-from dovetail.parallel.mesh import Axis, ContextAxes, Mesh
+from dovetail.parallel.mesh import Axis, ContextAxes
 
 
 def share_keys(
@@ -80,18 +77,6 @@ def _sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
             out.add_(part)
 
 
-@dataclass(frozen=True)
-class PackedAttention:
-    """Causal attention within packed sequences, of all tokens."""
-
-    spans: Spans
-    kernels: KernelSet
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """q [T, H, C], k [T, G, C], v [T, G, Cv] -> [T, H, Cv]."""
-        return self.kernels.attention(q, k, v, self.spans, self.spans, window)
-
-
 class Chunk(NamedTuple):
     """Consecutive queries of a rank, and the keys that they see."""
 
@@ -136,36 +121,6 @@ class SharedAttention:
         heads = [part.shape[2] for part in parts]
         qkv = torch.cat(parts, dim=2).flatten(1, 2)
         return tokens_to_heads(qkv, self.axes.ulysses).split(heads, dim=1)
-
-
-BatchAttention = PackedAttention | SharedAttention
-
-
-@dataclass(frozen=True)
-class BatchContext:
-    """The `Context` of training and scoring."""
-
-    cos: Tensor
-    sin: Tensor
-    attention: BatchAttention
-    routes: Routes
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        return self.attention.attend(q, k, v, window)
-
-
-def context_of(micro: MicroBatch, rope: RopeSpec, dtype: torch.dtype, mesh: Mesh, kernels: KernelSet) -> BatchContext:
-    batch, own = micro.batch, None if micro.shard.size == 1 else micro.order
-    cos, sin = rope_tables(rope, batch.positions, batch.lengths, dtype, own)
-    return BatchContext(cos, sin, attention_of(micro, mesh, kernels), micro.routes or Routes())
-
-
-def attention_of(micro: MicroBatch, mesh: Mesh, kernels: KernelSet) -> BatchAttention:
-    batch, share = micro.batch, micro.shard
-    if share.size == 1:
-        return PackedAttention(Spans(batch.cu_seqlens, batch.lengths), kernels)
-    chunks = cut_chunks(batch.lengths, share, batch.tokens.device)
-    return SharedAttention(chunks, mesh.context[share.ulysses], kernels)
 
 
 def cut_chunks(lengths: Sequence[int], share: ContextShard, device: torch.device) -> tuple[Chunk, ...]:

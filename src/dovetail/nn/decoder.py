@@ -11,15 +11,13 @@ from dovetail.batch.loss import Loss, LossFn, TokenStats
 from dovetail.batch.micro import MicroBatch
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.activation_checkpoint import PinnedPool, Recompute, runner
-from dovetail.nn.attention import Attention, Context
-from dovetail.nn.context_parallel import context_of
-from dovetail.nn.embedding import VocabEmbedding
+from dovetail.nn.attention import Attention, Context, context_of
 from dovetail.nn.heads import LMHead, ValueHead, shared
+from dovetail.nn.layers import RMSNorm, VocabEmbedding
 from dovetail.nn.mla import LatentAttention
 from dovetail.nn.mlp import make_mlp
 from dovetail.nn.model import StagedModel, StageRange
 from dovetail.nn.moe import Experts, MoE, Router
-from dovetail.nn.norm import RMSNorm
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.overlap import AsyncForward, interleave, lead_of_first_half
 
@@ -89,7 +87,7 @@ class Trunk(nn.Module):
         self, layers: Iterable[int], halves: tuple[Tensor, ...], contexts: tuple[Context, ...]
     ) -> tuple[Tensor, ...]:
         """Consecutive layers, as `Block.forward`."""
-        run = runner(self.recompute, self.host)
+        run = nn.Module.__call__ if self.recompute == "none" else runner(self.recompute, self.host)
         for layer in layers:
             halves = run(self.layers[str(layer)], *halves, contexts)
         return halves

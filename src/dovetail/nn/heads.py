@@ -1,23 +1,236 @@
-"""Heads: log-probs and entropies, or values."""
+"""Heads: values, or log-probs and entropies from vocabulary-sharded logits, in one pass and one collective.
 
-from dataclasses import dataclass
-from typing import ClassVar
+Each rank reduces its columns to four numbers a token; the ranks gather and combine them in order:
+
+    d = (z - m) / tau     m = max z    s = sum e^d      u = sum d e^d           t = z_y if this rank holds column y, else 0
+    D = (m - M) / tau     M = max m    S = sum s e^D    U = sum e^D (u + s D)
+    logprob = (sum t - M) / tau - ln S                  entropy = ln S - U / S
+
+The maximum is subtracted before the division by tau, and U is shifted, to keep digits at large logits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dovetail.batch.loss import Loss, LossFn, Sum, TokenStats, is_separable
+from dovetail.batch.loss import Loss, LossFn, Sum, TokenStats
 from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.reference import wide
-from dovetail.kernels.registry import KernelSet
-from dovetail.nn.embedding import vocab_placement
-from dovetail.nn.fused_head import VocabShard, fused_loss, fused_token_stats
-from dovetail.nn.grad_accumulation import GradAccumulator
-from dovetail.parallel.collectives import all_gather, all_reduce, gather_replicated
+from dovetail.kernels.registry import HeadProducts, KernelSet
+from dovetail.nn.layers import GradAccumulator, grad_buffer, vocab_placement
+from dovetail.parallel.collectives import all_gather, all_reduce, gather_replicated, stack_over
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.parallel.placement import Placement
+
+
+def is_separable(loss: LossFn) -> bool:
+    return hasattr(loss, "separable") and bool(loss.separable)
+
+
+class Normalizer(NamedTuple):
+    """M, S and U / S of each row [n]. At large logits log-sum-exp would be less exact."""
+
+    peak: Tensor
+    total: Tensor
+    offset: Tensor
+
+
+def combine(stats: Tensor, temperature: Tensor | None = None) -> tuple[TokenStats, Normalizer]:
+    """`vocab_stats` of every rank [ranks, n, 4] -> statistics and normalizer of the whole vocabulary."""
+    m, s, u, t = stats.unbind(-1)
+    peak = m.amax(0)
+    shift, chosen = torch.where(m == float("-inf"), 0.0, m - peak), t.sum(0) - peak
+    if temperature is not None:
+        shift, chosen = shift / temperature, chosen / temperature
+    scale = torch.where(m == float("-inf"), 0.0, shift.exp())
+    total = (s * scale).sum(0)
+    moment = (scale * (u + s * shift)).sum(0)
+    log_total, offset = total.log(), moment / total
+    return TokenStats(chosen - log_total, log_total - offset), Normalizer(peak, total, offset)
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's rows of the head, w [columns, D] without padding, from row `first` on."""
+
+    weight: Tensor
+    first: int
+    axis: Axis
+    kernels: KernelSet
+    owner: GradAccumulator | None = None  # accumulates the gradient, in the first rows of its weight's
+
+    def stats(
+        self, x: Tensor, batch: PackedBatch, rows: slice, *, keep: bool
+    ) -> tuple[Tensor | None, TokenStats, Normalizer]:
+        """Logits without temperature, if `keep`, statistics and normalizer of some of the batch's rows of x [n, D]."""
+        targets, temperature = batch.targets[rows] - self.first, _temperature(batch, rows, x.dtype)
+        products, x, z = self.products(x), x[rows], None
+        if products is not None:
+            z, stats = products.logit_stats(x, self.weight, targets, temperature, keep=keep)
+        else:
+            z = self.kernels.logits(x, self.weight)
+            stats = self.kernels.vocab_stats(z, targets, temperature)
+        return z, *combine(stack_over(stats, self.axis), temperature)
+
+    def products(self, x: Tensor) -> HeadProducts | None:
+        products = self.kernels.head
+        return products if products is not None and products.takes(x, self.weight) else None
+
+
+def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
+    """Statistics of `batch.targets` [n] from hidden states x [n, D], without a gradient."""
+    with torch.no_grad():
+        stats = [shard.stats(x, batch, rows, keep=False)[1] for rows in _chunks(len(batch), shard.kernels.head_chunk)]
+        return TokenStats(*(torch.cat(column) for column in zip(*stats, strict=True)))
+
+
+def fused_loss(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -> Loss:
+    """The loss of hidden states x [n, D] on the counted tokens of `batch` [n]. Only `total` has a gradient."""
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or shard.weight.requires_grad)
+    with torch.no_grad():
+        run = _Pass(x, shard, batch, loss)
+        run = run.with_gradients() if needs_grad else run
+        result = run.separable() if is_separable(loss) else run.whole()
+    if not needs_grad:
+        return result
+    dx, dw, added = run.dx, run.dw, False
+    if dw is not None:
+        dw, added = (None, True) if shard.owner else (dw.to(shard.weight.dtype), False)
+    return result._replace(total=_WithGradients.apply(result.total, x, shard.weight, dx, dw, added))
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A loss, and buffers dx [n, D] and dw [columns, D] in the wide dtype. fresh: dw is uninitialized."""
+
+    x: Tensor
+    shard: VocabShard
+    batch: PackedBatch
+    loss: LossFn
+    dx: Tensor | None = None
+    dw: Tensor | None = None
+    fresh: bool = True
+
+    def with_gradients(self) -> "_Pass":
+        dx, w, owner = torch.empty_like(self.x), self.shard.weight, self.shard.owner
+        if not w.requires_grad:
+            return replace(self, dx=dx)
+        if owner is None:
+            return replace(self, dx=dx, dw=torch.empty_like(w, dtype=wide(w.dtype)))
+        total, fresh = grad_buffer(owner.get_parameter("weight"))
+        if fresh:
+            total[len(w) :].zero_()
+        return replace(self, dx=dx, dw=total[: len(w)], fresh=fresh)
+
+    def separable(self) -> Loss:
+        """One pass: loss and gradients chunk by chunk."""
+        values, needs_grad = [], self.dx is not None
+        for rows in self._chunks():
+            z, stats, normalizer = self.shard.stats(self.x, self.batch, rows, keep=needs_grad)
+            part = self.batch
+            if rows.stop - rows.start < len(part):
+                part = part.compact(torch.arange(rows.start, rows.stop, device=self.x.device))
+            value, g, h = _loss_gradients(self.loss, stats, part, needs_grad)
+            values.append(value)
+            if needs_grad and z is not None:
+                self._backward(rows, z, normalizer, g, h)
+            del z  # or two chunks of logits are alive at once
+        return values[0] if len(values) == 1 else _sum_of(values)
+
+    def whole(self) -> Loss:
+        """Two passes: the loss of all statistics, then gradients from recomputed logits."""
+        stats, needs_grad = fused_token_stats(self.x, self.shard, self.batch), self.dx is not None
+        value, g, h = _loss_gradients(self.loss, stats, self.batch, needs_grad)
+        for rows in self._chunks() if needs_grad else ():
+            z, _, normalizer = self.shard.stats(self.x, self.batch, rows, keep=True)
+            assert z is not None
+            self._backward(rows, z, normalizer, g[rows], None if h is None else h[rows])
+            del z
+        return value
+
+    def _backward(self, rows: slice, z: Tensor, normalizer: Normalizer, g: Tensor, h: Tensor | None) -> None:
+        """The gradients of some rows. Overwrites their logits z."""
+        assert self.dx is not None
+        x, shard, batch = self.x, self.shard, self.batch
+        local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows, x.dtype)
+        dz = shard.kernels.vocab_grad_(z, local_targets, normalizer, g, h, temperature, dtype=x.dtype)
+        first, products = self.fresh and rows.start == 0, shard.products(x)
+        if products is not None:
+            products.logit_grads_(dz, x[rows], shard.weight, self.dx[rows], self.dw, first=first)
+            return
+        if self.dw is not None:
+            shard.kernels.add_weight_grad_(self.dw, dz, x[rows], first=first)
+        torch.mm(dz, shard.weight, out=self.dx[rows])
+
+    def _chunks(self) -> Iterator[slice]:
+        return _chunks(len(self.batch), self.shard.kernels.head_chunk)
+
+
+def _loss_gradients(
+    loss: LossFn, stats: TokenStats, batch: PackedBatch, needs_grad: bool
+) -> tuple[Loss, Tensor, Tensor | None]:
+    """The loss and its gradients in the two statistics: zeros, or None for the entropy, where it ignores one."""
+    if not needs_grad:
+        return _detached(loss(stats, batch)), stats.logprob, None
+    with torch.enable_grad():
+        leaves = TokenStats(stats.logprob.detach().requires_grad_(), stats.entropy.detach().requires_grad_())
+        value = loss(leaves, batch)
+        if not value.total.requires_grad:
+            return _detached(value), torch.zeros_like(stats.logprob), None
+        g, h = torch.autograd.grad(value.total, leaves, allow_unused=True)
+    return _detached(value), torch.zeros_like(stats.logprob) if g is None else g, h
+
+
+class _WithGradients(torch.autograd.Function):
+    """forward: the total. backward: dx and dw times the upstream gradient, which is 1 where dw was accumulated."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, total: Tensor, _x: Tensor, _weight: Tensor, dx: Tensor, dw: Tensor | None, added: bool
+    ) -> Tensor:
+        ctx.save_for_backward(dx, dw)
+        ctx.added = added
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.saved_tensors
+        (upstream,) = grads
+        if ctx.added and upstream.device.type == "cpu":
+            assert float(upstream) == 1, "dw is accumulated already"
+        dx, dw = (grad if grad is None else grad.mul_(upstream.to(grad.dtype)) for grad in (dx, dw))
+        return None, dx, dw, None, None, None
+
+
+def _sum_of(losses: list[Loss]) -> Loss:
+    """A metric may be in some of the parts only."""
+    totals, counts, metrics = zip(*losses, strict=True)
+    summed = {}
+    for name in dict.fromkeys(name for part in metrics for name in part):
+        parts = zip(*(part[name] for part in metrics if name in part), strict=True)
+        summed[name] = Sum(*(torch.stack(part).sum(0) for part in parts))
+    return Loss(torch.stack(totals).sum(0), torch.stack(counts).sum(0), summed)
+
+
+def _detached(loss: Loss) -> Loss:
+    metrics = {
+        name: Sum(torch.as_tensor(s.total).detach(), torch.as_tensor(s.count)) for name, s in loss.metrics.items()
+    }
+    return Loss(loss.total.detach(), torch.as_tensor(loss.count), metrics)
+
+
+def _temperature(batch: PackedBatch, rows: slice, dtype: torch.dtype) -> Tensor | None:
+    return batch.fields["temperature"][rows].to(wide(dtype)) if "temperature" in batch.fields else None
+
+
+def _chunks(n: int, size: int) -> Iterator[slice]:
+    """Slices that cover n rows; an empty one for none: every rank runs the same collectives."""
+    return (slice(start, min(start + size, n)) for start in range(0, max(n, 1), size))
 
 
 class LMHead(GradAccumulator):

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from dovetail.arch.spec import ArchSpec
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.attention import Context
-from dovetail.nn.linear import ColumnLinear, ReplicatedLinear, RowLinear
-from dovetail.nn.norm import RMSNorm
+from dovetail.nn.layers import ColumnLinear, ReplicatedLinear, RMSNorm, RowLinear
 from dovetail.parallel.collectives import all_gather
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.overlap import AsyncForward

@@ -16,8 +16,8 @@ from dovetail.errors import DataError
 from dovetail.kernels.registry import KernelSet
 from dovetail.memory import ask_once
 from dovetail.nn.activation_checkpoint import Recompute
-from dovetail.nn.grad_accumulation import WgradQueue
 from dovetail.nn.heads import LMHead, ValueHead
+from dovetail.nn.layers import WgradQueue
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import placements_of
 

@@ -19,8 +19,7 @@ from dovetail.arch.spec import ArchSpec, MoeSpec
 from dovetail.batch.routing import Routes
 from dovetail.kernels.registry import KernelSet, mixture_of_experts
 from dovetail.kernels.token_permute import round_rows
-from dovetail.nn.grad_accumulation import GradAccumulator
-from dovetail.nn.linear import ReplicatedLinear
+from dovetail.nn.layers import GradAccumulator, ReplicatedLinear
 from dovetail.nn.mlp import GatedMLP
 from dovetail.parallel.collectives import AsyncHostCopy, all_gather, begin_all_to_all, begin_exchange, stack_over
 from dovetail.parallel.mesh import Mesh

@@ -1,45 +1,15 @@
-"""Rotary position embedding: tables [T, R / 2], R rotated channels a head, channel i paired with i + R / 2.
+"""Frequencies of rotary position embedding.
 
 Operations are in transformers' order, since positions multiply a frequency's rounding.
 """
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from dovetail.arch.spec import BY_LENGTH, RopeSpec
-from dovetail.batch.packed import to_device
+from dovetail.arch.spec import RopeSpec
 from dovetail.errors import ModelError
-from dovetail.kernels.reference import wide
-
-
-def rope_tables(
-    spec: RopeSpec, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype, at: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """cos and sin, [T, R / 2] in `dtype`, for packed positions [T].
-
-    lengths: of the sequences, for the kinds `BY_LENGTH`. at [t]: only these tokens.
-    """
-    if at is not None:
-        positions = positions[at]
-    frequencies = _frequencies_on(spec, wide(dtype), positions.device)
-    if spec.kind in BY_LENGTH and max(lengths, default=0) > spec.max_positions:
-        rows = torch.stack([inverse_frequencies(spec, wide(dtype), length) for length in lengths])
-        by_token = rows.repeat_interleave(torch.tensor(lengths), dim=0)
-        frequencies = to_device(by_token, positions.device)
-        if at is not None:
-            frequencies = frequencies[at]
-    angles = positions.to(wide(dtype))[:, None] * frequencies
-    return (angles.cos() * spec.attention_factor).to(dtype), (angles.sin() * spec.attention_factor).to(dtype)
-
-
-@lru_cache(maxsize=64)
-def _frequencies_on(spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Cached: sending them in every forward pass would wait for the device."""
-    return to_device(inverse_frequencies(spec, dtype), device)
 
 
 def inverse_frequencies(spec: RopeSpec, dtype: torch.dtype, length: int = 0) -> Tensor:

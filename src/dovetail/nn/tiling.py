@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from dovetail.errors import ModelError
 from dovetail.kernels.reference import wide
 from dovetail.nn.activation_checkpoint import SavedTensor, save_for_backward_early
-from dovetail.nn.grad_accumulation import GradAccumulator
-from dovetail.nn.linear import Linear
+from dovetail.nn.layers import GradAccumulator, Linear
 from dovetail.parallel.overlap import AsyncForward
 
 

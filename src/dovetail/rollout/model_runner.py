@@ -14,9 +14,8 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.batch.packed import cumulative
 from dovetail.batch.routing import Routes
 from dovetail.kernels.reference import Spans
-from dovetail.nn.attention import Context
+from dovetail.nn.attention import Context, rope_tables
 from dovetail.nn.decoder import Decoder
-from dovetail.nn.rope import rope_tables
 from dovetail.parallel.collectives import all_gather, stack_over
 from dovetail.rollout.base import SamplingParams
 from dovetail.rollout.cuda_graph import Capture, Step

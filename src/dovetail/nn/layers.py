@@ -1,0 +1,342 @@
+"""Layers with parameters: tensor-parallel linear layers, the token embedding and the norm; and their weight gradients.
+
+Between blocks tokens are sharded, inside them features.
+
+ColumnLinear      forward  y = all_gather(x) w.T       [t, D] -> [T, out / tp]
+                  backward dx = reduce_scatter(dy w)
+RowLinear         forward  y = reduce_scatter(x w.T)   [T, in / tp] -> [t, D]
+                  backward dx = all_gather(dy) w
+ReplicatedLinear  forward  y = x w.T                   [t, in] -> [t, out], of this rank's tokens
+                  backward dx = dy w
+
+dw = dy.T x is added to `weight.grad` in its `grad_dtype` (as Megatron's fused gradient accumulation), now or from a queue.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dovetail.kernels.reference import wide
+from dovetail.kernels.registry import KernelSet
+from dovetail.parallel.collectives import reduce_scatter
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.overlap import AsyncCollective, AsyncForward, reduce_scatter_async, run_sync, start_all_gather
+from dovetail.parallel.placement import Part, Placement, Split
+
+AddWeightGrad = Callable[..., None]  # `kernels.reference.add_weight_grad_`
+
+
+class WgradQueue:
+    """Deferred weight gradients, by key. bucket: the key under which `accumulate` defers; None: it computes at once."""
+
+    def __init__(self) -> None:
+        self.bucket: Hashable = None
+        self.deferred: dict[Hashable, deque[Callable[[], None]]] = {}
+
+    def accumulate(self, weight: Tensor, dy: Tensor, x: Tensor, add: AddWeightGrad) -> None:
+        """weight.grad += dy.T @ x, now or when the bucket is flushed; until then FSDP2 must not reshard the weight."""
+        if self.bucket is None:
+            accumulate_product(weight, dy, x, add)
+        else:
+            self.defer(self.bucket, partial(accumulate_product, weight, dy, x, add))
+
+    def defer(self, key: Hashable, work: Callable[[], None]) -> None:
+        self.deferred.setdefault(key, deque()).append(work)
+
+    @torch.no_grad()
+    def flush(self, key: Hashable) -> None:
+        works = self.deferred.pop(key, deque())
+        while works:
+            works.popleft()()
+
+    def clear(self) -> None:
+        self.bucket = None
+        self.deferred.clear()
+
+    @contextmanager
+    def immediate(self) -> Iterator[None]:
+        """Do not defer within."""
+        bucket, self.bucket = self.bucket, None
+        try:
+            yield
+        finally:
+            self.bucket = bucket
+
+
+class GradAccumulator(nn.Module):
+    """A module that accumulates its weights' gradients itself once it has a queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wgrad_queue: WgradQueue | None = None
+
+    def accumulated(self, name: str) -> Tensor:
+        """A parameter whose gradient comes from autograd or `defer_wgrad`."""
+        weight = self.get_parameter(name)
+        if self.wgrad_queue is None or not (weight.requires_grad and torch.is_grad_enabled()):
+            return weight
+        out: Tensor = _AccumulateGrad.apply(weight, self, name)
+        return out
+
+    def defer_wgrad(self, name: str, dz: Tensor, x: Tensor, add: AddWeightGrad) -> None:
+        """The gradient dz.T @ x of an `accumulated` parameter, computed when the backward pass reaches that call."""
+        assert self.wgrad_queue is not None
+        self.wgrad_queue.defer(self, partial(accumulate_product, self.get_parameter(name), dz, x, add))
+
+
+class _AccumulateGrad(torch.autograd.Function):
+    """forward: the weight. backward: accumulates its gradient, and what the module deferred."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, owner: GradAccumulator, name: str) -> Tensor:
+        ctx.owner, ctx.name = owner, name
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        ctx.owner.wgrad_queue.flush(ctx.owner)
+        if grads[0] is not None:
+            total, first = grad_buffer(ctx.owner.get_parameter(ctx.name))
+            total.copy_(grads[0]) if first else total.add_(grads[0])
+        return None, None, None
+
+
+def accumulate_product(weight: Tensor, dy: Tensor, x: Tensor, add: AddWeightGrad) -> None:
+    total, first = grad_buffer(weight)
+    add(total, dy, x, first=first)
+
+
+def accumulate_rows(weight: Tensor, rows: Tensor, index: Tensor) -> None:
+    """weight.grad[index] += rows, deterministically."""
+    total, first = grad_buffer(weight)
+    if first:
+        total.zero_()
+    rows = rows.to(total.dtype)
+    if total.device.type == "cpu":
+        total.index_add_(0, index, rows)  # in order; on a GPU in any order
+    else:
+        total.index_put_((index,), rows, accumulate=True)  # sorts first
+
+
+def grad_buffer(weight: Tensor) -> tuple[Tensor, bool]:
+    """`weight.grad`, and whether it is new, uninitialized memory."""
+    if weight.grad is not None:
+        return weight.grad, False
+    weight.grad = torch.empty_like(weight, dtype=weight.grad_dtype or weight.dtype, requires_grad=False)
+    return weight.grad, True
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim."""
+
+    def __init__(self, width: int, eps: float, kernels: KernelSet) -> None:
+        super().__init__()
+        self.eps, self.kernels = eps, kernels
+        self.weight = nn.Parameter(torch.empty(width))
+        self.placements = {"weight": Placement(partial_over=("tp",))}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+    def add_norm(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x + y, or x alone, and its norm."""
+        return self.kernels.add_norm(x, y, self.weight, self.eps)
+
+
+class LinearProducts(NamedTuple):
+    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias -> y
+    input_grad: Callable[[Tensor, Tensor], Tensor]  # dy, weight -> dx
+    add_weight_grad_: AddWeightGrad
+
+
+class Linear(GradAccumulator):
+    """Computes by `KernelSet.linear` and its gradients."""
+
+    weight: nn.Parameter
+
+    def __init__(self, kernels: KernelSet) -> None:
+        super().__init__()
+        self.kernels = kernels
+
+    def product(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        collective: AsyncCollective | None = None,
+        products: LinearProducts | None = None,
+    ) -> Tensor:
+        """x w.T + bias; with a collective, of its result, given what `start` returned as x."""
+        if products is None:
+            kernels = self.kernels
+            products = LinearProducts(kernels.linear, kernels.linear_input_grad, kernels.add_weight_grad_)
+        y: Tensor = _Linear.apply(x, self.weight, bias, self, collective, products)
+        return y
+
+
+class _Linear(torch.autograd.Function):
+    """forward: y = x w.T + b. backward: dx = dy w, which starts the inverse collective; db = sum(dy); dw = dy.T x.
+
+    Only x is saved: the weight is the layer's, gathered again by FSDP2.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: Linear,
+        collective: AsyncCollective | None,
+        products: LinearProducts,
+    ) -> Tensor:
+        ctx.layer, ctx.collective, ctx.shape = layer, collective, x.shape
+        ctx.input_grad, ctx.add_weight_grad_ = (
+            products.input_grad,
+            products.add_weight_grad_,
+        )  # not forward: it holds memory
+        x = x if collective is None else collective.wait()
+        ctx.save_for_backward(x if weight.requires_grad else None)
+        return products.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        dy, (x,), layer = grads[0], ctx.saved_tensors, ctx.layer
+        for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
+        dx = dw = None
+        if for_x:
+            dx = ctx.input_grad(dy, layer.weight)
+            dx = dx if ctx.collective is None else ctx.collective.start_backward(dx, ctx.shape)
+        if for_weight and layer.wgrad_queue is not None:
+            layer.wgrad_queue.accumulate(layer.weight, dy, x, ctx.add_weight_grad_)
+        elif for_weight:
+            ctx.add_weight_grad_(dw := torch.empty_like(layer.weight), dy, x, first=True)
+        return dx, dw, dy.sum(0, dtype=wide(dy.dtype)) if for_bias else None, None, None, None
+
+
+class ColumnLinear(Linear):
+    """[t, D] -> [T, sum of out_i / tp]. forward all_gather, backward reduce_scatter.
+
+    parts: checkpoint name -> (units, unit length). Fewer heads than ranks are copied; features (length 1) padded with zeros.
+    """
+
+    def __init__(
+        self, width: int, parts: dict[str, tuple[int, int]], mesh: Mesh, kernels: KernelSet, *, bias: bool = False
+    ) -> None:
+        super().__init__(kernels)
+        self.axis = mesh["tp"]
+        tp = self.axis.size
+        sharded = []
+        for name, (units, length) in parts.items():
+            if length == 1:
+                sharded.append(Part.padded(name, units, tp))
+                continue
+            assert units % tp == 0 or tp % units == 0, f"{name}: {units} units over tp={tp}; arch refuses this"
+            sharded.append(Part(name, units * length, copies=max(1, tp // units)))
+        self.lengths = [part.local_length(tp) for part in sharded]
+        self.weight = nn.Parameter(torch.empty(sum(self.lengths), width))
+        self.bias = nn.Parameter(torch.empty(sum(self.lengths))) if bias else None
+        self.placements = dict.fromkeys(("weight", "bias"), Placement((Split(0, "tp", tuple(sharded)),)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_sync(self.forward_async(x))
+
+    def forward_async(self, x: Tensor) -> AsyncForward[Tensor]:
+        x, gather = yield from start_all_gather(x, self.axis)
+        return self.product(x, self.bias, gather)
+
+
+class RowLinear(Linear):
+    """[T, in / tp] -> [t, D], input features padded with zeros. forward reduce_scatter, backward all_gather.
+
+    The bias is added to this rank's tokens, so its gradient is partial.
+    """
+
+    def __init__(self, in_features: int, width: int, mesh: Mesh, kernels: KernelSet, *, bias: bool = False) -> None:
+        super().__init__(kernels)
+        self.axis = mesh["tp"]
+        part = Part.padded("", in_features, self.axis.size)
+        self.weight = nn.Parameter(torch.empty(width, part.local_length(self.axis.size)))
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
+        self.placements = {
+            "weight": Placement((Split(1, "tp", (part,)),)),
+            "bias": Placement(partial_over=("tp",)),
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_sync(self.forward_async(x))
+
+    def forward_async(self, x: Tensor) -> AsyncForward[Tensor]:
+        y = yield from reduce_scatter_async(self.product(x, None), self.axis)
+        return y if self.bias is None else y + self.bias
+
+
+class ReplicatedLinear(Linear):
+    """[t, in] -> [t, out], of this rank's tokens: gradients are partial. No collectives."""
+
+    def __init__(self, in_features: int, out_features: int, kernels: KernelSet, *, bias: bool = False) -> None:
+        super().__init__(kernels)
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.placements = dict.fromkeys(("weight", "bias"), Placement(partial_over=("tp",)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.bias)
+
+
+def vocab_placement(vocab_size: int, tp: int, *, tied: bool) -> tuple[int, Placement]:
+    """(rows a rank, placement) of a [V, D] table, padded to a multiple of tp."""
+    part = Part.padded("", vocab_size, tp)
+    return part.local_length(tp), Placement((Split(0, "tp", (part,)),), partial_over=("ends",) if tied else ())
+
+
+class VocabEmbedding(GradAccumulator):
+    """[T] -> [t, D]. `pad` gets no gradient. forward reduce_scatter, backward all_gather."""
+
+    def __init__(self, vocab_size: int, width: int, mesh: Mesh, *, tied: bool = False, pad: int | None = None) -> None:
+        super().__init__()
+        self.axis = mesh["tp"]
+        rows, placement = vocab_placement(vocab_size, self.axis.size, tied=tied)
+        self.weight = nn.Parameter(torch.empty(rows, width))
+        self.placements = {"weight": placement}
+        own = pad is not None and pad // rows == self.axis.rank
+        self.pad = pad % rows if pad is not None and own else None  # among this rank's rows
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.axis.size == 1:
+            return self._lookup(tokens)
+        rows = self.weight.shape[0]
+        local = tokens - self.axis.rank * rows
+        own = (local >= 0) & (local < rows)
+        # Others' tokens look up different rows: adding many gradients to one row would be slow, though they are 0.
+        anywhere = torch.arange(len(tokens), device=tokens.device) % rows
+        return reduce_scatter(self._lookup(torch.where(own, local, anywhere)) * own[:, None], self.axis)
+
+    def _lookup(self, ids: Tensor) -> Tensor:
+        if self.wgrad_queue is None or not (self.weight.requires_grad and torch.is_grad_enabled()):
+            return F.embedding(ids, self.weight, self.pad)
+        out: Tensor = _Lookup.apply(ids, self.weight, self)
+        return out
+
+
+class _Lookup(torch.autograd.Function):
+    """forward: rows of the table. backward: accumulates their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, table: VocabEmbedding) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.table = table
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        (ids,), rows, pad = ctx.saved_tensors, grads[0], ctx.table.pad
+        rows = rows if pad is None else rows.masked_fill((ids == pad)[:, None], 0.0)
+        accumulate_rows(ctx.table.weight, rows, ids)
+        return None, None, None
