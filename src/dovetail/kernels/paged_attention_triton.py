@@ -141,14 +141,16 @@ def _split(
     per_split = (last - first + splits - 1) // splits
     start = first + split * per_split
     stop = tl.minimum(start + per_split, last)
-    query = tl.arange(0, SHAPE.padded_queries)
-    channel = tl.arange(0, SHAPE.padded_dim)
+    ROWS: constexpr = SHAPE.padded_queries  # triton 3.6 takes no attribute of a constexpr in a shape
+    WIDTH: constexpr = SHAPE.padded_dim
+    query = tl.arange(0, ROWS)
+    channel = tl.arange(0, WIDTH)
     head = (row * groups + group) * SHAPE.queries + query
     real = (query < SHAPE.queries)[:, None] & (channel < SHAPE.dim)[None, :]
     queries = tl.load(q + head[:, None] * SHAPE.dim + channel[None, :], mask=real, other=0.0)
-    peak = tl.full((SHAPE.padded_queries,), float("-inf"), tl.float32)
-    total = tl.zeros((SHAPE.padded_queries,), tl.float32)
-    mixed = tl.zeros((SHAPE.padded_queries, SHAPE.padded_dim), tl.float32)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, WIDTH), tl.float32)
     for block in range(start, stop):
         at = block * BLOCK + tl.arange(0, BLOCK)
         seen = (at >= low) & (at < length)
