@@ -11,6 +11,7 @@ The maximum is subtracted before the division by tau, and U is shifted, to keep 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from dovetail.batch.loss import Loss, LossFn, Sum, TokenStats, is_separable
 from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.reference import wide
-from dovetail.kernels.registry import HeadProducts, KernelSet
+from dovetail.kernels.registry import KernelSet
 from dovetail.nn.grad_accumulation import GradAccumulator, grad_buffer
 from dovetail.parallel.collectives import stack_over
 from dovetail.parallel.mesh import Axis
@@ -70,7 +71,7 @@ class VocabShard:
             stats = self.kernels.vocab_stats(z, targets, temperature)
         return z, *combine(stack_over(stats, self.axis), temperature)
 
-    def products(self, x: Tensor) -> HeadProducts | None:
+    def products(self, x: Tensor) -> ModuleType | None:
         products = self.kernels.head
         return products if products is not None and products.takes(x, self.weight) else None
 
