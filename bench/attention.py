@@ -23,7 +23,7 @@ from bench.given import device as device_here, positive, run_main
 from bench.harness import RESULTS, surroundings
 from bench.timing import milliseconds
 from dovetail.batch.packed import cumulative
-from dovetail.kernels import fa4
+from dovetail.kernels import cuda, fa4
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import AttentionName, kernels_for
 from dovetail.nn.activation_checkpoint import is_attention
@@ -150,7 +150,7 @@ def known(device: torch.device) -> dict[str, Callable[..., Tensor]]:
     if device.type == "cpu":
         return {"reference": kernels_for(device).attention}
     names: list[AttentionName] = ["torch", "cudnn"]
-    if fa4.usable(device):
+    if cuda.package_usable(fa4.INTERFACE, device):
         names.append("fa4")
     return {name: kernels_for(device, name).attention for name in names}
 

@@ -2,10 +2,18 @@
 
 import resource
 import sys
+from collections.abc import Mapping
 
 import torch
 
-from dovetail.kernels.registry import PEAK_FLOPS
+# Dense bf16 operations per second by datasheet, by the start of the device's name.
+PEAK_FLOPS: Mapping[str, float] = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA L40S": 362e12,
+}
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dovetail.batch.packed import cumulative
-from dovetail.kernels import fa4, reference
+from dovetail.kernels import cuda, fa4, reference
 from dovetail.kernels.reference import Spans
 from dovetail.kernels.registry import AttentionName, kernels_for
 from dovetail.nn.activation_checkpoint import Recompute
@@ -33,7 +33,7 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 def attention(name: AttentionName) -> Callable[..., Tensor]:
-    if name == "fa4" and not fa4.usable(torch.device("cuda")):
+    if name == "fa4" and not cuda.package_usable(fa4.INTERFACE, torch.device("cuda")):
         pytest.skip("needs flash-attn-4 and a GPU that it has kernels for")
     return kernels_for(torch.device("cuda"), name).attention
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dovetail.batch.loss import Loss, TokenStats
 from dovetail.batch.packed import PackedBatch
-from dovetail.kernels import logprob_triton, reference
-from dovetail.kernels.registry import head_products, kernels_for
+from dovetail.kernels import logprob_triton, quack_head, reference
+from dovetail.kernels.registry import kernels_for
 from dovetail.nn.heads import VocabShard, combine, fused_loss, fused_token_stats
 from dovetail.parallel.mesh import Axis
 from tests.tolerances import HEAD_LOGPROB, OP_BF16, OP_FP32, assert_close, max_abs
@@ -142,20 +142,18 @@ def test_a_product_that_takes_statistics(sizes: tuple[int, int, int], temperatur
     tau = torch.linspace(0.2, 3.0, n, device="cuda") if temperature else None
     torch.empty(1 << 28, device="cuda").fill_(float("nan"))
     given = (x, weight, targets, tau)
-    z, stats = head_products().logit_stats(*given, keep=True)
+    z, stats = quack_head.logit_stats(*given, keep=True)
     assert z is not None
     assert_close(z, x.to(torch.float64) @ weight.to(torch.float64).T, 30 * OP_FP32)
     exactly = reference.vocab_stats(z.to(torch.float64), targets, tau)
     for got, true in zip(combine(stats[None], tau), combine(exactly[None], tau), strict=True):
         for a, b in zip(got, true, strict=True):
             assert_close(a, b, OP_FP32)
-    nothing, again = head_products().logit_stats(*given, keep=False)
+    nothing, again = quack_head.logit_stats(*given, keep=False)
     assert nothing is None and torch.equal(again, stats), "what is scored is not what is trained"
-    assert torch.equal(head_products().logit_stats(*given, keep=False)[1], stats)
+    assert torch.equal(quack_head.logit_stats(*given, keep=False)[1], stats)
     order = torch.roll(torch.randperm(n, device="cuda", generator=draw), 8)
-    _, moved = head_products().logit_stats(
-        x[order], weight, targets[order], None if tau is None else tau[order], keep=False
-    )
+    _, moved = quack_head.logit_stats(x[order], weight, targets[order], None if tau is None else tau[order], keep=False)
     assert torch.equal(moved, stats[order]), "a row's bits depend on where it lies"
 
 
@@ -170,7 +168,7 @@ def test_gradients_of_logits_ask_for_their_products(sizes: tuple[int, int, int])
     asked = dz.to(torch.float64).T @ x.to(torch.float64)
     for dw, first in ((held.clone(), False), (torch.full_like(held, float("nan")), True), (None, True)):
         dx = torch.full_like(x, float("nan"))
-        head_products().logit_grads_(dz, x, weight, dx, dw, first=first)
+        quack_head.logit_grads_(dz, x, weight, dx, dw, first=first)
         assert_close(dx, dz.to(torch.float64) @ weight.to(torch.float64), OP_BF16)
         if dw is not None:
             assert_close(dw, asked if first else held + asked, 30 * OP_FP32)
@@ -182,7 +180,7 @@ def test_products_of_more_than_two_to_the_31_logits() -> None:
     x = torch.randn(rows, 64, device="cuda").to(torch.bfloat16)
     weight = torch.randn(vocab, 64, device="cuda").mul_(0.3).to(torch.bfloat16)
     targets = torch.arange(rows, device="cuda")
-    z, stats = head_products().logit_stats(x, weight, targets, keep=True)
+    z, stats = quack_head.logit_stats(x, weight, targets, keep=True)
     assert z is not None and z.numel() > 1 << 31
     tail = x[last].to(torch.float64) @ weight.to(torch.float64).T
     assert_close(z[last], tail, OP_FP32 * 30)
@@ -215,7 +213,7 @@ def test_a_sure_token_has_no_positive_log_prob() -> None:
     x, shard, _batch = made(300, (256, 4096), 300, None)
     z = shard.kernels.logits(x, shard.weight)
     sure = torch.full((len(x),), 1e-3, device="cuda")
-    _, stats = head_products().logit_stats(x, shard.weight, z.argmax(-1), sure, keep=False)
+    _, stats = quack_head.logit_stats(x, shard.weight, z.argmax(-1), sure, keep=False)
     logprob = combine(stats[None], sure)[0].logprob
     assert (logprob <= 0).all() and (logprob == 0).any()
 
@@ -225,7 +223,7 @@ def test_what_is_no_number_stays_in_its_row() -> None:
     x, shard, batch = made(300, (256, 4096), 300, None)
     with torch.no_grad():
         x[7], x[11] = float("nan"), float("inf")
-    _, stats = head_products().logit_stats(x, shard.weight, batch.targets, None, keep=False)
+    _, stats = quack_head.logit_stats(x, shard.weight, batch.targets, None, keep=False)
     bad = (~torch.isfinite(combine(stats[None])[0].logprob)).nonzero()[:, 0]
     assert bad.tolist() == [7, 11]
 

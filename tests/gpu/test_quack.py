@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.kernels import quack
+from dovetail.kernels import cuda, quack
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet, kernels_for, mixture_of_experts
 from dovetail.nn.activation_checkpoint import Recompute, options
@@ -27,7 +27,8 @@ from tests.unit.held import Held
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not quack.usable(torch.device("cuda")), reason="needs quack-kernels and Hopper"
+        not torch.cuda.is_available() or not cuda.package_usable(quack.INTERFACE, torch.device("cuda")),
+        reason="needs quack-kernels and Hopper",
     ),
 ]
 

@@ -16,6 +16,7 @@ from dovetail.kernels import (
     moe_triton as moe,
     norm_triton as block,
     paged_attention_triton as decode,
+    quack_moe as mixture,
     rope_triton as qkv,
     sampling_triton as draw,
 )
@@ -56,6 +57,8 @@ CASES: list[tuple[Any, int, tuple[Any, ...]]] = [
     (draw._sample, draw.WARPS, (F, None, (F, J, D), (L, L), D, (S, S), E, SAMPLED)),
     (draw._sample, draw.WARPS, (F, U, (F, J, D), (L, L), D, (S, S), E, SAMPLED._replace(greedy=True))),
     (draw._sample, draw.WARPS, (B, U, (F, J, D), (L, L), D, (S, S), E, SMALL)),
+    (mixture._invert, 4, (J, F, J, F, N, N, 8, mixture.BLOCK)),
+    (mixture._pick, 4, (J, F, F, N, N, mixture.BLOCK)),
     (decode._write, 1, ((B, B), L, L, (B, B), (S, S, S, S), WRITTEN)),
 ]
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.kernels import moe_triton
-from dovetail.kernels.quack_moe import GroupedProducts, mixture
+from dovetail.kernels.quack_moe import mixture
 from dovetail.kernels.registry import KernelSet, mixture_of_experts
 from tests.unit.held import Held
 
@@ -97,13 +98,19 @@ def add_joint_grad_(total: Tensor, d_both: Tensor, x: Tensor, *, starts: Tensor,
     total.copy_(dw) if first else total.add_(dw)
 
 
-PLAIN = GroupedProducts(
-    gated_product_into, gated, gated_gradient, product, input_gradient, add_weight_grad_, add_joint_grad_
+PLAIN = SimpleNamespace(
+    gated_product_into=gated_product_into,
+    gated=gated,
+    gated_gradient=gated_gradient,
+    grouped_product=product,
+    input_gradient=input_gradient,
+    add_grouped_grad_=add_weight_grad_,
+    add_grouped_joint_grad_=add_joint_grad_,
 )
 TRITON = KernelSet(permute=moe_triton.permute, unpermute=moe_triton.unpermute)
 
 
-def computed(*args: Any, products: GroupedProducts = PLAIN) -> Tensor:
+def computed(*args: Any, products: SimpleNamespace = PLAIN) -> Tensor:
     """By these products, or without rows by triton's kernels."""
     return mixture_of_experts(replace(TRITON, mixture=partial(mixture, products=products)), *args)
 
@@ -140,7 +147,7 @@ def compared(tokens: int, copies: int, experts: int, *, nowhere: bool, dtype: to
         grads = torch.autograd.grad(y, tuple(leaves.values()), up.to(y.dtype))
         found.append({"y": y, **{f"d {name}": g for name, g in zip(leaves, grads, strict=True)}})
         with torch.no_grad():
-            scoring = replace(PLAIN, gated_product_into=never)
+            scoring = SimpleNamespace(**{**vars(PLAIN), "gated_product_into": never})
             again = y if wide else computed(x, chosen, weights, (gate_up, down), somewhere, products=scoring)
         assert torch.equal(again, y)
     ours, exact = found

@@ -288,4 +288,4 @@ def test_a_package_that_does_not_load_is_told_and_left_alone(tmp_path: Path, mon
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with mock.patch.dict(sys.modules), pytest.warns(UserWarning, match="lacks a_package_that_it_needs"):
-        assert not fa4.usable(torch.device("cuda"))
+        assert not cuda.package_usable(fa4.INTERFACE, torch.device("cuda"))

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dovetail.arch.registry import spec_from_config
 from dovetail.factory.engine import make_decoder
 from dovetail.kernels import cuda, quack
-from dovetail.kernels.registry import GatedProducts, KernelSet, kernels_for
+from dovetail.kernels.registry import KernelSet, kernels_for
 from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.nn.layers import GradAccumulator, WgradQueue
 from dovetail.nn.mlp import GatedMLP
@@ -144,7 +144,7 @@ def test_without_gradients_no_pairs_are_made(package: StandIn) -> None:
 @pytest.mark.parametrize("kept_out", ["adds", "biases", "dtype"])
 def test_the_plain_one_is_taken(package: StandIn, kept_out: str) -> None:
     """Where autograd is to have the weights' gradients, where there are biases, where the package has no product."""
-    kernels = KernelSet(gated=GatedProducts()) if kept_out == "dtype" else everywhere()
+    kernels = KernelSet(gated=quack) if kept_out == "dtype" else everywhere()
     mlp = make(kernels, adds=kept_out != "adds", biased=kept_out == "biases")
     plain = make(KernelSet(), biased=kept_out == "biases")
     assert_all_close(played(mlp, mlp), played(plain, plain), SUM_ORDER)

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.kernels.reference import permute, permute_tokens, unpermute
+from dovetail.kernels.reference import permute, permute_tokens, round_rows, unpermute
 from dovetail.kernels.registry import KernelSet, mixture_of_experts
-from dovetail.kernels.token_permute import round_rows
 from dovetail.nn.layers import WgradQueue
 from dovetail.nn.moe import Experts
 from dovetail.parallel.mesh import Axis, Mesh

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dovetail.errors import DataError
-from dovetail.kernels.token_permute import count_rows
+from dovetail.kernels.reference import count_rows
 from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.mesh import Axis
 

@@ -1,4 +1,4 @@
-"""Ops of NVIDIA GPUs that torch has: packed flash attention, grouped products, fp32 logits."""
+"""Ops of NVIDIA GPUs by torch: packed flash attention, grouped products, fp32 logits."""
 
 import importlib
 import inspect
@@ -21,19 +21,19 @@ HOPPER = 9
 ARCHITECTURES = (HOPPER, 10)  # major compute capabilities that the extra `fa4` has kernels for
 
 
-def package_usable(interface: str, package: str, device: torch.device) -> bool:
-    """Whether the module `interface` loads, on a Hopper or Blackwell GPU. Warns if the package is installed but broken."""
+def package_usable(interface: str, device: torch.device) -> bool:
+    """Whether the module `interface` loads, on a Hopper or Blackwell GPU. Warns if it is installed but broken."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in ARCHITECTURES:
         return False
     try:
         importlib.import_module(interface)
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith(interface.partition(".")[0]):
-            return False
-        warnings.warn(f"{package} lacks {error.name}: pip install 'dovetail[fa4]'; going on without it", stacklevel=3)
+        if not (error.name or "").startswith(interface.partition(".")[0]):
+            problem = f"{interface} lacks {error.name}: pip install 'dovetail[fa4]'; going on without it"
+            warnings.warn(problem, stacklevel=3)
         return False
     except (ImportError, OSError) as error:
-        warnings.warn(f"{package} does not load ({error}); going on without it", stacklevel=3)
+        warnings.warn(f"{interface} does not load ({error}); going on without it", stacklevel=3)
         return False
     return True
 
@@ -43,33 +43,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
     head_dim = q.shape[-1]
     if q.dtype not in FLASH_DTYPES or head_dim % FLASH_MULTIPLE or head_dim > FLASH_MAX_HEAD:
         return reference.attention(q, k, v, q_spans, k_spans, window)
-    v_dim = v.shape[-1]
     left = -1 if window is None or window >= k_spans.longest else window - 1
-    out = _varlen_attention()(
-        q,
-        k,
-        v if v_dim == head_dim else reference.pad_values(k, v),
-        q_spans.cu_seqlens,
-        k_spans.cu_seqlens,
-        q_spans.longest,
-        k_spans.longest,
-        window_size=(left, 0),
-    )
-    assert isinstance(out, Tensor)
-    return out[..., :v_dim]
+    spans = (q_spans.cu_seqlens, k_spans.cu_seqlens, q_spans.longest, k_spans.longest)
+    out = _varlen_attention()(q, k, reference.pad_values(k, v), *spans, window_size=(left, 0))
+    return out[..., : v.shape[-1]]
 
 
 @cache
 def _varlen_attention() -> Callable[..., Any]:
-    """Imported late: its module imports torch's compiler, which takes longer than all of ours."""
-    varlen_attn: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    """Imported late: its module imports torch's compiler, which is slow."""
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     # torch 2.11 shares KV heads by default; later versions need a flag that it does not know.
     gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
     return partial(varlen_attn, enable_gqa=True) if gqa else varlen_attn
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """As `reference.grouped_mm`; rows of whole multiples of 16 bytes take one launch without a host sync."""
+    """As `reference.grouped_mm`; rows of multiples of 16 bytes take one launch without a host sync."""
     if x.dtype != torch.bfloat16 or not len(x) or any(n % GROUPED_MULTIPLE for n in weight.shape[1:]):
         return reference.grouped_mm(x, weight, offsets)
     return F.grouped_mm(x, weight, offs=offsets.to(torch.int32))
@@ -83,24 +73,19 @@ def grouped_mm_without_sync(device: torch.device, dtype: torch.dtype, *widths: i
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
     """As `reference.logits`, in float32: the product's accumulator."""
-    if x.dtype in FLASH_DTYPES:
-        return torch.mm(x, weight.T, out_dtype=torch.float32)
-    return reference.logits(x, weight)
+    half = x.dtype in FLASH_DTYPES
+    return torch.mm(x, weight.T, out_dtype=torch.float32) if half else reference.logits(x, weight)
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """As `reference.router_logits`, without float32 copies: bfloat16 products are exact in float32."""
     if x.dtype != torch.bfloat16 or weight.dtype != x.dtype or not len(x):
         return reference.router_logits(x, weight)
-    z: Tensor = _RouterLogits.apply(x, weight)
-    return z
+    return _RouterLogits.apply(x, weight)
 
 
 class _RouterLogits(torch.autograd.Function):
-    """forward: z = x w.T in float32. backward: dx = dz w, dw = dz.T x, where dz is split into two bfloat16 numbers.
-
-    Two carry 16 of dz's 24 bits, so both products err by 2^-17 before their own rounding.
-    """
+    """forward: z = x w.T in float32. backward: dx = dz w, dw = dz.T x, with dz as a sum of two bfloat16 numbers (2^-17)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -110,19 +95,14 @@ class _RouterLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (dz,), (x, weight) = grads, ctx.saved_tensors
-        parts = split_in_two(dz, x.dtype)  # [t, 2 E]
+        high = dz.to(x.dtype)
+        parts = torch.cat((high, (dz - high).to(x.dtype)), dim=-1)  # [t, 2 E]
         dw = torch.mm(parts.T, x, out_dtype=torch.float32)
         return parts @ torch.cat((weight, weight)), (dw[: len(weight)] + dw[len(weight) :]).to(weight.dtype)
 
 
-def split_in_two(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n, E] -> [n, 2 E] in a narrower dtype: x rounded, then the rounded remainder."""
-    first = x.to(dtype)
-    return torch.cat((first, (x - first).to(dtype)), dim=-1)
-
-
 def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None:
-    """As `reference.add_weight_grad_`, added by the product itself, in fp32."""
+    """As `reference.add_weight_grad_`, added by the product itself in fp32."""
     wider: dict[str, Any] = {} if total.dtype == x.dtype else {"out_dtype": total.dtype}
     if first:
         torch.mm(dz.T, x, **wider, out=total)

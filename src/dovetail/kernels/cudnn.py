@@ -1,6 +1,4 @@
-"""Attention by cuDNN for sequences of one length. Much faster than torch's packed attention on Hopper, but it plans every
-new shape anew, and its backward pass is not deterministic.
-"""
+"""Attention by cuDNN for sequences of one length: faster than torch's packed attention on Hopper, but it plans each new shape."""
 
 import torch
 from torch import Tensor
@@ -16,7 +14,7 @@ LONG = 16384  # tokens of a sequence that are worth a plan of their own
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
-    """As `reference.attention`; shapes that are not worth a plan take torch's packed attention."""
+    """As `reference.attention`; shapes not worth a plan take torch's packed attention."""
     n = q_spans.longest
     dense = n > 0 and set(q_spans.lengths) | set(k_spans.lengths) == {n}
     if not dense or (n % LENGTH_STEP and n < LONG) or (window is not None and window < n):
@@ -28,7 +26,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
 
 
 def _supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Forward and backward, with the determinism that is asked for."""
+    """Its backward pass is not deterministic."""
     if torch.are_deterministic_algorithms_enabled() or q.shape[-1] != v.shape[-1] or q.shape[-1] > MAX_HEAD_DIM:
         return False
     return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1]))
@@ -36,5 +34,4 @@ def _supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The op by name: torch's own choice between backends is a global setting."""
-    out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
-    return out
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]

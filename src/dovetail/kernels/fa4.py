@@ -1,7 +1,6 @@
 """Packed attention by FlashAttention-4 (the package flash-attn-4, extra `fa4`), on Hopper and Blackwell.
 
-Sequences of one length go in as a dense batch: on an H200, 16 x 2048 takes 0.95 of the time as a pack. The package compiles a
-kernel for each form of its arguments; `compile_kernels` covers all that `attention` uses.
+Sequences of one length go in as a dense batch, which is faster. The package compiles a kernel for each form of its arguments.
 """
 
 import importlib
@@ -19,10 +18,6 @@ HEAD_DIMS = ((64, 64), (128, 128), (192, 128))  # of queries and keys, and of va
 PACK_GQA_QUERIES = 256  # up to this length the heads that share keys fill a tile together
 MIN_MAX_SEQLEN = 512  # passed for shorter packs: a pack of single tiles would be another form
 MANY_SEQUENCES = 257  # from here on the package looks tiles up in a table, which is another form
-
-
-def usable(device: torch.device) -> bool:
-    return cuda.package_usable(INTERFACE, "flash-attn-4", device)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
@@ -52,7 +47,7 @@ def _without_broadcast(x: Tensor) -> Tensor:
 def compile_kernels(
     heads: tuple[int, int], dims: tuple[int, int], windowed: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Compile every form ahead of training (FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1: from disk). heads: of queries, of keys."""
+    """Compile every form that `attention` uses, or read it from the disk's cache. heads: of queries, of keys."""
     if dtype not in cuda.FLASH_DTYPES or dims not in HEAD_DIMS:
         return
     short, long = 8, PACK_GQA_QUERIES + 1
@@ -61,9 +56,8 @@ def compile_kernels(
         for lengths in packs:
             spans = Spans(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device), tuple(lengths))
             shapes = ((heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]))
-            q, k, v = (torch.zeros(sum(lengths), *shape, dtype=dtype, device=device) for shape in shapes)
-            for x in (q, k, v):
-                x.requires_grad_()
+            options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
+            q, k, v = (torch.zeros(sum(lengths), *shape, **options) for shape in shapes)
             attention(q, k, v, spans, spans, window).sum().backward()
 
 
@@ -77,7 +71,7 @@ def packed_attention(
     window: int | None,
     deterministic: bool,  # noqa: ARG001 -- of the backward pass
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [Tq, H, Cv] and log-sum-exps [H, Tq]; without cu_seqlens a dense batch, with log-sum-exps [B, H, n]."""
+    """Outputs [Tq, H, Cv] and log-sum-exps [H, Tq]; without cu_seqlens a dense batch's [B, H, n]."""
     forward = importlib.import_module(INTERFACE)._flash_attn_fwd
     if not cu_seqlens:
         q, k, v = _as_batch((q, k, v), max_seqlens)
@@ -97,9 +91,7 @@ def packed_attention_backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `inputs` q, k and v; results: of the forward pass."""
-    out, lse = results
-    q, k, v = inputs
-    grad = _without_broadcast(grad)
+    (out, lse), (q, k, v), grad = results, inputs, _without_broadcast(grad)
     backward = importlib.import_module(INTERFACE)._flash_attn_bwd
     if not cu_seqlens:
         q, k, v = _as_batch((q, k, v), max_seqlens)
@@ -116,24 +108,16 @@ def _as_batch(qkv: tuple[Tensor, Tensor, Tensor], max_seqlens: list[int]) -> lis
 
 
 def _options(cu_seqlens: list[Tensor], max_seqlens: list[int], window: int | None) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "causal": True,
-        "window_size_left": None if window is None else window - 1,
-        "window_size_right": 0 if window is not None else None,
-    }
-    if cu_seqlens:
-        options |= {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_k": cu_seqlens[1]}
-        options |= {
-            "max_seqlen_q": max(max_seqlens[0], MIN_MAX_SEQLEN),
-            "max_seqlen_k": max(max_seqlens[1], MIN_MAX_SEQLEN),
-        }
+    left, right = (None, None) if window is None else (window - 1, 0)
+    options: dict[str, Any] = {"causal": True, "window_size_left": left, "window_size_right": right}
+    for name, ends, longest in zip("qk", cu_seqlens, max_seqlens, strict=False):
+        options |= {f"cu_seqlens_{name}": ends, f"max_seqlen_{name}": max(longest, MIN_MAX_SEQLEN)}
     return options
 
 
 @packed_attention.register_fake
 def _fake(q: Tensor, _k: Tensor, v: Tensor, cu_seqlens: list[Tensor], max_seqlens: list[int], *_: Any) -> Any:
-    tokens, heads, _dim = q.shape
-    n = max_seqlens[0]
+    (tokens, heads, _dim), n = q.shape, max_seqlens[0]
     lse_shape = (heads, tokens) if cu_seqlens else (tokens // n, heads, n)
     return q.new_empty(tokens, heads, v.shape[-1]), q.new_empty(lse_shape, dtype=torch.float32)
 

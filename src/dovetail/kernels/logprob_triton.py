@@ -1,8 +1,4 @@
-"""The LM head's passes over float32 logits as Triton kernels: a row's statistics, and its gradient in place. Needs triton.
-
-A program owns one row. A half-precision gradient is written into the first half of the row's memory, so that a chunk needs no
-memory besides its logits.
-"""
+"""The LM head's passes over float32 logits as Triton kernels: statistics of a row, and its gradient in the row's memory."""
 
 import torch
 import triton
@@ -18,7 +14,6 @@ LOWEST = constexpr(torch.finfo(torch.float32).min / 2)  # as in the reference: e
 
 
 def vocab_stats(z: Tensor, local_targets: Tensor, temperature: Tensor | None = None) -> Tensor:
-    """As `reference.vocab_stats`, in one pass over float32 logits."""
     n, columns = z.shape
     if z.dtype != torch.float32 or z.stride(1) != 1 or z.numel() == 0:
         return reference.vocab_stats(z, local_targets, temperature)
@@ -38,7 +33,7 @@ def vocab_grad_(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As `reference.vocab_grad_`, in one pass over float32 logits; the result is in z's memory."""
+    """A half-precision result is in the first half of each row's memory."""
     n, columns = z.shape
     if z.dtype != torch.float32 or not z.is_contiguous() or z.numel() == 0:
         return reference.vocab_grad_(z, local_targets, normalizer, g, h, temperature, dtype=dtype)
@@ -52,7 +47,6 @@ def vocab_grad_(
 
 
 def _inverse(z: Tensor, temperature: Tensor | None) -> Tensor:
-    """1 / temperature [n]."""
     return torch.ones_like(z[:, 0]) if temperature is None else temperature.to(z.dtype).reciprocal()
 
 
@@ -60,7 +54,7 @@ def _inverse(z: Tensor, temperature: Tensor | None) -> Tensor:
 def _row_stats(
     z: tensor, targets: tensor, inverse: tensor, stats: tensor, columns: constexpr, stride: tensor, BLOCK: constexpr
 ) -> None:
-    """m, s, u and t of one row; s and u are rescaled whenever a block raises the maximum."""
+    """s and u are rescaled whenever a block raises the maximum."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(inverse + row)
     m = float("-inf")
@@ -98,10 +92,9 @@ def _row_grad(
     out_stride: tensor,
     BLOCK: constexpr,
 ) -> None:
-    """`reference.vocab_grad_` of one row. rows [6, n]: peak, g, g / total, offset, h / total, 1 / temperature.
+    """rows [6, n]: peak, g, g / total, offset, h / total, 1 / temperature.
 
-    `out` may alias the front of z: a step writes in front of what it reads, but for the first one; the barrier lets every
-    thread read before any writes.
+    `out` may be the front of z: a step writes in front of what it reads, but for the first; the barrier is for that one.
     """
     row = tl.program_id(0).to(tl.int64)
     n = tl.num_programs(0)

@@ -1,4 +1,4 @@
-"""Top-k, permute and unpermute of a mixture of experts as Triton kernels: no atomic adds, no host syncs. Needs triton."""
+"""Top-k, permute and unpermute of a mixture of experts as Triton kernels: no atomic adds, no host syncs."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language import constexpr, tensor
 
 from dovetail.kernels import reference
-from dovetail.kernels.norm_triton import DTYPES, EXACT, Tile
+from dovetail.kernels.norm_triton import DTYPES, EXACT, Tile, dense_rows
 
 PIECE = 1024  # numbers of a row per program
 SORT_BLOCK = 64  # copies per program of the counting sort
@@ -39,7 +39,6 @@ def top_k(scores: Tensor, k: int) -> Tensor:
 
 
 def permute(x: Tensor, experts: Tensor, count: int, total: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.permute`."""
     if not _supported(x, experts.shape[1]):
         return reference.permute(x, experts, count, total)
     rows, ends = sort_rows(experts, count)
@@ -47,20 +46,18 @@ def permute(x: Tensor, experts: Tensor, count: int, total: int | None = None) ->
 
 
 def permute_tokens(x: Tensor, rows: Tensor, copies: int, total: int | None = None) -> Tensor:
-    """As `reference.permute_tokens`; rows behind the last copy are not written."""
     if not _supported(x, copies):
         return reference.permute_tokens(x, rows, copies, total)
-    y: Tensor = _Permute.apply(x, rows, copies, len(rows) if total is None else total)
-    return y
+    return _MoveRows.apply(x, rows, copies, len(rows) if total is None else total, False)
 
 
 def unpermute(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
-    """As `reference.unpermute`."""
     copies = (rows if weights is None else weights).shape[1]
     if not _supported(x, copies):
         return reference.unpermute(x, rows, weights)
-    y: Tensor = _Unpermute.apply(x, rows, copies) if weights is None else _UnpermuteWeighted.apply(x, rows, weights)
-    return y
+    if weights is None:
+        return _MoveRows.apply(x, rows, copies, len(x), True)
+    return _UnpermuteWeighted.apply(x, rows, weights)
 
 
 def _supported(x: Tensor, copies: int) -> bool:
@@ -68,7 +65,7 @@ def _supported(x: Tensor, copies: int) -> bool:
 
 
 def sort_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The rows int32 [T K] and ends int64 [count] of `reference.permute`, by a stable counting sort of experts int [T, K]."""
+    """The rows int32 [T K] and ends int64 [count] of `reference.permute`, by a stable counting sort."""
     flat = experts.flatten()
     blocks = triton.cdiv(len(flat), SORT_BLOCK)
     counts = torch.zeros((count, blocks), dtype=torch.int32, device=flat.device)
@@ -79,34 +76,20 @@ def sort_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return rows, ends.view(count, blocks)[:, -1].contiguous()
 
 
-class _Permute(torch.autograd.Function):
-    """forward: copy each row of x to its rows of y. backward: dx = the sum of dy over a token's copies."""
+class _MoveRows(torch.autograd.Function):
+    """forward: copy each row of x [T, D] to its rows of y [total, D], or if `back` sum a token's copies. backward: the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, copies: int, total: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Tensor, copies: int, total: int, back: bool) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.copies = copies
-        return permute_rows(x, rows, copies, total)
+        ctx.copies, ctx.total, ctx.back = copies, total, back
+        return unpermute_rows(x, rows, copies) if back else permute_rows(x, rows, copies, total)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (rows,) = ctx.saved_tensors
-        return unpermute_rows(grads[0], rows, ctx.copies), None, None, None
-
-
-class _Unpermute(torch.autograd.Function):
-    """forward: the sum of a token's copies. backward: dx = dy for each copy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.copies, ctx.total = copies, len(x)
-        return unpermute_rows(x, rows, copies)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (rows,) = ctx.saved_tensors
-        return permute_rows(grads[0], rows, ctx.copies, ctx.total), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (rows,), copies = grads, ctx.saved_tensors, ctx.copies
+        dx = permute_rows(dy, rows, copies, ctx.total) if ctx.back else unpermute_rows(dy, rows, copies)
+        return dx, None, None, None, None
 
 
 class _UnpermuteWeighted(torch.autograd.Function):
@@ -128,34 +111,31 @@ class _UnpermuteWeighted(torch.autograd.Function):
 
 
 def permute_rows(x: Tensor, rows: Tensor, copies: int, total: int) -> Tensor:
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = dense_rows(x)
     out = x.new_empty((total, x.shape[1]))
-    size, grid = _sizes(x, len(x), copies)
-    _permute[grid](x, rows, out, x.stride(0), total, size, num_warps=_warps(size))
+    size, grid, warps = _launch(x, len(x), copies)
+    _permute[grid](x, rows, out, x.stride(0), total, size, num_warps=warps)
     return out
 
 
 def unpermute_rows(x: Tensor, rows: Tensor, copies: int, weights: Tensor | None = None) -> Tensor:
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = dense_rows(x)
     out = x.new_empty((rows.numel() // copies, x.shape[1]))
-    size, grid = _sizes(x, len(out), copies)
-    _unpermute[grid](x, rows, weights, out, x.stride(0), len(x), size, num_warps=_warps(size), **EXACT)
+    size, grid, warps = _launch(x, len(out), copies)
+    _unpermute[grid](x, rows, weights, out, x.stride(0), len(x), size, num_warps=warps, **EXACT)
     return out
 
 
-def _sizes(x: Tensor, tokens: int, copies: int) -> tuple[RowSize, tuple[int]]:
+def _launch(x: Tensor, tokens: int, copies: int) -> tuple[RowSize, tuple[int], int]:
+    """Sizes, grid and warps."""
     piece = min(PIECE, triton.next_power_of_2(x.shape[1]))
-    return RowSize(x.shape[1], copies, piece), (tokens * triton.cdiv(x.shape[1], piece),)
-
-
-def _warps(size: RowSize) -> int:
-    return max(1, size.block // 256)
+    return RowSize(x.shape[1], copies, piece), (tokens * triton.cdiv(x.shape[1], piece),), max(1, piece // 256)
 
 
 @triton.jit(do_not_specialize=["length"])
 def _permute(x: tensor, rows: tensor, out: tensor, stride: tensor, length: tensor, SIZE: constexpr) -> None:
     """Copy a piece of one token to its rows below `length`."""
-    COPIES: constexpr = SIZE.copies  # triton 3.4: static_range takes no attribute
+    COPIES: constexpr = SIZE.copies  # neither static_range nor a shape takes an attribute in triton 3.6
     PIECES: constexpr = (SIZE.width + SIZE.block - 1) // SIZE.block
     token = (tl.program_id(0) // PIECES).to(tl.int64)
     at = tl.program_id(0) % PIECES * SIZE.block + tl.arange(0, SIZE.block)
@@ -169,13 +149,13 @@ def _permute(x: tensor, rows: tensor, out: tensor, stride: tensor, length: tenso
 def _unpermute(
     x: tensor, rows: tensor, weights: tensor, out: tensor, stride: tensor, length: tensor, SIZE: constexpr
 ) -> None:
-    """Sum a piece of one token's rows below `length`, weights rounded to the output's dtype."""
-    COPIES: constexpr = SIZE.copies  # triton 3.4: static_range takes no attribute
+    """Sum a piece of one token's rows below `length`; weights are rounded to the output's dtype."""
+    COPIES: constexpr = SIZE.copies
     PIECES: constexpr = (SIZE.width + SIZE.block - 1) // SIZE.block
     dtype: constexpr = out.dtype.element_ty
     token = (tl.program_id(0) // PIECES).to(tl.int64)
     at = tl.program_id(0) % PIECES * SIZE.block + tl.arange(0, SIZE.block)
-    BLOCK: constexpr = SIZE.block  # triton 3.6 takes no attribute of a constexpr in a shape
+    BLOCK: constexpr = SIZE.block
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(COPIES):
         row = tl.load(rows + token * COPIES + i).to(tl.int64)
@@ -194,7 +174,7 @@ def _unpermute_grad(
 ) -> None:
     """One token: dx of each copy and dw, reads before writes."""
     dx, dw = grads
-    COPIES: constexpr = SIZE.copies  # triton 3.4: static_range takes no attribute
+    COPIES: constexpr = SIZE.copies
     WIDTH: constexpr = SIZE.width
     BLOCK: constexpr = SIZE.block
     token = tl.program_id(0).to(tl.int64)
@@ -220,7 +200,7 @@ def _unpermute_grad(
 
 @triton.jit(do_not_specialize=["n", "count", "blocks"])
 def _count(experts: tensor, counts: tensor, n: tensor, count: tensor, blocks: tensor, BLOCK: constexpr) -> None:
-    """A block's copies of each expert; an expert's last copy writes the count."""
+    """A block's count of each expert, written by that expert's last copy."""
     _at, expert, live, same = _equals(experts, n, BLOCK)
     others = tl.arange(0, BLOCK)
     after = tl.sum((same & (others[None, :] > others[:, None])).to(tl.int32), 1)
@@ -232,7 +212,7 @@ def _count(experts: tensor, counts: tensor, n: tensor, count: tensor, blocks: te
 def _place(
     experts: tensor, ends: tensor, rows: tensor, n: tensor, count: tensor, blocks: tensor, BLOCK: constexpr
 ) -> None:
-    """The row of each copy: its block's rows of its expert end at `ends`. Dropped copies get row n."""
+    """The row of each copy; n for dropped ones. Its block's rows of its expert end at `ends`."""
     at, expert, live, same = _equals(experts, n, BLOCK)
     others = tl.arange(0, BLOCK)
     behind = tl.sum((same & (others[None, :] >= others[:, None])).to(tl.int32), 1)
@@ -242,7 +222,7 @@ def _place(
 
 @triton.jit
 def _equals(experts: tensor, n: tensor, BLOCK: constexpr) -> tuple[tensor, tensor, tensor, tensor]:
-    """A block's copies, their experts, which exist, and which pairs share an expert."""
+    """A block's copies, their experts, which copies exist, and which pairs share an expert."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(experts + at, mask=at < n, other=-1).to(tl.int64)
     other = tl.load(experts + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), mask=at < n, other=-1)
@@ -251,7 +231,7 @@ def _equals(experts: tensor, n: tensor, BLOCK: constexpr) -> tuple[tensor, tenso
 
 @triton.jit(do_not_specialize=["n"])
 def _top_k(scores: tensor, indices: tensor, n: tensor, TILE: constexpr, K: constexpr) -> None:
-    """Some rows' best columns, one by one. Floats are compared as integers, so NaN sorts like any number."""
+    """Some rows' best columns, one by one. Floats are compared as integers, so NaN has a rank."""
     row = tl.program_id(0).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
     at = tl.arange(0, TILE.columns)
     valid = (row < n)[:, None] & (at < TILE.width)[None, :]

@@ -1,7 +1,4 @@
-"""Add + RMSNorm, SwiGLU and deterministic sums as Triton kernels. Importing this needs triton.
-
-They round where the reference rounds, and add in float32, never atomically. Counts of tokens are not compiled in.
-"""
+"""Add + RMSNorm, SwiGLU and deterministic sums as Triton kernels, which round where the reference rounds."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -18,14 +15,13 @@ from dovetail.kernels import reference
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 16384  # of a row
 TILE_SIZE = 2048  # numbers per program where rows are shorter
-PROGRAMS = 264  # of a gain's gradient: two per multiprocessor of an H200
-STAGES = 3  # software pipelining of their rows
+PROGRAMS, STAGES = 264, 3  # of a gain's gradient: two programs per multiprocessor of an H200; software pipelining
 PIECE = 1024  # numbers per program of swiglu and of sums
 EXACT: Mapping[str, bool] = {"enable_fp_fusion": False}  # round a product before it is added
 
 
 class Tile(NamedTuple):
-    """Rows and columns per step of a program, of rows of `width` numbers."""
+    """Numbers of a row; rows and columns per step of a program."""
 
     width: int
     rows: int
@@ -33,36 +29,29 @@ class Tile(NamedTuple):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `reference.rms_norm`, in one pass."""
     return add_norm(x, None, weight, eps)[1]
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `reference.add_norm`, in one pass each way."""
     if not supported(x, weight) or x.shape[-1] > MAX_WIDTH or (y is not None and y.dtype != x.dtype):
         return reference.add_norm(x, y, weight, eps)
-    total, normed = _AddNorm.apply(x, y, weight, eps)
-    return total, normed
+    return _AddNorm.apply(x, y, weight, eps)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """As `reference.swiglu`, in one pass each way; saves its argument alone."""
-    if not supported(gate_up, gate_up):
-        return reference.swiglu(gate_up)
-    y: Tensor = _SwiGLU.apply(gate_up)
-    return y
+    return _SwiGLU.apply(gate_up) if supported(gate_up, gate_up) else reference.swiglu(gate_up)
 
 
 def sum_deterministic(parts: Tensor, out: Tensor | None = None, own: tuple[int, Tensor] | None = None) -> Tensor:
-    """As `reference.sum_deterministic`, in one pass, with equal bits."""
+    """With the reference's bits."""
     if not supported(parts, parts):
         return reference.sum_deterministic(parts, out, own)
     if not parts[0].is_contiguous():
         parts = parts.contiguous()
     total = parts.new_empty(parts.shape[1:]) if out is None else out
     which, part = (-1, parts) if own is None else own
-    numbers, grid = total.numel(), (triton.cdiv(total.numel(), PIECE),)
-    _sum[grid](parts, part, total, numbers, parts.stride(0), which, len(parts), PIECE, num_warps=4)
+    n = total.numel()
+    _sum[(triton.cdiv(n, PIECE),)](parts, part, total, n, parts.stride(0), which, len(parts), PIECE, num_warps=4)
     return total
 
 
@@ -78,13 +67,13 @@ def tile_for(width: int) -> tuple[Tile, int]:
 
 
 def stages(tensors: int, tile: Tile, like: Tensor) -> int:
-    """Pipeline stages that fit into shared memory, at least 1."""
+    """Of software pipelining: as many as fit into shared memory."""
     return max(1, min(STAGES, shared_bytes(like.device) // (tensors * tile.rows * tile.columns * like.itemsize)))
 
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """Per program, less the compiler's own."""
+    """Per program, less a quarter for the compiler."""
     if device.type != "cuda":
         return 0
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
@@ -98,24 +87,23 @@ def column_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
-def _dense_rows(x: Tensor) -> Tensor:
+def dense_rows(x: Tensor) -> Tensor:
     """[..., D] as [n, D] with dense rows."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 class _AddNorm(torch.autograd.Function):
-    """forward: s = x + y, or x; n = s / rms(s) * weight; saves s and 1 / rms. backward: dx = dy = ds + the norm's gradient."""
+    """forward: s = x + y, or x; n = s / rms(s) * weight. backward: dx = dy = ds + the norm's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        rows, added = _dense_rows(x), None if y is None else y.reshape(-1, y.shape[-1]).contiguous()
+        rows, added = dense_rows(x), None if y is None else y.contiguous()
         tile, warps = tile_for(rows.shape[1])
         normed = rows.new_empty(rows.shape)
         total = None if y is None else torch.empty_like(normed)
         inverse = rows.new_empty(len(rows), dtype=torch.float32)
-        grid = (triton.cdiv(len(rows), tile.rows),)
-        outputs = (total, normed, inverse)
+        grid, outputs = (triton.cdiv(len(rows), tile.rows),), (total, normed, inverse)
         _norm[grid](rows, added, weight, outputs, len(rows), rows.stride(0), eps, tile, num_warps=warps, **EXACT)
         ctx.save_for_backward(rows if total is None else total, weight, inverse)
         ctx.alone = y is None
@@ -129,14 +117,12 @@ class _AddNorm(torch.autograd.Function):
             return d_total, None if ctx.alone else d_total, None, None
         rows, weight, inverse = ctx.saved_tensors
         tile, warps = tile_for(rows.shape[1])
-        dy = dn.reshape(rows.shape).contiguous()
-        ds = None if d_total is None else d_total.reshape(rows.shape).contiguous()
-        dx = rows.new_empty(rows.shape)
+        dy, ds = dn.contiguous(), None if d_total is None else d_total.contiguous()
+        dx = rows.new_empty(dn.shape)
         programs = min(PROGRAMS, triton.cdiv(len(rows), tile.rows))
         partial = rows.new_empty((programs, rows.shape[1]), dtype=torch.float32)
         inputs, depth = (rows, weight, inverse, dy, ds), stages(3, tile, rows)
         _norm_grad[(programs,)](inputs, dx, partial, len(rows), rows.stride(0), tile, depth, num_warps=warps, **EXACT)
-        dx = dx.view(dn.shape)
         return dx, None if ctx.alone else dx, column_sums(partial, weight.dtype), None
 
 
@@ -144,7 +130,6 @@ class _AddNorm(torch.autograd.Function):
 def _norm(
     x: tensor, y: tensor, weight: tensor, outputs: tensor, rows: tensor, stride: tensor, eps: tensor, TILE: constexpr
 ) -> None:
-    """Some rows: x + y, 1 / rms, and the normed row."""
     total, normed, inverse = outputs
     row = tl.program_id(0).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
     at = tl.arange(0, TILE.columns)
@@ -167,11 +152,11 @@ def _norm(
 def _norm_grad(
     inputs: tensor, dx: tensor, partial: tensor, rows: tensor, stride: tensor, TILE: constexpr, STAGES: constexpr
 ) -> None:
-    """Every num_programs-th tile of rows: dx and a partial sum of the gain's gradient."""
+    """dx of every num_programs-th tile of rows, and a partial sum of the gain's gradient."""
     x, weight, inverse, dy, ds = inputs
     at = tl.arange(0, TILE.columns)
     w = tl.load(weight + at, mask=at < TILE.width, other=0.0).to(tl.float32)
-    ROWS: constexpr = TILE.rows  # triton 3.6 takes no attribute of a constexpr in a shape
+    ROWS: constexpr = TILE.rows  # a shape takes no attribute in triton 3.6
     COLUMNS: constexpr = TILE.columns
     dw = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in tl.range(tl.program_id(0) * TILE.rows, rows, tl.num_programs(0) * TILE.rows, num_stages=STAGES):
@@ -204,11 +189,11 @@ def _columns(partial: tensor, total: tensor, count: tensor, TILE: constexpr) -> 
 
 
 class _SwiGLU(torch.autograd.Function):
-    """forward: silu(gate) * up. backward: the gradients of gate and up, as one tensor."""
+    """forward: silu(gate) * up. backward: the joint gradient of gate and up."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        rows = _dense_rows(gate_up)
+        rows = dense_rows(gate_up)
         ctx.save_for_backward(rows)
         width = rows.shape[1] // 2
         y = rows.new_empty((len(rows), width))
@@ -220,7 +205,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (dy,), (rows,) = grads, ctx.saved_tensors
         width = rows.shape[1] // 2
-        dense, dx = _dense_rows(dy), rows.new_empty(rows.shape)
+        dense, dx = dense_rows(dy), rows.new_empty(rows.shape)
         grid = (len(rows) * triton.cdiv(width, PIECE),)
         strides = (rows.stride(0), dense.stride(0))
         _swiglu_grad[grid](rows, dense, dx, strides, width, PIECE, num_warps=4, **EXACT)
@@ -261,7 +246,7 @@ def _sum(
     parts: tensor,
     own: tensor,
     total: tensor,
-    numbers: tensor,
+    n: tensor,
     stride: tensor,
     WHICH: constexpr,
     COUNT: constexpr,
@@ -270,8 +255,8 @@ def _sum(
     """A piece of the sum of COUNT parts; part WHICH is read from `own`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = parts + at
-    acc = tl.load(own + at if WHICH == 0 else place, mask=at < numbers, other=0.0).to(tl.float32)
+    acc = tl.load(own + at if WHICH == 0 else place, mask=at < n, other=0.0).to(tl.float32)
     for part in tl.static_range(1, COUNT):
         place += stride
-        acc += tl.load(own + at if part == WHICH else place, mask=at < numbers, other=0.0).to(tl.float32)
-    tl.store(total + at, acc.to(total.dtype.element_ty), mask=at < numbers)
+        acc += tl.load(own + at if part == WHICH else place, mask=at < n, other=0.0).to(tl.float32)
+    tl.store(total + at, acc.to(total.dtype.element_ty), mask=at < n)

@@ -1,6 +1,4 @@
-"""Ops of Ascend NPUs, by torch_npu's fused operations. Not run on hardware yet: tests/npu checks every call against the
-signatures in torch_npu's wheel, and its results against a stand-in that follows the documentation.
-"""
+"""Ops of Ascend NPUs, by torch_npu's fused operations. Not run on hardware yet; tests/npu has the signatures of its wheel."""
 
 import itertools
 from dataclasses import dataclass
@@ -12,7 +10,6 @@ from torch import Tensor
 
 from dovetail.kernels import reference
 from dovetail.kernels.reference import Spans
-from dovetail.kernels.token_permute import count_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM, MAX_HEADS = 768, 256  # of fused attention
@@ -28,25 +25,24 @@ CUMULATIVE = 0  # group_list_type
 
 @dataclass(frozen=True)
 class NpuKernels:
-    """The ops of `reference` by `ops`, the module torch_npu; what that does not support takes the reference."""
+    """ops: the module torch_npu. What it does not support takes the reference."""
 
     ops: Any
     device: torch.device
 
     @cached_property
     def causal_mask(self) -> Tensor:
-        """bool [MASK, MASK]: True where a query does not look."""
+        """True where a query does not look."""
         return torch.ones(MASK, MASK, dtype=torch.bool, device=self.device).triu(1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype not in DTYPES or x.dtype != weight.dtype or not x.numel():
+        if not _supported(x) or x.dtype != weight.dtype:
             return reference.rms_norm(x, weight, eps)
-        y: Tensor = self.ops.npu_rms_norm(x, weight, epsilon=eps)[0]
-        return y
+        return self.ops.npu_rms_norm(x, weight, epsilon=eps)[0]
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rotary_dim = 2 * cos.shape[-1]
-        if x.dtype not in DTYPES or rotary_dim >= ROTARY_LIMIT or not x.numel():
+        if not _supported(x) or rotary_dim >= ROTARY_LIMIT:
             return reference.rope(x, cos, sin)
         rotated, rest = x.split([rotary_dim, x.shape[-1] - rotary_dim], dim=-1)
         r1, r2 = (torch.cat((table, table), dim=-1)[None, :, None] for table in (cos, sin))  # [1, T, 1, R]
@@ -61,29 +57,24 @@ class NpuKernels:
         return reference.heads(*args, norm=self.rms_norm, rotate=self.rope)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        if gate_up.dtype not in DTYPES or not gate_up.numel():
-            return reference.swiglu(gate_up)
-        y: Tensor = self.ops.npu_swiglu(gate_up, dim=-1)
-        return y
+        return self.ops.npu_swiglu(gate_up, dim=-1) if _supported(gate_up) else reference.swiglu(gate_up)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None
     ) -> Tensor:
         _, heads, head_dim = q.shape
-        if q.dtype not in DTYPES or head_dim > MAX_HEAD_DIM or heads > MAX_HEADS or not q.numel():
+        if not _supported(q) or head_dim > MAX_HEAD_DIM or heads > MAX_HEADS:
             return reference.attention(q, k, v, q_spans, k_spans, window)
-        if (v_dim := v.shape[-1]) < head_dim:
-            return self.attention(q, k, reference.pad_values(k, v), q_spans, k_spans, window)[..., :v_dim]
         sparse = {"sparse_mode": CAUSAL}
         if window is not None:  # the latest keys, the query's own included
             sparse = {"sparse_mode": BAND, "pre_tockens": window - 1, "next_tockens": 0}
-        out = []
+        out, v_dim, v = [], v.shape[-1], reference.pad_values(k, v)
         start_q = start_k = 0
         for first in range(0, len(q_spans.lengths), MAX_SEQUENCES):
             chunk = slice(first, first + MAX_SEQUENCES)
             ends_q, ends_k = (list(itertools.accumulate(spans.lengths[chunk])) for spans in (q_spans, k_spans))
             stop_q, stop_k = start_q + ends_q[-1], start_k + ends_k[-1]
-            mixed: Tensor = self.ops.npu_fusion_attention(
+            mixed = self.ops.npu_fusion_attention(
                 q[start_q:stop_q],
                 k[start_k:stop_k],
                 v[start_k:stop_k],
@@ -97,34 +88,33 @@ class NpuKernels:
             )[0]
             out.append(mixed)
             start_q, start_k = stop_q, stop_k
-        return out[0] if len(out) == 1 else torch.cat(out)
+        return (out[0] if len(out) == 1 else torch.cat(out))[..., :v_dim]
 
     def grouped_mm(self, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        if x.dtype not in DTYPES or max(weight.shape[1:]) >= GROUPED_LIMIT or not len(x):
+        if not _supported(x) or max(weight.shape[1:]) >= GROUPED_LIMIT:
             return reference.grouped_mm(x, weight, offsets)
-        y: Tensor = _GroupedProduct.apply(x, weight, offsets.to(torch.int64), self.ops)
-        return y
+        return _GroupedProduct.apply(x, weight, offsets.to(torch.int64), self.ops)
 
     def permute(
         self, x: Tensor, experts: Tensor, count: int, total: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if x.dtype not in DTYPES or not x.numel() or total is not None:
+        if not _supported(x) or total is not None:
             return reference.permute(x, experts, count, total)
         copies, rows = self.ops.npu_moe_token_permute(x, experts)
-        return copies, rows, count_rows(experts.flatten(), count).cumsum(0)
+        return copies, rows, reference.count_rows(experts.flatten(), count).cumsum(0)
 
     def unpermute(self, x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
-        if x.dtype not in DTYPES or not x.numel() or weights is None or len(x) < len(rows):
+        if not _supported(x) or weights is None or len(x) < len(rows):
             return reference.unpermute(x, rows, weights)
-        y: Tensor = self.ops.npu_moe_token_unpermute(x, rows.to(torch.int32), probs=weights.to(x.dtype))
-        return y
+        return self.ops.npu_moe_token_unpermute(x, rows.to(torch.int32), probs=weights.to(x.dtype))
+
+
+def _supported(x: Tensor) -> bool:
+    return x.dtype in DTYPES and x.numel() > 0
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """forward: y = x w[e] for the tokens of each expert e. backward: dx = dy w[e].T; dw[e] = x.T dy over its tokens.
-
-    torch_npu's has no backward pass.
-    """
+    """forward: y = x w[e] for the tokens of each expert e. backward: dx = dy w[e].T; dw[e] = x.T dy over its tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, ops: Any) -> Tensor:
@@ -145,7 +135,5 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _grouped(ops: Any, x: Tensor, weight: Tensor, ends: Tensor, group_type: int) -> Tensor:
-    y: Tensor = ops.npu_grouped_matmul(
-        [x], [weight], group_list=ends, split_item=ONE_TENSOR, group_type=group_type, group_list_type=CUMULATIVE
-    )[0]
-    return y
+    options = {"split_item": ONE_TENSOR, "group_type": group_type, "group_list_type": CUMULATIVE}
+    return ops.npu_grouped_matmul([x], [weight], group_list=ends, **options)[0]

@@ -1,7 +1,4 @@
-"""Paged attention of one new token per row as Triton kernels (split-KV decoding). Importing this needs triton.
-
-A program computes one split of a row under one KV head; a second kernel combines them. Launches do not depend on lengths.
-"""
+"""Paged attention of one new token per row as Triton kernels (split-KV decoding). Launches do not depend on lengths."""
 
 import math
 from typing import NamedTuple
@@ -18,9 +15,8 @@ from dovetail.kernels.norm_triton import shared_bytes
 BLOCK = constexpr(64)  # entries per step of a program
 LOG2_E = constexpr(math.log2(math.e))
 STAGES = 2
-FEW_WARPS, WARPS = 2, 4
+FEW_WARPS, WARPS, COMBINE_WARPS = 2, 4, 1
 FEW_WARPS_SIZE = 2048  # numbers of a program's output that FEW_WARPS hold in registers
-COMBINE_WARPS = 1
 MIN_QUERIES = 16  # rows of the smallest product on tensor cores
 PROGRAMS = 264  # fill a GPU of 132 multiprocessors
 MAX_SPLITS = 32
@@ -50,7 +46,7 @@ class EntryShape(NamedTuple):
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, window: int | None = None
 ) -> Tensor:
-    """As `reference.decode_attention`, without a host sync."""
+    """Without a host sync."""
     rows, heads, dim = q.shape
     if q.dtype == torch.float64 or dim > reference.MAX_PAGED_DIM or not rows:
         return reference.decode_attention(q, keys, values, table, lengths, window)
@@ -60,10 +56,8 @@ def decode_attention(
     queries, width = heads // groups, max(16, triton.next_power_of_2(dim))
     shape = Shape(queries, max(MIN_QUERIES, triton.next_power_of_2(queries)), dim, width, page, window or 0)
     partial = torch.empty(rows * heads * splits * (dim + 2), dtype=torch.float32, device=q.device)
-    options = {
-        "num_warps": warps_for(shape.padded_queries, width),
-        "num_stages": stages_for(shape.padded_queries, width, q.itemsize, shared_bytes(q.device)),
-    }
+    stages = stages_for(shape.padded_queries, width, q.itemsize, shared_bytes(q.device))
+    options = {"num_warps": warps_for(shape.padded_queries, width), "num_stages": stages}
     grid, stride = (rows, groups, splits), table.stride(0)
     _split[grid](q.contiguous(), keys, values, table, lengths, partial, stride, shape, **options)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -72,7 +66,6 @@ def decode_attention(
 
 
 def write_entries(keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-    """As `reference.write_entries`, keys and values in one pass."""
     n, groups, dim = k.shape
     if not n:
         return
@@ -101,7 +94,6 @@ def stages_for(queries: int, width: int, itemsize: int, shared: int) -> int:
 
 @triton.jit(do_not_specialize_on_alignment=["pages", "offsets"])
 def _write(cache: tensor, pages: tensor, offsets: tensor, entries: tensor, strides: tensor, SHAPE: constexpr) -> None:
-    """A token's key and value under one KV head."""
     keys, values = cache
     k, v = entries
     token = tl.program_id(0).to(tl.int64)
@@ -126,7 +118,7 @@ def _split(
     stride: tensor,
     SHAPE: constexpr,
 ) -> None:
-    """One split of a row: the weighted sum of values; behind all of these in `partial`, maximum and sum of weights (base 2)."""
+    """One split of a row: the weighted sum of values and, behind all of these, maximum and sum of weights (base 2)."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     split = tl.program_id(2)
@@ -141,14 +133,16 @@ def _split(
     per_split = (last - first + splits - 1) // splits
     start = first + split * per_split
     stop = tl.minimum(start + per_split, last)
-    query = tl.arange(0, SHAPE.padded_queries)
-    channel = tl.arange(0, SHAPE.padded_dim)
+    ROWS: constexpr = SHAPE.padded_queries  # a shape takes no attribute in triton 3.6
+    WIDTH: constexpr = SHAPE.padded_dim
+    query = tl.arange(0, ROWS)
+    channel = tl.arange(0, WIDTH)
     head = (row * groups + group) * SHAPE.queries + query
     real = (query < SHAPE.queries)[:, None] & (channel < SHAPE.dim)[None, :]
     queries = tl.load(q + head[:, None] * SHAPE.dim + channel[None, :], mask=real, other=0.0)
-    peak = tl.full((SHAPE.padded_queries,), float("-inf"), tl.float32)
-    total = tl.zeros((SHAPE.padded_queries,), tl.float32)
-    mixed = tl.zeros((SHAPE.padded_queries, SHAPE.padded_dim), tl.float32)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, WIDTH), tl.float32)
     for block in range(start, stop):
         at = block * BLOCK + tl.arange(0, BLOCK)
         seen = (at >= low) & (at < length)

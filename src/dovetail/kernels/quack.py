@@ -1,11 +1,12 @@
-"""Gated and grouped matrix products by quack (the package quack-kernels, which the extra `fa4` brings), on Hopper and Blackwell.
+"""Gated and grouped matrix products by quack (the package quack-kernels, extra `fa4`), on Hopper and Blackwell.
 
 pairs: a gate-up product's columns, gate and up of each feature; weights and their gradients have gates first. starts, int32
-[E + 1]: expert e's rows are starts[e] to starts[e + 1]. source: the row of x of each row. The dynamic scheduler does not assign
-tiles to SMs that concurrent collectives occupy.
+[E + 1]: expert e's rows are starts[e] to starts[e + 1]. source: the row of x of each row. The dynamic scheduler avoids SMs that
+concurrent collectives occupy.
 """
 
 import importlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,22 +20,16 @@ EPILOGUE = "dovetail.kernels.quack_epilogue"  # ours; importing it needs the pac
 ALIGNMENT = 16  # bytes
 MULTIPLE = 8  # bf16 numbers in ALIGNMENT
 Tiles = tuple[int, int, bool]  # rows, columns, pingpong
-# With a long inner dimension: 3.17 ms and, in a head, 12.1, where the package's choice takes 3.56 and 13.3.
-WIDE: Tiles = (128, 256, False)
-SCALED: Tiles = (128, 128, True)  # for results that are scaled and reduced as well: 1.53 ms for 2.68
+WIDE: Tiles = (128, 256, False)  # with a long inner dimension: 3.17 ms, by the package's choice 3.56
+SCALED: Tiles = (128, 128, True)  # of results that are also scaled and reduced: 1.53 ms, by its choice 2.68
 GATES_FIRST = "B"  # operand whose columns are gates, then ups
-
-
-def usable(device: torch.device) -> bool:
-    return cuda.package_usable(INTERFACE, "quack-kernels", device)
 
 
 def takes(x: Tensor, *weights: Tensor) -> bool:
     """Whether the package computes dense products of x with these weights."""
     widths = (n for operand in (x[:0], *weights) for n in operand.shape)
-    operands = (x, *weights)
-    whole = all(y.dtype == torch.bfloat16 and y.data_ptr() % ALIGNMENT == 0 for y in operands)
-    return whole and all(y.numel() for y in operands) and not any(n % MULTIPLE for n in widths)
+    aligned = (y.dtype == torch.bfloat16 and y.numel() and y.data_ptr() % ALIGNMENT == 0 for y in (x, *weights))
+    return all(aligned) and not any(n % MULTIPLE for n in widths)
 
 
 @torch.library.custom_op("dovetail::gated_product_into", mutates_args=("gated",))
@@ -43,7 +38,7 @@ def gated_product_into(
 ) -> Tensor:
     """x [n, D], weight [2F, D] (or of each expert) -> pairs [n, 2F]; silu(gate) up is written to `gated` [n, F].
 
-    Activation checkpointing that keeps the result does not rewrite `gated`: it has to keep that op's reader, too.
+    Activation checkpointing that keeps the result does not rewrite `gated`: it must also keep what reads it.
     """
     pairs: Tensor = _swiglu_product(x, weight, starts, source, postact_out=gated)[0]
     return pairs
@@ -55,9 +50,8 @@ def _pairs_shape(x: Tensor, weight: Tensor, gated: Tensor, *_: Tensor | None) ->
 
 
 def gated(x: Tensor, weight: Tensor, starts: Tensor | None = None, source: Tensor | None = None) -> Tensor:
-    """x [n, D], weight [2F, D] (or of each expert) -> silu(gate) up [n, F] alone."""
-    y: Tensor = _swiglu_product(x, weight, starts, source, store_preact=False)[1]
-    return y
+    """As `gated_product_into`, silu(gate) up [n, F] alone."""
+    return _swiglu_product(x, weight, starts, source, store_preact=False)[1]
 
 
 def _swiglu_product(x: Tensor, weight: Tensor, starts: Tensor | None, source: Tensor | None, **options: Any) -> Any:
@@ -79,7 +73,7 @@ def gated_gradient(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradient of scale (silu(gate) up) weight.T [n, D], weight [D, F] (or of each expert).
 
-    -> d_pairs; scale silu(gate) up [n, F], for the weight's gradient; with a scale its gradient, float32 [n].
+    -> d_pairs; scale silu(gate) up [n, F], for the weight's gradient; the scale's gradient, float32 [n].
     """
     d_pairs, gated, *d_scale = _package().gemm_dact(
         dy,
@@ -122,33 +116,28 @@ def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     _write(out, a, b, config=_config(out.device, WIDE), dynamic_scheduler=True)
 
 
-def add_joint_grad_(total: Tensor, d_pairs: Tensor, x: Tensor, *, first: bool = False) -> None:
-    """total [2F, D] += d_pairs.T x of a gate-up product, as `reference.add_weight_grad_`."""
-    _add(total, d_pairs.T, x, first, ("C", "out"))
-
-
-def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None:
-    """As `reference.add_weight_grad_`."""
-    _add(total, dz.T, x, first)
-
-
-def add_grouped_grad_(total: Tensor, dz: Tensor, x: Tensor, *, starts: Tensor, first: bool = False) -> None:
-    """total[e] [D, F] += dz.T x over expert e's rows; the first overwrites, with zeros for an expert without rows."""
-    _write(total, dz.T, x, cu_seqlens_k=starts, add_to_output=not first, dynamic_scheduler=True)
-
-
-def add_grouped_joint_grad_(total: Tensor, d_pairs: Tensor, x: Tensor, *, starts: Tensor, first: bool = False) -> None:
-    """As `add_grouped_grad_`, of gate-up products: total[e] [2F, D], d_pairs [n, 2F], x [n, D]."""
-    options = {"cu_seqlens_k": starts, "concat_layout": ("out",), "dynamic_scheduler": True}
-    _write(total, d_pairs.T, x, add_to_output=not first, **options)
-
-
-def _add(total: Tensor, a: Tensor, b: Tensor, first: bool, concat: tuple[str, str] | None = None) -> None:
-    """total = a b, or total += a b; deterministic."""
-    if first or total.dtype == torch.float32:  # memory adds in the dtype of the sum
-        _write(total, a, b, concat_layout=concat and concat[1:], add_to_output=not first, dynamic_scheduler=True)
+def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False, pairs: bool = False) -> None:
+    """As `reference.add_weight_grad_`. pairs: of a gate-up product, total [2F, D], dz [n, 2F]."""
+    if first or total.dtype == torch.float32:  # the epilogue adds in the dtype of the sum
+        concat = ("out",) if pairs else None
+        _write(total, dz.T, x, concat_layout=concat, add_to_output=not first, dynamic_scheduler=True)
     else:
-        _package().gemm_add_inplace(a, b, total, concat_layout=concat, dynamic_scheduler=True, tuned=False)
+        concat = ("C", "out") if pairs else None
+        _package().gemm_add_inplace(dz.T, x, total, concat_layout=concat, dynamic_scheduler=True, tuned=False)
+
+
+add_joint_grad_ = partial(add_weight_grad_, pairs=True)
+
+
+def add_grouped_grad_(
+    total: Tensor, dz: Tensor, x: Tensor, *, starts: Tensor, first: bool = False, pairs: bool = False
+) -> None:
+    """total[e] += dz.T x over expert e's rows; the first overwrites, with zeros for an expert without rows. pairs: as above."""
+    options = {"cu_seqlens_k": starts, "concat_layout": ("out",) if pairs else None, "dynamic_scheduler": True}
+    _write(total, dz.T, x, add_to_output=not first, **options)
+
+
+add_grouped_joint_grad_ = partial(add_grouped_grad_, pairs=True)
 
 
 def _write(out: Tensor, a: Tensor, b: Tensor, **options: Any) -> None:
@@ -156,7 +145,7 @@ def _write(out: Tensor, a: Tensor, b: Tensor, **options: Any) -> None:
 
 
 def _config(device: torch.device, tiles: Tiles) -> Any:
-    """None, the package's own choice, except on Hopper, where that was measured slower."""
+    """None, the package's own choice, except on Hopper, where that is slower."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != cuda.HOPPER:
         return None
     rows, columns, pingpong = tiles

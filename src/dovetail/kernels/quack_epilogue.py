@@ -1,7 +1,4 @@
-"""A product of rows and vocabulary with each row's statistics in its epilogue. Importing this needs quack and its compiler.
-
-The package compiles `RowStatistics` into its kernel and calls its methods while a tile is in registers.
-"""
+"""The LM head's product with each row's statistics in its epilogue. Importing this needs quack and its compiler."""
 
 import hashlib
 import math
@@ -31,13 +28,13 @@ if metadata.version(PACKAGE) != VERSION:
 
 
 class RowStatistics(OnlineLSEReduce):
-    """m, s and u of every row over each tile's columns, float32 [3, rows, tiles], rows innermost."""
+    """m, s and u of each row by tile of columns, float32 [3, rows, tiles], rows innermost. quack compiles its methods."""
 
     reduce_planes = PLANES
     host_finalize = None
 
     def config_key(self) -> tuple[Any, ...]:
-        """The key of the package's compile cache, which does not look at these methods itself."""
+        """quack's compile cache does not look at these methods."""
         return (*super().config_key(), SOURCE)
 
     def sink_alloc_shape(self, lead: tuple[int, ...], n: int, _tile_m: int, tile_n: int, **_: Any) -> tuple[int, ...]:
@@ -48,13 +45,12 @@ class RowStatistics(OnlineLSEReduce):
 
     @cute.jit
     def begin(self, gemm: Any, param: Any, smem_tensor: Any, ctx: Any) -> Any:
-        """Registers for a tile: m, s, u, then the exchange's shared memory, each element's coordinates, and the column limit."""
+        """m, s, u in registers, shared memory, each element's coordinates, and the column limit."""
         m, s, *rest = OnlineLSEReduce.begin(self, gemm, param, smem_tensor, ctx)
         return (m, s, cute.make_rmem_tensor(m.layout, Float32), *rest)
 
     @cute.jit
     def begin_loop(self, gemm: Any, state: Any, epi_coord: Any) -> Any:
-        """Those of a part of the tile; a row's first part starts empty."""
         m, s, u = self._end_loop_values(state, epi_coord)
         if const_expr(epi_coord[1] == 0):
             cute.filter_zeros(m).fill(NEG_INF)
@@ -64,7 +60,6 @@ class RowStatistics(OnlineLSEReduce):
 
     @cute.jit
     def fn_sink_flush(self, gemm: Any, state: Any, frag: Any) -> None:
-        """Reduce a part's logits: their maximum, then one exponential each."""
         m_part, s_part, u_part, coordinates, columns = state
         column = cute.composition(cute.make_layout(gemm.cta_tile_shape_mnk[:2], stride=(0, 1)), coordinates.layout)
         remaining = columns - coordinates[0][1]
@@ -90,7 +85,7 @@ class RowStatistics(OnlineLSEReduce):
 
     @cute.jit
     def _merge(self, vals: Any, others: Any) -> Any:
-        """Only the one with the lower maximum is rescaled: either order gives the same bits."""
+        """Rescales the one with the lower maximum: either order gives the same bits."""
         first = vals[0] >= others[0]
         m, s, u = (Float32(cutlass.select_(first, x, y)) for x, y in zip(vals, others, strict=True))
         low, low_s, low_u = (Float32(cutlass.select_(first, y, x)) for x, y in zip(vals, others, strict=True))
@@ -112,7 +107,6 @@ class RowStatistics(OnlineLSEReduce):
 
     @cute.jit
     def end_loop_finish(self, gemm: Any, param: Any, staged: Any, tile_coord_mnkl: Any, varlen_manager: Any) -> None:
-        """Write each plane as the package writes one."""
         values, *rest = staged
         assert rest[2] == 1, "a row's columns are split over several warps"
         for plane in cutlass.range_constexpr(PLANES):
@@ -142,9 +136,9 @@ PLAIN, TEMPERED = _epilogue(_plain), _epilogue(_tempered, "inverse")
 def product(
     x: Tensor, weight: Tensor, targets: Tensor, inverse: Tensor | None, out: tuple[Tensor | None, ...], tile: Any
 ) -> None:
-    """Write out = (logits x weight.T [n, V] or None, planes [3, n, tiles], picked [n], the logits of local targets).
+    """out = (logits x weight.T [n, V] or None, planes [3, n, tiles], picked [n]: logits of local targets).
 
-    inverse [n] multiplies the logits for planes and picked. tile: its rows and columns.
+    inverse [n] multiplies the logits of planes and picked. tile: its rows and columns.
     """
     z, planes, picked = out
     epilogue = {"planes": planes, "picked": picked, "targets": targets}
@@ -157,7 +151,7 @@ def product(
         epi_args=epilogue,
         tile_M=tile[0],
         tile_N=tile[1],
-        pingpong=True,  # warp groups in turns: the memory of a tile's targets is reused by the next
+        pingpong=True,  # or the next tile overwrites this one's targets
         is_dynamic_persistent=True,
         tile_count_semaphore=torch.zeros(1, dtype=torch.int32, device=x.device),
     )

@@ -1,7 +1,4 @@
-"""The LM head's products by quack, on Hopper: logits with their statistics, and both gradients. Importing this needs triton.
-
-The epilogue (`quack_epilogue`) writes three numbers per row and tile of columns; one more kernel combines them.
-"""
+"""The LM head's products by quack, on Hopper: logits with their statistics, and both gradients. Importing this needs triton."""
 
 import importlib
 
@@ -13,17 +10,15 @@ from triton.language import constexpr, tensor
 
 from dovetail.kernels import quack
 
-TILE = (128, 192)  # rows and columns: 12.2 ms with logits and 11.7 without, 8192 x 3584 x 152064; others 11.9 to 15.9
+TILE = (128, 192)  # rows and columns: the fastest
 ROWS, TILES = 32, 32  # per step of a program
+takes = quack.takes
 
 
 def logit_stats(
     x: Tensor, weight: Tensor, local_targets: Tensor, temperature: Tensor | None = None, *, keep: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """x [n, D], weight [V, D] -> float32 logits [n, V] and their statistics [n, 4] (`reference.vocab_stats`).
-
-    keep: without it logits are None and never in memory; the statistics are the same bits.
-    """
+    """x [n, D], weight [V, D] -> float32 logits [n, V], None unless `keep`, and their `reference.vocab_stats` [n, 4]."""
     n, columns = len(x), len(weight)
     z = x.new_empty((n, columns), dtype=torch.float32) if keep else None
     planes = x.new_empty((3, triton.cdiv(columns, TILE[1]), n), dtype=torch.float32)
@@ -32,25 +27,18 @@ def logit_stats(
     inverse = None if temperature is None else temperature.to(torch.float32).reciprocal()
     targets = torch.where(local, local_targets, -1)  # compared by their last 32 bits
     importlib.import_module(quack.EPILOGUE).product(x, weight, targets, inverse, (z, planes.mT, picked), TILE)
-    stats = combine_tiles(planes, picked)
+    stats = torch.empty((n, 4), dtype=planes.dtype, device=planes.device)
+    _combine[(triton.cdiv(n, ROWS),)](planes, picked, stats, n, planes.shape[1], planes.stride(0), ROWS, TILES)
     if temperature is not None:
         stats[:, ::3] *= temperature[:, None]  # m and t are of logits before the temperature
     return z, stats
 
 
 def logit_grads_(dz: Tensor, x: Tensor, weight: Tensor, dx: Tensor, dw: Tensor | None, *, first: bool = False) -> None:
-    """The gradients of x [n, D], written to dx, and of weight [V, D], added to dw, from dz [n, V]. first: overwrite dw."""
+    """dx = dz weight, dw += dz.T x, from dz [n, V]. first: overwrite dw."""
     if dw is not None:
         quack.add_weight_grad_(dw, dz, x, first=first)
     quack.product_into(dx, dz, weight)
-
-
-def combine_tiles(planes: Tensor, picked: Tensor) -> Tensor:
-    """m, s, u of each tile [3, tiles, n] and t [n] -> m, s, u, t of whole rows [n, 4], in the order of tiles."""
-    _three, tiles, n = planes.shape
-    stats = torch.empty((n, 4), dtype=planes.dtype, device=planes.device)
-    _combine[(triton.cdiv(n, ROWS),)](planes, picked, stats, n, tiles, planes.stride(0), ROWS, TILES)
-    return stats
 
 
 @triton.jit(do_not_specialize=["n", "tiles", "plane"])
@@ -64,7 +52,7 @@ def _combine(
     ROWS: constexpr,
     TILES: constexpr,
 ) -> None:
-    """Some rows, TILES at a time, rescaled whenever these raise the maximum."""
+    """m, s, u of each tile [3, tiles, n] and t [n] -> those of whole rows [n, 4], in the order of tiles."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < n
     m = tl.full((ROWS,), float("-inf"), tl.float32)

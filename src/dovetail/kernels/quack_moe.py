@@ -1,16 +1,11 @@
-"""A fused mixture of experts. Importing this needs triton.
+"""A fused mixture of experts by quack's grouped products. Importing this needs triton.
 
-    gate and up   rows of x by source                pairs [n, 2F], and silu(gate) up [n, F]
-    down          [n, F]                             [n, D]
-    tokens        the weighted sum of their copies   [m, D]
-
-Forward copies no tokens, and saves x and the pairs. Backward, the product with down's weight also gives d_pairs and dw.
+Forward gathers its rows in the product, and saves x and the pairs. Backward, the product with down's weight also gives dw.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,35 +14,18 @@ from torch import Tensor
 from triton.language import constexpr, tensor
 
 from dovetail.kernels import moe_triton, quack
-from dovetail.kernels.token_permute import round_rows
+from dovetail.kernels.reference import round_rows
 
 BLOCK = 1024  # copies of a program
 
 
-@dataclass(frozen=True)
-class GroupedProducts:
-    """The grouped products, as `quack` documents them."""
-
-    gated_product_into: Any = quack.gated_product_into
-    gated: Any = quack.gated
-    gated_gradient: Any = quack.gated_gradient
-    product: Any = quack.grouped_product
-    input_gradient: Any = quack.input_gradient
-    add_weight_grad_: Any = quack.add_grouped_grad_
-    add_joint_grad_: Any = quack.add_grouped_joint_grad_
-
-
-QUACK = GroupedProducts()
-
-
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """rows, ends: of `moe_triton.sort_rows`. size: rows of the products, at least the copies. add: as `mixture`'s."""
 
     rows: Tensor
     ends: Tensor
     size: int
-    products: GroupedProducts
+    products: Any
     add: Callable[..., None] | None
     grad_enabled: bool
 
@@ -59,9 +37,9 @@ def mixture(
     matrices: tuple[Tensor, Tensor],
     copies: int | None = None,
     add: Callable[..., None] | None = None,
-    products: GroupedProducts = QUACK,
+    products: Any = quack,
 ) -> Tensor | None:
-    """As `registry.mixture_of_experts`; None for other dtypes than bfloat16, odd widths, and no rows at all.
+    """As `registry.mixture_of_experts`; None for other dtypes than bfloat16, odd widths, and no rows. products: of `quack`.
 
     A weight's gradient that `add` takes is rounded once, when the product adds it to its sum.
     """
@@ -71,9 +49,7 @@ def mixture(
         return None
     rows, ends = moe_triton.sort_rows(experts, len(gate_up))
     size = min(round_rows(total), experts.numel())  # quack plans each new shape for a millisecond of the host
-    plan = _Plan(rows, ends, size, products, add, torch.is_grad_enabled())
-    y: Tensor = _Mixture.apply(x, weights, gate_up, down, plan)
-    return y
+    return _Mixture.apply(x, weights, gate_up, down, _Plan(rows, ends, size, products, add, torch.is_grad_enabled()))
 
 
 class _Mixture(torch.autograd.Function):
@@ -91,29 +67,33 @@ class _Mixture(torch.autograd.Function):
             ctx.save_for_backward(x, gate_up, down, rows, starts, scale, pairs)
         else:
             gated = products.gated(x, gate_up, starts, source)
-        y = products.product(gated, down, starts)
+        y = products.grouped_product(gated, down, starts)
         ctx.products, ctx.add, ctx.shape = products, plan.add, weights.shape
         return moe_triton.unpermute_rows(y, rows, weights.shape[1], weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
         x, gate_up, down, rows, starts, scale, pairs = ctx.saved_tensors
-        products, (tokens, copies), size = ctx.products, ctx.shape, len(scale)
+        products, copies, size = ctx.products, ctx.shape[1], len(scale)
         for_x, for_weights, for_gate_up, for_down, _ = ctx.needs_input_grad
         dy = moe_triton.permute_rows(grads[0], rows, copies, size)  # both products take longer to gather it
         d_pairs, gated, d_scale = products.gated_gradient(dy, down, pairs, starts, scale)
         d_down = d_gate_up = dx = d_weights = None
+
+        def add_gate_up(total: Tensor, dz: Tensor, x: Tensor, *, first: bool) -> None:
+            permuted = moe_triton.permute_rows(x, rows, copies, size)  # made only now
+            products.add_grouped_joint_grad_(total, dz, permuted, starts=starts, first=first)
+
         if for_x:
             dx = moe_triton.unpermute_rows(products.input_gradient(d_pairs, gate_up, starts), rows, copies)
         if for_weights:
-            d_weights = _by_copy(rows, d_scale).view(tokens, copies)
+            d_weights = torch.empty(ctx.shape, dtype=d_scale.dtype, device=rows.device)
+            _pick[(triton.cdiv(len(rows), BLOCK),)](rows, d_scale, d_weights, len(rows), size, BLOCK)
         if for_down:
-            add = partial(products.add_weight_grad_, starts=starts)
-            d_down = _weight_grad(ctx.add, "down_proj", down, (dy, gated), add)
+            add_down = partial(products.add_grouped_grad_, starts=starts)
+            d_down = _weight_grad(ctx.add, "down_proj", down, (dy, gated), add_down)
         if for_gate_up:
-            permute = partial(moe_triton.permute_rows, rows=rows, copies=copies, total=size)
-            add = partial(_add_permuted, permute, partial(products.add_joint_grad_, starts=starts))
-            d_gate_up = _weight_grad(ctx.add, "gate_up_proj", gate_up, (d_pairs, x), add)
+            d_gate_up = _weight_grad(ctx.add, "gate_up_proj", gate_up, (d_pairs, x), add_gate_up)
         return dx, d_weights, d_gate_up, d_down, None
 
 
@@ -131,13 +111,6 @@ def _weight_grad(
     return dw
 
 
-def _add_permuted(
-    permute: Callable[[Tensor], Tensor], add: Callable[..., None], total: Tensor, dz: Tensor, x: Tensor, *, first: bool
-) -> None:
-    """Add the gradient of a product whose rows are copies of x, made only now."""
-    add(total, dz, permute(x), first=first)
-
-
 def _by_row(rows: Tensor, weights: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """The token of each row, int32 [total], and its weight, float32 [total]."""
     source = torch.empty(total, dtype=torch.int32, device=rows.device)
@@ -145,13 +118,6 @@ def _by_row(rows: Tensor, weights: Tensor, total: int) -> tuple[Tensor, Tensor]:
     grid = (triton.cdiv(len(rows), BLOCK),)
     _invert[grid](rows, weights, source, scale, len(rows), total, weights.shape[1], BLOCK)
     return source, scale
-
-
-def _by_copy(rows: Tensor, x: Tensor) -> Tensor:
-    """x [total] by row -> [len(rows)] by copy; 0 for dropped copies."""
-    out = torch.empty(len(rows), dtype=x.dtype, device=x.device)
-    _pick[(triton.cdiv(len(rows), BLOCK),)](rows, x, out, len(rows), len(x), BLOCK)
-    return out
 
 
 @triton.jit(do_not_specialize=["n", "total"])
@@ -174,6 +140,7 @@ def _invert(
 
 @triton.jit(do_not_specialize=["n", "total"])
 def _pick(rows: tensor, x: tensor, out: tensor, n: tensor, total: tensor, SIZE: constexpr) -> None:
+    """x by row -> by copy; 0 for dropped copies."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     row = tl.load(rows + at, mask=at < n, other=total).to(tl.int64)
     tl.store(out + at, tl.load(x + row, mask=(at < n) & (row < total), other=0.0), mask=at < n)

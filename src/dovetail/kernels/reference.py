@@ -1,25 +1,21 @@
-"""The definition of every op, in plain torch. No T x T or T x V temporaries.
-
-T packed tokens, H query heads, G KV heads, C head dim, V this rank's vocabulary columns.
-"""
+"""The definition of every op, in plain torch, without T x T or T x V temporaries."""
 
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dovetail.kernels.token_permute import PermuteTokens, UnpermuteTokens, count_rows, inverse_of
-
 SHORT = 128  # up to this length a CPU is faster without flash attention in half precision
 QUERY_BLOCK = 256  # queries per attention mask
-CPU_BLOCK = 1 << 20  # logits per elementwise pass: a core's cache
-GPU_BLOCK = 1 << 27  # enough to fill a GPU
+CPU_BLOCK, GPU_BLOCK = 1 << 20, 1 << 27  # logits per elementwise pass: a core's cache; enough to fill a GPU
 GATHER_BLOCK = 1 << 19  # cached numbers gathered at a time
 MAX_PAGED_DIM = 256  # head dim of paged attention in other implementations
+KEPT_BITS = 3  # of a rounded row count, below its leading one
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class Spans:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for sums and exponentials: float32, or float64 for a float64 model."""
+    """The dtype of sums and exponentials: float32, or float64 for a float64 model."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -57,7 +53,7 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[T
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channels i and i + R / 2 of the heads x [T, H, C] by cos and sin [T, R / 2]; channels from R on stay."""
+    """Rotate channels i and i + R / 2 of x [T, H, C] by cos and sin [T, R / 2]; channels from R on stay."""
     half = cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -75,9 +71,9 @@ def heads(
     norm: Callable[..., Tensor] = rms_norm,
     rotate: Callable[..., Tensor] = rope,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split qkv [T, (H + 2 G) C] into q [T, H, C], k and v [T, G, C]; q and k rotated as by `rope`.
+    """Split qkv [T, (H + 2 G) C] into q [T, H, C], k and v [T, G, C]; q and k are rotated. counts: H and G.
 
-    counts: H and G. gains: [C] of q and of k, for `rms_norm` before the rotation. norm, rotate: a device's own.
+    gains: [C] of q and of k, for `rms_norm` before the rotation. norm, rotate: a device's own.
     """
     queries, groups = counts
     q, k, v = qkv.unflatten(-1, (queries + 2 * groups, -1)).split((queries, groups, groups), dim=1)
@@ -87,9 +83,9 @@ def heads(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
-    """Causal attention inside each packed sequence: q [Tq, H, C], k [Tk, G, C], v [Tk, G, Cv <= C] -> [Tq, H, Cv].
+    """Causal attention in each packed sequence: q [Tq, H, C], k [Tk, G, C], v [Tk, G, Cv <= C] -> [Tq, H, Cv].
 
-    Bottom-right causal where there are fewer queries than keys. window: keys a query sees, its own included. Scale: C^-1/2.
+    Aligned at the bottom right. Scale: C^-1/2. window: keys a query sees, its own included.
     """
     if (v_dim := v.shape[-1]) < q.shape[-1]:
         return attention(q, k, pad_values(k, v), q_spans, k_spans, window)[..., :v_dim]
@@ -106,7 +102,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
 
 
 def pad_values(k: Tensor, v: Tensor) -> Tensor:
-    """v with zero channels up to those of k; attention's are zero there, too."""
+    """v, with zero channels up to those of k."""
     return v if v.shape[-1] == k.shape[-1] else F.pad(v, (0, k.shape[-1] - v.shape[-1]))
 
 
@@ -184,7 +180,7 @@ def _decode_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int |
 
 
 def sum_deterministic(parts: Tensor, out: Tensor | None = None, own: tuple[int, Tensor] | None = None) -> Tensor:
-    """[n, ...] -> [...]: summed in order in `wide`, rounded once. out: dense memory. own: a part's index and its substitute."""
+    """[n, ...] -> [...]: summed in order in `wide`, rounded once. out: dense. own: a part's index and substitute."""
     operands = list(parts)
     if own is not None:
         operands[own[0]] = own[1]
@@ -195,7 +191,7 @@ def sum_deterministic(parts: Tensor, out: Tensor | None = None, own: tuple[int, 
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] @ weight [N, K].T + bias [N]. Its gradients are `linear_input_grad` and `add_weight_grad_`."""
+    """x [T, K] @ weight [N, K].T + bias [N]; gradients: `linear_input_grad` and `add_weight_grad_`."""
     return F.linear(x, weight, bias)
 
 
@@ -211,10 +207,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """x [T, K] sorted by expert, weight [E, K, N], offsets int [E], where each expert's tokens end -> [T, N].
-
-    The weight's gradient of an expert without tokens is 0.
-    """
+    """x [T, K] sorted by expert, weight [E, K, N], offsets int [E], where each expert's tokens end -> [T, N]."""
     ends = offsets.tolist()
     assert ends[-1] == len(x), f"the last expert's tokens end at {ends[-1]} of {len(x)}"
     lengths = [end - start for start, end in itertools.pairwise([0, *ends])]
@@ -235,18 +228,67 @@ def permute(x: Tensor, experts: Tensor, count: int, total: int | None = None) ->
 
 def permute_tokens(x: Tensor, rows: Tensor, copies: int, total: int | None = None) -> Tensor:
     """The copies that `permute` returns, of x [T, N], given its `rows`."""
-    y: Tensor = PermuteTokens.apply(x, rows, copies, total)
-    return y
+    size, drops = len(rows) if total is None else total, total is not None
+    return _MoveRows.apply(x, rows, copies, size, drops, False)
 
 
 def unpermute(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
     """The sum of each token's copies: x [n, D], `permute`'s rows [T K], weights [T, K] -> [T, D]; no weights: rows [T, K]."""
-    copies = UnpermuteTokens.apply(x, rows.flatten())
+    copies: Tensor = _MoveRows.apply(x, rows.flatten(), 1, len(x), len(x) < rows.numel(), True)
     if weights is None:
         return copies.unflatten(0, rows.shape).sum(1)
     if len(x) < rows.numel():
         weights = weights.masked_fill((rows >= len(x)).view(weights.shape), 0)
     return torch.bmm(weights.to(x.dtype)[:, None], copies.unflatten(0, weights.shape))[:, 0]
+
+
+class _MoveRows(torch.autograd.Function):
+    """forward: y[rows[i]] = x[i // copies], or if `back` y[i] = x[rows[i]]. backward: the other, summed over the copies.
+
+    No gradient is added atomically. drops: some rows are not in the permuted tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, copies: int, total: int, drops: bool, back: bool) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.copies, ctx.total, ctx.drops, ctx.back = copies, total, drops, back
+        return _gather(x, rows, drops) if back else x[inverse_of(rows, total) // copies]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (rows,) = grads, ctx.saved_tensors
+        dx = dy[inverse_of(rows, ctx.total)] if ctx.back else _gather(dy, rows, ctx.drops)
+        return dx if ctx.copies == 1 else dx.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None, None, None
+
+
+def _gather(x: Tensor, rows: Tensor, drops: bool) -> Tensor:
+    """x[rows]; drops: zeros for rows that are not in x."""
+    if not drops:
+        return x[rows]
+    if not len(x):
+        return x.new_zeros((len(rows), *x.shape[1:]))
+    dropped = rows >= len(x)
+    return x[rows.masked_fill(dropped, 0)].masked_fill_(dropped[:, None], 0)
+
+
+def inverse_of(rows: Tensor, total: int | None = None) -> Tensor:
+    """int64 [total]: the i with rows[i] = j for each j, 0 where there is none. Default total: len(rows)."""
+    size = len(rows)
+    inverse = torch.zeros(size + 1, dtype=torch.int64, device=rows.device)
+    inverse.scatter_(0, rows.long().clamp(max=size), torch.arange(size, device=rows.device))
+    return inverse[: size if total is None else total]
+
+
+def count_rows(groups: Tensor, size: int, counted: Tensor | None = None) -> Tensor:
+    """int64 [size]: rows, or counted rows, of each group. Unlike bincount it never syncs with the host."""
+    ones = torch.ones_like(groups) if counted is None else counted.to(groups.dtype)
+    return torch.zeros(size, dtype=groups.dtype, device=groups.device).scatter_add_(0, groups, ones)
+
+
+def round_rows(n: int) -> int:
+    """n rounded up by at most an eighth to one of few numbers, so that plans and memory of a shape are reused."""
+    step = 1 << max(0, n.bit_length() - 1 - KEPT_BITS)
+    return -(-n // step) * step
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
@@ -260,7 +302,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [n, D] @ weight [V, D].T, in new memory, as exact as the device's product allows."""
+    """x [n, D] @ weight [V, D].T, in new memory; float32 where the device's product can."""
     return x @ weight.T
 
 
@@ -298,10 +340,10 @@ def vocab_grad_(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The logits' gradient (g [j = y] - p (g + h (d - offset))) / temperature [n, V]; overwrites z.
+    """The logits' gradient (g [j = y] - p (g + h (d - offset))) / temperature [n, V], in `dtype`; overwrites z.
 
     d = (z - peak) / temperature, p = e^d / total; normalizer: peak, total and offset [n] of the whole vocabulary. g, h [n]:
-    gradients of logprob and entropy. Computed in `wide`; the result, in `dtype` or z's, may be in z's memory.
+    gradients of logprob and entropy. Computed in `wide`; the result may be in z's memory.
     """
     _n, columns = z.shape
     if columns == 0:
@@ -329,7 +371,7 @@ def _shifted(z: Tensor, rows: slice, peak: Tensor, temperature: Tensor | None) -
 
 
 def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None:
-    """total [V, D] += dz [n, V].T @ x [n, D]; total may have a wider dtype. first: overwrite total."""
+    """total [V, D] += dz [n, V].T @ x [n, D], also in a wider dtype. first: overwrite total."""
     if total.dtype == x.dtype:
         torch.mm(dz.T, x, out=total) if first else total.addmm_(dz.T, x)
         return

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -14,35 +15,24 @@ from dovetail.kernels import cuda, cudnn, fa4, quack, reference
 from dovetail.kernels.npu import NpuKernels
 
 AttentionName = Literal["auto", "fa4", "cudnn", "torch"]
-
-
-@dataclass(frozen=True)
-class GatedProducts:
-    """The products of a gated MLP with SwiGLU in their epilogue, as `quack` documents them."""
-
-    takes: Callable[..., bool] = quack.takes
-    gated_product_into: Callable[[Tensor, Tensor, Tensor], Tensor] = quack.gated_product_into
-    gated: Callable[[Tensor, Tensor], Tensor] = quack.gated
-    gated_gradient: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = quack.gated_gradient
-    input_gradient: Callable[..., Tensor] = quack.input_gradient
-    add_joint_grad_: Callable[..., None] = quack.add_joint_grad_
-    add_weight_grad_: Callable[..., None] = quack.add_weight_grad_
-
-
-@dataclass(frozen=True)
-class HeadProducts:
-    """The products of the LM head with row statistics in the epilogue, as `quack_head` documents them."""
-
-    takes: Callable[..., bool]
-    logit_stats: Callable[..., tuple[Tensor | None, Tensor]]
-    logit_grads_: Callable[..., None]
+# The ops of each triton module.
+TRITON: Mapping[str, tuple[str, ...]] = {
+    "logprob_triton": ("vocab_stats", "vocab_grad_"),
+    "norm_triton": ("rms_norm", "add_norm", "swiglu", "sum_deterministic"),
+    "rope_triton": ("heads", "rope"),
+    "moe_triton": ("top_k", "permute", "permute_tokens", "unpermute"),
+    "paged_attention_triton": ("decode_attention", "write_entries"),
+    "sampling_triton": ("draw",),
+}
+NPU = ("attention", "rms_norm", "add_norm", "heads", "rope", "swiglu", "grouped_mm", "permute", "unpermute")
 
 
 @dataclass(frozen=True)
 class KernelSet:
-    """An implementation of every op of `reference`, and fused ones, or None:
+    """An implementation of every op of `reference`, and fused ones where a device has them.
 
-    mixture: of `mixture_of_experts`; returns None for unsupported inputs. gated, head: products. draw: plain sampling.
+    mixture: of `mixture_of_experts`; returns None for unsupported inputs. gated: the module `quack`, or its functions for dense
+    products. head: the module `quack_head`. draw: plain sampling.
     """
 
     attention: Callable[..., Tensor] = reference.attention
@@ -68,8 +58,8 @@ class KernelSet:
     add_weight_grad_: Callable[..., None] = reference.add_weight_grad_
     head_chunk: int = 1024  # tokens per chunk of the LM head
     mixture: Callable[..., Tensor | None] | None = None
-    gated: GatedProducts | None = None
-    head: HeadProducts | None = None
+    gated: ModuleType | None = None
+    head: ModuleType | None = None
     draw: Callable[..., Tensor] | None = None
 
     def describe(self) -> dict[str, str]:
@@ -88,30 +78,18 @@ def mixture_of_experts(
     copies: int | None = None,
     add: Callable[..., None] | None = None,
 ) -> Tensor:
-    """Each token's weighted sum over its experts, x [n, D] -> [n, D]: down_e(swiglu(gate_up_e x)) for each of its experts e.
+    """Each token's weighted sum of down_e(swiglu(gate_up_e x)) over its experts e: x [n, D] -> [n, D].
 
     experts int [n, K], weights [n, K] in `wide`; matrices: gate_up [E, 2 F, D], down [E, D, F]. copies: how many of `experts`
     are below E, the others are dropped; None: all. add: takes weight gradients (`defer_wgrad`).
     """
-    if kernels.mixture is not None:
-        fused = kernels.mixture(x, experts, weights, matrices, copies, add)
-        if fused is not None:
-            return fused
+    fused = kernels.mixture and kernels.mixture(x, experts, weights, matrices, copies, add)
+    if fused is not None:
+        return fused
     gate_up, down = matrices
     permuted, rows, ends = kernels.permute(x, experts, len(gate_up), copies)
     hidden = kernels.swiglu(kernels.grouped_mm(permuted, gate_up.transpose(1, 2), ends))
     return kernels.unpermute(kernels.grouped_mm(hidden, down.transpose(1, 2), ends), rows, weights)
-
-
-# The ops of each triton module.
-TRITON: Mapping[str, tuple[str, ...]] = {
-    "logprob_triton": ("vocab_stats", "vocab_grad_"),
-    "norm_triton": ("rms_norm", "add_norm", "swiglu", "sum_deterministic"),
-    "rope_triton": ("heads", "rope"),
-    "moe_triton": ("top_k", "permute", "permute_tokens", "unpermute"),
-    "paged_attention_triton": ("decode_attention", "write_entries"),
-    "sampling_triton": ("draw",),
-}
 
 
 def kernels_for(device: torch.device, attention: AttentionName = "auto") -> KernelSet:
@@ -125,7 +103,7 @@ def kernels_for(device: torch.device, attention: AttentionName = "auto") -> Kern
             add_weight_grad_=cuda.add_weight_grad_,
             head_chunk=8192,
             **triton_kernels(),
-            **(_quack_kernels(device) if quack.usable(device) else {}),
+            **(_quack_kernels(device) if cuda.package_usable(quack.INTERFACE, device) else {}),
         )
     if device.type == "npu":
         return npu_kernels(importlib.import_module("torch_npu"), device)
@@ -133,7 +111,7 @@ def kernels_for(device: torch.device, attention: AttentionName = "auto") -> Kern
 
 
 def _attention(device: torch.device, name: AttentionName) -> Callable[..., Tensor]:
-    if name in ("auto", "fa4") and fa4.usable(device):
+    if name in ("auto", "fa4") and cuda.package_usable(fa4.INTERFACE, device):
         return fa4.attention
     if name == "fa4":
         raise ConfigError(
@@ -144,19 +122,16 @@ def _attention(device: torch.device, name: AttentionName) -> Callable[..., Tenso
     return cudnn.attention
 
 
-def head_products() -> HeadProducts:
-    """Those of `quack_head`, which needs triton."""
-    head = importlib.import_module("dovetail.kernels.quack_head")
-    return HeadProducts(quack.takes, head.logit_stats, head.logit_grads_)
-
-
 def _quack_kernels(device: torch.device) -> dict[str, Any]:
     if importlib.util.find_spec("triton") is None:
-        return {"gated": GatedProducts()}
-    mixture = importlib.import_module("dovetail.kernels.quack_moe").mixture
+        return {"gated": quack}
     hopper = torch.cuda.get_device_capability(device)[0] == cuda.HOPPER
-    head = head_products() if hopper and cuda.package_usable(quack.EPILOGUE, "quack-kernels", device) else None
-    return {"gated": GatedProducts(), "mixture": mixture, "head": head}
+    head = hopper and cuda.package_usable(quack.EPILOGUE, device)
+    return {
+        "gated": quack,
+        "mixture": importlib.import_module("dovetail.kernels.quack_moe").mixture,
+        "head": importlib.import_module("dovetail.kernels.quack_head") if head else None,
+    }
 
 
 def triton_kernels() -> dict[str, Any]:
@@ -170,25 +145,4 @@ def triton_kernels() -> dict[str, Any]:
 def npu_kernels(torch_npu: Any, device: torch.device) -> KernelSet:
     """The kernels of an Ascend NPU, from the module torch_npu."""
     npu = NpuKernels(torch_npu, device)
-    return KernelSet(
-        attention=npu.attention,
-        rms_norm=npu.rms_norm,
-        add_norm=npu.add_norm,
-        heads=npu.heads,
-        rope=npu.rope,
-        swiglu=npu.swiglu,
-        grouped_mm=npu.grouped_mm,
-        permute=npu.permute,
-        unpermute=npu.unpermute,
-        head_chunk=4096,
-    )
-
-
-# Dense bf16 operations per second by datasheet, by the start of the device's name.
-PEAK_FLOPS: Mapping[str, float] = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA L40S": 362e12,
-}
+    return KernelSet(**{op: getattr(npu, op) for op in NPU}, head_chunk=4096)

@@ -1,7 +1,4 @@
-"""QKV split, QK-norm and RoPE in one pass as Triton kernels. Importing this needs triton.
-
-A row is one head of one token; a program takes several. Values are a view; backward their gradient is copied into the joint one.
-"""
+"""QKV split, QK-norm and RoPE in one pass each way as Triton kernels. A row is one head of one token."""
 
 from typing import Any, NamedTuple
 
@@ -26,11 +23,9 @@ class Shape(NamedTuple):
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As `reference.rope`, in one pass, of strided heads, too."""
     if not supported(x, cos) or x.shape[-1] > MAX_WIDTH:
         return reference.rope(x, cos, sin)
-    y: Tensor = _Heads.apply(x, (x.shape[1], 0), cos, sin, None, None, 0.0)[0]
-    return y
+    return _Heads.apply(x, (x.shape[1], 0), cos, sin, None, None, 0.0)[0]
 
 
 def heads(
@@ -41,12 +36,10 @@ def heads(
     gains: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.heads`, in one pass each way."""
     split = qkv.unflatten(-1, (counts[0] + 2 * counts[1], -1))
     if not all(supported(split, other) for other in (cos, *(gains or ()))) or split.shape[-1] > MAX_WIDTH:
         return reference.heads(qkv, counts, cos, sin, gains, eps)
-    q, k, v = _Heads.apply(split, counts, cos, sin, *(gains or (None, None)), eps)
-    return q, k, v
+    return _Heads.apply(split, counts, cos, sin, *(gains or (None, None)), eps)
 
 
 class _Heads(torch.autograd.Function):
@@ -79,7 +72,6 @@ class _Heads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, *norm = ctx.saved_tensors
-        queries, groups = ctx.counts
         x, q_gain, k_gain, inverse = norm or (None, None, None, None)
         dq, dk, dv = (_dense_heads(g) for g in grads)
         tokens, all_heads, channels = ctx.shape
@@ -90,7 +82,7 @@ class _Heads(torch.autograd.Function):
         partial = None if x is None else x.new_empty((programs, 2, channels), dtype=torch.float32)
         inputs, strides = (dq, dk, dv, cos, sin), tuple(g.stride(0) for g in (dq, dk, dv))
         norm_inputs = (x, q_gain, k_gain, inverse, *((0, 0) if x is None else x.stride()[:2]))
-        outputs, shape = (dx, partial), Shape(queries, groups, cos.shape[1])
+        outputs, shape = (dx, partial), Shape(*ctx.counts, cos.shape[1])
         _rotate_grad[(programs,)](inputs, norm_inputs, outputs, tokens, strides, shape, tile, num_warps=warps, **EXACT)
         d_gains = (None, None) if partial is None else column_sums(partial, dx.dtype).unbind()
         return dx, None, None, None, *d_gains, None
@@ -105,7 +97,6 @@ def _dense_heads(x: Tensor) -> Tensor:
 def _rotate(
     inputs: tensor, outputs: tensor, tokens: tensor, strides: tensor, eps: tensor, SHAPE: constexpr, TILE: constexpr
 ) -> None:
-    """Some heads of queries and keys. A channel's partner is read a second time, from cache."""
     HEADS: constexpr = SHAPE.queries + SHAPE.groups
     x, cos, sin, q_gain, k_gain = inputs
     q, k, inverse = outputs
@@ -142,7 +133,6 @@ def _rotate(
 
 @triton.jit
 def _gain(q_gain: tensor, k_gain: tensor, at: tensor, inside: tensor, of_query: tensor) -> tensor:
-    """Each row's gain [rows, columns], of queries or of keys."""
     of_q = tl.load(q_gain + at, mask=inside, other=0.0).to(tl.float32)
     of_k = tl.load(k_gain + at, mask=inside, other=0.0).to(tl.float32)
     return tl.where(of_query[:, None], of_q[None, :], of_k[None, :])
@@ -158,7 +148,7 @@ def _rotate_grad(
     SHAPE: constexpr,
     TILE: constexpr,
 ) -> None:
-    """Every num_programs-th tile of heads: rotated back and through the norm, or copied; partial sums of the gains' gradients."""
+    """Every num_programs-th tile of heads; values are copied. And partial sums of the gains' gradients."""
     ROTATED: constexpr = SHAPE.queries + SHAPE.groups
     HEADS: constexpr = SHAPE.queries + 2 * SHAPE.groups
     dq, dk, dv, cos, sin = inputs

@@ -1,7 +1,6 @@
-"""Plain sampling as two Triton kernels. Importing this needs triton.
+"""Plain sampling as two Triton kernels, by the rules of `rollout.sampling`.
 
-The first takes the maximum of a piece of one row and, in float64, sums of weights by blocks of tokens. The second combines a
-row's pieces and draws the block, then the token, by the rules of `rollout.sampling`. Rows are independent.
+The first takes maximum and float64 sums of weights of a row's blocks of tokens. The second draws the block, then the token.
 """
 
 import math
@@ -32,10 +31,10 @@ class Shape(NamedTuple):
 
 
 def draw(z: Tensor, streams: Tensor, positions: Tensor, temperature: float, banned: Tensor | None) -> Tensor:
-    """One token per row of logits z [n, V], float32 or half, by the random number of stream [n] at position [n]. No host sync.
+    """One token per row of logits z [n, V], by the random number of stream [n] at position [n], without a host sync.
 
-    temperature: 0 is greedy. banned: mask [V] of ids that are never drawn. Returns [2, n], float64: ids, and their log-probs
-    at the temperature (0: at 1), without regard to `banned`.
+    temperature: 0 is greedy. banned: mask [V] of ids never drawn. Returns float64 [2, n]: ids, and their log-probs at the
+    temperature (0: at 1) over all tokens.
     """
     n, columns = z.shape
     pieces = triton.cdiv(columns, PIECE.value)
@@ -57,7 +56,7 @@ def draw(z: Tensor, streams: Tensor, positions: Tensor, temperature: float, bann
 
 @triton.jit
 def _logits(z: tensor, row: tensor, at: tensor, sizes: tensor, scale: tensor) -> tensor:
-    """At the temperature; -inf beyond the vocabulary. sizes: a row's stride, the vocabulary."""
+    """At the temperature; -inf beyond the vocabulary."""
     stride, columns = sizes
     x = tl.load(z + row * stride + at, mask=at < columns, other=float("-inf")).to(tl.float32)
     return tl.div_rn(x, scale)
@@ -65,7 +64,7 @@ def _logits(z: tensor, row: tensor, at: tensor, sizes: tensor, scale: tensor) ->
 
 @triton.jit
 def _allowed(banned: tensor, x: tensor, at: tensor, columns: tensor) -> tensor:
-    """The logits x with -inf for banned tokens."""
+    """-inf for banned tokens."""
     if banned is not None:
         x = tl.where(tl.load(banned + at, mask=at < columns, other=0) != 0, float("-inf"), x)
     return x
@@ -79,7 +78,6 @@ def _weights(x: tensor, peak: tensor) -> tensor:
 
 @triton.jit
 def _piece_stats(z: tensor, banned: tensor, stats: tensor, sizes: tensor, scale: tensor) -> None:
-    """The statistics of one piece of one row."""
     BLOCKS: constexpr = PIECE // BLOCK
     peaks, firsts, sums = stats
     row = tl.program_id(0).to(tl.int64)
@@ -102,7 +100,7 @@ def _piece_stats(z: tensor, banned: tensor, stats: tensor, sizes: tensor, scale:
 
 @triton.jit
 def _uniform(stream: tensor, position: tensor) -> tensor:
-    """A number in [0, 1), a multiple of 2^-53: `rollout.noise.bits_at`."""
+    """In [0, 1), a multiple of 2^-53: `rollout.sampling.bits_at`."""
     x = (stream ^ position) + GAMMA
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * FIRST_FACTOR
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * SECOND_FACTOR
@@ -114,7 +112,6 @@ def _uniform(stream: tensor, position: tensor) -> tensor:
 def _sample(
     z: tensor, banned: tensor, stats: tensor, noise: tensor, out: tensor, sizes: tensor, scale: tensor, SHAPE: constexpr
 ) -> None:
-    """The token of one row and its log-prob."""
     BLOCKS: constexpr = PIECE // BLOCK
     peaks, firsts, sums = stats
     row = tl.program_id(0).to(tl.int64)

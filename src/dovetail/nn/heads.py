@@ -11,6 +11,7 @@ The maximum is subtracted before the division by tau, and U is shifted, to keep 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from dovetail.batch.loss import Loss, LossFn, Sum, TokenStats
 from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.reference import wide
-from dovetail.kernels.registry import HeadProducts, KernelSet
+from dovetail.kernels.registry import KernelSet
 from dovetail.nn.layers import GradAccumulator, grad_buffer, vocab_placement
 from dovetail.parallel.collectives import all_gather, all_reduce, gather_replicated, stack_over
 from dovetail.parallel.mesh import Axis, Mesh
@@ -77,7 +78,7 @@ class VocabShard:
             stats = self.kernels.vocab_stats(z, targets, temperature)
         return z, *combine(stack_over(stats, self.axis), temperature)
 
-    def products(self, x: Tensor) -> HeadProducts | None:
+    def products(self, x: Tensor) -> ModuleType | None:
         products = self.kernels.head
         return products if products is not None and products.takes(x, self.weight) else None
 

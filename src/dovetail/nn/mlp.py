@@ -1,12 +1,13 @@
 """The gated feed-forward block: down(silu(gate(x)) * up(x))."""
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec
-from dovetail.kernels.registry import GatedProducts, KernelSet
+from dovetail.kernels.registry import KernelSet
 from dovetail.nn.activation_checkpoint import SavedTensor, save_for_backward_early
 from dovetail.nn.layers import ColumnLinear, LinearProducts, RowLinear
 from dovetail.nn.plain_mlp import PlainMLP
@@ -49,7 +50,7 @@ class GatedMLP(nn.Module):
         y = _FusedDown.apply(gate_up, gated, down.weight, saved, down, products)
         return (yield from reduce_scatter_async(y, down.axis))
 
-    def _fused_products(self, x: Tensor) -> GatedProducts | None:
+    def _fused_products(self, x: Tensor) -> ModuleType | None:
         """The fused products, if they support this call."""
         products, up, down = self.kernels.gated, self.gate_up_proj, self.down_proj
         if products is None or up.bias is not None or not products.takes(x, up.weight, down.weight):
@@ -73,7 +74,7 @@ class _FusedDown(torch.autograd.Function):
         weight: Tensor,
         saved: SavedTensor,
         layer: RowLinear,
-        products: GatedProducts,
+        products: ModuleType,
     ) -> Tensor:
         ctx.saved, ctx.layer, ctx.products = saved, layer, products
         return layer.kernels.linear(gated, weight)

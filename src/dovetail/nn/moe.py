@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from dovetail.arch.spec import ArchSpec, MoeSpec
 from dovetail.batch.routing import Routes
+from dovetail.kernels.reference import round_rows
 from dovetail.kernels.registry import KernelSet, mixture_of_experts
-from dovetail.kernels.token_permute import round_rows
 from dovetail.nn.layers import GradAccumulator, ReplicatedLinear
 from dovetail.nn.mlp import GatedMLP
 from dovetail.parallel.collectives import AsyncHostCopy, all_gather, begin_all_to_all, begin_exchange, stack_over

@@ -13,8 +13,7 @@ from torch import Tensor
 from dovetail.batch.loss import Loss, Sum, TokenStats
 from dovetail.batch.packed import PackedBatch
 from dovetail.errors import ConfigError
-from dovetail.kernels.reference import widened
-from dovetail.kernels.token_permute import count_rows
+from dovetail.kernels.reference import count_rows, widened
 
 Aggregation = Literal["token", "sequence", "sequence_sum"]
 KLEstimator = Literal["k1", "k2", "k3"]
