@@ -73,7 +73,9 @@ def _roomy(shape: str) -> Path:
 def write(folder: Path, shape: str, world: Axis) -> None:
     """A Hugging Face directory of bfloat16 tensors, each rank its shards."""
     solo = Mesh.solo("meta")
-    specs = export_specs(stored(make_decoder(spec_of(shape), solo, torch.bfloat16), solo), lambda _: torch.bfloat16)
+    specs = export_specs(
+        stored(make_decoder(spec_of(shape), solo, torch.bfloat16), solo), dtype_of=lambda _: torch.bfloat16
+    )
     total, shards = sum(spec.num_bytes for spec in specs), SHARDS_A_RANK * world.size
     parts: list[list[TensorSpec]] = [[] for _ in range(shards)]
     reached = 0

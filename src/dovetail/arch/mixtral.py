@@ -1,31 +1,26 @@
 """Mixtral: Mistral's attention and experts in every layer, weighted by a softmax over the chosen ones."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from dovetail.arch.common import BASE, dense_spec, family_fields, layer_windows, renamed, with_experts
+from dovetail.arch.common import BASE, Config, dense_spec, family_fields, layer_windows, renamed, with_experts
 from dovetail.arch.spec import ArchSpec, MoeSpec
 
-DEFAULTS: Mapping[str, Any] = {
-    **BASE,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 4096 * 32,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": None,
-    "num_experts_per_tok": 2,
-    "num_local_experts": 8,
-    "router_jitter_noise": 0.0,
-}
-THETA = 1e6
 
-
-def mixtral_spec(config: Mapping[str, Any]) -> ArchSpec:
-    config = {"rope_theta": THETA, **renamed(config, "num_experts", "num_local_experts")}
-    c = family_fields("mixtral", config, DEFAULTS)
+def mixtral_spec(config: Config) -> ArchSpec:
+    config = renamed(config, "num_experts", "num_local_experts")
+    c = family_fields(
+        "mixtral",
+        {"rope_theta": 1e6, **config},
+        BASE,
+        num_key_value_heads=8,
+        max_position_embeddings=4096 * 32,
+        rms_norm_eps=1e-5,
+        sliding_window=None,
+        num_experts_per_tok=2,
+        num_local_experts=8,
+        router_jitter_noise=0.0,
+    )
     if c.number("router_jitter_noise"):
         raise c.lack("router_jitter_noise", "0.0; set it to 0.0, there is no noise in RL training")
-    window = None if c.get("sliding_window") is None else c.integer("sliding_window")
-    spec = dense_spec(c, windows=layer_windows(c, window, per_layer=False))
+    spec = dense_spec(c, windows=layer_windows(c, per_layer=False))
     moe = MoeSpec(
         layers=(True,) * spec.depth,
         num_experts=c.integer("num_local_experts"),

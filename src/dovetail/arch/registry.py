@@ -1,4 +1,4 @@
-"""From `model_type` to the family that reads it, and which degrees of tp, ep and Ulysses a model allows."""
+"""Families by `model_type`, and the degrees of tp, ep and Ulysses that a model allows."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,7 +35,7 @@ MAX_DEGREE = 1 << 10  # of tp or ep in a message
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
-    """The spec of a raw config.json. Raises ModelError for an unsupported family or option."""
+    """Raises ModelError for an unsupported family or option."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ModelError(f"config.json: model_type is {quoted(family)}; known families: {', '.join(FAMILIES)}")
@@ -46,7 +46,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
 
 
 def validate_layout(spec: ArchSpec, layout: Layout) -> None:
-    """Refuse a tp or an ep that cannot divide this model. Vocabulary and gated widths are padded instead."""
+    """Refuse a tp or ep that does not divide the model; vocabulary and gated widths are padded."""
     _validate_ep(spec, layout)
     if reasons := _misfits(spec, layout.tp):
         fitting = [str(tp) for tp in range(1, min(spec.attention.num_heads, MAX_DEGREE) + 1) if not _misfits(spec, tp)]
@@ -57,9 +57,9 @@ def validate_layout(spec: ArchSpec, layout: Layout) -> None:
 
 
 def ulysses_degree(spec: AnySpec, layout: Layout) -> int:
-    """How many cp ranks exchange heads for tokens (Ulysses); over cp's other factor keys and values are gathered.
+    """How many cp ranks exchange heads for tokens (Ulysses); over the rest keys and values are gathered.
 
-    cp_mode: auto takes the most that the heads allow; ulysses is all of cp, gather 1, product the most below cp.
+    cp_mode: auto: the most that the heads allow; ulysses: all of cp; gather: 1; product: the most below cp.
     """
     possible = _ulysses_degrees(spec, layout)
     by_mode = {
@@ -80,7 +80,7 @@ def ulysses_degree(spec: AnySpec, layout: Layout) -> int:
 
 
 def _ulysses_degrees(spec: AnySpec, layout: Layout) -> list[int]:
-    """The divisors of cp over which a tp rank's heads can be split, ascending."""
+    """Divisors of cp that a tp rank's heads allow, ascending."""
     heads = spec.attention.num_heads // layout.tp
     kv_heads = max(1, spec.attention.num_kv_heads // layout.tp)
     fits = (d for d in range(1, layout.cp + 1) if layout.cp % d == 0 and heads % d == 0)

@@ -1,4 +1,4 @@
-"""Converts HF directories to sharded checkpoints and back, bit for bit, without building a model."""
+"""Converts HF directories to sharded checkpoints and back, bit for bit."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from dovetail.weights.load import FLOATS, NameRules, compare, tolerated
 from dovetail.weights.safe_paths import SideFiles, side_files
 from dovetail.weights.safetensors import TensorSpec, dump_json, parse_json
 from dovetail.weights.save import SHARD_BYTES, write_hf
-from dovetail.weights.shards import LocalParam, ParamShard, add_piece
+from dovetail.weights.shards import LocalParam, ParamShard
 
 
 def convert_to_sharded(
@@ -33,9 +33,9 @@ def convert_to_sharded(
     dtype: torch.dtype | None = None,
     **rules: Unpack[NameRules],
 ) -> Path:
-    """Cut `source`, an HF directory or a sharded checkpoint, into pieces of `layout`'s ranks. Collective.
+    """Shard `source`, an HF directory or a sharded checkpoint, for `layout`. Collective.
 
-    `model_on` makes a rank's model on the meta device. The processes of `mesh` share the ranks of `layout`.
+    `model_on` makes a rank's model on the meta device; the processes of `mesh` divide the ranks of `layout`.
     """
     reader = open_checkpoint(source, mesh)
     reader.verify_checksums(mesh)
@@ -50,7 +50,7 @@ def convert_to_sharded(
     extra = [name for name in reader.names if name not in asked and tolerated(name, rules.get("ignore", ()))]
     for name in extra if 0 in shares else ():
         whole = tuple((0, length) for length in reader.shape(name))
-        shares[0][name] = _piece(name, Region(name, reader.shape(name), whole, whole, True), reader, dtype)
+        shares[0][name] = [_piece(name, Region(name, reader.shape(name), whole, whole, True), reader, dtype)]
     sides = _sides(reader.path, mesh, dtype)
     return write_sharded(Path(target), mesh, _specs(reader, dtype), shares, layout, sides=sides)
 
@@ -63,7 +63,7 @@ def convert_to_hf(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the sharded checkpoint `source` as an HF directory. Collective."""
+    """Collective."""
     reader = open_checkpoint(source, mesh)
     reader.verify_checksums(mesh)
     specs = {spec.name: spec for spec in _specs(reader, dtype)}
@@ -77,12 +77,12 @@ def convert_to_hf(
 
 def _share(
     params: list[LocalParam], present: Mapping[str, list[str]], reader: TensorSource, dtype: torch.dtype | None
-) -> dict[str, ParamShard]:
-    share: dict[str, ParamShard] = {}
+) -> dict[str, list[ParamShard]]:
+    share: dict[str, list[ParamShard]] = {}
     for param in params:
         for region in param.regions:
             for name in present[region.checkpoint_name] if region.owned else ():
-                add_piece(share, name, _piece(name, region, reader, dtype))
+                share.setdefault(name, []).append(_piece(name, region, reader, dtype))
     return share
 
 
@@ -100,7 +100,7 @@ def _final_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def _sides(directory: Path, mesh: Mesh, dtype: torch.dtype | None) -> SideFiles:
-    """The source's side files. A cast is written into the config, or transformers would undo it on loading."""
+    """A cast is written into the config, or transformers would undo it."""
     sides: dict[str, Path | bytes] = {}
     with agreed(mesh):
         sides |= side_files(directory)

@@ -30,7 +30,7 @@ States = Mapping[str, Mapping[str, Tensor]]  # kind -> parameter name -> state o
 def export_training(
     model: StagedModel, mesh: Mesh, role: str, states: States, saved: Export | None = None
 ) -> list[Export]:
-    """`role`'s weights that `saved` does not hold exactly, and its optimizer state. Collective."""
+    """Weights that `saved` does not hold exactly, and optimizer state. Collective."""
     exact = {} if saved is None else {name: spec.dtype for name, spec in saved.specs.items()}
     weights = [
         p
@@ -44,7 +44,7 @@ def export_training(
 
 
 def load_training(model: StagedModel, mesh: Mesh, role: str, states: States, reader: ShardedReader) -> None:
-    """Fill weights and optimizer state; the caller calls `verify_checksums`. Collective."""
+    """The caller calls `verify_checksums`. Collective."""
     exact = _saved_as_trained(reader, role) if role == MODEL_ROLE else ()
     _load_untied(stored(model, mesh), reader.training_state(prefix(role, PARAM), exact), mesh)
     for kind, tensors in states.items():
@@ -56,7 +56,7 @@ def prefix(role: str, kind: str) -> str:
 
 
 def _saved_as_trained(reader: ShardedReader, role: str) -> list[str]:
-    """The model's tensors that were not rounded: optimizer state has the dtype of training."""
+    """Tensors that were not rounded: optimizer state has the dtype of training."""
     trained: dict[str, torch.dtype] = {}
     for name, tensor in reader.manifest.tensors.items():
         kind, _, param = name.removeprefix(f"{TRAINING}{role}/").partition("/")
@@ -71,5 +71,5 @@ def _state_params(model: StagedModel, mesh: Mesh, tensors: Mapping[str, Tensor])
 
 
 def _load_untied(params: list[LocalParam], source: ShardedReader, mesh: Mesh) -> None:
-    """Training checkpoints hold tied parameters under their first name only."""
+    """Training state has tied parameters under their first name only."""
     load_into([replace(param, tied=()) for param in params], source, mesh, ignore=ANYTHING)

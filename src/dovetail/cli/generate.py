@@ -9,8 +9,7 @@ from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.cli.common import RowFile, mesh_of, open_inputs, portions, say
 from dovetail.data.examples import Limits, load_prompts
 from dovetail.factory.engine import make_mesh, refuse_other_weights
-from dovetail.factory.lengths import check_positions
-from dovetail.factory.sampler import Backend, backend_layout, make_sampler
+from dovetail.factory.sampler import Backend, backend_layout, check_positions, make_sampler
 from dovetail.factory.tokenizer import banned_ids, stop_ids, text_of
 from dovetail.launch.progress import Progress
 from dovetail.parallel.consensus import agreed

@@ -1,9 +1,8 @@
-"""From a model directory to an engine."""
+"""Makes engines from model directories."""
 
 import warnings
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from math import prod, sqrt
 from pathlib import Path
 from typing import Literal, get_args
@@ -40,7 +39,6 @@ from dovetail.weights.hf_directory import (
     CheckpointSource,
     EngineName,
     Pretrained,
-    StoredHead,
     find_value_head,
     refuse_adapters,
     saved_sides,
@@ -115,7 +113,7 @@ def from_pretrained(
     device: str = "auto",
     options: EngineOptions = DEFAULTS,
 ) -> NativeEngine:
-    """An engine with the weights of an HF directory, a sharded checkpoint or a pinned hub name. Collective.
+    """An engine from an HF directory, a sharded checkpoint or a pinned hub name. Collective.
 
     layout: an absent dp takes the remaining ranks. head: "lm" for log-probs and entropies, "value" for values. Raises
     ConfigError, ModelError, CheckpointError or LayoutError, on every rank.
@@ -144,21 +142,20 @@ def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def make_mesh(layout: Layout | None, device: torch.device, *, timeout: timedelta = TIMEOUT) -> Mesh:
-    """The mesh of a layout over the ranks of the job. Collective. timeout: as `Mesh.build` takes it."""
+    """Collective. timeout: as `Mesh.build` takes it."""
     return Mesh.build((layout or Layout(dp=None)).resolve(num_ranks()), device, timeout)
 
 
 def make_engine(
     source: Pretrained, mesh: Mesh, dtype: torch.dtype, head: Literal["lm", "value"], options: EngineOptions
 ) -> NativeEngine:
-    """A sharded engine; each rank reads only its slices. Collective."""
+    """Collective."""
     check_layout(source.spec, mesh.layout)
     reader = open_checkpoint(source.path, mesh)
     refuse_adapters(reader, source.path)
     refuse_other_weights(source, reader)
-    found = LM_HEAD
-    if head == "value":
-        found = find_value_head(reader, source.path, fresh=options.fresh_head_seed is not None)
+    fresh = options.fresh_head_seed is not None
+    found = find_value_head(reader, source.path, fresh=fresh) if head == "value" else LM_HEAD
     master = options.master_dtype or wide(dtype)
     model = make_model(source, mesh, master, reader, found.kind, options.recompute)
     _spare_memory(model, mesh, options)
@@ -170,11 +167,12 @@ def make_engine(
         )
         if found.fresh:
             fill_fresh(model, mesh, found.fresh, options.fresh_head_seed or 0)
-    origin = CheckpointSource(
-        partial(_saved_dtype, reader, found, options.save_dtype),
-        tuple(reader.names),
-        saved_sides(source, found.kind, options.save_dtype),
-    )
+
+    def saved_dtype(name: str) -> torch.dtype | None:
+        stored = found.aliases.get(name, name)
+        return options.save_dtype or reader.dtype(stored if stored in reader.names else next(iter(reader.names)))
+
+    origin = CheckpointSource(saved_dtype, tuple(reader.names), saved_sides(source, found.kind, options.save_dtype))
     optim = options.optim or OptimSettings()
     if options.offload_optimizer:
         optim = replace(optim, on_host=True)
@@ -196,7 +194,7 @@ def make_engine(
 
 
 def refuse_other_weights(source: Pretrained, reader: TensorSource) -> None:
-    """Refuse the config of a far larger model before memory is allocated."""
+    """Refuse the config of a far larger model before allocating it."""
     held = sum(prod(reader.shape(name)) for name in reader.names)
     asked = sum(source.spec.layer_params) + source.spec.head_params
     if asked > FAR_LARGER * held:
@@ -272,12 +270,3 @@ def fill_fresh(model: StagedModel, mesh: Mesh, names: tuple[str, ...], seed: int
                 for region in shard.regions:
                     drawn = weight if shard.name.endswith("weight") else torch.zeros(1)
                     shard.local[as_index(region.local_slice)] = drawn[as_index(region.checkpoint_slice)].to(shard.local)
-
-
-def _saved_dtype(
-    reader: TensorSource, head: StoredHead, save_dtype: torch.dtype | None, name: str
-) -> torch.dtype | None:
-    if save_dtype is not None:
-        return save_dtype
-    source = head.aliases.get(name, name)
-    return reader.dtype(source if source in reader.names else next(iter(reader.names)))

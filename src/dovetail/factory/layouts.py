@@ -13,7 +13,7 @@ from dovetail.pipeline.partition import check_pipeline
 
 
 def check_layout(spec: AnySpec, layout: Layout) -> Layout:
-    """Raises LayoutError if the engine, or this model, cannot be cut by it."""
+    """Raises LayoutError if the model or engine does not support the layout."""
     if isinstance(spec, TransformersSpec) and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
         if spec.lacking:
             raise LayoutError(
@@ -34,9 +34,9 @@ def check_layout(spec: AnySpec, layout: Layout) -> Layout:
 
 
 def check_directory(path: str, engine: str, layout: Layout, *, foreign: bool = True) -> None:
-    """LayoutError if config.json in `path` shows that the model cannot be cut by the layout.
+    """Raises LayoutError by config.json in `path`, if it can be read.
 
-    foreign: check models that transformers runs, too. Unreadable configs and hub names are left to the ranks.
+    foreign: check models that transformers runs, too.
     """
     try:
         config: Any = json.loads((Path(path) / "config.json").read_bytes())

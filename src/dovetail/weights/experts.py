@@ -1,11 +1,11 @@
-"""Forms of experts in checkpoints. A module has one tensor [E, out, in] for all of a layer, gate above up.
+"""Forms of experts in checkpoints. A module has one tensor [E, out, in] for all of a layer, gate before up.
 
     fused    as in the module
     turned   [E, in, out]
     apart    `mlp.experts.7.gate_proj.weight`: a matrix for each expert
     mixtral  `block_sparse_moe.experts.7.w1.weight`
 
-Each is a view of the parameter's memory; nothing is copied.
+All are views of the parameter.
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,6 @@ def as_stored(model: nn.Module, params: list[LocalParam]) -> list[LocalParam]:
 
 
 def form_of(model: StagedModel, source: TensorSource) -> ExpertForm:
-    """The form of a checkpoint's experts."""
     placements = placements_of(model)
     for own_name, param in model.named_parameters():
         if any(own_name.endswith(ending) for ending, _ in FUSED):
@@ -77,21 +76,14 @@ def _renamed(param: LocalParam) -> LocalParam:
 
 def _turned(param: LocalParam) -> LocalParam:
     splits = tuple(replace(split, dim=(0, 2, 1)[split.dim]) for split in param.placement.splits)
-    regions = tuple(
-        replace(
-            region,
-            checkpoint_shape=_swap(region.checkpoint_shape),
-            checkpoint_slice=_swap(region.checkpoint_slice),
-            local_slice=_swap(region.local_slice),
-        )
-        for region in param.regions
-    )
+    swapped = ("checkpoint_shape", "checkpoint_slice", "local_slice")
+    regions = tuple(replace(r, **{name: _swap(vars(r)[name]) for name in swapped}) for r in param.regions)
     placement, local = replace(param.placement, splits=splits), param.local.transpose(1, 2)
     return replace(param, placement=placement, shape=_swap(param.shape), local=local, regions=regions)
 
 
 def _apart(param: LocalParam, parts: tuple[str, ...]) -> Iterator[LocalParam]:
-    """Every expert's matrices, with regions of those that this rank holds."""
+    """Every expert's matrices; those of other ranks have no region."""
     ((count, rows, columns),) = checkpoint_shapes(param.name, param.placement, param.shape).values()
     size, stem = rows // len(parts), param.name.rpartition(".")[0]
     for expert in range(count):
@@ -113,6 +105,5 @@ def _moved(shared: Slices, region: Region) -> Slices:
     return tuple((a + base, b + base) for (a, b), (base, _) in zip(inside, region.local_slice, strict=True))
 
 
-def _swap(triple: tuple[T, ...]) -> tuple[T, ...]:
-    first, second, third = triple
-    return first, third, second
+def _swap(dims: tuple[T, ...]) -> tuple[T, ...]:
+    return dims[0], dims[2], dims[1]

@@ -1,9 +1,9 @@
-"""Which regions of the checkpoint's tensors a rank holds."""
+"""Which regions of a checkpoint's tensors this rank holds."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, takewhile
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,16 @@ from dovetail.weights.safetensors import TensorSpec
 Dtypes = Callable[[str], torch.dtype | None]  # of a saved tensor; None: the parameter's
 
 
+class ExportRules(TypedDict, total=False):
+    """dtype_of: default: the parameters'. listed: the source's names, whose order and choice of tied names are kept."""
+
+    dtype_of: Dtypes
+    listed: Collection[str] | None
+
+
 @dataclass(frozen=True)
 class LocalParam:
-    """One parameter of this rank, under its checkpoint's name."""
+    """This rank's part of a parameter, under its checkpoint's name."""
 
     name: str
     placement: Placement
@@ -49,7 +56,7 @@ class ParamShard:
 
 
 def local_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[LocalParam]:
-    """Every parameter of `model` on this rank, then its persistent buffers; `as_wrapped`: as if FSDP2 wrapped it."""
+    """Parameters, then persistent buffers. `as_wrapped`: as if wrapped by FSDP2."""
     reshard(model)
     params, ties = dict(model.named_parameters()), tied_names(model)
     checkpoint_name: Callable[[str], str] = model.stored_name if isinstance(model, StagedModel) else str
@@ -68,7 +75,7 @@ def local_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> l
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The persistent buffers by name. Every rank holds them whole."""
+    """Persistent buffers, whole on every rank."""
     buffers = dict(model.named_buffers())
     return {name: buffers[name] for name in model.state_dict(keep_vars=True) if name in buffers} if buffers else {}
 
@@ -85,7 +92,7 @@ def local_tensor(x: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters, which remain after a forward without backward."""
+    """Free parameters gathered by a forward without backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -102,49 +109,34 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return tied
 
 
-def export_names(region_name: str, tied: tuple[str, ...], listed: Collection[str] | None) -> tuple[str, ...]:
-    """A tensor's name, or a tied tensor's names that the source lists."""
-    if not tied or listed is None:
-        return (region_name,)
-    return tuple(name for name in (region_name, *tied) if name in listed) or (region_name,)
-
-
-def param_shards(
-    params: list[LocalParam], dtype_of: Dtypes, listed: Collection[str] | None = None
-) -> Iterator[tuple[str, ParamShard]]:
-    """(checkpoint name, shard) of everything that this rank holds."""
+def param_shards(params: list[LocalParam], **rules: Unpack[ExportRules]) -> Iterator[tuple[str, ParamShard]]:
+    """(checkpoint name, shard)"""
     for param in params:
         for region in param.regions:
-            for name in export_names(region.checkpoint_name, param.tied, listed):
-                dtype = dtype_of(name) or param.local.dtype
+            for name in _export_names(region.checkpoint_name, param, rules):
+                dtype = _export_dtype(name, param, rules)
                 yield name, ParamShard(region, dtype, partial(_read, param.local, region, dtype))
 
 
-def add_piece(pieces: dict[str, ParamShard], name: str, piece: ParamShard) -> None:
-    """Add a piece of tensor `name`; a rank's second has the key NAME#1."""
-    pieces[f"{name}#{len(keys_of(name, pieces))}" if name in pieces else name] = piece
-
-
-def keys_of(name: str, pieces: Mapping[str, ParamShard]) -> list[str]:
-    keys = (f"{name}#{i}" if i else name for i in count())
-    return list(takewhile(pieces.__contains__, keys))
-
-
-def tensor_of(key: str, names: Collection[str]) -> str:
-    return key if key in names else key.rpartition("#")[0]
-
-
-def export_specs(params: list[LocalParam], dtype_of: Dtypes, listed: Collection[str] | None = None) -> list[TensorSpec]:
-    """Every checkpoint tensor of the parameters, whatever of it is held here."""
+def export_specs(params: list[LocalParam], **rules: Unpack[ExportRules]) -> list[TensorSpec]:
+    """The whole checkpoint tensors of the parameters."""
     return [
-        TensorSpec(name, dtype_of(name) or param.local.dtype, shape)
+        TensorSpec(name, _export_dtype(name, param, rules), shape)
         for param in params
         for first, shape in checkpoint_shapes(param.name, param.placement, param.shape).items()
-        for name in export_names(first, param.tied, listed)
+        for name in _export_names(first, param, rules)
     ]
 
 
-def own_dtype(name: str) -> None: ...
+def _export_dtype(name: str, param: LocalParam, rules: ExportRules) -> torch.dtype:
+    return ("dtype_of" in rules and rules["dtype_of"](name)) or param.local.dtype
+
+
+def _export_names(name: str, param: LocalParam, rules: ExportRules) -> tuple[str, ...]:
+    """Of a tied tensor all names that the source lists."""
+    listed = rules.get("listed")
+    both = (name, *param.tied)
+    return tuple(n for n in both if n in listed) or (name,) if param.tied and listed is not None else (name,)
 
 
 def _read(local: Tensor, region: Region, dtype: torch.dtype) -> Tensor:
