@@ -276,13 +276,13 @@ def _yarn_attention_factor(r: Fields, factor: float) -> float:
     """0.1 ln(factor) + 1 (YaRN, arXiv 2309.00071), or mscale's ratio."""
     if r.get("attention_factor") is not None:
         return r.number("attention_factor")
-
-    def weighted(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if r.get("mscale") and r.get("mscale_all_dim"):
-        return weighted(r.number("mscale")) / weighted(r.number("mscale_all_dim"))
-    return weighted(1.0)
+        return yarn_mscale(r.number("mscale"), factor) / yarn_mscale(r.number("mscale_all_dim"), factor)
+    return yarn_mscale(1.0, factor)
+
+
+def yarn_mscale(scale: float, factor: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _refuse_unsupported(c: Fields, activations: tuple[str, ...]) -> None:

@@ -1,6 +1,5 @@
 """DeepSeek-V2 and V3 (also Moonlight, Kimi-K2): latent attention, dense first layers, shared experts, grouped routing."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from dovetail.arch.common import (
     renamed,
     rope_fields,
     with_experts,
+    yarn_mscale,
 )
 from dovetail.arch.spec import ArchSpec, LatentSpec, MoeSpec
 
@@ -157,8 +157,7 @@ def _stretch(c: Fields) -> float:
     r = rope_fields(c)
     if r.get("rope_type") == "default" or not r.get("mscale_all_dim") or not r.get("factor"):
         return 1.0
-    weight, factor = r.number("mscale_all_dim"), r.number("factor")
-    return (0.1 * weight * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
+    return yarn_mscale(r.number("mscale_all_dim"), r.number("factor")) ** 2
 
 
 def _only(c: Fields, key: str, value: object) -> None:

@@ -1,7 +1,7 @@
-"""Mistral: Llama's shape without biases, and one sliding window for all layers (null: none)."""
+"""Mistral: no biases, one sliding window for all layers. Mixtral: experts in every layer, a softmax over the chosen ones."""
 
-from dovetail.arch.common import BASE, Config, dense_spec, family_fields, layer_windows
-from dovetail.arch.spec import ArchSpec
+from dovetail.arch.common import BASE, Config, dense_spec, family_fields, layer_windows, renamed, with_experts
+from dovetail.arch.spec import ArchSpec, MoeSpec
 
 
 def mistral_spec(config: Config) -> ArchSpec:
@@ -9,3 +9,30 @@ def mistral_spec(config: Config) -> ArchSpec:
         "mistral", config, BASE, num_key_value_heads=8, max_position_embeddings=4096 * 32, sliding_window=4096
     )
     return dense_spec(c, windows=layer_windows(c, per_layer=False))
+
+
+def mixtral_spec(config: Config) -> ArchSpec:
+    config = renamed(config, "num_experts", "num_local_experts")
+    c = family_fields(
+        "mixtral",
+        {"rope_theta": 1e6, **config},
+        BASE,
+        num_key_value_heads=8,
+        max_position_embeddings=4096 * 32,
+        rms_norm_eps=1e-5,
+        sliding_window=None,
+        num_experts_per_tok=2,
+        num_local_experts=8,
+        router_jitter_noise=0.0,
+    )
+    if c.number("router_jitter_noise"):
+        raise c.lack("router_jitter_noise", "0.0; set it to 0.0, there is no noise in RL training")
+    spec = dense_spec(c, windows=layer_windows(c, per_layer=False))
+    moe = MoeSpec(
+        layers=(True,) * spec.depth,
+        num_experts=c.integer("num_local_experts"),
+        top_k=c.integer("num_experts_per_tok"),
+        ffn_width=spec.ffn_width,
+        normalize=True,  # a softmax over the chosen ones is the chosen part of the whole one, divided by its sum
+    )
+    return with_experts(spec, c, moe)

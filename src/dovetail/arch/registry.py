@@ -6,12 +6,9 @@ from typing import Any
 from dovetail.arch.apertus import apertus_spec
 from dovetail.arch.deepseek import deepseek_v2_spec, deepseek_v3_spec
 from dovetail.arch.llama import llama_spec
-from dovetail.arch.mistral import mistral_spec
-from dovetail.arch.mixtral import mixtral_spec
-from dovetail.arch.qwen2 import qwen2_spec
-from dovetail.arch.qwen2_moe import qwen2_moe_spec
-from dovetail.arch.qwen3 import qwen3_spec
-from dovetail.arch.qwen3_moe import qwen3_moe_spec
+from dovetail.arch.mistral import mistral_spec, mixtral_spec
+from dovetail.arch.qwen2 import qwen2_moe_spec, qwen2_spec
+from dovetail.arch.qwen3 import qwen3_moe_spec, qwen3_spec
 from dovetail.arch.spec import ArchSpec
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.errors import LayoutError, ModelError, quoted

@@ -13,14 +13,13 @@ from dovetail.parallel.consensus import agreed
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Region
-from dovetail.weights.experts import stored
 from dovetail.weights.hf_directory import CONFIG, saved_config
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import FLOATS, NameRules, compare, tolerated
 from dovetail.weights.safe_paths import SideFiles, side_files
 from dovetail.weights.safetensors import TensorSpec, dump_json, parse_json
 from dovetail.weights.save import SHARD_BYTES, write_hf
-from dovetail.weights.shards import LocalParam, ParamShard
+from dovetail.weights.shards import LocalParam, ParamShard, checkpoint_params
 
 
 def convert_to_sharded(
@@ -43,7 +42,7 @@ def convert_to_sharded(
     by_rank: dict[int, list[LocalParam]] = {}
     for rank in range(world.rank, layout.num_ranks, world.size):
         imagined = Mesh.abstract(layout, rank)
-        by_rank[rank] = stored(model_on(imagined), imagined, as_wrapped=True)
+        by_rank[rank] = checkpoint_params(model_on(imagined), imagined, as_wrapped=True)
     present = compare([param for params in by_rank.values() for param in params], reader, mesh, **rules)
     shares = {rank: _share(params, present, reader, dtype) for rank, params in by_rank.items()}
     asked = {name for names in present.values() for name in names}

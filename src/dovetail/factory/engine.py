@@ -33,7 +33,6 @@ from dovetail.parallel.mesh import TIMEOUT, Mesh
 from dovetail.parallel.placement import as_index
 from dovetail.parallel.process_group import ensure_process_group, num_ranks, num_ranks_here, pick_device
 from dovetail.pipeline.partition import partition
-from dovetail.weights.experts import form_of
 from dovetail.weights.hf_directory import (
     LM_HEAD,
     CheckpointSource,
@@ -45,6 +44,7 @@ from dovetail.weights.hf_directory import (
 )
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import load
+from dovetail.weights.shards import form_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +151,7 @@ def make_engine(
 ) -> NativeEngine:
     """Collective."""
     check_layout(source.spec, mesh.layout)
-    reader = open_checkpoint(source.path, mesh)
-    refuse_adapters(reader, source.path)
-    refuse_other_weights(source, reader)
+    reader = open_weights(source, mesh)
     fresh = options.fresh_head_seed is not None
     found = find_value_head(reader, source.path, fresh=fresh) if head == "value" else LM_HEAD
     master = options.master_dtype or wide(dtype)
@@ -193,8 +191,10 @@ def make_engine(
     return engine
 
 
-def refuse_other_weights(source: Pretrained, reader: TensorSource) -> None:
-    """Refuse the config of a far larger model before allocating it."""
+def open_weights(source: Pretrained, mesh: Mesh) -> TensorSource:
+    """Refuses adapters, and the config of a far larger model before it is allocated. Collective."""
+    reader = open_checkpoint(source.path, mesh)
+    refuse_adapters(reader, source.path)
     held = sum(prod(reader.shape(name)) for name in reader.names)
     asked = sum(source.spec.layer_params) + source.spec.head_params
     if asked > FAR_LARGER * held:
@@ -202,6 +202,7 @@ def refuse_other_weights(source: Pretrained, reader: TensorSource) -> None:
             f"{source.path}: config.json describes a model of {asked:.3g} weights or more, but the checkpoint has {held:.3g}; "
             "does its config.json belong to its weights?"
         )
+    return reader
 
 
 def _spare_memory(model: StagedModel, mesh: Mesh, options: EngineOptions) -> None:

@@ -16,10 +16,9 @@ from dovetail.parallel.collectives import gather_text
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index, checkpoint_shapes
-from dovetail.weights.experts import stored
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.parallel_read import Job, blocks, run_jobs
-from dovetail.weights.shards import LocalParam
+from dovetail.weights.shards import LocalParam, checkpoint_params
 
 TOLERATED = ("*rotary_emb.inv_freq",)  # buffers in old checkpoints
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -36,7 +35,7 @@ class NameRules(TypedDict, total=False):
 
 def load(model: nn.Module, source: TensorSource, mesh: Mesh, **rules: Unpack[NameRules]) -> None:
     """Fill every parameter of `model`, in its own dtype. Collective."""
-    load_into(stored(model, mesh), source, mesh, **rules)
+    load_into(checkpoint_params(model, mesh), source, mesh, **rules)
     source.verify_checksums(mesh)
 
 

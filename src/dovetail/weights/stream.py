@@ -15,9 +15,8 @@ from dovetail.memory import aligned, view_at
 from dovetail.parallel.collectives import gather_text, stack_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Slices, as_index
-from dovetail.weights.experts import stored
 from dovetail.weights.safetensors import CODES, DTYPES, TensorSpec
-from dovetail.weights.shards import ExportRules, LocalParam, ParamShard, export_specs, param_shards
+from dovetail.weights.shards import ExportRules, LocalParam, ParamShard, checkpoint_params, export_specs, param_shards
 
 Named = tuple[str, Slices]  # tensor, rectangle
 BUCKET_BYTES = 1 << 28
@@ -41,7 +40,7 @@ class _Bucket:
 
 def export(model: nn.Module, mesh: Mesh, **rules: Unpack[ExportRules]) -> Export:
     """Collective."""
-    return export_params(stored(model, mesh), mesh, **rules)
+    return export_params(checkpoint_params(model, mesh), mesh, **rules)
 
 
 def export_params(params: list[LocalParam], mesh: Mesh, prefix: str = "", **rules: Unpack[ExportRules]) -> Export:
