@@ -142,7 +142,7 @@ def _latent(c: Fields, *, interleaved: bool = True, mlp_bias: bool = False) -> A
         interleaved=interleaved,
         bias=bias,
     )
-    # The rotary table has rope_dim channels; an attention head has the larger of the key and value dims.
+    # The rotary table has rope_dim channels.
     c = replace(c, config={**c.config, "head_dim": latent.rope_dim, "num_key_value_heads": heads})
     spec = dense_spec(c, windows=layer_windows(c, used=False, per_layer=False), o_bias=bias, mlp_bias=mlp_bias)
     if spec.rope.rotary_dim != latent.rope_dim:

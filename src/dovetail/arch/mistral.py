@@ -33,6 +33,6 @@ def mixtral_spec(config: Config) -> ArchSpec:
         num_experts=c.integer("num_local_experts"),
         top_k=c.integer("num_experts_per_tok"),
         ffn_width=spec.ffn_width,
-        normalize=True,  # a softmax over the chosen ones is the chosen part of the whole one, divided by its sum
+        normalize=True,  # equals a softmax over the chosen ones
     )
     return with_experts(spec, c, moe)

@@ -28,7 +28,7 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ArchSpec]] = {
     "qwen3_moe": qwen3_moe_spec,
 }
 MAX_LAYERS = 1 << 16  # a spec has an entry for each
-MAX_DEGREE = 1 << 10  # of tp or ep in a message
+MAX_DEGREE = 1 << 10
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:

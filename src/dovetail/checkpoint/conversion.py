@@ -44,14 +44,15 @@ def convert_to_sharded(
         imagined = Mesh.abstract(layout, rank)
         by_rank[rank] = checkpoint_params(model_on(imagined), imagined, as_wrapped=True)
     present = compare([param for params in by_rank.values() for param in params], reader, mesh, **rules)
-    shares = {rank: _share(params, present, reader, dtype) for rank, params in by_rank.items()}
+    specs = _specs(reader, dtype)
+    shares = {rank: _share(params, present, reader, specs) for rank, params in by_rank.items()}
     asked = {name for names in present.values() for name in names}
     extra = [name for name in reader.names if name not in asked and tolerated(name, rules.get("ignore", ()))]
     for name in extra if 0 in shares else ():
         whole = tuple((0, length) for length in reader.shape(name))
-        shares[0][name] = [_piece(name, Region(name, reader.shape(name), whole, whole, True), reader, dtype)]
+        shares[0][name] = [_piece(name, Region(name, reader.shape(name), whole, whole, True), reader, specs)]
     sides = _sides(reader.path, mesh, dtype)
-    return write_sharded(Path(target), mesh, _specs(reader, dtype), shares, layout, sides=sides)
+    return write_sharded(Path(target), mesh, list(specs.values()), shares, layout, sides=sides)
 
 
 def convert_to_hf(
@@ -65,7 +66,7 @@ def convert_to_hf(
     """Collective."""
     reader = open_checkpoint(source, mesh)
     reader.verify_checksums(mesh)
-    specs = {spec.name: spec for spec in _specs(reader, dtype)}
+    specs = _specs(reader, dtype)
 
     def produce(order: Sequence[str], wanted: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         return ((name, reader.read(name).to(specs[name].dtype)) for name in order if name in wanted)
@@ -75,27 +76,24 @@ def convert_to_hf(
 
 
 def _share(
-    params: list[LocalParam], present: Mapping[str, list[str]], reader: TensorSource, dtype: torch.dtype | None
+    params: list[LocalParam], present: Mapping[str, list[str]], reader: TensorSource, specs: Mapping[str, TensorSpec]
 ) -> dict[str, list[ParamShard]]:
     share: dict[str, list[ParamShard]] = {}
     for param in params:
         for region in param.regions:
             for name in present[region.checkpoint_name] if region.owned else ():
-                share.setdefault(name, []).append(_piece(name, region, reader, dtype))
+                share.setdefault(name, []).append(_piece(name, region, reader, specs))
     return share
 
 
-def _piece(name: str, region: Region, reader: TensorSource, dtype: torch.dtype | None) -> ParamShard:
-    final = _final_dtype(reader.dtype(name), dtype)
+def _piece(name: str, region: Region, reader: TensorSource, specs: Mapping[str, TensorSpec]) -> ParamShard:
+    final = specs[name].dtype
     return ParamShard(region, final, lambda: reader.read(name, region.checkpoint_slice).to(final))
 
 
-def _specs(reader: TensorSource, dtype: torch.dtype | None) -> list[TensorSpec]:
-    return [TensorSpec(n, _final_dtype(reader.dtype(n), dtype), reader.shape(n)) for n in reader.names]
-
-
-def _final_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return own if wanted is None or own not in FLOATS else wanted
+def _specs(reader: TensorSource, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
+    cast = {name: dtype for name in reader.names if dtype is not None and reader.dtype(name) in FLOATS}
+    return {name: TensorSpec(name, cast.get(name, reader.dtype(name)), reader.shape(name)) for name in reader.names}
 
 
 def _sides(directory: Path, mesh: Mesh, dtype: torch.dtype | None) -> SideFiles:

@@ -52,18 +52,15 @@ class EngineOptions:
     """Options of an engine besides model, layout and compute dtype.
 
     master_dtype: of trained weights; default: float32, or wider.
-    tokens_per_batch: most tokens of a micro-batch of one replica, padding included; default: unlimited.
+    tokens_per_batch: of a micro-batch of one replica, padding included; default: unlimited.
     recompute: activation checkpointing: none, light (all but products and attention), selective (all but attention), full.
-    offload_activations: inputs of recomputation in host memory, as far as it has room.
+    offload_activations: inputs of recomputation, as far as host memory has room.
     offload_optimizer: AdamW's moments in host memory.
-    dual_batch: micro-batches as two halves that overlap each other's collectives; default: on accelerators with tp and
-        without ep, for large halves. `in_turns` is the old name.
+    dual_batch: halves of a micro-batch overlap each other's collectives; default: on accelerators with tp, without ep,
+        for large halves. `in_turns` is the old name.
     mlp_tile_tokens: tokens that an MLP computes at a time, keeping only its input; 0: all.
     fresh_head_seed: draw a missing value head.
     save_dtype: of saved and streamed tensors; default: the source's.
-    balance: load balancing of experts.
-    watch: progress and non-finite inputs of steps.
-    engine: for `from_pretrained`: native, transformers, auto.
     resume: checkpoint, role in it, optimizer steps.
     """
 

@@ -85,7 +85,7 @@ class Builder:
         self.recipe, self.device, self.recipe_folder = recipe, device, recipe_folder
         self.stop_signal, self.resume = stop_signal, resume
         self.resumed: Resumed | None = None
-        self.lengths: list[int] = []  # of the rows to train on, in tokens
+        self.lengths: list[int] = []  # of training rows
         self.notes: list[str] = [*recipe.notes]
         self.meshes: dict[Layout, Mesh] = {}
         self.mesh = self._mesh(recipe.layout)
@@ -150,7 +150,11 @@ class Builder:
         wants_reference = algorithm.kl_coef > 0 or recipe.reference.path is not None
         reference_role = self._role(recipe.reference, "reference") if wants_reference else None
         limits = self._limits(self._budget - rollout.max_new_tokens)  # after every model's mesh is known
-        sampler_mesh = self._sampler_mesh()  # may refuse its layout, so before any weight is read
+        section, folded = (
+            rollout.layout or LayoutSection(),
+            partial(backend_layout, self.source, backend=rollout.backend),
+        )
+        sampler_mesh = self._mesh(section, "rollout.layout", folded)  # may refuse it, so before any weight is read
         load = partial(load_prompts, tokenizer=self.tokenizer, limits=limits, processor=self.processor)
         prompts, held_out, fingerprint = self._rows(load)
         lengths, key = [len(prompt.ids) for prompt in (*prompts, *held_out)], "rollout.max_new_tokens"
@@ -158,11 +162,12 @@ class Builder:
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
         critic = self._trained(*critic_role, CRITIC, recipe.critic.lr or recipe.optim.lr) if critic_role else None
         stops, loss = stop_ids(self.source, self.tokenizer), PolicyLoss(**same_keys(algorithm, PolicyLoss))
+        frozen = EngineOptions(master_dtype=self.dtype, tokens_per_batch=recipe.trainer.tokens_per_batch)
         task = RLTask(
             recipe=recipe,
             policy=policy,
             critic=critic,
-            reference=self._reference(*reference_role) if reference_role else None,
+            reference=make_engine(*reference_role, self.dtype, "lm", frozen) if reference_role else None,
             sampler=make_sampler(self.source, sampler_mesh, self.dtype, rollout.backend),
             policy_loss=replace(loss, kl_coef=loss.kl_coef if algorithm.kl_in == "loss" else 0.0),
             value_loss=ValueLoss(algorithm.value_clip, algorithm.value_coef) if isinstance(algorithm, PPO) else None,
@@ -212,10 +217,6 @@ class Builder:
         check = partial(check_layout, source.spec)
         return source, self._mesh(section.layout or self.recipe.layout, f"{name}.layout", check)
 
-    def _reference(self, source: Pretrained, mesh: Mesh) -> NativeEngine:
-        options = EngineOptions(master_dtype=self.dtype, tokens_per_batch=self.recipe.trainer.tokens_per_batch)
-        return make_engine(source, mesh, self.dtype, "lm", options)
-
     def _trained(self, source: Pretrained, mesh: Mesh, role: str, lr: float) -> NativeEngine:
         recipe, resumed, moe = self.recipe, self.resumed, self.recipe.model.moe
         head: Literal["lm", "value"] = "lm" if role == POLICY else "value"
@@ -248,11 +249,6 @@ class Builder:
                     workers=reward.workers,
                 )
         return runner
-
-    def _sampler_mesh(self) -> Mesh:
-        section = self.recipe.rollout.layout or LayoutSection()
-        folded = partial(backend_layout, self.source, backend=self.recipe.rollout.backend)
-        return self._mesh(section, "rollout.layout", folded)
 
     def _mesh(
         self, section: LayoutSection, name: str = "layout", change: Callable[[Layout], Layout] = lambda layout: layout

@@ -32,7 +32,7 @@ def backend_layout(source: Pretrained, layout: Layout, backend: Backend) -> Layo
         return Layout(dp=layout.num_ranks)
     named = source.config.get("model_type")
     if named not in FAMILIES:
-        known_config(source.config)  # nobody is sent to transformers that does not know the family either
+        known_config(source.config)  # raises if transformers does not know it either
         raise ModelError(
             f"the native sampler runs {', '.join(FAMILIES)}, not {named}; set rollout.backend=transformers (generate: "
             "--engine transformers)"

@@ -11,7 +11,7 @@ from torch import Tensor
 from dovetail.memory import wait_for
 from dovetail.parallel.placement import Slices
 
-READERS = 8  # threads, which wait for the disk
+READERS = 8  # threads
 BUFFER_BYTES = 1 << 22  # of a thread
 JOB_BYTES = 1 << 25  # small enough that no thread ends late
 MAX_GAP = 1 << 16  # bytes between ranges that one call reads
