@@ -28,11 +28,10 @@ from dovetail.engine.fsdp import shard_over_data
 from dovetail.factory.engine import make_decoder, make_mesh, make_model
 from dovetail.parallel.collectives import gather_text
 from dovetail.parallel.mesh import Axis, Mesh
-from dovetail.weights.experts import stored
 from dovetail.weights.hf_directory import Pretrained
 from dovetail.weights.load import load
 from dovetail.weights.safetensors import TensorFileWriter, TensorSpec, memory_of
-from dovetail.weights.shards import export_specs
+from dovetail.weights.shards import checkpoint_params, export_specs
 
 ROUNDS, SHARDS_A_RANK, CHUNK = 3, 2, 1 << 24
 MEMORY = Path("/dev/shm")  # files that are page cache and nothing else
@@ -73,7 +72,9 @@ def _roomy(shape: str) -> Path:
 def write(folder: Path, shape: str, world: Axis) -> None:
     """A Hugging Face directory of bfloat16 tensors, each rank its shards."""
     solo = Mesh.solo("meta")
-    specs = export_specs(stored(make_decoder(spec_of(shape), solo, torch.bfloat16), solo), lambda _: torch.bfloat16)
+    specs = export_specs(
+        checkpoint_params(make_decoder(spec_of(shape), solo, torch.bfloat16), solo), dtype_of=lambda _: torch.bfloat16
+    )
     total, shards = sum(spec.num_bytes for spec in specs), SHARDS_A_RANK * world.size
     parts: list[list[TensorSpec]] = [[] for _ in range(shards)]
     reached = 0

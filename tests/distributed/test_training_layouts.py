@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.factory.lengths import longest_row
+from dovetail.factory.sampler import longest_row
 from dovetail.parallel.layout import Layout
 from tests.golden.bugs import LAYOUT_BUGS
 from tests.golden.job import Played, play, rl, sft, write_inputs

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dovetail.checkpoint.manifest import Manifest, StoredFile, StoredRegion, StoredTensor
+from dovetail.checkpoint.manifest import Manifest, StoredFile
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.engine.fsdp import shard_over_data
 from dovetail.engine.native import NativeEngine
@@ -19,7 +19,7 @@ from dovetail.factory.engine import from_pretrained
 from dovetail.parallel.collectives import gather_text
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from dovetail.weights.hf_reader import CheckpointReader
+from dovetail.weights.hf_reader import HFReader, StoredRegion, StoredTensor
 from dovetail.weights.load import load
 from dovetail.weights.safe_paths import MANIFEST
 from dovetail.weights.shards import local_params
@@ -69,7 +69,7 @@ def _load_and_stream(source: Path, layout: Layout) -> dict[str, int]:
     mesh = Mesh.build(layout)
     model = decoder_on(source, replace(mesh, device=torch.device("meta")))
     shard_over_data(model, mesh, torch.float32)
-    reader = CheckpointReader(source)
+    reader = HFReader(source)
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
     before = resident("VmRSS")
     model.to_empty(device="cpu")

@@ -36,7 +36,7 @@ def export_of(tensors: Mapping[str, Tensor], rank: int, world: int) -> Export:
         owners[name] = [(r, ((r * rows, (r + 1) * rows), (0, WIDTH))) for r in range(world)]
         where = owners[name][rank][1]
         region = Region(name, (ROWS, WIDTH), where, ((0, rows), (0, WIDTH)), True, 1)
-        mine[name] = ParamShard(region, torch.float32, lambda tensor=tensor: tensor)  # type: ignore[misc]
+        mine[name] = [ParamShard(region, torch.float32, lambda tensor=tensor: tensor)]  # type: ignore[misc]
     return Export(specs, owners, mine)
 
 

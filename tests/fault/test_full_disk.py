@@ -19,7 +19,7 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.rl.tasks import RLTask
 from dovetail.run import directory, metrics, records
 from dovetail.run.records import MOST_WAITING, Records
-from dovetail.weights.hf_reader import CheckpointReader
+from dovetail.weights.hf_reader import HFReader
 from dovetail.weights.safetensors import TensorFileWriter
 from tests.commands.program import here, read_rows, refusal, write_recipe, write_rows
 
@@ -156,7 +156,7 @@ def test_a_model_that_does_not_fit_is_named(model: Path, tmp_path: Path, monkeyp
 def test_a_run_whose_result_would_not_fit_does_not_begin(
     every: int, words: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = CheckpointReader(model)
+    weights = HFReader(model)
     size = sum(weights.read(name).nbytes for name in weights.names)
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
     recipe = write_recipe(tmp_path / "r.yaml", model, rows, trainer={"save_every": every})

@@ -19,7 +19,7 @@ import dovetail
 from dovetail.checkpoint.manifest import Manifest, _checksum
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.errors import CheckpointError
-from dovetail.weights.hf_reader import CheckpointReader
+from dovetail.weights.hf_reader import HFReader
 from dovetail.weights.safe_paths import INDEX, MANIFEST, side_files
 from dovetail.weights.safetensors import TensorFile
 from tests.fault.saves import Run
@@ -152,7 +152,7 @@ def escapes(base: Path) -> list[tuple[str, str, str, list[str]]]:
         told = ""
         try:
             if place == "index":
-                CheckpointReader(root)
+                HFReader(root)
             else:
                 ShardedReader(root).verify()
         except CheckpointError as error:

@@ -20,7 +20,7 @@ from dovetail.checkpoint.writer import save_sharded
 from dovetail.errors import CheckpointError
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
-from dovetail.weights.hf_reader import CheckpointReader
+from dovetail.weights.hf_reader import HFReader
 from dovetail.weights.load import load
 from dovetail.weights.safe_paths import MANIFEST, side_files
 from dovetail.weights.save import save
@@ -47,7 +47,7 @@ def _cut(source: Path, target: Path, **options: Any) -> Path:
 def _loaded(source: Path) -> tuple[nn.Module, Mesh]:
     mesh = Mesh.solo()
     model = decoder_on(source, mesh, torch.bfloat16)
-    load(model, CheckpointReader(source), mesh)
+    load(model, HFReader(source), mesh)
     return model, mesh
 
 
@@ -55,7 +55,7 @@ def test_one_process_cuts_for_all_ranks(source: Path, cut: Path, tmp_path: Path)
     manifest = ShardedReader(cut).manifest
     assert dict(manifest.layout) == {"tp": 2, "pp": 1, "cp": 1, "dp": 2, "ep": 1}
     assert sorted(manifest.pieces) == [f"pieces-{rank:05}-of-00004.safetensors" for rank in range(4)]
-    assert list(manifest.tensors) == list(CheckpointReader(source).names)
+    assert list(manifest.tensors) == list(HFReader(source).names)
     convert_to_hf(cut, tmp_path / "hf", Mesh.solo())
     assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(source))
     assert digests(tmp_path / "hf", weights=False) == digests(source, weights=False)

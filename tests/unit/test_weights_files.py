@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from dovetail.errors import CheckpointError
 from dovetail.parallel.placement import as_index
-from dovetail.weights.hf_reader import CheckpointReader
+from dovetail.weights.hf_reader import HFReader
 from dovetail.weights.safe_paths import INDEX, SINGLE, side_files
 from dovetail.weights.safetensors import CODES, TensorFile, TensorFileWriter, TensorSpec
 
@@ -150,7 +150,7 @@ def _indexed(path: Path, weight_map: dict[str, str]) -> Path:
 def test_an_index_that_leaves_the_directory_is_refused(tmp_path: Path, name: str) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match="not inside the directory"):
-        CheckpointReader(_indexed(tmp_path / "model", {"a": name}))
+        HFReader(_indexed(tmp_path / "model", {"a": name}))
 
 
 def test_links_out_of_the_directory_are_refused(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_links_out_of_the_directory_are_refused(tmp_path: Path) -> None:
     model.mkdir()
     os.symlink("../x.safetensors", model / SINGLE)
     with pytest.raises(CheckpointError, match="outside the directory"):
-        CheckpointReader(model)
+        HFReader(model)
     os.symlink("/etc/hostname", model / "tokenizer.json")
     with pytest.raises(CheckpointError, match="outside the directory"):
         side_files(model)
@@ -172,25 +172,25 @@ def test_the_hub_cache_may_link_to_its_own_blobs(tmp_path: Path) -> None:
     (repository / "blobs").mkdir()
     save_file({"a": torch.ones(1)}, repository / "blobs" / "beef")
     os.symlink("../../blobs/beef", snapshot / SINGLE)
-    assert list(CheckpointReader(snapshot).names) == ["a"]
+    assert list(HFReader(snapshot).names) == ["a"]
     (snapshot / SINGLE).unlink()
     save_file({"a": torch.ones(1)}, tmp_path / "elsewhere")
     os.symlink("../../../elsewhere", snapshot / SINGLE)
     with pytest.raises(CheckpointError, match="outside the directory"):
-        CheckpointReader(snapshot)
+        HFReader(snapshot)
 
 
 def test_what_is_no_checkpoint_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a directory"):
-        CheckpointReader(tmp_path / "nowhere")
+        HFReader(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="has no weights"):
-        CheckpointReader(tmp_path)
+        HFReader(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n")
     with pytest.raises(CheckpointError, match=r"only pickled weights.*save_pretrained"):
-        CheckpointReader(tmp_path)
+        HFReader(tmp_path)
     os.mkfifo(tmp_path / SINGLE)
     with pytest.raises(CheckpointError, match="not a regular file"):
-        CheckpointReader(tmp_path)
+        HFReader(tmp_path)
 
 
 def test_an_index_must_match_its_files(tmp_path: Path) -> None:
@@ -198,16 +198,16 @@ def test_an_index_must_match_its_files(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1), "c": torch.ones(1)}, model / "1.safetensors")
     save_file({"a": torch.zeros(1), "c": torch.ones(1)}, model / "2.safetensors")
     with pytest.raises(CheckpointError) as caught:
-        CheckpointReader(model)
+        HFReader(model)
     assert "b: 2.safetensors does not hold it" in str(caught.value)
     assert "c: both 2.safetensors and 1.safetensors hold it" in str(caught.value)
     save_file({"b": torch.zeros(1), "a": torch.zeros(1)}, model / "2.safetensors")
-    reader = CheckpointReader(model)
+    reader = HFReader(model)
     assert set(reader.names) == {"a", "b", "c"}  # c is not in the index; loading reports it as extra
     assert reader.read("a") == 1
     _indexed(model, {"a": "pytorch_model.bin"})
     with pytest.raises(CheckpointError, match="not safetensors"):
-        CheckpointReader(model)
+        HFReader(model)
 
 
 def test_more_files_than_a_process_may_open_at_first(tmp_path: Path) -> None:

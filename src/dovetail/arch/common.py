@@ -1,4 +1,4 @@
-"""Reading config.json as transformers 5 does, with a family's defaults, and refusing unsupported options."""
+"""Reads config.json as transformers 5 does; refuses unsupported options."""
 
 import math
 from collections.abc import Mapping
@@ -8,8 +8,9 @@ from typing import Any
 from dovetail.arch.spec import ROPE_KINDS, ArchSpec, AttentionSpec, MoeSpec, RopeSpec
 from dovetail.errors import ModelError, OptionError, quoted
 
+Config = Mapping[str, Any]  # a parsed config.json
 SILU = ("silu", "swish")  # two names of one function
-SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")  # the original length may be at the config's top level
+SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 FULL, SLIDING = "full_attention", "sliding_attention"
 FULL_NAMES = (FULL, "attention")  # the second in older configs
 DEFAULT_THETA = 10000.0
@@ -26,7 +27,7 @@ BASE: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "attention_bias": False,
-}  # transformers' defaults that most families share
+}  # transformers' defaults
 QWEN: Mapping[str, Any] = {
     **BASE,
     "vocab_size": 151936,
@@ -47,11 +48,11 @@ ROPE_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Fields:
-    """A config's values, with the defaults of absent keys. Readers raise ModelError that names the key."""
+    """A config with defaults. Readers raise ModelError that names the key."""
 
     where: str
-    config: Mapping[str, Any]
-    defaults: Mapping[str, Any]
+    config: Config
+    defaults: Config
 
     def __contains__(self, key: str) -> bool:
         return key in self.config or key in self.defaults
@@ -79,35 +80,29 @@ class Fields:
         return value
 
     def refusal(self, key: str, expected: str) -> ModelError:
-        """The error of a value that makes no model."""
+        """For a value that makes no model."""
         state = "is missing" if key not in self else f"is {quoted(self.get(key))}"
         return ModelError(f"{self.where}: {key} {state}; supported: {expected}")
 
     def lack(self, key: str, expected: str) -> OptionError:
-        """The error of a value that only the transformers engine supports."""
+        """For a value that only the transformers engine supports."""
         return OptionError(str(self.refusal(key, expected)))
 
 
-def family_fields(family: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Fields:
-    return Fields(f"config.json of a {family} model", config, defaults)
+def family_fields(family: str, config: Config, base: Config, **defaults: Any) -> Fields:
+    return Fields(f"config.json of a {family} model", config, {**base, **defaults})
 
 
-def renamed(config: Mapping[str, Any], name: str, to: str) -> Mapping[str, Any]:
-    """A config with an alias of the key `to`, which wins where both are present."""
+def renamed(config: Config, name: str, to: str) -> Config:
+    """`name` as an alias of the key `to`, which it overrides."""
     return {**config, to: config[name]} if name in config else config
 
 
-def dense_spec(
-    c: Fields,
-    *,
-    windows: tuple[int | None, ...],
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    qk_norm: bool = False,
-    mlp_bias: bool = False,
-    activations: tuple[str, ...] = SILU,
-) -> ArchSpec:
-    """The spec of a dense family. Raises ModelError for values that make no model, OptionError for unsupported options."""
+def dense_spec(c: Fields, *, mlp_bias: bool = False, activations: tuple[str, ...] = SILU, **attention: Any) -> ArchSpec:
+    """The spec of a dense family; `attention`: other fields of AttentionSpec.
+
+    Raises ModelError for values that make no model, OptionError for unsupported options.
+    """
     _refuse_unsupported(c, activations)
     width, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
     kv_heads = heads if c.get("num_key_value_heads") is None else c.integer("num_key_value_heads")
@@ -122,15 +117,7 @@ def dense_spec(
         depth=c.integer("num_hidden_layers"),
         ffn_width=c.integer("intermediate_size"),
         norm_eps=c.number("rms_norm_eps"),
-        attention=AttentionSpec(
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
-            qk_norm=qk_norm,
-            windows=windows,
-        ),
+        attention=AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, **attention),
         rope=rope_spec(c, head_dim),
         mlp_bias=mlp_bias,
         tie_embeddings=c.flag("tie_word_embeddings"),
@@ -139,31 +126,38 @@ def dense_spec(
 
 
 def _pad_id(c: Fields) -> int | None:
-    """The row of the token table that transformers does not train; a negative one counts from the end."""
+    """The row of the token table that transformers does not train."""
     pad, rows = c.get("pad_token_id"), c.integer("vocab_size")
     if pad is not None and (not isinstance(pad, int) or isinstance(pad, bool)):
         raise c.refusal("pad_token_id", "a token id or null")
     return pad % rows if pad is not None and -rows <= pad < rows else None
 
 
-def sparse_layers(c: Fields) -> tuple[bool, ...]:
-    """Which layers have experts: every `decoder_sparse_step`-th one that is not in `mlp_only_layers`."""
+def qwen_moe(c: Fields) -> MoeSpec:
+    """Experts in every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
     step, dense = c.integer("decoder_sparse_step"), c.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise c.refusal("mlp_only_layers", "a list of layer numbers")
-    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(c.integer("num_hidden_layers")))
+    depth = c.integer("num_hidden_layers")
+    return MoeSpec(
+        layers=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(depth)),
+        num_experts=c.integer("num_experts"),
+        top_k=c.integer("num_experts_per_tok"),
+        ffn_width=c.integer("moe_intermediate_size"),
+        normalize=c.flag("norm_topk_prob"),
+    )
 
 
 def with_experts(spec: ArchSpec, c: Fields, moe: MoeSpec) -> ArchSpec:
-    """`spec` with experts in some of its layers."""
     choice = moe.num_experts // moe.groups * moe.kept_groups
     if moe.top_k > choice:
         raise c.refusal("num_experts_per_tok", f"at most {choice}, the experts that a token may choose from")
     return replace(spec, moe=moe if any(moe.layers) else None)
 
 
-def layer_windows(c: Fields, window: int | None, first: int = 0, per_layer: bool = True) -> tuple[int | None, ...]:
-    """Each layer's window: `window` from layer `first` on, or by `layer_types`, which a family without per_layer ignores."""
+def layer_windows(c: Fields, *, used: bool = True, first: int = 0, per_layer: bool = True) -> tuple[int | None, ...]:
+    """Windows from layer `first` on, or by `layer_types`, which must agree without `per_layer`."""
+    window = c.integer("sliding_window") if used and c.get("sliding_window") is not None else None
     depth = c.integer("num_hidden_layers")
     implied = [SLIDING if window is not None and layer >= first else FULL for layer in range(depth)]
     types = c.get("layer_types")
@@ -185,13 +179,11 @@ def layer_windows(c: Fields, window: int | None, first: int = 0, per_layer: bool
 
 def qwen_windows(c: Fields) -> tuple[int | None, ...]:
     """`sliding_window` from layer `max_window_layers` on, if `use_sliding_window`."""
-    used = c.flag("use_sliding_window") and c.get("sliding_window") is not None
-    window = c.integer("sliding_window") if used else None
-    return layer_windows(c, window, first=c.integer("max_window_layers", least=0))
+    return layer_windows(c, used=c.flag("use_sliding_window"), first=c.integer("max_window_layers", least=0))
 
 
 def rope_fields(c: Fields, **defaults: Any) -> Fields:
-    """The rotary parameters: `rope_scaling`, the older form, wins over `rope_parameters`."""
+    """`rope_scaling`, the older form, wins over `rope_parameters`."""
     rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         raise c.refusal("rope_scaling" if c.get("rope_scaling") else "rope_parameters", "one flat set for all layers")
@@ -199,7 +191,7 @@ def rope_fields(c: Fields, **defaults: Any) -> Fields:
 
 
 def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
-    """From the rotary parameters, which win over top-level keys."""
+    """Rotary parameters win over top-level keys."""
     max_positions = c.integer("max_position_embeddings")
     r = rope_fields(
         c,
@@ -230,7 +222,7 @@ def rope_spec(c: Fields, head_dim: int) -> RopeSpec:
 
 
 def _rotary_dim(r: Fields, kind: str, head_dim: int) -> int:
-    """Rotated channels of a head. As in transformers, an unscaled table ignores `partial_rotary_factor`."""
+    """As in transformers, an unscaled table ignores `partial_rotary_factor`."""
     partial = kind != "default" and r.get("partial_rotary_factor") is not None
     dim = int(head_dim * r.number("partial_rotary_factor")) if partial else head_dim
     least = 4 if kind == "dynamic" else 2  # dynamic: the exponent is dim / (dim - 2)
@@ -243,7 +235,7 @@ def _rotary_dim(r: Fields, kind: str, head_dim: int) -> int:
 
 
 def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
-    """The parameters of a scaled kind. stretch: the longest length over the original, yarn's and longrope's default factor."""
+    """stretch: longest over original length, yarn's and longrope's default factor."""
     implied = kind in ("yarn", "longrope") and r.get("factor") is None
     factor = stretch if implied else r.number("factor", least=1.0)
     if kind == "llama3":
@@ -263,7 +255,7 @@ def _scaling(kind: str, r: Fields, stretch: float) -> dict[str, Any]:
 
 
 def _longrope(r: Fields, count: int, factor: float, original: int) -> dict[str, Any]:
-    """LongRoPE (arXiv 2402.13753): a factor for each of `count` frequencies, and sqrt(1 + ln(factor) / ln(original))."""
+    """arXiv 2402.13753: a factor per frequency, and sqrt(1 + ln(factor) / ln(original))."""
     factors: dict[str, Any] = {}
     for key in ("short_factor", "long_factor"):
         values = r.get(key)
@@ -284,13 +276,13 @@ def _yarn_attention_factor(r: Fields, factor: float) -> float:
     """0.1 ln(factor) + 1 (YaRN, arXiv 2309.00071), or mscale's ratio."""
     if r.get("attention_factor") is not None:
         return r.number("attention_factor")
-
-    def weighted(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if r.get("mscale") and r.get("mscale_all_dim"):
-        return weighted(r.number("mscale")) / weighted(r.number("mscale_all_dim"))
-    return weighted(1.0)
+        return yarn_mscale(r.number("mscale"), factor) / yarn_mscale(r.number("mscale_all_dim"), factor)
+    return yarn_mscale(1.0, factor)
+
+
+def yarn_mscale(scale: float, factor: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _refuse_unsupported(c: Fields, activations: tuple[str, ...]) -> None:

@@ -1,12 +1,12 @@
-"""DeepSeek-V2 and V3 (also Moonlight and Kimi-K2): latent attention, dense first layers, shared experts, grouped routing."""
+"""DeepSeek-V2 and V3 (also Moonlight, Kimi-K2): latent attention, dense first layers, shared experts, grouped routing."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from dovetail.arch.common import (
     BASE,
+    Config,
     Fields,
     dense_spec,
     family_fields,
@@ -14,6 +14,7 @@ from dovetail.arch.common import (
     renamed,
     rope_fields,
     with_experts,
+    yarn_mscale,
 )
 from dovetail.arch.spec import ArchSpec, LatentSpec, MoeSpec
 
@@ -26,50 +27,30 @@ SHARED: Mapping[str, Any] = {
     "v_head_dim": 128,
     "moe_layer_freq": 1,
 }
-V2: Mapping[str, Any] = {
-    **SHARED,
-    "vocab_size": 102400,
-    "intermediate_size": 11008,
-    "moe_intermediate_size": 1407,
-    "max_position_embeddings": 2048,
-    "mlp_bias": False,
-    "first_k_dense_replace": 0,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": None,
-    "routed_scaling_factor": 1.0,
-    "n_group": None,
-    "topk_group": None,
-    "topk_method": "greedy",
-    "norm_topk_prob": False,
-    "scoring_func": "softmax",
-}
-V3: Mapping[str, Any] = {
-    **SHARED,
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "max_position_embeddings": 4096,
-    "first_k_dense_replace": 3,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "routed_scaling_factor": 2.5,
-    "n_group": 8,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "scoring_func": "sigmoid",
-    "rope_interleave": True,
-}
 MAX_PREDICTORS = 64
 
 
-def deepseek_v2_spec(config: Mapping[str, Any]) -> ArchSpec:
-    c = family_fields("deepseek_v2", renamed(config, "num_experts", "n_routed_experts"), V2)
+def deepseek_v2_spec(config: Config) -> ArchSpec:
+    c = family_fields(
+        "deepseek_v2",
+        renamed(config, "num_experts", "n_routed_experts"),
+        SHARED,
+        vocab_size=102400,
+        intermediate_size=11008,
+        moe_intermediate_size=1407,
+        max_position_embeddings=2048,
+        mlp_bias=False,
+        first_k_dense_replace=0,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        num_experts_per_tok=None,
+        routed_scaling_factor=1.0,
+        n_group=None,
+        topk_group=None,
+        topk_method="greedy",
+        norm_topk_prob=False,
+        scoring_func="softmax",
+    )
     if c.get("norm_topk_prob"):
         raise c.lack("norm_topk_prob", "false, which is all that transformers computes for this family")
     _only(c, "scoring_func", "softmax")
@@ -80,9 +61,31 @@ def deepseek_v2_spec(config: Mapping[str, Any]) -> ArchSpec:
     return with_experts(_latent(c, mlp_bias=c.flag("mlp_bias")), c, moe)
 
 
-def deepseek_v3_spec(config: Mapping[str, Any]) -> ArchSpec:
+def deepseek_v3_spec(config: Config) -> ArchSpec:
     config = renamed(config, "num_local_experts", "n_routed_experts")
-    c = family_fields("deepseek_v3", renamed(config, "num_nextn_predict_layers", "num_mtp_layers"), V3)
+    c = family_fields(
+        "deepseek_v3",
+        renamed(config, "num_nextn_predict_layers", "num_mtp_layers"),
+        SHARED,
+        vocab_size=129280,
+        hidden_size=7168,
+        intermediate_size=18432,
+        moe_intermediate_size=2048,
+        num_hidden_layers=61,
+        num_attention_heads=128,
+        max_position_embeddings=4096,
+        first_k_dense_replace=3,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        routed_scaling_factor=2.5,
+        n_group=8,
+        topk_group=4,
+        topk_method="noaux_tc",
+        norm_topk_prob=True,
+        scoring_func="sigmoid",
+        rope_interleave=True,
+    )
     _only(c, "scoring_func", "sigmoid")
     _only(c, "topk_method", "noaux_tc")
     if c.get("head_dim") not in (None, c.get("qk_rope_head_dim")):
@@ -97,7 +100,7 @@ def deepseek_v3_spec(config: Mapping[str, Any]) -> ArchSpec:
 
 
 def _predictors(c: Fields, depth: int) -> tuple[str, ...]:
-    """Patterns of multi-token prediction's tensors, behind the last layer; one module by default."""
+    """Tensors of multi-token prediction, after the last layer."""
     count = min(c.integer("num_mtp_layers"), MAX_PREDICTORS) if c.get("num_mtp_layers") else 1
     return tuple(f"model.layers.{depth + module}.*" for module in range(count))
 
@@ -139,9 +142,9 @@ def _latent(c: Fields, *, interleaved: bool = True, mlp_bias: bool = False) -> A
         interleaved=interleaved,
         bias=bias,
     )
-    # The rotary table has rope_dim channels; an attention head has the larger of the key and value dims.
+    # The rotary table has rope_dim channels.
     c = replace(c, config={**c.config, "head_dim": latent.rope_dim, "num_key_value_heads": heads})
-    spec = dense_spec(c, windows=layer_windows(c, None, per_layer=False), o_bias=bias, mlp_bias=mlp_bias)
+    spec = dense_spec(c, windows=layer_windows(c, used=False, per_layer=False), o_bias=bias, mlp_bias=mlp_bias)
     if spec.rope.rotary_dim != latent.rope_dim:
         r, key = rope_fields(c), "partial_rotary_factor"
         raise (r if key in r else c).refusal(key, "1.0: all qk_rope_head_dim channels turn")
@@ -150,12 +153,11 @@ def _latent(c: Fields, *, interleaved: bool = True, mlp_bias: bool = False) -> A
 
 
 def _stretch(c: Fields) -> float:
-    """The scale of scores with `mscale_all_dim`: yarn's mscale, squared."""
+    """With `mscale_all_dim`, yarn's mscale squared."""
     r = rope_fields(c)
     if r.get("rope_type") == "default" or not r.get("mscale_all_dim") or not r.get("factor"):
         return 1.0
-    weight, factor = r.number("mscale_all_dim"), r.number("factor")
-    return (0.1 * weight * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
+    return yarn_mscale(r.number("mscale_all_dim"), r.number("factor")) ** 2
 
 
 def _only(c: Fields, key: str, value: object) -> None:

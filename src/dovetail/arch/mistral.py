@@ -1,20 +1,38 @@
-"""Mistral: Llama's shape without biases, and one sliding window for all layers (null: none)."""
+"""Mistral: no biases, one sliding window for all layers. Mixtral: experts in every layer, a softmax over the chosen ones."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from dovetail.arch.common import BASE, dense_spec, family_fields, layer_windows
-from dovetail.arch.spec import ArchSpec
-
-DEFAULTS: Mapping[str, Any] = {
-    **BASE,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 4096 * 32,
-    "sliding_window": 4096,
-}
+from dovetail.arch.common import BASE, Config, dense_spec, family_fields, layer_windows, renamed, with_experts
+from dovetail.arch.spec import ArchSpec, MoeSpec
 
 
-def mistral_spec(config: Mapping[str, Any]) -> ArchSpec:
-    c = family_fields("mistral", config, DEFAULTS)
-    window = None if c.get("sliding_window") is None else c.integer("sliding_window")
-    return dense_spec(c, windows=layer_windows(c, window, per_layer=False))
+def mistral_spec(config: Config) -> ArchSpec:
+    c = family_fields(
+        "mistral", config, BASE, num_key_value_heads=8, max_position_embeddings=4096 * 32, sliding_window=4096
+    )
+    return dense_spec(c, windows=layer_windows(c, per_layer=False))
+
+
+def mixtral_spec(config: Config) -> ArchSpec:
+    config = renamed(config, "num_experts", "num_local_experts")
+    c = family_fields(
+        "mixtral",
+        {"rope_theta": 1e6, **config},
+        BASE,
+        num_key_value_heads=8,
+        max_position_embeddings=4096 * 32,
+        rms_norm_eps=1e-5,
+        sliding_window=None,
+        num_experts_per_tok=2,
+        num_local_experts=8,
+        router_jitter_noise=0.0,
+    )
+    if c.number("router_jitter_noise"):
+        raise c.lack("router_jitter_noise", "0.0; set it to 0.0, there is no noise in RL training")
+    spec = dense_spec(c, windows=layer_windows(c, per_layer=False))
+    moe = MoeSpec(
+        layers=(True,) * spec.depth,
+        num_experts=c.integer("num_local_experts"),
+        top_k=c.integer("num_experts_per_tok"),
+        ffn_width=spec.ffn_width,
+        normalize=True,  # equals a softmax over the chosen ones
+    )
+    return with_experts(spec, c, moe)

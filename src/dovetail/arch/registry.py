@@ -1,4 +1,4 @@
-"""From `model_type` to the family that reads it, and which degrees of tp, ep and Ulysses a model allows."""
+"""Families by `model_type`, and the degrees of tp, ep and Ulysses that a model allows."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,12 +6,9 @@ from typing import Any
 from dovetail.arch.apertus import apertus_spec
 from dovetail.arch.deepseek import deepseek_v2_spec, deepseek_v3_spec
 from dovetail.arch.llama import llama_spec
-from dovetail.arch.mistral import mistral_spec
-from dovetail.arch.mixtral import mixtral_spec
-from dovetail.arch.qwen2 import qwen2_spec
-from dovetail.arch.qwen2_moe import qwen2_moe_spec
-from dovetail.arch.qwen3 import qwen3_spec
-from dovetail.arch.qwen3_moe import qwen3_moe_spec
+from dovetail.arch.mistral import mistral_spec, mixtral_spec
+from dovetail.arch.qwen2 import qwen2_moe_spec, qwen2_spec
+from dovetail.arch.qwen3 import qwen3_moe_spec, qwen3_spec
 from dovetail.arch.spec import ArchSpec
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.errors import LayoutError, ModelError, quoted
@@ -31,11 +28,11 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ArchSpec]] = {
     "qwen3_moe": qwen3_moe_spec,
 }
 MAX_LAYERS = 1 << 16  # a spec has an entry for each
-MAX_DEGREE = 1 << 10  # of tp or ep in a message
+MAX_DEGREE = 1 << 10
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
-    """The spec of a raw config.json. Raises ModelError for an unsupported family or option."""
+    """Raises ModelError for an unsupported family or option."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ModelError(f"config.json: model_type is {quoted(family)}; known families: {', '.join(FAMILIES)}")
@@ -46,7 +43,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
 
 
 def validate_layout(spec: ArchSpec, layout: Layout) -> None:
-    """Refuse a tp or an ep that cannot divide this model. Vocabulary and gated widths are padded instead."""
+    """Refuse a tp or ep that does not divide the model; vocabulary and gated widths are padded."""
     _validate_ep(spec, layout)
     if reasons := _misfits(spec, layout.tp):
         fitting = [str(tp) for tp in range(1, min(spec.attention.num_heads, MAX_DEGREE) + 1) if not _misfits(spec, tp)]
@@ -57,9 +54,9 @@ def validate_layout(spec: ArchSpec, layout: Layout) -> None:
 
 
 def ulysses_degree(spec: AnySpec, layout: Layout) -> int:
-    """How many cp ranks exchange heads for tokens (Ulysses); over cp's other factor keys and values are gathered.
+    """How many cp ranks exchange heads for tokens (Ulysses); over the rest keys and values are gathered.
 
-    cp_mode: auto takes the most that the heads allow; ulysses is all of cp, gather 1, product the most below cp.
+    cp_mode: auto: the most that the heads allow; ulysses: all of cp; gather: 1; product: the most below cp.
     """
     possible = _ulysses_degrees(spec, layout)
     by_mode = {
@@ -80,7 +77,7 @@ def ulysses_degree(spec: AnySpec, layout: Layout) -> int:
 
 
 def _ulysses_degrees(spec: AnySpec, layout: Layout) -> list[int]:
-    """The divisors of cp over which a tp rank's heads can be split, ascending."""
+    """Divisors of cp that a tp rank's heads allow, ascending."""
     heads = spec.attention.num_heads // layout.tp
     kv_heads = max(1, spec.attention.num_kv_heads // layout.tp)
     fits = (d for d in range(1, layout.cp + 1) if layout.cp % d == 0 and heads % d == 0)

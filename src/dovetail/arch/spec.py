@@ -28,7 +28,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). The head_dim is the larger of key_dim and v_dim."""
+    """Multi-head latent attention (arXiv 2405.04434). head_dim is the larger of key_dim and v_dim."""
 
     q_rank: int | None  # None: no latent for queries
     kv_rank: int
@@ -46,7 +46,7 @@ class LatentSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeSpec:
-    """Which layers have experts, and how a token's experts are chosen and weighted."""
+    """Which layers have experts, and how they are chosen and weighted."""
 
     layers: tuple[bool, ...]
     num_experts: int
@@ -65,7 +65,7 @@ class MoeSpec:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers of the layers with experts."""
+        """Of the layers with experts."""
         return tuple(layer for layer, routes in enumerate(self.layers) if routes)
 
 
@@ -117,7 +117,7 @@ class ArchSpec:
 
     @property
     def layer_params(self) -> tuple[int, ...]:
-        """Weights of each layer's products per token: of experts, the chosen ones."""
+        """Weights of each layer's products per token (active experts)."""
         attention = self.attention.params(self.width)
         dense = self.width * (3 if self.activation == "swiglu" else 2) * self.ffn_width
         moe, routed = self.moe, 0
@@ -131,11 +131,11 @@ class ArchSpec:
 
     @property
     def linear_params(self) -> int:
-        """Weights of all products per token, without the token table."""
+        """Without the token table."""
         return sum(self.layer_params) + self.head_params
 
     def flops(self, length: int) -> float:
-        """Of one forward pass over a sequence: 2 per weight and token, and causal attention."""
+        """Of one forward pass: 2 per weight and token, and causal attention."""
         a = self.attention
         seen = sum(min(length, window or length) for window in a.windows)  # keys of the last query, over the layers
         channels = a.latent.key_dim + a.latent.v_dim if a.latent else 2 * a.head_dim  # scores, and the mean of values

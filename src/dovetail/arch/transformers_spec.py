@@ -1,4 +1,4 @@
-"""Sizes of a model that the transformers engine runs, from any config.json. No torch here."""
+"""Sizes of a model that the transformers engine runs. No torch here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class TransformersHeads:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersSpec:
-    """The sizes of a transformers model's text backbone, named as in `ArchSpec`."""
+    """Of the text backbone, named as in `ArchSpec`."""
 
     family: str
     vocab_size: int
@@ -49,7 +49,7 @@ MAX_SIZE, MAX_LAYERS = 1 << 31, 1 << 16
 
 
 def transformers_spec(config: Mapping[str, Any]) -> TransformersSpec:
-    """From a raw config.json, or its `text_config`. Raises ModelError for a missing or invalid size."""
+    """Raises ModelError for a missing or invalid size."""
     family = config.get("model_type")
     inner = config.get("text_config")
     text = {**config, **(inner if isinstance(inner, Mapping) else {})}

@@ -1,1 +1,0 @@
-"""The sharded checkpoint format."""

@@ -1,4 +1,4 @@
-"""Saves checkpoints, on request in the background while training continues."""
+"""Saves checkpoints, in the background if asked."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-from torch import Tensor
 
 from dovetail.checkpoint.retention import Retention, prune
 from dovetail.checkpoint.writer import write_sharded
@@ -22,7 +20,7 @@ from dovetail.weights.stream import Export
 
 
 class Saver:
-    """Writes the checkpoints of one run, one at a time. Its own gloo group: ranks agree while others train."""
+    """One save at a time. Uses a gloo group of its own, so that it can run during training."""
 
     def __init__(self, folder: Path, mesh: Mesh, retention: Retention, *, background: bool) -> None:
         self.folder, self.mesh, self.retention, self.background = folder, mesh, retention, background
@@ -33,7 +31,7 @@ class Saver:
         self._unfinished = False
 
     def save(self, step: int, exports: Sequence[Export], sides: SideFiles, state: Mapping[str, Any]) -> None:
-        """Save `exports` as they are now; `finish` comes before the next. Collective."""
+        """Save `exports` as they are now. Collective."""
         assert not self._unfinished, "one save at a time: finish the one before"
         self._unfinished = True
         specs = [spec for export in exports for spec in export.specs.values()]
@@ -55,12 +53,11 @@ class Saver:
         return self._thread is None or not self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait for the save, whatever its result."""
         if self._thread is not None:
             self._thread.join(self.mesh.timeout.total_seconds())
 
     def finish(self) -> bool:
-        """Wait for the save and raise its error on every rank; whether there was one."""
+        """Wait for the save, raise its error; whether there was a save."""
         was_saving, self._unfinished = self._unfinished, False
         if self._thread is not None:
             self._thread.join()
@@ -70,14 +67,17 @@ class Saver:
             raise problem
         return was_saving
 
-    def _snapshot(self, pieces: Mapping[str, ParamShard]) -> dict[str, ParamShard]:
+    def _snapshot(self, pieces: Mapping[str, list[ParamShard]]) -> dict[str, list[ParamShard]]:
         self._arena.reset()
-        copies = {name: self._arena.copy(piece.read()) for name, piece in pieces.items()}
+        copies = {name: [self._copy(piece) for piece in held] for name, held in pieces.items()}
         wait_for(self.mesh.device)
-        return {name: replace(piece, read=partial(_identity, copies[name])) for name, piece in pieces.items()}
+        return copies
+
+    def _copy(self, piece: ParamShard) -> ParamShard:
+        copies = [self._arena.copy(piece.read())]
+        return replace(piece, read=partial(copies.__getitem__, 0))  # no operator: it would wait for the lock
 
     def _run(self, write: Callable[[], object]) -> None:
-        """Write and prune; `finish` raises the errors of the thread."""
         with ExitStack() as stack:
             stack.push(self._keep_problem)
             write()
@@ -90,7 +90,3 @@ class Saver:
     ) -> bool:
         self._problem = error
         return True
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor

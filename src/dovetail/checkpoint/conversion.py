@@ -1,4 +1,4 @@
-"""Converts HF directories to sharded checkpoints and back, bit for bit, without building a model."""
+"""Converts HF directories to sharded checkpoints and back, bit for bit."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,14 +13,13 @@ from dovetail.parallel.consensus import agreed
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Region
-from dovetail.weights.experts import stored
 from dovetail.weights.hf_directory import CONFIG, saved_config
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import FLOATS, NameRules, compare, tolerated
 from dovetail.weights.safe_paths import SideFiles, side_files
 from dovetail.weights.safetensors import TensorSpec, dump_json, parse_json
 from dovetail.weights.save import SHARD_BYTES, write_hf
-from dovetail.weights.shards import LocalParam, ParamShard, add_piece
+from dovetail.weights.shards import LocalParam, ParamShard, checkpoint_params
 
 
 def convert_to_sharded(
@@ -33,9 +32,9 @@ def convert_to_sharded(
     dtype: torch.dtype | None = None,
     **rules: Unpack[NameRules],
 ) -> Path:
-    """Cut `source`, an HF directory or a sharded checkpoint, into pieces of `layout`'s ranks. Collective.
+    """Shard `source`, an HF directory or a sharded checkpoint, for `layout`. Collective.
 
-    `model_on` makes a rank's model on the meta device. The processes of `mesh` share the ranks of `layout`.
+    `model_on` makes a rank's model on the meta device; the processes of `mesh` divide the ranks of `layout`.
     """
     reader = open_checkpoint(source, mesh)
     reader.verify_checksums(mesh)
@@ -43,16 +42,17 @@ def convert_to_sharded(
     by_rank: dict[int, list[LocalParam]] = {}
     for rank in range(world.rank, layout.num_ranks, world.size):
         imagined = Mesh.abstract(layout, rank)
-        by_rank[rank] = stored(model_on(imagined), imagined, as_wrapped=True)
+        by_rank[rank] = checkpoint_params(model_on(imagined), imagined, as_wrapped=True)
     present = compare([param for params in by_rank.values() for param in params], reader, mesh, **rules)
-    shares = {rank: _share(params, present, reader, dtype) for rank, params in by_rank.items()}
+    specs = _specs(reader, dtype)
+    shares = {rank: _share(params, present, reader, specs) for rank, params in by_rank.items()}
     asked = {name for names in present.values() for name in names}
     extra = [name for name in reader.names if name not in asked and tolerated(name, rules.get("ignore", ()))]
     for name in extra if 0 in shares else ():
         whole = tuple((0, length) for length in reader.shape(name))
-        shares[0][name] = _piece(name, Region(name, reader.shape(name), whole, whole, True), reader, dtype)
+        shares[0][name] = [_piece(name, Region(name, reader.shape(name), whole, whole, True), reader, specs)]
     sides = _sides(reader.path, mesh, dtype)
-    return write_sharded(Path(target), mesh, _specs(reader, dtype), shares, layout, sides=sides)
+    return write_sharded(Path(target), mesh, list(specs.values()), shares, layout, sides=sides)
 
 
 def convert_to_hf(
@@ -63,10 +63,10 @@ def convert_to_hf(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the sharded checkpoint `source` as an HF directory. Collective."""
+    """Collective."""
     reader = open_checkpoint(source, mesh)
     reader.verify_checksums(mesh)
-    specs = {spec.name: spec for spec in _specs(reader, dtype)}
+    specs = _specs(reader, dtype)
 
     def produce(order: Sequence[str], wanted: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         return ((name, reader.read(name).to(specs[name].dtype)) for name in order if name in wanted)
@@ -76,31 +76,28 @@ def convert_to_hf(
 
 
 def _share(
-    params: list[LocalParam], present: Mapping[str, list[str]], reader: TensorSource, dtype: torch.dtype | None
-) -> dict[str, ParamShard]:
-    share: dict[str, ParamShard] = {}
+    params: list[LocalParam], present: Mapping[str, list[str]], reader: TensorSource, specs: Mapping[str, TensorSpec]
+) -> dict[str, list[ParamShard]]:
+    share: dict[str, list[ParamShard]] = {}
     for param in params:
         for region in param.regions:
             for name in present[region.checkpoint_name] if region.owned else ():
-                add_piece(share, name, _piece(name, region, reader, dtype))
+                share.setdefault(name, []).append(_piece(name, region, reader, specs))
     return share
 
 
-def _piece(name: str, region: Region, reader: TensorSource, dtype: torch.dtype | None) -> ParamShard:
-    final = _final_dtype(reader.dtype(name), dtype)
+def _piece(name: str, region: Region, reader: TensorSource, specs: Mapping[str, TensorSpec]) -> ParamShard:
+    final = specs[name].dtype
     return ParamShard(region, final, lambda: reader.read(name, region.checkpoint_slice).to(final))
 
 
-def _specs(reader: TensorSource, dtype: torch.dtype | None) -> list[TensorSpec]:
-    return [TensorSpec(n, _final_dtype(reader.dtype(n), dtype), reader.shape(n)) for n in reader.names]
-
-
-def _final_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return own if wanted is None or own not in FLOATS else wanted
+def _specs(reader: TensorSource, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
+    cast = {name: dtype for name in reader.names if dtype is not None and reader.dtype(name) in FLOATS}
+    return {name: TensorSpec(name, cast.get(name, reader.dtype(name)), reader.shape(name)) for name in reader.names}
 
 
 def _sides(directory: Path, mesh: Mesh, dtype: torch.dtype | None) -> SideFiles:
-    """The source's side files. A cast is written into the config, or transformers would undo it on loading."""
+    """A cast is written into the config, or transformers would undo it."""
     sides: dict[str, Path | bytes] = {}
     with agreed(mesh):
         sides |= side_files(directory)

@@ -1,4 +1,4 @@
-"""The manifest of a sharded checkpoint: which file holds which rectangle of which tensor."""
+"""The manifest of a sharded checkpoint: which file holds which region of which tensor."""
 
 import json
 import zlib
@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import torch
-
 from dovetail.errors import CheckpointError, quoted
-from dovetail.parallel.placement import Slices, overlap
+from dovetail.parallel.placement import overlap
+from dovetail.weights.hf_reader import StoredRegion, StoredTensor
 from dovetail.weights.safetensors import CODES, DTYPES, parse_json
 
 FORMAT = "dovetail-sharded"
@@ -22,25 +21,8 @@ TRAINING = "training/"  # prefix of names
 
 
 @dataclass(frozen=True)
-class StoredRegion:
-    """A rectangle of a tensor, stored in `file` as `key`."""
-
-    file: str
-    key: str
-    slices: Slices
-    crc32: int
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    regions: tuple[StoredRegion, ...]
-
-
-@dataclass(frozen=True)
 class StoredFile:
-    """`crc32` is that of a side file, or of the header of a file of pieces."""
+    """`crc32`: of a side file, or of the header of a file of pieces."""
 
     size: int
     crc32: int
@@ -48,7 +30,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`sides`: config, tokenizer and so on. `state`: training state other than tensors."""
+    """`sides`: config, tokenizer, ... `state`: training state other than tensors."""
 
     layout: Mapping[str, int]
     step: int | None
@@ -81,7 +63,6 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, what: str) -> "Manifest":
-        """The manifest in `data`. Raises CheckpointError, which names `what`."""
         body = parse_json(data, what)
         if body.get("format") != FORMAT:
             raise CheckpointError(f"{what}: format {quoted(body.get('format'))}, expected {FORMAT!r}")
@@ -130,7 +111,6 @@ def _tensor(value: Any) -> StoredTensor:
 
 
 def _check_tiling(name: str, tensor: StoredTensor, pieces: Mapping[str, StoredFile], what: str) -> None:
-    """The regions of a tensor must cover it, each element once."""
     covered = 0
     if max(Counter(region.file for region in tensor.regions).values(), default=0) > MOST_IN_A_FILE:
         raise CheckpointError(f"{what}: {name} has more than {MOST_IN_A_FILE} regions in a file")
@@ -141,7 +121,7 @@ def _check_tiling(name: str, tensor: StoredTensor, pieces: Mapping[str, StoredFi
             not start <= stop <= length for (start, stop), length in zip(region.slices, tensor.shape, strict=True)
         ):
             raise CheckpointError(f"{what}: {name} {list(tensor.shape)} has a region {region.slices} outside of it")
-        covered += prod(stop - start for start, stop in region.slices)
+        covered += prod(region.shape)
     if covered != prod(tensor.shape):
         raise CheckpointError(f"{what}: the regions of {name} hold {covered} of its {prod(tensor.shape)} elements")
     by_row = sorted(tensor.regions, key=lambda region: region.slices)

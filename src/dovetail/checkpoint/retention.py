@@ -1,4 +1,4 @@
-"""The saved steps of a run: which exist, which to resume from, and which to keep, by their manifests alone."""
+"""The saved steps of a run: which exist, which to resume from, which to keep."""
 
 import gc
 import math
@@ -30,7 +30,7 @@ LEFTOVERS = (".tmp-*", ".trash-*")  # of interrupted saves and removals
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A complete step. `order` is -1 without training state; a higher `score` is better."""
+    """`order` is -1 without training state; a higher `score` is better."""
 
     path: Path
     step: int
@@ -40,7 +40,7 @@ class SavedStep:
 
 @dataclass(frozen=True)
 class Retention:
-    """Steps to keep: the `last`, those that `every` divides, and the `best`. 0: none."""
+    """Keep the `last`, those that `every` divides, and the `best`. 0: none."""
 
     last: int
     every: int = 0
@@ -56,7 +56,7 @@ class Retention:
 
 
 def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
-    """The sound steps in `folder`, the newest first, and the problems of the others."""
+    """Complete steps, the newest first, and the problems of others."""
     sound, problems = [], []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
@@ -67,9 +67,7 @@ def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
                 continue
             order, score = (-1, None) if manifest.state is None else map(manifest.state.get, (ORDER, SCORE))
             if type(order) is not int or not isinstance(score, (int, float, type(None))):
-                problems.append(
-                    f"{path}: its training state has the order {quoted(order)} and the score {quoted(score)}"
-                )
+                problems.append(f"{path}: its state has the order {quoted(order)} and the score {quoted(score)}")
                 continue
             known = score is not None and math.isfinite(score)
             sound.append(SavedStep(path, manifest.step or 0, order, score if known else None))
@@ -79,9 +77,9 @@ def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
 def open_newest(
     folder: Path, mesh: Mesh, step: int | None = None, damaged: Mapping[str, str] = NONE
 ) -> tuple[ShardedReader | None, list[str]]:
-    """The newest sound step, or `step`, and the problems of those passed over; None: there is none. Collective.
+    """The newest readable step, or `step`, and the problems of those skipped. Collective.
 
-    `damaged`: directory name -> known problem of its data. Raises where no step can be read.
+    `damaged`: directory name -> known problem. Raises if there are steps, but none can be read.
     """
     named: list[str] = []
     others: list[int] = []
@@ -96,10 +94,8 @@ def open_newest(
     for name in named:
         try:
             if name not in damaged:
-                reader: list[ShardedReader] = []
                 with agreed(mesh):
-                    reader.append(ShardedReader(folder / name))
-                return reader[0], problems
+                    return ShardedReader(folder / name), problems
             problems.append(damaged[name])
         except CheckpointError as error:
             problems.append(str(error))
@@ -114,7 +110,7 @@ def open_newest(
 
 
 def from_a_whole_step(folder: Path, attempt: Callable[[Mapping[str, str]], T]) -> T:
-    """The result of `attempt(damaged)`, repeated without each step that it finds damaged."""
+    """`attempt(damaged)`, repeated without each step that proves damaged."""
     damaged: dict[str, str] = {}
     while True:
         try:
@@ -127,7 +123,7 @@ def from_a_whole_step(folder: Path, attempt: Callable[[Mapping[str, str]], T]) -
 
 
 def prune(folder: Path, retention: Retention) -> None:
-    """Remove the steps that are not kept, renamed first. What another process uses is removed later."""
+    """Remove steps that are not kept; what is in use is removed later."""
     steps, _ = saved_steps(folder)
     kept = retention.keeps(steps)
     for saved in steps:
@@ -140,33 +136,34 @@ def prune(folder: Path, retention: Retention) -> None:
 
 
 def set_aside(folder: Path, order: int, aside: Path) -> None:
-    """Move the steps after the `order`-th save, and unreadable ones, to `aside`, the newest first.
+    """Move steps after the `order`-th save, and unreadable ones, to `aside`, the newest first.
 
-    Directories in place of links and of `latest`, which a save could not replace, are moved, too.
+    Also directories in place of links and `latest`: a save could not replace them.
     """
+
+    def move(path: Path) -> None:
+        aside.mkdir(parents=True, exist_ok=True)
+        path.rename(aside / path.name)
+
     steps, _ = saved_steps(folder)
     readable = {saved.path: saved.order for saved in steps}
+    kept = [saved.path for saved in steps if saved.order <= order]
     directories = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and not path.is_symlink()]
     for path in sorted(directories, key=lambda path: readable.get(path, math.inf), reverse=True):
         if readable.get(path, math.inf) > order:
-            aside.mkdir(parents=True, exist_ok=True)
-            path.rename(aside / path.name)
+            move(path)
             _unlink(path)
     for path in [path for path in folder.glob("step_*") if LINK.fullmatch(path.name)]:
         if path.is_dir() and not path.is_symlink():  # as `scp -r` leaves links
-            aside.mkdir(parents=True, exist_ok=True)
-            path.rename(aside / path.name)
-            named = [saved.path.name for saved in steps if saved.order <= order and saved.path.stem == path.name]
-            if named:
+            move(path)
+            if named := [step.name for step in kept if step.stem == path.name]:
                 path.symlink_to(named[0])
     latest = folder / LATEST
     misplaced = latest.is_dir() and not latest.is_symlink()
     if misplaced:
-        aside.mkdir(parents=True, exist_ok=True)
-        latest.rename(aside / LATEST)
+        move(latest)
     if misplaced or (latest.is_file() and not (folder / latest.read_text(errors="replace").strip()).is_dir()):
-        kept = [saved.path.name for saved in steps if saved.order <= order]
-        replace_file(latest, f"{kept[0]}\n".encode()) if kept else latest.unlink(missing_ok=True)
+        replace_file(latest, f"{kept[0].name}\n".encode()) if kept else latest.unlink(missing_ok=True)
 
 
 def _unlink(path: Path) -> None:

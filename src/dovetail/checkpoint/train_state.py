@@ -16,9 +16,8 @@ from dovetail.checkpoint.reader import ShardedReader
 from dovetail.nn.model import StagedModel
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import checkpoint_shapes
-from dovetail.weights.experts import as_stored, stored
 from dovetail.weights.load import load_into
-from dovetail.weights.shards import LocalParam, local_params
+from dovetail.weights.shards import LocalParam, checkpoint_params, in_checkpoint_form, local_params
 from dovetail.weights.stream import Export, export_params
 
 PARAM = "param"
@@ -30,11 +29,11 @@ States = Mapping[str, Mapping[str, Tensor]]  # kind -> parameter name -> state o
 def export_training(
     model: StagedModel, mesh: Mesh, role: str, states: States, saved: Export | None = None
 ) -> list[Export]:
-    """`role`'s weights that `saved` does not hold exactly, and its optimizer state. Collective."""
+    """Weights that `saved` does not hold exactly, and optimizer state. Collective."""
     exact = {} if saved is None else {name: spec.dtype for name, spec in saved.specs.items()}
     weights = [
         p
-        for p in stored(model, mesh)
+        for p in checkpoint_params(model, mesh)
         if any(exact.get(name) != p.local.dtype for name in checkpoint_shapes(p.name, p.placement, p.shape))
     ]
     exports = [export_params(weights, mesh, prefix=prefix(role, PARAM))]
@@ -44,9 +43,9 @@ def export_training(
 
 
 def load_training(model: StagedModel, mesh: Mesh, role: str, states: States, reader: ShardedReader) -> None:
-    """Fill weights and optimizer state; the caller calls `verify_checksums`. Collective."""
+    """The caller calls `verify_checksums`. Collective."""
     exact = _saved_as_trained(reader, role) if role == MODEL_ROLE else ()
-    _load_untied(stored(model, mesh), reader.training_state(prefix(role, PARAM), exact), mesh)
+    _load_untied(checkpoint_params(model, mesh), reader.training_state(prefix(role, PARAM), exact), mesh)
     for kind, tensors in states.items():
         _load_untied(_state_params(model, mesh, tensors), reader.training_state(prefix(role, kind)), mesh)
 
@@ -56,7 +55,7 @@ def prefix(role: str, kind: str) -> str:
 
 
 def _saved_as_trained(reader: ShardedReader, role: str) -> list[str]:
-    """The model's tensors that were not rounded: optimizer state has the dtype of training."""
+    """Tensors that were not rounded: optimizer state has the dtype of training."""
     trained: dict[str, torch.dtype] = {}
     for name, tensor in reader.manifest.tensors.items():
         kind, _, param = name.removeprefix(f"{TRAINING}{role}/").partition("/")
@@ -67,9 +66,9 @@ def _saved_as_trained(reader: ShardedReader, role: str) -> list[str]:
 
 def _state_params(model: StagedModel, mesh: Mesh, tensors: Mapping[str, Tensor]) -> list[LocalParam]:
     params = [p for p in local_params(model, mesh) if p.name in tensors]
-    return as_stored(model, [replace(p, local=tensors[p.name]) for p in params])
+    return in_checkpoint_form(model, [replace(p, local=tensors[p.name]) for p in params])
 
 
 def _load_untied(params: list[LocalParam], source: ShardedReader, mesh: Mesh) -> None:
-    """Training checkpoints hold tied parameters under their first name only."""
+    """Training state has tied parameters under their first name only."""
     load_into([replace(param, tied=()) for param in params], source, mesh, ignore=ANYTHING)

@@ -1,28 +1,31 @@
-"""Writes sharded checkpoints: each rank its pieces, then one manifest, then a rename.
+"""Writes sharded checkpoints: each rank its pieces, then the manifest, then a rename.
 
-A step's directory has a unique name, so nothing is overwritten; the link `step_000050` and the file `latest` name it.
+A step's directory has a unique name; the link `step_000050` and the file `latest` name it.
 """
 
 import json
 import uuid
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
-from dovetail.checkpoint.manifest import Manifest, StoredFile, StoredRegion, StoredTensor
+from dovetail.checkpoint.manifest import Manifest, StoredFile
 from dovetail.checkpoint.retention import LATEST
 from dovetail.parallel.collectives import gather_text
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.layout import DEGREES, Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.atomic import AtomicDirectory, replace_file, replace_link, staged, write_file, write_sides
+from dovetail.weights.hf_reader import StoredRegion, StoredTensor
 from dovetail.weights.safe_paths import MANIFEST, SideFiles
 from dovetail.weights.safetensors import TensorFileWriter, TensorSpec
-from dovetail.weights.shards import Dtypes, ParamShard, own_dtype, tensor_of
+from dovetail.weights.shards import ExportRules, ParamShard
 from dovetail.weights.stream import export
+
+Share = Mapping[str, Sequence[ParamShard]]  # tensor -> a rank's pieces of it
 
 
 def save_sharded(
@@ -32,14 +35,13 @@ def save_sharded(
     *,
     sides: SideFiles,
     step: int | None = None,
-    dtype_of: Dtypes = own_dtype,
-    listed: Collection[str] | None = None,
+    **rules: Unpack[ExportRules],
 ) -> Path:
-    """Write `model` as a sharded checkpoint, complete or not at all, and return its directory. Collective.
+    """Write `model` atomically and return the directory. Collective.
 
     With `step`, it is `path/step_000050.<id>`, with the link `path/step_000050`.
     """
-    exported = export(model, mesh, dtype_of=dtype_of, listed=listed)
+    exported = export(model, mesh, **rules)
     shares = {mesh["world"].rank: exported.local}
     return write_sharded(Path(path), mesh, list(exported.specs.values()), shares, mesh.layout, sides=sides, step=step)
 
@@ -48,14 +50,14 @@ def write_sharded(
     path: Path,
     mesh: Mesh,
     specs: Sequence[TensorSpec],
-    shares: Mapping[int, Mapping[str, ParamShard]],
+    shares: Mapping[int, Share],
     layout: Layout,
     *,
     sides: SideFiles,
     step: int | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write `shares` (rank of `layout` -> its pieces), which make up the tensors. Collective."""
+    """`shares`: rank of `layout` -> its pieces. Collective."""
     target, link = path, None
     if step is not None:
         link = path / f"step_{step:06}"
@@ -80,18 +82,23 @@ def write_sharded(
     return target
 
 
-def _write_share(stage: AtomicDirectory, rank: int, share: Mapping[str, ParamShard], layout: Layout) -> dict[str, Any]:
-    """Write one rank's file of pieces; its entry in the manifest."""
+def _write_share(stage: AtomicDirectory, rank: int, share: Share, layout: Layout) -> dict[str, Any]:
+    """A rank's second piece of a tensor has the key NAME#1."""
     file = f"pieces-{rank:05}-of-{layout.num_ranks:05}.safetensors"
     entry: dict[str, Any] = {"rank": rank, "file": file}
     with stage.verdict.catch():
-        specs = [TensorSpec(name, piece.dtype, piece.region.shape) for name, piece in share.items()]
+        pieces = [
+            (f"{name}#{i}" if i else name, name, piece) for name, held in share.items() for i, piece in enumerate(held)
+        ]
+        specs = [TensorSpec(key, piece.dtype, piece.region.shape) for key, _, piece in pieces]
         writer = TensorFileWriter(stage.path / file, specs)
-        for name, piece in share.items():
-            writer.write(name, piece.read())
+        for key, _, piece in pieces:
+            writer.write(key, piece.read())
         writer.close()
         entry |= {"size": writer.size, "header_crc32": zlib.crc32(writer.header)}
-        entry["regions"] = {name: (piece.region.checkpoint_slice, writer.crc32[name]) for name, piece in share.items()}
+        entry["regions"] = [
+            (name, key, piece.region.checkpoint_slice, writer.crc32[key]) for key, name, piece in pieces
+        ]
     return entry
 
 
@@ -101,8 +108,8 @@ def _contents(
     shares = sorted(shares, key=lambda share: share["rank"])
     regions: dict[str, list[StoredRegion]] = {spec.name: [] for spec in specs}
     for share in shares:
-        for key, (slices, crc) in share["regions"].items():
+        for name, key, slices, crc in share["regions"]:
             where = tuple((start, stop) for start, stop in slices)
-            regions[tensor_of(key, regions)].append(StoredRegion(share["file"], key, where, crc))
+            regions[name].append(StoredRegion(share["file"], key, where, crc))
     tensors = {spec.name: StoredTensor(spec.dtype, spec.shape, tuple(regions[spec.name])) for spec in specs}
     return tensors, {share["file"]: StoredFile(share["size"], share["header_crc32"]) for share in shares}

@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 
 from dovetail.checkpoint.conversion import convert_to_hf, convert_to_sharded
-from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.cli.common import mesh_of
-from dovetail.factory.engine import make_model, refuse_other_weights
+from dovetail.factory.engine import make_model, open_weights
 from dovetail.factory.layouts import check_layout
 from dovetail.launch.progress import Progress
 from dovetail.nn.model import StagedModel
@@ -34,8 +33,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     with agreed(mesh):
         source = Pretrained.open(args.source)
         check_layout(source.spec, mesh.layout)
-    reader = open_checkpoint(source.path, mesh)
-    refuse_other_weights(source, reader)
+    reader = open_weights(source, mesh)
     head = stored_head(reader, source)
     kind = "value_without_bias" if "score.bias" in head.fresh else head.kind  # as the source
 

@@ -5,12 +5,10 @@ import argparse
 import torch
 
 from dovetail.arch.transformers_spec import TransformersSpec
-from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.cli.common import RowFile, mesh_of, open_inputs, portions, say
 from dovetail.data.examples import Limits, load_prompts
-from dovetail.factory.engine import make_mesh, refuse_other_weights
-from dovetail.factory.lengths import check_positions
-from dovetail.factory.sampler import Backend, backend_layout, make_sampler
+from dovetail.factory.engine import make_mesh, open_weights
+from dovetail.factory.sampler import Backend, backend_layout, check_positions, make_sampler
 from dovetail.factory.tokenizer import banned_ids, stop_ids, text_of
 from dovetail.launch.progress import Progress
 from dovetail.parallel.consensus import agreed
@@ -34,8 +32,7 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     if mesh["world"].size > 1:
         refuse_other_models("--model", source, mesh)
     sampler_mesh = mesh if layout == mesh.layout else make_mesh(layout, mesh.device)
-    reader = open_checkpoint(source.path, mesh)
-    refuse_other_weights(source, reader)
+    reader = open_weights(source, mesh)
     stops = stop_ids(source, tokenizer)
     params = SamplingParams(
         samples=args.samples,

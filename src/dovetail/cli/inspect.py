@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
-from dovetail.checkpoint.manifest import TRAINING, Manifest, StoredTensor
+from dovetail.checkpoint.manifest import TRAINING, Manifest
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.errors import CheckpointError
 from dovetail.launch.process import put
+from dovetail.weights.hf_reader import StoredTensor
 from dovetail.weights.safe_paths import MANIFEST
 
 

@@ -1,9 +1,8 @@
-"""From a model directory to an engine."""
+"""Makes engines from model directories."""
 
 import warnings
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from math import prod, sqrt
 from pathlib import Path
 from typing import Literal, get_args
@@ -33,19 +32,18 @@ from dovetail.parallel.mesh import TIMEOUT, Mesh
 from dovetail.parallel.placement import as_index
 from dovetail.parallel.process_group import ensure_process_group, num_ranks, num_ranks_here, pick_device
 from dovetail.pipeline.partition import partition
-from dovetail.weights.experts import form_of
 from dovetail.weights.hf_directory import (
     LM_HEAD,
     CheckpointSource,
     EngineName,
     Pretrained,
-    StoredHead,
     find_value_head,
     refuse_adapters,
     saved_sides,
 )
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import load
+from dovetail.weights.shards import form_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +51,15 @@ class EngineOptions:
     """Options of an engine besides model, layout and compute dtype.
 
     master_dtype: of trained weights; default: float32, or wider.
-    tokens_per_batch: most tokens of a micro-batch of one replica, padding included; default: unlimited.
+    tokens_per_batch: of a micro-batch of one replica, padding included; default: unlimited.
     recompute: activation checkpointing: none, light (all but products and attention), selective (all but attention), full.
-    offload_activations: inputs of recomputation in host memory, as far as it has room.
+    offload_activations: inputs of recomputation, as far as host memory has room.
     offload_optimizer: AdamW's moments in host memory.
-    dual_batch: micro-batches as two halves that overlap each other's collectives; default: on accelerators with tp and
-        without ep, for large halves. `in_turns` is the old name.
+    dual_batch: halves of a micro-batch overlap each other's collectives; default: on accelerators with tp, without ep,
+        for large halves. `in_turns` is the old name.
     mlp_tile_tokens: tokens that an MLP computes at a time, keeping only its input; 0: all.
     fresh_head_seed: draw a missing value head.
     save_dtype: of saved and streamed tensors; default: the source's.
-    balance: load balancing of experts.
-    watch: progress and non-finite inputs of steps.
-    engine: for `from_pretrained`: native, transformers, auto.
     resume: checkpoint, role in it, optimizer steps.
     """
 
@@ -114,7 +109,7 @@ def from_pretrained(
     device: str = "auto",
     options: EngineOptions = DEFAULTS,
 ) -> NativeEngine:
-    """An engine with the weights of an HF directory, a sharded checkpoint or a pinned hub name. Collective.
+    """An engine from an HF directory, a sharded checkpoint or a pinned hub name. Collective.
 
     layout: an absent dp takes the remaining ranks. head: "lm" for log-probs and entropies, "value" for values. Raises
     ConfigError, ModelError, CheckpointError or LayoutError, on every rank.
@@ -143,21 +138,18 @@ def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def make_mesh(layout: Layout | None, device: torch.device, *, timeout: timedelta = TIMEOUT) -> Mesh:
-    """The mesh of a layout over the ranks of the job. Collective. timeout: as `Mesh.build` takes it."""
+    """Collective. timeout: as `Mesh.build` takes it."""
     return Mesh.build((layout or Layout(dp=None)).resolve(num_ranks()), device, timeout)
 
 
 def make_engine(
     source: Pretrained, mesh: Mesh, dtype: torch.dtype, head: Literal["lm", "value"], options: EngineOptions
 ) -> NativeEngine:
-    """A sharded engine; each rank reads only its slices. Collective."""
+    """Collective."""
     check_layout(source.spec, mesh.layout)
-    reader = open_checkpoint(source.path, mesh)
-    refuse_adapters(reader, source.path)
-    refuse_other_weights(source, reader)
-    found = LM_HEAD
-    if head == "value":
-        found = find_value_head(reader, source.path, fresh=options.fresh_head_seed is not None)
+    reader = open_weights(source, mesh)
+    fresh = options.fresh_head_seed is not None
+    found = find_value_head(reader, source.path, fresh=fresh) if head == "value" else LM_HEAD
     master = options.master_dtype or wide(dtype)
     model = make_model(source, mesh, master, reader, found.kind, options.recompute)
     _spare_memory(model, mesh, options)
@@ -169,11 +161,12 @@ def make_engine(
         )
         if found.fresh:
             fill_fresh(model, mesh, found.fresh, options.fresh_head_seed or 0)
-    origin = CheckpointSource(
-        partial(_saved_dtype, reader, found, options.save_dtype),
-        tuple(reader.names),
-        saved_sides(source, found.kind, options.save_dtype),
-    )
+
+    def saved_dtype(name: str) -> torch.dtype | None:
+        stored = found.aliases.get(name, name)
+        return options.save_dtype or reader.dtype(stored if stored in reader.names else next(iter(reader.names)))
+
+    origin = CheckpointSource(saved_dtype, tuple(reader.names), saved_sides(source, found.kind, options.save_dtype))
     optim = options.optim or OptimSettings()
     if options.offload_optimizer:
         optim = replace(optim, on_host=True)
@@ -194,8 +187,10 @@ def make_engine(
     return engine
 
 
-def refuse_other_weights(source: Pretrained, reader: TensorSource) -> None:
-    """Refuse the config of a far larger model before memory is allocated."""
+def open_weights(source: Pretrained, mesh: Mesh) -> TensorSource:
+    """Refuses adapters, and the config of a far larger model before it is allocated. Collective."""
+    reader = open_checkpoint(source.path, mesh)
+    refuse_adapters(reader, source.path)
     held = sum(prod(reader.shape(name)) for name in reader.names)
     asked = sum(source.spec.layer_params) + source.spec.head_params
     if asked > FAR_LARGER * held:
@@ -203,6 +198,7 @@ def refuse_other_weights(source: Pretrained, reader: TensorSource) -> None:
             f"{source.path}: config.json describes a model of {asked:.3g} weights or more, but the checkpoint has {held:.3g}; "
             "does its config.json belong to its weights?"
         )
+    return reader
 
 
 def _spare_memory(model: StagedModel, mesh: Mesh, options: EngineOptions) -> None:
@@ -271,12 +267,3 @@ def fill_fresh(model: StagedModel, mesh: Mesh, names: tuple[str, ...], seed: int
                 for region in shard.regions:
                     drawn = weight if shard.name.endswith("weight") else torch.zeros(1)
                     shard.local[as_index(region.local_slice)] = drawn[as_index(region.checkpoint_slice)].to(shard.local)
-
-
-def _saved_dtype(
-    reader: TensorSource, head: StoredHead, save_dtype: torch.dtype | None, name: str
-) -> torch.dtype | None:
-    if save_dtype is not None:
-        return save_dtype
-    source = head.aliases.get(name, name)
-    return reader.dtype(source if source in reader.names else next(iter(reader.names)))

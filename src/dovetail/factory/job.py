@@ -1,12 +1,11 @@
-"""From a recipe to a run that is ready to start."""
+"""Makes the parts of a run from a recipe."""
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -21,9 +20,8 @@ from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import ConfigError, LayoutError
 from dovetail.factory.engine import EngineOptions, make_engine, make_mesh
 from dovetail.factory.layouts import check_layout
-from dovetail.factory.lengths import check_positions, longest_row
 from dovetail.factory.notes import check_experts, notes
-from dovetail.factory.sampler import backend_layout, make_sampler
+from dovetail.factory.sampler import backend_layout, check_positions, longest_row, make_sampler
 from dovetail.factory.tokenizer import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
 from dovetail.kernels import fa4
 from dovetail.launch.progress import Progress, collective_timeout
@@ -45,7 +43,6 @@ from dovetail.weights.hf_directory import Pretrained
 
 Engines = dict[str, NativeEngine]  # by the role in a checkpoint
 Example = TypeVar("Example")
-LONG_COMPILE = 1.0  # seconds that are worth a line
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class Job:
         self.run.open(self.contents)
         for note in self.notes:
             self.run.say(f"note: {note}")
-        compile_kernels(self.contents.engines.values(), self.run.say)
+        compile_kernels(self.contents.engines.values())
 
     def close(self) -> None:
         self.run.close()
@@ -88,7 +85,7 @@ class Builder:
         self.recipe, self.device, self.recipe_folder = recipe, device, recipe_folder
         self.stop_signal, self.resume = stop_signal, resume
         self.resumed: Resumed | None = None
-        self.lengths: list[int] = []  # of the rows to train on, in tokens
+        self.lengths: list[int] = []  # of training rows
         self.notes: list[str] = [*recipe.notes]
         self.meshes: dict[Layout, Mesh] = {}
         self.mesh = self._mesh(recipe.layout)
@@ -104,7 +101,7 @@ class Builder:
         refuse_other_models("model.path", self.source, self.mesh)
 
     def job(self) -> Job:
-        """The whole run; all mistakes in a recipe are reported here, before anything is written."""
+        """Reports all mistakes in a recipe before anything is written."""
         return from_a_whole_step(Path(self.recipe.run_dir) / CHECKPOINTS, self._job)
 
     def _job(self, damaged: Mapping[str, str]) -> Job:
@@ -153,36 +150,30 @@ class Builder:
         wants_reference = algorithm.kl_coef > 0 or recipe.reference.path is not None
         reference_role = self._role(recipe.reference, "reference") if wants_reference else None
         limits = self._limits(self._budget - rollout.max_new_tokens)  # after every model's mesh is known
-        sampler_mesh = self._sampler_mesh()  # may refuse its layout, so before any weight is read
+        section, folded = (
+            rollout.layout or LayoutSection(),
+            partial(backend_layout, self.source, backend=rollout.backend),
+        )
+        sampler_mesh = self._mesh(section, "rollout.layout", folded)  # may refuse it, so before any weight is read
         load = partial(load_prompts, tokenizer=self.tokenizer, limits=limits, processor=self.processor)
         prompts, held_out, fingerprint = self._rows(load)
         lengths, key = [len(prompt.ids) for prompt in (*prompts, *held_out)], "rollout.max_new_tokens"
         check_positions(self.source.config, rollout.backend, lengths, rollout.max_new_tokens, key)
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
         critic = self._trained(*critic_role, CRITIC, recipe.critic.lr or recipe.optim.lr) if critic_role else None
-        stops = stop_ids(self.source, self.tokenizer)
+        stops, loss = stop_ids(self.source, self.tokenizer), PolicyLoss(**same_keys(algorithm, PolicyLoss))
+        frozen = EngineOptions(master_dtype=self.dtype, tokens_per_batch=recipe.trainer.tokens_per_batch)
         task = RLTask(
             recipe=recipe,
             policy=policy,
             critic=critic,
-            reference=self._reference(*reference_role) if reference_role else None,
+            reference=make_engine(*reference_role, self.dtype, "lm", frozen) if reference_role else None,
             sampler=make_sampler(self.source, sampler_mesh, self.dtype, rollout.backend),
-            policy_loss=PolicyLoss(
-                clip_low=algorithm.clip_low,
-                clip_high=algorithm.clip_high,
-                dual_clip=algorithm.dual_clip,
-                ratio=algorithm.ratio,
-                kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
-                kl_estimator=algorithm.kl_estimator,
-                entropy_coef=algorithm.entropy_coef,
-            ),
+            policy_loss=replace(loss, kl_coef=loss.kl_coef if algorithm.kl_in == "loss" else 0.0),
             value_loss=ValueLoss(algorithm.value_clip, algorithm.value_coef) if isinstance(algorithm, PPO) else None,
             sampling=SamplingParams(
+                **same_keys(rollout, SamplingParams),
                 samples=rollout.samples_per_prompt,
-                max_new_tokens=rollout.max_new_tokens,
-                temperature=rollout.temperature,
-                top_p=rollout.top_p,
-                top_k=rollout.top_k,
                 seed=recipe.trainer.seed,
                 stop_ids=stops,
                 trace=rollout.router_replay == "rollout" or (rollout.mismatch_metrics and rollout.backend == "native"),
@@ -210,7 +201,7 @@ class Builder:
         return rows, held_out, fingerprint
 
     def _role(self, section: CriticSection | ReferenceSection, name: str) -> tuple[Pretrained, Mesh]:
-        """Source and mesh of another model, which must read the policy's ids. Collective."""
+        """Source and mesh of another model. Collective."""
         key, path = f"{name}.path", section.path
         with agreed(self.mesh):
             source = self.source if path is None else Pretrained.open(path, self.recipe.model.engine)
@@ -226,10 +217,6 @@ class Builder:
         check = partial(check_layout, source.spec)
         return source, self._mesh(section.layout or self.recipe.layout, f"{name}.layout", check)
 
-    def _reference(self, source: Pretrained, mesh: Mesh) -> NativeEngine:
-        options = EngineOptions(master_dtype=self.dtype, tokens_per_batch=self.recipe.trainer.tokens_per_batch)
-        return make_engine(source, mesh, self.dtype, "lm", options)
-
     def _trained(self, source: Pretrained, mesh: Mesh, role: str, lr: float) -> NativeEngine:
         recipe, resumed, moe = self.recipe, self.resumed, self.recipe.model.moe
         head: Literal["lm", "value"] = "lm" if role == POLICY else "value"
@@ -237,12 +224,9 @@ class Builder:
             raise ConfigError(f"{resumed.reader.path} holds no {role}; start a new run from its weights (model.path)")
         save_dtype = recipe.model.save_dtype
         options = EngineOptions(
+            **same_keys(recipe.trainer, EngineOptions),
             optim=optim_settings(recipe, lr, head),
-            tokens_per_batch=recipe.trainer.tokens_per_batch,
             recompute=recipe.trainer.activation_checkpointing,
-            offload_activations=recipe.trainer.offload_activations,
-            offload_optimizer=recipe.trainer.offload_optimizer,
-            mlp_tile_tokens=recipe.trainer.mlp_tile_tokens,
             fresh_head_seed=recipe.trainer.seed,
             save_dtype=None if save_dtype is None else getattr(torch, save_dtype),
             balance=BalanceSettings(aux_coef=moe.aux_loss_coef, z_coef=moe.z_loss_coef, bias_rate=moe.bias_update_rate),
@@ -266,16 +250,8 @@ class Builder:
                 )
         return runner
 
-    def _sampler_mesh(self) -> Mesh:
-        section = self.recipe.rollout.layout or LayoutSection()
-        folded = partial(backend_layout, self.source, backend=self.recipe.rollout.backend)
-        return self._mesh(section, "rollout.layout", folded)
-
     def _mesh(
-        self,
-        section: LayoutSection,
-        name: str = "layout",
-        change: Callable[[Layout], Layout] = lambda layout: layout,
+        self, section: LayoutSection, name: str = "layout", change: Callable[[Layout], Layout] = lambda layout: layout
     ) -> Mesh:
         """Made once for each layout; engines come before the sampler."""
         try:
@@ -308,23 +284,23 @@ def optim_settings(recipe: Recipe, lr: float, head: str) -> OptimSettings:
     optim, algorithm = recipe.optim, recipe.algorithm
     updates = algorithm.epochs * algorithm.minibatches
     waits = algorithm.critic_warmup if isinstance(algorithm, PPO) and head == "lm" else 0
-    return OptimSettings(
+    return replace(
+        OptimSettings(**same_keys(optim, OptimSettings)),
         lr=lr,
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        clip_norm=optim.clip_norm,
-        schedule=optim.schedule,
         warmup_steps=optim.warmup_steps * updates,
         total_steps=max(1, recipe.trainer.steps - waits) * updates,
-        min_lr_ratio=optim.min_lr_ratio,
         decay_steps=None if optim.decay_steps is None else optim.decay_steps * updates,
     )
 
 
-def compile_kernels(engines: Iterable[object], say: Callable[[str], None]) -> None:
+def same_keys(section: Iterable[tuple[str, Any]], settings: type) -> dict[str, Any]:
+    """The values of a recipe's section whose keys are fields of the dataclass `settings`, too."""
+    names = {field.name for field in fields(settings)}
+    return {name: value for name, value in section if name in names}
+
+
+def compile_kernels(engines: Iterable[object]) -> None:
     """Compile FlashAttention-4's kernels before the first step."""
-    begun = time.perf_counter()
     for engine in engines:
         assert isinstance(engine, NativeEngine)
         spec, layout = engine.model.spec, engine.mesh.layout
@@ -335,5 +311,3 @@ def compile_kernels(engines: Iterable[object], say: Callable[[str], None]) -> No
         dims = (a.latent.key_dim, a.latent.v_dim) if a.latent else (a.head_dim, a.head_dim)
         windowed = any(window is not None for window in a.windows)
         fa4.compile_kernels(heads, dims, windowed, engine.dtype, engine.mesh.device)
-    if (seconds := time.perf_counter() - begun) > LONG_COMPILE:
-        say(f"attention kernels compiled in {seconds:.0f} s; later runs on this machine read them from the disk")

@@ -13,17 +13,13 @@ from dovetail.pipeline.partition import check_pipeline
 
 
 def check_layout(spec: AnySpec, layout: Layout) -> Layout:
-    """Raises LayoutError if the engine, or this model, cannot be cut by it."""
+    """Raises LayoutError if the model or engine does not support the layout."""
     if isinstance(spec, TransformersSpec) and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
+        known = f"model_type is {spec.family!r}; known families: {', '.join(FAMILIES)}; others, and those with "
+        reason = f"{known}engine=transformers, are cut"
         if spec.lacking:
-            raise LayoutError(
-                f"layout {layout}: {spec.lacking}; --engine transformers may run it, but cuts by cp and dp alone; set tp=1, "
-                "pp=1 and ep=1"
-            )
-        raise LayoutError(
-            f"layout {layout}: model_type is {spec.family!r}; known families: {', '.join(FAMILIES)}; others, and those with "
-            "engine=transformers, are cut by cp and dp alone; set tp=1, pp=1 and ep=1"
-        )
+            reason = f"{spec.lacking}; --engine transformers may run it, but cuts"
+        raise LayoutError(f"layout {layout}: {reason} by cp and dp alone; set tp=1, pp=1 and ep=1")
     if layout.cp_mode != "auto" and layout.cp == 1:
         raise LayoutError(f"layout: cp_mode={layout.cp_mode} says how to cut by cp; leave it out at cp=1")
     check_pipeline(spec, layout)
@@ -34,9 +30,9 @@ def check_layout(spec: AnySpec, layout: Layout) -> Layout:
 
 
 def check_directory(path: str, engine: str, layout: Layout, *, foreign: bool = True) -> None:
-    """LayoutError if config.json in `path` shows that the model cannot be cut by the layout.
+    """Raises LayoutError by config.json in `path`, if it can be read.
 
-    foreign: check models that transformers runs, too. Unreadable configs and hub names are left to the ranks.
+    foreign: check models that transformers runs, too.
     """
     try:
         config: Any = json.loads((Path(path) / "config.json").read_bytes())

@@ -6,19 +6,16 @@ from typing import Any
 from dovetail.arch.spec import ArchSpec
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.errors import ConfigError
-from dovetail.factory.lengths import max_positions
+from dovetail.factory.sampler import max_positions
 from dovetail.recipe.schema import PPO, SFT, Recipe, RewardSection
 
 
 def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], others: Sequence[str] = ()) -> list[str]:
     """lengths: tokens of every training row. others: notes so far."""
     lines, algorithm, trainer = list(dict.fromkeys(others)), recipe.algorithm, recipe.trainer
-    layouts = {
-        "layout": recipe.layout,
-        "critic.layout": recipe.critic.layout,
-        "reference.layout": recipe.reference.layout,
-        "rollout.layout": recipe.rollout.layout,
-    }
+    sections: dict[str, Any] = {"": recipe, "critic.": recipe.critic, "reference.": recipe.reference}
+    sections["rollout."] = recipe.rollout
+    layouts = {f"{name}layout": section.layout for name, section in sections.items()}
     idle = []
     if not isinstance(algorithm, PPO):
         idle += [f"critic.{key}" for key, value in recipe.critic if value is not None]

@@ -65,7 +65,7 @@ def load_processor(source: Pretrained, *, trust_remote_code: bool = False) -> Pr
 
 @contextlib.contextmanager
 def _import_lock(*, trusted: bool) -> Iterator[None]:
-    """One process of a host: transformers imports code from a cache that it copies to."""
+    """One process of a host at a time: transformers imports code from a cache that it copies to."""
     if not trusted:
         yield
         return

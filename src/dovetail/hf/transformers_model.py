@@ -29,8 +29,8 @@ from dovetail.nn.decoder import Head
 from dovetail.nn.heads import LMHead, ValueHead, shared
 from dovetail.nn.model import StagedModel, StageRange
 from dovetail.parallel.mesh import Mesh
-from dovetail.weights.experts import form_of
 from dovetail.weights.hf_reader import TensorSource
+from dovetail.weights.shards import form_of
 
 LAYERS = ("full_attention", "sliding_attention")
 SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")  # of attention

@@ -21,7 +21,7 @@ from dovetail.nn.layers import WgradQueue
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import placements_of
 
-# How a checkpoint has a layer's experts: see `weights.experts`.
+# How a checkpoint has a layer's experts: see `weights.shards`.
 ExpertForm = Literal["fused", "turned", "apart", "mixtral"]
 
 

@@ -19,9 +19,9 @@ from dovetail.rollout.cuda_graph import Capture, cuda_capture
 from dovetail.rollout.kv_cache import PageBudget, PagePool, cache_shape
 from dovetail.rollout.model_runner import ModelRunner, RunnerSize, pad_to_bucket
 from dovetail.rollout.scheduler import GenerationLoop, Scheduler
-from dovetail.weights.experts import form_of, stored
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import load
+from dovetail.weights.shards import checkpoint_params, form_of
 
 MAX_TOKENS = 1 << 16
 FREE_SHARE = 0.5  # of a GPU's free memory
@@ -155,7 +155,7 @@ class NativeSampler:
         """Checkpoint name -> our views with their slices, and shape. Every rank knows all shapes, so all refuse alike."""
         shards: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
-        for param in stored(self.model, self.mesh):
+        for param in checkpoint_params(self.model, self.mesh):
             known = checkpoint_shapes(param.name, param.placement, param.shape)
             shapes |= known
             shards |= {name: [] for name in known}

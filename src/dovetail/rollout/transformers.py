@@ -19,8 +19,8 @@ from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SampleBuffer, SamplingParams, check_request, check_weights
 from dovetail.rollout.sampling import draw, uniforms
-from dovetail.weights.experts import FUSED, MIXTRAL
 from dovetail.weights.hf_reader import TensorSource
+from dovetail.weights.shards import FUSED, MIXTRAL
 
 MAX_TOKENS = 1 << 15  # of a batch, padding included
 StaticBatch = list[tuple[int, int]]  # (index of a prompt, sample)

@@ -1,11 +1,11 @@
-"""Directories and files that appear complete or not at all: written under a hidden name, synced to disk, renamed."""
+"""Atomic directories and files: written under a hidden name, synced to disk, renamed."""
 
 import os
 import shutil
 import tempfile
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ class AtomicDirectory:
 
 @contextmanager
 def staged(target: Path, mesh: Mesh) -> Iterator[AtomicDirectory]:
-    """All ranks write into a hidden directory that becomes `target`, absent or empty, or is removed on an error. Collective."""
+    """A hidden directory that becomes `target`, or is removed on an error. Collective."""
     lead = mesh["world"].rank == 0
     hidden = target.parent / f".tmp-{target.name}-{uuid.uuid4().hex[:8]}"
     with agreed(mesh):
@@ -57,7 +57,7 @@ def staged(target: Path, mesh: Mesh) -> Iterator[AtomicDirectory]:
 
 
 def refuse_occupied(target: Path) -> None:
-    """Raise unless a directory can appear at `target` without anything being lost."""
+    """Raise unless a directory can replace `target` without loss."""
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise CheckpointError(
             f"{target} is there already and is not an empty directory; remove it or choose another path"
@@ -69,16 +69,14 @@ def refuse_occupied(target: Path) -> None:
 
 
 def refuse_unwritable(path: Path, what: str) -> None:
-    """Raise where nothing could be made at `path`, which may be absent."""
     folder = next(parent for parent in path.absolute().parents if parent.exists())
-    refusal = f"{what} {path} cannot be written: {folder} is no directory that you may write to"
-    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        raise ConfigError(refusal)
-    try:  # /proc, for one, looks writable to root
+    try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(f"{refusal} ({error.strerror})") from error
+        raise ConfigError(
+            f"{what} {path} cannot be written: {folder} is no directory that you may write to ({error.strerror})"
+        ) from error
 
 
 def write_sides(sides: SideFiles, directory: Path) -> dict[str, tuple[int, int]]:
@@ -86,7 +84,7 @@ def write_sides(sides: SideFiles, directory: Path) -> dict[str, tuple[int, int]]
 
 
 def write_file(path: Path, content: Path | bytes) -> tuple[int, int]:
-    """Copy a file, or write bytes, and sync; (size, crc32)."""
+    """Write and sync; (size, crc32)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     size = crc = 0
     with open(path, "xb") as out:
@@ -106,9 +104,17 @@ def file_blocks(path: Path) -> Iterator[bytes]:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Readers see the old file or the new one, whole."""
+    _replace(path, lambda fresh: write_file(fresh, content))
+
+
+def replace_link(link: Path, target: str) -> None:
+    _replace(link, lambda fresh: os.symlink(target, fresh))
+
+
+def _replace(path: Path, make: Callable[[Path], object]) -> None:
     fresh = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
     try:
-        write_file(fresh, content)
+        make(fresh)
         os.replace(fresh, path)
     except OSError:
         fresh.unlink(missing_ok=True)
@@ -116,19 +122,7 @@ def replace_file(path: Path, content: bytes) -> None:
     sync_directory(path.parent)
 
 
-def replace_link(link: Path, target: str) -> None:
-    fresh = link.with_name(f".tmp-{target}-link")
-    os.symlink(target, fresh)
-    try:
-        os.replace(fresh, link)
-    except OSError:
-        fresh.unlink()
-        raise
-    sync_directory(link.parent)
-
-
 def make_directory(path: Path) -> None:
-    """Make a directory and its parents, synced to disk."""
     missing = [folder for folder in (path.absolute(), *path.absolute().parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:

@@ -1,4 +1,4 @@
-"""Model directories, on disk or from the hub at a pinned commit: config, family, head and side files."""
+"""HF model directories, on disk or from the hub at a pinned commit: config, head and side files."""
 
 import re
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ EngineName = Literal["auto", "native", "transformers"]
 FETCHED = ("*.safetensors", "*.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tiktoken.model")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-# Names of value heads, ours first; TRL's and OpenRLHF's among them.
+# value heads: ours, TRL's, OpenRLHF's
 HEAD_STEMS = ("score", "v_head.summary", "v_head", "value_head.summary", "value_head", "classifier", "lm_head")
 HEAD_NAMES = ("score.weight", "score.bias")
 
@@ -41,7 +41,7 @@ class Pretrained:
 
     @classmethod
     def open(cls, name: str | Path, engine: EngineName = "auto") -> "Pretrained":
-        """Read the config; `engine` auto takes ours where it knows the family and its options, else transformers'."""
+        """`engine` auto: native if it knows the family and its options, else transformers."""
         path = locate(name)
         if (path / ADAPTER).is_file():
             raise _unmerged(path, ADAPTER)
@@ -56,7 +56,6 @@ class Pretrained:
 
     @property
     def notes(self) -> list[str]:
-        """What its user should know before it runs."""
         lacking = self.spec.lacking if isinstance(self.spec, TransformersSpec) else ""
         return [f"{lacking}; so the transformers engine runs this model (--engine transformers)"] if lacking else []
 
@@ -76,7 +75,7 @@ def _known_spec(config: Mapping[str, Any], engine: EngineName) -> AnySpec:
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """What a saved model keeps of its source: dtypes, names and side files."""
+    """What a saved model keeps of its source."""
 
     dtype_of: Dtypes
     listed: tuple[str, ...]
@@ -85,7 +84,7 @@ class CheckpointSource:
 
 @dataclass(frozen=True)
 class StoredHead:
-    """A head's tensors: our names -> the checkpoint's, those it lacks, and those to ignore."""
+    """A head's tensors: our names -> the checkpoint's, missing ones, ignored ones."""
 
     kind: Head
     aliases: Mapping[str, str]
@@ -119,7 +118,6 @@ def locate(name: str | Path) -> Path:
 
 
 def refuse_adapters(source: TensorSource, path: Path) -> None:
-    """Raise where a checkpoint holds an adapter that is not merged."""
     adapter = next((name for name in source.names if any(part in name for part in ADAPTED)), None)
     if adapter is not None:
         raise _unmerged(path, adapter)
@@ -133,7 +131,7 @@ def _unmerged(path: Path, name: str) -> CheckpointError:
 
 
 def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> StoredHead:
-    """The value head of a checkpoint under any of its usual names; with `fresh`, a new one where it has none."""
+    """A checkpoint's value head; if it has none, with `fresh` a new one."""
     for stem in HEAD_STEMS:
         weight, bias = f"{stem}.weight", f"{stem}.bias"
         if weight not in source.names or (stem == "lm_head" and source.shape(weight)[0] != 1):
@@ -154,15 +152,13 @@ def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> StoredH
 
 
 def stored_head(source: TensorSource, pretrained: Pretrained) -> StoredHead:
-    named = any(f"{stem}.weight" in source.names for stem in HEAD_STEMS if stem != "lm_head")
-    one_row = "lm_head.weight" in source.names and source.shape("lm_head.weight")[0] == 1
-    if named or (one_row and pretrained.spec.vocab_size > 1):
-        return find_value_head(source, pretrained.path, fresh=False)
-    return LM_HEAD
+    head = find_value_head(source, pretrained.path, fresh=True)
+    only_token = head.aliases.get("score.weight") == "lm_head.weight" and pretrained.spec.vocab_size == 1
+    return head if head.aliases and not only_token else LM_HEAD
 
 
 def saved_config(config: Mapping[str, Any], head: Head, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The config of saved weights: the source's, but for a value head and a changed dtype."""
+    """The source's config with the head and dtype of saved weights."""
     changed = dict(config)
     if dtype is not None:
         name = str(dtype).removeprefix("torch.")
@@ -183,7 +179,6 @@ def saved_config(config: Mapping[str, Any], head: Head, dtype: torch.dtype | Non
 
 
 def saved_sides(pretrained: Pretrained, head: Head, dtype: torch.dtype | None) -> SideFiles:
-    """The side files of saved weights."""
     changed = saved_config(pretrained.config, head, dtype)
     if changed == dict(pretrained.config):
         return pretrained.sides

@@ -1,6 +1,6 @@
-"""Fills a model from a checkpoint: every rank reads its own slices.
+"""Fills a model from a checkpoint; every rank reads only its slices.
 
-All mismatches, on any rank, are one error on every rank, before any parameter is touched.
+All mismatches of all ranks are one error on every rank, before any parameter changes.
 """
 
 import json
@@ -16,10 +16,9 @@ from dovetail.parallel.collectives import gather_text
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index, checkpoint_shapes
-from dovetail.weights.experts import stored
 from dovetail.weights.hf_reader import TensorSource
-from dovetail.weights.parallel_read import Job, run_jobs
-from dovetail.weights.shards import LocalParam
+from dovetail.weights.parallel_read import Job, blocks, run_jobs
+from dovetail.weights.shards import LocalParam, checkpoint_params
 
 TOLERATED = ("*rotary_emb.inv_freq",)  # buffers in old checkpoints
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -27,7 +26,7 @@ COMPARED = 1 << 24  # elements of two tied tensors compared at a time
 
 
 class NameRules(TypedDict, total=False):
-    """Our names -> the source's; names that are not read; patterns of source tensors that may be left over."""
+    """Our names -> the source's; names not read; patterns of unused source tensors."""
 
     aliases: Mapping[str, str]
     fresh: Collection[str]
@@ -35,19 +34,19 @@ class NameRules(TypedDict, total=False):
 
 
 def load(model: nn.Module, source: TensorSource, mesh: Mesh, **rules: Unpack[NameRules]) -> None:
-    """Fill every parameter of `model` from `source`, converted to the parameter's dtype. Collective."""
-    load_into(stored(model, mesh), source, mesh, **rules)
+    """Fill every parameter of `model`, in its own dtype. Collective."""
+    load_into(checkpoint_params(model, mesh), source, mesh, **rules)
     source.verify_checksums(mesh)
 
 
 def load_into(params: list[LocalParam], source: TensorSource, mesh: Mesh, **rules: Unpack[NameRules]) -> None:
-    """`load` of tensors sharded like parameters; the caller calls `verify_checksums`."""
+    """The caller calls `verify_checksums`."""
     present = compare(params, source, mesh, **rules)
     with agreed(mesh):
         _check_ties(present, source)
     with agreed(mesh), torch.no_grad():
         jobs: list[Job] = []
-        for param in params:
+        for param in sorted(params, key=lambda param: -param.local.numel()):  # so that no thread ends late
             if sum(region.num_elements for region in param.regions) < param.local.numel():
                 param.local.zero_()  # padding
             for region in param.regions:
@@ -60,7 +59,7 @@ def load_into(params: list[LocalParam], source: TensorSource, mesh: Mesh, **rule
 def compare(
     params: list[LocalParam], source: TensorSource, mesh: Mesh, **rules: Unpack[NameRules]
 ) -> dict[str, list[str]]:
-    """Our name of a tensor -> the source's names of it, several where tied. Collective."""
+    """Our name of a tensor -> the source's, several if tied. Collective."""
     present: dict[str, list[str]] = {}
     problems: list[str] = []
     aliases = rules.get("aliases", {})
@@ -93,14 +92,11 @@ def _check_ties(present: Mapping[str, list[str]], source: TensorSource) -> None:
 
 def _equal(source: TensorSource, first: str, other: str) -> bool:
     shape = source.shape(first)
-    if shape != source.shape(other):
-        return False
-    if not shape:
-        return torch.equal(source.read(first), source.read(other))
-    rows = max(1, COMPARED * shape[0] // max(1, torch.Size(shape).numel()))
-    tail = tuple((0, length) for length in shape[1:])
-    spans = [((start, min(start + rows, shape[0])), *tail) for start in range(0, shape[0], rows)]
-    return all(torch.equal(source.read(first, span), source.read(other, span)) for span in spans)
+    whole = tuple((0, length) for length in shape)
+    parts = blocks(whole, torch.empty(shape, device="meta"), COMPARED)
+    return shape == source.shape(other) and all(
+        torch.equal(source.read(first, p), source.read(other, p)) for p, _ in parts
+    )
 
 
 def _mismatch(name: str, shape: tuple[int, ...], dtype: torch.dtype, source: TensorSource) -> str:
@@ -114,7 +110,7 @@ def _mismatch(name: str, shape: tuple[int, ...], dtype: torch.dtype, source: Ten
 def _raise_together(
     problems: list[str], present: Mapping[str, list[str]], source: TensorSource, mesh: Mesh, ignore: Collection[str]
 ) -> None:
-    """Only all ranks of a pipeline together know which tensors are extra."""
+    """Only all pipeline ranks together know which tensors are extra."""
     message = json.dumps([problems, [name for names in present.values() for name in names]])
     everyone = [json.loads(text) for text in gather_text(message, mesh["world"], mesh.device)]
     merged = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))

@@ -1,4 +1,4 @@
-"""Reads rectangles of tensors from files with several threads, each through a small buffer."""
+"""Reads rectangles of tensors from files with several threads."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +11,10 @@ from torch import Tensor
 from dovetail.memory import wait_for
 from dovetail.parallel.placement import Slices
 
-READERS = 8  # threads, which wait for the disk
+READERS = 8  # threads
 BUFFER_BYTES = 1 << 22  # of a thread
 JOB_BYTES = 1 << 25  # small enough that no thread ends late
-MAX_GAP = 1 << 16  # bytes between two ranges up to which one call reads both
+MAX_GAP = 1 << 16  # bytes between ranges that one call reads
 MAX_RANGES = 1 << 15  # of one rectangle
 MAX_BUFFERS = 1024  # of one `preadv`: Linux's UIO_MAXIOV
 
@@ -22,16 +22,16 @@ Job = Callable[[Tensor], object]  # gets its thread's buffer [bytes]
 
 
 def run_jobs(jobs: Sequence[Job], device: torch.device) -> None:
-    """Run all jobs, in about this order; `device` is that of their targets."""
+    """`device`: of the jobs' targets."""
     pinned, queue = device.type != "cpu", iter(jobs)
     buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(min(READERS, len(jobs)))]
     if not buffers:
         return
 
     def work(buffer: Tensor) -> None:
-        if pinned:  # a thread begins on the first device
+        if pinned:
             torch.get_device_module(device).set_device(device)
-        for job in queue:  # a sequence's iterator is safe to share
+        for job in queue:  # thread-safe
             job(buffer)
 
     with ThreadPoolExecutor(len(buffers)) as threads:
@@ -40,7 +40,7 @@ def run_jobs(jobs: Sequence[Job], device: torch.device) -> None:
 
 
 def blocks(slices: Slices, out: Tensor, max_elements: int) -> Iterator[tuple[Slices, Tensor]]:
-    """Split a rectangle and its target into parts of at most `max_elements`, in row-major order."""
+    """Split a rectangle and its target into parts of at most `max_elements`."""
     if out.numel() <= max_elements or not slices:
         yield slices, out
         return
@@ -60,12 +60,12 @@ def job_parts(slices: Slices, out: Tensor, dtype: torch.dtype) -> Iterator[tuple
 
 
 def range_elements(shape: Sequence[int], slices: Slices) -> int:
-    """The elements of each contiguous range of a rectangle."""
+    """Of each contiguous range of a rectangle."""
     return prod(stop - start for start, stop in slices[_last_cut(shape, slices) :])
 
 
 def byte_ranges(shape: Sequence[int], slices: Slices, itemsize: int) -> tuple[list[int], int]:
-    """Offsets and length, in bytes, of the contiguous ranges of a rectangle of a row-major tensor."""
+    """Offsets and length, in bytes, of a rectangle's contiguous ranges."""
     if any(start == stop for start, stop in slices):
         return [], 0
     strides = [itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -76,9 +76,9 @@ def byte_ranges(shape: Sequence[int], slices: Slices, itemsize: int) -> tuple[li
 
 
 def scatter_reads(offsets: Sequence[int], length: int, view: memoryview) -> Iterator[tuple[int, list[memoryview]]]:
-    """(offset, buffers) of the `preadv` calls that read ranges of a file into `view`, back to back.
+    """(offset, buffers) of the `preadv` calls that read a file's ranges into `view`, back to back.
 
-    Short gaps are read into scratch memory, which is faster than a call for each range.
+    Short gaps are read into scratch memory: faster than a call per range.
     """
     scratch = memoryview(bytearray(MAX_GAP))
     buffers: list[memoryview] = []
@@ -98,7 +98,7 @@ def scatter_reads(offsets: Sequence[int], length: int, view: memoryview) -> Iter
 
 
 def copy_out(block: Tensor, out: Tensor) -> None:
-    """Copy a host tensor into `out` and wait; conversion is done on the device of `out`."""
+    """Copy and wait; conversion is done on the device of `out`."""
     if out.device.type != "cpu":
         block = block.to(out.device, non_blocking=True)
     out.copy_(block.view(out.shape))

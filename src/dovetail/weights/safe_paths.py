@@ -1,6 +1,6 @@
-"""Which files of a model directory may be read: those inside it, and no pickles.
+"""Which files of a model directory may be read: none outside, no pickles.
 
-Only the hub's cache may link out of the directory: from `snapshots/REVISION` into its `blobs`.
+Only links of the hub's cache may lead out: from `snapshots/REVISION` into `blobs`.
 """
 
 import os
@@ -21,7 +21,7 @@ SideFiles = Mapping[str, Path | bytes]  # name -> source path, or content
 
 
 def contained(directory: Path, name: str) -> Path:
-    """The file `name` of `directory`; names are untrusted. Raises CheckpointError where it leads outside."""
+    """The file `name` of `directory`; CheckpointError if it leads outside."""
     parts = PurePosixPath(name)
     if not name or re.search("[\0\ud800-\udfff]", name) or "\\" in name or parts.is_absolute() or ".." in parts.parts:
         raise CheckpointError(

@@ -8,7 +8,8 @@ import stat
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from errno import EMFILE
 from math import prod
@@ -48,17 +49,6 @@ CHUNK = 1 << 26  # bytes of one read or write
 
 
 @dataclass(frozen=True)
-class Entry:
-    """The bytes [start, stop) of a file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class TensorSpec:
     name: str
     dtype: torch.dtype
@@ -69,13 +59,19 @@ class TensorSpec:
         return prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class Entry(TensorSpec):
+    """A tensor in a file, from byte `start`."""
+
+    start: int
+
+
 def parse_json(data: bytes, what: str) -> dict[str, Any]:
-    """A JSON object without repeated keys, or a CheckpointError that names `what`."""
+    """Refuses repeated keys."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        if len(set(keys)) < len(keys):
-            twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+        if len(dict(pairs)) < len(pairs):
+            ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
             raise ValueError(f"the key {quoted(twice)} appears twice")
         return dict(pairs)
 
@@ -93,7 +89,7 @@ def dump_json(value: Mapping[str, Any]) -> bytes:
 
 
 class TensorFile:
-    """An open file with a valid header. `bytes_read` counts tensor data."""
+    """An open file with a valid header."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -116,43 +112,39 @@ class TensorFile:
             os.close(self._fd)
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """The tensor, or a rectangle of it, on the CPU."""
         entry = self.entries[name]
         slices = tuple((0, length) for length in entry.shape) if slices is None else slices
         assert len(slices) == len(entry.shape), f"{name}: {len(slices)} slices of {len(entry.shape)} dims"
         assert all(0 <= a <= b <= n for (a, b), n in zip(slices, entry.shape, strict=True)), f"{name}: {slices}"
         out = torch.empty([stop - start for start, stop in slices], dtype=entry.dtype)
-        for block, part in _blocks(entry, slices, out, CHUNK):
-            self._read_exactly(entry, block, part)
+        self.fill(name, slices, out, torch.empty(0, dtype=torch.uint8))
         return out
 
     def fill(self, name: str, slices: Slices, out: Tensor, buffer: Tensor, *, checksum: bool = False) -> int:
-        """Read a rectangle into any `out` through `buffer` [bytes]; its CRC-32 with `checksum`, else 0."""
+        """Read a rectangle into `out` through `buffer` [bytes]; its CRC-32 with `checksum`, else 0."""
         entry, crc = self.entries[name], 0
         in_place = out.device.type == "cpu" and out.dtype == entry.dtype and out.is_contiguous()
-        for block, part in _blocks(entry, slices, out, len(buffer)):
+        room = (CHUNK if in_place else len(buffer)) // entry.dtype.itemsize
+        most = min(room, MAX_RANGES * range_elements(entry.shape, slices))
+        for block, part in blocks(slices, out, most):
             target = part if in_place else view_at(buffer, 0, entry.dtype, part.shape)
-            self._read_exactly(entry, block, target)
-            crc = zlib.crc32(memory_of(target), crc) if checksum else crc
+            view = memory_of(target)
+            for offset, buffers in scatter_reads(*byte_ranges(entry.shape, block, entry.dtype.itemsize), view):
+                self._fill(buffers, entry.start + offset)
+            self._count(len(view))
+            crc = zlib.crc32(view, crc) if checksum else crc
             if not in_place:
                 copy_out(target, part)
         return crc
 
-    def checksum(self, name: str, start: int, stop: int, buffer: Tensor) -> int:
-        """The CRC-32 of the bytes [start, stop) of a tensor."""
-        crc, view, base = 0, memory_of(buffer), self.entries[name].start
-        for at in range(start, stop, len(buffer)):
-            block = view[: stop - at]
-            self._fill([block], base + at)
+    def checksum(self, name: str, buffer: Tensor) -> int:
+        crc, view, entry = 0, memory_of(buffer), self.entries[name]
+        for at in range(0, entry.num_bytes, len(buffer)):
+            block = view[: entry.num_bytes - at]
+            self._fill([block], entry.start + at)
             crc = zlib.crc32(block, crc)
-        self._count(stop - start)
+        self._count(entry.num_bytes)
         return crc
-
-    def _read_exactly(self, entry: Entry, slices: Slices, out: Tensor) -> None:
-        view = memory_of(out)
-        for offset, buffers in scatter_reads(*byte_ranges(entry.shape, slices, entry.dtype.itemsize), view):
-            self._fill(buffers, entry.start + offset)
-        self._count(len(view))
 
     def _count(self, num_bytes: int) -> None:
         with self._counting:
@@ -178,12 +170,8 @@ class TensorFile:
                 buffers[0] = buffers[0][got:]
 
 
-def _blocks(entry: Entry, slices: Slices, out: Tensor, num_bytes: int) -> Iterator[tuple[Slices, Tensor]]:
-    return blocks(slices, out, min(num_bytes // entry.dtype.itemsize, MAX_RANGES * range_elements(entry.shape, slices)))
-
-
 def _opened(path: Path) -> int:
-    """Open a file, with a higher limit of open files where a checkpoint of many ranks needs it."""
+    """Raises the limit of open files if a checkpoint of many ranks needs it."""
     try:
         return os.open(path, os.O_RDONLY)
     except OSError as error:
@@ -216,12 +204,12 @@ def _parse_header(data: bytearray, size: int, what: str) -> dict[str, Entry]:
             continue
         entries.append(_parse_entry(name, value, len(data), what))
     end = len(data)
-    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    entries.sort(key=lambda entry: (entry.start, entry.num_bytes))
     for entry in entries:
         if entry.start != end:
             kind = "overlaps the tensor before it" if entry.start < end else "leaves a gap before it"
             raise CheckpointError(f"{what}: {entry.name} {kind} (starts at byte {entry.start}, expected {end})")
-        end = entry.stop
+        end += entry.num_bytes
     if end != size:
         raise CheckpointError(
             f"{what} has {size} bytes, but its header describes {end}; the file is incomplete or corrupt"
@@ -243,7 +231,7 @@ def _parse_entry(name: str, value: Any, base: int, what: str) -> Entry:
     dtype = DTYPES[code]
     if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * dtype.itemsize:
         raise CheckpointError(f"{what}: {name} of shape {shape} and dtype {code} does not fit its bytes {offsets}")
-    return Entry(name, dtype, tuple(shape), base + offsets[0], base + offsets[1])
+    return Entry(name, dtype, tuple(shape), base + offsets[0])
 
 
 class TensorFileWriter:
@@ -266,7 +254,6 @@ class TensorFileWriter:
         self._write(memoryview(self.header))
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Append the next tensor, already in its final dtype."""
         spec = self._waiting.pop()
         assert (spec.name, spec.dtype, spec.shape) == (name, tensor.dtype, tuple(tensor.shape)), f"{name} is not {spec}"
         ready = tensor.device.type == "cpu" and tensor.is_contiguous()  # no operators in a background save: each
@@ -276,7 +263,6 @@ class TensorFileWriter:
         self._write(view)
 
     def close(self) -> None:
-        """Sync to disk."""
         assert not self._waiting, f"{self.path}: {self._waiting[-1].name} was never written"
         os.fsync(self._file.fileno())
         self._file.close()

@@ -1,8 +1,9 @@
-"""Writes a Hugging Face directory with all ranks: each file by one rank, none with more than a bucket in memory."""
+"""Writes a Hugging Face directory: each file by one rank, holding a bucket at a time."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Unpack
 
 from torch import Tensor, nn
 
@@ -10,13 +11,13 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.weights.atomic import AtomicDirectory, staged, write_file, write_sides
 from dovetail.weights.safe_paths import INDEX, SINGLE, SideFiles
 from dovetail.weights.safetensors import TensorFileWriter, TensorSpec, dump_json
-from dovetail.weights.shards import Dtypes, own_dtype
+from dovetail.weights.shards import ExportRules
 from dovetail.weights.stream import BUCKET_BYTES, export, gather_whole
 
 SHARD_BYTES = 5 * 10**9
 METADATA = (("format", "pt"),)  # transformers refuses files without it
 
-# (the order of the tensors, the names that this rank writes) -> at least the latter
+# (order of tensors, names this rank writes) -> at least the latter
 Produce = Callable[[Sequence[str], Collection[str]], Iterable[tuple[str, Tensor]]]
 
 
@@ -26,21 +27,18 @@ def save(
     mesh: Mesh,
     *,
     sides: SideFiles,
-    dtype_of: Dtypes = own_dtype,
-    listed: Collection[str] | None = None,
     shard_bytes: int = SHARD_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
+    **rules: Unpack[ExportRules],
 ) -> None:
-    """Write `model` and its side files as the HF directory `path`, complete or not at all. Collective."""
-    exported = export(model, mesh, dtype_of=dtype_of, listed=listed)
-    write_hf(
-        Path(path),
-        mesh,
-        list(exported.specs.values()),
-        lambda order, _: gather_whole(exported, mesh, order, bucket_bytes),
-        sides=sides,
-        shard_bytes=shard_bytes,
-    )
+    """Write `model` as the HF directory `path`, atomically. Collective."""
+    exported = export(model, mesh, **rules)
+    specs = list(exported.specs.values())
+
+    def produce(order: Sequence[str], _: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        return gather_whole(exported, mesh, order, bucket_bytes)
+
+    write_hf(Path(path), mesh, specs, produce, sides=sides, shard_bytes=shard_bytes)
 
 
 def write_hf(
@@ -52,10 +50,10 @@ def write_hf(
     sides: SideFiles,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the tensors of `produce` as an HF directory. Collective."""
+    """Collective."""
     files = split_files(specs, shard_bytes)
     world = mesh["world"]
-    # Consecutive files have different writers; taking their tensors in turn keeps all writers busy.
+    # Consecutive files have different writers: alternating between them keeps all busy.
     rounds = [list(files)[start : start + world.size] for start in range(0, len(files), world.size)]
     order = [
         spec.name for names in rounds for row in zip_longest(*(files[name] for name in names)) for spec in row if spec
@@ -91,7 +89,7 @@ def split_files(specs: Sequence[TensorSpec], shard_bytes: int) -> dict[str, list
 def _write_files(
     stage: AtomicDirectory, local: dict[str, list[TensorSpec]], order: Sequence[str], produce: Produce
 ) -> None:
-    """Write this rank's tensors. After an error the rest is consumed: the others' collectives must match."""
+    """After an error the rest is consumed: the others' collectives must match."""
     file_of = {spec.name: file for file, specs in local.items() for spec in specs}
     remaining = {file: len(specs) for file, specs in local.items()}
     writers: dict[str, TensorFileWriter] = {}

@@ -1,34 +1,58 @@
-"""Which regions of the checkpoint's tensors a rank holds."""
+"""Which regions of a checkpoint's tensors this rank holds.
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+Forms of experts in checkpoints. A module has one tensor [E, out, in] for all of a layer, gate before up.
+
+    fused    as in the module
+    turned   [E, in, out]
+    apart    `mlp.experts.7.gate_proj.weight`: a matrix for each expert
+    mixtral  `block_sparse_moe.experts.7.w1.weight`
+
+All are views of the parameter.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, takewhile
+from typing import TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dovetail.nn.model import StagedModel
+from dovetail.nn.model import ExpertForm, StagedModel
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import (
     REPLICATED,
     Placement,
     Region,
+    Slices,
     as_index,
     checkpoint_shapes,
     held_regions,
+    overlap,
     placements_of,
+    within,
 )
+from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.safetensors import TensorSpec
 
+T = TypeVar("T")
+FUSED = (("experts.gate_up_proj", ("gate_proj", "up_proj")), ("experts.down_proj", ("down_proj",)))
+MIXTRAL = (".mlp.", ".block_sparse_moe.", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
 Dtypes = Callable[[str], torch.dtype | None]  # of a saved tensor; None: the parameter's
+
+
+class ExportRules(TypedDict, total=False):
+    """dtype_of: default: the parameters'. listed: the source's names, whose order and choice of tied names are kept."""
+
+    dtype_of: Dtypes
+    listed: Collection[str] | None
 
 
 @dataclass(frozen=True)
 class LocalParam:
-    """One parameter of this rank, under its checkpoint's name."""
+    """This rank's part of a parameter, under its checkpoint's name."""
 
     name: str
     placement: Placement
@@ -49,7 +73,7 @@ class ParamShard:
 
 
 def local_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[LocalParam]:
-    """Every parameter of `model` on this rank, then its persistent buffers; `as_wrapped`: as if FSDP2 wrapped it."""
+    """Parameters, then persistent buffers. `as_wrapped`: as if wrapped by FSDP2."""
     reshard(model)
     params, ties = dict(model.named_parameters()), tied_names(model)
     checkpoint_name: Callable[[str], str] = model.stored_name if isinstance(model, StagedModel) else str
@@ -68,7 +92,7 @@ def local_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> l
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The persistent buffers by name. Every rank holds them whole."""
+    """Persistent buffers, whole on every rank."""
     buffers = dict(model.named_buffers())
     return {name: buffers[name] for name in model.state_dict(keep_vars=True) if name in buffers} if buffers else {}
 
@@ -85,7 +109,7 @@ def local_tensor(x: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters, which remain after a forward without backward."""
+    """Free parameters gathered by a forward without backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -102,50 +126,115 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return tied
 
 
-def export_names(region_name: str, tied: tuple[str, ...], listed: Collection[str] | None) -> tuple[str, ...]:
-    """A tensor's name, or a tied tensor's names that the source lists."""
-    if not tied or listed is None:
-        return (region_name,)
-    return tuple(name for name in (region_name, *tied) if name in listed) or (region_name,)
-
-
-def param_shards(
-    params: list[LocalParam], dtype_of: Dtypes, listed: Collection[str] | None = None
-) -> Iterator[tuple[str, ParamShard]]:
-    """(checkpoint name, shard) of everything that this rank holds."""
+def param_shards(params: list[LocalParam], **rules: Unpack[ExportRules]) -> Iterator[tuple[str, ParamShard]]:
+    """(checkpoint name, shard)"""
     for param in params:
         for region in param.regions:
-            for name in export_names(region.checkpoint_name, param.tied, listed):
-                dtype = dtype_of(name) or param.local.dtype
+            for name in _export_names(region.checkpoint_name, param, rules):
+                dtype = _export_dtype(name, param, rules)
                 yield name, ParamShard(region, dtype, partial(_read, param.local, region, dtype))
 
 
-def add_piece(pieces: dict[str, ParamShard], name: str, piece: ParamShard) -> None:
-    """Add a piece of tensor `name`; a rank's second has the key NAME#1."""
-    pieces[f"{name}#{len(keys_of(name, pieces))}" if name in pieces else name] = piece
-
-
-def keys_of(name: str, pieces: Mapping[str, ParamShard]) -> list[str]:
-    keys = (f"{name}#{i}" if i else name for i in count())
-    return list(takewhile(pieces.__contains__, keys))
-
-
-def tensor_of(key: str, names: Collection[str]) -> str:
-    return key if key in names else key.rpartition("#")[0]
-
-
-def export_specs(params: list[LocalParam], dtype_of: Dtypes, listed: Collection[str] | None = None) -> list[TensorSpec]:
-    """Every checkpoint tensor of the parameters, whatever of it is held here."""
+def export_specs(params: list[LocalParam], **rules: Unpack[ExportRules]) -> list[TensorSpec]:
+    """The whole checkpoint tensors of the parameters."""
     return [
-        TensorSpec(name, dtype_of(name) or param.local.dtype, shape)
+        TensorSpec(name, _export_dtype(name, param, rules), shape)
         for param in params
         for first, shape in checkpoint_shapes(param.name, param.placement, param.shape).items()
-        for name in export_names(first, param.tied, listed)
+        for name in _export_names(first, param, rules)
     ]
 
 
-def own_dtype(name: str) -> None: ...
+def _export_dtype(name: str, param: LocalParam, rules: ExportRules) -> torch.dtype:
+    return ("dtype_of" in rules and rules["dtype_of"](name)) or param.local.dtype
+
+
+def _export_names(name: str, param: LocalParam, rules: ExportRules) -> tuple[str, ...]:
+    """Of a tied tensor all names that the source lists."""
+    listed = rules.get("listed")
+    if not param.tied or listed is None:
+        return (name,)
+    return tuple(n for n in (name, *param.tied) if n in listed) or (name,)
 
 
 def _read(local: Tensor, region: Region, dtype: torch.dtype) -> Tensor:
     return local[as_index(region.local_slice)].to(dtype).contiguous()
+
+
+def checkpoint_params(model: nn.Module, mesh: Mesh, *, as_wrapped: bool = False) -> list[LocalParam]:
+    """`local_params` with experts in the checkpoint's form: what is loaded and saved."""
+    return in_checkpoint_form(model, local_params(model, mesh, as_wrapped=as_wrapped))
+
+
+def in_checkpoint_form(model: nn.Module, params: list[LocalParam]) -> list[LocalParam]:
+    """`params`, sharded like those of `model`, with experts in its checkpoint's form."""
+    form: ExpertForm = model.experts if isinstance(model, StagedModel) else "fused"
+    if form == "mixtral":
+        params = [_renamed(param) for param in params]
+    return params if form == "fused" else [view for param in params for view in _views(param, form)]
+
+
+def form_of(model: StagedModel, source: TensorSource) -> ExpertForm:
+    placements = placements_of(model)
+    for own_name, param in model.named_parameters():
+        if any(own_name.endswith(ending) for ending, _ in FUSED):
+            name = model.stored_name(own_name)
+            ((count, rows, columns),) = checkpoint_shapes(name, placements[own_name], tuple(param.shape)).values()
+            if name not in source.names:
+                return "mixtral" if any(MIXTRAL[1] in n for n in source.names) else "apart"
+            if rows != columns:  # a square one does not show it
+                return "turned" if source.shape(name) == (count, columns, rows) else "fused"
+    return "fused"
+
+
+def _views(param: LocalParam, form: ExpertForm) -> Iterator[LocalParam]:
+    for ending, parts in FUSED:
+        if param.name.endswith(ending):
+            names = tuple(MIXTRAL[2][part] for part in parts) if form == "mixtral" else parts
+            yield from [_turned(param)] if form == "turned" else _apart(param, names)
+            return
+    yield param
+
+
+def _renamed(param: LocalParam) -> LocalParam:
+    regions = (replace(r, checkpoint_name=r.checkpoint_name.replace(*MIXTRAL[:2])) for r in param.regions)
+    return replace(param, name=param.name.replace(*MIXTRAL[:2]), regions=tuple(regions))
+
+
+def _turned(param: LocalParam) -> LocalParam:
+    splits = tuple(replace(split, dim=(0, 2, 1)[split.dim]) for split in param.placement.splits)
+    regions = tuple(_swapped(region) for region in param.regions)
+    placement, local = replace(param.placement, splits=splits), param.local.transpose(1, 2)
+    return replace(param, placement=placement, shape=_swap(param.shape), local=local, regions=regions)
+
+
+def _apart(param: LocalParam, parts: tuple[str, ...]) -> Iterator[LocalParam]:
+    """Every expert's matrices; those of other ranks have no region."""
+    ((count, rows, columns),) = checkpoint_shapes(param.name, param.placement, param.shape).values()
+    size, stem = rows // len(parts), param.name.rpartition(".")[0]
+    for expert in range(count):
+        for at, part in enumerate(parts):
+            name = f"{stem}.{expert}.{part}.weight"
+            matrix = ((expert, expert + 1), (at * size, (at + 1) * size), (0, columns))
+            local, regions = param.local.new_empty(0), tuple[Region, ...]()
+            for region in param.regions:
+                shared = overlap(region.checkpoint_slice, matrix)
+                if shared is not None:
+                    local = param.local[as_index(_moved(shared, region))][0]
+                    here = tuple((0, length) for length in local.shape)
+                    regions = (Region(name, (size, columns), within(shared, matrix)[1:], here, region.owned),)
+            yield LocalParam(name, REPLICATED, (size, columns), local, regions, (), None)
+
+
+def _moved(shared: Slices, region: Region) -> Slices:
+    inside = within(shared, region.checkpoint_slice)
+    return tuple((a + base, b + base) for (a, b), (base, _) in zip(inside, region.local_slice, strict=True))
+
+
+def _swapped(r: Region) -> Region:
+    shape, there, here = _swap(r.checkpoint_shape), _swap(r.checkpoint_slice), _swap(r.local_slice)
+    return replace(r, checkpoint_shape=shape, checkpoint_slice=there, local_slice=here)
+
+
+def _swap(dims: tuple[T, ...]) -> tuple[T, ...]:
+    return dims[0], dims[2], dims[1]

@@ -1,11 +1,12 @@
-"""Whole tensors under their Hugging Face names, in bounded buckets, from any sharded model.
+"""Exports a sharded model: whole tensors under their HF names, in bounded buckets.
 
 Each region has one owner. A bucket is one all-gather of flat bytes over the whole mesh.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +15,8 @@ from dovetail.memory import aligned, view_at
 from dovetail.parallel.collectives import gather_text, stack_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Slices, as_index
-from dovetail.weights.experts import stored
 from dovetail.weights.safetensors import CODES, DTYPES, TensorSpec
-from dovetail.weights.shards import (
-    Dtypes,
-    LocalParam,
-    ParamShard,
-    add_piece,
-    export_specs,
-    keys_of,
-    own_dtype,
-    param_shards,
-)
+from dovetail.weights.shards import ExportRules, LocalParam, ParamShard, checkpoint_params, export_specs, param_shards
 
 Named = tuple[str, Slices]  # tensor, rectangle
 BUCKET_BYTES = 1 << 28
@@ -33,11 +24,11 @@ BUCKET_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Export:
-    """A model's tensors and their owners, the same on every rank; `local`: the regions that this rank owns."""
+    """Tensors and owners, the same on every rank; `local`: regions that this rank owns."""
 
     specs: dict[str, TensorSpec]
     owners: dict[str, list[tuple[int, Slices]]]  # tensor -> (world rank, rectangle)
-    local: dict[str, ParamShard]
+    local: dict[str, list[ParamShard]]
 
 
 @dataclass(frozen=True)
@@ -47,83 +38,54 @@ class _Bucket:
     length: int  # of the longest rank
 
 
-def export(
-    model: nn.Module, mesh: Mesh, *, dtype_of: Dtypes = own_dtype, listed: Collection[str] | None = None
-) -> Export:
-    """Agree on tensors and owners. Collective.
-
-    `dtype_of`: the dtype of each tensor. `listed`: the source's names, whose order and choice of tied names are kept.
-    """
-    return export_params(stored(model, mesh), mesh, dtype_of=dtype_of, listed=listed)
+def export(model: nn.Module, mesh: Mesh, **rules: Unpack[ExportRules]) -> Export:
+    """Collective."""
+    return export_params(checkpoint_params(model, mesh), mesh, **rules)
 
 
-def export_params(
-    params: list[LocalParam],
-    mesh: Mesh,
-    *,
-    dtype_of: Dtypes = own_dtype,
-    listed: Collection[str] | None = None,
-    prefix: str = "",
-) -> Export:
-    """`export` of tensors sharded like parameters, named `prefix` + name. Collective."""
-    held = [(prefix + name, piece) for name, piece in param_shards(params, dtype_of, listed)]
+def export_params(params: list[LocalParam], mesh: Mesh, prefix: str = "", **rules: Unpack[ExportRules]) -> Export:
+    """Collective."""
+    held = [(prefix + name, piece) for name, piece in param_shards(params, **rules)]
     message = [
-        [(prefix + spec.name, CODES[spec.dtype], spec.shape) for spec in export_specs(params, dtype_of, listed)],
+        [(prefix + spec.name, CODES[spec.dtype], spec.shape) for spec in export_specs(params, **rules)],
         [(name, piece.region.checkpoint_slice) for name, piece in held],
     ]
     everyone = [json.loads(text) for text in gather_text(json.dumps(message), mesh["world"], mesh.device)]
     specs = {name: TensorSpec(name, DTYPES[code], tuple(shape)) for rows, _ in everyone for name, code, shape in rows}
-    if listed is not None:
+    if (listed := rules.get("listed")) is not None:
         specs = {name: specs[name] for name in dict.fromkeys([*(n for n in listed if n in specs), *specs])}
-    holders: dict[Named, list[int]] = {}
+    chosen: dict[Named, int] = {}  # the first rank that holds a region
     for rank, (_, regions) in enumerate(everyone):
         for name, slices in regions:
-            holders.setdefault((name, tuple((start, stop) for start, stop in slices)), []).append(rank)
-    chosen = spread(holders, {region: _num_bytes(region[1], specs[region[0]]) for region in holders}, len(everyone))
+            chosen.setdefault((name, tuple((start, stop) for start, stop in slices)), rank)
     owners: dict[str, list[tuple[int, Slices]]] = {name: [] for name in specs}
     for (name, slices), rank in chosen.items():
         owners[name].append((rank, slices))
-    local: dict[str, ParamShard] = {}
+    local: dict[str, list[ParamShard]] = {}
     for name, piece in held:
         if chosen[name, piece.region.checkpoint_slice] == mesh["world"].rank:
-            add_piece(local, name, piece)
+            local.setdefault(name, []).append(piece)
     for name, spec in specs.items():
         covered = sum(_num_bytes(slices, spec) for _, slices in owners[name])
         assert covered == spec.num_bytes, f"{name}: {covered} of {spec.num_bytes} bytes have an owner"
     return Export(specs, owners, local)
 
 
-def spread(holders: Mapping[Named, Sequence[int]], num_bytes: Mapping[Named, int], world: int) -> dict[Named, int]:
-    """Each region's owner among its holders: the largest first, to the rank with the fewest bytes."""
-    loads = [0] * world
-    chosen: dict[Named, int] = {}
-    for region in sorted(holders, key=lambda region: (len(holders[region]) > 1, -num_bytes[region])):
-        owner = min(holders[region], key=lambda rank: (loads[rank], rank))
-        loads[owner] += num_bytes[region]
-        chosen[region] = owner
-    return {region: chosen[region] for region in holders}
-
-
 def stream(
-    model: nn.Module,
-    mesh: Mesh,
-    *,
-    bucket_bytes: int = BUCKET_BYTES,
-    dtype_of: Dtypes = own_dtype,
-    listed: Collection[str] | None = None,
+    model: nn.Module, mesh: Mesh, *, bucket_bytes: int = BUCKET_BYTES, **rules: Unpack[ExportRules]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, whole tensor) of every parameter, in the same order on every rank. Collective until exhausted.
+    """(HF name, whole tensor) in the same order on every rank. Collective until exhausted.
 
-    `bucket_bytes` bounds what is gathered at once, unless one tensor is larger.
+    `bucket_bytes`: gathered at once, unless one tensor is larger.
     """
-    exported = export(model, mesh, dtype_of=dtype_of, listed=listed)
+    exported = export(model, mesh, **rules)
     return gather_whole(exported, mesh, list(exported.specs), bucket_bytes)
 
 
 def gather_whole(
     exported: Export, mesh: Mesh, order: Sequence[str], bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of `order`, whole on every rank. Collective until exhausted."""
+    """Collective until exhausted."""
     for bucket in _buckets(exported, order, mesh["world"].size, bucket_bytes):
         yield from _whole_tensors(exported, mesh, bucket)  # frees its memory before the next
 
@@ -131,8 +93,7 @@ def gather_whole(
 def _whole_tensors(exported: Export, mesh: Mesh, bucket: _Bucket) -> Iterator[tuple[str, Tensor]]:
     flat = torch.empty(bucket.length, dtype=torch.uint8, device=mesh.device)
     for name in bucket.names:
-        for key in keys_of(name, exported.local):
-            piece = exported.local[key]
+        for piece in exported.local.get(name, ()):
             slices = piece.region.checkpoint_slice
             _view(flat, bucket.starts[name, slices], slices, exported.specs[name]).copy_(piece.read())
     rows = stack_over(flat, mesh["world"])
@@ -147,7 +108,7 @@ def _whole_tensors(exported: Export, mesh: Mesh, bucket: _Bucket) -> Iterator[tu
 
 
 def _buckets(exported: Export, order: Sequence[str], world: int, bucket_bytes: int) -> Iterator[_Bucket]:
-    """Consecutive tensors; `world` times the longest rank's share stays within the bound."""
+    """Consecutive tensors: `world` x the longest share is within the bound."""
 
     def place(name: str, ends: Sequence[int]) -> tuple[dict[Named, int], list[int]]:
         placed, ends = {}, list(ends)
