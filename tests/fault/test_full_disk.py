@@ -18,7 +18,7 @@ from dovetail.errors import CheckpointError
 from dovetail.parallel.mesh import Mesh
 from dovetail.rl.tasks import RLTask
 from dovetail.run import directory, metrics, records
-from dovetail.run.records import MOST_WAITING, Records
+from dovetail.run.metrics import MOST_WAITING, Records
 from dovetail.weights.hf_reader import CheckpointReader
 from dovetail.weights.safetensors import TensorFileWriter
 from tests.commands.program import here, read_rows, refusal, write_recipe, write_rows

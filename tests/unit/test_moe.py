@@ -17,7 +17,7 @@ from dovetail.kernels.registry import KernelSet
 from dovetail.kernels.token_permute import inverse_of
 from dovetail.nn.moe import MoE, Router
 from dovetail.parallel.mesh import Axis, Mesh
-from dovetail.run.records import read_routes, write_routes
+from dovetail.run.metrics import read_routes, write_routes
 from tests.parity.configs import moe_configs
 from tests.tolerances import EXACT, GRADCHECK, OP_FP64, assert_close
 
