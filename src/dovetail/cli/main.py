@@ -61,7 +61,7 @@ def _dispatch(argv: Sequence[str], rank: RankProcess, *, watched: bool) -> int:
         # -m alone would let ranks import from the working directory, which may be a model's
         safe_path = [] if os.getcwd() in map(os.path.abspath, sys.path) else ["-P"]
         return run_ranks([sys.executable, *safe_path, "-m", "dovetail", *argv], layout.num_ranks, supervision)
-    if supervision.restarts and not rank.supervised:
+    if supervision.restarts and rank.files is None:
         restarts = f"--restarts {supervision.restarts}: another launcher started these ranks"
         raise ConfigError(f"{restarts}, so it has to restart them (torchrun --max-restarts N); drop the flag")
     with rank.watched(supervision.limits) if watched else contextlib.nullcontext():

@@ -113,13 +113,12 @@ class Heartbeats:
 
     def verdict(self, now: float) -> str:
         """Which hosts have been silent for too long, or empty."""
-        if not any(now > last.deadline for last in self.last.values()):
-            return ""
-        near = min(3 * BEAT_SECONDS, self.limit / 2)  # ranks of one host fall silent shortly after each other
         silent: dict[tuple[str, bool], list[int]] = {}
-        for rank, last in sorted(self.last.items()):
-            if now > last.deadline - near:
-                silent.setdefault((last.host, last.ended), []).append(rank)
+        if any(now > last.deadline for last in self.last.values()):
+            near = min(3 * BEAT_SECONDS, self.limit / 2)  # ranks of one host fall silent shortly after each other
+            for rank, last in sorted(self.last.items()):
+                if now > last.deadline - near:
+                    silent.setdefault((last.host, last.ended), []).append(rank)
         parts = []
         for (host, ended), ranks in silent.items():
             seconds = now - min(self.last[rank].seen for rank in ranks)
@@ -147,10 +146,6 @@ class _Peer:
             return None
         *whole, self._rest = (self._rest + data).split(b"\n")
         return [line.decode(errors="replace") for line in whole] if data and len(self._rest) < MAX_LINE else None
-
-    def send(self, line: str) -> None:
-        with contextlib.suppress(OSError):
-            self.connection.send(f"{line}\n".encode())
 
 
 class _Monitor:
@@ -199,20 +194,18 @@ class _Monitor:
         return reason
 
     def _join(self, hub: Mapping[str, Any]) -> None:
-        deadline, problem = time.monotonic() + self.setup["limit"], ""
+        rank, deadline, problem = self.setup["rank"], time.monotonic() + self.setup["limit"], ""
         while time.monotonic() < deadline and os.getppid() == self.setup["parent"]:
             try:
                 connection = socket.create_connection((hub["address"], hub["port"]), timeout=self.setup["limit"])
             except OSError as error:
-                problem = str(error)
+                problem = f"{hub['address']}, port {hub['port']} ({error})"
                 time.sleep(1.0)
                 continue
             self._add(_Peer(connection, 0, hub["host"]))
             self.heartbeats.note(0, hub["host"], time.monotonic())
-            self._send(f"hello {hub['token']} {self.setup['rank']} {self.setup['host']}")
-            return
-        where = f"{hub['address']}, port {hub['port']} ({problem})"
-        _say(f"warn rank {self.setup['rank']} cannot reach {where}: the loss of a host will be noticed late")
+            return self._send(f"hello {hub['token']} {rank} {self.setup['host']}")
+        return _say(f"warn rank {rank} cannot reach {problem}: the loss of a host will be noticed late")
 
     def _receive(self, peer: _Peer) -> str:
         lines, now = peer.lines(), time.monotonic()
@@ -258,7 +251,8 @@ class _Monitor:
     def _send(self, line: str) -> None:
         for peer in self.peers:
             if peer.rank >= 0:
-                peer.send(line)
+                with contextlib.suppress(OSError):
+                    peer.connection.send(f"{line}\n".encode())
 
 
 def main() -> None:

@@ -13,11 +13,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
-from typing import IO, NamedTuple, NoReturn
+from typing import IO, NoReturn
 
 from dovetail.errors import ConfigError, LostStore, MachineError
 from dovetail.jsonl import ODD_LETTERS
@@ -34,21 +33,18 @@ SAME_SIGNAL_SECONDS = 1.0  # a rank may get a signal directly and by its launche
 BEAT_SECONDS = LOOK_SECONDS = 0.5
 
 
-class RankFiles(NamedTuple):
+class RankFiles:
     """Written by a rank for its supervisor."""
 
-    state: Path
-    stacks: Path
-    report: Path
-
-    @classmethod
-    def of(cls, folder: Path, rank: int) -> "RankFiles":
-        return cls(*(folder / f"rank_{rank}.{kind}" for kind in cls._fields))
+    def __init__(self, folder: Path | str, rank: int | str) -> None:
+        self.state, self.stacks, self.report = (
+            Path(folder) / f"rank_{rank}.{x}" for x in ("state", "stacks", "report")
+        )
 
 
 class RankProcess:
     def __init__(self, folder: str | None = None, pipe: str | None = None) -> None:
-        self.files = RankFiles.of(Path(folder), int(os.environ["RANK"])) if folder is not None else None
+        self.files = RankFiles(folder, os.environ["RANK"]) if folder is not None else None
         self.silent = False  # whatever fails after a signal is a consequence
         self.progress = Progress(self.files.state if self.files else None)
         self._hosts: HostWatch | None = None
@@ -61,10 +57,6 @@ class RankProcess:
         """Children do not inherit its variables."""
         return cls(os.environ.pop(FOLDER, None), os.environ.pop(PIPE, None))
 
-    @property
-    def supervised(self) -> bool:
-        return self.files is not None
-
     def report(self, text: str) -> None:
         """To the supervisor, who knows which rank failed first, or to standard error."""
         if self.files is not None and not self.silent:
@@ -74,13 +66,13 @@ class RankProcess:
 
     def watched(self, limits: Mapping[Phase, float]) -> AbstractContextManager[None]:
         """Heartbeats for the supervisor; without one, end when a phase lasts too long."""
-        if self.supervised:
+        if self.files is not None:
             return calling_every(BEAT_SECONDS, self.progress.beat)
-        return calling_every(LOOK_SECONDS, partial(_end_if_hung, self.progress, limits))
+        return calling_every(LOOK_SECONDS, lambda: _end_if_hung(self.progress, limits))
 
     def watch_hosts(self, store: Store, rank: int, world: int) -> None:
         """In a job of several hosts, end this process when one is lost."""
-        if self.supervised or world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(world):
+        if self.files is not None or world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(world):
             return
         launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._hosts = HostWatch(store, rank, os.environ["MASTER_ADDR"], launcher)

@@ -62,20 +62,12 @@ def refuse_too_many(layout: Layout) -> None:
         raise LayoutError(f"layout {layout} needs {layout.num_ranks} ranks, but {machine}; {remedy}")
 
 
-def run_ranks(command: Sequence[str], ranks: int, supervision: Supervision | None = None) -> int:
+def run_ranks(command: Sequence[str], ranks: int, supervision: Supervision) -> int:
     """Run `command` as that many local ranks; returns one exit code."""
     system.adopt_orphans()
-    stop = _Stop()
-    handlers = {number: signal.signal(number, stop.receive) for number in STOP_CODES}
-    try:
-        return _run(command, ranks, supervision or Supervision(), stop)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _run(command: Sequence[str], ranks: int, supervision: Supervision, stop: "_Stop") -> int:
-    incidents: list[Incident] = []
+    stop, incidents = _Stop(), list[Incident]()
+    for number in STOP_CODES:
+        signal.signal(number, stop.receive)
     while True:
         end = _start_once(command, ranks, supervision, stop)
         complain(end.text)
@@ -105,7 +97,10 @@ def _start_once(command: Sequence[str], ranks: int, supervision: Supervision, st
     with tempfile.TemporaryDirectory(prefix="dovetail-watch-") as folder:
         job = stop.job = _Job(Path(folder), supervision.limits, stop)
         try:
-            shared = {**os.environ, **_environment(ranks), PIPE: str(reader), FOLDER: folder}
+            shared = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), PIPE: str(reader), FOLDER: folder}
+            shared.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
+            shared.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else every rank reports that a failed one disconnected
             for rank in map(str, range(ranks)):
                 env = {**shared, "RANK": rank, "LOCAL_RANK": rank}
                 job.add(subprocess.Popen(command, env=env, pass_fds=(reader,), start_new_session=True))
@@ -128,10 +123,9 @@ def _record(supervision: Supervision, kind: str, incident: Incident) -> None:
 class _Stop:
     """Passes the first SIGTERM or SIGINT on to the ranks; the second one kills them."""
 
-    def __init__(self) -> None:
-        self.signal: int = 0
-        self.second = False
-        self.job: _Job | None = None
+    signal: int = 0
+    second: bool = False
+    job: "_Job | None" = None
 
     def receive(self, number: int, _: FrameType | None = None) -> None:
         self.second = self.signal != 0
@@ -159,7 +153,7 @@ class _Job:
         self.kills_before = system.out_of_memory_kills()
 
     def add(self, process: subprocess.Popen[bytes]) -> None:
-        self.files.append(RankFiles.of(self.folder, len(self.processes)))
+        self.files.append(RankFiles(self.folder, len(self.processes)))
         self.processes.append(process)
         if self.stop.signal:
             process.send_signal(self.stop.signal)
@@ -260,9 +254,9 @@ class _Job:
         for r in ranks:
             stacks["".join(f"    {f.file}:{f.line} {f.name}\n" for f in r.stack.frames)].append(r.rank)
         name = f"rank {', '.join(map(str, blamed))}" if blamed else "no rank stands out"
+        seconds, phase = now - min(state.since for state in late), late[0].phase
         lines = [
-            f"dovetail: hang: no progress for {now - min(state.since for state in late):.0f} s in phase {late[0].phase} "
-            f"(limit {self.limits[late[0].phase]:g} s)\n",
+            f"dovetail: hang: no progress for {seconds:.0f} s in phase {phase} (limit {self.limits[phase]:g} s)\n",
             *(f"  {r.describe(now)}\n" for r in ranks),
             *(f"  rank {rank}: ended with code {code}\n" for rank, code in self.ended.items()),
             *(f"  stack of rank {', '.join(map(str, r))}, newest first:\n{text}" for text, r in stacks.items() if text),
@@ -286,18 +280,6 @@ class _Job:
 
 def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-
-def _environment(ranks: int) -> Mapping[str, str]:
-    return {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // ranks))),
-        # else every rank reports that a failed one closed its connection
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
-    }
 
 
 def _cores() -> int:

@@ -81,6 +81,7 @@ class RunDirectory:
         self._saving = self._order = self._failed_saves = 0
         self._existed = False
         self._at_close = ExitStack()
+        self._at_close.callback(self._lock.release)
 
     @property
     def first_row(self) -> int:
@@ -98,7 +99,7 @@ class RunDirectory:
                 self._existed = is_run(self.path)
                 if self._existed and mode == "never":
                     raise ConfigError(
-                        f"{OCCUPIED.format(self.path)}: it holds a run, from which --resume auto would go on"
+                        f"{OCCUPIED.format(self.path)}: it holds a run, which --resume auto would go on from"
                     )
                 if mode.startswith("step=") and not self._existed:
                     raise ConfigError(f"--resume {mode}: run_dir {self.path} holds no run; leave it out to begin one")
@@ -140,9 +141,11 @@ class RunDirectory:
                 self._set_later_aside()
                 replace_file(self.path / CONFIG, self.recipe.to_yaml().encode())
                 self._metrics = Metrics(self.path, self.recipe.trainer.loggers, self.config, self.say)
+                self._at_close.callback(self._metrics.close)
         self._order, self._earlier = of_first([self._order, self._earlier], self.mesh)
         background = self.recipe.trainer.async_save
         self._saver = Saver(self.path / CHECKPOINTS, self.mesh, self.retention, background=background)
+        self._at_close.callback(self.console.stop)
         self._at_close.callback(self._saver.join)
         if resumed is not None:
             self._report_resume(resumed)
@@ -174,8 +177,9 @@ class RunDirectory:
                 if samples:
                     path = self.path / ROLLOUTS / f"step_{row['step']:06}.jsonl"
                     self._records.write(partial(write_samples, path, samples))
-        evaluates = self.recipe.trainer.eval_every > 0 and self.recipe.data.eval is not None
-        self._score = _score(row, evaluates=evaluates)
+        self._score = row.get("reward_mean", -row["loss"])
+        if self.recipe.trainer.eval_every and self.recipe.data.eval:  # None at other steps
+            self._score = row.get("eval_reward_mean", -row["eval_loss"] if "eval_loss" in row else None)
         self.console.step(row)
 
     def checkpoint(self, step: int) -> None:
@@ -221,11 +225,7 @@ class RunDirectory:
     def close(self) -> None:
         """Waits for the save under way; may be called twice."""
         self._at_close.close()
-        self.console.stop()
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
-        self._lock.release()
+        self._metrics = None
 
     def _print_summary(self, outcome: Outcome) -> None:
         key = "reward_mean" if outcome.rows and "reward_mean" in outcome.rows[-1] else "loss"
@@ -239,11 +239,12 @@ class RunDirectory:
         seconds = sum(row["step_seconds"] for row in outcome.rows)
         tokens = sum(row["tokens"] for row in outcome.rows)
         self.say(f"{'tokens/s':<18} {tokens / max(seconds, 1e-9):,.0f} ({seconds:.0f} s)")
-        model = self.path / HF if not outcome.stopped else "not written: stopped, and there is no checkpoint"
-        if outcome.stopped and self._saved is not None:
-            model = "not written: stopped; the same command goes on from the checkpoint"
-        self.say(f"{'model':<18} {model}")
-        if outcome.stopped and self._saved is not None:
+        if not outcome.stopped:
+            self.say(f"{'model':<18} {self.path / HF}")
+        elif self._saved is None:
+            self.say(f"{'model':<18} not written: stopped, and there is no checkpoint")
+        else:
+            self.say(f"{'model':<18} not written: stopped; the same command goes on from the checkpoint")
             self.say(f"{'checkpoint':<18} {self.path / CHECKPOINTS / f'step_{self._saved:06}'}")
 
     def _finish_save(self, *, last: bool = False) -> None:
@@ -313,13 +314,6 @@ class RunDirectory:
 def _exports(contents: Contents) -> list[Export]:
     engines = contents.engines.items()
     return [export for role, engine in engines for export in engine.export_training(role, with_model=role == POLICY)]
-
-
-def _score(row: Row, *, evaluates: bool) -> float | None:
-    """Higher is better; None if not measured as at other steps."""
-    if not evaluates:
-        return row.get("reward_mean", -row["loss"])
-    return row.get("eval_reward_mean", -row["eval_loss"] if "eval_loss" in row else None)
 
 
 def _rows(path: Path, last: int) -> tuple[list[Row], list[str], list[str]]:
