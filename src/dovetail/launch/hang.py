@@ -100,14 +100,13 @@ def suspects(ranks: Sequence[RankStatus]) -> tuple[list[int], str]:
 
     The last case: the smallest group of equal stacks and phases; of two, the one ahead, which has left a collective.
     """
-    stopped = [r.rank for r in ranks if r.kernel in STOPPED_STATES]
-    if stopped:
+    if stopped := [r.rank for r in ranks if r.kernel in STOPPED_STATES]:
         return stopped, "stopped (SIGSTOP or a debugger)"
     silent = [r.rank for r in ranks if not r.stack.frames]
-    if silent and len(silent) < len(ranks):
+    if 0 < len(silent) < len(ranks):
         return silent, "gives no sign while others do"
     busy = [r.rank for r in ranks if not r.stack.waits]
-    if busy and len(busy) < len(ranks):
+    if 0 < len(busy) < len(ranks):
         return busy, "at work, while the others wait for it in a collective"
     groups: dict[tuple[int, Stack], list[int]] = defaultdict(list)
     for r in ranks:

@@ -3,7 +3,7 @@
 The main thread enters phases; heartbeats come from another, even while a collective hangs.
 """
 
-import mmap
+import os
 import struct
 import threading
 import time
@@ -25,9 +25,7 @@ LIMITS: Mapping[Phase, float] = {
 
 COLLECTIVE_SLACK, MAX_COLLECTIVE_SECONDS = 120.0, 30 * 86400.0
 READ_ATTEMPTS = 5
-_RECORD = struct.Struct("<QQqqd")  # version (odd during a write), entries, phase, step (-1: none), since
-_BEAT, _BEAT_OFFSET = struct.Struct("<d"), 64
-SIZE = 128
+_RECORD = struct.Struct("<qqqddq")  # a State, step -1 for none; `entries` again, unequal in a half-read record
 
 
 class State(NamedTuple):
@@ -47,30 +45,27 @@ class Progress:
     """The writing side; without a path, of no file."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._memory: mmap.mmap | bytearray = bytearray(SIZE)
-        if path is not None:
-            path.write_bytes(bytes(SIZE))
-            with path.open("r+b") as file:
-                self._memory = mmap.mmap(file.fileno(), SIZE)
-        self._entries, self._step = 0, -1
+        self._file = None if path is None else path.open("wb", buffering=0)
+        self._lock = threading.Lock()
+        self.state = State(0, "init", None, 0.0, time.monotonic())
         self.phase("init")
-        self.beat()
 
     def phase(self, name: Phase, step: int | None = None) -> None:
         """The main thread begins a phase. step: from 1; None: as before."""
-        version = 2 * self._entries
-        self._entries += 1
-        self._step = self._step if step is None else step
-        record = (self._entries, PHASES.index(name), self._step, time.monotonic())
-        _RECORD.pack_into(self._memory, 0, version + 1, *record)
-        _RECORD.pack_into(self._memory, 0, version + 2, *record)
+        with self._lock:
+            entries, _, last, _, beat = self.state
+            self._write(State(entries + 1, name, last if step is None else step, time.monotonic(), beat))
 
     def beat(self) -> None:
-        _BEAT.pack_into(self._memory, _BEAT_OFFSET, time.monotonic())
+        with self._lock:
+            self._write(self.state._replace(beat=time.monotonic()))
 
-    @property
-    def state(self) -> State:
-        return _state(self._memory)
+    def _write(self, state: State) -> None:
+        self.state = state
+        if self._file is not None:
+            step = -1 if state.step is None else state.step
+            record = (state.entries, PHASES.index(state.phase), step, state.since, state.beat, state.entries)
+            os.pwrite(self._file.fileno(), _RECORD.pack(*record), 0)
 
 
 @contextmanager
@@ -99,16 +94,9 @@ def collective_timeout(limits: Mapping[Phase, float]) -> timedelta:
 
 def read_state(path: Path) -> State | None:
     """None before the rank's first write."""
-    data = bytes(SIZE)
-    for _ in range(READ_ATTEMPTS):  # a rank stopped in the middle of a write leaves the version odd
-        with suppress(FileNotFoundError):
-            data = path.read_bytes().ljust(SIZE, b"\0")
-        if _RECORD.unpack_from(data)[0] % 2 == 0:
-            break
-    return _state(data) if _RECORD.unpack_from(data)[0] else None
-
-
-def _state(memory: mmap.mmap | bytearray | bytes) -> State:
-    _, entries, phase, step, since = _RECORD.unpack_from(memory)
-    (beat,) = _BEAT.unpack_from(memory, _BEAT_OFFSET)
-    return State(entries, PHASES[phase], None if step < 0 else step, since, beat)
+    for _ in range(READ_ATTEMPTS):
+        with suppress(FileNotFoundError, struct.error):
+            entries, phase, step, since, beat, same = _RECORD.unpack(path.read_bytes())
+            if entries == same:
+                return State(entries, PHASES[phase], None if step < 0 else step, since, beat)
+    return None

@@ -102,11 +102,14 @@ class LayoutSection(Section):
         return Layout(**self.model_dump(exclude={"copy_engines"}) | {"dp": None if self.dp == "auto" else self.dp})
 
 
+OwnLayout = Annotated[LayoutSection | None, pydantic.BeforeValidator(lambda given: None if given == {} else given)]
+
+
 class CriticSection(Section):
     """The value model of ppo."""
 
     path: PathText | None = key(None, "null: the policy's trunk weights with a fresh value head")
-    layout: LayoutSection | None = key(None, "empty: the policy's layout")
+    layout: OwnLayout = key(None, "empty: the policy's layout")
     lr: PositiveFloat | None = key(None, "null: optim.lr")
 
 
@@ -114,7 +117,7 @@ class ReferenceSection(Section):
     """The model that a KL term holds the policy to."""
 
     path: PathText | None = key(None, "null: the starting policy")
-    layout: LayoutSection | None = key(None, "empty: the policy's layout")
+    layout: OwnLayout = key(None, "empty: the policy's layout")
 
 
 class Algorithm(Section):
@@ -197,7 +200,7 @@ class RolloutSection(Section):
     """How completions are sampled."""
 
     backend: Literal["native", "transformers"] = key("native", "the embedded sampler, or the model's generate per rank")
-    layout: LayoutSection | None = key(None, "empty: tp 1, one sampler a rank")
+    layout: OwnLayout = key(None, "empty: tp 1, one sampler a rank")
     samples_per_prompt: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = key(8, "completions of each prompt")
     max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = key(64, "longest completion")
     temperature: PositiveFloat = key(1.0, "divides the logits, in sampling and in training")
@@ -298,18 +301,9 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults(cls, given: Any) -> Any:
-        """The default algorithm is grpo; an empty layout is none."""
-        if not isinstance(given, Mapping):
-            return given
-        full = dict(given)
-        if isinstance(full.get("algorithm"), Mapping):
-            full["algorithm"] = {"name": "grpo", **full["algorithm"]}
-        for name in ("critic", "reference", "rollout"):
-            section = full.get(name)
-            if isinstance(section, Mapping) and section.get("layout") == {}:
-                full[name] = {**section, "layout": None}
-        return full
+    def _default_algorithm(cls, given: Any) -> Any:
+        algorithm = given.get("algorithm") if isinstance(given, Mapping) else None
+        return {**given, "algorithm": {"name": "grpo", **algorithm}} if isinstance(algorithm, Mapping) else given
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

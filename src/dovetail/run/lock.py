@@ -53,10 +53,10 @@ class RunLock:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be opened as a file; remove it ({error.strerror})") from error
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
-        os.close(fd)
-        raise ConfigError(f"{self.path} is no regular file; remove it")
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise ConfigError(f"{self.path} is no regular file; remove it")
+        return fd
 
     def release(self) -> None:
         if self._fd >= 0:
@@ -107,12 +107,9 @@ def refuse_unshared(path: Path, mesh: Mesh) -> None:
 
 
 def _appears(file: Path) -> bool:
-    """Listing the folder makes NFS refresh it."""
     deadline = time.monotonic() + VISIBLE_SECONDS
-    while not file.exists():
-        if time.monotonic() > deadline:
-            return False
+    while not file.exists() and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
         with contextlib.suppress(OSError):
-            os.listdir(file.parent)
-    return True
+            os.listdir(file.parent)  # makes NFS refresh it
+    return file.exists()
