@@ -1,7 +1,6 @@
 """Exceptions for users: what was given, what was expected and what to do.
 
-The command line prints a `UserError` once, without a traceback, and exits with 2; any other exception is a defect and
-exits with 1.
+The command line prints a `UserError` once, without a traceback, and exits with 2; any other is a defect and exits with 1.
 """
 
 import re
@@ -67,10 +66,8 @@ class LostStore(SecondaryFailure):
 
 
 def listing(items: list[str], limit: int = 20) -> str:
-    lines = [f"  - {item}" for item in items[:limit]]
-    if len(items) > limit:
-        lines.append(f"  ... and {len(items) - limit} more")
-    return "\n".join(lines)
+    more = [f"  ... and {len(items) - limit} more"] if len(items) > limit else []
+    return "\n".join([*(f"  - {item}" for item in items[:limit]), *more])
 
 
 def shortened(text: object) -> str:
@@ -111,9 +108,6 @@ def unequal(values: Mapping[str, Sequence[str]], hosts: Sequence[str]) -> list[s
 
 
 def _owners(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    hosts_shown, ranks_shown = (
-        ", ".join(map(str, items[:SHOWN_RANKS])) + ", ..." * (len(items) > SHOWN_RANKS)
-        for items in (names, list(ranks))
-    )
-    return f"{hosts_shown} (rank {ranks_shown})"
+    lists = (list(dict.fromkeys(hosts[rank] for rank in ranks)), ranks)
+    shown = [", ".join(map(str, items[:SHOWN_RANKS])) + ", ..." * (len(items) > SHOWN_RANKS) for items in lists]
+    return f"{shown[0]} (rank {shown[1]})"

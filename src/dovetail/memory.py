@@ -1,4 +1,4 @@
-"""Arenas of contiguous memory, for transfer buckets, snapshots and offloaded state."""
+"""Arenas of contiguous memory for transfer buckets, snapshots and offloaded state."""
 
 from collections.abc import Iterable
 from math import prod
@@ -82,12 +82,10 @@ class PinnedArena:
 
     def grow(self, num_bytes: int, most: int) -> bool:
         """Add a chunk of at most `most` bytes, if that suffices."""
-        needed = aligned(num_bytes)
-        size = self._growth(needed, most)
-        if size > most:
-            return False
-        self._add(size)
-        return True
+        size = self._growth(aligned(num_bytes), most)
+        if size <= most:
+            self._add(size)
+        return size <= most
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A copy in flight: synchronize its device before reading it."""

@@ -1,4 +1,4 @@
-"""Processes and memory by /proc and cgroups; on other systems nothing is known."""
+"""Processes and memory by /proc and cgroups; other systems tell nothing."""
 
 import contextlib
 import ctypes
@@ -19,20 +19,17 @@ _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 def kernel_state(pid: int) -> str:
     """The state letter of ps; "": unknown."""
-    fields = _stat(pid)
-    return fields[0] if fields else ""
+    return next(iter(_stat(pid)), "")
 
 
 def parent_of(pid: int) -> int | None:
-    fields = _stat(pid)
-    return int(fields[1]) if fields else None
+    return int(fields[1]) if (fields := _stat(pid)) else None
 
 
 def children_of(roots: Iterable[int]) -> set[int]:
     below: dict[int, list[int]] = defaultdict(list)
     for entry in _PROC.glob("[0-9]*"):
-        fields = _stat(int(entry.name))
-        if fields:
+        if fields := _stat(int(entry.name)):
             below[int(fields[1])].append(int(entry.name))
     descendants: set[int] = set()
     stack = list(roots)
@@ -65,12 +62,10 @@ def free_memory() -> int | None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of orphaned descendants."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent ends."""
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 

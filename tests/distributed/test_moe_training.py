@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from dovetail.run.records import read_routes
+from dovetail.run.metrics import read_routes
 from examples.quickstart.scratch import character_tokenizer
 from tests.checkpoints import assert_same_tensors, tensors_of
 from tests.commands.program import here, on_ranks, refused_on

@@ -17,8 +17,8 @@ from dovetail.cli.common import RowFile, portions
 from dovetail.errors import CheckpointError
 from dovetail.parallel.mesh import Mesh
 from dovetail.rl.tasks import RLTask
-from dovetail.run import directory, metrics, records
-from dovetail.run.records import MOST_WAITING, Records
+from dovetail.run import directory, metrics
+from dovetail.run.metrics import MOST_WAITING, Records
 from dovetail.weights.hf_reader import HFReader
 from dovetail.weights.safetensors import TensorFileWriter
 from tests.commands.program import here, read_rows, refusal, write_recipe, write_rows
@@ -49,7 +49,7 @@ def test_rows_samples_and_events_wait_while_the_disk_is_full(
     monkeypatch.setattr(RLTask, "step", step)
     for module in (metrics, directory):
         monkeypatch.setattr(module, "append", or_fail(jsonl.append))
-    monkeypatch.setattr(directory, "write_samples", or_fail(records.write_samples))
+    monkeypatch.setattr(directory, "write_samples", or_fail(metrics.write_samples))
     monkeypatch.setattr(TensorFileWriter, "close", or_fail(TensorFileWriter.close))
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "c"}])
     trainer = {"steps": 8, "save_every": 2, "keep": 9, "prompts_per_step": 1, "async_save": False}

@@ -42,7 +42,7 @@ def state_of(order: int, step: int, ranks: int = 1, **changes: Any) -> dict[str,
         run_id="r", order=order, step=step, score=1.0, recipe={}, model="m", data="d", cursor=step, updates={ROLE: step},
         before={}, rng=rng,
     )  # fmt: skip
-    return {**state.dump(), **changes}
+    return {**dict(state), **changes}
 
 
 def saver_of(engine: NativeEngine, folder: Path, *, keep: int = 10, background: bool = False) -> Saver:

@@ -1,4 +1,4 @@
-"""The table of commands, their flags, and what these mean for layouts and recipes. Imports no torch."""
+"""The commands, their flags, and what these mean for layouts and recipes. Imports no torch."""
 
 import argparse
 import importlib
@@ -23,8 +23,6 @@ KEYS = "Every key of a recipe, and how to write GRPO, DAPO, GSPO, PPO and others
 
 
 class Parser(ArgumentParser):
-    """An argument parser that raises `ConfigError`."""
-
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{short_words(message)}; see {self.prog} --help")
 
@@ -40,7 +38,7 @@ class Command:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command line, its `command` among them. Prints help and exits if asked."""
+    """The arguments of a command line and its `command`."""
     commands = "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
     about = f"A parallel model engine for RL post-training.\n\ncommands:\n{commands}"
     raw = argparse.RawDescriptionHelpFormatter
@@ -48,8 +46,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     top.add_argument("command", choices=list(COMMANDS), metavar="command", help="dovetail COMMAND --help says more")
     name = top.parse_args(argv[:1]).command
     is_train = name == "train"
-    epilog = KEYS + EPILOG if is_train else EPILOG
-    parser = Parser(prog=f"dovetail {name}", description=COMMANDS[name].help, epilog=epilog)
+    parser = Parser(prog=f"dovetail {name}", description=COMMANDS[name].help, epilog=KEYS * is_train + EPILOG)
     COMMANDS[name].add_arguments(parser)
     overrides, rest = _split_overrides(argv[1:]) if is_train else ([], list(argv[1:]))
     args = parser.parse_intermixed_args(rest)
@@ -61,18 +58,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def recipe_of(args: argparse.Namespace) -> "Recipe":
     """The recipe of `dovetail train`: flags beat overrides, which beat the file. Imports pydantic, too slow for help."""
-    flags: dict[str, Any] = {}
+    flags: dict[str, Any] = {f"model.{name}": getattr(args, name) for name in ("dtype", "engine", "trust_remote_code")}
+    flags = {key: value for key, value in flags.items() if value}
     if args.layout is not None:
-        degrees = Layout.parse(args.layout)
-        flags = {f"layout.{name}": getattr(degrees, name) or "auto" for name in DEGREES}
-    flags |= {"model.dtype": args.dtype, "model.engine": args.engine, "model.trust_remote_code": args.trust_remote_code}
-    flags = {key: value for key, value in flags.items() if value not in (None, False) or key.startswith("layout")}
+        flags |= {f"layout.{name}": getattr(Layout.parse(args.layout), name) or "auto" for name in DEGREES}
     recipe: Recipe = importlib.import_module("dovetail.recipe.schema").load_recipe(args.recipe, args.overrides, flags)
     return recipe
 
 
 def layout_of(args: argparse.Namespace) -> Layout:
-    """Its dp may be open."""
     return recipe_of(args).layout.to_layout() if args.command == "train" else Layout.parse(args.layout or "")
 
 
@@ -81,8 +75,7 @@ def check_model(args: argparse.Namespace, layout: Layout) -> None:
     if args.command == "convert" and args.to == "hf":
         return  # the ranks share the work, whatever the layout
     if args.command == "train":
-        model = recipe_of(args).model
-        path, engine = model.path, model.engine
+        path, engine = recipe_of(args).model.path, recipe_of(args).model.engine
     else:
         path, engine = (args.source, "auto") if args.command == "convert" else (args.model, args.engine)
     check: Callable[..., None] = importlib.import_module("dovetail.factory.layouts").check_directory
@@ -94,7 +87,7 @@ def supervision_of(args: argparse.Namespace) -> Supervision:
         return Supervision()
     recipe = recipe_of(args)
     limits = {**LIMITS, **recipe.trainer.timeouts}
-    resume = ("--resume", "auto")  # whatever it began with
+    resume = ("--resume", "auto")
     return Supervision(limits=limits, run_dir=Path(recipe.run_dir), restarts=args.restarts, resume=resume)
 
 
@@ -102,16 +95,14 @@ def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """`--key.path value` and `--key.path=value` as overrides `key.path=value`, and the rest."""
     overrides, rest, tokens = [], [], iter(argv)
     for token in tokens:
-        name, equals, _ = token.partition("=")
+        name, equals, value = token.partition("=")
         if not (name.startswith("--") and ("." in name or name == "--run_dir")):
             rest.append(token)
-        elif equals:
-            overrides.append(token.removeprefix("--"))
-        else:
-            value = next(tokens, None)
-            if value is None:
-                raise ConfigError(f"{shortened(token)} has no value; expected {shortened(token)}=value")
-            overrides.append(f"{token.removeprefix('--')}={value}")
+            continue
+        given = value if equals else next(tokens, None)
+        if given is None:
+            raise ConfigError(f"{shortened(token)} has no value; expected {shortened(token)}=value")
+        overrides.append(f"{name.removeprefix('--')}={given}")
     return overrides, rest
 
 
@@ -120,7 +111,7 @@ def _add_device(parser: ArgumentParser, default: str = "auto") -> None:
 
 
 def _add_compute(parser: ArgumentParser, dtype: str | None = "float32", engine: str | None = "auto") -> None:
-    parser.add_argument("--layout", metavar="tp=2,dp=2", help="parallel degrees tp, pp, cp, dp, ep; unnamed ones are 1")
+    parser.add_argument("--layout", metavar="tp=2,dp=2", help="degrees of tp, pp, cp, dp, ep; unnamed ones are 1")
     _add_device(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=dtype, help="compute type")
     parser.add_argument("--engine", choices=["auto", "native", "transformers"], default=engine)
@@ -147,15 +138,13 @@ def _score(parser: ArgumentParser) -> None:
     _add_rows(parser, data="ROWS.jsonl")
     parser.add_argument("--head", choices=["lm", "value"], default="lm", help="log-probs and entropies, or values")
     parser.add_argument("--temperature", type=_number(float, positive=True), default=1.0, help="divides the logits")
-    tokens = _number(int, positive=True)
-    parser.add_argument("--tokens-per-batch", type=tokens, default=16384, metavar="N", help="default: 16384")
+    parser.add_argument("--tokens-per-batch", type=COUNT, default=16384, metavar="N", help="default: 16384")
 
 
 def _generate(parser: ArgumentParser) -> None:
     _add_rows(parser, data="PROMPTS.jsonl")
-    count = _number(int, positive=True)
-    parser.add_argument("--samples", type=count, default=1, metavar="N", help="completions of each prompt")
-    parser.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="default: 64")
+    parser.add_argument("--samples", type=COUNT, default=1, metavar="N", help="completions of each prompt")
+    parser.add_argument("--max-new-tokens", type=COUNT, default=64, metavar="N", help="default: 64")
     parser.add_argument("--temperature", type=_number(float), default=1.0, help="0: always the likeliest token")
     parser.add_argument("--top-p", type=_number(float, positive=True), default=1.0)
     parser.add_argument("--top-k", type=_number(int), default=0, metavar="N", help="0: all tokens")
@@ -182,8 +171,7 @@ def _number(kind: type[int] | type[float], *, positive: bool = False) -> Callabl
         if isinstance(value, float) and not math.isfinite(value):
             raise argparse.ArgumentTypeError(f"{shortened(text)} is not finite")
         if value < 0 or (positive and value == 0):
-            complaint = "is not more than 0" if positive else "is less than 0"
-            raise argparse.ArgumentTypeError(f"{shortened(text)} {complaint}")
+            raise argparse.ArgumentTypeError(f"{shortened(text)} is {'not more' if positive else 'less'} than 0")
         return value
 
     read.__name__ = "whole number" if kind is int else "number"  # for argparse's messages
@@ -197,6 +185,7 @@ def _resume(text: str) -> str:
     return text
 
 
+COUNT = _number(int, positive=True)
 COMMANDS: Mapping[str, Command] = {
     "train": Command("train a model by RL or SFT, from an HF checkpoint to an HF checkpoint", _train),
     "score": Command("per-token log-probs and entropies, or values, of given token sequences", _score),

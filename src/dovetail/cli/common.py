@@ -5,6 +5,7 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -34,7 +35,7 @@ def mesh_of(args: argparse.Namespace) -> Mesh:
 def open_inputs(
     args: argparse.Namespace, mesh: Mesh, *, decodes: bool = False
 ) -> tuple[Pretrained, Tokenizer | None, Processor | None]:
-    """Check --out and open --model. decodes: the output needs a tokenizer, too, if there is one."""
+    """Check --out and open --model. decodes: the output needs a tokenizer, if there is one."""
     check_out(args.out, args.data, mesh)
     source, trust = Pretrained.open(args.model, args.engine), args.trust_remote_code
     reads_text = needs_text(args.data) or (decodes and source.has_tokenizer)
@@ -46,29 +47,22 @@ def check_out(path: Path | str, data: Path | str, mesh: Mesh) -> None:
     """Refuse an --out that cannot be written or is --data."""
     path = Path(path)
     if mesh["world"].rank == 0:
-        if path.is_dir():
-            raise ConfigError(f"--out {path} is a directory; give the path of a file")
         if path.exists() and not path.is_file():
-            raise ConfigError(
-                f"--out {path} is a device or a pipe, which a file would replace; give the path of a file"
-            )
+            kind = "a directory" if path.is_dir() else "a device or a pipe, which a file would replace"
+            raise ConfigError(f"--out {path} is {kind}; give the path of a file")
         if path.exists() and Path(data).exists() and path.samefile(data):
             raise ConfigError(f"--out {path} is the file that --data names, and would replace it; give another path")
         refuse_unwritable(Path(os.path.realpath(path)), "--out")
 
 
 def say(notes: Iterable[str], mesh: Mesh) -> None:
-    """On standard error of the first rank."""
     if mesh["world"].rank == 0:
         for note in notes:
             complain(f"dovetail: note: {note}\n")
 
 
 class RowFile:
-    """A JSONL file: `OUT.xxxxxxxx.part` until the `with` block ends well. A failure leaves the part and names it.
-
-    Collective: an error of the first rank, which writes, is raised on all.
-    """
+    """A JSONL file, `OUT.xxxxxxxx.part` until the `with` block ends well. The first rank writes; errors reach all ranks."""
 
     def __init__(self, path: Path | str, mesh: Mesh) -> None:
         self.path, self.mesh = Path(os.path.realpath(path)), mesh
@@ -83,13 +77,11 @@ class RowFile:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
                     self._file = FileIO(self.part, "x")
                 except OSError as error:
-                    raise ConfigError(
-                        f"--out {self.path} cannot be written: {error.strerror}: {error.filename}; give another path"
-                    ) from error
+                    problem = f"{error.strerror}: {error.filename}"
+                    raise ConfigError(f"--out {self.path} cannot be written: {problem}; give another path") from error
         return self
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Numbers that are not finite become null."""
         with agreed(self.mesh, self.path):
             if self._file is not None:
                 for row in rows:
@@ -98,12 +90,11 @@ class RowFile:
                     self._not_finite += not _is_finite(row)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._file is not None:
-            self._file.close()
         try:
-            if error is None:
-                with agreed(self.mesh, self.path):
-                    if self._file is not None:
+            with nullcontext() if error else agreed(self.mesh, self.path):
+                if self._file is not None:
+                    self._file.close()
+                    if error is None:
                         os.replace(self.part, self.path)
         finally:
             if self._not_finite:

@@ -21,7 +21,7 @@ IN_RECIPE = ("recipe", "overrides", "layout", "dtype", "engine", "trust_remote_c
 
 
 def job_inputs(args: argparse.Namespace) -> dict[str, str]:
-    """Arguments, recipe keys and versions by name, as text."""
+    """Arguments, recipe keys and versions."""
     inputs = dict(vars(args))
     if args.command == "train":
         recipe = flat(recipe_of(args).model_dump(mode="json", by_alias=True))
@@ -39,11 +39,8 @@ def refuse_differences(store: Store, rank: int, world: int, inputs: Mapping[str,
         names = dict.fromkeys(name for _, theirs in ranks for name in theirs)
         values = {name: [theirs.get(name, "not given") for _, theirs in ranks] for name in names}
         store.set(VERDICT, listing(unequal(values, [host for host, _ in ranks])))
-    problems = store.get(VERDICT).decode()
-    if problems:
-        raise ConfigError(
-            f"the ranks of this job were given different things; make them equal, and start all again:\n{problems}"
-        )
+    if problems := store.get(VERDICT).decode():
+        raise ConfigError(f"the ranks were given different things; make them equal, and start all again:\n{problems}")
 
 
 def _source_digest() -> str:

@@ -18,17 +18,17 @@ from dovetail.weights.hf_directory import Pretrained, locate, stored_head
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
-    """Every rank converts its own pieces."""
     mesh = mesh_of(args)
     progress.phase("run")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    to = Path(args.destination)
     with agreed(mesh):
-        refuse_occupied(Path(args.destination))
-        refuse_unwritable(Path(args.destination), "the directory")
+        refuse_occupied(to)
+        refuse_unwritable(to, "the directory")
     if args.to == "hf":
         with agreed(mesh):
             path = locate(args.source)
-        convert_to_hf(path, args.destination, mesh, dtype=dtype)
+        convert_to_hf(path, to, mesh, dtype=dtype)
         return
     with agreed(mesh):
         source = Pretrained.open(args.source)
@@ -40,13 +40,5 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     def model_on(imagined: Mesh) -> StagedModel:
         return make_model(source, imagined, torch.float32, reader, kind)
 
-    convert_to_sharded(
-        source.path,
-        args.destination,
-        mesh.layout,
-        model_on,
-        mesh,
-        aliases=head.aliases,
-        ignore=(*head.ignore, *source.spec.ignored),
-        dtype=dtype,
-    )
+    ignore = (*head.ignore, *source.spec.ignored)
+    convert_to_sharded(source.path, to, mesh.layout, model_on, mesh, aliases=head.aliases, ignore=ignore, dtype=dtype)

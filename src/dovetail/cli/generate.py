@@ -20,7 +20,6 @@ ON_CPU, ON_GPU = 128, 2048  # samples of a replica between two writes
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
-    """Sample every row."""
     mesh = mesh_of(args)
     with agreed(mesh):
         source, tokenizer, processor = open_inputs(args, mesh, decodes=True)
@@ -44,10 +43,9 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         stop_ids=stops,
         banned_ids=banned_ids(source, tokenizer, processor, stops),
     )
+    dtype = getattr(torch, args.dtype)
     with RowFile(args.out, mesh) as out:
-        sampler = make_sampler(
-            source, sampler_mesh, getattr(torch, args.dtype), backend, SamplerOptions(keep_cache=True)
-        )
+        sampler = make_sampler(source, sampler_mesh, dtype, backend, SamplerOptions(keep_cache=True))
         sampler.load(reader)
         say(source.notes, mesh)
         progress.phase("run")

@@ -14,7 +14,6 @@ from dovetail.weights.safe_paths import MANIFEST
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a summary; with --verify compare every checksum."""
     path = Path(args.checkpoint)
     if not (path / MANIFEST).is_file():
         raise CheckpointError(f"{path} has no {MANIFEST}; give a sharded checkpoint (dovetail convert --to sharded)")

@@ -27,7 +27,7 @@ TOKENIZERS = ("transformers.tokenization_utils_tokenizers", "transformers.tokeni
 
 
 def main() -> NoReturn:
-    """The program `dovetail`. Ends by `os._exit`: gloo's threads may abort a normal exit."""
+    """Ends by `os._exit`: gloo's threads may abort a normal exit."""
     open_closed_streams()
     rank = RankProcess.from_environment()
     stop = StopHandler(rank)
@@ -42,7 +42,7 @@ def main() -> NoReturn:
 
 
 def run_command(argv: Sequence[str], rank: RankProcess | None = None) -> int:
-    """Run one command line; returns its exit code. rank: this process; without it, nothing watches it."""
+    """Returns the exit code. rank: this process; without it, nothing watches it."""
     me = rank or RankProcess()
     with _ExitCode(me.report if is_first_rank() else lambda _: None) as exit_code:
         exit_code.value = _dispatch(argv, me, watched=rank is not None)
@@ -58,24 +58,21 @@ def _dispatch(argv: Sequence[str], rank: RankProcess, *, watched: bool) -> int:
     if given is None and (layout.num_ranks > 1 or supervision.restarts):
         refuse_too_many(layout)
         check_model(args, layout)
-        return run_ranks([*_interpreter(), "-m", "dovetail", *argv], layout.num_ranks, supervision)
-    if supervision.restarts and not rank.supervised:
-        raise ConfigError(
-            f"--restarts {supervision.restarts}: another launcher started these ranks, so it has to restart them "
-            "(torchrun --max-restarts N); drop the flag"
-        )
+        # -m alone would let ranks import from the working directory, which may be a model's
+        safe_path = [] if os.getcwd() in map(os.path.abspath, sys.path) else ["-P"]
+        return run_ranks([sys.executable, *safe_path, "-m", "dovetail", *argv], layout.num_ranks, supervision)
+    if supervision.restarts and rank.files is None:
+        restarts = f"--restarts {supervision.restarts}: another launcher started these ranks"
+        raise ConfigError(f"{restarts}, so it has to restart them (torchrun --max-restarts N); drop the flag")
     with rank.watched(supervision.limits) if watched else contextlib.nullcontext():
         return _run_as_rank(args, rank, collective_timeout(supervision.limits))
 
 
-def _interpreter() -> list[str]:
-    """With -P: -m alone would let ranks import from the working directory, which may be a model's."""
-    return [sys.executable] if os.getcwd() in map(os.path.abspath, sys.path) else [sys.executable, "-P"]
-
-
 def _run_as_rank(args: argparse.Namespace, rank: RankProcess, timeout: timedelta) -> int:
     process_group = importlib.import_module("dovetail.parallel.process_group")
-    _silence_libraries()
+    warnings.filterwarnings("ignore", COMPILING, UserWarning)
+    for name in TOKENIZERS:
+        logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(CLEAN_UP))
     device = process_group.pick_device(args.device)
 
     def on_rendezvous(store: Store, me: int, world: int) -> None:
@@ -93,32 +90,23 @@ def _run_as_rank(args: argparse.Namespace, rank: RankProcess, timeout: timedelta
     return exit_code.value
 
 
-def _silence_libraries() -> None:
-    warnings.filterwarnings("ignore", COMPILING, UserWarning)
-    for name in TOKENIZERS:
-        logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(CLEAN_UP))
-
-
 class _ExitCode:
     """Turns an exception of the `with` block into an exit code and at most one report."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
-        self.report = report
-        self.value = 0
+        self.report, self.value = report, 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if error is None:
-            return False
         if isinstance(error, SystemExit):  # argparse has printed its help
             self.value = error.code if isinstance(error.code, int) else 0
         elif isinstance(error, KeyboardInterrupt):
             self.value = INTERRUPTED
         elif isinstance(error, SecondaryFailure):  # never 0: a launcher may look at this rank alone
             self.value = USER_ERROR if isinstance(error.__cause__, UserError) else DEFECT
-        else:
+        elif error is not None:
             self.value = USER_ERROR if isinstance(error, UserError) else DEFECT
             self.report(f"dovetail: {_message(error)}\n")
         return True
@@ -127,7 +115,9 @@ class _ExitCode:
 def _message(error: BaseException) -> str:
     if reason := limit_behind(error):
         return reason
-    if isinstance(error, UserError | MachineError):
-        return short_lines(str(error)) if isinstance(error, UserError) else str(error)
+    if isinstance(error, UserError):
+        return short_lines(str(error))
+    if isinstance(error, MachineError):
+        return str(error)
     rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     return f"{rank}this is a defect of ours\n{''.join(traceback.format_exception(error))}".rstrip("\n")

@@ -17,7 +17,6 @@ from dovetail.run.state import refuse_other_models
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
-    """Score every row."""
     mesh = mesh_of(args)
     with agreed(mesh):
         source, tokenizer, processor = open_inputs(args, mesh)

@@ -22,9 +22,8 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
     try:
         job = builder.job()
     except FinishedError as finished:
-        if is_first:
-            complain(f"dovetail: {finished}\n")
-            put(text)
+        complain(f"dovetail: {finished}\n" if is_first else "")
+        put(text)
         return 0
     try:
         if args.dry_run:

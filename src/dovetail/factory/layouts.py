@@ -25,7 +25,7 @@ def check_layout(spec: AnySpec, layout: Layout) -> Layout:
     check_pipeline(spec, layout)
     if isinstance(spec, ArchSpec):
         validate_layout(spec, layout)
-    ulysses_degree(spec, layout)
+    ulysses_degree(spec, layout)  # refuses a cp_mode that does not fit
     return layout
 
 

@@ -1,4 +1,4 @@
-"""Hang detection: the stacks of ranks, which faulthandler writes on a signal even inside a collective, and who is at fault."""
+"""Hang detection: the stacks of ranks, written by faulthandler even inside a collective, and which rank is at fault."""
 
 import faulthandler
 import re
@@ -30,13 +30,13 @@ class Frame(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A main thread, newest frame first; empty where the rank gave no answer."""
+    """A main thread, newest frame first; empty without an answer."""
 
     frames: tuple[Frame, ...] = ()
 
     @property
     def waits(self) -> bool:
-        """Whether the rank is in a collective or in a transfer between pipeline stages."""
+        """Whether it is in a collective or a transfer between pipeline stages."""
         return bool(self.frames) and any(part in self.frames[0].file for part in WAITING_IN)
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Stack(NamedTuple):
 
 
 def dump_stacks_to(path: Path) -> IO[str]:
-    """Write this process's stacks to `path` on `DUMP_SIGNAL` and in a crash. The caller holds the file."""
+    """Write stacks on `DUMP_SIGNAL` and in a crash. The caller keeps the file open."""
     file = path.open("w")
     faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
     faulthandler.enable(file=file)
@@ -54,7 +54,7 @@ def dump_stacks_to(path: Path) -> IO[str]:
 
 
 def main_stack(text: str) -> Stack:
-    """The thread in faulthandler's text that `threading` did not start."""
+    """The thread that `threading` did not start."""
     for block in re.split(r"\n(?=(?:Current thread|Thread) 0x)", "\n" + text)[::-1]:
         frames = [Frame(*match.group("file", "line", "name")) for match in _FRAME.finditer(block)]
         if frames and not frames[-1].file.endswith("threading.py"):
@@ -66,7 +66,7 @@ def main_stack(text: str) -> Stack:
 class Incident:
     """A row of events.jsonl."""
 
-    kind: str  # death or hang
+    kind: str
     rank: int | None  # None: no rank stands out
     phase: str
     step: int | None
@@ -75,12 +75,12 @@ class Incident:
 
 
 class RankStatus(NamedTuple):
-    """A living rank at the time of a hang."""
+    """A living rank in a hang. kernel: its `system.kernel_state`."""
 
     rank: int
     pid: int
     state: State
-    kernel: str  # the letter of `system.kernel_state`
+    kernel: str
     stack: Stack
 
     def describe(self, now: float) -> str:
@@ -90,26 +90,23 @@ class RankStatus(NamedTuple):
             does = "gives no stack (it may wait inside the kernel or a driver)"
         else:
             does = ("waits for other ranks in " if self.stack.waits else "is in ") + str(self.stack)
-        silence = now - self.state.beat
+        silence, phase = now - self.state.beat, f"{self.state.where()}, for {now - self.state.since:.0f} s"
         beats = f"; it has run no other Python for {silence:.0f} s" if silence > SILENT_SECONDS else ""
-        phase = f"{self.state.where()}, for {now - self.state.since:.0f} s"
         return f"rank {self.rank} (pid {self.pid}): {phase}; {does}{beats}"
 
 
 def suspects(ranks: Sequence[RankStatus]) -> tuple[list[int], str]:
     """The ranks that the others wait for, if any stand out, and why.
 
-    In the last case the smallest group of equal stacks and equally many phases; of two such, the one ahead, which has left a
-    collective that the others are in.
+    The last case: the smallest group of equal stacks and phases; of two, the one ahead, which has left a collective.
     """
-    stopped = [r.rank for r in ranks if r.kernel in STOPPED_STATES]
-    if stopped:
+    if stopped := [r.rank for r in ranks if r.kernel in STOPPED_STATES]:
         return stopped, "stopped (SIGSTOP or a debugger)"
     silent = [r.rank for r in ranks if not r.stack.frames]
-    if silent and len(silent) < len(ranks):
+    if 0 < len(silent) < len(ranks):
         return silent, "gives no sign while others do"
     busy = [r.rank for r in ranks if not r.stack.waits]
-    if busy and len(busy) < len(ranks):
+    if 0 < len(busy) < len(ranks):
         return busy, "at work, while the others wait for it in a collective"
     groups: dict[tuple[int, Stack], list[int]] = defaultdict(list)
     for r in ranks:

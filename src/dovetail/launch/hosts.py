@@ -1,6 +1,6 @@
 """Detects lost hosts: each rank's monitor process exchanges heartbeats with rank 0's, and ends its rank with all others.
 
-A thread would not do: a compiler may hold Python's lock for longer than a host may be silent. Imports no torch.
+Not a thread: a compiler may hold Python's lock for longer than a host may be silent. Imports no torch.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from dovetail.launch.process import start_worker
 
 BEAT_SECONDS = 2.0
 SILENT_SECONDS = 35.0
-GONE_SECONDS = 20.0  # after a rank's process ended badly: its job may be ending with a message
-LOST_SECONDS = 1.0  # for the end of a process to be known on all hosts
+GONE_SECONDS = 20.0  # after a rank's process ended: its job may be ending with a message
+LOST_SECONDS = 1.0  # until all hosts know that a process ended
 KILL_SECONDS = 3.0
 KEY = "dovetail/hosts"  # in the store
 MAX_LINE = 1 << 12
 
 
 class Store(Protocol):
-    """Such as torch's. `get` waits for the value."""
+    """torch's. `get` waits for the value."""
 
     def set(self, key: str, value: str) -> object: ...
 
@@ -43,18 +43,17 @@ class HostWatch:
     def __init__(self, store: Store, rank: int, master: str, launcher: int | None = None) -> None:
         setup = {"rank": rank, "host": socket.gethostname(), "parent": os.getpid(), "launcher": launcher}
         setup |= {"beat": BEAT_SECONDS, "limit": SILENT_SECONDS, "gone": GONE_SECONDS}
-        with contextlib.ExitStack() as stack:
-            files = []
-            if rank == 0:
-                listener = stack.enter_context(_listener())
-                files.append(listener.fileno())
-                setup |= {"token": secrets.token_hex(16), "listener": listener.fileno()}
-                where = {"address": _own_address(master), "port": listener.getsockname()[1]}
-                store.set(KEY, json.dumps({**where, "host": setup["host"], "token": setup["token"]}))
-            else:
-                hub = json.loads(store.get(KEY))
-                setup["hub"] = {**hub, "address": hub["address"] or master}
-            self._process = start_worker(__name__, files=files)
+        if rank == 0:
+            with _listener() as listener:
+                hub = {"address": _own_address(master), "port": listener.getsockname()[1], "host": setup["host"]}
+                hub["token"] = secrets.token_hex(16)
+                store.set(KEY, json.dumps(hub))
+                setup |= {"token": hub["token"], "listener": listener.fileno()}
+                self._process = start_worker(__name__, files=[listener.fileno()])
+        else:
+            hub = json.loads(store.get(KEY))
+            setup["hub"] = {**hub, "address": hub["address"] or master}
+            self._process = start_worker(__name__)
         self._lost: list[str] = []
         self._send(json.dumps(setup))
 
@@ -72,7 +71,7 @@ class HostWatch:
         return ""
 
     def lost(self) -> str:
-        """Which rank's process ended badly, if any did a moment ago."""
+        """Which rank's process ended a moment ago, if any."""
         deadline = time.monotonic() + LOST_SECONDS
         while not self._lost and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -94,11 +93,11 @@ class Heartbeat(NamedTuple):
     host: str
     seen: float
     deadline: float
-    ended: bool = False  # its process is gone without a good end
+    ended: bool = False
 
 
 class Heartbeats:
-    """The last one of each rank. Seconds: limit of a silence, gone after the end of a process."""
+    """The last one of each rank. limit: seconds of silence; gone: after the end of a process."""
 
     def __init__(self, limit: float, gone: float) -> None:
         self.limit, self.gone = limit, gone
@@ -113,14 +112,13 @@ class Heartbeats:
             self.last[rank] = last._replace(deadline=min(last.deadline, now + self.gone), ended=True)
 
     def verdict(self, now: float) -> str:
-        """Which hosts have been silent for too long; empty without any."""
-        if not any(now > last.deadline for last in self.last.values()):
-            return ""
-        near = min(3 * BEAT_SECONDS, self.limit / 2)  # ranks of one host fall silent shortly after each other
+        """Which hosts have been silent for too long, or empty."""
         silent: dict[tuple[str, bool], list[int]] = {}
-        for rank, last in sorted(self.last.items()):
-            if now > last.deadline - near:
-                silent.setdefault((last.host, last.ended), []).append(rank)
+        if any(now > last.deadline for last in self.last.values()):
+            near = min(3 * BEAT_SECONDS, self.limit / 2)  # ranks of one host fall silent shortly after each other
+            for rank, last in sorted(self.last.items()):
+                if now > last.deadline - near:
+                    silent.setdefault((last.host, last.ended), []).append(rank)
         parts = []
         for (host, ended), ranks in silent.items():
             seconds = now - min(self.last[rank].seen for rank in ranks)
@@ -130,7 +128,7 @@ class Heartbeats:
 
 
 class _Peer:
-    """A connection to another rank's monitor. `rank` is -1 until it has said hello."""
+    """A connection to another rank's monitor. rank: -1 before its hello."""
 
     def __init__(self, connection: socket.socket, rank: int = -1, host: str = "") -> None:
         connection.setblocking(False)
@@ -149,10 +147,6 @@ class _Peer:
         *whole, self._rest = (self._rest + data).split(b"\n")
         return [line.decode(errors="replace") for line in whole] if data and len(self._rest) < MAX_LINE else None
 
-    def send(self, line: str) -> None:
-        with contextlib.suppress(OSError):
-            self.connection.send(f"{line}\n".encode())
-
 
 class _Monitor:
     def __init__(self, setup: Mapping[str, Any]) -> None:
@@ -170,29 +164,25 @@ class _Monitor:
 
     def run(self) -> str:
         """Why the rank has to end; empty once it has ended by itself."""
-        due = time.monotonic()
-        while True:
-            reason = ""
+        due, reason = time.monotonic(), ""
+        while not reason:
             for key, _ in self.selector.select(max(due - time.monotonic(), 0.0)):
                 if key.fileobj == 0:
                     if os.read(0, MAX_LINE):  # it ends well
                         self._send("bye")
                     return ""
                 if key.data is not None:
-                    reason = self._receive(key.data)
+                    reason = reason or self._receive(key.data)
                 elif self.listener is not None:
                     with contextlib.suppress(OSError):
                         self._add(_Peer(self.listener.accept()[0]))
-                if reason:
-                    break
             if not reason and time.monotonic() >= due:
                 if os.getppid() != self.setup["parent"]:
                     return ""
                 due = time.monotonic() + self.setup["beat"]
                 reason = self._beat()
-            if reason:
-                self._send(f"end {reason}")
-                return reason
+        self._send(f"end {reason}")
+        return reason
 
     def _beat(self) -> str:
         parent, launcher = self.setup["parent"], self.setup["launcher"]
@@ -204,21 +194,18 @@ class _Monitor:
         return reason
 
     def _join(self, hub: Mapping[str, Any]) -> None:
-        """Connect to rank 0's monitor. Without it nothing is watched."""
-        deadline, problem = time.monotonic() + self.setup["limit"], ""
+        rank, deadline, problem = self.setup["rank"], time.monotonic() + self.setup["limit"], ""
         while time.monotonic() < deadline and os.getppid() == self.setup["parent"]:
             try:
                 connection = socket.create_connection((hub["address"], hub["port"]), timeout=self.setup["limit"])
             except OSError as error:
-                problem = str(error)
+                problem = f"{hub['address']}, port {hub['port']} ({error})"
                 time.sleep(1.0)
                 continue
             self._add(_Peer(connection, 0, hub["host"]))
             self.heartbeats.note(0, hub["host"], time.monotonic())
-            self._send(f"hello {hub['token']} {self.setup['rank']} {self.setup['host']}")
-            return
-        where = f"{hub['address']}, port {hub['port']} ({problem})"
-        _say(f"warn rank {self.setup['rank']} cannot reach {where}: the loss of a host will be noticed late")
+            return self._send(f"hello {hub['token']} {rank} {self.setup['host']}")
+        return _say(f"warn rank {rank} cannot reach {problem}: the loss of a host will be noticed late")
 
     def _receive(self, peer: _Peer) -> str:
         lines, now = peer.lines(), time.monotonic()
@@ -226,7 +213,10 @@ class _Monitor:
             self.heartbeats.end(peer.rank, now)
             self._drop(peer)
             if peer.rank >= 0:
-                self._lose(f"lost host {peer.host} (rank {peer.rank}): the process ended")
+                lost = f"lost host {peer.host} (rank {peer.rank}): the process ended"
+                _say(lost)
+                if self.listener is not None:
+                    self._send(lost)
             return ""
         for line in lines:
             word, _, text = line.partition(" ")
@@ -237,12 +227,12 @@ class _Monitor:
             if word == "end":
                 return text
             if word == "lost":
-                self._lose(line)
+                _say(line)
             self.heartbeats.note(peer.rank, peer.host, now)
         return ""
 
     def _greets(self, peer: _Peer, line: str) -> bool:
-        """Whether a new connection is a rank's of this job: anybody on the network can open one."""
+        """Whether a new connection is of this job: anybody on the network can open one."""
         words, token = line.split(" ", 3), self.setup["token"]
         if len(words) != 4 or words[0] != "hello" or not secrets.compare_digest(words[1].encode(), token.encode()):
             return False
@@ -258,19 +248,15 @@ class _Monitor:
         peer.connection.close()
         self.peers.remove(peer)
 
-    def _lose(self, line: str) -> None:
-        _say(line)
-        if self.listener is not None:
-            self._send(line)
-
     def _send(self, line: str) -> None:
         for peer in self.peers:
             if peer.rank >= 0:
-                peer.send(line)
+                with contextlib.suppress(OSError):
+                    peer.connection.send(f"{line}\n".encode())
 
 
 def main() -> None:
-    """The monitor process. It kills its rank where that has to end and does not."""
+    """The monitor process. It kills a rank that has to end and does not."""
     system.die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):  # for the rank, which may have a checkpoint to write
         signal.signal(number, signal.SIG_IGN)
@@ -278,8 +264,7 @@ def main() -> None:
     while not line.endswith(b"\n"):  # and no byte of the next line, which `select` would not see
         line += os.read(0, 1) or sys.exit()
     setup = json.loads(line)
-    reason = _Monitor(setup).run()
-    if reason:
+    if reason := _Monitor(setup).run():
         _say(f"end {reason}")
         time.sleep(KILL_SECONDS)
         if os.getppid() == setup["parent"]:
@@ -293,9 +278,9 @@ def _say(line: str) -> None:
 
 
 def _listener() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=4096)
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=dual)
 
 
 def _own_address(master: str) -> str:

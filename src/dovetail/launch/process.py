@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full or without a reader; the resource limits behind an error; worker processes."""
+"""Closed, full or unread standard streams; resource limits behind an error; worker processes."""
 
 import contextlib
 import json
@@ -14,20 +14,15 @@ from dovetail.errors import MachineError
 CLOSED = ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY))  # writing to 1 fails, as it did
 OPEN_FILES = "too many open files"
 OUT_OF_MEMORY = (
-    "memoryerror",
-    "allocate memory",
-    "bad_alloc",
-    "failed to map segment",
-    "can't start new thread",
-    "resource temporarily unavailable",  # of a thread whose stack has no room
-    "error return without exception set",
-)
+    "memoryerror", "allocate memory", "bad_alloc", "failed to map segment", "can't start new thread",
+    "resource temporarily unavailable", "error return without exception set",
+)  # fmt: skip
 FEW_FILES = 64
 MAX_CAUSE = 200
 
 
 def open_closed_streams() -> None:
-    """Open those of descriptors 0 to 2 that the caller closed, else files would get their numbers, and restart the program."""
+    """Open those of descriptors 0 to 2 that are closed, else files would get their numbers, and restart the program."""
     opened = False
     for number, mode in CLOSED:
         try:
@@ -40,7 +35,7 @@ def open_closed_streams() -> None:
 
 
 def put(text: str) -> None:
-    """Write to standard output; exits quietly without a reader (`| head`)."""
+    """Write to standard output; exits quietly without a reader."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -51,49 +46,44 @@ def put(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """Write to standard error, if possible."""
     with contextlib.suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
 
 
 def start_worker(module: str, *arguments: str, files: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """A Python process that runs `module.main` with this one's modules, pipes, and a session of its own: Ctrl-C is not for it."""
+    """A Python process for `module.main` with this one's modules, pipes, and a session of its own, without Ctrl-C."""
     boot = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"
     command = [sys.executable, "-P", "-c", boot, json.dumps(sys.path), *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=files, start_new_session=True)
 
 
-def limit_behind(error: BaseException) -> str | None:
+def limit_behind(error: BaseException | None) -> str | None:
     """The message for an error that a ulimit on open files or memory caused; else None."""
-    texts: list[str] = []
-    cause: BaseException | None = error
+    limits, cause = _memory_limits(), error
     while cause is not None:
-        texts.append(" ".join(f"{type(cause).__name__}: {cause}".split()))
-        cause = cause.__cause__ or cause.__context__
-    for text in texts:
+        text = " ".join(f"{type(cause).__name__}: {cause}".split())
         if OPEN_FILES in text.lower():
             files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             message = f"{OPEN_FILES}: this process may have {files} (ulimit -n); raise that limit, to 4096 for example"
             return f"{message} ({text[:MAX_CAUSE]})"
-    limits = memory_limits()
-    for text in texts:
         if limits and any(sign in text.lower() for sign in OUT_OF_MEMORY):
             message = f"memory ran out: this process is limited to {limits}; raise that limit or remove it (unlimited)"
             return f"{message} ({text[:MAX_CAUSE]})"
+        cause = cause.__cause__ or cause.__context__
     return None
 
 
-def memory_limits() -> str:
+def _memory_limits() -> str:
     kinds = ((resource.RLIMIT_AS, "address space (ulimit -v)"), (resource.RLIMIT_DATA, "data (ulimit -d)"))
     values = [(resource.getrlimit(kind)[0], name) for kind, name in kinds]
     return " and ".join(f"{value / 1e9:.2g} GB of {name}" for value, name in values if value != resource.RLIM_INFINITY)
 
 
 def narrow_limits() -> str:
-    """For the message about a process that a library aborted."""
+    """For messages on a process that a library aborted."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     few = f"{files} open files (ulimit -n)" if 0 <= files < FEW_FILES else ""
-    limits = " and ".join(filter(None, (few, memory_limits())))
+    limits = " and ".join(filter(None, (few, _memory_limits())))
     return f"; it was limited to {limits}: raise that" if limits else ""

@@ -1,9 +1,9 @@
-"""A rank's phase and step in a small shared file, which its supervisor reads. Imports no torch.
+"""A rank's phase and step in a small shared file, read by its supervisor. Imports no torch.
 
-Progress is a phase that the main thread enters: heartbeats come from a thread, even while a collective hangs.
+The main thread enters phases; heartbeats come from another, even while a collective hangs.
 """
 
-import mmap
+import os
 import struct
 import threading
 import time
@@ -17,8 +17,7 @@ Phase = Literal[
     "init", "load", "run", "push", "rollout", "reward", "score", "update", "optimizer", "save", "eval", "exit"
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-
-# Seconds after which a phase counts as hung; `run` is the whole of a score or generate.
+# Seconds until a phase counts as hung; `run` is the whole of a score or generate.
 LIMITS: Mapping[Phase, float] = {
     "init": 600.0, "load": 1800.0, "run": float("inf"), "push": 900.0, "rollout": 3600.0, "reward": 1800.0,
     "score": 1200.0, "update": 1200.0, "optimizer": 600.0, "save": 1800.0, "eval": 3600.0, "exit": 600.0,
@@ -26,18 +25,16 @@ LIMITS: Mapping[Phase, float] = {
 
 COLLECTIVE_SLACK, MAX_COLLECTIVE_SECONDS = 120.0, 30 * 86400.0
 READ_ATTEMPTS = 5
-_RECORD = struct.Struct("<QQqqd")  # version (odd during a write), entries, phase, step (-1: none), since
-_BEAT, _BEAT_OFFSET = struct.Struct("<d"), 64
-SIZE = 128
+_RECORD = struct.Struct("<qqqddq")  # a State, step -1 for none; `entries` again, unequal in a half-read record
 
 
 class State(NamedTuple):
-    """Times are of the monotonic clock, which all processes of a machine share."""
+    """Times are of the monotonic clock, the same in all processes of a machine."""
 
     entries: int  # phases entered so far
     phase: Phase
     step: int | None  # from 1
-    since: float  # when it entered the phase
+    since: float  # of the phase
     beat: float  # when it last ran any Python
 
     def where(self) -> str:
@@ -48,31 +45,32 @@ class Progress:
     """The writing side; without a path, of no file."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._memory: mmap.mmap | bytearray = bytearray(SIZE) if path is None else _mapped(path)
-        self._entries, self._step = 0, -1
+        self._file = None if path is None else path.open("wb", buffering=0)
+        self._lock = threading.Lock()
+        self.state = State(0, "init", None, 0.0, time.monotonic())
         self.phase("init")
-        self.beat()
 
     def phase(self, name: Phase, step: int | None = None) -> None:
-        """The main thread begins a phase. Without `step` (from 1) the last one stays."""
-        version = 2 * self._entries
-        self._entries += 1
-        self._step = self._step if step is None else step
-        record = (self._entries, PHASES.index(name), self._step, time.monotonic())
-        _RECORD.pack_into(self._memory, 0, version + 1, *record)
-        _RECORD.pack_into(self._memory, 0, version + 2, *record)
+        """The main thread begins a phase. step: from 1; None: as before."""
+        with self._lock:
+            entries, _, last, _, beat = self.state
+            self._write(State(entries + 1, name, last if step is None else step, time.monotonic(), beat))
 
     def beat(self) -> None:
-        _BEAT.pack_into(self._memory, _BEAT_OFFSET, time.monotonic())
+        with self._lock:
+            self._write(self.state._replace(beat=time.monotonic()))
 
-    @property
-    def state(self) -> State:
-        return _state(self._memory)
+    def _write(self, state: State) -> None:
+        self.state = state
+        if self._file is not None:
+            step = -1 if state.step is None else state.step
+            record = (state.entries, PHASES.index(state.phase), step, state.since, state.beat, state.entries)
+            os.pwrite(self._file.fileno(), _RECORD.pack(*record), 0)
 
 
 @contextmanager
 def calling_every(seconds: float, function: Callable[[], object]) -> Iterator[None]:
-    """Call a function from a thread for the length of the block."""
+    """Call a function from a thread during the block."""
     done = threading.Event()
 
     def run() -> None:
@@ -89,29 +87,16 @@ def calling_every(seconds: float, function: Callable[[], object]) -> Iterator[No
 
 
 def collective_timeout(limits: Mapping[Phase, float]) -> timedelta:
-    """Longer than any phase of training, whose limits name the hung rank. limits: those that differ from `LIMITS`."""
+    """Longer than any phase: phase limits name the hung rank. limits: those that differ from `LIMITS`."""
     longest = max(seconds for phase, seconds in {**LIMITS, **limits}.items() if phase != "run")
     return timedelta(seconds=min(longest + COLLECTIVE_SLACK, MAX_COLLECTIVE_SECONDS))
 
 
 def read_state(path: Path) -> State | None:
     """None before the rank's first write."""
-    data = b""
-    for _ in range(READ_ATTEMPTS):  # a rank stopped in the middle of a write leaves the record odd
-        with suppress(FileNotFoundError):
-            data = path.read_bytes()
-        if len(data) == SIZE and _RECORD.unpack_from(data)[0] % 2 == 0:
-            break
-    return _state(data) if len(data) == SIZE and _RECORD.unpack_from(data)[0] else None
-
-
-def _state(memory: mmap.mmap | bytearray | bytes) -> State:
-    _, entries, phase, step, since = _RECORD.unpack_from(memory)
-    (beat,) = _BEAT.unpack_from(memory, _BEAT_OFFSET)
-    return State(entries, PHASES[phase], None if step < 0 else step, since, beat)
-
-
-def _mapped(path: Path) -> mmap.mmap:
-    path.write_bytes(bytes(SIZE))
-    with path.open("r+b") as file:
-        return mmap.mmap(file.fileno(), SIZE)
+    for _ in range(READ_ATTEMPTS):
+        with suppress(FileNotFoundError, struct.error):
+            entries, phase, step, since, beat, same = _RECORD.unpack(path.read_bytes())
+            if entries == same:
+                return State(entries, PHASES[phase], None if step < 0 else step, since, beat)
+    return None

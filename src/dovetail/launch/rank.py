@@ -1,6 +1,6 @@
 """This process as a rank: its progress, its report of a failure, and its end. Imports no torch.
 
-A rank of the supervisor ends when that does, by a pipe between them. Others watch themselves.
+A supervised rank ends with its supervisor, by a pipe between them. Others watch themselves.
 """
 
 import faulthandler
@@ -13,11 +13,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
-from typing import IO, NamedTuple, NoReturn
+from typing import IO, NoReturn
 
 from dovetail.errors import ConfigError, LostStore, MachineError
 from dovetail.jsonl import ODD_LETTERS
@@ -30,25 +29,22 @@ PIPE, FOLDER = "DOVETAIL_PARENT_PIPE", "DOVETAIL_WATCH"  # environment of a supe
 DEFECT, USER_ERROR, INTERRUPTED, STOPPED = 1, 2, 130, 143  # exit codes
 STOP_CODES: Mapping[int, int] = {signal.SIGTERM: STOPPED, signal.SIGINT: INTERRUPTED}
 UNWINDING_SECONDS, SECOND_UNWINDING_SECONDS = 30.0, 1.5  # after the first and the second signal
-SAME_SIGNAL_SECONDS = 1.0  # a rank may get one signal twice, directly and by its launcher
+SAME_SIGNAL_SECONDS = 1.0  # a rank may get a signal directly and by its launcher
 BEAT_SECONDS = LOOK_SECONDS = 0.5
 
 
-class RankFiles(NamedTuple):
-    """What a rank writes for its supervisor."""
+class RankFiles:
+    """Written by a rank for its supervisor."""
 
-    state: Path
-    stacks: Path
-    report: Path
-
-    @classmethod
-    def of(cls, folder: Path, rank: int) -> "RankFiles":
-        return cls(*(folder / f"rank_{rank}.{kind}" for kind in cls._fields))
+    def __init__(self, folder: Path | str, rank: int | str) -> None:
+        self.state, self.stacks, self.report = (
+            Path(folder) / f"rank_{rank}.{x}" for x in ("state", "stacks", "report")
+        )
 
 
 class RankProcess:
     def __init__(self, folder: str | None = None, pipe: str | None = None) -> None:
-        self.files = RankFiles.of(Path(folder), int(os.environ["RANK"])) if folder is not None else None
+        self.files = RankFiles(folder, os.environ["RANK"]) if folder is not None else None
         self.silent = False  # whatever fails after a signal is a consequence
         self.progress = Progress(self.files.state if self.files else None)
         self._hosts: HostWatch | None = None
@@ -61,28 +57,22 @@ class RankProcess:
         """Children do not inherit its variables."""
         return cls(os.environ.pop(FOLDER, None), os.environ.pop(PIPE, None))
 
-    @property
-    def supervised(self) -> bool:
-        return self.files is not None
-
     def report(self, text: str) -> None:
         """To the supervisor, who knows which rank failed first, or to standard error."""
-        if self.silent:
-            return
-        if self.files is not None:
+        if self.files is not None and not self.silent:
             self.files.report.write_text(text, encoding="utf-8", errors=ODD_LETTERS)
-        else:
+        elif not self.silent:
             complain(text)
 
     def watched(self, limits: Mapping[Phase, float]) -> AbstractContextManager[None]:
-        """Heartbeats for the supervisor; without one, end this process when a phase lasts too long."""
-        if self.supervised:
+        """Heartbeats for the supervisor; without one, end when a phase lasts too long."""
+        if self.files is not None:
             return calling_every(BEAT_SECONDS, self.progress.beat)
-        return calling_every(LOOK_SECONDS, partial(_end_if_hung, self.progress, limits))
+        return calling_every(LOOK_SECONDS, lambda: _end_if_hung(self.progress, limits))
 
     def watch_hosts(self, store: Store, rank: int, world: int) -> None:
         """In a job of several hosts, end this process when one is lost."""
-        if self.supervised or world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(world):
+        if self.files is not None or world == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(world):
             return
         launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._hosts = HostWatch(store, rank, os.environ["MASTER_ADDR"], launcher)
@@ -90,7 +80,7 @@ class RankProcess:
 
     @contextmanager
     def among_hosts(self) -> Iterator[None]:
-        """The work of a rank. A collective that fails because another host's rank is gone raises MachineError."""
+        """Raises MachineError for a collective that fails because another host's rank is gone."""
         try:
             yield
         except RuntimeError as error:
@@ -109,8 +99,7 @@ class RankProcess:
             if is_first_rank() or "LOCAL_RANK" not in os.environ:  # one rank of a host speaks
                 complain(f"dovetail: {text}\n")
 
-        reason = hosts.wait(say)
-        if reason:
+        if reason := hosts.wait(say):
             say(f"{reason}; the job ends ({self._place()})")
             os._exit(DEFECT)
 
@@ -118,8 +107,8 @@ class RankProcess:
 class StopHandler:
     """The first SIGTERM or SIGINT unwinds the main thread, a second one ends the process soon.
 
-    Handlers run in the main thread, which may never return from a collective: so a thread reads the signals from Python's
-    wakeup pipe, and ends the process after the first one, too, unless a training loop handles that.
+    Handlers run in the main thread, which may never return from a collective: so a thread reads Python's wakeup pipe, and
+    ends the process after the first one, too, unless a training loop handles it.
     """
 
     def __init__(self, rank: RankProcess) -> None:
@@ -133,7 +122,7 @@ class StopHandler:
         threading.Thread(target=self._count, args=(reader,), daemon=True).start()
 
     def unwind(self, number: int, _: FrameType | None) -> NoReturn:
-        """Raise SystemExit, for what is half-written to be removed. Errors that it causes on its way are not reported."""
+        """Raise SystemExit, for half-written files to be removed. Errors that this causes are not reported."""
         self.code, self.rank.silent = STOP_CODES[number], True
         signal.signal(number, _ignore)
         sys.exit(self.code)
@@ -160,7 +149,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def ranks_given() -> int | None:
-    """The number of ranks that a launcher started, this process among them; else None."""
+    """The number of ranks that a launcher started, or None."""
     rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None or world is None:
         return None
@@ -170,7 +159,7 @@ def ranks_given() -> int | None:
 
 
 def is_first_rank() -> bool:
-    """Whether this process reports for its host. One with a RANK that makes no sense reports for itself."""
+    """Whether this process reports for its host. One with an odd RANK reports for itself."""
     rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE")
     if world is None or not rank.isdecimal():
         return True
@@ -192,10 +181,8 @@ def _end_if_hung(progress: Progress, limits: Mapping[Phase, float]) -> None:
     seconds = time.monotonic() - state.since
     if seconds > limits[state.phase]:
         rank = f"rank {os.environ['RANK']} ({socket.gethostname()})" if "RANK" in os.environ else "this process"
-        complain(
-            f"dovetail: {rank} made no progress for {seconds:.0f} s in {state.where()} (limit "
-            f"{limits[state.phase]:g} s); where it is:\n"
-        )
+        where = f"in {state.where()} (limit {limits[state.phase]:g} s); where it is:\n"
+        complain(f"dovetail: {rank} made no progress for {seconds:.0f} s {where}")
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
         os._exit(DEFECT)
 

@@ -1,6 +1,6 @@
-"""Starts the ranks of a command on this machine and watches them: all end when one dies or hangs. Imports no torch.
+"""Starts a command's ranks on this machine; all end when one dies or hangs. Imports no torch.
 
-Each rank has the environment of torchrun's, and a session of its own: a Ctrl-C reaches this process alone.
+Each rank has torchrun's environment, and a session of its own: a Ctrl-C reaches this process alone.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from dovetail.parallel.layout import Layout
 
 GRACE_SECONDS, STOP_SECONDS = 3.0, 10.0  # for the other ranks to end, after a failure and after a signal
 POLL_SECONDS, LOOK_SECONDS = 0.02, 0.5  # between checks for ends, and for hangs
-KILLED_SECONDS = 60.0  # for killed processes to be gone; memory may have to be unpinned first
-STACK_SECONDS, WRITING_SECONDS = 5.0, 0.5  # until all stacks have begun, and to their last frames
+KILLED_SECONDS = 60.0  # memory may have to be unpinned first
+STACK_SECONDS, WRITING_SECONDS = 5.0, 0.5  # for all stacks to begin, and to end
 PAUSE_SECONDS, MAX_PAUSE = 1.0, 30.0  # before a restart
 SAME_FAILURES = 3  # in a row: a crash loop
 MIN_RANKS, RANKS_PER_CORE = 8, 4
@@ -49,35 +49,25 @@ class Supervision:
 
 class ExitReport(NamedTuple):
     code: int
-    text: str = ""  # for the user
-    incident: Incident | None = None  # no mistake and no stop
+    text: str = ""
+    incident: Incident | None = None  # of a death or a hang
 
 
 def refuse_too_many(layout: Layout) -> None:
-    """Raise LayoutError for more ranks than this machine can run."""
     cores = _cores()
     most = max(MIN_RANKS, RANKS_PER_CORE * cores)
     if layout.num_ranks > most:
-        raise LayoutError(
-            f"layout {layout} needs {layout.num_ranks} ranks, but at most {most} start on this machine, which has {cores} "
-            "CPU cores; lower the degrees, or start the ranks on several machines with torchrun"
-        )
+        machine = f"at most {most} start on this machine, which has {cores} CPU cores"
+        remedy = "lower the degrees, or start the ranks on several machines with torchrun"
+        raise LayoutError(f"layout {layout} needs {layout.num_ranks} ranks, but {machine}; {remedy}")
 
 
-def run_ranks(command: Sequence[str], ranks: int, supervision: Supervision | None = None) -> int:
+def run_ranks(command: Sequence[str], ranks: int, supervision: Supervision) -> int:
     """Run `command` as that many local ranks; returns one exit code."""
     system.adopt_orphans()
-    stop = _Stop()
-    handlers = {number: signal.signal(number, stop.receive) for number in STOP_CODES}
-    try:
-        return _run(command, ranks, supervision or Supervision(), stop)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _run(command: Sequence[str], ranks: int, supervision: Supervision, stop: "_Stop") -> int:
-    incidents: list[Incident] = []
+    stop, incidents = _Stop(), list[Incident]()
+    for number in STOP_CODES:
+        signal.signal(number, stop.receive)
     while True:
         end = _start_once(command, ranks, supervision, stop)
         complain(end.text)
@@ -90,10 +80,8 @@ def _run(command: Sequence[str], ranks: int, supervision: Supervision, stop: "_S
             return end.code
         if len(latest) == SAME_FAILURES and len({(i.kind, i.phase, i.step, i.cause) for i in latest}) == 1:
             _record(supervision, "crash loop", end.incident)
-            complain(
-                f"dovetail: {SAME_FAILURES} times in a row the same failure at the same place: not started again; look at "
-                "the step's data and at the cause above\n"
-            )
+            again = f"{SAME_FAILURES} times in a row the same failure at the same place: not started again"
+            complain(f"dovetail: {again}; look at the step's data and at the cause above\n")
             return end.code
         pause = min(PAUSE_SECONDS * 2 ** (restart - 1), MAX_PAUSE)
         complain(f"dovetail: starting all ranks again in {pause:g} s (restart {restart} of {supervision.restarts})\n")
@@ -109,9 +97,12 @@ def _start_once(command: Sequence[str], ranks: int, supervision: Supervision, st
     with tempfile.TemporaryDirectory(prefix="dovetail-watch-") as folder:
         job = stop.job = _Job(Path(folder), supervision.limits, stop)
         try:
-            shared = {**os.environ, **_environment(ranks), PIPE: str(reader), FOLDER: folder}
-            for rank in range(ranks):
-                env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            shared = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), PIPE: str(reader), FOLDER: folder}
+            shared.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
+            shared.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else every rank reports that a failed one disconnected
+            for rank in map(str, range(ranks)):
+                env = {**shared, "RANK": rank, "LOCAL_RANK": rank}
                 job.add(subprocess.Popen(command, env=env, pass_fds=(reader,), start_new_session=True))
             return job.wait()
         finally:
@@ -132,10 +123,9 @@ def _record(supervision: Supervision, kind: str, incident: Incident) -> None:
 class _Stop:
     """Passes the first SIGTERM or SIGINT on to the ranks; the second one kills them."""
 
-    def __init__(self) -> None:
-        self.signal: int = 0
-        self.second = False
-        self.job: _Job | None = None
+    signal: int = 0
+    second: bool = False
+    job: "_Job | None" = None
 
     def receive(self, number: int, _: FrameType | None = None) -> None:
         self.second = self.signal != 0
@@ -144,7 +134,7 @@ class _Stop:
             process.send_signal(signal.SIGKILL if self.second else number)
 
     def wait(self, seconds: float) -> bool:
-        """Whether a signal has come, or comes within that time."""
+        """Whether a signal comes."""
         deadline = time.monotonic() + seconds
         while not self.signal and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
@@ -155,6 +145,7 @@ class _Job:
     def __init__(self, folder: Path, limits: Mapping[Phase, float], stop: _Stop) -> None:
         self.folder, self.limits, self.stop = folder, limits, stop
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.files: list[RankFiles] = []
         self.ended: dict[int, int] = {}  # exit codes, in the order of the ends
         self.first: list[int] = []  # the ranks seen failing first
         self.spared = system.children_of([os.getpid()])  # not of this job
@@ -162,12 +153,13 @@ class _Job:
         self.kills_before = system.out_of_memory_kills()
 
     def add(self, process: subprocess.Popen[bytes]) -> None:
+        self.files.append(RankFiles(self.folder, len(self.processes)))
         self.processes.append(process)
         if self.stop.signal:
             process.send_signal(self.stop.signal)
 
     def wait(self) -> ExitReport:
-        """Until all ranks have ended, one hangs, or some time after a failure or a stop."""
+        """Until all ranks have ended, one hangs, or shortly after a failure or a stop."""
         deadline, look = float("inf"), 0.0
         while len(self.ended) < len(self.processes) and time.monotonic() < deadline:
             self._collect()
@@ -177,14 +169,13 @@ class _Job:
                     deadline = time.monotonic() + (GRACE_SECONDS if self.first else STOP_SECONDS)
                 elif time.monotonic() > look:
                     look = time.monotonic() + LOOK_SECONDS
-                    hung = self._hung()
-                    if hung is not None:
+                    if (hung := self._hung()) is not None:
                         return hung
             time.sleep(POLL_SECONDS)
         return self._report()
 
     def kill(self) -> None:
-        """Kill the ranks that still run, with all that they started."""
+        """Kill the ranks and all that they started."""
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -192,15 +183,14 @@ class _Job:
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(until - time.monotonic(), 0.0))
-        left = system.end_children(self.spared, max(until - time.monotonic(), 1.0))
-        if left:
+        if left := system.end_children(self.spared, max(until - time.monotonic(), 1.0)):
             complain(
                 f"dovetail: killed, but not gone after {KILLED_SECONDS:g} s: pid {', '.join(map(str, sorted(left)))}; such a "
-                "process waits inside the kernel, for a driver or a file system, and keeps its device until that lets it go\n"
+                "process waits inside the kernel, for a driver or a file system, and keeps its device\n"
             )
 
     def _collect(self) -> None:
-        """Note which ranks have ended. One that stops on a signal stops the others."""
+        """Note ended ranks. One that stops on a signal stops the others."""
         codes = {rank: p.poll() for rank, p in enumerate(self.processes) if rank not in self.ended}
         fresh = {rank: code for rank, code in codes.items() if code is not None}
         self.ended |= fresh
@@ -217,21 +207,18 @@ class _Job:
             return ExitReport(0)
         if self.stop.signal and (self.stop.second or not self.first or any(code in STOP_ENDS for code in codes)):
             return ExitReport(STOPPED if STOPPED in codes else STOP_CODES[self.stop.signal])
-        rank = self._culprit()
-        text = _read(self._files(rank).report)
+        # of the ranks seen failing first: one that was killed, else one with a report
+        killed = [rank for rank in self.first if self.ended[rank] < 0]
+        failed = [rank for rank, code in self.ended.items() if code not in (0, *STOP_ENDS)]
+        rank = [*killed, *(rank for rank in failed if _read(self.files[rank].report)), *self.first][0]
+        text = _read(self.files[rank].report)
         if self.ended[rank] == USER_ERROR:
             return ExitReport(USER_ERROR, text)
         state, cause = self._state(rank), self._cause(rank, text)
         incident = Incident(kind="death", rank=rank, phase=state.phase, step=state.step, cause=cause)
-        stacks = _read(self._files(rank).stacks) if self.ended[rank] < 0 else ""  # of a crash inside a library
+        stacks = _read(self.files[rank].stacks) if self.ended[rank] < 0 else ""  # of a crash inside a library
         name = f"rank {rank} ({incident.host}, pid {self.processes[rank].pid})"
         return ExitReport(DEFECT, f"{text}{stacks}dovetail: {name} ended in {state.where()}: {cause}\n", incident)
-
-    def _culprit(self) -> int:
-        """Of the ranks seen failing first: one that was killed, else one with a report."""
-        killed = [rank for rank in self.first if self.ended[rank] < 0]
-        failed = [rank for rank, code in self.ended.items() if code not in (0, *STOP_ENDS)]
-        return [*killed, *(rank for rank in failed if _read(self._files(rank).report)), *self.first][0]
 
     def _cause(self, rank: int, report: str) -> str:
         code = self.ended[rank]
@@ -242,19 +229,15 @@ class _Job:
             return name + narrow_limits()
         if system.out_of_memory_kills() > self.kills_before:
             return f"{name}: the kernel ended it because memory ran out; use more ranks or lower tokens per batch"
-        return f"{name}: by somebody or a batch system (the kernel has counted no kill for want of memory)"
-
-    def _files(self, rank: int) -> RankFiles:
-        return RankFiles.of(self.folder, rank)
+        return f"{name}: by a user or a batch system (the kernel has counted no kill for want of memory)"
 
     def _stack(self, rank: int) -> Stack:
-        return main_stack(_read(self._files(rank).stacks))
+        return main_stack(_read(self.files[rank].stacks))
 
     def _state(self, rank: int) -> State:
-        return read_state(self._files(rank).state) or State(0, "init", None, self.begun, self.begun)
+        return read_state(self.files[rank].state) or State(0, "init", None, self.begun, self.begun)
 
     def _hung(self) -> ExitReport | None:
-        """Where a phase lasts too long: the rank to blame, and the stacks of all."""
         now = time.monotonic()
         alive = {rank: self._state(rank) for rank in range(len(self.processes)) if rank not in self.ended}
         late = [state for state in alive.values() if now - state.since > self.limits[state.phase]]
@@ -265,15 +248,15 @@ class _Job:
         first = next((r for r in ranks if r.rank in blamed), None)
         state = late[0] if first is None else first.state
         cause = f"{why}: {first.stack}" if first is not None and first.stack.frames else why
-        blame = None if first is None else first.rank
-        incident = Incident(kind="hang", rank=blame, phase=state.phase, step=state.step, cause=cause)
+        rank = None if first is None else first.rank
+        incident = Incident(kind="hang", rank=rank, phase=state.phase, step=state.step, cause=cause)
         stacks: dict[str, list[int]] = defaultdict(list)
         for r in ranks:
             stacks["".join(f"    {f.file}:{f.line} {f.name}\n" for f in r.stack.frames)].append(r.rank)
         name = f"rank {', '.join(map(str, blamed))}" if blamed else "no rank stands out"
+        seconds, phase = now - min(state.since for state in late), late[0].phase
         lines = [
-            f"dovetail: hang: no progress for {now - min(state.since for state in late):.0f} s in phase {late[0].phase} "
-            f"(limit {self.limits[late[0].phase]:g} s)\n",
+            f"dovetail: hang: no progress for {seconds:.0f} s in phase {phase} (limit {self.limits[phase]:g} s)\n",
             *(f"  {r.describe(now)}\n" for r in ranks),
             *(f"  rank {rank}: ended with code {code}\n" for rank, code in self.ended.items()),
             *(f"  stack of rank {', '.join(map(str, r))}, newest first:\n{text}" for text, r in stacks.items() if text),
@@ -282,7 +265,7 @@ class _Job:
         return ExitReport(DEFECT, "".join(lines), incident)
 
     def _look_closely(self, alive: Mapping[int, State]) -> list[RankStatus]:
-        """The living ranks with their stacks. A stopped rank writes none."""
+        """With stacks, of which a stopped rank writes none."""
         pids = {rank: self.processes[rank].pid for rank in alive}
         kernel = {rank: system.kernel_state(pids[rank]) for rank in alive}
         for rank in alive:
@@ -297,18 +280,6 @@ class _Job:
 
 def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-
-def _environment(ranks: int) -> Mapping[str, str]:
-    return {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // ranks))),
-        # else every rank reports that a failed one closed its connection
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
-    }
 
 
 def _cores() -> int:

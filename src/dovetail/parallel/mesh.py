@@ -160,6 +160,7 @@ def _coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _groups(grid: torch.Tensor, names: tuple[str, ...]) -> list[list[int]]:
+    """The ranks of each group over the axes `names`; the other axes number the groups."""
     dims = [ORDER.index(name) for name in names]
     length = prod(grid.shape[d] for d in dims)
     groups: list[list[int]] = grid.movedim(dims, list(range(-len(dims), 0))).reshape(-1, length).tolist()

@@ -30,7 +30,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-# Names in verl and TRL: the last part of the key, or more of it if that is ambiguous.
+# Names in verl and TRL: the last part of the key, or more of it.
 FOREIGN: Mapping[str, Sequence[str]] = {
     "model.path": ("model_name_or_path", "model_name", "pretrained_model_name_or_path"),
     "layout.tp": ("tensor_model_parallel_size", "tensor_parallel_size"),
@@ -92,18 +92,15 @@ class Key:
     defaults: Mapping[str, Any]
     required: bool = False
 
-    def belongs_to(self, algorithm: str) -> bool:
-        return "" in self.defaults or algorithm in self.defaults
-
 
 def rename_keys(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A recipe with the new names of RENAMED keys, and notes on them."""
     renamed, notes = dict(recipe), []
     for old, new in RENAMED.items():
-        section, _, old_leaf = old.partition(".")
-        keys, new_leaf = renamed.get(section), leaf_of(new)
-        if isinstance(keys, Mapping) and old_leaf in keys and new_leaf not in keys:
-            renamed[section] = {new_leaf if name == old_leaf else name: value for name, value in keys.items()}
+        section, _, leaf = old.partition(".")
+        keys = renamed.get(section)
+        if isinstance(keys, Mapping) and leaf in keys and leaf_of(new) not in keys:
+            renamed[section] = {leaf_of(new) if name == leaf else name: value for name, value in keys.items()}
             notes.append(f"{old} is now {new}; this release still accepts the old name")
     return renamed, notes
 
@@ -112,8 +109,7 @@ def keys_of(recipe: type[BaseModel]) -> dict[str, Key]:
     """Every dotted key, in order. A union is the section `algorithm` with tag `name`."""
     keys: dict[str, Key] = {}
     for name, field in recipe.model_fields.items():
-        kinds = get_args(field.annotation)
-        if kinds:
+        if kinds := get_args(field.annotation):
             keys |= _shared(name, kinds)
         elif _is_section(field.annotation):
             keys |= {key.name: key for key in _inside(name, field.annotation)}
@@ -132,19 +128,16 @@ def _inside(prefix: str, section: Any) -> Iterator[Key]:
 
 
 def _shared(prefix: str, kinds: Sequence[Any]) -> dict[str, Key]:
-    merged: dict[str, Key] = {}
-    for kind in kinds:
-        algorithm = str(kind.model_fields["name"].default)
-        for key in _inside(prefix, kind):
-            first = merged.get(key.name, key)
-            earlier = first.defaults if key.name in merged else {}
-            merged[key.name] = Key(key.name, first.text, {**earlier, algorithm: key.defaults[""]})
+    texts: dict[str, str] = {}
+    defaults: dict[str, dict[str, Any]] = {}
     names = [str(kind.model_fields["name"].default) for kind in kinds]
-    for key in list(merged.values()):
-        owners = "" if len(key.defaults) == len(kinds) else f" ({', '.join(key.defaults)})"
-        text = f"{', '.join(names[:-1])} or {names[-1]}" if key.name == f"{prefix}.name" else key.text + owners
-        merged[key.name] = Key(key.name, text, key.defaults)
-    return merged
+    for algorithm, kind in zip(names, kinds, strict=True):
+        for key in _inside(prefix, kind):
+            texts.setdefault(key.name, key.text)
+            defaults.setdefault(key.name, {})[algorithm] = key.defaults[""]
+    owners = {name: "" if len(own) == len(kinds) else f" ({', '.join(own)})" for name, own in defaults.items()}
+    texts[f"{prefix}.name"] = f"{', '.join(names[:-1])} or {names[-1]}"
+    return {name: Key(name, text + owners[name], defaults[name]) for name, text in texts.items()}
 
 
 def _key(name: str, field: FieldInfo) -> Key:
@@ -173,26 +166,19 @@ def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> st
 
 
 def nearest(key: str, known: Mapping[str, Key]) -> str:
-    """The key or section that was most likely meant.
-
-    Order: similar key of its section, foreign name, same name elsewhere, similar section, description, most similar key.
-    """
+    """The key or section most likely meant: similar in its section, foreign, the same elsewhere, similar at all."""
     section, _, leaf = key.rpartition(".")
     siblings = {leaf_of(other): other for other in known if other.rpartition(".")[0] == section}
     close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=CLOSE) if section else []
     if close:
         return siblings[close[0]]
-    foreign = [
-        ours for ours, theirs in FOREIGN.items() if leaf in theirs or f".{key}".endswith(tuple("." + t for t in theirs))
-    ]
+    foreign = [our for our, names in FOREIGN.items() if any(f".{key}".endswith(f".{name}") for name in names)]
     twins = [other for other in known if leaf_of(other) == leaf]
     sections = list(dict.fromkeys(other.split(".")[0] for other in known))
     similar = [] if section else difflib.get_close_matches(key, sections, n=1, cutoff=SIMILAR)
     words = leaf.replace("_", " ")
     described = [other for other, entry in known.items() if len(words) > 3 and words in entry.text]
-    choices = (
-        foreign or twins or similar or described or list(siblings.values() if section else sections) or list(known)
-    )
+    choices = foreign or twins or similar or described or list(siblings.values() if section else sections or known)
     return difflib.get_close_matches(key, choices, n=1, cutoff=0.0)[0]
 
 
@@ -215,20 +201,20 @@ def _line(key: str, details: list[ErrorDetails], known: Mapping[str, Key]) -> st
         written = ", ".join(f"{name}: {scalar(value)}" for name, value in keys.items())
         hint = f"; that one is {{{written}}}" if keys else ""
         return f"{key}.name is {quoted(tag)}; expected one of {first['ctx']['expected_tags']}{hint}"
+    expected = "expected " if first["msg"].startswith("Input") else ""
+    expected += " or ".join(dict.fromkeys(detail["msg"].removeprefix("Input should be ") for detail in details))
     if kind in ("model_type", "model_attributes_type"):
-        return f"{key or 'the recipe'} is {given}; expected a mapping of keys"
+        expected = "expected a mapping of keys"
     if kind == "missing":  # an item of a tuple
-        return f"{key} is {given}; expected {len(first['input']) + len(details)} values"
-    messages = dict.fromkeys(detail["msg"] for detail in details)
-    expected = " or ".join(message.removeprefix("Input should be ") for message in messages)
-    return f"{key} is {given}; " + (f"expected {expected}" if first["msg"].startswith("Input") else expected)
+        expected = f"expected {len(first['input']) + len(details)} values"
+    return f"{key or 'the recipe'} is {given}; {expected}"
 
 
 def _unknown_key(name: str, algorithm: str, known: Mapping[str, Key]) -> str:
     if name in known:
         return f"{name} does not belong to this algorithm: {known[name].text}"
     section = name.rpartition(".")[0]
-    known = {k: key for k, key in known.items() if not algorithm or key.belongs_to(algorithm)}
+    known = {k: key for k, key in known.items() if not algorithm or key.defaults.keys() & {"", algorithm}}
     siblings = [leaf_of(k) for k in known if k.rpartition(".")[0] == section]
     options = f" (keys of {shortened(section)}: {', '.join(siblings)})" if section else ""
     return f"unknown key {shortened(name)}; did you mean {nearest(name, known)}?{options}"

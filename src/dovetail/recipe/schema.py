@@ -3,28 +3,57 @@
 Precedence: flags, `key.path=value`, the file, defaults. All problems are reported together.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic_core import to_jsonable_python
 
 from dovetail.bounds import MAX_FLOAT, MAX_NEW_TOKENS, MAX_SAMPLES, MAX_TOKENS
 from dovetail.errors import ConfigError, quoted
 from dovetail.launch.progress import Phase
 from dovetail.parallel.layout import Layout
 from dovetail.recipe.keys import Key, explain, keys_of, rename_keys
-from dovetail.recipe.types import Dtype, Listed, Momentum, NonNegativeFloat, Options, PathText, PositiveFloat, Share
 from dovetail.recipe.yaml import dump_mapping, merge, parse_overrides, read_mapping
+
+
+def _valid_path(path: str) -> str:
+    if path == "~" or path.startswith("~/"):
+        raise ValueError(f"{quoted(path)} begins with ~, which only a shell replaces; write the whole path")
+    try:
+        named = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        named = False
+    if not named:
+        raise ValueError(f"{quoted(path)} holds a character that no name of a file may have; take it out")
+    return path
+
+
+def _valid_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        to_jsonable_python(options)
+    except ValueError as error:
+        raise ValueError(f"expected text, numbers, lists and mappings, as JSON has them ({error})") from None
+    return options
+
+
+Dtype = Literal["float32", "bfloat16"]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+NotStrict = Field(strict=False)  # YAML has lists, no tuples
+Share = Annotated[float, Field(ge=0, le=1)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+Estimator = Literal["k1", "k2", "k3"]
+PathText = Annotated[str, pydantic.AfterValidator(_valid_path)]
+Options = Annotated[Mapping[str, Any], pydantic.AfterValidator(_valid_options)]  # goes into checkpoints
+Listed = pydantic.BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
+
+
+def key(default: Any, description: str) -> Any:
+    return Field(default, description=description)
 
 
 class Section(BaseModel):
@@ -36,11 +65,9 @@ class Section(BaseModel):
 class MoeSection(Section):
     """What keeps the experts of a mixture evenly loaded in training."""
 
-    aux_loss_coef: NonNegativeFloat = Field(0.0, description="weight of the balance loss of every sequence and layer")
-    z_loss_coef: NonNegativeFloat = Field(0.0, description="weight of the squared log-sum-exp of router logits")
-    bias_update_rate: NonNegativeFloat = Field(
-        0.0, description="step of the biases of routing, where the family has them, towards even loads"
-    )
+    aux_loss_coef: NonNegativeFloat = key(0.0, "weight of the balance loss of every sequence and layer")
+    z_loss_coef: NonNegativeFloat = key(0.0, "weight of the squared log-sum-exp of router logits")
+    bias_update_rate: NonNegativeFloat = key(0.0, "step of routing biases towards even loads, if the family has them")
 
 
 class ModelSection(Section):
@@ -49,66 +76,59 @@ class ModelSection(Section):
     path: PathText = Field(
         description="HF directory, sharded checkpoint, or hub name pinned to a commit (name@revision)"
     )
-    engine: Literal["auto", "native", "transformers"] = Field(
-        "auto", description="auto: native where it knows the family and its options"
-    )
-    dtype: Dtype = Field("float32", description="compute type; master weights are always float32")
-    save_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None, description="type of saved and streamed tensors; null: that of the source checkpoint"
-    )
-    trust_remote_code: bool = Field(
-        False, description="run the code of a tokenizer or processor that comes with the model"
-    )
-    moe: MoeSection = Field(MoeSection(), description="balance of experts")
+    engine: Literal["auto", "native", "transformers"] = key("auto", "auto: native if it knows family and options")
+    dtype: Dtype = key("float32", "compute type; master weights are always float32")
+    save_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, "of saved tensors; null: as in the source")
+    trust_remote_code: bool = key(False, "run the code of the model's tokenizer or processor")
+    moe: MoeSection = key(MoeSection(), "balance of experts")
 
 
 class LayoutSection(Section):
     """How a model is cut over ranks: ranks = tp x pp x cp x dp."""
 
-    tp: PositiveInt = Field(1, description="tensor parallel degree")
-    pp: PositiveInt = Field(1, description="pipeline stages")
-    cp: PositiveInt = Field(1, description="context parallel degree")
-    dp: PositiveInt | Literal["auto"] = Field(
-        "auto", description="replicas; auto: what the number of ranks leaves over"
-    )
-    ep: PositiveInt = Field(1, description="expert parallel degree; divides dp x cp and adds no ranks")
-    virtual_stages: PositiveInt = Field(1, description="pipeline chunks per rank")
-    cp_mode: Literal["auto", "ulysses", "gather", "product"] = Field("auto", description="how context parallel works")
-    pp_split: Annotated[tuple[PositiveInt, ...], Field(strict=False)] | Literal["auto"] = Field(
-        "auto", description="layers of each stage; auto: balanced by cost"
-    )
-    schedule: Literal["1f1b", "interleaved", "gpipe", "zero_bubble"] = Field("1f1b", description="pipeline schedule")
-    copy_engines: bool | None = Field(None, description="no effect; accepted so that older runs resume")
+    tp: PositiveInt = key(1, "tensor parallel degree")
+    pp: PositiveInt = key(1, "pipeline stages")
+    cp: PositiveInt = key(1, "context parallel degree")
+    dp: PositiveInt | Literal["auto"] = key("auto", "replicas; auto: ranks / (tp x pp x cp)")
+    ep: PositiveInt = key(1, "expert parallel degree; divides dp x cp and adds no ranks")
+    virtual_stages: PositiveInt = key(1, "pipeline chunks per rank")
+    cp_mode: Literal["auto", "ulysses", "gather", "product"] = key("auto", "how context parallel works")
+    pp_split: Annotated[tuple[PositiveInt, ...], NotStrict] | Literal["auto"] = key("auto", "layers of each stage")
+    schedule: Literal["1f1b", "interleaved", "gpipe", "zero_bubble"] = key("1f1b", "pipeline schedule")
+    copy_engines: bool | None = key(None, "no effect; accepted so that older runs resume")
 
     def to_layout(self) -> Layout:
         """`dp: auto` becomes None."""
         return Layout(**self.model_dump(exclude={"copy_engines"}) | {"dp": None if self.dp == "auto" else self.dp})
 
 
+OwnLayout = Annotated[LayoutSection | None, pydantic.BeforeValidator(lambda given: None if given == {} else given)]
+
+
 class CriticSection(Section):
     """The value model of ppo."""
 
-    path: PathText | None = Field(None, description="null: the policy's trunk weights with a fresh value head")
-    layout: LayoutSection | None = Field(None, description="empty: the policy's layout")
-    lr: PositiveFloat | None = Field(None, description="null: optim.lr")
+    path: PathText | None = key(None, "null: the policy's trunk weights with a fresh value head")
+    layout: OwnLayout = key(None, "empty: the policy's layout")
+    lr: PositiveFloat | None = key(None, "null: optim.lr")
 
 
 class ReferenceSection(Section):
     """The model that a KL term holds the policy to."""
 
-    path: PathText | None = Field(None, description="null: the starting policy")
-    layout: LayoutSection | None = Field(None, description="empty: the policy's layout")
+    path: PathText | None = key(None, "null: the starting policy")
+    layout: OwnLayout = key(None, "empty: the policy's layout")
 
 
 class Algorithm(Section):
     """Keys of every algorithm."""
 
-    epochs: PositiveInt = Field(1, description="passes over the rows of a step")
-    minibatches: PositiveInt = Field(1, description="optimizer steps in one pass")
-    aggregation: Literal["token", "sequence", "sequence_sum"] = Field(
+    epochs: PositiveInt = key(1, "passes over the rows of a step")
+    minibatches: PositiveInt = key(1, "optimizer steps in one pass")
+    aggregation: Literal["token", "sequence", "sequence_sum"] = key(
         "token",
-        description="token: mean over all tokens; sequence: mean over sequences of the mean over tokens; sequence_sum: "
-        "mean over sequences of the sum over tokens divided by a constant, the longest response (Dr. GRPO)",
+        "token: mean over all tokens; sequence: mean over sequences of their means; sequence_sum: mean over sequences "
+        "of the sum over tokens divided by a constant, the longest response (Dr. GRPO)",
     )
 
 
@@ -121,26 +141,19 @@ class SFT(Algorithm):
 class PolicyGradient(Algorithm):
     """Keys of every RL algorithm."""
 
-    clip_low: Share = Field(0.2, description="the ratio is clipped below 1 - clip_low")
-    clip_high: Annotated[float, Field(ge=0, le=MAX_FLOAT)] = Field(
-        0.2, description="the ratio is clipped above 1 + clip_high"
-    )
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="bound of the loss for negative advantages"
-    )
-    ratio: Literal["token", "sequence"] = Field("token", description="sequence: one ratio for a response (GSPO)")
-    entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
-    kl_coef: NonNegativeFloat = Field(0.0, description="weight of the KL term to the reference")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="estimator of the KL term; default: k1 in the reward, k3 in the loss"
-    )
-    kl_in: Literal["reward", "loss"] = Field("loss", description="where the KL term is added")
-    normalize_advantage: bool = Field(False, description="whiten advantages over all tokens of a step")
+    clip_low: Share = key(0.2, "the ratio is clipped below 1 - clip_low")
+    clip_high: Annotated[float, Field(ge=0, le=MAX_FLOAT)] = key(0.2, "the ratio is clipped above 1 + clip_high")
+    dual_clip: Annotated[float, Field(gt=1)] | None = key(None, "bound of the loss for negative advantages")
+    ratio: Literal["token", "sequence"] = key("token", "sequence: one ratio for a response (GSPO)")
+    entropy_coef: float = key(0.0, "weight of the entropy bonus")
+    kl_coef: NonNegativeFloat = key(0.0, "weight of the KL term to the reference")
+    kl_estimator: Estimator = key("k3", "of the KL term; default: k1 in the reward, k3 in the loss")
+    kl_in: Literal["reward", "loss"] = key("loss", "where the KL term is added")
+    normalize_advantage: bool = key(False, "whiten advantages over all tokens of a step")
 
     @model_validator(mode="before")
     @classmethod
-    def _estimator(cls, given: Any) -> Any:
-        """By the place of the KL term, see `rl.losses.kl_estimate`."""
+    def _estimator(cls, given: Any) -> Any:  # see `rl.losses.kl_estimate`
         if not isinstance(given, Mapping) or "kl_in" not in given:
             return given
         return {"kl_estimator": "k1" if given["kl_in"] == "reward" else "k3", **given}
@@ -150,8 +163,8 @@ class GRPO(PolicyGradient):
     """Group-relative advantages: a reward against the mean of its prompt's samples."""
 
     name: Literal["grpo"] = "grpo"
-    scale_by_std: bool = Field(True, description="divide by the group's standard deviation; false: Dr. GRPO")
-    skip_equal_groups: bool = Field(False, description="leave groups with all-equal rewards out of the loss (DAPO)")
+    scale_by_std: bool = key(True, "divide by the group's standard deviation; false: Dr. GRPO")
+    skip_equal_groups: bool = key(False, "leave groups with all-equal rewards out of the loss (DAPO)")
 
 
 class RLOO(PolicyGradient):
@@ -164,50 +177,39 @@ class PPO(PolicyGradient):
     """Advantages from a critic by generalized advantage estimation."""
 
     name: Literal["ppo"] = "ppo"
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="estimator of the KL term")
-    kl_in: Literal["reward", "loss"] = Field("reward", description="where the KL term is added")
-    normalize_advantage: bool = Field(True, description="whiten advantages over all tokens of a step")
-    gamma: Share = Field(1.0, description="discount of later rewards")
-    lam: Share = Field(1.0, description="lambda of generalized advantage estimation")
-    value_clip: Annotated[float, Field(gt=0, le=MAX_FLOAT)] | None = Field(
-        0.2, description="how far a value may move in one step; null: no limit"
-    )
-    value_coef: PositiveFloat = Field(1.0, description="weight of the value loss")
-    critic_warmup: NonNegativeInt = Field(0, description="first steps that train the critic alone")
+    kl_estimator: Estimator = key("k1", "estimator of the KL term")
+    kl_in: Literal["reward", "loss"] = key("reward", "where the KL term is added")
+    normalize_advantage: bool = key(True, "whiten advantages over all tokens of a step")
+    gamma: Share = key(1.0, "discount of later rewards")
+    lam: Share = key(1.0, "lambda of generalized advantage estimation")
+    value_clip: Annotated[float, Field(gt=0, le=MAX_FLOAT)] | None = key(0.2, "largest move of a value; null: no limit")
+    value_coef: PositiveFloat = key(1.0, "weight of the value loss")
+    critic_warmup: NonNegativeInt = key(0, "first steps that train the critic alone")
 
 
 class DataSection(Section):
     """Rows to learn from."""
 
     train: PathText = Field(description="JSONL or parquet file of rows")
-    eval: PathText | None = Field(None, description="JSONL or parquet file of held-out rows")
-    overlong: Literal["error", "drop"] = Field(
-        "error", description="what to do with rows over trainer.tokens_per_batch"
-    )
-    shuffle: bool = Field(True, description="new order every pass, from trainer.seed; false: the file's order")
+    eval: PathText | None = key(None, "JSONL or parquet file of held-out rows")
+    overlong: Literal["error", "drop"] = key("error", "for rows longer than trainer.tokens_per_batch")
+    shuffle: bool = key(True, "new order every pass, from trainer.seed; false: the file's order")
 
 
 class RolloutSection(Section):
     """How completions are sampled."""
 
-    backend: Literal["native", "transformers"] = Field(
-        "native",
-        description="native: the embedded sampler; transformers: the model's own generate, whole on every rank",
+    backend: Literal["native", "transformers"] = key("native", "the embedded sampler, or the model's generate per rank")
+    layout: OwnLayout = key(None, "empty: tp 1, one sampler a rank")
+    samples_per_prompt: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = key(8, "completions of each prompt")
+    max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = key(64, "longest completion")
+    temperature: PositiveFloat = key(1.0, "divides the logits, in sampling and in training")
+    top_p: Annotated[float, Field(gt=0, le=1)] = key(1.0, "sample from the smallest set with this mass")
+    top_k: NonNegativeInt = key(0, "sample from the k likeliest tokens; 0: all")
+    router_replay: Literal["none", "trainer", "rollout"] = key(
+        "none", "experts of the update: its own; those of the pass for old log-probs (R2); the sampler's (R3)"
     )
-    layout: LayoutSection | None = Field(None, description="empty: tp 1, one sampler a rank")
-    samples_per_prompt: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = Field(8, description="completions of each prompt")
-    max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = Field(64, description="longest completion")
-    temperature: PositiveFloat = Field(1.0, description="divides the logits, in sampling and in training")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="sample from the smallest set with this mass")
-    top_k: NonNegativeInt = Field(0, description="sample from the k likeliest tokens; 0: all")
-    router_replay: Literal["none", "trainer", "rollout"] = Field(
-        "none",
-        description="expert choices of the update: its own; those of the pass that scored old log-probs (R2); those of the "
-        "sampler, in that pass too (R3)",
-    )
-    mismatch_metrics: bool = Field(
-        False, description="report how far the policy's log-probs and routes are from the sampler's; costs a pass"
-    )
+    mismatch_metrics: bool = key(False, "compare the policy's log-probs and routes with the sampler's; costs a pass")
 
 
 class RewardSection(Section):
@@ -215,13 +217,11 @@ class RewardSection(Section):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    name: str | None = Field(None, description="a built-in reward; exact_match where neither this nor import is given")
+    name: str | None = key(None, "a built-in reward; exact_match where neither this nor import is given")
     function: str | None = Field(None, alias="import", description="a function of yours: module:function")
-    options: Options = Field(default_factory=dict, description="keyword arguments for the reward")
-    timeout_seconds: PositiveFloat = Field(10.0, description="a reward that takes longer drops its sample")
-    workers: Annotated[int, Field(ge=1, le=256)] = Field(
-        2, description="reward processes, all on the host of the first rank"
-    )
+    options: Options = key({}, "keyword arguments for the reward")
+    timeout_seconds: PositiveFloat = key(10.0, "a reward that takes longer drops its sample")
+    workers: Annotated[int, Field(ge=1, le=256)] = key(2, "reward processes, on the host of the first rank")
 
     @model_validator(mode="before")
     @classmethod
@@ -240,71 +240,44 @@ class RewardSection(Section):
 class OptimSection(Section):
     """AdamW and its learning rate."""
 
-    lr: PositiveFloat = Field(1.0e-6, description="peak learning rate")
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field("constant", description="after the warmup")
-    warmup_steps: NonNegativeInt = Field(0, description="steps of linear warmup; the first step's rate is not 0")
-    decay_steps: PositiveInt | None = Field(None, description="steps of decay; null: to the end (wsd: the last tenth)")
-    min_lr_ratio: Share = Field(0.0, description="the rate at the end, as a share of lr")
-    weight_decay: NonNegativeFloat = Field(0.0, description="decoupled weight decay; not for norms and biases")
-    clip_norm: PositiveFloat | None = Field(1.0, description="largest global gradient norm; null: no limit")
-    betas: Annotated[tuple[Momentum, Momentum], Field(strict=False)] = Field(
-        (0.9, 0.999), description="decay of the moments"
-    )
-    eps: PositiveFloat = Field(1.0e-8, description="added to the root of the second moment")
+    lr: PositiveFloat = key(1.0e-6, "peak learning rate")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = key("constant", "after the warmup")
+    warmup_steps: NonNegativeInt = key(0, "steps of linear warmup; the first step's rate is not 0")
+    decay_steps: PositiveInt | None = key(None, "steps of decay; null: to the end (wsd: the last tenth)")
+    min_lr_ratio: Share = key(0.0, "the rate at the end, as a share of lr")
+    weight_decay: NonNegativeFloat = key(0.0, "decoupled weight decay; not for norms and biases")
+    clip_norm: PositiveFloat | None = key(1.0, "largest global gradient norm; null: no limit")
+    betas: Annotated[tuple[Momentum, Momentum], NotStrict] = key((0.9, 0.999), "decay of the moments")
+    eps: PositiveFloat = key(1.0e-8, "added to the root of the second moment")
 
 
 class TrainerSection(Section):
     """The loop."""
 
-    steps: PositiveInt = Field(100, description="steps of the run")
-    seed: NonNegativeInt = Field(0, description="of data order, sampling and fresh weights")
-    prompts_per_step: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
-        16, description="data rows of a step over all ranks"
+    steps: PositiveInt = key(100, "steps of the run")
+    seed: NonNegativeInt = key(0, "of data order, sampling and fresh weights")
+    prompts_per_step: Annotated[int, Field(ge=1, le=1 << 20)] = key(16, "data rows of a step over all ranks")
+    tokens_per_batch: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = key(16384, "tokens of a micro-batch at most, padded")
+    save_every: NonNegativeInt = key(50, "steps between checkpoints; 0: only when the run is stopped")
+    save_on_stop: bool = key(True, "SIGTERM and Ctrl-C save a checkpoint, whatever save_every is")
+    keep: PositiveInt = key(2, "latest checkpoints to keep")
+    keep_every: NonNegativeInt = key(0, "keep every checkpoint whose step this divides; 0: none for that")
+    keep_best: NonNegativeInt = key(0, "best checkpoints to keep, by evaluation, else reward, else loss")
+    async_save: bool = key(True, "write checkpoints while training goes on; needs host memory for one")
+    eval_every: NonNegativeInt = key(0, "steps between evaluations; 0: only before and after the run")
+    stop_at_reward: float | None = key(None, "stop when a step's mean reward reaches this")
+    time_budget_seconds: PositiveFloat | None = key(None, "with evaluations; a step runs only if predicted to fit")
+    loggers: Annotated[tuple[Literal["wandb", "tensorboard"], ...], Listed, NotStrict] = key((), "beyond metrics.jsonl")
+    max_skipped_steps: PositiveInt = key(3, "skipped (non-finite) steps in a row that stop the run")
+    deterministic: bool = key(True, "deterministic kernels: the same bits in every run on the same devices")
+    check_replicas_every: NonNegativeInt = key(100, "steps between comparisons of replicated weights; 0: none")
+    timeouts: Mapping[Phase, PositiveFloat] = key({}, "seconds that a rank may stay in a phase, by phase")
+    activation_checkpointing: Literal["none", "light", "selective", "full"] = key(
+        "none", "recomputed in backward: light all but products and attention, selective all but attention"
     )
-    tokens_per_batch: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = Field(
-        16384, description="most tokens of one replica in one micro-batch, with padding"
-    )
-    save_every: NonNegativeInt = Field(50, description="steps between checkpoints; 0: only when the run is stopped")
-    save_on_stop: bool = Field(True, description="SIGTERM and Ctrl-C save a checkpoint, whatever save_every is")
-    keep: PositiveInt = Field(2, description="latest checkpoints to keep")
-    keep_every: NonNegativeInt = Field(0, description="keep every checkpoint whose step this divides; 0: none for that")
-    keep_best: NonNegativeInt = Field(0, description="best checkpoints to keep, by evaluation, else reward, else loss")
-    async_save: bool = Field(True, description="write checkpoints while training goes on; needs host memory for one")
-    eval_every: NonNegativeInt = Field(0, description="steps between evaluations; 0: only before and after the run")
-    stop_at_reward: float | None = Field(None, description="stop when a step's mean reward reaches this")
-    time_budget_seconds: PositiveFloat | None = Field(
-        None,
-        description="evaluations and steps together; a further step is done only if it is predicted to fit; null: no limit",
-    )
-    loggers: Annotated[tuple[Literal["wandb", "tensorboard"], ...], Listed, Field(strict=False)] = Field(
-        (), description="besides metrics.jsonl"
-    )
-    max_skipped_steps: PositiveInt = Field(
-        3, description="steps in a row whose update was skipped because a number was not finite; then the run stops"
-    )
-    deterministic: bool = Field(
-        True, description="the same bits in every run on the same devices: deterministic kernels"
-    )
-    check_replicas_every: NonNegativeInt = Field(
-        100, description="steps between comparisons of what several ranks hold copies of; 0: none"
-    )
-    timeouts: Mapping[Phase, PositiveFloat] = Field(
-        default_factory=dict,
-        description="seconds that a rank may stay in a phase, by phase: trainer.timeouts.rollout=7200",
-    )
-    activation_checkpointing: Literal["none", "light", "selective", "full"] = Field(
-        "none",
-        description="what backward recomputes: light all but products and attention, selective all but attention",
-    )
-    offload_activations: bool = Field(
-        False, description="what is kept for recomputing waits in host memory, as far as the host has room"
-    )
-    offload_optimizer: bool = Field(
-        False, description="moments of AdamW wait in host memory: 8 bytes a parameter, over the ranks"
-    )
-    mlp_tile_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = Field(
-        0, description="tokens that an MLP computes at a time, keeping its input only; 0: all"
-    )
+    offload_activations: bool = key(False, "keep the inputs of recomputed blocks in host memory, while it has room")
+    offload_optimizer: bool = key(False, "keep AdamW's moments in host memory: 8 bytes a parameter over the ranks")
+    mlp_tile_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = key(0, "tokens of an MLP at a time; 0: all")
 
 
 AnyAlgorithm = SFT | GRPO | PPO | RLOO
@@ -323,23 +296,14 @@ class Recipe(Section):
     reward: RewardSection = RewardSection()
     optim: OptimSection = OptimSection()
     trainer: TrainerSection = TrainerSection()
-    _notes: tuple[str, ...] = PrivateAttr(())
+    _notes: tuple[str, ...] = ()
     run_dir: PathText = Field(description="where the run writes: new, or the directory of this run, which then goes on")
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults(cls, given: Any) -> Any:
-        """The default algorithm is grpo; an empty layout is none."""
-        if not isinstance(given, Mapping):
-            return given
-        full = dict(given)
-        if isinstance(full.get("algorithm"), Mapping):
-            full["algorithm"] = {"name": "grpo", **full["algorithm"]}
-        for name in ("critic", "reference", "rollout"):
-            section = full.get(name)
-            if isinstance(section, Mapping) and section.get("layout") == {}:
-                full[name] = {**section, "layout": None}
-        return full
+    def _default_algorithm(cls, given: Any) -> Any:
+        algorithm = given.get("algorithm") if isinstance(given, Mapping) else None
+        return {**given, "algorithm": {"name": "grpo", **algorithm}} if isinstance(algorithm, Mapping) else given
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -352,8 +316,8 @@ class Recipe(Section):
         rows = self.trainer.prompts_per_step * (1 if isinstance(self.algorithm, SFT) else samples)
         if self.algorithm.minibatches > rows:
             raise ValueError(
-                f"algorithm.minibatches is {self.algorithm.minibatches}, but a step has only {rows} rows; lower it, or raise "
-                "trainer.prompts_per_step"
+                f"algorithm.minibatches is {self.algorithm.minibatches}, but a step has only {rows} rows; lower it, or "
+                "raise trainer.prompts_per_step"
             )
         if self.rollout.router_replay == "rollout" and self.rollout.backend != "native":
             raise ValueError(
@@ -364,7 +328,7 @@ class Recipe(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on keys given by an old name."""
+        """On keys given by an old name."""
         return self._notes
 
     def to_yaml(self) -> str:
@@ -373,7 +337,7 @@ class Recipe(Section):
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> Recipe:
-    """`overrides`: `key.path=value`; `flags`, by dotted key, beat them."""
+    """overrides: `key.path=value`. flags, by dotted key, beat them."""
     given = read_mapping(Path(path))
     for key, value in [*parse_overrides(overrides), *(flags or {}).items()]:
         merge(given, key, value)

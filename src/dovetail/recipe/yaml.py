@@ -21,8 +21,6 @@ MOST_TEXT, MOST_VALUES, DEEPEST, MOST_DIGITS = 1 << 18, 10_000, 32, 1000
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with limits."""
-
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.count, self.depth = 0, 0
@@ -31,30 +29,26 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
         self.count, self.depth = self.count + 1, self.depth + 1
-        if self.count > MOST_VALUES or self.depth > DEEPEST:
-            raise _too_much(mark)
+        _limit(self.count, self.depth, mark)
         node = super().compose_node(parent, index)
         assert node is not None
         self.depth -= 1
         if is_alias and node not in self.measured:
-            raise yaml.composer.ComposerError(None, None, "an alias stands inside of what it stands for", mark)
+            raise yaml.MarkedYAMLError(None, None, "an alias stands inside of what it stands for", mark)
         if not is_alias:
             pairs = node.value if isinstance(node, yaml.MappingNode) else []
             inside = [part for pair in pairs for part in pair] or (node.value if isinstance(node.value, list) else [])
             counts, depths = zip((0, 0), *(self.measured[part] for part in inside), strict=True)
             self.measured[node] = 1 + sum(counts), 1 + max(depths)
-            if self.measured[node][0] > MOST_VALUES or self.measured[node][1] > DEEPEST:
-                raise _too_much(mark)
+            _limit(*self.measured[node], mark)
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):
-            kind = node.tag.rpartition(":")[2]
-            raise yaml.constructor.ConstructorError(
-                None, None, f"{quoted(node.value)} is no {kind}; quote what is text", node.start_mark
-            ) from None
+            problem = f"{quoted(node.value)} is no {node.tag.rpartition(':')[2]}; quote what is text"
+            raise yaml.MarkedYAMLError(None, None, problem, node.start_mark) from None
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Refuses duplicate keys, before `<<` merges others."""
@@ -64,39 +58,36 @@ class _Loader(yaml.SafeLoader):
             key = None if name.tag == MERGED else self.construct_object(name, deep=True)
             if key is not None and isinstance(key, Hashable):  # the base class refuses others
                 if key in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {quoted(key)} is given twice", name.start_mark
-                    )
+                    problem = f"the key {quoted(key)} is given twice"
+                    raise yaml.MarkedYAMLError(None, None, problem, name.start_mark)
                 seen.add(key)
         return node
 
 
-def _too_much(mark: yaml.Mark) -> yaml.YAMLError:
-    problem = (
-        f"more than {MOST_VALUES} values, with those of every alias, or {DEEPEST} inside each other; make it smaller"
-    )
-    return yaml.composer.ComposerError(None, None, problem, mark)
+def _limit(count: int, depth: int, mark: yaml.Mark) -> None:
+    if count > MOST_VALUES or depth > DEEPEST:
+        most = f"{MOST_VALUES} values, with those of every alias, or {DEEPEST} inside each other"
+        raise yaml.MarkedYAMLError(None, None, f"more than {most}; make it smaller", mark)
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> float:
-    """`1e3` is an integer."""
     value: float = loader.construct_yaml_float(node)
     return int(value) if FLOAT.match(node.value) and value.is_integer() and abs(value) < LARGE else value
 
 
-def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
     if len(node.value) > MOST_DIGITS:
         raise ValueError(node.value)
     value: int = loader.construct_yaml_int(node)
     return value
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes text that `_Loader` would read as a number."""
+class _Dumper(yaml.SafeDumper):  # quotes text that `_Loader` would read as a number
+    pass
 
 
 _Loader.add_constructor("tag:yaml.org,2002:float", _number)
-_Loader.add_constructor("tag:yaml.org,2002:int", _whole)
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 for kind in (_Loader, _Dumper):
     kind.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
 
@@ -117,11 +108,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         raise ConfigError(f"recipe {str(path)!r} holds a {type(value).__name__}; expected a mapping of sections")
-    for key in value:
-        if not isinstance(key, str):
-            raise ConfigError(
-                f"recipe {str(path)!r}: the key {quoted(key)} is not text; expected the name of a section"
-            )
+    if odd := [key for key in value if not isinstance(key, str)]:
+        raise ConfigError(f"recipe {str(path)!r}: the key {quoted(odd[0])} is not text; expected the name of a section")
     return value
 
 
@@ -142,14 +130,11 @@ def merge(recipe: dict[str, Any], key: str, value: Any) -> None:
     *sections, leaf = key.split(".")
     inner = recipe
     for depth, name in enumerate(sections, 1):
-        if inner.get(name) is None:
-            inner[name] = {}
-        if not isinstance(inner[name], dict):
-            where = ".".join(sections[:depth])
-            given = quoted(inner[name])
-            raise ConfigError(f"override {key}={quoted(value)}: {where} is {given}, which has no keys of its own")
-        inner[name] = dict(inner[name])  # a copy: an alias makes two sections one object
-        inner = inner[name]
+        section = {} if inner.get(name) is None else inner[name]
+        if not isinstance(section, dict):
+            given = f"{'.'.join(sections[:depth])} is {quoted(section)}"
+            raise ConfigError(f"override {key}={quoted(value)}: {given}, which has no keys of its own")
+        inner[name] = inner = dict(section)  # a copy: an alias makes two sections one object
     inner[leaf] = value
 
 
@@ -167,18 +152,15 @@ def _describe(error: yaml.YAMLError) -> str:
         return f"{error.reason}: the character {chr(error.character)!r} at place {error.position}"
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return short_words(" ".join(str(error).split()))
-    mark = error.problem_mark
-    shown = mark.get_snippet()
+    mark, shown = error.problem_mark, error.problem_mark.get_snippet()
     snippet = f"\n{shown}" if shown and shown.split("\n")[0].strip() else ""
     context = f" ({short_words(error.context)})" if error.context else ""
     return f"line {mark.line + 1}, column {mark.column + 1}: {short_words(str(error.problem))}{context}{snippet}"
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """By dotted keys."""
     keys: dict[str, Any] = {}
     for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            keys |= flat(value, f"{prefix}{key}.")
-        else:
-            keys[prefix + key] = value
+        keys |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
     return keys

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -10,28 +11,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 BARS = " " + "".join(chr(0x2581 + i) for i in range(8))  # Unicode's lower eighths of a block
 WIDTH = 72
-FEWEST = 3  # values that a chart is worth
+FEWEST = 3  # values of a chart
 SHOWN = (  # key of a row, its label, its format
-    ("loss", "loss", ".4f"),
-    ("critic_loss", "critic", ".4f"),
-    ("reward_mean", "reward", ".3f"),
-    ("eval_reward_mean", "eval", ".3f"),
-    ("eval_loss", "eval", ".4f"),
-    ("grad_norm", "grad", ".3g"),
-    ("entropy_mean", "entropy", ".3f"),
-    ("kl_mean", "kl", ".4f"),
-    ("response_length_mean", "length", ".1f"),
-    ("lr", "lr", ".2e"),
-    ("tokens_per_second", "tok/s", ",.0f"),
-    ("step_seconds", "s", ".1f"),
-)
+    ("loss", "loss", ".4f"), ("critic_loss", "critic", ".4f"), ("reward_mean", "reward", ".3f"),
+    ("eval_reward_mean", "eval", ".3f"), ("eval_loss", "eval", ".4f"), ("grad_norm", "grad", ".3g"),
+    ("entropy_mean", "entropy", ".3f"), ("kl_mean", "kl", ".4f"), ("response_length_mean", "length", ".1f"),
+    ("lr", "lr", ".2e"), ("tokens_per_second", "tok/s", ",.0f"), ("step_seconds", "s", ".1f"),
+)  # fmt: skip
 UPDATED = ("loss", "grad_norm", "lr", "entropy_mean", "kl_mean", "tokens_per_second")
 
 
 class _Steady(RichConsole):
-    """A broken pipe does not end a run."""
-
-    def on_broken_pipe(self) -> None:
+    def on_broken_pipe(self) -> None:  # does not end a run
         self.quiet = True
 
 
@@ -40,20 +31,11 @@ class Console:
 
     def __init__(self, *, speaks: bool, steps: int) -> None:
         self._console = _Steady(quiet=not speaks, highlight=False, soft_wrap=True)
-        self._progress: Progress | None = None
-        if speaks and self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=self._console, transient=True)
-            self._bar = self._progress.add_task("training", total=steps)
-        self._steps = steps
-
-    def start(self) -> None:
-        if self._progress is not None:
-            self._progress.start()
-
-    def stop(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        shown = speaks and self._console.is_terminal
+        self._progress = Progress(*columns, console=self._console, transient=True, disable=not shown)
+        self._bar = self._progress.add_task("training", total=steps)
+        self._steps, self.start, self.stop = steps, self._progress.start, self._progress.stop
 
     def say(self, text: str) -> None:
         with suppress(OSError):  # the disk of a log may be full
@@ -62,25 +44,22 @@ class Console:
     def step(self, row: Mapping[str, Any]) -> None:
         known = {key: row[key] for key, _, _ in SHOWN if row.get(key) is not None}
         notes = [f"UPDATE SKIPPED: {row['fault']}"] if row.get("skipped") else []
-        failed = (
-            f"{row['reward_errors']} rewards failed, the first: {row['reward_error']}" if "reward_error" in row else ""
-        )
-        if row["tokens"] == 0:  # nothing was learned: what is said of an update has no meaning
+        nothing = row["tokens"] == 0  # was learned: numbers of an update have no meaning
+        if nothing:
             known = {key: value for key, value in known.items() if key not in UPDATED and not math.isnan(value)}
         elif "critic_loss" in known and "loss" in known and math.isnan(known["loss"]) and not notes:
             known = {key: value for key, value in known.items() if key not in UPDATED or key == "tokens_per_second"}
             notes.append("the critic alone")
         if row.get("equal_groups") == 1.0:
-            notes.append(
-                ("no update: " if row["tokens"] == 0 else "") + "all samples of every prompt have equal rewards"
-            )
-        elif row["tokens"] == 0:
+            notes.append("no update: " * nothing + "all samples of every prompt have equal rewards")
+        elif nothing:
             notes.append("no update: no sample has a reward, it returned None for all of them")
+        if "reward_error" in row:
+            failed = f"{row['reward_errors']} rewards failed, the first: {row['reward_error']}"
+            notes.append(" ".join(failed.split()))
         shown = [f"{label} {known[key]:{form}}" for key, label, form in SHOWN if key in known]
-        notes += [" ".join(failed.split())] if failed else []
         self.say(f"step {row['step']}/{self._steps}  " + "  ".join(notes + shown))
-        if self._progress is not None:
-            self._progress.update(self._bar, completed=row["step"])
+        self._progress.update(self._bar, completed=row["step"])
 
 
 def curve(values: Sequence[float], height: int = 6) -> str:
@@ -89,17 +68,11 @@ def curve(values: Sequence[float], height: int = 6) -> str:
     if len(values) < FEWEST or min(values) == max(values):
         return ""
     width = min(WIDTH, len(values))
-    columns = [_mean(values[i * len(values) // width : (i + 1) * len(values) // width]) for i in range(width)]
+    columns = [fmean(values[i * len(values) // width : (i + 1) * len(values) // width]) for i in range(width)]
     low, high = min(columns), max(columns)
-    levels = [
-        max(1, round((v - low) / ((high - low) or 1.0) * height * 8)) for v in columns
-    ]  # the lowest one shows, too
+    levels = [max(1, round((v - low) / ((high - low) or 1.0) * height * 8)) for v in columns]  # the lowest shows, too
     lines = []
     for row in range(height - 1, -1, -1):
         label = f"{high:8.3f}" if row == height - 1 else f"{low:8.3f}" if row == 0 else " " * 8
         lines.append(f"{label} |" + "".join(BARS[max(0, min(8, level - 8 * row))] for level in levels))
     return "\n".join(lines)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

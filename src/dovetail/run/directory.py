@@ -1,7 +1,6 @@
-"""The directory of a run: its files, its checkpoints, and terminal output.
+"""The directory of a run: config.yaml, metrics.jsonl, events.jsonl, rollouts/, checkpoints/, hf/, superseded/.
 
-config.yaml, metrics.jsonl, events.jsonl, rollouts/, checkpoints/, hf/, superseded/ (files of steps that a resumed run
-repeats). The first rank writes small files, all ranks checkpoints and hf/.
+superseded/ has the files of steps that a resumed run repeats. The first rank writes small files, all ranks checkpoints and hf/.
 """
 
 import json
@@ -11,7 +10,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence as Seq
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -33,9 +32,8 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import Recipe
 from dovetail.run.console import Console, curve
 from dovetail.run.lock import RunLock, refuse_unshared
-from dovetail.run.metrics import METRICS, Metrics, check_loggers
-from dovetail.run.records import Records, write_samples
-from dovetail.run.resume import CHECKPOINTS, CONFIG, EVENTS, HF, Resumed, find, is_run
+from dovetail.run.metrics import METRICS, Metrics, Records, check_loggers, write_samples
+from dovetail.run.resume import CHECKPOINTS, CONFIG, EVENTS, HF, OCCUPIED, Resumed, find, is_run
 from dovetail.run.state import RunState, random_state, restore_random_state
 from dovetail.run.trainer import Outcome, Row
 from dovetail.weights.atomic import make_directory, refuse_unwritable, replace_file
@@ -44,7 +42,7 @@ from dovetail.weights.stream import Export
 
 POLICY, CRITIC = MODEL_ROLE, "critic"
 ROLLOUTS, SUPERSEDED = "rollouts", "superseded"
-ROOM_FOR = 2  # checkpoints: the old one stays until the new one is whole
+ROOM_FOR = 2  # checkpoints: the old one stays until the new one is complete
 ROLLOUT_FILE = re.compile(r"step_(\d+)\.")
 MOST_FAILED_SAVES = 3  # in a row
 
@@ -60,7 +58,7 @@ class Contents:
 
 
 class RunDirectory:
-    """resume: auto, never or step=N. stop_signal: the signal that this rank got, or 0."""
+    """resume: auto, never or step=N. stop_signal: of this rank, or 0."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, resume: str = "auto", stop_signal: Callable[[], int] = int) -> None:
         trainer = recipe.trainer
@@ -69,10 +67,11 @@ class RunDirectory:
         self.retention = Retention(trainer.keep, trainer.keep_every, trainer.keep_best)
         self.lead = mesh["world"].rank == 0
         self.console = Console(speaks=self.lead, steps=trainer.steps)
+        self.say = self.console.say
         self.resumed: Resumed | None = None
-        self.stop_signal = 0  # that any rank got: the same on all
+        self.stop_signal = 0  # of any rank
         self._resume, self._stop_signal = resume, stop_signal
-        self._records = Records(self.console.say)
+        self._records = Records(self.say)
         self._lock = RunLock(self.path)
         self._metrics: Metrics | None = None
         self._before: Row = {}
@@ -82,6 +81,7 @@ class RunDirectory:
         self._saving = self._order = self._failed_saves = 0
         self._existed = False
         self._at_close = ExitStack()
+        self._at_close.callback(self._lock.release)
 
     @property
     def first_row(self) -> int:
@@ -99,8 +99,7 @@ class RunDirectory:
                 self._existed = is_run(self.path)
                 if self._existed and mode == "never":
                     raise ConfigError(
-                        f"run_dir {self.path} is not empty; choose another run_dir, or move that one away: it holds a run, "
-                        "from which --resume auto would go on"
+                        f"{OCCUPIED.format(self.path)}: it holds a run, which --resume auto would go on from"
                     )
                 if mode.startswith("step=") and not self._existed:
                     raise ConfigError(f"--resume {mode}: run_dir {self.path} holds no run; leave it out to begin one")
@@ -117,38 +116,36 @@ class RunDirectory:
         needed = sum(spec.num_bytes for e in (exports if saves else exports[:1]) for spec in e.specs.values())
         needed *= ROOM_FOR if saves else 1
         wanted = f"{ROOM_FOR} checkpoints take" if saves else "the final model takes"
-        otherwise = "choose another run_dir, or set trainer.save_every=0" if saves else "or choose another run_dir"
+        remedy = "choose another run_dir, or set trainer.save_every=0" if saves else "or choose another run_dir"
         with agreed(self.mesh):
             if self.lead:
                 folder = next(f for f in (self.path.absolute(), *self.path.absolute().parents) if f.exists())
                 total, _, free = shutil.disk_usage(folder)
                 if free < needed and total:  # a total of 0: the system does not know
-                    raise ConfigError(
-                        f"run_dir {self.path}: {free / 1e9:.2g} GB are free, but {wanted} {needed / 1e9:.2g} GB; free some, "
-                        f"{otherwise}"
-                    )
+                    room = f"{free / 1e9:.2g} GB are free, but {wanted} {needed / 1e9:.2g} GB"
+                    raise ConfigError(f"run_dir {self.path}: {room}; free some, {remedy}")
 
     def open(self, contents: Contents) -> None:
         """Make the directory, or continue an earlier start. Collective."""
         self.contents, resumed = contents, self.resumed
         self.run_id = of_first(uuid.uuid4().hex, self.mesh)
         if resumed is not None:
-            self.run_id, self._before = resumed.state.run_id, dict(resumed.state.before)
-            self._saved = resumed.state.step
+            state = resumed.state
+            self.run_id, self._before, self._saved = state.run_id, dict(state.before), state.step
         with agreed(self.mesh):
             if self.lead:
                 make_directory(self.path / ROLLOUTS)
                 self._lock.acquire()
                 if is_run(self.path) != self._existed:
-                    raise ConfigError(
-                        f"another run began in run_dir {self.path} meanwhile; start again to go on from it"
-                    )
+                    raise ConfigError(f"another run began in run_dir {self.path}; start again to go on from it")
                 self._set_later_aside()
                 replace_file(self.path / CONFIG, self.recipe.to_yaml().encode())
-                self._metrics = Metrics(self.path, self.recipe.trainer.loggers, self.config, self.console.say)
+                self._metrics = Metrics(self.path, self.recipe.trainer.loggers, self.config, self.say)
+                self._at_close.callback(self._metrics.close)
         self._order, self._earlier = of_first([self._order, self._earlier], self.mesh)
         background = self.recipe.trainer.async_save
         self._saver = Saver(self.path / CHECKPOINTS, self.mesh, self.retention, background=background)
+        self._at_close.callback(self.console.stop)
         self._at_close.callback(self._saver.join)
         if resumed is not None:
             self._report_resume(resumed)
@@ -158,21 +155,21 @@ class RunDirectory:
         return None if self.resumed is None else (self.resumed.state.step, list(self._earlier), self._before)
 
     def start(self, evaluation: Row) -> None:
-        """`evaluation`: before training, empty without held-out rows."""
+        """evaluation: before training, empty without held-out rows."""
         self._before = evaluation
         if evaluation and self.resumed is None:
             self.say("before training: " + "  ".join(f"{name} {value:.3f}" for name, value in evaluation.items()))
             if math.isnan(evaluation.get("eval_reward_mean", 0.0)):
                 self.say(
-                    "warning: the reward returned None for every sample of data.eval; without a number nothing is trained"
+                    "warning: the reward returned None for every sample of data.eval; nothing is trained without one"
                 )
         self.console.start()
 
     def record(self, row: Row, samples: Seq[Row]) -> None:
         """Complete, write and show a row; write samples. Collective."""
-        flops, peak = row.pop("flops", 0.0), peak_flops(self.mesh.device)
+        flops = row.pop("flops", 0.0)
         row["peak_memory_gib"] = peak_memory_gib(self.mesh.device)
-        if peak is not None:
+        if (peak := peak_flops(self.mesh.device)) is not None:
             row["mfu"] = flops / row["step_seconds"] / (peak * self.mesh["world"].size)
         with agreed(self.mesh):
             if self._metrics is not None:
@@ -180,20 +177,21 @@ class RunDirectory:
                 if samples:
                     path = self.path / ROLLOUTS / f"step_{row['step']:06}.jsonl"
                     self._records.write(partial(write_samples, path, samples))
-        evaluates = self.recipe.trainer.eval_every > 0 and self.recipe.data.eval is not None
-        self._score = _score(row, evaluates=evaluates)
+        self._score = row.get("reward_mean", -row["loss"])
+        if self.recipe.trainer.eval_every and self.recipe.data.eval:  # None at other steps
+            self._score = row.get("eval_reward_mean", -row["eval_loss"] if "eval_loss" in row else None)
         self.console.step(row)
 
     def checkpoint(self, step: int) -> None:
         self._finish_save()
         self._order += 1
         self._saving = step
-        self._saver.save(step, _exports(self.contents), self.contents.sides, self._state(step).dump())
+        self._saver.save(step, _exports(self.contents), self.contents.sides, dict(self._state(step)))
         if not self.recipe.trainer.async_save:
             self._finish_save()
 
     def stopping(self) -> bool:
-        """Whether a signal asked any rank to stop; also ends finished saves. Collective."""
+        """Whether any rank got a signal; also ends finished saves. Collective."""
         own = torch.tensor([self._stop_signal(), self._saver.done], dtype=torch.int64, device=self.mesh.device)
         ranks = stack_over(own, self.mesh["world"])
         if ranks[:, 1].all():
@@ -205,9 +203,6 @@ class RunDirectory:
         """The first rank's value. Collective."""
         own = torch.tensor(seconds, dtype=torch.float64, device=self.mesh.device)
         return float(stack_over(own, self.mesh["world"])[0])
-
-    def say(self, text: str) -> None:
-        self.console.say(text)
 
     def event(self, kind: str, **facts: Any) -> None:
         with agreed(self.mesh):
@@ -230,11 +225,7 @@ class RunDirectory:
     def close(self) -> None:
         """Waits for the save under way; may be called twice."""
         self._at_close.close()
-        self.console.stop()
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
-        self._lock.release()
+        self._metrics = None
 
     def _print_summary(self, outcome: Outcome) -> None:
         key = "reward_mean" if outcome.rows and "reward_mean" in outcome.rows[-1] else "loss"
@@ -257,7 +248,7 @@ class RunDirectory:
             self.say(f"{'checkpoint':<18} {self.path / CHECKPOINTS / f'step_{self._saved:06}'}")
 
     def _finish_save(self, *, last: bool = False) -> None:
-        """Wait for a save. Raises if it failed and is the last, or one of too many."""
+        """Raises if it failed and is the last, or one of too many."""
         try:
             if self._saver.finish():
                 self._failed_saves, self._saved = 0, self._saving
@@ -286,7 +277,6 @@ class RunDirectory:
         )
 
     def _report_resume(self, resumed: Resumed) -> None:
-        """Random generators are restored if the number of ranks is equal."""
         state, world = resumed.state, self.mesh["world"]
         if len(state.rng) == world.size:
             restore_random_state(state.rng[world.rank], self.mesh.device)
@@ -299,22 +289,18 @@ class RunDirectory:
         self.say(f"resumed after step {state.step} from {resumed.reader.path}")
 
     def _set_later_aside(self) -> None:
-        """Move files of later steps into superseded/. First rank only.
-
-        Checkpoints go first: after a kill in here, a resumed run still has the rows of its step.
-        """
+        """Move files of later steps into superseded/, checkpoints first: after a kill a resumed run has the rows of its step."""
         state = None if self.resumed is None else self.resumed.state
         step, self._order = (0, 0) if state is None else (state.step, state.order)
         clear_debris(self.path)
         clear_debris(self.path / CHECKPOINTS)
-        aside = self.path / SUPERSEDED
-        numbers = [int(path.name) for path in aside.glob("*") if path.name.isdecimal()]
-        aside = aside / f"{1 + max(numbers, default=0):03}"  # a user may have removed older ones
+        numbers = [int(path.name) for path in (self.path / SUPERSEDED).glob("*") if path.name.isdecimal()]
+        aside = self.path / SUPERSEDED / f"{1 + max(numbers, default=0):03}"  # a user may have removed older ones
         set_aside(self.path / CHECKPOINTS, self._order, aside / CHECKPOINTS)
         self._earlier, kept, rest = _rows(self.path / METRICS, step)
-        numbered = [(path, ROLLOUT_FILE.match(path.name)) for path in (self.path / ROLLOUTS).glob("step_*")]
-        late = [path for path, number in numbered if number is not None and int(number[1]) > step]
-        late += [path for path in (self.path / HF,) if os.path.lexists(path)]
+        files = (self.path / ROLLOUTS).glob("step_*")
+        late = [path for path in files if (number := ROLLOUT_FILE.match(path.name)) and int(number[1]) > step]
+        late += [self.path / HF] if os.path.lexists(self.path / HF) else []
         if rest or late:
             aside.mkdir(parents=True, exist_ok=True)
             for path in late:
@@ -330,31 +316,17 @@ def _exports(contents: Contents) -> list[Export]:
     return [export for role, engine in engines for export in engine.export_training(role, with_model=role == POLICY)]
 
 
-def _score(row: Row, *, evaluates: bool) -> float | None:
-    """Higher is better; None if not measured as at other steps."""
-    if not evaluates:
-        return row.get("reward_mean", -row["loss"])
-    return row.get("eval_reward_mean", -row["eval_loss"] if "eval_loss" in row else None)
-
-
 def _rows(path: Path, last: int) -> tuple[list[Row], list[str], list[str]]:
     """Rows up to step `last`, their lines, and later lines (one may be cut by a kill)."""
     text = path.read_text(encoding="utf-8", errors="replace").rstrip("\n") if path.exists() else ""
     lines = [f"{line}\n" for line in text.split("\n")] if text else []
     rows: list[Row] = []
     for line in lines:
-        row = _row(line)
-        if row is None or row["step"] > last:
+        row: Any = None
+        with suppress(ValueError):
+            row = json.loads(line)
+        numbers = [row.get(key) for key in ("step", "tokens", "step_seconds")] if isinstance(row, dict) else [None]
+        if any(type(number) not in (int, float) for number in numbers) or "loss" not in row or row["step"] > last:
             break
         rows.append(row)
     return rows, lines[: len(rows)], lines[len(rows) :]
-
-
-def _row(line: str) -> Row | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(row, dict) or "loss" not in row:
-        return None
-    return row if all(type(row.get(key)) in (int, float) for key in ("step", "tokens", "step_seconds")) else None

@@ -16,7 +16,7 @@ from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
 
 NAME = ".lock"
-VISIBLE_SECONDS = 15.0  # for a new file to be seen on another host, whose file system may cache the folder
+VISIBLE_SECONDS = 15.0  # for another host, which may cache the folder, to see a new file
 POLL_SECONDS = 0.2
 MOST_SHOWN = 8  # ranks in a message
 
@@ -29,7 +29,7 @@ class RunLock:
         self._fd = -1
 
     def acquire(self) -> None:
-        """ConfigError, which names the owner, if another process holds it."""
+        """ConfigError with the owner if another process holds it."""
         while self._fd < 0:
             fd = self._opened()
             try:
@@ -37,15 +37,12 @@ class RunLock:
             except BlockingIOError as error:
                 owner = os.read(fd, 4096).decode(errors="replace")
                 os.close(fd)
-                raise ConfigError(
-                    f"run_dir {self.path.parent} is in use by {_describe(owner)}; end that run first"
-                ) from error
+                message = f"run_dir {self.path.parent} is in use by {_describe(owner)}; end that run first"
+                raise ConfigError(message) from error
             if _is_at(fd, self.path):
-                owner = json.dumps(
-                    {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%F %T %z")}
-                )
+                me = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%F %T %z")}
                 os.ftruncate(fd, 0)
-                os.pwrite(fd, owner.encode(), 0)
+                os.pwrite(fd, json.dumps(me).encode(), 0)
                 self._fd = fd
             else:  # its owner removed the file between the two calls
                 os.close(fd)
@@ -56,10 +53,10 @@ class RunLock:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be opened as a file; remove it ({error.strerror})") from error
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
-        os.close(fd)
-        raise ConfigError(f"{self.path} is no regular file; remove it")
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise ConfigError(f"{self.path} is no regular file; remove it")
+        return fd
 
     def release(self) -> None:
         if self._fd >= 0:
@@ -84,16 +81,13 @@ def _describe(owner: str) -> str:
 
 
 def refuse_unshared(path: Path, mesh: Mesh) -> None:
-    """ConfigError if the directory, which need not exist, differs between ranks. Collective.
-
-    The others must see a file that the first rank makes in it or its nearest parent.
-    """
+    """ConfigError unless all ranks see a file that the first makes in the directory or its nearest parent. Collective."""
     world, folders = mesh["world"], [path.absolute(), *path.absolute().parents]
     if world.size == 1:
         return
     above = next(i for i, folder in enumerate(folders) if folder.is_dir())
-    first = [f".tmp-shared-{uuid.uuid4().hex}", above, path.absolute().parts[len(folders) - above :]]
-    name, above, inside = of_first(first, mesh)
+    name = f".tmp-shared-{uuid.uuid4().hex}"
+    name, above, inside = of_first([name, above, path.absolute().parts[len(folders) - above :]], mesh)
     folder = folders[min(above, len(folders) - 1)]
     try:
         with agreed(mesh):
@@ -105,8 +99,7 @@ def refuse_unshared(path: Path, mesh: Mesh) -> None:
         if world.rank == 0:
             (folder / name).unlink(missing_ok=True)
     everyone = [json.loads(text) for text in ranks]
-    without = [f"{host} (rank {rank})" for rank, (host, same) in enumerate(everyone) if not same]
-    if without:
+    if without := [f"{host} (rank {rank})" for rank, (host, same) in enumerate(everyone) if not same]:
         raise ConfigError(
             f"run_dir {path} is not the same directory on all hosts: {', '.join(without[:MOST_SHOWN])} cannot see what "
             f"{everyone[0][0]} (rank 0) writes there; give a directory that all hosts share, such as one on NFS"
@@ -114,12 +107,9 @@ def refuse_unshared(path: Path, mesh: Mesh) -> None:
 
 
 def _appears(file: Path) -> bool:
-    """Listing the folder makes NFS refresh it."""
     deadline = time.monotonic() + VISIBLE_SECONDS
-    while not file.exists():
-        if time.monotonic() > deadline:
-            return False
+    while not file.exists() and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
         with contextlib.suppress(OSError):
-            os.listdir(file.parent)
-    return True
+            os.listdir(file.parent)  # makes NFS refresh it
+    return file.exists()

@@ -8,7 +8,7 @@ from typing import Any
 
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.retention import LEFTOVERS, NONE, open_newest
-from dovetail.errors import CheckpointError, ConfigError, quoted
+from dovetail.errors import CheckpointError, ConfigError, listing, quoted
 from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.layout import DEGREES
 from dovetail.parallel.mesh import Mesh
@@ -18,7 +18,9 @@ from dovetail.run.lock import NAME as LOCK
 from dovetail.run.state import RunState
 
 CONFIG, HF, CHECKPOINTS, EVENTS = "config.yaml", "hf", "checkpoints", "events.jsonl"
-BEFORE_CONFIG = frozenset({LOCK, EVENTS, "rollouts"})  # files that are older than config.yaml
+BEFORE_CONFIG = frozenset({LOCK, EVENTS, "rollouts"})  # older than config.yaml
+OCCUPIED = "run_dir {} is not empty; choose another run_dir, or move that one away"
+ANEW = f"start a new run (another run_dir) with model.path=RUN_DIR/{CHECKPOINTS}/step_NNNNNN"
 FIXED: Mapping[str, str] = {  # keys that may not change, and why
     "algorithm.name": "the algorithms keep different state",
     "trainer.seed": "data order and sampling follow it from the first step on",
@@ -29,7 +31,7 @@ ROWS: Mapping[str, str] = {  # by data.overlong: the keys that decide which rows
     "error": "data.train",
     "drop": "data.train, trainer.tokens_per_batch, rollout.max_new_tokens and layouts, by which data.overlong=drop drops rows,",
 }
-SOURCES = frozenset({"model.path", "data.train", "critic.path", "reference.path"})  # identify a run without checkpoints
+SOURCES = frozenset({"model.path", "data.train", "critic.path", "reference.path"})  # of a run without checkpoints
 COUNTED = ("algorithm.epochs", "algorithm.minibatches")  # optimizer steps of a step
 
 
@@ -42,7 +44,7 @@ class Resumed:
 
 
 class FinishedError(Exception):
-    """This recipe's run is finished: exit code 0."""
+    """The run is finished: exit code 0."""
 
 
 def is_run(path: Path) -> bool:
@@ -52,38 +54,26 @@ def is_run(path: Path) -> bool:
     entries = path.iterdir() if path.is_dir() else [path]
     names = {entry.name for entry in entries if not any(map(entry.match, LEFTOVERS))}
     if CONFIG not in names and names - BEFORE_CONFIG:
-        raise ConfigError(
-            f"run_dir {path} is not empty; choose another run_dir, or move that one away: it holds no run to go on from "
-            f"({CONFIG} is missing)"
-        )
+        raise ConfigError(f"{OCCUPIED.format(path)}: it holds no run to go on from ({CONFIG} is missing)")
     return CONFIG in names
 
 
 def find(
     path: Path, mesh: Mesh, mode: str, recipe: Mapping[str, Any], damaged: Mapping[str, str] = NONE
 ) -> Resumed | None:
-    """What to resume from; None if there is no checkpoint. Collective.
-
-    Raises FinishedError if the run is finished and the recipe is the same. damaged: as in `open_newest`.
-    """
+    """What to resume from; None if there is no checkpoint. FinishedError if there is nothing to do. Collective."""
     exact = int(mode.partition("=")[2]) if mode.startswith("step=") else None
     with agreed(mesh):
         begun_with = changed(rename_keys(read_mapping(path / CONFIG))[0], recipe)
         finished = (path / HF).exists() and exact is None
     if of_first(finished and not begun_with, mesh):
-        further = (
-            "raise trainer.steps to train on"
-            if any((path / CHECKPOINTS).glob("step_*"))
-            else "choose another run_dir to train again"
-        )
+        saved = any((path / CHECKPOINTS).glob("step_*"))
+        further = "raise trainer.steps to train on" if saved else "choose another run_dir to train again"
         raise FinishedError(f"run_dir {path} holds this run, which is finished: nothing to do ({path / HF}); {further}")
     reader, passed_over = open_newest(path / CHECKPOINTS, mesh, exact, damaged)
     if reader is None:
         if finished or begun_with.keys() & SOURCES:
-            raise ConfigError(
-                f"run_dir {path} is not empty; choose another run_dir, or move that one away: it holds a run of another "
-                "recipe that saved no checkpoint"
-            )
+            raise ConfigError(f"{OCCUPIED.format(path)}: it holds a run of another recipe that saved no checkpoint")
         refuse(begun_with, recipe, 0)
         return None
     state = RunState.parse(reader.manifest.state, reader.path)
@@ -107,7 +97,7 @@ def find(
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (before, now) of changed keys except run_dir."""
+    """Dotted key -> (before, now) of changed keys but run_dir."""
     old, new = flat(before), flat(now)
     keys = [key for key in {**old, **new} if key != "run_dir"]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
@@ -118,29 +108,21 @@ def _ranks(degrees: Mapping[str, Any]) -> str:
 
 
 def refuse(changes: Mapping[str, tuple[Any, Any]], recipe: Mapping[str, Any], step: int) -> None:
-    """ConfigError for changes that a run after `step` steps does not allow."""
+    """ConfigError for changes that a run may not have after `step` steps."""
     descriptions = {key: f"{key} was {quoted(before)}, is {quoted(after)}" for key, (before, after) in changes.items()}
     problems = [f"{descriptions[key]}: {why}" for key, why in FIXED.items() if key in changes]
     optim, steps = recipe["optim"], recipe["trainer"]["steps"]
     if optim["schedule"] != "constant" or optim["warmup_steps"]:
-        problems += [
-            f"{descriptions[key]}: the learning rate's schedule counts optimizer steps, and would jump"
-            for key in COUNTED
-            if key in changes
-        ]
+        why = "the learning rate's schedule counts optimizer steps, and would jump"
+        problems += [f"{descriptions[key]}: {why}" for key in COUNTED if key in changes]
     if steps < step:
         problems.append(f"trainer.steps is {steps}, but the run has done {step} steps already")
     if problems:
-        raise ConfigError(
-            "the run cannot go on with these changes; take them back, or start a new run (another run_dir) with "
-            f"model.path=RUN_DIR/{CHECKPOINTS}/step_NNNNNN:\n" + "\n".join(f"  - {problem}" for problem in problems)
-        )
+        raise ConfigError(f"the run cannot go on with these changes; take them back, or {ANEW}:\n{listing(problems)}")
 
 
 def refuse_other(what: str, before: str, now: str, keys: str) -> None:
     """ConfigError if a fingerprint differs."""
     if before != now:
-        raise ConfigError(
-            f"the run cannot go on: {what} changed since it was saved; restore what {keys} named then, or start a new "
-            f"run (another run_dir) with model.path=RUN_DIR/{CHECKPOINTS}/step_NNNNNN"
-        )
+        changed_inputs = f"{what} changed since it was saved; restore what {keys} named then"
+        raise ConfigError(f"the run cannot go on: {changed_inputs}, or {ANEW}")

@@ -8,7 +8,7 @@ import hashlib
 import json
 import random
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +27,7 @@ from dovetail.weights.safe_paths import SideFiles
 
 GENERATORS = ("python", "numpy", "torch")  # of every rank, and "device" on accelerators
 CPU = torch.device("cpu")
-CHUNK, READERS = 1 << 24, 4  # bytes of a checksum in a fingerprint, and threads of a rank
+CHUNK, READERS = 1 << 24, 4  # bytes of a checksum, and threads of a rank
 SAMPLED, BLOCK = 64, 1 << 12  # blocks of a weight file that hosts compare, and their bytes
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")  # not part of the model
 TEXT_FILES = ("tokenizer", "vocab", "merges", "chat_template", "special_tokens", "added_tokens", "spiece")
@@ -51,9 +51,9 @@ Count = Annotated[int, Field(ge=0, lt=1 << 48)]  # of steps, rows, updates
 
 
 class RunState(BaseModel):
-    """After `step` steps. order: number of this save. score: higher is better. model, data: fingerprints.
+    """order: number of this save. score: higher is better. cursor: rows used. updates: optimizer steps by role.
 
-    cursor: rows used. updates: optimizer steps by role. before: the first evaluation. rng: by rank.
+    before: the first evaluation. rng: by rank. model, data: fingerprints.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -70,9 +70,6 @@ class RunState(BaseModel):
     before: Mapping[str, float]
     rng: list[Annotated[Mapping[str, str], AfterValidator(_check_generators)]]
 
-    def dump(self) -> dict[str, Any]:
-        return dict(self)
-
     @classmethod
     def parse(cls, state: Mapping[str, Any] | None, path: Path) -> "RunState":
         """CheckpointError names every missing, unknown or invalid field."""
@@ -83,11 +80,9 @@ class RunState(BaseModel):
         try:
             return cls.model_validate(state)
         except ValidationError as error:
-            problems = [
-                f"{'.'.join(map(str, detail['loc']))} is {detail['input']!r:.40}: {detail['msg']}"
-                for detail in error.errors(include_url=False)
-            ]
-            raise CheckpointError(f"{path}: its training state is not whole: {'; '.join(problems)}") from None
+            details = [(".".join(map(str, d["loc"])), d["input"], d["msg"]) for d in error.errors(include_url=False)]
+            problems = "; ".join(f"{name} is {given!r:.40}: {message}" for name, given, message in details)
+            raise CheckpointError(f"{path}: its training state is not whole: {problems}") from None
 
 
 def model_fingerprint(config: Mapping[str, Any], sides: SideFiles, directory: Path, mesh: Mesh) -> str:
@@ -95,9 +90,7 @@ def model_fingerprint(config: Mapping[str, Any], sides: SideFiles, directory: Pa
     digest = _text_digest(config, sides)
     world, own, chunks = mesh["world"], "", list[tuple[Path, int]]()
     with agreed(mesh, directory):
-        for path in sorted(directory.glob("*.safetensors")):
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}".encode())
+        for path, size in _weight_files(directory, digest):
             chunks += [(path, start) for start in range(0, size, CHUNK)]
         with ThreadPoolExecutor(READERS) as readers:
             own = " ".join(readers.map(_checksum, chunks[world.rank :: world.size]))
@@ -119,15 +112,21 @@ def refuse_other_models(key: str, source: Pretrained, mesh: Mesh) -> None:
     sample = ""
     with agreed(mesh, source.path):
         digest = _text_digest(source.config, source.sides)
-        for path in sorted(source.path.glob("*.safetensors")):
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}".encode())
+        for path, size in _weight_files(source.path, digest):
             with open(path, "rb") as file:
                 for part in range(SAMPLED + 1):
                     file.seek(part * max(size - BLOCK, 0) // SAMPLED)
                     digest.update(file.read(BLOCK))
         sample = digest.hexdigest()
     refuse_different({f"{key} (config, tokenizer and weights)": sample}, mesh)
+
+
+def _weight_files(directory: Path, digest: Any) -> Iterator[tuple[Path, int]]:
+    """Files and sizes, which `digest` takes too."""
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        yield path, size
 
 
 def _text_digest(config: Mapping[str, Any], sides: SideFiles) -> Any:
@@ -140,7 +139,6 @@ def _text_digest(config: Mapping[str, Any], sides: SideFiles) -> Any:
 
 
 def rows_fingerprint(rows: Iterable[object]) -> str:
-    """Of rows as they are trained on."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(_stable(asdict(row) if hasattr(row, "__dataclass_fields__") else row))  # type: ignore[call-overload]  # it is one
@@ -153,12 +151,11 @@ def random_state(device: torch.device) -> dict[str, str]:
     assert isinstance(numpy, dict)
     states = {
         "python": json.dumps([version, list(words), gauss]),
-        "numpy": json.dumps({**numpy, "state": {**numpy["state"], "key": _packed(numpy["state"]["key"].tobytes())}}),
-        "torch": _packed(torch.get_rng_state().numpy().tobytes()),
+        "numpy": json.dumps({**numpy, "state": {**numpy["state"], "key": _packed(numpy["state"]["key"])}}),
+        "torch": _packed(torch.get_rng_state().numpy()),
     }
     if device.type != "cpu":
-        state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-        states["device"] = _packed(state.numpy().tobytes())
+        states["device"] = _packed(torch.get_device_module(device).get_rng_state(device).numpy())
     return states
 
 
@@ -166,23 +163,19 @@ def restore_random_state(states: Mapping[str, str], device: torch.device) -> Non
     version, words, gauss = json.loads(states["python"])
     random.setstate((version, tuple(words), gauss))
     numpy = json.loads(states["numpy"])
-    numpy["state"]["key"] = np.frombuffer(_unpacked(numpy["state"]["key"]), dtype=np.uint32)
+    numpy["state"]["key"] = np.frombuffer(base64.b64decode(numpy["state"]["key"]), dtype=np.uint32)
     np.random.set_state(numpy)
-    torch.set_rng_state(_bytes(states["torch"]))
+    torch.set_rng_state(_unpacked(states["torch"]))
     if device.type != "cpu" and "device" in states:
-        torch.get_device_module(device).set_rng_state(_bytes(states["device"]), device)
+        torch.get_device_module(device).set_rng_state(_unpacked(states["device"]), device)
 
 
-def _bytes(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(_unpacked(text)), dtype=torch.uint8)
+def _packed(data: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(data.tobytes()).decode()
 
 
-def _packed(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def _unpacked(text: str) -> bytes:
-    return base64.b64decode(text)
+def _unpacked(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def _stable(value: object) -> bytes:

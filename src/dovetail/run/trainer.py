@@ -17,22 +17,16 @@ Row = dict[str, Any]
 
 
 class Task(Protocol):
-    """Steps and evaluations of an algorithm."""
+    """Steps (from 0) and evaluations of an algorithm, as metrics. step: None if `stopping()` before anything changed."""
 
     @property
     def trained(self) -> Seq[Engine]: ...
 
-    def step(self, step: int, stopping: Callable[[], bool] = ..., /) -> Row | None:
-        """Metrics of step `step` (from 0). None: `stopping()` before anything changed."""
-        ...
+    def step(self, step: int, stopping: Callable[[], bool] = ..., /) -> Row | None: ...
 
-    def sample_rows(self) -> Seq[Row]:
-        """For `run_dir/rollouts`; empty without a rollout."""
-        ...
+    def sample_rows(self) -> Seq[Row]: ...
 
-    def evaluate(self, step: int, /) -> Row:
-        """{} without held-out rows."""
-        ...
+    def evaluate(self, step: int, /) -> Row: ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,7 @@ class Outcome:
 
 
 class TimeBudget:
-    """Counted from construction. shared: the first rank's number on every rank (collective)."""
+    """From construction on. shared: the first rank's number (collective)."""
 
     def __init__(self, seconds: float | None, shared: Callable[[float], float], say: Callable[[str], None]) -> None:
         self.seconds, self.shared, self.say = seconds, shared, say
@@ -69,15 +63,12 @@ class TimeBudget:
         room = int(self.shared(min(room, self._steps)))
         budget = f"trainer.time_budget_seconds={self.seconds:g}"
         if room == 0:
-            self.say(
-                f"stopping after {self._done} of {self._steps} steps, which took {mean:.1f} s each: {spent:.0f} s of {budget} "
-                f"are spent, and the last evaluation takes about {evaluation:.0f} s"
-            )
+            done = f"stopping after {self._done} of {self._steps} steps, which took {mean:.1f} s each"
+            rest = f"the last evaluation takes about {evaluation:.0f} s"
+            self.say(f"{done}: {spent:.0f} s of {budget} are spent, and {rest}")
         elif self._done == 1 and room + 1 < self._steps:
-            self.say(
-                f"the first step took {mean:.1f} s, so {self._steps} would take about {mean * self._steps:.0f} s; {budget} has "
-                f"room for about {room + 1}"
-            )
+            whole = f"{self._steps} would take about {mean * self._steps:.0f} s"
+            self.say(f"the first step took {mean:.1f} s, so {whole}; {budget} has room for about {room + 1}")
         return room > 0
 
 
@@ -85,8 +76,7 @@ class Guard:
     """Stops after skipped updates, or if replicas differ."""
 
     def __init__(self, max_skipped: int, check_replicas_every: int) -> None:
-        self.max_skipped, self.check_replicas_every = max_skipped, check_replicas_every
-        self.skipped = 0
+        self.max_skipped, self.check_replicas_every, self.skipped = max_skipped, check_replicas_every, 0
 
     def check(self, row: Mapping[str, Any], trained: Seq[Engine]) -> None:
         """Raises NumericsError or MachineError. Collective."""
@@ -118,8 +108,7 @@ def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: 
     last = step >= trainer.steps or reached
     while not (last or stop):
         begun = time.monotonic()
-        metrics = task.step(step, run.stopping)
-        if metrics is None:
+        if (metrics := task.step(step, run.stopping)) is None:
             stop = True
             break
         step += 1
@@ -148,6 +137,5 @@ def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: 
 
 
 def _reached(target: float | None, rows: Seq[Row]) -> bool:
-    """metrics.jsonl has null for NaN."""
     reward = rows[-1].get("reward_mean") if rows else None
     return target is not None and reward is not None and bool(reward >= target)
