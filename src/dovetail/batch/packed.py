@@ -7,13 +7,16 @@ its sequence. So no context-parallel rank needs its neighbor's token.
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from numbers import Real
+from numbers import Integral, Real
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dovetail.batch.routing import RoutingTrace, join_traces
 from dovetail.errors import DataError
+
+T = TypeVar("T")
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30  # so that logits over a temperature stay finite and distinct
 
@@ -31,7 +34,8 @@ class LazyMedia(Mapping[str, Tensor]):
 @dataclass(frozen=True)
 class Sequence:
     """One sequence before packing. `mask`, fields and `routing` have one entry a token of `ids`; entry j of mask and fields
-    belongs to predicting ids[j]. A number as a field holds for every token.
+    belongs to predicting ids[j]. A number as a field holds for every token. Sequences of one `group` (0 or more) reach the
+    loss together.
     """
 
     ids: Seq[int]
@@ -39,6 +43,7 @@ class Sequence:
     fields: Mapping[str, float | Seq[float]] = field(default_factory=dict)
     media: Media | None = None
     routing: RoutingTrace | None = None
+    group: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +51,8 @@ class PackedBatch:
     """T tokens of S sequences.
 
     tokens, positions, targets: int64 [T]; mask: bool [T]; cu_seqlens: int32 [S + 1]; lengths: the same on the host;
-    fields: float32 (or wider) [T] by name, of which `temperature` divides the logits. media: by sequence, on the host, or
-    empty. routing: experts to replay.
+    fields: float32 (or wider) [T] by name, of which `temperature` divides the logits. media, groups: by sequence, on the
+    host, or empty. routing: experts to replay.
     """
 
     tokens: Tensor
@@ -59,6 +64,7 @@ class PackedBatch:
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     media: tuple[Media | None, ...] = ()
     routing: RoutingTrace | None = None
+    groups: tuple[int | None, ...] = ()
 
     @classmethod
     def pack(
@@ -99,8 +105,9 @@ class PackedBatch:
             mask=torch.tensor(mask, dtype=torch.bool),
             lengths=lengths,
             fields={name: torch.tensor(column, dtype=dtype) for name, column in columns.items()},
-            media=_media_of([row.media for row in rows]),
+            media=_or_empty([row.media for row in rows]),
             routing=join_traces([(len(row.ids), row.routing) for row in rows]),
+            groups=_or_empty([_group(row.group, i) for i, row in enumerate(rows)]),
         )
 
     def __len__(self) -> int:
@@ -115,6 +122,12 @@ class PackedBatch:
         """[T]: each token's sequence."""
         counts = (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
         return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=len(self))
+
+    @property
+    def group_ids(self) -> Tensor:
+        """int64 [S]: each sequence's group, -1 for none. Sequences of a group follow each other in a micro-batch."""
+        ids = [-1 if group is None else group for group in self.groups or (None,) * self.num_sequences]
+        return to_device(torch.tensor(ids, dtype=torch.int64), self.tokens.device)
 
     def with_fields(self, **fields: Tensor) -> "PackedBatch":
         for name, x in fields.items():
@@ -136,18 +149,17 @@ class PackedBatch:
         def move(x: Tensor) -> Tensor:
             return to_device(x, torch.device(device)) if non_blocking else x.to(device)
 
-        return self._map(move, move(self.cu_seqlens), self.lengths, self.media, self.routing)
+        return self._map(move, cu_seqlens=move(self.cu_seqlens))
 
     def select(self, sequences: Seq[int]) -> "PackedBatch":
         lengths, ends = tuple(self.lengths[s] for s in sequences), [0, *accumulate(self.lengths)]
         spans = [slice(ends[s], ends[s + 1]) for s in sequences] or [slice(0, 0)]
-        media = _media_of([self.media[s] for s in sequences]) if self.media else ()
         return self._map(
             lambda x: torch.cat([x[span] for span in spans]),
-            cumulative(lengths).to(self.cu_seqlens.device),
-            lengths,
-            media,
-            self.routing,
+            cu_seqlens=cumulative(lengths).to(self.cu_seqlens.device),
+            lengths=lengths,
+            media=_or_empty([self.media[s] for s in sequences]) if self.media else (),
+            groups=_or_empty([self.groups[s] for s in sequences]) if self.groups else (),
         )
 
     def token_index(self, sequences: Seq[int]) -> Tensor:
@@ -161,7 +173,7 @@ class PackedBatch:
         `cu_seqlens` counts them; `lengths`, which only the device could tell, stay those of all tokens.
         """
         cu_seqlens = torch.searchsorted(index, self.cu_seqlens.to(index.dtype), out_int32=True)
-        return self._map(lambda x: x[index], cu_seqlens, self.lengths)
+        return replace(self, media=(), routing=None)._map(lambda x: x[index], cu_seqlens=cu_seqlens)
 
     def pad_to_multiple(self, multiple: int) -> "PackedBatch":
         return self.padded(-len(self) % multiple if len(self) else multiple)
@@ -175,7 +187,8 @@ class PackedBatch:
         fill = {name: 1.0 if name == "temperature" else 0.0 for name in self.fields}
         fields = {n: torch.nn.functional.pad(x, (0, missing), value=fill[n]) for n, x in self.fields.items()}
         lengths = (*self.lengths, missing)
-        return PackedBatch(
+        return replace(
+            self,
             **padded,
             positions=positions,
             cu_seqlens=cumulative(lengths).to(self.cu_seqlens.device),
@@ -183,6 +196,7 @@ class PackedBatch:
             fields=fields,
             media=(*self.media, None) if self.media else (),
             routing=None if self.routing is None else self.routing.padded(missing),
+            groups=(*self.groups, None) if self.groups else (),
         )
 
     def _check_column(self, name: str, x: Tensor) -> None:
@@ -190,24 +204,17 @@ class PackedBatch:
             expected = f"a tensor [{len(self)}] on {self.tokens.device}, an entry for every token of the batch"
             raise DataError(f"{name} is {_kind(x)}; expected {expected} (dt.Sequence packs lists)")
 
-    def _map(
-        self,
-        fn: Callable[[Tensor], Tensor],
-        cu_seqlens: Tensor,
-        lengths: tuple[int, ...],
-        media: tuple[Media | None, ...] = (),
-        routing: RoutingTrace | None = None,
-    ) -> "PackedBatch":
-        return PackedBatch(
+    def _map(self, fn: Callable[[Tensor], Tensor], **by_sequence: Any) -> "PackedBatch":
+        """With `fn` of everything that has an entry a token."""
+        return replace(
+            self,
             tokens=fn(self.tokens),
             positions=fn(self.positions),
-            cu_seqlens=cu_seqlens,
             targets=fn(self.targets),
             mask=fn(self.mask),
-            lengths=lengths,
             fields={name: fn(x) for name, x in self.fields.items()},
-            media=media,
-            routing=None if routing is None else routing.map(fn),
+            routing=None if self.routing is None else self.routing.map(fn),
+            **by_sequence,
         )
 
 
@@ -228,8 +235,17 @@ def cumulative(lengths: Seq[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
 
 
-def _media_of(media: list[Media | None]) -> tuple[Media | None, ...]:
-    return tuple(media) if any(item is not None for item in media) else ()
+def _or_empty(items: list[T | None]) -> tuple[T | None, ...]:
+    """Empty if no sequence has one."""
+    return tuple(items) if any(item is not None for item in items) else ()
+
+
+def _group(group: object, index: int) -> int | None:
+    if group is None:
+        return None
+    if not isinstance(group, Integral) or not 0 <= int(group) < 1 << 63:
+        raise DataError(f"sequence {index} has the group {group!r}; give a whole number from 0 to 2**63 - 1, or None")
+    return int(group)
 
 
 def _ids(row: Seq[int] | Tensor, index: int) -> list[int]:

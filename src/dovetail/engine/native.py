@@ -12,7 +12,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from dovetail.arch.registry import ulysses_degree
 from dovetail.batch.loss import LossFn, TokenStats
-from dovetail.batch.micro import ContextShard, DualBatch, LazySequence, MicroBatch, balanced_split, plan_microbatches
+from dovetail.batch.micro import (
+    ContextShard,
+    DualBatch,
+    LazySequence,
+    MicroBatch,
+    balanced_split,
+    plan_microbatches,
+    split_units,
+)
 from dovetail.batch.packed import PackedBatch, start_reading, to_device
 from dovetail.batch.routing import RoutingTrace
 from dovetail.checkpoint.reader import ShardedReader
@@ -270,7 +278,7 @@ class NativeEngine:
         multiple, share = self.mesh.token_multiple, self.context_shard
         dp, device, tp = self.mesh["dp"], self.mesh.device, self.mesh["tp"].size
         budget = self._budget(batch)
-        plan = plan_microbatches(batch.lengths, dp.size, budget, multiple, self.model.spec.width)
+        plan = plan_microbatches(batch.lengths, dp.size, budget, multiple, self.model.spec.width, batch.groups)
         own = plan[dp.rank]
         if batch.media:
             start_reading(batch.media[s] for sequences in own for s in sequences)
@@ -351,7 +359,9 @@ class NativeEngine:
         if pp == 1 or not batch.num_sequences:
             return self.tokens_per_batch
         share = -(-len(batch) // (self.mesh["dp"].size * MICROS_PER_STAGE * pp))
-        enough = max(max(batch.lengths), share) + multiple - 1
+        units = split_units(batch.num_sequences, batch.groups)
+        longest = max(sum(batch.lengths[s] for s in unit) for unit in units)
+        enough = max(longest, share) + multiple - 1
         return enough if self.tokens_per_batch is None else min(enough, self.tokens_per_batch)
 
     def _gather_tokens(self, x: Tensor, batch: PackedBatch) -> Tensor:

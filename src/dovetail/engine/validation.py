@@ -18,7 +18,7 @@ from dovetail.nn.heads import is_separable
 from dovetail.parallel.collectives import stack_numbers
 from dovetail.parallel.mesh import Mesh
 
-COMPARED = ("lengths", "names of fields", "tokens", "targets", "mask")
+COMPARED = ("lengths", "groups", "names of fields", "tokens", "targets", "mask")
 
 
 def check_same(batch: PackedBatch, mesh: Mesh) -> None:
@@ -46,7 +46,7 @@ def fingerprint(batch: Any) -> list[int]:
     if not isinstance(batch, PackedBatch):
         return [-1] * len(COMPARED)
     names = sorted((name, str(x.dtype)) for name, x in batch.fields.items())
-    known = [zlib.crc32(json.dumps(value).encode()) for value in (batch.lengths, names)]
+    known = [zlib.crc32(json.dumps(value).encode()) for value in (batch.lengths, batch.groups, names)]
     columns = (batch.tokens, batch.targets, batch.mask)
     return [*known, *(zlib.crc32(x.contiguous().numpy().data) if x.device.type == "cpu" else 0 for x in columns)]
 
@@ -59,7 +59,8 @@ def _noting_batch(batch: PackedBatch) -> Iterator[None]:
         count = int((batch.cu_seqlens.diff() > 0).sum())
         error.add_note(
             f"raised by the loss of a micro-batch of {count} sequences with {len(batch)} counted tokens; which they are "
-            "is the engine's choice, so a loss cannot rely on pairs or groups (docs/contract.md, Losses)"
+            "is the engine's choice: a loss can rely on groups only (dt.Sequence(..., group=1)), and a micro-batch may "
+            "hold none (docs/contract.md, Losses)"
         )
         raise
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dovetail.batch.micro import split_units
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.data.examples import Prompt
 from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_rewards, whiten
@@ -108,10 +109,10 @@ def with_advantages(batch: PackedBatch, samples: Seq[Sample], algorithm: "GRPO |
 
 
 def minibatches(batch: PackedBatch, count: int, seed: str) -> list[PackedBatch]:
-    """Shuffled parts, none empty; in order if `count` is 1."""
+    """Shuffled parts, none empty, of whole groups; in order if `count` is 1."""
     if count == 1:
         return [batch]
-    order = list(range(batch.num_sequences))
-    random.Random(seed).shuffle(order)
-    parts = [sorted(order[i::count]) for i in range(count)]
+    units = split_units(batch.num_sequences, batch.groups)
+    random.Random(seed).shuffle(units)
+    parts = [sorted(s for unit in units[i::count] for s in unit) for i in range(count)]
     return [batch.select(part) for part in parts if part]
