@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     NonNegativeInt,
@@ -22,15 +21,20 @@ from dovetail.bounds import MAX_FLOAT, MAX_NEW_TOKENS, MAX_SAMPLES, MAX_TOKENS
 from dovetail.errors import ConfigError, quoted
 from dovetail.launch.progress import Phase
 from dovetail.parallel.layout import Layout
+from dovetail.recipe.data import DataSection
 from dovetail.recipe.keys import Key, explain, keys_of, rename_keys
-from dovetail.recipe.types import Dtype, Listed, Momentum, NonNegativeFloat, Options, PathText, PositiveFloat, Share
+from dovetail.recipe.types import (
+    Dtype,
+    Listed,
+    Momentum,
+    NonNegativeFloat,
+    Options,
+    PathText,
+    PositiveFloat,
+    Section,
+    Share,
+)
 from dovetail.recipe.yaml import dump_mapping, merge, parse_overrides, read_mapping
-
-
-class Section(BaseModel):
-    """Frozen, no unknown keys, no silent conversions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class MoeSection(Section):
@@ -174,17 +178,6 @@ class PPO(PolicyGradient):
     )
     value_coef: PositiveFloat = Field(1.0, description="weight of the value loss")
     critic_warmup: NonNegativeInt = Field(0, description="first steps that train the critic alone")
-
-
-class DataSection(Section):
-    """Rows to learn from."""
-
-    train: PathText = Field(description="JSONL or parquet file of rows")
-    eval: PathText | None = Field(None, description="JSONL or parquet file of held-out rows")
-    overlong: Literal["error", "drop"] = Field(
-        "error", description="what to do with rows over trainer.tokens_per_batch"
-    )
-    shuffle: bool = Field(True, description="new order every pass, from trainer.seed; false: the file's order")
 
 
 class RolloutSection(Section):

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import to_jsonable_python
 
 from dovetail.errors import quoted
@@ -35,6 +35,7 @@ def _plain(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 Dtype = Literal["float32", "bfloat16"]
+RowFormat = Literal["auto", "verl", "trl", "openai", "sharegpt", "alpaca", "gsm8k", "slime", "openrlhf"]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -42,3 +43,9 @@ Momentum = Annotated[float, Field(ge=0, lt=1)]  # of 1 nothing would ever be lea
 PathText = Annotated[str, AfterValidator(_whole)]
 Options = Annotated[Mapping[str, Any], AfterValidator(_plain)]  # which go to other processes and into checkpoints
 Listed = BeforeValidator(_listed)  # one name stands for a list of it
+
+
+class Section(BaseModel):
+    """Frozen, no unknown keys, no silent conversions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

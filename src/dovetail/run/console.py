@@ -47,6 +47,12 @@ class Console:
             self._bar = self._progress.add_task("training", total=steps)
         self._steps = steps
 
+    def plan(self, steps: int) -> None:
+        """Another number of steps."""
+        self._steps = steps
+        if self._progress is not None:
+            self._progress.update(self._bar, total=steps)
+
     def start(self) -> None:
         if self._progress is not None:
             self._progress.start()
