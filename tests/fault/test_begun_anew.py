@@ -12,7 +12,8 @@ import pytest
 
 from dovetail.checkpoint.retention import LEFTOVERS, saved_steps
 from dovetail.parallel.mesh import Mesh
-from dovetail.recipe.schema import DataSection, TrainerSection
+from dovetail.recipe.data import DataSection
+from dovetail.recipe.schema import TrainerSection
 from dovetail.run.directory import Contents, RunDirectory
 from tests.fault.crashing import DIED, die_at, forked
 from tests.fault.saves import Run

@@ -18,7 +18,8 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.data import examples
 from dovetail.data.chat import Renderer
 from dovetail.data.examples import Limits
-from dovetail.data.rows import batch_rows, needs_text, read_rows
+from dovetail.data.files import needs_text, read_rows
+from dovetail.data.rows import batch_rows
 from dovetail.errors import DataError
 from dovetail.factory.tokenizer import banned_ids
 

@@ -81,6 +81,10 @@ def noted(words: str) -> Callable[[Any], Any]:
     return lambda job: words in str(job.notes)
 
 
+def first_prompt(job: Any) -> str:
+    return str(job.task.decode.keywords["tokenizer"].decode(job.task.prompts[0].ids))
+
+
 LAYOUT = {
     "tp": 2, "pp": 2, "cp": 2, "dp": 2, "ep": 2, "virtual_stages": 2, "cp_mode": "gather", "pp_split": (1, 2, 2, 3),
     "schedule": "interleaved",
@@ -144,6 +148,16 @@ TABLE = (
     Leaf("data.train", "FOLDER/train.jsonl", lambda job: [p.answer for p in job.task.prompts], [r["answer"] for r in ROWS]),
     Leaf("data.eval", "FOLDER/eval.jsonl", lambda job: [p.answer for p in job.task.held_out], [ROWS[3]["answer"]]),
     Leaf("data.eval", "FOLDER/eval.jsonl", lambda job: len(job.task.held_out), 1, "sft"),
+    Leaf("data.train", [{"path": "FOLDER/train.jsonl", "weight": 3.0}], part("task.parts"), ((len(ROWS), 3.0),), "rloo"),
+    Leaf("data.format", "trl", noted("read as TRL's"), True),
+    Leaf("data.columns", {"answer": "completion"}, lambda job: [dict(p.columns) for p in job.task.prompts], [{}] * 6, "rloo"),
+    Leaf("data.apply_chat_template", True, lambda job: job.task.prompts[0].prompt[0]["role"], "user"),
+    Leaf("data.chat_template", "FOLDER/template.jinja", first_prompt, "+0+0="),
+    Leaf("data.chat_template_kwargs", {"mark": "+"}, first_prompt, "+0+0="),
+    Leaf("data.max_prompt_length", 3, lambda job: [len(p.ids) for p in job.task.prompts], [3] * 7, "grpo"),
+    Leaf("data.truncate", "left", first_prompt, "+0=", "grpo"),
+    Leaf("data.epochs", 9, part("recipe.trainer.steps"), 4, "rloo"),
+    Leaf("data.epochs", 9, part("run.console._steps"), 4, "rloo"),
     Leaf("data.overlong", "drop", lambda job: len(job.task.prompts), len(ROWS)),
     Leaf("data.overlong", "drop", lambda job: len(job.task.rows), len(ROWS), "sft"),
     Leaf("data.shuffle", False, part("task.recipe.data.shuffle")),
@@ -247,6 +261,10 @@ def recipe_of(folder: Path, algorithm: str) -> dict[str, Any]:
 
 
 def of_folder(value: Any, folder: Path) -> Any:
+    if isinstance(value, list):
+        return [of_folder(part, folder) for part in value]
+    if isinstance(value, dict):
+        return {key: of_folder(part, folder) for key, part in value.items()}
     return value.replace("FOLDER", str(folder)) if isinstance(value, str) else value
 
 
@@ -261,6 +279,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("policy", "critic", "reference"):
         config.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    (folder / "template.jinja").write_text("{{ mark }}{% for m in messages %}{{ m.content }}{% endfor %}")
     (folder / "tensorboard").mkdir()
     (folder / "tensorboard" / "__init__.py").touch()
     for name, rows in {"train": [*ROWS, TOO_LONG], "eval": ROWS[3:4]}.items():

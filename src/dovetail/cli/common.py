@@ -10,9 +10,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from dovetail.data.examples import Tokenizer
+from dovetail.data.encode import Tokenizer
+from dovetail.data.files import needs_text
 from dovetail.data.processor import Processor
-from dovetail.data.rows import needs_text
 from dovetail.errors import ConfigError
 from dovetail.factory.engine import make_mesh
 from dovetail.factory.tokenizer import load_processor, load_tokenizer

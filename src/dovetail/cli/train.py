@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
             return 0
         with stop, deterministic(recipe.trainer.deterministic):
             job.start()
-            outcome = train(job.task, job.run, recipe.trainer, progress)
+            outcome = train(job.task, job.run, job.recipe.trainer, progress)
             progress.phase("save")
             job.run.finish(outcome)
     finally:

@@ -26,11 +26,13 @@ METHODS = ("apply_chat_template", "get_chat_template")
 class Renderer:
     """Renders chat templates in a process that ends with the outermost `with` block.
 
-    seconds: of processor time for one rendering. memory: bytes of all.
+    seconds: of processor time for one rendering. memory: bytes of all. options: of every rendering.
     """
 
-    def __init__(self, *, seconds: float = 5.0, memory: int = 1 << 29) -> None:
-        self.seconds, self.memory = seconds, memory
+    def __init__(
+        self, options: Mapping[str, Any] | None = None, *, seconds: float = 5.0, memory: int = 1 << 29
+    ) -> None:
+        self.options, self.seconds, self.memory = options or {}, seconds, memory
         self._process: subprocess.Popen[bytes] | None = None
         self._setup = ""  # that the process has
         self._depth = 0  # of `with` blocks
@@ -48,7 +50,8 @@ class Renderer:
     def render(self, tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
         """As `apply_chat_template`. Raises DataError where the template fails or exceeds a limit."""
         # what is no JSON, such as a date of a parquet file, becomes its type
-        request = json.dumps({"messages": messages, "options": options}, default=lambda x: f"<{type(x).__name__}>")
+        request = {"messages": messages, "options": {**self.options, **options}}
+        request = json.dumps(request, default=lambda x: f"<{type(x).__name__}>")
         base = importlib.import_module("transformers.tokenization_utils_base").PreTrainedTokenizerBase
         is_own = any(getattr(type(tokenizer), name) is not getattr(base, name) for name in METHODS)
         reply = answer(tokenizer, request) if is_own else self._ask(tokenizer, request)
@@ -94,7 +97,7 @@ class Chat:
             raise row.error("messages need a chat template, and the tokenizer has none; write the prompt as a string")
         tools = _tools(row, self.tokenizer.chat_template)
         with row.locating():
-            text = self.renderer.render(self.tokenizer, messages, tools=tools, **options)
+            text = self.renderer.render(self.tokenizer, messages, **_template_options(row), tools=tools, **options)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
@@ -161,17 +164,47 @@ def messages_of(row: JsonRow, key: str) -> list[Message]:
                 "parts, or null with tool calls"
             )
     known = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    return [{**message, "content": message.get("content")} for message in known]
+    return [{**message, "content": message.get("content"), **_parsed_calls(message)} for message in known]
+
+
+def _parsed_calls(message: Message) -> Message:
+    """Calls with their arguments as an object, which templates write; OpenAI's are its JSON text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return {}
+    return {"tool_calls": [_parsed_call(call) for call in calls]}
+
+
+def _parsed_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _template_options(row: JsonRow) -> dict[str, Any]:
+    """Of columns of TRL's and of verl's rows."""
+    options, thinking = row.values.get("chat_template_kwargs"), row.values.get("enable_thinking")
+    if options is not None and not isinstance(options, dict):
+        raise row.error(
+            f"chat_template_kwargs is {quoted(options)}; expected a mapping such as {{enable_thinking: false}}"
+        )
+    given = {"enable_thinking": thinking, **(options or {})}
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _says_more(message: Message) -> bool:
-    return any(value for key, value in message.items() if key not in ("role", "content", "weight"))
+    return any(value for key, value in message.items() if key not in ("role", "content", "weight", "step_loss_mask"))
 
 
 def _trains(row: JsonRow, turn: int, message: Message) -> bool:
     if message["role"] != "assistant":
         return False
-    weight = message.get("weight", 1)
+    weight = message.get("weight", message.get("step_loss_mask", 1))  # OpenAI's name, and slime's
     if weight not in (0, 1):
         raise row.error(f"message {turn} (assistant) has the weight {quoted(weight)}; expected 1, or 0 for not trained")
     return bool(weight)
@@ -181,7 +214,7 @@ def _tools(row: JsonRow, template: Any) -> list[Any] | None:
     """The row's tools, which may be JSON text, as in TRL's tables."""
     column = row.values.get("tools")
     try:
-        tools = json.loads(column) if isinstance(column, str) else column
+        tools = json.loads(column or "null") if isinstance(column, str) else column
     except (ValueError, RecursionError):
         tools = column
     is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)

@@ -1,32 +1,21 @@
-"""Rows of a data file -> token sequences to score, to continue or to train on, with their images and videos.
+"""Rows of data files -> token sequences to score, to continue or to train on, with their images and videos."""
 
-A string is tokenized as it is, with one BOS if the tokenizer adds one; messages go through the chat template.
-"""
-
-import json
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from dovetail.batch.packed import Media, Sequence
-from dovetail.data.chat import Chat, Message, Renderer, messages_of
-from dovetail.data.media import KINDS, MediaLocator, MediaRef
+from dovetail.data.chat import Chat, Renderer
+from dovetail.data.encode import Encoder, Tokenizer, labelled
+from dovetail.data.files import Source, as_source
+from dovetail.data.formats import rows_of
+from dovetail.data.media import MediaRef
 from dovetail.data.processor import Processor
-from dovetail.data.rows import JsonRow, read_rows
+from dovetail.data.rows import JsonRow
 from dovetail.errors import DataError, quoted
 
 Example = TypeVar("Example")
-
-
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer in use."""
-
-    bos_token_id: int | None
-    eos_token_id: int | None
-    chat_template: Any
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +24,8 @@ class Limits:
     max_tokens: int | None = None  # of a prompt: what the longest response leaves
     overlong: Literal["error", "drop"] = "error"
     remedy: str = "raise trainer.tokens_per_batch, or set data.overlong=drop"
-    warn: Callable[[str], None] = lambda _: None  # of dropped rows
+    warn: Callable[[str], None] = lambda _: None  # of formats, and of dropped rows
+    truncate: Literal["left", "right"] | None = None  # the side that overlong rows lose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +45,20 @@ class Scored:
     media: Media | None = None
 
 
+@dataclass(frozen=True)
+class Preference:
+    """Completions of one prompt, each behind it. A single one is marked as good or as bad."""
+
+    id: Any
+    chosen: Sequence | None
+    rejected: Sequence | None
+
+
+Rows = Source | Path | str
+
+
 def load_prompts(
-    path: Path | str,
+    source: Rows,
     tokenizer: Tokenizer | None,
     limits: Limits,
     *,
@@ -66,15 +68,15 @@ def load_prompts(
 ) -> list[Prompt]:
     """RL rows {"prompt": str | messages, "answer": any, "id"?, ...}.
 
-    answers: False for rows to generate from, without an answer, or of {"input_ids"}, which need no tokenizer.
+    answers: False for rows without an answer, or of {"input_ids"}, which need no tokenizer.
     """
-    encode = _Encoder(Chat(tokenizer, renderer or Renderer()), processor)
+    encode = Encoder(Chat(tokenizer, renderer or Renderer()), processor)
 
-    def example(index: int, row: JsonRow) -> Prompt:
+    def example(index: int | str, row: JsonRow) -> Prompt:
         if answers:
             row.require("prompt", "answer")
         own = {"id", "prompt", "answer", "input_ids", "images", "videos"}
-        columns = {key: value for key, value in row.values.items() if key not in own}
+        columns = {key: value for key, value in row.given.items() if key not in own}
         prompt: Any = ""
         if not answers and row.values.get("prompt") is None and row.gives("input_ids", instead_of="prompt"):
             ids, media = encode.input_ids(row)
@@ -85,24 +87,37 @@ def load_prompts(
         answer = row.values.get("answer")
         return Prompt(id=row.id(index), ids=tuple(ids), media=media, prompt=prompt, answer=answer, columns=columns)
 
-    return _load(path, example, limits, encode)
+    return _load(source, example, limits, encode)
 
 
 def load_sft(
-    path: Path | str,
+    source: Rows,
     tokenizer: Tokenizer,
     limits: Limits,
     *,
     processor: Processor | None = None,
     renderer: Renderer | None = None,
 ) -> list[Sequence]:
-    """Rows {"prompt", "completion"}, training the completion and one EOS, or {"messages"}, training assistant turns."""
-    encode = _Encoder(Chat(tokenizer, renderer or Renderer()), processor)
+    """Rows {"prompt", "completion"}, training the completion and one EOS, {"messages"}, training assistant turns, {"text"},
+    training all and one EOS, or {"input_ids", "labels"}.
+    """
+    encode = Encoder(Chat(tokenizer, renderer or Renderer()), processor)
 
-    def example(_: int, row: JsonRow) -> Sequence:
+    def example(_: int | str, row: JsonRow) -> Sequence:
+        if row.has("chosen", "rejected"):
+            raise row.error(
+                "the row has a chosen and a rejected completion, which algorithm sft does not train (preferences are for "
+                "dpo and its kin); to train the chosen one, set data.columns={completion: chosen}"
+            )
         if row.gives("messages", instead_of="prompt"):
             messages, shown = encode.read(row, "messages")
             ids, mask = encode.chat.conversation(row, messages)
+        elif not row.has("prompt") and row.gives("text", instead_of="prompt"):
+            ids, mask = encode.text(row)
+            shown = MediaRef()
+        elif not row.has("prompt") and row.gives("input_ids", instead_of="prompt"):
+            ids, media = encode.input_ids(row)
+            return Sequence(*labelled(row, ids), media=media)
         else:
             row.require("prompt", "completion")
             if row.values.get("label") is False:
@@ -110,21 +125,39 @@ def load_sft(
                     "label is false, which marks a completion that is not to be learned (TRL's unpaired preferences), and sft "
                     "trains every completion; leave such rows out, or rename the column if it says something else"
                 )
-            text, shown = encode.read(row, "prompt")
-            prompt, completion = encode.prompt(row, text), encode.completion(row, text)
-            if tokenizer.eos_token_id is None:
-                raise row.error("the tokenizer has no EOS token to end the completion with; set its eos_token")
-            end = [] if completion[-1:] == [tokenizer.eos_token_id] else [tokenizer.eos_token_id]
-            ids = [*prompt, *completion, *end]
-            mask = [False] * len(prompt) + [True] * (len(ids) - len(prompt))
+            return encode.pair(row, "completion")
         all_ids, all_mask, media = encode.expand(row, ids, mask, shown)
         return Sequence(all_ids, mask=all_mask, media=media)
 
-    return _load(path, example, limits, encode)
+    return _load(source, example, limits, encode)
+
+
+def load_preferences(
+    source: Rows,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    *,
+    processor: Processor | None = None,
+    renderer: Renderer | None = None,
+) -> list[Preference]:
+    """Rows {"prompt", "chosen", "rejected"}, or {"prompt", "completion", "label": bool}."""
+    encode = Encoder(Chat(tokenizer, renderer or Renderer()), processor)
+
+    def example(index: int | str, row: JsonRow) -> Preference:
+        row.require("prompt")
+        if row.has("chosen", "rejected"):
+            return Preference(row.id(index), encode.pair(row, "chosen"), encode.pair(row, "rejected"))
+        row.require("completion", "label")
+        good, sequence = row.values["label"], encode.pair(row, "completion")
+        if good not in (True, False):
+            raise row.error(f"label is {quoted(good)}; expected true for a good completion, false for a bad one")
+        return Preference(row.id(index), sequence if good else None, None if good else sequence)
+
+    return _load(source, example, limits, encode)
 
 
 def load_score(
-    path: Path | str,
+    source: Rows,
     tokenizer: Tokenizer | None,
     limits: Limits,
     *,
@@ -132,45 +165,43 @@ def load_score(
     renderer: Renderer | None = None,
 ) -> list[Scored]:
     """Rows {"input_ids"}, which need no tokenizer, or {"prompt", "completion"}, scored without an EOS."""
-    encode = _Encoder(Chat(tokenizer, renderer or Renderer()), processor)
+    encode = Encoder(Chat(tokenizer, renderer or Renderer()), processor)
 
-    def example(index: int, row: JsonRow) -> Scored:
+    def example(index: int | str, row: JsonRow) -> Scored:
         if row.gives("input_ids", instead_of="prompt"):
             ids, media = encode.input_ids(row)
         else:
             row.require("prompt", "completion")
-            text, shown = encode.read(row, "prompt")
-            ids = [*encode.prompt(row, text), *encode.completion(row, text)]
-            ids, _, media = encode.expand(row, ids, None, shown)
+            sequence = encode.pair(row, "completion", ends=False)
+            ids, media = list(sequence.ids), sequence.media
         return Scored(row.id(index), tuple(ids), media)
 
-    return _load(path, example, limits, encode)
+    return _load(source, example, limits, encode)
 
 
 def _load(
-    path: Path | str, make: Callable[[int, JsonRow], Example], limits: Limits, encoder: "_Encoder"
+    source: Rows, make: Callable[[int | str, JsonRow], Example], limits: Limits, encoder: Encoder
 ) -> list[Example]:
     placeholders = frozenset[int]() if encoder.processor is None else encoder.processor.placeholder_ids
-    examples: list[Example] = []
-    count = 0
+    source, examples = as_source(source), list[Example]()
+    path, count, cut = source.path, 0, 0
     with encoder.chat.renderer:
-        for count, row in enumerate(read_rows(path), start=1):
-            example = make(count - 1, row)
-            ids: Seq[int] = vars(example)["ids"]
-            if not ids:
-                raise row.error("the row has no tokens; it needs at least one")
-            outside = next((i for i in ids if not 0 <= i < limits.vocab_size and i not in placeholders), None)
-            if outside is not None:
-                raise row.error(
-                    f"token id {quoted(outside)} lies outside the model's vocabulary of {limits.vocab_size} "
-                    f"(0 to {limits.vocab_size - 1}); use this model's own tokenizer"
-                )
-            if limits.max_tokens is None or len(ids) <= limits.max_tokens:
-                examples.append(example)
-            elif limits.overlong == "error":
-                raise row.error(
-                    f"{len(ids)} tokens, but at most {limits.max_tokens} fit; shorten the row, {limits.remedy}"
-                )
+        for count, row in enumerate(rows_of(source, limits.warn), start=1):
+            example = make(f"{source.prefix}{count - 1}" if source.prefix else count - 1, row)
+            sequences = (
+                [example] if hasattr(example, "ids") else [x for x in vars(example).values() if hasattr(x, "ids")]
+            )
+            lengths = [_checked_length(row, vars(sequence)["ids"], limits, placeholders) for sequence in sequences]
+            if limits.max_tokens is not None and max(lengths) > limits.max_tokens:
+                shorter = _truncated(row, example, limits)
+                if shorter is None and limits.overlong == "drop":
+                    continue
+                if shorter is None:
+                    raise row.error(
+                        f"{max(lengths)} tokens, but at most {limits.max_tokens} fit; shorten the row, {limits.remedy}"
+                    )
+                example, cut = shorter, cut + 1
+            examples.append(example)
     if not count:
         raise DataError(f"{path}: no rows; the file needs at least one")
     if not examples:
@@ -183,93 +214,34 @@ def _load(
             f"data.overlong=drop leaves out {count - len(examples)} of {count} rows of {path}: they have more than "
             f"{limits.max_tokens} tokens"
         )
+    if cut:
+        limits.warn(
+            f"data.truncate={limits.truncate} shortens {cut} of {count} rows of {path} to {limits.max_tokens} tokens"
+        )
     return examples
 
 
-@dataclass(frozen=True)
-class _Encoder:
-    chat: Chat
-    processor: Processor | None  # None: of a model that reads text only
-
-    def read(self, row: JsonRow, key: str) -> tuple[Any, MediaRef]:
-        """The text or the messages under `key`, and their media."""
-        content = row.values[key]
-        is_chat = key == "messages" or not isinstance(content, str)
-        if is_chat:
-            content = messages_of(row, key)
-        if self.processor is None:
-            _refuse_media(row, content if is_chat else [])
-            return [_as_string(row, message) for message in content] if is_chat else content, MediaRef()
-        with row.locating():
-            locator = MediaLocator(row.values, row.path.parent)
-            return (locator.messages(content), locator.in_messages()) if is_chat else (content, locator.with_columns())
-
-    def prompt(self, row: JsonRow, prompt: str | list[Message]) -> list[int]:
-        if self.chat.tokenizer is None:
-            raise row.error("text needs a tokenizer, and the model has none; give input_ids")
-        if isinstance(prompt, str):
-            return _encode_text(prompt, self.chat.tokenizer)
-        continued = prompt[-1]["role"] == "assistant"
-        return self.chat.encode(row, prompt, continue_final_message=continued, add_generation_prompt=not continued)
-
-    def completion(self, row: JsonRow, prompt: str | list[Message]) -> list[int]:
-        """Tokenized behind a prompt of text: some tokenizers put a space in front of every text."""
-        completion, tokenizer = row.values["completion"], self.chat.tokenizer
-        if not isinstance(completion, str):
-            raise row.error(f"completion must be a string, not {json.dumps(completion, default=str):.80}")
-        for before in (prompt, "\n") if isinstance(prompt, str) else ():
-            start, whole = _encode_text(before, tokenizer), _encode_text(before + completion, tokenizer)
-            if whole[: len(start)] == start:
-                return whole[len(start) :]
-        ids: list[int] = tokenizer.encode(completion, add_special_tokens=False)
-        return ids
-
-    def expand(
-        self, row: JsonRow, ids: list[int], mask: list[bool] | None, shown: MediaRef
-    ) -> tuple[list[int], list[bool] | None, Media | None]:
-        """Insert the places of the row's media."""
-        if self.processor is None:
-            return ids, mask, None
-        with row.locating():
-            return self.processor.expand(ids, mask, shown, f"{row.path}:{row.line}")
-
-    def input_ids(self, row: JsonRow) -> tuple[list[int], Media | None]:
-        """The row's own ids, with the places of its media."""
-        row.require("input_ids")
-        ids = row.values["input_ids"]
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise row.error(f"input_ids must be a list of integers, not {json.dumps(ids, default=str):.80}")
-        if self.processor is None:
-            _refuse_media(row, [])
-            return ids, None
-        with row.locating():
-            media = MediaLocator(row.values, row.path.parent).with_columns()
-            return ids, self.processor.match(ids, media, f"{row.path}:{row.line}")
+def _checked_length(row: JsonRow, ids: Seq[int], limits: Limits, placeholders: frozenset[int]) -> int:
+    if not ids:
+        raise row.error("the row has no tokens; it needs at least one")
+    outside = next((i for i in ids if not 0 <= i < limits.vocab_size and i not in placeholders), None)
+    if outside is not None:
+        raise row.error(
+            f"token id {quoted(outside)} lies outside the model's vocabulary of {limits.vocab_size} "
+            f"(0 to {limits.vocab_size - 1}); use this model's own tokenizer"
+        )
+    return len(ids)
 
 
-def _refuse_media(row: JsonRow, messages: Seq[Message]) -> None:
-    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
-    for kind in KINDS:
-        if row.values.get(f"{kind}s") or any(isinstance(part, dict) and part.get("type") == kind for part in parts):
-            raise row.error(
-                f"the row has {kind}s, but this model reads text only; drop them, or give a model that sees"
-            )
-
-
-def _as_string(row: JsonRow, message: Message) -> Message:
-    """Parts of text joined, for templates of models that read text only."""
-    content = message["content"]
-    if not isinstance(content, list):
-        return message
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
-    for part, text in zip(content, texts, strict=True):
-        if not isinstance(text, str):
-            raise row.error(f'a content part is {part!r:.80}; expected {{"type": "text", "text": ...}}')
-    return {**message, "content": "".join(map(str, texts))}
-
-
-def _encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    bos = tokenizer.bos_token_id
-    adds_bos = bos is not None and tokenizer.encode("", add_special_tokens=True)[:1] == [bos]
-    return [bos, *ids] if bos is not None and adds_bos and ids[:1] != [bos] else ids
+def _truncated(row: JsonRow, example: Example, limits: Limits) -> Example | None:
+    """The example with `max_tokens`; None where nothing is cut, or where nothing to train is left."""
+    if limits.truncate is None or limits.max_tokens is None or isinstance(example, Preference):
+        return None
+    fields: dict[str, Any] = vars(example)
+    if fields["media"] is not None:
+        raise row.error("a row with images or videos cannot be truncated; shorten it, or set data.overlong=drop alone")
+    kept = slice(-limits.max_tokens, None) if limits.truncate == "left" else slice(limits.max_tokens)
+    mask = fields.get("mask")
+    if mask is not None and not any(mask[kept]):
+        return None
+    return type(example)(**{**fields, "ids": fields["ids"][kept], **({} if mask is None else {"mask": mask[kept]})})

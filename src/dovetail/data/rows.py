@@ -1,13 +1,14 @@
-"""The rows of a JSONL or parquet file, and those of a step. Errors name file and line."""
+"""Rows as files have them, and the rows of a step. Errors name file and line."""
 
-import importlib
 import json
 import random
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from dovetail.errors import DataError, shortened
 
 MAX_DEPTH = 100  # lists and objects inside each other
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or as bytes, which json accepts
+BLOCK = 10_000  # rows of a mixture in which every part has its share
 
 
 @dataclass(frozen=True)
 class JsonRow:
     values: Mapping[str, Any]
     path: Path
-    line: int  # from 1; of parquet the row
+    line: int  # from 1; of parquet, Arrow and JSON arrays the row
+    given: Mapping[str, Any] = field(default_factory=dict)  # values before a format added its own
+    chat: bool = False  # a prompt that is a string becomes a user's message
 
     def error(self, message: str) -> DataError:
         return DataError(f"{self.path}:{self.line}: {message}")
@@ -34,33 +38,25 @@ class JsonRow:
         except DataError as error:
             raise self.error(str(error)) from error
 
+    def has(self, *names: str) -> bool:
+        return all(self.values.get(name) is not None for name in names)
+
     def gives(self, name: str, instead_of: str) -> bool:
         """Whether the row has `name`. A null counts as missing if `instead_of` is there."""
         return name in self.values and (self.values[name] is not None or instead_of not in self.values)
 
-    def id(self, index: int) -> Any:
+    def id(self, index: int | str) -> Any:
         own = self.values.get("id")
         return index if own is None else own
 
     def require(self, *names: str) -> None:
         missing = [name for name in names if name not in self.values]
         if missing:
-            has = shortened(", ".join(map(repr, self.values)) or "nothing")
-            raise self.error(f"the row lacks {', '.join(map(repr, missing))} (it has {has}); add the key to the row")
-
-
-def read_rows(path: Path | str) -> Iterator[JsonRow]:
-    """Rows of a .parquet file, or of any other file as JSON lines."""
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{path}: no such data file; give the path of a .jsonl or .parquet file")
-    if path.suffix == ".parquet":
-        yield from _read_parquet(path)
-        return
-    with path.open("rb") as lines:
-        for line, text in enumerate(lines, start=1):
-            if text.strip():
-                yield JsonRow(_parse(text, f"{path}:{line}"), path, line)
+            has = shortened(", ".join(map(repr, self.given or self.values)) or "nothing")
+            raise self.error(
+                f"the row lacks {', '.join(map(repr, missing))} (it has {has}); add the key to the row, or say which column "
+                f"holds it: data.columns={{{missing[0]}: COLUMN}}"
+            )
 
 
 def is_deep(values: Any) -> bool:
@@ -72,29 +68,19 @@ def is_deep(values: Any) -> bool:
     return depth > MAX_DEPTH
 
 
-def needs_text(path: Path | str) -> bool:
-    """Whether any row needs a tokenizer."""
-    return any(not row.gives("input_ids", instead_of="prompt") for row in read_rows(path))
-
-
-def batch_rows(num_rows: int, count: int, seed: int | None, start: int) -> list[int]:
-    """`count` rows from the `start`-th of an endless stream of epochs, shuffled unless `seed` is None. Stateless."""
-    stream = range(start, start + count)
-    orders = {epoch: _epoch_order(num_rows, seed, epoch) for epoch in {at // num_rows for at in stream}}
-    return [orders[at // num_rows][at % num_rows] for at in stream]
-
-
-def _parse(text: bytes, place: str) -> dict[str, Any]:
+def parse_json(text: bytes, place: str, kind: type = dict) -> Any:
+    """A JSON object, or a list of them."""
+    expected = "each line must be one JSON object" if kind is dict else "expected a list of JSON objects"
     deep = DataError(f"{place}: lists and objects inside each other more than {MAX_DEPTH} deep; make it flat")
     try:
-        values = json.loads(text.rstrip())
+        values = json.loads(text.strip())
     except RecursionError as error:
         raise deep from error
     except ValueError as error:  # bad JSON, or bad UTF-8
-        raise DataError(f"{place}: not JSON ({error}); each line must be one JSON object") from error
+        raise DataError(f"{place}: not JSON ({error}); {expected}") from error
     if text.count(b"[") + text.count(b"{") > MAX_DEPTH and is_deep(values):
         raise deep
-    if not isinstance(values, dict):
+    if not isinstance(values, kind):
         raise DataError(f"{place}: a {type(values).__name__}, not a JSON object such as {{...}}")
     if SURROGATE.search(text):
         try:
@@ -105,26 +91,45 @@ def _parse(text: bytes, place: str) -> dict[str, Any]:
     return values
 
 
-def _read_parquet(path: Path) -> Iterator[JsonRow]:
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise DataError(f"{path}: parquet needs pyarrow: pip install 'dovetail[parquet]', or give JSONL") from error
-    row = 0
-    try:
-        file = parquet.ParquetFile(path)
-        names = file.schema_arrow.names
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"several columns are named {twice!r}")
-        for group in file.iter_batches():
-            for values in group.to_pylist():
-                row += 1
-                yield JsonRow(values, path, row)
-    except (ValueError, OSError, ArithmeticError, NotImplementedError) as error:  # or dates too far away
-        raise DataError(f"{path}: not readable as parquet ({error}); write it again, or give JSONL") from error
+def batch_rows(num_rows: int, count: int, seed: int | None, start: int) -> list[int]:
+    """`count` rows from the `start`-th of an endless stream of epochs, shuffled unless `seed` is None. Stateless."""
+    stream = range(start, start + count)
+    orders = {epoch: _epoch_order(num_rows, seed, epoch) for epoch in {at // num_rows for at in stream}}
+    return [orders[at // num_rows][at % num_rows] for at in stream]
 
 
-@lru_cache(maxsize=2)  # a million rows take half a second
+def mixed_rows(parts: Sequence[tuple[int, float]], count: int, seed: int | None, start: int) -> list[int]:
+    """As `batch_rows`, for rows of several parts, one behind the other: (number of rows, share of the stream) of each."""
+    firsts = [0, *accumulate(rows for rows, _ in parts)]
+    shares = _block_shares(tuple(weight for _, weight in parts))
+    rows = []
+    for at in range(start, start + count):
+        block, offset = divmod(at, BLOCK)
+        order, places = _block_order(shares, seed or 0, block)
+        part = order[offset]
+        turn = block * shares[part] + bisect_left(places[part], offset)  # rows of this part so far
+        (row,) = batch_rows(parts[part][0], 1, None if seed is None else seed + part, turn)
+        rows.append(firsts[part] + row)
+    return rows
+
+
+def _block_shares(weights: tuple[float, ...]) -> tuple[int, ...]:
+    """Rows of each part in a block, at least one."""
+    ends = [round(BLOCK * end / sum(weights)) for end in accumulate(weights)]
+    shares = [max(1, end - before) for before, end in zip([0, *ends], ends, strict=False)]
+    shares[shares.index(max(shares))] -= sum(shares) - BLOCK
+    return tuple(shares)
+
+
+@lru_cache(maxsize=2)
+def _block_order(shares: tuple[int, ...], seed: int, block: int) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
+    """The part at each place of a block, and the places of each part."""
+    order = [part for part, share in enumerate(shares) for _ in range(share)]
+    random.Random(f"{seed}/mixture/{block}").shuffle(order)
+    return order, [[place for place, other in enumerate(order) if other == part] for part in range(len(shares))]
+
+
+@lru_cache(maxsize=32)  # a million rows take half a second
 def _epoch_order(num_rows: int, seed: int | None, epoch: int) -> Sequence[int]:
     if seed is None:
         return range(num_rows)

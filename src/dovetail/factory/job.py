@@ -13,7 +13,8 @@ from dovetail.arch.registry import ulysses_degree
 from dovetail.arch.spec import ArchSpec
 from dovetail.checkpoint.retention import from_a_whole_step
 from dovetail.data.chat import Renderer
-from dovetail.data.examples import Limits, Tokenizer, load_prompts, load_sft
+from dovetail.data.encode import Tokenizer
+from dovetail.data.examples import Limits, load_prompts, load_sft
 from dovetail.engine.expert_routing import BalanceSettings
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.nonfinite import StepWatch
@@ -21,6 +22,7 @@ from dovetail.errors import ConfigError, LayoutError
 from dovetail.factory.engine import EngineOptions, make_engine, make_mesh
 from dovetail.factory.layouts import check_layout
 from dovetail.factory.notes import check_experts, notes
+from dovetail.factory.rows import TEMPLATE, Parts, load_parts, read_template, reads_answer, with_epochs
 from dovetail.factory.sampler import backend_layout, check_positions, longest_row, make_sampler
 from dovetail.factory.tokenizer import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
 from dovetail.kernels import fa4
@@ -86,6 +88,7 @@ class Builder:
         self.stop_signal, self.resume = stop_signal, resume
         self.resumed: Resumed | None = None
         self.lengths: list[int] = []  # of training rows
+        self.parts: Parts = ()  # of a mixture
         self.notes: list[str] = [*recipe.notes]
         self.meshes: dict[Layout, Mesh] = {}
         self.mesh = self._mesh(recipe.layout)
@@ -97,6 +100,9 @@ class Builder:
             self.notes += self.source.notes
             check_experts(recipe, self.source.spec)
             self.tokenizer: Tokenizer = load_tokenizer(self.source, **trusted)
+            if (template := recipe.data.chat_template) is not None:
+                self.tokenizer.chat_template = read_template(template)
+                self.source = replace(self.source, sides={**self.source.sides, TEMPLATE: Path(template)})
             self.processor = load_processor(self.source, **trusted)
         refuse_other_models("model.path", self.source, self.mesh)
 
@@ -124,10 +130,12 @@ class Builder:
                 task, rows, engines = self._rl(recipe.algorithm, run.first_row, rewards)
             if self.resumed is not None:
                 self.resumed.reader.verify_checksums(self.mesh, training=True)
+            run.console.plan(self.recipe.trainer.steps)
             contents = Contents(engines=engines, sides=engines[POLICY].origin.sides, model=model, data=rows)
             run.check_space(contents)
             on_failure.pop_all()
-        return Job(recipe, task, run, contents, rewards, notes(recipe, self.source.config, self.lengths, self.notes))
+        lines = notes(self.recipe, self.source.config, self.lengths, self.notes)
+        return Job(self.recipe, task, run, contents, rewards, lines)
 
     def _sft(self, first_row: int) -> tuple[Task, str, Engines]:
         load = partial(load_sft, tokenizer=self.tokenizer, limits=self._limits(self._budget), processor=self.processor)
@@ -141,6 +149,7 @@ class Builder:
             held_out=held_out,
             progress=self.progress,
             first_row=first_row,
+            parts=self.parts,
         )
         return task, fingerprint, {POLICY: policy}
 
@@ -149,13 +158,16 @@ class Builder:
         critic_role = self._role(recipe.critic, "critic") if isinstance(algorithm, PPO) else None
         wants_reference = algorithm.kl_coef > 0 or recipe.reference.path is not None
         reference_role = self._role(recipe.reference, "reference") if wants_reference else None
-        limits = self._limits(self._budget - rollout.max_new_tokens)  # after every model's mesh is known
+        limits = self._limits(
+            self._budget - rollout.max_new_tokens, recipe.data.max_prompt_length
+        )  # meshes are known now
         section, folded = (
             rollout.layout or LayoutSection(),
             partial(backend_layout, self.source, backend=rollout.backend),
         )
         sampler_mesh = self._mesh(section, "rollout.layout", folded)  # may refuse it, so before any weight is read
-        load = partial(load_prompts, tokenizer=self.tokenizer, limits=limits, processor=self.processor)
+        answers = reads_answer(recipe.reward)
+        load = partial(load_prompts, tokenizer=self.tokenizer, limits=limits, answers=answers, processor=self.processor)
         prompts, held_out, fingerprint = self._rows(load)
         lengths, key = [len(prompt.ids) for prompt in (*prompts, *held_out)], "rollout.max_new_tokens"
         check_positions(self.source.config, rollout.backend, lengths, rollout.max_new_tokens, key)
@@ -185,16 +197,18 @@ class Builder:
             decode=partial(text_of, stops=stops, tokenizer=self.tokenizer),
             progress=self.progress,
             first_row=first_row,
+            parts=self.parts,
         )
         return task, fingerprint, {POLICY: policy} if critic is None else {POLICY: policy, CRITIC: critic}
 
     def _rows(self, load: Callable[..., list[Example]]) -> tuple[list[Example], list[Example], str]:
         """Training rows, held-out rows, fingerprint of the first."""
         data = self.recipe.data
-        with agreed(self.mesh), Renderer() as renderer:
-            rows = load(data.train, renderer=renderer)
-            held_out = load(data.eval, renderer=renderer) if data.eval else []
-        fingerprint, self.lengths = rows_fingerprint(rows), [len(vars(row)["ids"]) for row in rows]
+        with agreed(self.mesh), Renderer(data.chat_template_kwargs) as renderer:
+            rows, self.parts = load_parts(data, data.train, partial(load, renderer=renderer))
+            held_out, _ = load_parts(data, data.eval, partial(load, renderer=renderer))
+            self.recipe = with_epochs(self.recipe, len(rows))
+        fingerprint, self.lengths = rows_fingerprint([*rows, *self.parts]), [len(vars(row)["ids"]) for row in rows]
         refuse_different({"data.train": fingerprint, "data.eval": rows_fingerprint(held_out)}, self.mesh)
         if self.resumed is not None:
             refuse_other("the rows of data.train", self.resumed.state.data, fingerprint, ROWS[data.overlong])
@@ -268,7 +282,7 @@ class Builder:
         """Most tokens of a row, with its padding under every layout."""
         return longest_row(self.recipe.trainer.tokens_per_batch, [m.token_multiple for m in self.meshes.values()])
 
-    def _limits(self, max_tokens: int) -> Limits:
+    def _limits(self, max_tokens: int, max_prompt: int | None = None) -> Limits:
         if max_tokens < 1:
             raise ConfigError(
                 f"trainer.tokens_per_batch={self.recipe.trainer.tokens_per_batch} leaves no room for a prompt beside "
@@ -276,7 +290,14 @@ class Builder:
             )
         kept = "" if max_tokens == self._budget else "lower rollout.max_new_tokens, which is kept free behind it, "
         remedy = f"{kept}raise trainer.tokens_per_batch, or set data.overlong=drop"
-        return Limits(self.source.spec.vocab_size, max_tokens, self.recipe.data.overlong, remedy, self.notes.append)
+        if max_prompt is not None and max_prompt < max_tokens:
+            max_tokens, remedy = (
+                max_prompt,
+                "raise data.max_prompt_length, or set data.truncate=left or data.overlong=drop",
+            )
+        data = self.recipe.data
+        say = self.notes.append
+        return Limits(self.source.spec.vocab_size, max_tokens, data.overlong, remedy, say, data.truncate)
 
 
 def optim_settings(recipe: Recipe, lr: float, head: str) -> OptimSettings:

@@ -22,6 +22,7 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], oth
     if isinstance(algorithm, SFT):
         default = RewardSection(name="exact_match")
         idle += [f"reference.{key}" for key, value in recipe.reference if value is not None]
+        idle += ["data.max_prompt_length"] if recipe.data.max_prompt_length is not None else []
         idle += ["trainer.stop_at_reward"] if trainer.stop_at_reward is not None else []
         idle += [
             f"reward.{'import' if key == 'function' else key}"

@@ -12,7 +12,7 @@ from typing import Any
 from transformers.utils.hub import HF_MODULES_CACHE
 
 from dovetail.arch.transformers_spec import TransformersSpec
-from dovetail.data.examples import Tokenizer
+from dovetail.data.encode import Tokenizer
 from dovetail.data.media import pillow
 from dovetail.data.processor import Processor
 from dovetail.errors import ModelError, quoted

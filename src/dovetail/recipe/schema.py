@@ -3,63 +3,34 @@
 Precedence: flags, `key.path=value`, the file, defaults. All problems are reported together.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
-from pydantic_core import to_jsonable_python
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from dovetail.bounds import MAX_FLOAT, MAX_NEW_TOKENS, MAX_SAMPLES, MAX_TOKENS
 from dovetail.errors import ConfigError, quoted
 from dovetail.launch.progress import Phase
 from dovetail.parallel.layout import Layout
+from dovetail.recipe.data import DataSection
 from dovetail.recipe.keys import Key, explain, keys_of, rename_keys
+from dovetail.recipe.types import (
+    Dtype,
+    Estimator,
+    Listed,
+    Momentum,
+    NonNegativeFloat,
+    NotStrict,
+    Options,
+    PathText,
+    PositiveFloat,
+    Section,
+    Share,
+    key,
+)
 from dovetail.recipe.yaml import dump_mapping, merge, parse_overrides, read_mapping
-
-
-def _valid_path(path: str) -> str:
-    if path == "~" or path.startswith("~/"):
-        raise ValueError(f"{quoted(path)} begins with ~, which only a shell replaces; write the whole path")
-    try:
-        named = b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:
-        named = False
-    if not named:
-        raise ValueError(f"{quoted(path)} holds a character that no name of a file may have; take it out")
-    return path
-
-
-def _valid_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    try:
-        to_jsonable_python(options)
-    except ValueError as error:
-        raise ValueError(f"expected text, numbers, lists and mappings, as JSON has them ({error})") from None
-    return options
-
-
-Dtype = Literal["float32", "bfloat16"]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-NotStrict = Field(strict=False)  # YAML has lists, no tuples
-Share = Annotated[float, Field(ge=0, le=1)]
-Momentum = Annotated[float, Field(ge=0, lt=1)]
-Estimator = Literal["k1", "k2", "k3"]
-PathText = Annotated[str, pydantic.AfterValidator(_valid_path)]
-Options = Annotated[Mapping[str, Any], pydantic.AfterValidator(_valid_options)]  # goes into checkpoints
-Listed = pydantic.BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
-
-
-def key(default: Any, description: str) -> Any:
-    return Field(default, description=description)
-
-
-class Section(BaseModel):
-    """Frozen, no unknown keys, no silent conversions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class MoeSection(Section):
@@ -185,15 +156,6 @@ class PPO(PolicyGradient):
     value_clip: Annotated[float, Field(gt=0, le=MAX_FLOAT)] | None = key(0.2, "largest move of a value; null: no limit")
     value_coef: PositiveFloat = key(1.0, "weight of the value loss")
     critic_warmup: NonNegativeInt = key(0, "first steps that train the critic alone")
-
-
-class DataSection(Section):
-    """Rows to learn from."""
-
-    train: PathText = Field(description="JSONL or parquet file of rows")
-    eval: PathText | None = key(None, "JSONL or parquet file of held-out rows")
-    overlong: Literal["error", "drop"] = key("error", "for rows longer than trainer.tokens_per_batch")
-    shuffle: bool = key(True, "new order every pass, from trainer.seed; false: the file's order")
 
 
 class RolloutSection(Section):
@@ -339,8 +301,8 @@ class Recipe(Section):
 def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> Recipe:
     """overrides: `key.path=value`. flags, by dotted key, beat them."""
     given = read_mapping(Path(path))
-    for key, value in [*parse_overrides(overrides), *(flags or {}).items()]:
-        merge(given, key, value)
+    for name, value in [*parse_overrides(overrides), *(flags or {}).items()]:
+        merge(given, name, value)
     return make_recipe(given, str(path))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dovetail.batch.loss import LossFn
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.data.examples import Prompt
-from dovetail.data.rows import batch_rows
+from dovetail.data.rows import batch_rows, mixed_rows
 from dovetail.engine.base import Engine
 from dovetail.errors import DataError
 from dovetail.launch.progress import Phase, Progress
@@ -27,11 +27,15 @@ MAX_UNREWARDED_STEPS = 3  # in a row
 SOLVED_REWARD = 1.0  # a reward that counts as solved in evaluations
 
 
-def step_rows(recipe: "Recipe", num_rows: int, step: int, first_row: int = 0) -> list[int]:
-    """Data rows of a step; `first_row`: stream position at step 0."""
+def step_rows(
+    recipe: "Recipe", num_rows: int, step: int, first_row: int = 0, parts: Seq[tuple[int, float]] = ()
+) -> list[int]:
+    """Data rows of a step; `first_row`: stream position at step 0; `parts` of a mixture, see `mixed_rows`."""
     trainer = recipe.trainer
-    cursor = first_row + step * trainer.prompts_per_step
-    return batch_rows(num_rows, trainer.prompts_per_step, trainer.seed if recipe.data.shuffle else None, cursor)
+    cursor, seed = first_row + step * trainer.prompts_per_step, trainer.seed if recipe.data.shuffle else None
+    if parts:
+        return mixed_rows(parts, trainer.prompts_per_step, seed, cursor)
+    return batch_rows(num_rows, trainer.prompts_per_step, seed, cursor)
 
 
 def inner_batches(batch: PackedBatch, recipe: "Recipe", step: int) -> Iterator[PackedBatch]:
@@ -85,6 +89,7 @@ class SupervisedTask:
     held_out: Seq[Sequence]
     progress: Progress = field(default_factory=Progress)
     first_row: int = 0
+    parts: Seq[tuple[int, float]] = ()
 
     @property
     def trained(self) -> list[Engine]:
@@ -95,7 +100,7 @@ class SupervisedTask:
 
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         self.progress.phase("update", step + 1)
-        chosen = step_rows(self.recipe, len(self.rows), step, self.first_row)
+        chosen = step_rows(self.recipe, len(self.rows), step, self.first_row, self.parts)
         batch = weighted(PackedBatch.pack([self.rows[i] for i in chosen]), self.recipe)
         reports = [self.policy.train_step(part, self.loss) for part in inner_batches(batch, self.recipe, step)]
         return {**update_metrics(reports), "tokens": len(batch)}
@@ -127,6 +132,7 @@ class RLTask:
     reference: Engine | None = None
     progress: Progress = field(default_factory=Progress)
     first_row: int = 0
+    parts: Seq[tuple[int, float]] = ()
     samples: list[Sample] = field(init=False, default_factory=list)  # of the last step
     unrewarded: int = field(init=False, default=0)  # steps in a row
 
@@ -146,7 +152,8 @@ class RLTask:
 
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         algorithm = self.recipe.algorithm
-        prompts = [self.prompts[i] for i in step_rows(self.recipe, len(self.prompts), step, self.first_row)]
+        chosen = step_rows(self.recipe, len(self.prompts), step, self.first_row, self.parts)
+        prompts = [self.prompts[i] for i in chosen]
         self.progress.phase("push", step + 1)
         samples, failed = self._sample(prompts, replace(self.sampling, step=step))
         self.samples = samples

@@ -37,6 +37,11 @@ class Console:
         self._bar = self._progress.add_task("training", total=steps)
         self._steps, self.start, self.stop = steps, self._progress.start, self._progress.stop
 
+    def plan(self, steps: int) -> None:
+        """Another number of steps."""
+        self._steps = steps
+        self._progress.update(self._bar, total=steps)
+
     def say(self, text: str) -> None:
         with suppress(OSError):  # the disk of a log may be full
             self._console.print(text, markup=False)

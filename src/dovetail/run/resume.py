@@ -1,5 +1,6 @@
 """What a run resumes from, and which changes of its recipe are allowed."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -82,7 +83,7 @@ def find(
         raise CheckpointError(f"{reader.path}: rng is of {len(state.rng)} ranks, but {ranks} have saved it")
     changes = changed(rename_keys(state.recipe)[0], recipe)
     refuse(changes, recipe, state.step)
-    if finished and state.step >= recipe["trainer"]["steps"]:
+    if finished and state.step >= _planned(recipe):
         raise ConfigError(
             f"run_dir {path} is not empty; choose another run_dir, or raise trainer.steps to train on: all {state.step} "
             f"steps of its run are done ({path / HF})"
@@ -103,6 +104,12 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tupl
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
+def _planned(recipe: Mapping[str, Any]) -> float:
+    """Steps; with data.epochs they are known once rows are read."""
+    steps: float = recipe["trainer"]["steps"]
+    return math.inf if recipe["data"].get("epochs") else steps
+
+
 def _ranks(degrees: Mapping[str, Any]) -> str:
     return ",".join(f"{name}={degrees[name]}" for name in DEGREES if degrees.get(name, 1) != 1) or "one"
 
@@ -111,7 +118,7 @@ def refuse(changes: Mapping[str, tuple[Any, Any]], recipe: Mapping[str, Any], st
     """ConfigError for changes that a run may not have after `step` steps."""
     descriptions = {key: f"{key} was {quoted(before)}, is {quoted(after)}" for key, (before, after) in changes.items()}
     problems = [f"{descriptions[key]}: {why}" for key, why in FIXED.items() if key in changes]
-    optim, steps = recipe["optim"], recipe["trainer"]["steps"]
+    optim, steps = recipe["optim"], _planned(recipe)
     if optim["schedule"] != "constant" or optim["warmup_steps"]:
         why = "the learning rate's schedule counts optimizer steps, and would jump"
         problems += [f"{descriptions[key]}: {why}" for key in COUNTED if key in changes]

@@ -1,0 +1,279 @@
+"""Formats of rows: how other projects name prompts, answers and conversations. One function each, from a row to our columns.
+
+Ours are `prompt`, `answer`, `completion`, `messages`, `text`, `input_ids` with `labels`, `chosen` and `rejected`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from dovetail.data.files import Source, as_source, read_rows
+from dovetail.data.rows import JsonRow
+from dovetail.errors import quoted
+
+Values = dict[str, Any]
+
+# Stanford Alpaca's prompts, with and without an input.
+ALPACA = (
+    "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n{given}### Response:"
+)
+PAIRED, GIVEN = ", paired with an input that provides further context", "### Input:\n{input}\n\n"
+GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+LABELS = ("answer", "label", "solution", "ground_truth")
+SHAREGPT_ROLES: Mapping[str, str] = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+    "function_call": "assistant",
+}
+TAG = re.compile("(<image>|<video>)")
+
+
+@dataclass(frozen=True)
+class Format:
+    """read: the columns that a row gets."""
+
+    title: str
+    read: Callable[[JsonRow], Values]
+
+
+def _verl(row: JsonRow) -> Values:
+    values = row.values
+    if "response" in values:  # of supervised fine-tuning, which takes every prompt as a user's
+        return {"prompt": _user(values["prompt"]), "completion": values["response"]}
+    reward = values["reward_model"]
+    if not isinstance(reward, Mapping):
+        raise row.error(f"reward_model is {quoted(reward)}; expected {{style, ground_truth}}")
+    answer = {"answer": reward["ground_truth"]} if "ground_truth" in reward else {}
+    return {"prompt": _with_media(values["prompt"], values), **answer, **_label(values, "answer")}
+
+
+def _openai(row: JsonRow) -> Values:
+    messages = row.values["messages"]
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        return {}  # refused where messages are read
+    return _conversation(row.values, [_openai_message(message) for message in messages])
+
+
+def _sharegpt(row: JsonRow) -> Values:
+    values = row.values
+    turns = values["conversations"]
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise row.error(f'conversations is {quoted(turns)}; expected [{{"from": "human", "value": "Hi"}}, ...]')
+    system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
+    messages = [*system, *(_sharegpt_message(row, n, turn) for n, turn in enumerate(turns))]
+    if row.has("chosen", "rejected"):
+        pair = {key: [_sharegpt_message(row, len(turns), values[key])] for key in ("chosen", "rejected")}
+        return {"prompt": messages, **pair}
+    return _conversation(values, _with_media(messages, values))
+
+
+def _alpaca(row: JsonRow) -> Values:
+    values = row.values
+    given, instruction, history = values.get("input") or "", values["instruction"], values.get("history") or []
+    target = {key: values[key] for key in ("chosen", "rejected") if row.has("chosen", "rejected")}
+    if row.has("kto_tag"):
+        target["label"] = values["kto_tag"]
+    if "output" in values:
+        target |= {"completion": values["output"], "answer": values["output"]}
+    if row.chat or history or values.get("system"):  # as LLaMA-Factory
+        asked = f"{instruction}\n{given}" if given else instruction
+        system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
+        earlier = [{"role": role, "content": text} for pair in history for role, text in zip(ROLES, pair, strict=False)]
+        prompt = [*system, *earlier, {"role": "user", "content": asked}]
+        if earlier and "completion" in target:  # answers of the history are trained, too
+            return _conversation(values, [*prompt, {"role": "assistant", "content": values["output"]}])
+        return {"prompt": prompt, **target}
+    shown = GIVEN.format(input=given) if given else ""
+    return {"prompt": ALPACA.format(paired=PAIRED if given else "", instruction=instruction, given=shown), **target}
+
+
+def _gsm8k(row: JsonRow) -> Values:
+    """The worked solution is the completion, what stands behind its #### the answer."""
+    question, solution = row.values["question"], row.values["answer"]
+    found = GSM8K_ANSWER.search(str(solution))
+    answer = found[1].replace(",", "") if found else solution
+    return {"prompt": question if row.chat else f"{question}\n", "completion": solution, "answer": answer}
+
+
+def _slime(row: JsonRow) -> Values:
+    return {"answer": row.values["label"]}
+
+
+def _openrlhf(row: JsonRow) -> Values:
+    prompt, output = row.values["input"], row.values.get("output")
+    if output is None and isinstance(prompt, list):
+        return _conversation(row.values, prompt)
+    if isinstance(output, str):  # a space comes before EOS without a chat template
+        output = output.rstrip("\n") + ("" if row.chat or isinstance(prompt, list) else " ")
+    return {"prompt": prompt, **({} if output is None else {"completion": output}), **_label(row.values)}
+
+
+def _trl(row: JsonRow) -> Values:
+    values = row.values
+    chosen, rejected, prompt = values.get("chosen"), values.get("rejected"), values.get("prompt")
+    if not row.has("chosen", "rejected") or type(chosen) is not type(rejected):
+        return _label(values)
+    if prompt is not None and not (isinstance(prompt, str) and isinstance(chosen, list)):
+        return {}
+    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
+    if isinstance(chosen, str) and chosen[:shared].endswith(" "):
+        shared -= 1  # the space belongs to the completions
+    return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
+
+
+ROLES = ("user", "assistant")
+FORMATS: Mapping[str, Format] = {
+    "verl": Format("verl's", _verl),
+    "trl": Format("TRL's", _trl),
+    "openai": Format("OpenAI's", _openai),
+    "sharegpt": Format("ShareGPT's", _sharegpt),
+    "alpaca": Format("Alpaca's", _alpaca),
+    "gsm8k": Format("GSM8K's", _gsm8k),
+    "slime": Format("slime's", _slime),
+    "openrlhf": Format("OpenRLHF's", _openrlhf),
+}
+# The format of rows that have all of these columns; the first that fits.
+COLUMNS: tuple[tuple[str, str], ...] = (
+    ("prompt reward_model", "verl"),
+    ("prompt answer", "trl"),
+    ("conversations", "sharegpt"),
+    ("instruction output", "alpaca"),
+    ("instruction chosen rejected", "alpaca"),
+    ("chosen rejected", "trl"),
+    ("prompt completion", "trl"),
+    ("prompt response", "verl"),
+    ("messages", "openai"),
+    ("question answer", "gsm8k"),
+    ("prompt label", "slime"),
+    ("prompt", "trl"),
+    ("input output", "openrlhf"),
+    ("input label", "openrlhf"),
+    ("text", "trl"),
+    ("input_ids", "trl"),
+    ("input", "openrlhf"),
+)
+
+
+def rows_of(source: Source | Path | str, say: Callable[[str], None]) -> Iterator[JsonRow]:
+    """Rows in our columns. say: gets one line, by whose format they are read."""
+    source, name = as_source(source), ""
+    for raw in read_rows(source):
+        row = replace(_renamed(raw, source.columns), chat=source.chat)
+        if not name:
+            name = _recognized(row) if source.format == "auto" else source.format
+            say(f"rows of {source.path} are read as {FORMATS[name].title}")
+        alternatives = [columns.split() for columns, other in COLUMNS if other == name]
+        if name != "trl" and not any(set(columns) <= row.values.keys() for columns in alternatives):
+            row.require(*alternatives[0])
+        values = {**row.values, **FORMATS[name].read(row)}
+        if source.chat and isinstance(values.get("prompt"), str):
+            values["prompt"] = _user(values["prompt"])
+        yield replace(row, values=values, given=row.values)
+
+
+def _renamed(row: JsonRow, columns: Mapping[str, str]) -> JsonRow:
+    """With `columns`: our name -> theirs, which may lie inside another column: `reward_model.ground_truth`."""
+    if not columns:
+        return row
+    found = {ours: _column(row, theirs) for ours, theirs in columns.items()}
+    return replace(row, values={**{k: v for k, v in row.values.items() if k not in columns.values()}, **found})
+
+
+def _column(row: JsonRow, name: str) -> Any:
+    value: Any = row.values
+    for part in (name,) if name in row.values else name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            has = ", ".join(map(repr, row.values))
+            raise row.error(f"the row lacks {name!r}, which data.columns names (it has {has}); name one of these")
+        value = value[part]
+    return value
+
+
+def _recognized(row: JsonRow) -> str:
+    """By the columns of a row that are not null, else by all."""
+    for here in ({key for key, value in row.values.items() if value is not None}, row.values.keys()):
+        for columns, name in COLUMNS:
+            if set(columns.split()) <= here:
+                return name
+    raise row.error(
+        f"the row's columns ({', '.join(map(repr, row.values)) or 'none'}) are of no known format; say what they hold, such as "
+        "data.columns={prompt: COLUMN, answer: COLUMN}"
+    )
+
+
+def _conversation(values: Mapping[str, Any], messages: list[Any]) -> Values:
+    """Messages to train on, whose last turn, if it is the assistant's, is also a completion of a prompt."""
+    ends = messages and messages[-1].get("role") == "assistant"
+    prompt, last = (messages[:-1], messages[-1:]) if ends else (messages, [])
+    given = {"messages": messages, "prompt": prompt if values.get("prompt") is None else values["prompt"]}
+    return {**given, **({"completion": last, "answer": last[0].get("content")} if last else {}), **_label(values)}
+
+
+def _label(values: Mapping[str, Any], *names: str) -> Values:
+    """A boolean `label` marks a completion as good or bad."""
+    given = [
+        name for name in names or LABELS if name in values and not (name == "label" and type(values[name]) is bool)
+    ]
+    return {"answer": values[given[0]]} if given else {}
+
+
+def _user(prompt: Any) -> Any:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _openai_message(message: Mapping[str, Any]) -> Values:
+    """Image addresses as parts of type image."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    return {**message, "content": [_openai_part(part) for part in content]}
+
+
+def _openai_part(part: Any) -> Any:
+    address = part.get("image_url") if isinstance(part, Mapping) and part.get("type") == "image_url" else None
+    if address is None:
+        return part
+    return {"type": "image", "url": address.get("url") if isinstance(address, Mapping) else address}
+
+
+def _sharegpt_message(row: JsonRow, number: int, turn: Mapping[str, Any]) -> Values:
+    sender, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    if sender not in SHAREGPT_ROLES:
+        raise row.error(f"message {number} is from {quoted(sender)}; expected one of {', '.join(SHAREGPT_ROLES)}")
+    if sender != "function_call":
+        others = {key: value for key, value in turn.items() if key not in ("from", "role", "value", "content")}
+        return {"role": SHAREGPT_ROLES[sender], "content": text, **others}
+    try:
+        calls = json.loads(text)
+        functions = [
+            {"name": c["name"], "arguments": c["arguments"]} for c in (calls if type(calls) is list else [calls])
+        ]
+    except (ValueError, TypeError, LookupError) as error:
+        raise row.error(f"message {number} calls {quoted(text)}; expected the JSON of {{name, arguments}}") from error
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": each} for each in functions]}
+
+
+def _with_media(messages: Any, values: Mapping[str, Any]) -> Any:
+    """Messages whose <image> and <video> are content parts, as verl and LLaMA-Factory read them."""
+    if not (values.get("images") or values.get("videos")) or not isinstance(messages, list):
+        return messages
+    return [
+        {**message, "content": [_tagged(text) for text in TAG.split(message["content"]) if text]}
+        if isinstance(message, Mapping) and isinstance(message.get("content"), str) and TAG.search(message["content"])
+        else message
+        for message in messages
+    ]
+
+
+def _tagged(text: str) -> Values:
+    return {"type": text[1:-1]} if TAG.fullmatch(text) else {"type": "text", "text": text}

@@ -1,0 +1,69 @@
+"""The section `data` of a recipe."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PositiveInt
+
+from dovetail.errors import quoted
+from dovetail.recipe.types import Options, PathText, PositiveFloat, RowFormat, Section
+
+
+class SourceSection(Section):
+    """A part of the rows: keys of one entry of data.train or data.eval."""
+
+    path: PathText
+    weight: PositiveFloat | None = None
+    subset: str | None = None
+    split: str = "train"
+    format: RowFormat | None = None
+    columns: Mapping[str, str] | None = None
+
+
+def _one_kind(given: Any) -> Any:
+    """One message for a list of anything else: a union would give one for each of its kinds."""
+    parts = given if isinstance(given, list | tuple) else []
+    keys = ", ".join(SourceSection.model_fields)
+    for part in parts:
+        if not isinstance(part, str | SourceSection) and not (isinstance(part, Mapping) and "path" in part):
+            raise ValueError(
+                f"a part is {quoted(part)}; expected a path, or {{path: PATH, weight: 1.0}} (keys: {keys})"
+            )
+        if isinstance(part, Mapping) and (others := [key for key in part if key not in SourceSection.model_fields]):
+            raise ValueError(f"a part has the key {quoted(others[0])}; expected only {keys}")
+    weighted = [part for part in parts if isinstance(part, Mapping) and part.get("weight") is not None]
+    if weighted and len(weighted) < len(parts):
+        raise ValueError("some parts have a weight, and some have none; give every part a weight, or none")
+    return given
+
+
+Parts = Annotated[tuple[PathText | SourceSection, ...], Field(strict=False, min_length=1)]
+Sources = Annotated[PathText | Parts, BeforeValidator(_one_kind)]
+
+
+class DataSection(Section):
+    """Rows to learn from."""
+
+    train: Sources = Field(
+        description="file, directory, glob, hub name (name@revision), a list of them, or a mixture: a list of "
+        "{path, weight, subset, split, format, columns}"
+    )
+    eval: Sources | None = Field(None, description="held-out rows, named as those of data.train")
+    format: RowFormat = Field("auto", description="whose rows they are; auto: by their columns")
+    columns: Mapping[str, str] = Field(
+        default_factory=dict, description="names of columns: {prompt: theirs, answer: theirs.inner}"
+    )
+    apply_chat_template: bool = Field(False, description="a prompt that is a string becomes a user's message")
+    chat_template: PathText | None = Field(None, description="Jinja file that replaces the model's chat template")
+    chat_template_kwargs: Options = Field(
+        default_factory=dict, description="arguments of the chat template, such as enable_thinking"
+    )
+    max_prompt_length: PositiveInt | None = Field(None, description="most tokens of a prompt; null: what fits a step")
+    truncate: Literal["left", "right"] | None = Field(
+        None, description="the side that rows lose which are too long; null: data.overlong decides"
+    )
+    overlong: Literal["error", "drop"] = Field(
+        "error", description="what to do with rows over trainer.tokens_per_batch or data.max_prompt_length"
+    )
+    epochs: PositiveInt | None = Field(None, description="passes over the rows, instead of trainer.steps")
+    shuffle: bool = Field(True, description="new order every pass, from trainer.seed; false: the file's order")
