@@ -156,14 +156,19 @@ class _Pool:
     def fresh(self) -> _Worker:
         """A worker that has run nothing and that no call will use; whoever asks for it ends it."""
         self.folder = self.folder or tempfile.TemporaryDirectory(prefix="ranks-")
-        if not self.templates:
-            self.templates.append(Template(_serve))
+        template = self.template()
         self.apart += 1
         stacks = Path(self.folder.name) / f"stacks-apart-{self.apart}"
-        pipe = self.templates[0].fork(stacks)
+        pipe = template.fork(stacks)
         if not pipe.poll(START_TIMEOUT):
             raise RankFailed(f"a worker did not start within {START_TIMEOUT:.0f} s")
-        return _Worker(self.templates[0], int(pipe.recv_bytes()), pipe, stacks)
+        return _Worker(template, int(pipe.recv_bytes()), pipe, stacks)
+
+    def template(self) -> Template:
+        """The first template, which starts when it is first asked for."""
+        if not self.templates:
+            self.templates.append(Template(_serve))
+        return self.templates[0]
 
     def _start(self, world: int) -> Path:
         """Have workers 0 .. world - 1 ready; those that are missing start together."""
@@ -233,6 +238,11 @@ class Apart:
 
     def end(self) -> None:
         self.worker.end()
+
+
+def template() -> Template:
+    """The process that workers are forked from: of one thread, and with most modules."""
+    return _POOL.template()
 
 
 def close_workers() -> None:

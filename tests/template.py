@@ -12,13 +12,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -35,8 +36,14 @@ IMPORTED = (
     "tests.parity.bodies",
     "torch._dynamo",  # whatever has an optimizer or recomputes imports it sooner or later
 )
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+# What libraries read on import: one thread each, and no report by torch of a connection that another rank closed.
+AT_IMPORT = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    "TORCH_CPP_LOG_LEVEL": "FATAL",
+}
 Body = Callable[[Connection, str], None]
+Orphan = tuple[Callable[..., NoReturn], tuple[Any, ...]]
+STREAMS = 3
 
 
 class Template:
@@ -48,7 +55,7 @@ class Template:
         # Some look at the accelerator on import, which no fork survives.
         given = (theirs, body, () if torch.accelerator.is_available() else IMPORTED)
         self.process: BaseProcess = context.Process(target=_live, args=given, name="template", daemon=True)
-        with mock.patch.dict(os.environ, ONE_THREAD):  # libraries of arithmetic start theirs on import
+        with mock.patch.dict(os.environ, AT_IMPORT):
             self.process.start()
         theirs.close()
 
@@ -66,6 +73,15 @@ class Template:
         self.pipe.send(pid)
         code: int = self.pipe.recv()
         return code
+
+    def start(self, body: Callable[..., NoReturn], given: tuple[Any, ...], files: Sequence[int]) -> int:
+        """Fork a process that `body(files, *given)` never leaves, and make it an orphan; its pid."""
+        self.pipe.send((body, given))
+        assert self.process.pid is not None
+        for file in files:
+            send_handle(self.pipe, file, self.process.pid)
+        pid: int = self.pipe.recv()
+        return pid
 
     def close(self) -> None:
         """End the template. Its workers have ended before."""
@@ -85,10 +101,13 @@ def _live(pipe: Connection, body: Body, ahead: tuple[str, ...]) -> None:
     workers: set[int] = set()
     with suppress(EOFError):
         while True:
-            asked: str | int = pipe.recv()
+            asked: str | int | Orphan = pipe.recv()
             if isinstance(asked, int):
                 workers.discard(asked)
                 pipe.send(_ended(asked))
+                continue
+            if isinstance(asked, tuple):
+                pipe.send(_orphan(*asked, [recv_handle(pipe) for _ in range(STREAMS)]))
                 continue
             handle = recv_handle(pipe)
             if pid := os.fork():
@@ -100,6 +119,25 @@ def _live(pipe: Connection, body: Body, ahead: tuple[str, ...]) -> None:
     for pid in workers:
         _ended(pid)
     os._exit(0)
+
+
+def _orphan(body: Callable[..., NoReturn], given: tuple[Any, ...], files: Sequence[int]) -> int:
+    """Fork a child that forks `body` and ends; the pid of the second one, who has the session's process for a parent then."""
+    reader, writer = os.pipe()
+    between = os.fork()
+    if not between:
+        between = os.getpid()
+        if pid := os.fork():
+            os.write(writer, str(pid).encode())
+            os._exit(0)
+        while os.getppid() == between:
+            time.sleep(0.0005)
+        body(files, *given)
+    os.waitpid(between, 0)
+    pid = int(os.read(reader, 32))
+    for file in (reader, writer, *files):
+        os.close(file)
+    return pid
 
 
 def _ended(pid: int) -> int:

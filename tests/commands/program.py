@@ -16,7 +16,8 @@ import yaml
 from transformers import LlamaConfig
 
 from dovetail.cli.main import run_command
-from tests.harness import run
+from tests.forked import can_fork, popen
+from tests.harness import run, template
 from tests.parity.configs import save_tiny, tiny_configs
 from tests.unit.test_data import make_tokenizer
 
@@ -64,13 +65,20 @@ def refusal(ended: Ended) -> str:
     return ended.err.removeprefix("dovetail: ")
 
 
-def start(*argv: object, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
-    """`python -m dovetail ...` as a program of its own. `env` adds to the environment."""
+def start(
+    *argv: object, env: Mapping[str, str] | None = None, executed: bool = False, **options: Any
+) -> subprocess.Popen[str]:
+    """`python -m dovetail ...` as a program of its own. `env` adds to the environment.
+
+    executed: by a new interpreter, which takes seconds; for tests of the start. Others are forked, see tests/forked.py.
+    """
     clean = {key: value for key, value in os.environ.items() if key not in LAUNCHER}
     source = str(Path(__file__).parents[2] / "src")
     paths = [path for path in ((env or {}).get("PYTHONPATH"), source, clean.get("PYTHONPATH")) if path]
     known = {**clean, "OMP_NUM_THREADS": "1", **(env or {}), "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, *options.pop("python", ["-m", "dovetail"]), *map(str, argv)]
+    if not executed and can_fork(command, env, options):
+        return popen(template, command, env=known, **options)
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=known, **options)
 

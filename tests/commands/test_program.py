@@ -17,7 +17,7 @@ COMMANDS = ("train", "score", "generate", "convert", "inspect", "doctor")
 def cpu_seconds_of(*argv: str) -> tuple[float, int, str]:
     """Processor time of the program, which a busy machine does not lengthen much, its code and its output."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    ended = program(*argv)
+    ended = program(*argv, executed=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return used, ended.code, ended.out

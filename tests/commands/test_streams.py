@@ -33,7 +33,7 @@ def test_output_that_cannot_be_written_is_said(put_out: Callable[[], None], why:
 
 def test_a_reader_that_is_gone_ends_the_program_quietly() -> None:
     """As `dovetail --help | true` does: with 128 + SIGPIPE, as a shell reports other programs."""
-    process = start("--help")
+    process = start("--help", executed=True)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     assert (process.stderr.read(), process.wait(60)) == ("", 141)
@@ -48,7 +48,7 @@ def test_commands_that_print_nothing_do_not_need_the_streams(model: Path, tmp_pa
 
 
 def test_a_mistake_keeps_its_exit_code_where_nobody_can_be_told() -> None:
-    process = start("trian")
+    process = start("trian", executed=True)
     assert process.stderr is not None
     process.stderr.close()
     assert process.wait(60) == 2

@@ -1,13 +1,12 @@
 """Every layout of 1, 2, 4 and 8 ranks over tp x pp x cp x dp equals one rank, in float64 to the order of sums.
 
-`make test` runs some cases on every factorization, with few layers where there are few stages; `make soak` all cases on all
-of them.
+`make test` runs some cases on layouts that have each pair of axes, and each axis with each schedule, model, batch and loss,
+with few layers where there are few stages; `make soak` some on every factorization, and all cases on all of them.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
-from itertools import cycle, product
+from itertools import combinations, cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +80,31 @@ def selection() -> Iterator[tuple[Layout, tuple[Case, ...]]]:
 SELECTED = tuple(selection())
 
 
-def is_long(layout: Layout) -> bool:
-    """Eight processes under a schedule of their own: fewer ranks show the schedule, 1F1B shows the layout."""
-    return layout.num_ranks == 8 and layout.schedule != "1f1b"
+QUICK = frozenset(
+    {
+        *("tp=1", "tp=2", "tp=4", "tp=8", "dp=2", "pp=2", "pp=8", "cp=2", "cp=4", "cp=8"),
+        *("tp=2,dp=2", "tp=2,dp=4", "tp=2,pp=2,dp=2", "tp=2,cp=2,dp=2", "pp=4,cp=2"),
+        *(
+            "pp=2,zero_bubble",
+            "pp=4,zero_bubble",
+            "tp=2,pp=2,zero_bubble",
+            "pp=2,dp=2,zero_bubble",
+            "pp=2,cp=2,zero_bubble",
+        ),
+        *(
+            "pp=2,interleaved,v=2",
+            "tp=2,pp=2,interleaved,v=2",
+            "pp=2,dp=2,interleaved,v=2",
+            "pp=2,cp=2,interleaved,v=2",
+        ),
+        *("pp=2,cp=2,gpipe", "pp=2,dp=2,gpipe,v=2", "pp=2,split=1+8"),
+        *("cp=2,gather", "cp=8,product", "cp=4,ulysses"),
+    }
+)
 
 
 def marked(selected: tuple[Layout, tuple[Case, ...]]) -> Any:
-    return pytest.param(*selected, marks=[pytest.mark.soak] * is_long(selected[0]))
+    return pytest.param(*selected, marks=[pytest.mark.soak] * (name_of(selected[0]) not in QUICK))
 
 
 @pytest.fixture(scope="session")
@@ -139,13 +156,18 @@ def test_whole_matrix(folder: Path, layout: Layout, model: str) -> None:
 
 
 def test_the_selection_is_wide() -> None:
-    """Sixty cases and more; each model, batch, loss and accumulation on layouts of each kind."""
-    cases = [(layout, case) for layout, cases in SELECTED if not is_long(layout) for case in cases]
-    assert len(cases) >= 60
-    for axis in ("tp", "pp", "cp", "dp"):
+    """Each pair of axes; each schedule with each axis; each model, batch, loss and accumulation on layouts of each kind."""
+    cases = [(layout, case) for layout, cases in SELECTED if name_of(layout) in QUICK for case in cases]
+    axes = ("tp", "pp", "cp", "dp")
+    for axis in axes:
         cut = [case for layout, case in cases if getattr(layout, axis) > 1]
         assert {case.model for case in cut} >= set(models()) - {"llama_odd"}
         assert {case.recipe for case in cut} == set(RECIPES)
         assert {case.loss for case in cut} == set(LOSSES)
         assert {case.accumulation for case in cut} == {1, 3}
-    assert len({replace(layout, schedule="1f1b", virtual_stages=1) for layout, _ in cases}) >= 35
+    cut = [layout for layout, _ in cases]
+    for one, other in combinations(axes, 2):
+        assert any(getattr(layout, one) > 1 < getattr(layout, other) for layout in cut)
+    for schedule, axis in product(("1f1b", "zero_bubble", "interleaved"), axes):
+        assert any(layout.schedule == schedule and layout.pp > 1 < getattr(layout, axis) for layout in cut)
+    assert {layout.cp_mode for layout in cut if layout.cp > 1} == {"auto", "gather", "product", "ulysses"}

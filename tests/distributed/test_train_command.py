@@ -1,9 +1,6 @@
 """`dovetail train` as a user runs it, on ranks that it starts itself: the numbers and the files of one rank in process."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,12 +15,10 @@ from dovetail.engine.native import NativeEngine
 from dovetail.rl.tasks import SupervisedTask
 from dovetail.weights.shards import local_tensor
 from tests.checkpoints import tensors_of
-from tests.commands.program import Ended, _as_rank as as_rank
+from tests.commands.program import Ended, _as_rank as as_rank, program
 from tests.distributed.test_training_layouts import assert_same_rl, assert_same_sft, rl_recipe
 from tests.golden.job import MODEL, Played, play, sampled_ids, sft, write_inputs
 from tests.harness import run
-
-PATIENCE = 600.0
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +30,9 @@ def train(given: dict[str, Any], inputs: Path, *more: str) -> tuple[str, Path]:
     """Run the command; its standard output, and the run's directory."""
     recipe = inputs / f"{Path(given['run_dir']).name}.yaml"
     recipe.write_text(yaml.safe_dump(given), encoding="utf-8")
-    command = [sys.executable, "-m", "dovetail", "train", str(recipe), *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, Path(given["run_dir"])
+    done = program("train", recipe, *more)
+    assert done.code == 0, done.err
+    return done.out, Path(given["run_dir"])
 
 
 def read(run_dir: Path) -> Played:

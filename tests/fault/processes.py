@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ from tests.commands.program import start, write_recipe, write_rows
 SECONDS = 240.0  # for a program to come to some point, on a busy machine
 ENDLESS = 100000  # steps: days
 AT_REST, AT_WORK = 0.05, 0.001  # seconds between two looks at a rank that imports, and at one that has phases
+FORKED = re.compile(r"dovetail$|rank (?P<rank>\d+)$")  # names that tests/forked.py gives
 GRADER = """
 import time
 
@@ -72,7 +74,7 @@ def programs() -> set[int]:
     found = set()
     for pid in children_of([os.getpid()]):
         with contextlib.suppress(OSError):
-            if b"-m\0dovetail\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if FORKED.match(_name(pid)) or b"-m\0dovetail\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.add(pid)
     return found
 
@@ -91,12 +93,20 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     found = {}
     for pid in children_of([process.pid]):
         with contextlib.suppress(OSError):
+            if forked := FORKED.match(_name(pid)):
+                if forked["rank"]:
+                    found[int(forked["rank"])] = pid
+                continue
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             rank = next((int(item[5:]) for item in environment if item.startswith(b"RANK=")), None)
             if rank is not None and b"-c" not in command:  # reward workers inherit the environment
                 found[rank] = pid
     return found
+
+
+def _name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 def state_of(rank: int, temporary: Path) -> State | None:

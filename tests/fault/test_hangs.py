@@ -19,6 +19,8 @@ from dovetail.launch.progress import LIMITS, read_state
 from dovetail.system import children_of
 from tests.commands.program import here, make_model, start, write_recipe, write_rows
 from tests.fault.processes import all_gone, ranks_of, stopped_in
+from tests.forked import popen
+from tests.harness import template
 
 LIMIT = 5.0  # seconds in a phase; no sound one takes so long on a busy machine
 SLACK = 10.0  # how much later than its limit a hang may be told
@@ -74,8 +76,7 @@ def test_ranks_that_part_in_a_collective_are_told_apart(kind: str, tmp_path: Pat
     (tmp_path / "job.py").write_text(SUPERVISOR.format(limit=LIMIT))
     source = str(Path(__file__).parents[2] / "src")
     env = {**os.environ, "PYTHONPATH": source, "TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "job.py"], stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=env)
+    process = popen(template, [sys.executable, "job.py"], cwd=tmp_path, env=env)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 1
     (event,) = [json.loads(row) for row in (tmp_path / "run/events.jsonl").read_text().splitlines()]

@@ -23,6 +23,8 @@ from dovetail.errors import ConfigError, LayoutError, MachineError
 from dovetail.parallel import process_group
 from tests.commands.program import here, refusal
 from tests.fault.processes import SECONDS, all_gone, waited
+from tests.forked import popen
+from tests.harness import template
 
 START = """
 import os, runpy, sys, time, types
@@ -56,14 +58,8 @@ def start(tmp_path: Path) -> Start:
         script.write_text(START.format(body=textwrap.indent(textwrap.dedent(body), "    ")) + RANKS)
         given = ["score", "--model", "m", "--data", "d", "--out", "o", "--device", "cpu", *flags]
         clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-        return subprocess.Popen(
-            [sys.executable, str(script), *given],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-            env={**clean, "OMP_NUM_THREADS": "1", **(env or {})},
-        )
+        known = {**clean, "OMP_NUM_THREADS": "1", **(env or {})}
+        return popen(template, [sys.executable, str(script), *given], cwd=tmp_path, env=known)
 
     return begin
 
@@ -217,7 +213,7 @@ def test_one_signal_ends_a_rank_that_waits_for_others_to_join(number: int, code:
     program.write_text(f"from dovetail.cli import main as program\n{patch}\nprogram.main()\n")
     where = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     flags = ["score", "--model", "m", "--data", "d", "--out", "o", "--device", "cpu", "--layout", "dp=2"]
-    process = subprocess.Popen([sys.executable, str(program), *flags], env={**os.environ, **where}, cwd=tmp_path)
+    process = popen(template, [sys.executable, str(program), *flags], env={**os.environ, **where}, cwd=tmp_path)
     try:
         assert waited(lambda: process.poll() is not None or _listens(port)), "it never came to wait"
         process.send_signal(number)

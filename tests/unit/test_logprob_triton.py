@@ -2,12 +2,11 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
+from tests.forked import output_of
+from tests.harness import template
 from tests.tolerances import OP_BF16, OP_FP32
 
 
@@ -31,16 +30,12 @@ def test_what_a_product_leaves_by_tile_joins_to_whole_rows() -> None:
 
 
 def interpreted(module: str) -> dict[str, dict[str, float]]:
-    command, env = [sys.executable, "-m", module], {**os.environ, "TRITON_INTERPRET": "1"}
-    found: dict[str, dict[str, float]] = json.loads(
-        subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
-    )
+    found: dict[str, dict[str, float]] = json.loads(output_of(template, module, TRITON_INTERPRET="1"))
     return found
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_row_kernels_compile_for_hopper() -> None:
     """Without a GPU: the interpreter takes Python that the compiler refuses."""
-    command = [sys.executable, "-m", "tests.unit.head_compiled"]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    found = json.loads(output_of(template, "tests.unit.head_compiled"))
     assert set(found) == {"_row_stats", "_row_grad", "_combine"} and all(found.values())
