@@ -65,7 +65,7 @@ HARM = {
     "regular expression": "import re; re.match('(a+)+b', 'a' * 64)",
     "execs another program": "import os; os.execv('/bin/true', ['true'])",
     "closes every file": "import os\nfor i in range(64):\n    try: os.close(i)\n    except OSError: pass",
-    "writes to all files": "import os\nfor i in range(64):\n    try: os.write(i, bytes(16))\n    except OSError: pass\nos._exit(0)",
+    "writes to files": "import os\nfor i in range(64):\n    try: os.write(i, bytes(9))\n    except OSError: pass\nos._exit(0)",
     "memory map": "import mmap; mmap.mmap(-1, 8 << 30)",
 }
 
