@@ -39,8 +39,8 @@ from dovetail.factory.engine import make_mesh
 from dovetail.factory.sampler import sampling_layout
 from dovetail.kernels.registry import kernels_for
 from dovetail.launch.progress import Phase, Progress
+from dovetail.rewards.runner import RewardResult
 from dovetail.rl.losses import PolicyLoss
-from dovetail.rl.rewards import RewardResult
 from dovetail.rl.tasks import RLTask
 from dovetail.rollout.base import Completion, SamplingParams
 from dovetail.rollout.native import NativeSampler

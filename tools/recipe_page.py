@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from dovetail.recipe.keys import FOREIGN, VARIANTS, keys_of, leaf_of, scalar
 from dovetail.recipe.schema import Recipe
-from dovetail.rl.reward_functions import BUILT_IN, final_number
+from dovetail.rewards.built_in import BUILT_IN, final_number
 
 TARGET = Path(__file__).parents[1] / "docs" / "recipe.md"
 INTRO = """# The keys of a recipe

@@ -147,7 +147,7 @@ def test_an_endless_reward_is_found_where_its_own_limit_is_too_long(model: Path,
     assert told_after(err) < LIMIT + SLACK
     assert err.splitlines()[-1].startswith("dovetail: rank 0 (")
     assert "in phase reward, step 1: at work, while the others wait for it in a collective: " in err
-    assert "rl/rewards.py" in err.splitlines()[-1]
+    assert "rewards/runner.py" in err.splitlines()[-1]
     assert all_gone(below, 5.0)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.errors import DataError
-from dovetail.rl.rewards import FIRST_SAMPLES, RewardInput, RewardResult, RewardRunner, count_errors
+from dovetail.rewards.runner import FIRST_SAMPLES, CallLimits, RewardInput, RewardResult, RewardRunner, count_errors
 from tests.fault.processes import all_gone, is_alive
 
 HANG = 3.0  # seconds that a reward may take; any but the one that hangs takes none, on a busy machine, too
@@ -57,7 +57,7 @@ def test_nothing_that_a_reward_started_outlives_its_worker(tmp_path: Path, what:
     if what == "killed":
         code = f"""
 import os, signal, sys; sys.path[:] = {sys.path!r}
-from dovetail.rl.rewards import RewardInput, RewardRunner
+from dovetail.rewards.runner import RewardInput, RewardRunner
 runner = RewardRunner(function="spawns:f", directory={str(tmp_path)!r})
 runner.score([RewardInput(completion="daemon {marker}")])
 os.kill(os.getpid(), signal.SIGKILL)
@@ -87,8 +87,9 @@ import json, os
 
 def f(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "patch":
-        json.dumps = json.loads = lambda *_, **__: '{"value": 1.0, "error": null}'
-    answer = {"forge": b'{"value": 1.0, "error": null}\\n', "babble": b"x" * (2 << 20), "list": b"[1]\\n"}.get(solution_str)
+        json.dumps = json.loads = lambda *_, **__: '{"results": [{"value": 1.0, "error": null}]}'
+    forged = b'{"results": [{"value": 1.0, "error": null}]}\\n'
+    answer = {"forge": forged, "babble": b"x" * (2 << 20), "list": b"[1]\\n"}.get(solution_str)
     for number in range(3, 64) if answer else ():
         try:
             os.write(number, answer)
@@ -126,7 +127,7 @@ def f(data_source, solution_str, ground_truth, extra_info):
 def test_a_reward_that_always_fails_is_not_asked_for_every_sample(tmp_path: Path, what: str) -> None:
     (tmp_path / "fails.py").write_text(FAILING)
     timeout = 0.2 if what == "hang" else HANG
-    runner = RewardRunner(function="fails:f", directory=tmp_path, timeout=timeout, workers=4)
+    runner = RewardRunner(function="fails:f", directory=tmp_path, timeout=timeout, limits=CallLimits(workers=4))
     results = runner.score([RewardInput(completion=what)] * 1000, 0.05)
     assert (
         sum(result.scored for result in results) == sum(result.error is not None for result in results) == FIRST_SAMPLES
@@ -137,7 +138,7 @@ def test_a_reward_that_always_fails_is_not_asked_for_every_sample(tmp_path: Path
 def test_failures_stop_the_scoring_when_they_are_more_than_may_be(tmp_path: Path) -> None:
     """Not before, however many of them come first: a row that always fails has all its samples side by side."""
     (tmp_path / "fails.py").write_text(FAILING)
-    with RewardRunner(function="fails:f", directory=tmp_path, workers=2) as runner:
+    with RewardRunner(function="fails:f", directory=tmp_path, limits=CallLimits(workers=2)) as runner:
         results = runner.score([RewardInput(completion="raise")] * 10 + [RewardInput(completion="ok")] * 190, 0.05)
         assert [result.error is None for result in results] == [False] * 10 + [True] * 190
         results = runner.score([RewardInput(completion="raise")] * 100 + [RewardInput(completion="ok")] * 100, 0.05)

@@ -10,8 +10,8 @@ import pytest
 
 from dovetail.errors import ConfigError
 from dovetail.jsonl import json_line
-from dovetail.rl.reward_functions import final_number, format_match, number_only, numbers, numeric_match
-from dovetail.rl.rewards import RewardInput, RewardResult, RewardRunner
+from dovetail.rewards.built_in import final_number, format_match, number_only, numbers, numeric_match
+from dovetail.rewards.runner import CallLimits, RewardInput, RewardResult, RewardRunner
 
 HANG = 3.0  # seconds that a reward may take; any but the one that hangs takes none, on a busy machine, too
 MODULE = """
@@ -166,7 +166,7 @@ def test_format() -> None:
 
 
 def test_built_ins_run_in_workers_and_keep_the_order() -> None:
-    with RewardRunner("exact_match", workers=2) as runner:
+    with RewardRunner("exact_match", limits=CallLimits(workers=2)) as runner:
         results = runner.score([RewardInput(completion=str(i), answer=str(i % 3)) for i in range(9)])
         assert results == [RewardResult(float(i < 3)) for i in range(9)]
         assert runner.score([]) == []
@@ -256,7 +256,9 @@ def test_what_a_reward_may_not_do_drops_its_sample_only(directory: Path) -> None
 
 
 def test_hanging_samples_do_not_wait_for_each_other(directory: Path) -> None:
-    with RewardRunner(function="my_rewards:by_text", directory=directory, timeout=HANG, workers=3) as runner:
+    with RewardRunner(
+        function="my_rewards:by_text", directory=directory, timeout=HANG, limits=CallLimits(workers=3)
+    ) as runner:
         results = runner.score([sample("note")] * 3 + [sample("ok")])
     assert [r.value for r in results] == [None, None, None, 0.5]
     begun = [float(line) for line in (directory / "begun").read_text().split()]
@@ -286,7 +288,6 @@ def test_a_regular_expression_that_never_ends_is_killed() -> None:
         ({"function": "my_rewards:absent"}, "no function 'absent'"),
         ({"function": "my_rewards:not_a_function"}, "no function 'not_a_function'"),
         ({"function": "my_rewards:neither"}, "neither signature"),
-        ({"function": "my_rewards:later"}, "later is an async function, which is not awaited; define it with def"),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_refused_at_the_start(
@@ -297,6 +298,6 @@ def test_a_reward_that_cannot_be_loaded_is_refused_at_the_start(
 
 
 def test_neither_the_parent_side_nor_the_worker_loads_torch() -> None:
-    code = "import sys, dovetail.rl.rewards, dovetail.rl.reward_worker; sys.exit('torch' in sys.modules)"
+    code = "import sys, dovetail.rewards.runner, dovetail.rewards.worker; sys.exit('torch' in sys.modules)"
     path = f"import sys; sys.path[:] = {sys.path!r}; "
     assert subprocess.run([sys.executable, "-c", path + code], check=False).returncode == 0

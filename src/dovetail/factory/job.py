@@ -33,8 +33,8 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import num_ranks
 from dovetail.recipe.schema import PPO, SFT, CriticSection, LayoutSection, PolicyGradient, Recipe, ReferenceSection
+from dovetail.rewards.runner import RewardRunner
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss
-from dovetail.rl.rewards import RewardRunner
 from dovetail.rl.tasks import RewardManager, RLTask, SupervisedTask
 from dovetail.rollout.base import SamplingParams
 from dovetail.run.directory import CRITIC, POLICY, Contents, RunDirectory

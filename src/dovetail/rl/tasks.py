@@ -13,9 +13,9 @@ from dovetail.errors import DataError
 from dovetail.launch.progress import Phase, Progress
 from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
+from dovetail.rewards.runner import MOST_REWARD_ERRORS, RewardInput, RewardResult, RewardRunner, count_errors
 from dovetail.rl.experience import Sample, drop_equal_groups, minibatches, pack_samples, sample_row, with_advantages
 from dovetail.rl.losses import weight_fields
-from dovetail.rl.rewards import MOST_REWARD_ERRORS, RewardInput, RewardResult, RewardRunner, count_errors
 from dovetail.rl.router_replay import mismatch_metrics, routed, score_old
 from dovetail.rl.step_metrics import EMPTY_UPDATE, Row, mean, sample_metrics, update_metrics
 from dovetail.rollout.base import Completion, Prompt as SamplerPrompt, Sampler, SamplingParams

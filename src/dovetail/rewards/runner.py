@@ -19,12 +19,13 @@ from typing import IO, Any
 
 from dovetail.errors import ConfigError, DataError, quoted
 from dovetail.jsonl import as_text
-from dovetail.rl.reward_functions import BUILT_IN
-from dovetail.rl.reward_worker import END_SECONDS
+from dovetail.rewards.built_in import BUILT_IN
+from dovetail.rewards.worker import END_SECONDS
 
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dovetail.rl.reward_worker import main; main()"
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dovetail.rewards.worker import main; main()"
 _START_SECONDS = 120.0  # a user's module may import large packages
-_MOST_BYTES = 1 << 20  # of an answer
+_MOST_BYTES, _MOST_BYTES_EACH = 1 << 20, 1 << 12  # of an answer, and of each of its samples besides
+_ASYNC_GRACE = 5.0  # seconds that a worker has to report calls of an async function that took too long
 LONGEST = 1e6  # seconds; system calls take at most about twice as many
 FIRST_SAMPLES = 8  # all of them fail with probability 4e-11 if 5 % of a step do
 MOST_REWARD_ERRORS = 0.05  # of a step's samples
@@ -53,10 +54,20 @@ class RewardResult:
     scored: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class CallLimits:
+    """batch: the samples of a call: "sample", "group" (of one prompt) or "step". concurrency: an async function's calls at
+    a time in each worker."""
+
+    batch: str = "sample"
+    workers: int = 1
+    concurrency: int = 16
+
+
 class RewardRunner:
     """Worker processes for one reward; ConfigError if it cannot be loaded.
 
-    A worker that dies, or takes longer than `timeout` seconds, is replaced. directory: of user modules.
+    A worker that dies, or takes longer than `timeout` seconds over a call, is replaced. directory: of user modules.
     """
 
     def __init__(
@@ -64,23 +75,28 @@ class RewardRunner:
         name: str | None = None,
         *,
         function: str | None = None,
+        judge: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
         directory: Path | str | None = None,
         timeout: float = 10.0,
-        workers: int = 1,
+        limits: "CallLimits | None" = None,
     ) -> None:
-        if function is None and name not in BUILT_IN:
+        if function is None and judge is None and name not in BUILT_IN:
             near = difflib.get_close_matches(str(name), BUILT_IN, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"reward.name={quoted(name)} is no built-in reward ({', '.join(BUILT_IN)}){hint}")
+        self._limits = limits or CallLimits()
         self._timeout = min(timeout, LONGEST)
+        self._calls_at_a_time = 1
         self._setup = {
             "name": name,
             "function": function,
+            "judge": judge,
             "options": dict(options or {}),
             "directory": None if directory is None else str(Path(directory).resolve()),
+            "timeout": self._timeout,
         }
-        self._workers = [_Worker(self._setup) for _ in range(workers)]
+        self._workers = [_Worker(self._setup) for _ in range(self._limits.workers)]
         for worker in self._workers:
             self._await_ready(worker)
 
@@ -90,36 +106,49 @@ class RewardRunner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def score(self, samples: Seq[RewardInput], most_errors: float | None = None) -> list[RewardResult]:
+    def score(
+        self, samples: Seq[RewardInput], most_errors: float | None = None, groups: Seq[int] | None = None
+    ) -> list[RewardResult]:
         """One result a sample, in order; scored in a random order that depends on the count.
 
         most_errors: give up and close when more than this share, or all of the first `FIRST_SAMPLES`, have failed.
+        groups: of each sample.
         """
         results: list[RewardResult | None] = [None] * len(samples)
-        waiting = random.Random(0).sample(range(len(samples)), len(samples))
-        running: dict[_Worker, tuple[int, float]] = {}
+        waiting = self._calls(len(samples), groups)
+        running: dict[_Worker, tuple[list[int], float]] = {}
         idle = list(self._workers)
         with selectors.DefaultSelector() as selector:
             while waiting or running:
                 while waiting and idle:
-                    worker, index = idle.pop(), waiting.pop()
-                    worker.send(vars(samples[index]))
-                    running[worker] = (index, time.monotonic() + self._timeout)
+                    worker, calls = idle.pop(), [waiting.pop() for _ in range(min(self._calls_at_a_time, len(waiting)))]
+                    worker.send({"calls": [[vars(samples[i]) for i in call] for call in calls]})
+                    longest = self._timeout + (_ASYNC_GRACE if self._calls_at_a_time > 1 else 0.0)
+                    running[worker] = ([i for call in calls for i in call], time.monotonic() + longest)
                     selector.register(worker.answers, selectors.EVENT_READ, worker)
                 nearest = min(deadline for _, deadline in running.values())
                 selector.select(max(nearest - time.monotonic(), 0.0))
-                for worker, (index, deadline) in list(running.items()):
+                for worker, (indices, deadline) in list(running.items()):
                     answer = worker.answer()
                     if answer is None and worker.alive and time.monotonic() < deadline:
                         continue
                     selector.unregister(worker.answers)
                     del running[worker]
-                    results[index] = self._result(worker, answer)
+                    for index, result in zip(indices, self._results(worker, answer, len(indices)), strict=True):
+                        results[index] = result
                     if most_errors is not None and _hopeless(results, most_errors):
                         self.close()
                         return [result or RewardResult(None, scored=False) for result in results]
                     idle.append(worker if answer is not None and worker.alive else self._replace(worker))
         return [result for result in results if result is not None]
+
+    def _calls(self, count: int, groups: Seq[int] | None) -> list[list[int]]:
+        """Indices of the samples of each call."""
+        by_group: dict[int, list[int]] = {}
+        for index in range(count):
+            key = {"sample": index, "step": 0, "group": groups[index] if groups is not None else 0}[self._limits.batch]
+            by_group.setdefault(key, []).append(index)
+        return random.Random(0).sample(list(by_group.values()), len(by_group))
 
     def close(self) -> None:
         for worker in self._workers:
@@ -128,13 +157,17 @@ class RewardRunner:
             worker.kill()
         self._workers.clear()
 
-    def _result(self, worker: "_Worker", answer: Mapping[str, Any] | None) -> RewardResult:
-        if answer is not None:
-            return RewardResult(answer["value"], answer["error"])
-        if not worker.alive:
-            return RewardResult(None, "the worker process died")
-        remedy = "where it needs longer, raise reward.timeout_seconds"
-        return RewardResult(None, f"no answer within {self._timeout:g} s; the worker was killed; {remedy}")
+    def _results(self, worker: "_Worker", answer: "list[RewardResult] | None", count: int) -> "list[RewardResult]":
+        if answer is not None and len(answer) == count:
+            return answer
+        if answer is not None:  # one error for all
+            error = answer[0].error
+        elif not worker.alive:
+            error = "the worker process died"
+        else:
+            remedy = "where it needs longer, raise reward.timeout_seconds"
+            error = f"no answer within {self._timeout:g} s; the worker was killed; {remedy}"
+        return [RewardResult(None, error)] * count
 
     def _replace(self, worker: "_Worker") -> "_Worker":
         worker.kill()
@@ -149,10 +182,12 @@ class RewardRunner:
             selector.register(worker.answers, selectors.EVENT_READ)
             while (answer := worker.answer()) is None and worker.alive and time.monotonic() < deadline:
                 selector.select(max(deadline - time.monotonic(), 0.0))
-        cause = "it did not load in time or ended its process" if answer is None else answer["error"]
+        cause = "it did not load in time or ended its process" if answer is None else answer[0].error
+        if answer is not None and answer[0].value:
+            self._calls_at_a_time = self._limits.concurrency
         if cause is not None:
             self.close()
-            name = self._setup["function"] or self._setup["name"]
+            name = self._setup["function"] or self._setup["name"] or "judge"
             raise ConfigError(
                 f"reward {quoted(name)} (looked up from {self._setup['directory']}) cannot be loaded: {cause}"
             )
@@ -183,6 +218,7 @@ class _Worker:
 
     def send(self, message: Mapping[str, Any]) -> None:
         self._request_id = secrets.token_hex()
+        self._most_bytes = _MOST_BYTES + _MOST_BYTES_EACH * sum(map(len, message.get("calls", ())))
         try:
             left = json.dumps({**message, "id": self._request_id}, default=as_text).encode() + b"\n"
             while left:
@@ -190,8 +226,8 @@ class _Worker:
         except BrokenPipeError:
             self.alive = False
 
-    def answer(self) -> Mapping[str, Any] | None:
-        """The answer to the last message, or None; does not wait. Other output is an error."""
+    def answer(self) -> list[RewardResult] | None:
+        """The answer to the last message, or None; does not wait. Other output is one error."""
         try:
             chunk = os.read(self.answers.fileno(), 1 << 16)
         except BlockingIOError:
@@ -199,14 +235,14 @@ class _Worker:
         self.alive = self.alive and bool(chunk)
         self._buffer += chunk
         line, newline, rest = self._buffer.partition(b"\n")
-        if not newline and len(line) < _MOST_BYTES:
+        if not newline and len(line) < self._most_bytes:
             return None
         self._buffer = rest
-        answer = _parsed(line)
-        if answer is not None and answer["id"] == self._request_id:
+        answer = _parsed(line, self._request_id)
+        if answer is not None:
             return answer
         self.alive = False
-        return {"value": None, "error": f"the reward wrote into the pipe that its answers go through: {line!r:.100}"}
+        return [RewardResult(None, f"the reward wrote into the pipe that its answers go through: {line!r:.100}")]
 
     def ask_to_end(self) -> None:
         self._requests.close()
@@ -221,14 +257,22 @@ class _Worker:
         self.answers.close()
 
 
-def _parsed(line: bytes) -> Mapping[str, Any] | None:
+def _parsed(line: bytes, request_id: str) -> list[RewardResult] | None:
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError):
         return None
     match answer:
-        case {"id": str(), "value": int() | float() | None, "error": str() | None}:
-            return answer
+        case {"id": str() as answer_id, "results": [*results]} if answer_id == request_id:
+            parsed = [_parsed_result(result) for result in results]
+            return None if None in parsed else [result for result in parsed if result is not None]
+    return None
+
+
+def _parsed_result(result: Any) -> RewardResult | None:
+    match result:
+        case {"value": int() | float() | None as value, "error": str() | None as error}:
+            return RewardResult(value, error)
     return None
 
 

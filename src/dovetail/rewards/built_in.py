@@ -1,9 +1,12 @@
-"""The built-in rewards: pure functions of (completion, answer, finish) that return a number from 0 to 1."""
+"""The built-in rewards: functions of (completion, answer, finish) that return a number from 0 to 1."""
 
+import importlib
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
+
+from dovetail.rewards.code import code
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 _NUMBER = re.compile(
@@ -95,9 +98,22 @@ def _close(number: Fraction | None, expected: Fraction, tolerance: float) -> boo
     return number is not None and abs(number - expected) <= Fraction(tolerance) * abs(expected)
 
 
+def math_verify(completion: str, answer: Any, _finish: str, *, precision: int = 6) -> float:
+    """1 if the library math-verify (pip install 'dovetail[math]') holds the completion's result equal to the answer's."""
+    library = importlib.import_module("math_verify")
+    gold = library.parse(str(answer))
+    if not gold:
+        gold = library.parse(f"${answer}$")
+    if not gold:
+        raise ValueError(f"math-verify reads no result in the answer {answer!r:.200}")
+    return float(library.verify(gold, library.parse(completion), float_rounding=precision))
+
+
 BUILT_IN: Mapping[str, Callable[..., float]] = {
     "exact_match": exact_match,
     "numeric_match": numeric_match,
     "format": format_match,
     "number_only": number_only,
+    "math_verify": math_verify,
+    "code": code,
 }

@@ -1,0 +1,307 @@
+"""A process that runs one reward function, and its keeper, which forks it.
+
+Requests and answers are JSON lines. The first request says what to load; the others hold calls, each a list of samples.
+The keeper runs no user code; it ends the reward and all its descendants, daemons too. Output goes to standard error;
+exceptions and exits are answers.
+"""
+
+import asyncio
+import importlib
+import inspect
+import math
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence as Seq
+from contextlib import suppress
+from functools import partial
+from json import dumps, loads  # bound before a reward may replace them
+from pathlib import Path
+from traceback import walk_tb
+from types import TracebackType
+from typing import Any, NoReturn
+
+from dovetail.rewards.built_in import BUILT_IN
+from dovetail.system import adopt_orphans, die_with_parent, end_children
+
+Sample = Mapping[str, Any]
+Result = dict[str, Any]  # value and error
+Scorer = Callable[[Seq[Sample]], Any]  # the value of each sample of one call, or an awaitable of these
+# Frames that are not a user's: this package and Python's import system.
+OURS = (str(Path(__file__).parents[1]) + os.sep, "<frozen ", importlib.__file__)
+POSITIONAL = frozenset({"completion", "answer", "_answer", "finish", "_finish"})  # arguments of every built-in
+_MOST_TEXT = 1000  # characters of an exception in an error
+END_SECONDS = 10.0  # for killed processes to be gone
+POLL_MILLISECONDS = 1000.0
+
+
+class CapturedOutput:
+    """Turns any exception of user code into the text `error`."""
+
+    error: str | None = None
+
+    def __enter__(self) -> "CapturedOutput":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if kind is None or error is None:
+            return True
+        if kind is asyncio.CancelledError:
+            return False
+        self.error = f"{kind.__name__}: {error!s:.{_MOST_TEXT}}{_place(trace)}"
+        return True
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The innermost line in the user's first file."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(trace)]
+    user = [(file, line) for file, line in lines if not file.startswith(OURS)]
+    return next((f" ({file}:{line})" for file, line in reversed(user) if file == user[0][0]), "")
+
+
+def main() -> NoReturn:
+    adopt_orphans()
+    child = os.fork()
+    if child:
+        _keep(child)
+    die_with_parent()
+    os.setsid()  # signals to the reward's process group do not reach the keeper
+    requests, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", buffering=1)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # user code must not read requests or write answers
+    os.dup2(2, 1)
+    setup = loads(requests.readline())
+    loaded: tuple[Scorer, bool] | None = None
+    with CapturedOutput() as caught:
+        loaded = load(setup)
+    ready = {"value": float(loaded is not None and loaded[1]), "error": caught.error}
+    answers.write(dumps({"id": setup["id"], "results": [ready]}) + "\n")
+    if loaded is not None:
+        for line in requests:
+            request = loads(line)
+            results = run_calls(*loaded, request["calls"], setup["timeout"])
+            sys.stdout.flush()  # what the function printed
+            answers.write(dumps({"id": request["id"], "results": results}) + "\n")
+    os._exit(0)  # a user's module may have started threads
+
+
+def _keep(child: int) -> NoReturn:
+    """Ends with `child`, or when the request pipe closes."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a reward may signal its parent
+    threading.Thread(target=_end_when_closed, args=(child,), daemon=True).start()
+    while os.wait()[0] != child:
+        pass
+    _end(child)
+
+
+def _end_when_closed(child: int) -> NoReturn:
+    runner, requests = os.getppid(), select.poll()
+    requests.register(0, 0)  # only for the end of the pipe
+    while not requests.poll(POLL_MILLISECONDS) and os.getppid() == runner:
+        pass  # other forks of the runner may hold the pipe open
+    _end(child)
+
+
+def _end(child: int) -> NoReturn:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)  # without /proc only its process group is known
+    end_children(seconds=END_SECONDS)
+    os._exit(0)
+
+
+def run_calls(scorer: Scorer, asynchronous: bool, calls: Seq[Seq[Sample]], timeout: float) -> list[Result]:
+    """Results of all samples in order. Asynchronous calls run at the same time, each with its own time limit."""
+    if asynchronous:
+        parts = asyncio.run(_gather(scorer, calls, timeout))
+    else:
+        parts = [_run_call(scorer, call) for call in calls]
+    return [result for part in parts for result in part]
+
+
+async def _gather(scorer: Scorer, calls: Seq[Seq[Sample]], timeout: float) -> list[list[Result]]:
+    return await asyncio.gather(*[_await_call(scorer, call, timeout) for call in calls])
+
+
+async def _await_call(scorer: Scorer, call: Seq[Sample], timeout: float) -> list[Result]:
+    values: Seq[Any] = []
+    with CapturedOutput() as caught:
+        try:
+            values = await asyncio.wait_for(scorer(call), timeout)
+        except TimeoutError:
+            caught.error = f"no answer within {timeout:g} s; where it needs longer, raise reward.timeout_seconds"
+    return _results(call, values, caught.error)
+
+
+def _run_call(scorer: Scorer, call: Seq[Sample]) -> list[Result]:
+    values: Seq[Any] = []
+    with CapturedOutput() as caught:
+        values = scorer(call)
+    return _results(call, values, caught.error)
+
+
+def _results(call: Seq[Sample], values: Seq[Any], error: str | None) -> list[Result]:
+    return [{"value": None, "error": error}] * len(call) if error is not None else [_result(value) for value in values]
+
+
+def _result(value: Any) -> Result:
+    number = math.nan
+    if isinstance(value, CapturedOutput):
+        return {"value": None, "error": value.error}
+    with CapturedOutput() as caught:
+        if isinstance(value, Mapping):  # verl allows more metrics
+            value = value["score"]
+        if value is not None and not isinstance(value, (str, bytes)):
+            number = float(value)
+    if caught.error is not None or value is None:
+        return {"value": None, "error": caught.error}
+    if not math.isfinite(number):
+        return {"value": None, "error": f"the reward returned {value!r:.100}, which is not a finite number"}
+    return {"value": number, "error": None}
+
+
+def load(setup: Mapping[str, Any]) -> tuple[Scorer, bool]:
+    """The scorer of a judge, a built-in `name`, or "module:function" in `directory`; and whether it is asynchronous."""
+    name, function, options = setup["name"], setup["function"], setup["options"]
+    if setup["judge"] is not None:
+        judge = importlib.import_module("dovetail.rewards.judge")  # other rewards need no HTTP
+        return _each_awaited(judge.Judge(**setup["judge"]).score), True
+    if function is None:
+        accepted = frozenset(inspect.signature(BUILT_IN[name]).parameters) - POSITIONAL
+        _check_options(options, accepted)
+        return _each(partial(_built_in, BUILT_IN[name], options)), False
+    if setup["directory"] is not None:
+        sys.path.insert(0, setup["directory"])
+    module, _, attribute = function.partition(":")
+    reward = vars(importlib.import_module(module)).get(attribute)
+    if not callable(reward):
+        raise LookupError(f"module {module} has no function {attribute!r}")
+    asynchronous = inspect.iscoroutinefunction(reward)
+    parameters = inspect.signature(reward).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    accepted_or_all = None if takes_all else frozenset(parameters)
+    if accepted_or_all is not None:
+        _check_options(options, accepted_or_all)
+    if "solution_str" in parameters:
+        call_one = partial(_verl, reward, accepted_or_all, options)
+        return (_each_awaited if asynchronous else _each)(call_one), asynchronous
+    arguments = {"completions": _trl_arguments, "solution_strs": _verl_batch_arguments}
+    for parameter, make in arguments.items():
+        if parameter in parameters:
+            call_all = partial(_call_with_lists, reward, make, accepted_or_all, options)
+            return (
+                partial(_awaited_list, call_all) if asynchronous else partial(_checked_list, call_all)
+            ), asynchronous
+    raise TypeError(
+        f"{function}({', '.join(parameters)}) has neither signature of a reward: "
+        "f(data_source, solution_str, ground_truth, extra_info) or f(prompts, completions, **columns)"
+    )
+
+
+def _check_options(options: Mapping[str, Any], accepted: frozenset[str]) -> None:
+    unknown = sorted(options.keys() - accepted)
+    if unknown:
+        known = ", ".join(sorted(accepted)) or "none"
+        raise TypeError(f"reward.options has {', '.join(unknown)}, which it does not take (it takes: {known})")
+
+
+def _each(call_one: Callable[[Sample], Any]) -> Scorer:
+    """Samples fail one by one."""
+
+    def score(samples: Seq[Sample]) -> list[Any]:
+        values: list[Any] = []
+        for sample in samples:
+            with CapturedOutput() as caught:
+                values.append(call_one(sample))
+            if caught.error is not None:
+                values.append(caught)
+        return values
+
+    return score
+
+
+def _each_awaited(call_one: Callable[[Sample], Awaitable[Any]]) -> Scorer:
+    async def value(sample: Sample) -> Any:
+        with CapturedOutput() as caught:
+            return await call_one(sample)
+        return caught
+
+    async def score(samples: Seq[Sample]) -> list[Any]:
+        return await asyncio.gather(*[value(sample) for sample in samples])
+
+    return score
+
+
+def _built_in(function: Callable[..., float], options: Mapping[str, Any], sample: Sample) -> float:
+    return function(sample["completion"], sample["answer"], sample["finish"], **options)
+
+
+def _verl(
+    function: Callable[..., Any], accepted: frozenset[str] | None, options: Mapping[str, Any], sample: Sample
+) -> Any:
+    return function(**_only({**_verl_arguments(sample), **options}, accepted))
+
+
+def _verl_arguments(sample: Sample) -> dict[str, Any]:
+    columns = dict(sample["columns"])
+    source, extra = columns.pop("data_source", None), columns.pop("extra_info", None)
+    extra = {**columns, **extra} if isinstance(extra, dict) else columns
+    return {
+        "data_source": source,
+        "solution_str": sample["completion"],
+        "ground_truth": sample["answer"],
+        "extra_info": {"prompt": sample["prompt"], "finish": sample["finish"], **extra},
+    }
+
+
+def _verl_batch_arguments(samples: Seq[Sample]) -> dict[str, list[Any]]:
+    """Of verl's batch reward manager."""
+    each = [_verl_arguments(sample) for sample in samples]
+    names = {"data_sources": "data_source", "solution_strs": "solution_str", "ground_truths": "ground_truth"}
+    return {many: [row[one] for row in each] for many, one in {**names, "extra_infos": "extra_info"}.items()}
+
+
+def _trl_arguments(samples: Seq[Sample]) -> dict[str, list[Any]]:
+    """A chat prompt gets a chat completion."""
+    rows = []
+    for sample in samples:
+        text = sample["completion"]
+        completion = [{"role": "assistant", "content": text}] if isinstance(sample["prompt"], list) else text
+        row = {**sample["columns"], "answer": sample["answer"], "finish": sample["finish"]}
+        rows.append({**row, "prompts": sample["prompt"], "completions": completion})
+    return {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
+
+
+def _call_with_lists(
+    function: Callable[..., Any],
+    make: Callable[[Seq[Sample]], dict[str, list[Any]]],
+    accepted: frozenset[str] | None,
+    options: Mapping[str, Any],
+    samples: Seq[Sample],
+) -> Any:
+    return function(**_only({**make(samples), **options}, accepted))
+
+
+def _checked_list(call: Callable[[Seq[Sample]], Any], samples: Seq[Sample]) -> list[Any]:
+    return _as_list(call(samples), len(samples))
+
+
+async def _awaited_list(call: Callable[[Seq[Sample]], Awaitable[Any]], samples: Seq[Sample]) -> list[Any]:
+    return _as_list(await call(samples), len(samples))
+
+
+def _as_list(returned: Any, count: int) -> list[Any]:
+    expected = f"expected a list of {count} reward{'s' * (count > 1)} for {count} completion{'s' * (count > 1)}"
+    if not isinstance(returned, Iterable) or isinstance(returned, (str, bytes, Mapping)):
+        raise TypeError(f"{expected}, got {returned!r:.100}")
+    rewards = list(returned)
+    if len(rewards) != count:
+        raise ValueError(f"{expected}, got {len(rewards)}")
+    return rewards
+
+
+def _only(arguments: dict[str, Any], accepted: frozenset[str] | None) -> dict[str, Any]:
+    return arguments if accepted is None else {key: value for key, value in arguments.items() if key in accepted}
