@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def serve() -> Iterator[Callable[[Callable[[str, int], Reply]], Server]]:
 
 def scores(judge: dict[str, Any], texts: list[str], **limits: Any) -> list[Any]:
     inputs = [RewardInput(completion=text, answer="42", prompt="What is 6 x 7?") for text in texts]
-    with RewardRunner(judge=judge, timeout=30.0, limits=CallLimits(**limits)) as runner:
+    with RewardRunner(address=judge, timeout=30.0, limits=CallLimits(**limits)) as runner:
         return [result.error or result.value for result in runner.score(inputs)]
 
 
@@ -77,21 +77,26 @@ def settings(server: Server, **more: Any) -> dict[str, Any]:
     return judge_settings(url=server.url, prompt=prompt, **more)
 
 
-def judge_settings(**given: Any) -> dict[str, Any]:
-    settings = {
-        "model": "m",
+def judge_settings(request: Mapping[str, Any] | None = None, **given: Any) -> dict[str, Any]:
+    asked = {"model": "m", "max_tokens": 512, "temperature": 0.0, **(request or {})}
+    address = {"key_env": None, "retries": 4, "request_seconds": 20.0}
+    return {
         "prompt": "{completion}",
         "pattern": None,
         "scale": 1.0,
-        "max_tokens": 512,
-        "temperature": 0.0,
+        "cache": None,
+        **address,
+        "request": asked,
+        **given,
     }
-    return {**settings, "key_env": None, "retries": 4, "request_seconds": 20.0, "cache": None, **given}
 
 
 def test_the_number_of_the_reply_is_the_reward(serve: Callable[..., Server]) -> None:
     server = serve(lambda prompt, _: (200, f"It says 42. Score: {8 if 'got 42' in prompt else 1}"))
-    assert scores(settings(server, scale=10.0, max_tokens=7, temperature=0.5), ["42", "41"]) == [0.8, 0.1]
+    assert scores(settings(server, scale=10.0, request={"max_tokens": 7, "temperature": 0.5}), ["42", "41"]) == [
+        0.8,
+        0.1,
+    ]
     assert server.requests[0]["model"] == "m"
     assert (server.requests[0]["max_tokens"], server.requests[0]["temperature"]) == (7, 0.5)
     asked = {request["messages"][0]["content"] for request in server.requests}
@@ -149,13 +154,13 @@ def test_replies_are_kept_for_equal_requests(serve: Callable[..., Server], tmp_p
     assert scores(judge, ["a", "b"], workers=2) == [3.0, 3.0]
     assert scores(judge, ["a", "b", "c"], workers=2) == [3.0, 3.0, 3.0]
     assert len(server.requests) == 3
-    assert scores(judge | {"model": "another"}, ["a"]) == [3.0]
+    assert scores(judge | {"request": {"model": "another"}}, ["a"]) == [3.0]
     assert len(server.requests) == 4, "another model is another request"
 
 
 def test_an_address_without_a_server_is_named() -> None:
     (error,) = scores(judge_settings(url="http://127.0.0.1:9/v1", retries=0), ["x"])
-    assert "the judge at http://127.0.0.1:9/v1: " in error
+    assert "the server at http://127.0.0.1:9/v1: " in error
 
 
 def test_fill() -> None:

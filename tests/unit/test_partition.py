@@ -12,7 +12,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.errors import LayoutError
 from dovetail.parallel.layout import Layout
 from dovetail.pipeline.partition import SCHEDULES, check_pipeline, partition, stage_costs
-from dovetail.recipe.schema import LayoutSection
+from dovetail.recipe.types import LayoutSection
 
 
 def model(depth: int, vocabulary: int = 64, width: int = 16) -> ArchSpec:

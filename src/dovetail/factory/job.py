@@ -22,6 +22,7 @@ from dovetail.errors import ConfigError, LayoutError
 from dovetail.factory.engine import EngineOptions, make_engine, make_mesh
 from dovetail.factory.layouts import check_layout
 from dovetail.factory.notes import check_experts, notes
+from dovetail.factory.rewards import make_rewards
 from dovetail.factory.rows import TEMPLATE, Parts, load_parts, read_template, reads_answer, with_epochs
 from dovetail.factory.sampler import backend_layout, check_positions, longest_row, make_sampler
 from dovetail.factory.tokenizer import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
@@ -32,10 +33,12 @@ from dovetail.parallel.consensus import agreed, refuse_different
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import num_ranks
-from dovetail.recipe.schema import PPO, SFT, CriticSection, LayoutSection, PolicyGradient, Recipe, ReferenceSection
-from dovetail.rewards.runner import RewardRunner
+from dovetail.recipe.reward import RewardModelSection
+from dovetail.recipe.schema import PPO, SFT, CriticSection, PolicyGradient, Recipe, ReferenceSection
+from dovetail.recipe.types import LayoutSection
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss
-from dovetail.rl.tasks import RewardManager, RLTask, SupervisedTask
+from dovetail.rl.reward_manager import RewardManager
+from dovetail.rl.tasks import RLTask, SupervisedTask
 from dovetail.rollout.base import SamplingParams
 from dovetail.run.directory import CRITIC, POLICY, Contents, RunDirectory
 from dovetail.run.resume import CHECKPOINTS, ROWS, Resumed, refuse_other
@@ -123,9 +126,8 @@ class Builder:
             if isinstance(recipe.algorithm, SFT):
                 task, rows, engines = self._sft(run.first_row)
             else:
-                rewards = RewardManager(
-                    self._reward_runner(), self.mesh, str(recipe.reward.function or recipe.reward.name)
-                )
+                run_dir = Path(recipe.run_dir)
+                rewards = make_rewards(recipe.reward, self.mesh, self.recipe_folder, run_dir, self._reward_model)
                 on_failure.callback(rewards.close)
                 task, rows, engines = self._rl(recipe.algorithm, run.first_row, rewards)
             if self.resumed is not None:
@@ -249,20 +251,16 @@ class Builder:
         )
         return make_engine(source, mesh, self.dtype, head, options)
 
-    def _reward_runner(self) -> RewardRunner | None:
-        """On the first rank only; errors are raised on all."""
-        reward, runner = self.recipe.reward, None
+    def _reward_model(self, section: RewardModelSection) -> tuple[NativeEngine, Tokenizer]:
+        assert section.path is not None
         with agreed(self.mesh):
-            if self.mesh["world"].rank == 0:
-                runner = RewardRunner(
-                    reward.name,
-                    function=reward.function,
-                    options=reward.options,
-                    directory=self.recipe_folder,
-                    timeout=reward.timeout_seconds,
-                    workers=reward.workers,
-                )
-        return runner
+            source = Pretrained.open(section.path, self.recipe.model.engine)
+            tokenizer: Tokenizer = load_tokenizer(source, trust_remote_code=self.recipe.model.trust_remote_code)
+        refuse_other_models("reward.model.path", source, self.mesh)
+        check = partial(check_layout, source.spec)
+        mesh = self._mesh(section.layout or self.recipe.layout, "reward.model.layout", check)
+        options = EngineOptions(master_dtype=self.dtype, tokens_per_batch=self.recipe.trainer.tokens_per_batch)
+        return make_engine(source, mesh, self.dtype, "value", options), tokenizer
 
     def _mesh(
         self, section: LayoutSection, name: str = "layout", change: Callable[[Layout], Layout] = lambda layout: layout

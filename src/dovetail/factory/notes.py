@@ -7,7 +7,8 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.errors import ConfigError
 from dovetail.factory.sampler import max_positions
-from dovetail.recipe.schema import PPO, SFT, Recipe, RewardSection
+from dovetail.recipe.reward import RewardSection
+from dovetail.recipe.schema import PPO, SFT, Recipe
 
 
 def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], others: Sequence[str] = ()) -> list[str]:

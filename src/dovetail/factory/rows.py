@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 from dovetail.data.files import Source
 from dovetail.errors import ConfigError
 from dovetail.recipe.data import DataSection, SourceSection
-from dovetail.recipe.schema import Recipe, RewardSection
-from dovetail.rl.reward_functions import BUILT_IN
+from dovetail.recipe.reward import RewardSection
+from dovetail.recipe.schema import Recipe
+from dovetail.rewards.built_in import BUILT_IN
 
 Example = TypeVar("Example")
 Parts = tuple[tuple[int, float], ...]  # number of rows and weight, of each part of a mixture
@@ -43,8 +44,9 @@ def _source(data: DataSection, part: SourceSection, *, named: bool) -> Source:
 
 def reads_answer(reward: RewardSection) -> bool:
     """Whether rows need an answer. Functions of the user get None for one that is not there."""
-    builtin = BUILT_IN.get(reward.name or "")
-    return builtin is not None and "answer" in inspect.signature(builtin).parameters
+    names = [part.name for part in reward.labelled().values() if part.name is not None]
+    builtins = [BUILT_IN[name] for name in names if name in BUILT_IN]
+    return any("answer" in inspect.signature(builtin).parameters for builtin in builtins)
 
 
 def read_template(path: str) -> str:

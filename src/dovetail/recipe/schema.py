@@ -7,23 +7,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import pydantic
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from dovetail.bounds import MAX_FLOAT, MAX_NEW_TOKENS, MAX_SAMPLES, MAX_TOKENS
-from dovetail.errors import ConfigError, quoted
+from dovetail.errors import ConfigError
 from dovetail.launch.progress import Phase
-from dovetail.parallel.layout import Layout
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.keys import Key, explain, keys_of, rename_keys
+from dovetail.recipe.reward import Rewards, RewardSection
 from dovetail.recipe.types import (
     Dtype,
     Estimator,
+    LayoutSection,
     Listed,
     Momentum,
     NonNegativeFloat,
     NotStrict,
-    Options,
+    OwnLayout,
     PathText,
     PositiveFloat,
     Section,
@@ -52,28 +52,6 @@ class ModelSection(Section):
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = key(None, "of saved tensors; null: as in the source")
     trust_remote_code: bool = key(False, "run the code of the model's tokenizer or processor")
     moe: MoeSection = key(MoeSection(), "balance of experts")
-
-
-class LayoutSection(Section):
-    """How a model is cut over ranks: ranks = tp x pp x cp x dp."""
-
-    tp: PositiveInt = key(1, "tensor parallel degree")
-    pp: PositiveInt = key(1, "pipeline stages")
-    cp: PositiveInt = key(1, "context parallel degree")
-    dp: PositiveInt | Literal["auto"] = key("auto", "replicas; auto: ranks / (tp x pp x cp)")
-    ep: PositiveInt = key(1, "expert parallel degree; divides dp x cp and adds no ranks")
-    virtual_stages: PositiveInt = key(1, "pipeline chunks per rank")
-    cp_mode: Literal["auto", "ulysses", "gather", "product"] = key("auto", "how context parallel works")
-    pp_split: Annotated[tuple[PositiveInt, ...], NotStrict] | Literal["auto"] = key("auto", "layers of each stage")
-    schedule: Literal["1f1b", "interleaved", "gpipe", "zero_bubble"] = key("1f1b", "pipeline schedule")
-    copy_engines: bool | None = key(None, "no effect; accepted so that older runs resume")
-
-    def to_layout(self) -> Layout:
-        """`dp: auto` becomes None."""
-        return Layout(**self.model_dump(exclude={"copy_engines"}) | {"dp": None if self.dp == "auto" else self.dp})
-
-
-OwnLayout = Annotated[LayoutSection | None, pydantic.BeforeValidator(lambda given: None if given == {} else given)]
 
 
 class CriticSection(Section):
@@ -174,31 +152,6 @@ class RolloutSection(Section):
     mismatch_metrics: bool = key(False, "compare the policy's log-probs and routes with the sampler's; costs a pass")
 
 
-class RewardSection(Section):
-    """What a completion is worth."""
-
-    model_config = ConfigDict(populate_by_name=True)
-
-    name: str | None = key(None, "a built-in reward; exact_match where neither this nor import is given")
-    function: str | None = Field(None, alias="import", description="a function of yours: module:function")
-    options: Options = key({}, "keyword arguments for the reward")
-    timeout_seconds: PositiveFloat = key(10.0, "a reward that takes longer drops its sample")
-    workers: Annotated[int, Field(ge=1, le=256)] = key(2, "reward processes, on the host of the first rank")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_of_two(cls, given: Any) -> Any:
-        if isinstance(given, Mapping):
-            function = given.get("import")
-            if given.get("name") is not None and function is not None:
-                raise ValueError("give name or import, not both (drop the other with reward.name=null)")
-            if function is not None and not (isinstance(function, str) and all(function.partition(":")[::2])):
-                raise ValueError(f"import is {quoted(function)}; expected module:function")
-            if given.get("name") is None and function is None:
-                return {**given, "name": "exact_match"}
-        return given
-
-
 class OptimSection(Section):
     """AdamW and its learning rate."""
 
@@ -255,7 +208,7 @@ class Recipe(Section):
     algorithm: Annotated[AnyAlgorithm, Field(discriminator="name")] = GRPO()
     data: DataSection
     rollout: RolloutSection = RolloutSection()
-    reward: RewardSection = RewardSection()
+    reward: Rewards = RewardSection()
     optim: OptimSection = OptimSection()
     trainer: TrainerSection = TrainerSection()
     _notes: tuple[str, ...] = ()

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from pydantic_core import to_jsonable_python
 
 from dovetail.errors import quoted
+from dovetail.parallel.layout import Layout
 
 
 def _valid_path(path: str) -> str:
@@ -52,3 +53,25 @@ class Section(BaseModel):
     """Frozen, no unknown keys, no silent conversions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class LayoutSection(Section):
+    """How a model is cut over ranks: ranks = tp x pp x cp x dp."""
+
+    tp: PositiveInt = key(1, "tensor parallel degree")
+    pp: PositiveInt = key(1, "pipeline stages")
+    cp: PositiveInt = key(1, "context parallel degree")
+    dp: PositiveInt | Literal["auto"] = key("auto", "replicas; auto: ranks / (tp x pp x cp)")
+    ep: PositiveInt = key(1, "expert parallel degree; divides dp x cp and adds no ranks")
+    virtual_stages: PositiveInt = key(1, "pipeline chunks per rank")
+    cp_mode: Literal["auto", "ulysses", "gather", "product"] = key("auto", "how context parallel works")
+    pp_split: Annotated[tuple[PositiveInt, ...], NotStrict] | Literal["auto"] = key("auto", "layers of each stage")
+    schedule: Literal["1f1b", "interleaved", "gpipe", "zero_bubble"] = key("1f1b", "pipeline schedule")
+    copy_engines: bool | None = key(None, "no effect; accepted so that older runs resume")
+
+    def to_layout(self) -> Layout:
+        """`dp: auto` becomes None."""
+        return Layout(**self.model_dump(exclude={"copy_engines"}) | {"dp": None if self.dp == "auto" else self.dp})
+
+
+OwnLayout = Annotated[LayoutSection | None, pydantic.BeforeValidator(lambda given: None if given == {} else given)]

@@ -1,14 +1,15 @@
-"""A language model as judge, behind an OpenAI-compatible address."""
+"""Judges and reward models behind an address."""
 
 import asyncio
 import hashlib
+import http.client
 import json
 import os
 import re
 import sqlite3
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,107 +23,147 @@ MOST_THREADS = 256
 
 
 @dataclass(kw_only=True)
-class Judge:
-    """Asks `model` at `url` (which ends in /v1) for a number.
+class Address:
+    """A server at `url`, asked by POST of JSON; failures that may pass are tried again.
 
-    prompt: a template; {prompt}, {completion}, {answer} and any column in braces are replaced.
-    pattern: a regular expression whose first group is the number; None: the last number of the reply.
-    The reward is the number over `scale`. A reply without a number is an error of that sample.
     key_env: the environment variable with the key; the key is sent to `url` and written nowhere.
-    cache: a file that keeps replies by request; a resumed run does not ask again.
     """
 
     url: str
-    model: str
-    prompt: str
-    pattern: str | None
-    scale: float
-    max_tokens: int
-    temperature: float
     key_env: str | None
     retries: int
     request_seconds: float
-    cache: str | None
     _key: str = field(init=False, repr=False)
-    _replies: "_Cache | None" = field(init=False, repr=False)
     _threads: ThreadPoolExecutor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        key = os.environ.get(self.key_env, "") if self.key_env else ""
-        if self.key_env and not key:
-            raise LookupError(f"the environment variable {self.key_env}, which reward.judge.key_env names, is not set")
-        self._key, self._threads = key, ThreadPoolExecutor(MOST_THREADS)
-        self._replies = None if self.cache is None else _Cache(Path(self.cache))
+        self._key, self._threads = (
+            os.environ.get(self.key_env, "") if self.key_env else "",
+            ThreadPoolExecutor(MOST_THREADS),
+        )
+        if self.key_env and not self._key:
+            raise LookupError(f"the environment variable {self.key_env}, which key_env names, is not set")
 
-    async def score(self, sample: Mapping[str, Any]) -> float:
-        message = {"role": "user", "content": fill(self.prompt, sample)}
-        body = {
-            "model": self.model,
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "messages": [message],
-        }
-        request = json.dumps(body).encode()
-        reply = self._replies.get(request) if self._replies else None
-        if reply is None:
-            reply = await self._ask(request)
-            if self._replies:
-                self._replies.put(request, reply)
-        return self._number(reply) / self.scale
-
-    async def _ask(self, request: bytes) -> str:
+    async def post(self, path: str, body: bytes) -> Any:
+        """The answer's JSON."""
         loop, wait = asyncio.get_running_loop(), FIRST_WAIT
         for attempt in range(self.retries + 1):
-            reply, error, again = await loop.run_in_executor(self._threads, self._post, request)
-            if reply is not None:
-                return reply
+            answer, error, again = await loop.run_in_executor(self._threads, self._post, path, body)
+            if answer is not None:
+                return answer
             if not again or attempt == self.retries:
                 break
             await asyncio.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT)
         attempts = f" ({attempt + 1} attempts)" if attempt else ""
-        raise ConnectionError(f"the judge at {self.url}: {error}{attempts}")
+        raise ConnectionError(f"the server at {self.url}: {error}{attempts}")
 
-    def _post(self, body: bytes) -> tuple[str | None, str, bool]:
-        """The reply; else the error, and whether another attempt may help."""
+    def _post(self, path: str, body: bytes) -> tuple[Any, str, bool]:
+        """The answer; else the error, and whether another attempt may help."""
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         try:
-            request = urllib.request.Request(self.url.rstrip("/") + "/chat/completions", body, headers)
+            request = urllib.request.Request(self.url.rstrip("/") + path, body, headers)
             with urllib.request.urlopen(request, timeout=self.request_seconds) as response:
                 answer = response.read()
         except urllib.error.HTTPError as error:
             text = error.read(300).decode(errors="replace")
-            return None, self._without_key(f"HTTP {error.code}: {text}"), error.code in RETRIED
-        except OSError as error:  # refused, reset, timed out
+            return None, self.without_key(f"HTTP {error.code}: {text}"), error.code in RETRIED
+        except (OSError, http.client.HTTPException) as error:  # refused, reset, timed out, cut short
             return None, f"{error}", True
         try:
-            return str(json.loads(answer)["choices"][0]["message"]["content"] or ""), "", False
-        except (ValueError, LookupError, TypeError):
-            return None, self._without_key(f"no chat completion: {answer[:200]!r}"), False
+            return json.loads(answer), "", False
+        except ValueError:
+            return None, self.without_key(f"the answer is no JSON: {answer[:200]!r}"), False
+
+    def without_key(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
+
+
+class Judge:
+    """Asks `model` at an address that ends in /v1 for a number.
+
+    prompt: a template; {prompt}, {completion}, {answer} and any column in braces are replaced.
+    pattern: a regular expression whose first group is the number; None: the last number of the reply.
+    The reward is the number over `scale`. A reply without a number is an error of that sample.
+    cache: a file that keeps replies by request; a resumed run does not ask again.
+    """
+
+    def __init__(
+        self,
+        prompt: str,
+        pattern: str | None,
+        scale: float,
+        cache: str | None,
+        request: Mapping[str, Any],
+        **address: Any,
+    ) -> None:
+        """request: model, max_tokens and temperature."""
+        self._prompt, self._scale, self._request = prompt, scale, dict(request)
+        self._pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
+        self._address = Address(**address)
+        self._replies = None if cache is None else _Cache(Path(cache))
+
+    async def score(self, sample: Mapping[str, Any]) -> float:
+        message = {"role": "user", "content": fill(self._prompt, sample)}
+        request = json.dumps({**self._request, "messages": [message]}).encode()
+        reply = self._replies.get(request) if self._replies else None
+        if reply is None:
+            answer = await self._address.post("/chat/completions", request)
+            try:
+                reply = str(answer["choices"][0]["message"]["content"] or "")
+            except (LookupError, TypeError):
+                raise ValueError(
+                    self._address.without_key(f"the judge gave no chat completion: {answer!r:.200}")
+                ) from None
+            if self._replies:
+                self._replies.put(request, reply)
+        return self._number(reply) / self._scale
 
     def _number(self, reply: str) -> float:
-        if self.pattern is None:
+        if self._pattern is None:
             values = numbers(reply)
             if values:
                 return float(values[-1])
-        elif match := re.search(self.pattern, reply, re.DOTALL):
+        elif match := self._pattern.search(reply):
             return float(match.group(1))
         raise ValueError(
-            f"the judge's reply holds no number{' that matches' * (self.pattern is not None)}: {reply!r:.200}"
+            f"the judge's reply holds no number{' that matches' * (self._pattern is not None)}: {reply!r:.200}"
         )
 
-    def _without_key(self, text: str) -> str:
-        return text.replace(self._key, "***") if self._key else text
+
+class RemoteModel:
+    """A reward model behind an address, asked as OpenRLHF asks: POST {query, prompts, labels} -> {rewards}."""
+
+    def __init__(self, **address: Any) -> None:
+        self._address = Address(**address)
+
+    async def score(self, samples: Sequence[Mapping[str, Any]]) -> list[float]:
+        prompts = [as_text(sample["prompt"]) for sample in samples]
+        query = [prompt + sample["completion"] for prompt, sample in zip(prompts, samples, strict=True)]
+        body = {"query": query, "prompts": prompts, "labels": [sample["answer"] for sample in samples]}
+        answer = await self._address.post("", json.dumps(body).encode())
+        rewards = answer.get("rewards") if isinstance(answer, dict) else None
+        if not isinstance(rewards, list):
+            raise ValueError(f"the reward model answered without a list `rewards`: {answer!r:.200}")
+        return [reward[0] if isinstance(reward, list) and len(reward) == 1 else reward for reward in rewards]
+
+
+def as_text(prompt: Any) -> str:
+    if isinstance(prompt, list):
+        return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt)
+    return str(prompt)
 
 
 def fill(template: str, sample: Mapping[str, Any]) -> str:
     """`template` with {prompt}, {completion}, {answer} and {COLUMN} replaced; other braces stay."""
-    prompt = sample["prompt"]
-    if isinstance(prompt, list):
-        prompt = "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt)
-    values = {**sample["columns"], "prompt": prompt, "completion": sample["completion"], "answer": sample["answer"]}
+    values = {
+        **sample["columns"],
+        "prompt": as_text(sample["prompt"]),
+        "completion": sample["completion"],
+        "answer": sample["answer"],
+    }
     return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match.group(1), match.group())), template)
 
 

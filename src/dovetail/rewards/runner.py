@@ -46,12 +46,13 @@ class RewardInput:
 class RewardResult:
     """`value` None: dropped, by `error` or because the function returned None.
 
-    scored: False if `score` gave up before this sample.
+    scored: False if `score` gave up before this sample. parts: the terms of a sum, without weights.
     """
 
     value: float | None
     error: str | None = None
     scored: bool = True
+    parts: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,7 @@ class CallLimits:
 class RewardRunner:
     """Worker processes for one reward; ConfigError if it cannot be loaded.
 
+    address: arguments of `rewards.judge.Judge` or `RemoteModel`.
     A worker that dies, or takes longer than `timeout` seconds over a call, is replaced. directory: of user modules.
     """
 
@@ -75,13 +77,13 @@ class RewardRunner:
         name: str | None = None,
         *,
         function: str | None = None,
-        judge: Mapping[str, Any] | None = None,
+        address: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
         directory: Path | str | None = None,
         timeout: float = 10.0,
         limits: "CallLimits | None" = None,
     ) -> None:
-        if function is None and judge is None and name not in BUILT_IN:
+        if function is None and address is None and name not in BUILT_IN:
             near = difflib.get_close_matches(str(name), BUILT_IN, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"reward.name={quoted(name)} is no built-in reward ({', '.join(BUILT_IN)}){hint}")
@@ -91,7 +93,7 @@ class RewardRunner:
         self._setup = {
             "name": name,
             "function": function,
-            "judge": judge,
+            "address": address,
             "options": dict(options or {}),
             "directory": None if directory is None else str(Path(directory).resolve()),
             "timeout": self._timeout,
@@ -187,7 +189,7 @@ class RewardRunner:
             self._calls_at_a_time = self._limits.concurrency
         if cause is not None:
             self.close()
-            name = self._setup["function"] or self._setup["name"] or "judge"
+            name = self._setup["function"] or self._setup["name"] or "at an address"
             raise ConfigError(
                 f"reward {quoted(name)} (looked up from {self._setup['directory']}) cannot be loaded: {cause}"
             )

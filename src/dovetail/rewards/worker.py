@@ -164,11 +164,13 @@ def _result(value: Any) -> Result:
 
 
 def load(setup: Mapping[str, Any]) -> tuple[Scorer, bool]:
-    """The scorer of a judge, a built-in `name`, or "module:function" in `directory`; and whether it is asynchronous."""
+    """The scorer of an address, a built-in `name`, or "module:function" in `directory`; and whether it is asynchronous."""
     name, function, options = setup["name"], setup["function"], setup["options"]
-    if setup["judge"] is not None:
-        judge = importlib.import_module("dovetail.rewards.judge")  # other rewards need no HTTP
-        return _each_awaited(judge.Judge(**setup["judge"]).score), True
+    if (address := setup["address"]) is not None:
+        servers = importlib.import_module("dovetail.rewards.judge")  # other rewards need no HTTP
+        if "prompt" in address:
+            return _each_awaited(servers.Judge(**address).score), True
+        return partial(_awaited_list, servers.RemoteModel(**address).score), True
     if function is None:
         accepted = frozenset(inspect.signature(BUILT_IN[name]).parameters) - POSITIONAL
         _check_options(options, accepted)

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +21,14 @@ if TYPE_CHECKING:  # pydantic is not needed to compute advantages
 
 @dataclass(frozen=True)
 class Sample:
-    """`group`: the index of its prompt in the step."""
+    """`group`: the index of its prompt in the step. rewards: the terms of a sum of several, by label."""
 
     prompt: Prompt
     group: int
     completion: Completion
     text: str
     reward: float
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:
@@ -40,6 +41,7 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "completion": sample.text,
         "answer": prompt.answer,
         "reward": sample.reward,
+        **({"rewards": dict(sample.rewards)} if sample.rewards else {}),
         "finish": completion.finish,
         "token_ids": list(completion.ids),
         "log_probs": list(completion.log_probs),

@@ -32,11 +32,18 @@ def update_metrics(reports: Seq[StepReport]) -> Row:
 
 
 def sample_metrics(samples: Seq[Sample], *, compared: bool) -> Row:
-    """compared: also the share of groups with equal rewards."""
+    """compared: also the share of groups with equal rewards. `reward/LABEL`: mean of a term where there are several."""
+    rewards = [sample.reward for sample in samples]
+    labels = samples[0].rewards if samples else {}
+    parts = {label: [v for sample in samples if (v := sample.rewards[label]) is not None] for label in labels}
     row = {
-        "reward_mean": mean([sample.reward for sample in samples]),
+        "reward_mean": mean(rewards),
+        "reward_std": statistics.pstdev(rewards) if rewards else math.nan,
+        "reward_min": min(rewards, default=math.nan),
+        "reward_max": max(rewards, default=math.nan),
         "response_length_mean": mean([float(len(sample.completion.ids)) for sample in samples]),
         "stop_fraction": mean([float(sample.completion.finish == "stop") for sample in samples]),
+        **{f"reward/{label}": mean(values) for label, values in parts.items()},
     }
     return {**row, "equal_groups": mean([*map(float, equal_groups(samples).values())])} if compared else row
 

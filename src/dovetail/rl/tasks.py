@@ -11,14 +11,13 @@ from dovetail.data.rows import batch_rows, mixed_rows
 from dovetail.engine.base import Engine
 from dovetail.errors import DataError
 from dovetail.launch.progress import Phase, Progress
-from dovetail.parallel.consensus import agreed, of_first
-from dovetail.parallel.mesh import Mesh
-from dovetail.rewards.runner import MOST_REWARD_ERRORS, RewardInput, RewardResult, RewardRunner, count_errors
+from dovetail.rewards.runner import count_errors
 from dovetail.rl.experience import Sample, drop_equal_groups, minibatches, pack_samples, sample_row, with_advantages
 from dovetail.rl.losses import weight_fields
+from dovetail.rl.reward_manager import RewardManager
 from dovetail.rl.router_replay import mismatch_metrics, routed, score_old
 from dovetail.rl.step_metrics import EMPTY_UPDATE, Row, mean, sample_metrics, update_metrics
-from dovetail.rollout.base import Completion, Prompt as SamplerPrompt, Sampler, SamplingParams
+from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 
 if TYPE_CHECKING:  # pydantic is not needed to run a task
     from dovetail.recipe.schema import Recipe
@@ -52,30 +51,6 @@ def weighted(batch: PackedBatch, recipe: "Recipe") -> PackedBatch:
 
 def never() -> bool:
     return False
-
-
-class RewardManager:
-    """Scores on the first rank, which has the `runner`, for all. Collective."""
-
-    def __init__(self, runner: RewardRunner | None, mesh: Mesh, name: str) -> None:
-        self.runner, self.mesh, self.name = runner, mesh, name
-
-    def __call__(self, prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str]) -> list[RewardResult]:
-        """`prompts[i]` belongs to completion i."""
-        results: list[tuple[float | None, str | None, bool]] = []
-        with agreed(self.mesh):
-            if self.runner is not None:
-                inputs = [
-                    RewardInput(completion=text, answer=p.answer, finish=c.finish, prompt=p.prompt, columns=p.columns)
-                    for p, c, text in zip(prompts, completions, texts, strict=True)
-                ]
-                scored = self.runner.score(inputs, MOST_REWARD_ERRORS)
-                results = [(result.value, result.error, result.scored) for result in scored]
-        return [RewardResult(*result) for result in of_first(results, self.mesh)]
-
-    def close(self) -> None:
-        if self.runner is not None:
-            self.runner.close()
 
 
 @dataclass(kw_only=True)
@@ -221,7 +196,7 @@ class RLTask:
         where = f"the evaluation after step {params.step}" if phase == "eval" else f"step {params.step + 1}"
         errors, cause = count_errors(results, [prompts[c.row].id for c in completions], where)
         samples = [
-            Sample(prompts[c.row], c.row, c, text, result.value)
+            Sample(prompts[c.row], c.row, c, text, result.value, result.parts)
             for c, text, result in zip(completions, texts, results, strict=True)
             if result.value is not None
         ]

@@ -1,0 +1,81 @@
+"""Rewards of a recipe."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dovetail.data.chat import Renderer
+from dovetail.data.examples import Prompt
+from dovetail.engine.base import Engine
+from dovetail.errors import DataError
+from dovetail.parallel.consensus import agreed
+from dovetail.parallel.mesh import Mesh
+from dovetail.recipe.reward import RewardModelSection, RewardPart, RewardSection
+from dovetail.rewards.runner import CallLimits, RewardRunner
+from dovetail.rl.reward_manager import FunctionReward, ModelReward, Reward, RewardManager
+
+CACHE = "judge_cache.sqlite"  # in run_dir
+ModelLoader = Callable[[RewardModelSection], tuple[Engine, Any]]  # with its tokenizer
+
+
+def make_rewards(
+    section: RewardSection, mesh: Mesh, recipe_folder: Path, run_dir: Path, load_model: ModelLoader
+) -> RewardManager:
+    """Collective."""
+    named, rewards = section.labelled(), dict[str, Reward]()
+    try:
+        for label, part in named.items():
+            if part.model is not None and part.model.path is not None:
+                engine, tokenizer = load_model(part.model)
+                renderer = Renderer()
+                renderer.__enter__()
+                rewards[label] = ModelReward(engine, _Encoder(tokenizer, renderer), renderer.__exit__)
+            else:
+                rewards[label] = FunctionReward(_runner(part, mesh, recipe_folder, run_dir), mesh)
+    except BaseException:
+        RewardManager(rewards).close()
+        raise
+    return RewardManager(rewards, [part.weight for part in named.values()])
+
+
+def _runner(part: RewardPart, mesh: Mesh, recipe_folder: Path, run_dir: Path) -> RewardRunner | None:
+    """On the first rank only; errors are raised on all."""
+    runner = None
+    with agreed(mesh):
+        if mesh["world"].rank == 0:
+            runner = RewardRunner(
+                part.name,
+                function=part.function,
+                address=_address(part, run_dir),
+                options=part.options,
+                directory=recipe_folder,
+                timeout=part.timeout_seconds,
+                limits=CallLimits(batch=part.batch, workers=part.workers, concurrency=part.concurrency),
+            )
+    return runner
+
+
+def _address(part: RewardPart, run_dir: Path) -> dict[str, Any] | None:
+    if part.judge is not None:
+        given = part.judge.model_dump()
+        request = {name: given.pop(name) for name in ("model", "max_tokens", "temperature")}
+        return {**given, "request": request, "cache": str(run_dir / CACHE) if given["cache"] else None}
+    return None if part.model is None or part.model.server is None else part.model.server.model_dump()
+
+
+class _Encoder:
+    """Ids of a prompt and its completion for a reward model: a conversation by its chat template, else the joined text."""
+
+    def __init__(self, tokenizer: Any, renderer: Renderer) -> None:
+        self._tokenizer, self._renderer = tokenizer, renderer
+
+    def __call__(self, prompt: Prompt, text: str) -> list[int]:
+        if isinstance(prompt.prompt, str):
+            joined = prompt.prompt + text
+        elif self._tokenizer.chat_template:
+            messages = [*prompt.prompt, {"role": "assistant", "content": text}]
+            joined = self._renderer.render(self._tokenizer, messages)
+        else:
+            raise DataError("the rows hold messages, but the reward model's tokenizer has no chat template")
+        ids: list[int] = self._tokenizer.encode(joined, add_special_tokens=False)
+        return ids
