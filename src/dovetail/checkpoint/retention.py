@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from dovetail.checkpoint.manifest import Manifest
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.errors import CheckpointError, DamagedError, listing
+from dovetail.errors import CheckpointError, DamagedError, listing, quoted
 from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.atomic import replace_file
@@ -65,10 +65,12 @@ def saved_steps(folder: Path) -> tuple[list[SavedStep], list[str]]:
             except (CheckpointError, OSError) as error:
                 problems.append(str(error))
                 continue
-            state = manifest.state or {}
-            score = state.get(SCORE)
+            order, score = (-1, None) if manifest.state is None else map(manifest.state.get, (ORDER, SCORE))
+            if type(order) is not int or not isinstance(score, (int, float, type(None))):
+                problems.append(f"{path}: its state has the order {quoted(order)} and the score {quoted(score)}")
+                continue
             known = score is not None and math.isfinite(score)
-            sound.append(SavedStep(path, manifest.step or 0, state.get(ORDER, -1), score if known else None))
+            sound.append(SavedStep(path, manifest.step or 0, order, score if known else None))
     return sorted(sound, key=lambda saved: saved.order, reverse=True), problems
 
 
