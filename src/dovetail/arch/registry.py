@@ -1,6 +1,7 @@
 """Families by `model_type`, and the degrees of tp, ep and Ulysses that a model allows."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from dovetail.arch.apertus import apertus_spec
@@ -10,8 +11,8 @@ from dovetail.arch.mistral import mistral_spec, mixtral_spec
 from dovetail.arch.qwen2 import qwen2_moe_spec, qwen2_spec
 from dovetail.arch.qwen3 import qwen3_moe_spec, qwen3_spec
 from dovetail.arch.spec import ArchSpec
-from dovetail.arch.transformers_spec import AnySpec
-from dovetail.errors import LayoutError, ModelError, quoted
+from dovetail.arch.transformers_spec import AnySpec, transformers_spec
+from dovetail.errors import LayoutError, ModelError, OptionError, quoted
 from dovetail.parallel.layout import Layout
 
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ArchSpec]] = {
@@ -40,6 +41,19 @@ def spec_from_config(config: Mapping[str, Any]) -> ArchSpec:
     if isinstance(depth, int) and depth > MAX_LAYERS:
         raise ModelError(f"config.json: num_hidden_layers is {depth}; supported: at most {MAX_LAYERS}")
     return FAMILIES[family](config)
+
+
+def choose_spec(config: Mapping[str, Any], engine: str) -> AnySpec:
+    """`engine` auto: native if it knows the family and its options, else transformers."""
+    named = config.get("model_type")
+    if engine == "transformers" or (engine == "auto" and isinstance(named, str) and named not in FAMILIES):
+        return transformers_spec(config)
+    try:
+        return spec_from_config(config)
+    except OptionError as error:
+        if engine == "native":
+            raise ModelError(f"{error}; --engine transformers may run it, cut by cp and dp alone") from error
+        return replace(transformers_spec(config), lacking=str(error))
 
 
 def validate_layout(spec: ArchSpec, layout: Layout) -> None:

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dovetail.arch.registry import FAMILIES, spec_from_config, ulysses_degree, validate_layout
+from dovetail.arch.registry import FAMILIES, choose_spec, ulysses_degree, validate_layout
 from dovetail.arch.spec import ArchSpec
-from dovetail.arch.transformers_spec import AnySpec, TransformersSpec, transformers_spec
+from dovetail.arch.transformers_spec import AnySpec, TransformersSpec
 from dovetail.errors import LayoutError
 from dovetail.parallel.layout import Layout
 from dovetail.pipeline.partition import check_pipeline
@@ -38,9 +38,8 @@ def check_directory(path: str, engine: str, layout: Layout, *, foreign: bool = T
         config: Any = json.loads((Path(path) / "config.json").read_bytes())
         if not isinstance(config, dict):
             return
-        native = engine == "native" or (engine == "auto" and config.get("model_type") in FAMILIES)
-        spec = spec_from_config(config) if native else transformers_spec(config)
+        spec = choose_spec(config, engine)
     except (OSError, ValueError, RecursionError):
         return
-    if native or foreign:
+    if foreign or isinstance(spec, ArchSpec):
         check_layout(spec, layout)

@@ -70,13 +70,14 @@ def refuse_occupied(target: Path) -> None:
 
 def refuse_unwritable(path: Path, what: str) -> None:
     folder = next(parent for parent in path.absolute().parents if parent.exists())
-    try:
+    refusal = f"{what} {path} cannot be written: {folder} is no directory that you may write to"
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise ConfigError(refusal)
+    try:  # /proc, for one, looks writable to root
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"{what} {path} cannot be written: {folder} is no directory that you may write to ({error.strerror})"
-        ) from error
+        raise ConfigError(f"{refusal} ({error.strerror})") from error
 
 
 def write_sides(sides: SideFiles, directory: Path) -> dict[str, tuple[int, int]]:

@@ -2,16 +2,16 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
 
-from dovetail.arch.registry import FAMILIES, spec_from_config
-from dovetail.arch.transformers_spec import AnySpec, TransformersSpec, transformers_spec
-from dovetail.errors import CheckpointError, ModelError, OptionError, quoted
+from dovetail.arch.registry import choose_spec
+from dovetail.arch.transformers_spec import AnySpec, TransformersSpec
+from dovetail.errors import CheckpointError, ModelError, quoted
 from dovetail.nn.decoder import Head
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.safe_paths import SideFiles, side_files
@@ -41,7 +41,6 @@ class Pretrained:
 
     @classmethod
     def open(cls, name: str | Path, engine: EngineName = "auto") -> "Pretrained":
-        """`engine` auto: native if it knows the family and its options, else transformers."""
         path = locate(name)
         if (path / ADAPTER).is_file():
             raise _unmerged(path, ADAPTER)
@@ -49,10 +48,7 @@ class Pretrained:
         if not file.is_file():
             raise CheckpointError(f"{path} has no {CONFIG}; give a directory that transformers can load")
         config = parse_json(file.read_bytes(), str(file))
-        named = config.get("model_type")
-        native = engine == "native" or (engine == "auto" and (not isinstance(named, str) or named in FAMILIES))
-        spec = _known_spec(config, engine) if native else transformers_spec(config)
-        return cls(path, config, spec, side_files(path))
+        return cls(path, config, choose_spec(config, engine), side_files(path))
 
     @property
     def notes(self) -> list[str]:
@@ -62,15 +58,6 @@ class Pretrained:
     @property
     def has_tokenizer(self) -> bool:
         return any(name in self.sides for name in TOKENIZER_FILES)
-
-
-def _known_spec(config: Mapping[str, Any], engine: EngineName) -> AnySpec:
-    try:
-        return spec_from_config(config)
-    except OptionError as error:
-        if engine == "native":
-            raise ModelError(f"{error}; --engine transformers may run it, cut by cp and dp alone") from error
-        return replace(transformers_spec(config), lacking=str(error))
 
 
 @dataclass(frozen=True)
