@@ -23,9 +23,9 @@ from bench.given import device as device_here, positive, run_main
 from bench.harness import RESULTS, surroundings
 from bench.timing import milliseconds
 from dovetail.batch.packed import cumulative
-from dovetail.kernels import cuda, fa4
+from dovetail.kernels import cuda, cudnn, fa4
 from dovetail.kernels.reference import Spans
-from dovetail.kernels.registry import AttentionName, kernels_for
+from dovetail.kernels.registry import kernels_for
 from dovetail.nn.activation_checkpoint import is_attention
 
 WIDE = (28, 4, 128, 128)  # heads of queries, of keys; channels of keys, of values
@@ -149,10 +149,8 @@ def known(device: torch.device) -> dict[str, Callable[..., Tensor]]:
     """The kernels that may be asked for on this device, by name."""
     if device.type == "cpu":
         return {"reference": kernels_for(device).attention}
-    names: list[AttentionName] = ["torch", "cudnn"]
-    if cuda.package_usable(fa4.INTERFACE, device):
-        names.append("fa4")
-    return {name: kernels_for(device, name).attention for name in names}
+    found = {"torch": cuda.attention, "cudnn": cudnn.attention}
+    return found | ({"fa4": fa4.attention} if cuda.package_usable(fa4.INTERFACE, device) else {})
 
 
 def ceiling(device: torch.device, size: int) -> float:
@@ -161,9 +159,9 @@ def ceiling(device: torch.device, size: int) -> float:
     return 2 * size**3 / milliseconds({"product": lambda: x @ y}, device, 15)["product"] / 1e9
 
 
-def plan_seconds(device: torch.device, name: AttentionName) -> float:
+def plan_seconds(device: torch.device, name: str) -> float:
     """What the first pass over a new shape takes beyond the second: planning, or compiling, or nothing."""
-    attention, n = kernels_for(device, name).attention, 5120
+    attention, n = known(device)[name], 5120
     spans = Spans(cumulative((n,)).to(device), (n,))
     q, k, v = (torch.randn(n, h, 128, device=device, dtype=torch.bfloat16).requires_grad_() for h in (28, 4, 4))
     first, second = (clock(lambda: attention(q, k, v, spans, spans).sum().backward()) for _ in range(2))

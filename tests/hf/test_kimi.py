@@ -19,7 +19,7 @@ from dovetail.arch.registry import spec_from_config
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ModelError
 from dovetail.factory.engine import EngineOptions, from_pretrained
-from dovetail.hf.kimi_images import KimiImages, published
+from dovetail.hf.kimi import KimiImages, published
 from dovetail.hf.transformers_model import known_config, make_model
 from dovetail.parallel.layout import Layout
 from tests.checkpoints import digests

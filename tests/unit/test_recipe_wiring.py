@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
-from dovetail.factory import job, tokenizer
+from dovetail.factory import job, rewards, tokenizer
 from dovetail.factory.job import Builder, Job
 from dovetail.factory.sampler import backend_layout
 from dovetail.launch.progress import collective_timeout
@@ -71,6 +71,18 @@ def part(path: str) -> Callable[[Any], Any]:
         return job
 
     return found
+
+
+def runner(path: str) -> Callable[[Any], Any]:
+    """A setting of the first reward's worker processes; a key of a mapping is a part of the path too."""
+
+    def value(job: Any) -> Any:
+        at = next(iter(job.rewards.rewards.values())).runner
+        for name in path.split("."):
+            at = at[name] if isinstance(at, Mapping) else getattr(at, name)
+        return at
+
+    return value
 
 
 MODELS = ("policy", "critic", "reference", "sampler")
@@ -172,11 +184,36 @@ TABLE = (
     Leaf("rollout.router_replay", "rollout", part("task.sampling.trace"), True),
     Leaf("rollout.mismatch_metrics", True, part("task.recipe.rollout.mismatch_metrics"), algorithm="grpo"),
     Leaf("rollout.mismatch_metrics", True, part("task.sampling.trace"), True, "grpo"),
-    Leaf("reward.name", "format", part("rewards.runner.name")),
-    Leaf("reward.import", "mine:score", part("rewards.runner.function"), algorithm="grpo"),
-    Leaf("reward.options", {"pattern": "x"}, part("rewards.runner.options")),
-    Leaf("reward.timeout_seconds", 2.5, part("rewards.runner.timeout")),
-    Leaf("reward.workers", 3, part("rewards.runner.workers")),
+    Leaf("reward.name", "format", runner("name")),
+    Leaf("reward.options", {"pattern": "x"}, runner("options")),
+    Leaf("reward.timeout_seconds", 2.5, runner("timeout")),
+    Leaf("reward.workers", 3, runner("limits.workers")),
+    Leaf("reward.batch", "group", runner("limits.batch")),
+    Leaf("reward.concurrency", 7, runner("limits.concurrency")),
+    Leaf("reward.weight", 0.5, part("rewards.weights"), [0.5]),
+    *[
+        Leaf(f"reward.judge.{name}", value, runner(f"address.{name}"), algorithm="rloo")
+        for name, value in {
+            "url": "http://127.0.0.1:9/v1", "key_env": "JUDGE_KEY", "retries": 2, "request_seconds": 3.5, "prompt": "{answer}?",
+            "pattern": "([0-9])", "scale": 10.0,
+        }.items()
+    ],
+    *[
+        Leaf(f"reward.judge.{name}", value, runner(f"address.request.{name}"), algorithm="rloo")
+        for name, value in {"model": "m", "max_tokens": 17, "temperature": 0.25}.items()
+    ],
+    Leaf("reward.judge.cache", False, runner("address.cache"), None, "rloo"),
+    Leaf(
+        "reward.parts",
+        [
+            {"import": "mine:score"},
+            {"model": {"path": "FOLDER/critic", "layout": {"tp": 2, "dp": 8}}, "weight": -0.5},
+            {"model": {"server": {"url": "http://127.0.0.1:9/get", "key_env": "K", "retries": 3, "request_seconds": 2.5}}},
+        ],
+        part("rewards.weights"),
+        [1.0, -0.5, 1.0],
+        "grpo",
+    ),
     Leaf("optim.lr", 0.125, part("task.policy.options.optim.lr")),
     Leaf("optim.lr", 0.125, part("task.policy.options.optim.lr"), algorithm="sft"),
     Leaf("optim.schedule", "wsd", optims("schedule"), ["wsd"] * 2),
@@ -243,7 +280,7 @@ def reward_runner(name: str | None, **given: Any) -> SimpleNamespace:
 
 def recipe_of(folder: Path, algorithm: str) -> dict[str, Any]:
     """All values of the table for one algorithm, as a recipe's nested sections."""
-    given: dict[str, Any] = {"reward": {"import": "mine:score"}} if algorithm != "ppo" else {}
+    given: dict[str, Any] = {}
     needed: dict[str, Any] = {
         "model.path": "FOLDER/policy",
         "data.train": "FOLDER/train.jsonl",
@@ -306,11 +343,11 @@ def jobs(folder: Path) -> Iterator[dict[str, Job]]:
         "make_engine": make_engine,
         "make_sampler": make_sampler,
         "backend_layout": keep,
-        "RewardRunner": reward_runner,
     }
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)  # where a package named tensorboard is
         stack.enter_context(mock.patch.multiple(job, **stand_ins))
+        stack.enter_context(mock.patch.object(rewards, "RewardRunner", reward_runner))
         stack.enter_context(mock.patch.object(RunDirectory, "check_space"))
         found = {}
         for name in ALGORITHMS:

@@ -16,7 +16,7 @@ from dovetail.data.encode import Tokenizer
 from dovetail.data.media import pillow
 from dovetail.data.processor import Processor
 from dovetail.errors import ModelError, quoted
-from dovetail.hf.kimi_images import KimiImages, published
+from dovetail.hf.kimi import KimiImages, published
 from dovetail.hf.transformers_model import known_config
 from dovetail.hf.vision import FAMILIES
 from dovetail.weights.hf_directory import Pretrained

@@ -1,5 +1,4 @@
-"""Tries how a model makes logits of hidden states. The fused head computes a product and a constant factor of it
-(Cohere, Granite); the rest is refused."""
+"""Tries whether a model's logits are a product, or a constant factor of it (Cohere, Granite), as the fused head computes them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +28,10 @@ class _Output(SimpleNamespace):
 class _Base(nn.Module):
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
-        self.hidden = hidden
+        self.output = _Output(last_hidden_state=hidden)
 
     def forward(self, *_: object, **__: object) -> _Output:
-        return _Output(last_hidden_state=self.hidden)
+        return self.output
 
 
 def logit_scale(model: "transformers.PreTrainedModel", width: int) -> float:
@@ -49,9 +48,8 @@ def logit_scale(model: "transformers.PreTrainedModel", width: int) -> float:
         try:
             logits = model(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), use_cache=False).logits
         except (AttributeError, TypeError, KeyError, RuntimeError, ValueError) as error:
-            raise ModelError(
-                f"{type(model).__name__} computes its logits from more than hidden states: {error}"
-            ) from error
+            name = type(model).__name__
+            raise ModelError(f"{name} computes its logits from more than hidden states: {error}") from error
         finally:
             for name, part in parts.items():
                 model.add_module(name, part)

@@ -1,45 +1,35 @@
-"""Kimi-K2, Kimi-VL and Kimi-K2.5 as published, without their own code. `MoonViT` replaces transformers' tower, which
-orders queries and keys differently."""
+"""Kimi-K2, Kimi-VL and Kimi-K2.5 as published. transformers' tower orders queries and keys differently: `MoonViT` replaces it."""
 
+import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
 from dovetail.errors import ModelError
+from dovetail.kernels.reference import wide, widened
 from dovetail.nn.activation_checkpoint import Recompute, runner
 
 TEXT, VISION = "deepseek_v3", "kimi_k25"  # transformers' names
 THETA = 10000.0
+BICUBIC = 3  # pillow's number
+MAX_SIDE = 512  # patches
+LIMITS = ("in_token_limit", "in_patch_limit")  # of images by Kimi-VL, by Kimi-K2.5
 MEDIA_PAD = 163605  # the image token's id where config.json lacks it
-RENAMED: Mapping[str, str] = MappingProxyType(
-    {
-        "vt_hidden_size": "hidden_size",
-        "vt_intermediate_size": "intermediate_size",
-        "vt_num_hidden_layers": "num_hidden_layers",
-        "vt_num_attention_heads": "num_attention_heads",
-        "init_pos_emb_height": "pos_emb_height",
-        "init_pos_emb_width": "pos_emb_width",
-        "init_pos_emb_time": "pos_emb_time",
-    }
-)
 # Supported values of keys that transformers' configs lack.
-TOWER_ONLY: Mapping[str, Any] = MappingProxyType(
-    {
-        "merge_type": "sd2_tpool",
-        "mm_projector_type": "patchmerger",
-        "pos_emb_type": "divided_fixed",
-        "projector_hidden_act": "gelu",
-        "hidden_act": "gelu_pytorch_tanh",
-    }
-)
-TEXT_ONLY: Mapping[str, Any] = MappingProxyType(
-    {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-)
+TOWER_ONLY: Mapping[str, Any] = {
+    "merge_type": "sd2_tpool",
+    "mm_projector_type": "patchmerger",
+    "pos_emb_type": "divided_fixed",
+    "projector_hidden_act": "gelu",
+    "hidden_act": "gelu_pytorch_tanh",
+}
+TEXT_ONLY: Mapping[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
 def translated(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -56,7 +46,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _vision(config: Mapping[str, Any]) -> Mapping[str, Any]:
     text, published = dict(config.get("text_config") or {}), dict(config.get("vision_config") or {})
     _check(published, TOWER_ONLY)
-    tower = {RENAMED.get(name, name): value for name, value in published.items() if name != "model_type"}
+    tower = {n.removeprefix("vt_").removeprefix("init_"): x for n, x in published.items() if n != "model_type"}
     width = tower.get("hidden_size", 1152)
     _check(tower, {"mm_hidden_size": width})
     return {
@@ -72,9 +62,11 @@ def _vision(config: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-FORMS: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = MappingProxyType(
-    {"kimi_k2": _text, "kimi_vl": _vision, "kimi_k25": _vision}
-)
+FORMS: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
+    "kimi_k2": _text,
+    "kimi_vl": _vision,
+    "kimi_k25": _vision,
+}
 
 
 def _check(config: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
@@ -90,7 +82,7 @@ class PositionTable(nn.Module):
 
     def forward(self, sizes: Sequence[tuple[int, int]]) -> Tensor:
         """[sum of heights * widths, D]: the table resized to each grid, in float32 or wider."""
-        table = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        table = widened(self.weight)
         out = []
         for height, width in sizes:
             rows, columns = _bicubic(table, 0, height), _bicubic(table, 1, width)
@@ -118,23 +110,14 @@ class PatchEmbed(nn.Module):
         return x + self.pos_emb(sizes).to(x.dtype)
 
 
-class Mlp(nn.Module):
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.fc0, self.fc1 = nn.Linear(width, inner), nn.Linear(inner, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc1(F.gelu(self.fc0(x), approximate="tanh"))
-        return out
-
-
 class Block(nn.Module):
     def __init__(self, config: "transformers.PreTrainedConfig") -> None:
         super().__init__()
         width, self.num_heads = config.hidden_size, config.num_attention_heads
         self.norm0, self.norm1 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.wqkv, self.wo = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = Mlp(width, config.intermediate_size)
+        layers = {"fc0": nn.Linear(width, config.intermediate_size), "act": nn.GELU("tanh")}
+        self.mlp = nn.Sequential(OrderedDict(layers, fc1=nn.Linear(config.intermediate_size, width)))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, counts: list[int]) -> Tensor:
         """x [n, D]; cos and sin [n, 1, C / 2]; counts: patches of each image."""
@@ -167,16 +150,13 @@ class Encoder(nn.Module):
         run, counts = runner(self.recompute), [height * width for height, width in sizes]
         for block in self.blocks:
             x = run(block, x, cos, sin, counts)
-        out: Tensor = self.final_layernorm(x)
-        return out
+        return self.final_layernorm(x)
 
     def angles(self, height: int, width: int, like: Tensor) -> Tensor:
         """[height * width, C / 2], by a patch's column and row in turn."""
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        steps, rows, columns = (
-            torch.arange(0, end, step, dtype=dtype, device=like.device)
-            for end, step in ((self.channels, 4), (height, 1), (width, 1))
-        )
+        ranges = ((self.channels, 4), (height, 1), (width, 1))
+        options: Any = {"dtype": wide(like.dtype), "device": like.device}
+        steps, rows, columns = (torch.arange(0, end, step, **options) for end, step in ranges)
         frequencies = self.theta ** -(steps / self.channels)
         places = torch.stack((columns.repeat(height), rows.repeat_interleave(width)), dim=-1)  # [n, 2]
         return (frequencies[:, None] * places[:, None]).flatten(1)
@@ -204,10 +184,71 @@ class MoonViT(nn.Module):
         )
 
 
-TOWERS: Mapping[str, type[nn.Module]] = MappingProxyType({VISION: MoonViT})
+TOWERS: Mapping[str, type[nn.Module]] = {VISION: MoonViT}
 
 
 def replace_tower(model: "transformers.PreTrainedModel") -> None:
     tower = TOWERS.get(model.config.model_type)
     if tower is not None:
         model.get_submodule("model").add_module("vision_tower", tower(model.config.vision_config).to(model.dtype))
+
+
+def published(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The settings in preprocessor_config.json, if they are Kimi's own."""
+    merged = {**settings, **(settings.get("media_proc_cfg") or {})}
+    return merged if any(name in merged for name in LIMITS) else None
+
+
+class KimiImages:
+    """Scales images down to the limit and pads them to whole rows of features; called as transformers' processors."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        for name, value in (("pad_input", True), ("fixed_output_tokens", None)):
+            if settings.get(name, value) != value:
+                raise ModelError(f"preprocessor_config.json: {name} is {settings[name]!r}; supported: {value!r}")
+        kernel = settings.get("merge_kernel_size", 2)
+        self.merge_size, *others = kernel if isinstance(kernel, list) else [kernel]
+        self.patch_size: int = settings.get("patch_size", 14)
+        self.limit: int = next(settings[name] for name in LIMITS if name in settings)
+        self.is_k25 = LIMITS[1] in settings
+        self.max_side: int = settings.get("patch_limit_on_one_side", MAX_SIDE)
+        self.mean, self.std = settings.get("image_mean"), settings.get("image_std")
+        counts = (self.merge_size, self.patch_size, self.limit, self.max_side)
+        whole = all(type(n) is int and n > 0 for n in counts) and set(others) <= {self.merge_size}
+        if not whole or not all(isinstance(colors, list) and len(colors) == 3 for colors in (self.mean, self.std)):
+            raise ModelError(
+                "preprocessor_config.json: expected patch_size, one merge_kernel_size for both sides, limits above 0, and "
+                "image_mean and image_std of three colors; fetch it again"
+            )
+
+    def __call__(self, images: Sequence[Any], **_: object) -> dict[str, Tensor]:
+        """Pixels [n, 3, patch, patch], and grids (1, height, width)."""
+        pixels, grids, p = [], [], self.patch_size
+        for image in images:
+            size, (height, width) = self._sizes(image.height, image.width)
+            x = np.asarray(image.resize((size[1], size[0]), resample=BICUBIC))
+            x = np.pad(x, ((0, height * p - size[0]), (0, width * p - size[1]), (0, 0))).astype(np.float32)
+            x = (x / np.float32(255) - np.float32(self.mean)) / np.float32(self.std)
+            pixels.append(torch.from_numpy(x).view(height, p, width, p, 3).permute(0, 2, 4, 1, 3).flatten(0, 1))
+            grids.append((1, height, width))
+        return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
+
+    def get_number_of_image_patches(self, height: int, width: int, _: object = None) -> int:
+        """Raises ValueError."""
+        return math.prod(self._sizes(height, width)[1])
+
+    def _sizes(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """In pixels after scaling, in patches after padding."""
+        p, most = self.patch_size, self.max_side * self.patch_size
+        patches = max(1, height // p) * max(1, width // p)
+        scale = min(1.0, math.sqrt(self.limit / patches))
+        if self.is_k25:
+            scale = min(scale, most / height, most / width)
+        scaled = max(1, int(height * scale)), max(1, int(width * scale))
+        h, w = (-(-n // (p * self.merge_size)) * self.merge_size for n in scaled)
+        longest = self.max_side if self.is_k25 else self.max_side - 1
+        if max(h, w) > longest:
+            raise ValueError(
+                f"an image of {width} x {height} pixels becomes {w} x {h} patches; at most {longest} fit a side"
+            )
+        return scaled, (h, w)

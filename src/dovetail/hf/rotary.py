@@ -17,11 +17,9 @@ def length_limit(config: "transformers.PreTrainedConfig") -> tuple[str, int] | N
     rope = text.rope_parameters if "rope_parameters" in vars(text) else None
     for options in (rope, *(rope or {}).values()):
         if isinstance(options, dict) and options.get("rope_type") in BY_LENGTH:
-            longest = text.max_position_embeddings
-            is_dynamic = options["rope_type"] == "dynamic"
-            return options["rope_type"], longest if is_dynamic else options.get(
-                "original_max_position_embeddings", longest
-            )
+            kind, longest = options["rope_type"], text.max_position_embeddings
+            original = options.get("original_max_position_embeddings", longest)
+            return kind, longest if kind == "dynamic" else original
     return None
 
 
@@ -69,11 +67,8 @@ def check_sections(text: nn.Module) -> None:
     sections = None if rotary is None else vars(rotary).get("mrope_section")
     if rotary is None or sections is None:
         return
-    half = len(rotary.get_buffer("inv_freq"))
-    counts = (
-        isinstance(sections, (list, tuple)) and len(sections) == 3 and all(type(n) is int and n > 0 for n in sections)
-    )
-    if not counts or sum(sections) != half:
+    half, listed = len(rotary.get_buffer("inv_freq")), isinstance(sections, (list, tuple)) and len(sections) == 3
+    if not listed or not all(type(n) is int and n > 0 for n in sections) or sum(sections) != half:
         raise ModelError(
             f"config.json: mrope_section is {sections!r}; expected three whole numbers that add up to {half}, half of the "
             "rotated channels of a head"

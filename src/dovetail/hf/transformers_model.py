@@ -1,8 +1,7 @@
 """transformers' layers with our packing, attention and head. Its modules load on first use: annotations are quoted."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,15 +15,15 @@ from dovetail.batch.loss import Loss, LossFn, TokenStats
 from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.errors import ModelError
-from dovetail.hf.attention_interface import NAME, register
 from dovetail.hf.head import logit_scale
 from dovetail.hf.kimi import Block, Encoder, replace_tower, translated
 from dovetail.hf.names import OLD_STEMS, Names
 from dovetail.hf.rotary import check_sections, follow_lengths, marked
-from dovetail.hf.vision import Vision, family_of
+from dovetail.hf.vision import Vision, family_of, kinds_of
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.activation_checkpoint import Recompute, options
 from dovetail.nn.attention import attention_of
+from dovetail.nn.context_parallel import BatchAttention
 from dovetail.nn.decoder import Head
 from dovetail.nn.heads import LMHead, ValueHead, shared
 from dovetail.nn.model import StagedModel, StageRange
@@ -32,6 +31,11 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.shards import form_of
 
+NAME = "dovetail"  # of packed attention in transformers' registries
+# Options of attention that it computes or may ignore.
+KNOWN = frozenset(
+    ("context", "sliding_window", "dropout", "is_causal", "position_ids", "cache_position", "use_cache", "return_dict")
+)
 LAYERS = ("full_attention", "sliding_attention")
 SCORE_OPTIONS = ("attn_logit_softcapping", "attn_temperature_tuning")  # of attention
 # transformers' errors at a config.
@@ -40,10 +44,50 @@ CONFIG_ERRORS = (
     *(OSError, SyntaxError, StrictDataclassError),
 )
 # model_type -> (a field, the model_type that reads it)
-READ_AS: Mapping[str, tuple[str, str]] = MappingProxyType({"mistral": ("layer_types", "ministral")})
+READ_AS: Mapping[str, tuple[str, str]] = {"mistral": ("layer_types", "ministral")}
 FLOAT = "__float__"
 LONG = 1000  # characters of a message
 GROUPED = 8  # widths that torch groups: 16 bytes in half precision
+
+
+class Window(int):
+    """A sliding window's width as its mask: some models pass it in no other way."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ModelError(f"the model changes its attention masks ({name}), which packed attention does not compute")
+
+
+def window_mask(*_: object, local_size: int | None = None, **__: object) -> Window | None:
+    return None if local_size is None else Window(local_size)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | Window | None = None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """query [1, H, t, C], key [1, G, t, C], value [1, G, t, Cv] -> [1, t, H, Cv], None. context: has sequences' boundaries."""
+    context: BatchAttention | None = options.get("context")
+    name = type(module).__name__
+    if context is None:
+        raise ModelError(
+            f"{name} does not hand arguments of the forward pass on to attention, so packed sequences would not be kept apart"
+        )
+    window = attention_mask if isinstance(attention_mask, Window) else None
+    passed = {"attention_mask": None if window else attention_mask, **options}
+    unknown = [option for option, x in passed.items() if not (option in KNOWN or x is None or x is False)]
+    if unknown:
+        raise ModelError(f"{name} calls attention with {', '.join(unknown)}, which packed attention does not compute")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [t, heads, C]
+    width = q.shape[-1]
+    if scaling is not None and scaling != width**-0.5:
+        q = q * (scaling * width**0.5)
+    out = context.attend(q, k, v, options.get("sliding_window") or window)
+    return out.contiguous()[None], None  # some models view it
 
 
 class TransformersModel(StagedModel):
@@ -80,7 +124,7 @@ class TransformersModel(StagedModel):
             assert isinstance(words.weight, nn.Parameter)
             self.lm_head.weight = words.weight
         self.stems: list[tuple[str, str]] = []
-        self.renamed: Mapping[str, str] = MappingProxyType({})
+        self.renamed: Mapping[str, str] = {}
         if source is not None:
             if self.vision is None:
                 own = {*dict(self.named_parameters()), *dict(self.named_buffers())}
@@ -94,12 +138,9 @@ class TransformersModel(StagedModel):
         assert micro is not None and stage == 0 and x is None
         context = attention_of(micro, self.mesh, self.kernels)
         hidden = self.text(**self._inputs(micro), use_cache=False, context=context).last_hidden_state[0]
-        if loss is not None:
-            loss = shared(loss, micro, self.mesh["cp"])
         if self.logit_scale != 1.0:
             hidden = hidden * self.logit_scale
-        out: TokenStats | Loss | Tensor = self.head(hidden, micro, loss)
-        return out
+        return self.head(hidden, micro, None if loss is None else shared(loss, micro, self.mesh["cp"]))
 
     @property
     def text(self) -> nn.Module:
@@ -108,10 +149,10 @@ class TransformersModel(StagedModel):
     def _inputs(self, micro: MicroBatch) -> dict[str, Any]:
         """Ids, or embeddings with vision features in their places."""
         if self.vision is None:
-            limit = self.length_limit
-            positions = micro.batch.positions if limit is None else marked(micro.batch, limit)
+            batch, limit = micro.batch, self.length_limit
+            positions = batch.positions if limit is None else marked(batch, limit)
             return {"input_ids": micro.tokens[None], "position_ids": positions[micro.order][None]}
-        placeholders = self.vision.kinds(micro.tokens) > 0
+        placeholders = kinds_of(micro.tokens, self.model.config) > 0
         words = self.model.get_input_embeddings()(micro.tokens.masked_fill(placeholders, 0))
         places, (first, *deep) = self.vision.encode(micro, words.dtype)
         positions = self.vision.positions(micro.batch)[:, micro.order]
@@ -131,10 +172,8 @@ class TransformersModel(StagedModel):
             self.vision.check(batch)
 
     def stored_name(self, name: str) -> str:
-        for ours, theirs in self.stems:
-            if name.startswith(ours):
-                name = theirs + name.removeprefix(ours)
-                break
+        ours, theirs = next((pair for pair in self.stems if name.startswith(pair[0])), ("", ""))
+        name = theirs + name.removeprefix(ours)
         return self.renamed.get(name, name)
 
     def groups(self) -> Iterator[nn.Module]:
@@ -186,22 +225,16 @@ def _config_errors() -> Iterator[None]:
 
 def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
     """In float32, on meta but for computed buffers. Raises ModelError."""
-    register()
+    if NAME not in transformers.AttentionInterface():
+        transformers.AttentionInterface.register(NAME, packed_attention)
+        transformers.AttentionMaskInterface.register(NAME, window_mask)
     known = known_config(config)
     with _config_errors():
-        _check_config(known)
+        _refuse(_config_problems(known))
         with _ParametersOnMeta():
             model: transformers.PreTrainedModel = auto_class(known).from_config(known, dtype=torch.float32)
             replace_tower(model)
-    name = type(model).__name__
-    if not model._can_set_attn_implementation():
-        raise ModelError(f"{name} does not call attention through AttentionInterface, so its batches cannot be packed")
-    head = model.get_output_embeddings()
-    if isinstance(head, nn.Linear) and head.bias is not None:
-        raise ModelError(f"{name} has a head with a bias, which the fused head does not compute")
-    if dict(model.named_children()).keys() != {"model", "lm_head"}:
-        raise ModelError(f"{name} is not made of `model` and `lm_head` alone")
-    _check_modules(model.get_decoder() if has_vision(known) else model)
+    _refuse(_model_problems(model))
     check_sections(model.get_decoder())
     _freeze(model)
     model.set_attn_implementation({"text_config": NAME} if has_vision(known) else NAME)
@@ -223,16 +256,11 @@ def known_config(config: Mapping[str, Any]) -> "transformers.PreTrainedConfig":
     """A raw config.json as transformers reads it. Raises ModelError."""
     with _config_errors():
         options = _floats(dict(translated(config)))
-        if options["model_type"] not in transformers.CONFIG_MAPPING and "auto_map" in options:
-            raise ModelError(
-                f"model_type {options['model_type']!r} is code that comes with the model, which is not run"
-            )
-        family = options.pop("model_type")
-        field, other = READ_AS.get(family, ("", family))
-        known: transformers.PreTrainedConfig = transformers.AutoConfig.for_model(
-            other if field in options else family, **options
-        )
-    return known
+        kind = options.pop("model_type")
+        if kind not in transformers.CONFIG_MAPPING and "auto_map" in options:
+            raise ModelError(f"model_type {kind!r} is code that comes with the model, which is not run")
+        field, other = READ_AS.get(kind, ("", kind))
+        return transformers.AutoConfig.for_model(other if field in options else kind, **options)
 
 
 def _floats(value: Any) -> Any:
@@ -246,40 +274,48 @@ def has_vision(config: "transformers.PreTrainedConfig") -> bool:
     return "vision_config" in config.to_dict()
 
 
-def _check_config(config: "transformers.PreTrainedConfig") -> None:
-    """Refuse what would be computed wrongly."""
+def _refuse(problems: Iterable[str]) -> None:
+    for problem in problems:
+        raise ModelError(problem)
+
+
+def _config_problems(config: "transformers.PreTrainedConfig") -> Iterator[str]:
+    """What would be computed wrongly."""
     text = config.get_text_config()
     values = vars(text)
     if any(vars(part).get("quantization_config") is not None for part in (config, text)):
-        raise ModelError(
-            "config.json: quantization_config; convert the checkpoint to float32 or bfloat16 weights first"
-        )
+        yield "config.json: quantization_config; convert the checkpoint to float32 or bfloat16 weights first"
     for name in SCORE_OPTIONS:
         if values.get(name):
-            raise ModelError(
-                f"config.json: {name}={values[name]} changes attention, which packed attention does not compute"
-            )
-    kinds = {kind for kind in values.get("layer_types") or () if kind not in LAYERS}
-    if kinds:
-        raise ModelError(
-            f"config.json: layers of type {', '.join(sorted(kinds))} carry state over sequence boundaries, or choose what a "
+            yield f"config.json: {name}={values[name]} changes attention, which packed attention does not compute"
+    if kinds := {kind for kind in values.get("layer_types") or () if kind not in LAYERS}:
+        names = ", ".join(sorted(kinds))
+        yield (
+            f"config.json: layers of type {names} carry state over sequence boundaries, or choose what a "
             "token sees in a way of their own"
         )
     if values.get("is_causal") is False:
-        raise ModelError("config.json: is_causal=False; tokens that see what follows them have no log-probs")
+        yield "config.json: is_causal=False; tokens that see what follows them have no log-probs"
     if has_vision(config):
         family_of(config)
 
 
-def _check_modules(text: nn.Module) -> None:
+def _model_problems(model: "transformers.PreTrainedModel") -> Iterator[str]:
     """What a config does not say."""
-    for name, module in text.named_modules():
+    name, head, sees = type(model).__name__, model.get_output_embeddings(), has_vision(model.config)
+    if not model._can_set_attn_implementation():
+        yield f"{name} does not call attention through AttentionInterface, so its batches cannot be packed"
+    if isinstance(head, nn.Linear) and head.bias is not None:
+        yield f"{name} has a head with a bias, which the fused head does not compute"
+    if dict(model.named_children()).keys() != {"model", "lm_head"}:
+        yield f"{name} is not made of `model` and `lm_head` alone"
+    for name, module in (model.get_decoder() if sees else model).named_modules():
         if vars(module).get("is_causal") is False:
-            raise ModelError(f"tokens see what follows them in {name}, so they have no log-probs")
+            yield f"tokens see what follows them in {name}, so they have no log-probs"
         if isinstance(module, nn.Conv1d):
-            raise ModelError(f"{name} is a convolution over tokens, which carries state over sequence boundaries")
+            yield f"{name} is a convolution over tokens, which carries state over sequence boundaries"
         if "sinks" in dict(module.named_parameters(recurse=False)):
-            raise ModelError(f"{name} has sinks, which packed attention does not compute")
+            yield f"{name} has sinks, which packed attention does not compute"
 
 
 def _freeze(model: nn.Module) -> None:
@@ -295,10 +331,8 @@ def _recompute(model: "transformers.PreTrainedModel", recompute: Recompute) -> N
     """Of blocks, which need training mode; their children stay in eval mode."""
     if not model.supports_gradient_checkpointing:
         raise ModelError(f"{type(model).__name__} recomputes nothing; set activation_checkpointing=none")
-    if hasattr(model, "activation_checkpointing_enable"):  # the older name would warn
-        model.activation_checkpointing_enable(options(recompute))
-    else:
-        model.gradient_checkpointing_enable(options(recompute))
+    is_new = hasattr(model, "activation_checkpointing_enable")  # whose older name would warn
+    (model.activation_checkpointing_enable if is_new else model.gradient_checkpointing_enable)(options(recompute))
     for block in model.modules():
         if isinstance(block, Encoder):
             block.recompute = recompute

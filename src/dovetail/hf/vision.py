@@ -1,12 +1,11 @@
 """Vision features of packed sequences in the places of placeholder tokens.
 
-Images are balanced over the cp ranks, and features gathered. Each micro-batch is one call of the tower on every rank,
-with a blank image where there are none; images are videos of one frame.
+Images, as videos of one frame, are balanced over the cp ranks. Every rank calls the tower once a micro-batch, if need be with
+a blank image.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +20,7 @@ from dovetail.parallel.collectives import gather_in_order
 from dovetail.parallel.mesh import Axis
 
 
-@dataclass(frozen=True)
-class VisionKind:
+class VisionKind(NamedTuple):
     """code: its token type."""
 
     name: str
@@ -38,10 +36,8 @@ KINDS = (
 GRIDS = (*(kind.grid for kind in KINDS), "second_per_grid_ts")
 
 
-@dataclass(frozen=True)
-class Family:
-    """marks: videos are image tokens between marks. frames_apart: text separates frames. clips: videos of several
-    frames."""
+class Family(NamedTuple):
+    """marks: videos are image tokens between marks. frames_apart: text separates frames. clips: videos may have frames."""
 
     marks: bool = False
     frames_apart: bool = False
@@ -49,22 +45,15 @@ class Family:
 
 
 # Features replace the embeddings of placeholder tokens, one for one, under a causal mask.
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "qwen2_vl": Family(),
-        "qwen2_5_vl": Family(),
-        "qwen3_vl": Family(frames_apart=True),
-        "qwen3_vl_moe": Family(frames_apart=True),
-        "glm4v": Family(marks=True, frames_apart=True),
-        "glm4v_moe": Family(marks=True, frames_apart=True),
-        "kimi_k25": Family(clips=False),
-        "kimi_vl": Family(clips=False),
-    }
-)
+FAMILIES: Mapping[str, Family] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), Family()),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), Family(frames_apart=True)),
+    **dict.fromkeys(("glm4v", "glm4v_moe"), Family(marks=True, frames_apart=True)),
+    **dict.fromkeys(("kimi_k25", "kimi_vl"), Family(clips=False)),
+}
 
 
-@dataclass(frozen=True)
-class VisionInputs:
+class VisionInputs(NamedTuple):
     """Patches [frames * height * width, ...] on the host."""
 
     pixels: Tensor
@@ -84,9 +73,6 @@ class Vision:
         tower = self.config.vision_config.to_dict()
         self.merge: int = tower.get("spatial_merge_size") or tower["merge_kernel_size"][0]
 
-    def kinds(self, tokens: Tensor) -> Tensor:
-        return kinds_of(tokens, self.config)
-
     def check(self, batch: PackedBatch) -> None:
         """Raise DataError for media that do not fit; lazy ones are compared when they are read."""
         for number, (tokens, media) in enumerate(_sequences(batch)):
@@ -94,7 +80,7 @@ class Vision:
                 self._compare(number, tokens, media)
 
     def _compare(self, number: int, tokens: Tensor, media: Media | None) -> None:
-        runs = torch.stack(torch.unique_consecutive(self.kinds(tokens), return_counts=True), dim=1).tolist()
+        runs = torch.stack(torch.unique_consecutive(kinds_of(tokens, self.config), return_counts=True), dim=1).tolist()
         for kind in KINDS:
             lengths = [length for code, length in runs if code == kind.code]
             expected = []
@@ -137,7 +123,9 @@ class Vision:
                 parts.append(torch.arange(len(tokens)).expand(3, -1))
                 continue
             grids = {name: media[name] for name in GRIDS if name in media}
-            alone, _ = self.model.get_rope_index(tokens[None], mm_token_type_ids=self.kinds(tokens)[None], **grids)
+            alone, _ = self.model.get_rope_index(
+                tokens[None], mm_token_type_ids=kinds_of(tokens, self.config)[None], **grids
+            )
             parts.append(alone[:, 0])
         return torch.cat(parts, dim=1).to(batch.positions.device)
 
@@ -164,14 +152,13 @@ class Vision:
         return at[is_local].to(device), list(features.split(widths, dim=1))
 
     def _collect(self, batch: PackedBatch) -> tuple[list[VisionInputs], Tensor]:
-        inputs: list[VisionInputs] = []
-        places = [torch.empty(0, dtype=torch.int64)]
+        inputs, places = list[VisionInputs](), [torch.empty(0, dtype=torch.int64)]
         starts = cumulative(batch.lengths).tolist()
         start_reading(batch.media)
         for number, (tokens, media) in enumerate(_sequences(batch)):
             if media is not None:
                 self._compare(number, tokens, media)
-                kinds = self.kinds(tokens)
+                kinds = kinds_of(tokens, self.config)
                 for kind in KINDS:
                     inputs += self.inputs(media, number, kind)
                     places.append(starts[number] + (kinds == kind.code).nonzero()[:, 0])
@@ -220,8 +207,7 @@ def kinds_of(tokens: Tensor, config: "transformers.PreTrainedConfig") -> Tensor:
 
 
 def as_images(tokens: Tensor, media: Media, config: "transformers.PreTrainedConfig") -> Media:
-    """Images and frames in the order of their runs of tokens [n], all as images: transformers gives features to all or
-    none."""
+    """Images and frames in the order of their tokens, all as images: transformers gives features to all or none."""
     codes = [code for code in kinds_of(tokens, config).unique_consecutive().tolist() if code]
     frames = {kind.code: _frames(media, kind) for kind in KINDS}
     for kind in KINDS:

@@ -39,7 +39,7 @@ def package_usable(interface: str, device: torch.device) -> bool:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
-    """As `reference.attention`, by torch's packed flash attention in half precision."""
+    """In half precision by torch's packed flash attention."""
     head_dim = q.shape[-1]
     if q.dtype not in FLASH_DTYPES or head_dim % FLASH_MULTIPLE or head_dim > FLASH_MAX_HEAD:
         return reference.attention(q, k, v, q_spans, k_spans, window)
@@ -53,13 +53,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, w
 def _varlen_attention() -> Callable[..., Any]:
     """Imported late: its module imports torch's compiler, which is slow."""
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    # torch 2.11 shares KV heads by default; later versions need a flag that it does not know.
+    # torch 2.11 has no such flag, and shares KV heads by default
     gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
     return partial(varlen_attn, enable_gqa=True) if gqa else varlen_attn
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """As `reference.grouped_mm`; rows of multiples of 16 bytes take one launch without a host sync."""
+    """Rows of multiples of 16 bytes take one launch without a host sync."""
     if x.dtype != torch.bfloat16 or not len(x) or any(n % GROUPED_MULTIPLE for n in weight.shape[1:]):
         return reference.grouped_mm(x, weight, offsets)
     return F.grouped_mm(x, weight, offs=offsets.to(torch.int32))
@@ -72,20 +72,20 @@ def grouped_mm_without_sync(device: torch.device, dtype: torch.dtype, *widths: i
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """As `reference.logits`, in float32: the product's accumulator."""
+    """In float32: the product's accumulator."""
     half = x.dtype in FLASH_DTYPES
     return torch.mm(x, weight.T, out_dtype=torch.float32) if half else reference.logits(x, weight)
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """As `reference.router_logits`, without float32 copies: bfloat16 products are exact in float32."""
+    """Without float32 copies: bfloat16 products are exact in float32."""
     if x.dtype != torch.bfloat16 or weight.dtype != x.dtype or not len(x):
         return reference.router_logits(x, weight)
     return _RouterLogits.apply(x, weight)
 
 
 class _RouterLogits(torch.autograd.Function):
-    """forward: z = x w.T in float32. backward: dx = dz w, dw = dz.T x, with dz as a sum of two bfloat16 numbers (2^-17)."""
+    """forward: z = x w.T in float32. backward: dx = dz w, dw = dz.T x, with dz as the sum of two bfloat16 numbers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class _RouterLogits(torch.autograd.Function):
 
 
 def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False) -> None:
-    """As `reference.add_weight_grad_`, added by the product itself in fp32."""
+    """Added by the product itself, in fp32."""
     wider: dict[str, Any] = {} if total.dtype == x.dtype else {"out_dtype": total.dtype}
     if first:
         torch.mm(dz.T, x, **wider, out=total)

@@ -1,4 +1,4 @@
-"""Attention by cuDNN for sequences of one length: faster than torch's packed attention on Hopper, but it plans each new shape."""
+"""Attention by cuDNN for sequences of one length: faster than torch's on Hopper, but it plans each new shape."""
 
 import torch
 from torch import Tensor
@@ -9,27 +9,20 @@ from dovetail.kernels.reference import Spans
 
 ARCHITECTURE = 9  # first major compute capability where it is faster than torch
 MAX_HEAD_DIM = 128
-LENGTH_STEP = 1024  # lengths that are likely to occur again
-LONG = 16384  # tokens of a sequence that are worth a plan of their own
+LENGTH_STEP, LONG = 1024, 16384  # multiples are likely to occur again; above, a plan is worth its time
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
-    """As `reference.attention`; shapes not worth a plan take torch's packed attention."""
-    n = q_spans.longest
-    dense = n > 0 and set(q_spans.lengths) | set(k_spans.lengths) == {n}
-    if not dense or (n % LENGTH_STEP and n < LONG) or (window is not None and window < n):
-        return cuda.attention(q, k, v, q_spans, k_spans, window)
-    queries, keys, values = (x.unflatten(0, (-1, n)).transpose(1, 2) for x in (q, k, v))  # [B, heads, n, C]
-    if not _supported(queries, keys, values):
-        return cuda.attention(q, k, v, q_spans, k_spans, window)
-    return causal(queries, keys, values).transpose(1, 2).flatten(0, 1)
-
-
-def _supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Its backward pass is not deterministic."""
-    if torch.are_deterministic_algorithms_enabled() or q.shape[-1] != v.shape[-1] or q.shape[-1] > MAX_HEAD_DIM:
-        return False
-    return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1]))
+    """Shapes not worth a plan take `cuda.attention`; so does all where the backward pass has to be deterministic."""
+    n, widths = q_spans.longest, (q.shape[-1], v.shape[-1])
+    dense = n > 0 and set(q_spans.lengths) | set(k_spans.lengths) == {n} and (window is None or window >= n)
+    fits = widths[0] == widths[1] <= MAX_HEAD_DIM and not torch.are_deterministic_algorithms_enabled()
+    if dense and fits and (n % LENGTH_STEP == 0 or n >= LONG):
+        queries, keys, values = (x.unflatten(0, (-1, n)).transpose(1, 2) for x in (q, k, v))  # [B, heads, n, C]
+        shared = q.shape[1] != k.shape[1]
+        if can_use_cudnn_attention(SDPAParams(queries, keys, values, None, 0.0, True, shared)):
+            return causal(queries, keys, values).transpose(1, 2).flatten(0, 1)
+    return cuda.attention(q, k, v, q_spans, k_spans, window)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

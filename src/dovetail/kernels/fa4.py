@@ -1,6 +1,6 @@
 """Packed attention by FlashAttention-4 (the package flash-attn-4, extra `fa4`), on Hopper and Blackwell.
 
-Sequences of one length go in as a dense batch, which is faster. The package compiles a kernel for each form of its arguments.
+Sequences of one length are a dense batch, which is faster. The package compiles a kernel for each form of its arguments.
 """
 
 import importlib
@@ -16,12 +16,12 @@ from dovetail.kernels.reference import Spans
 INTERFACE = "flash_attn.cute.interface"
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128))  # of queries and keys, and of values
 PACK_GQA_QUERIES = 256  # up to this length the heads that share keys fill a tile together
-MIN_MAX_SEQLEN = 512  # passed for shorter packs: a pack of single tiles would be another form
-MANY_SEQUENCES = 257  # from here on the package looks tiles up in a table, which is another form
+MIN_MAX_SEQLEN = 512  # passed for shorter packs: single tiles would be another form
+MANY_SEQUENCES = 257  # from here on the package has another form
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_spans: Spans, k_spans: Spans, window: int | None = None) -> Tensor:
-    """As `reference.attention`; other head dims and dtypes take `cuda.attention`."""
+    """Other head dims and dtypes take `cuda.attention`."""
     dims, shared = (q.shape[-1], v.shape[-1]), q.shape[1] != k.shape[1]
     if q.dtype not in cuda.FLASH_DTYPES or dims not in HEAD_DIMS or (shared and dims[0] != dims[1]):
         return cuda.attention(q, k, v, q_spans, k_spans, window)
@@ -47,7 +47,7 @@ def _without_broadcast(x: Tensor) -> Tensor:
 def compile_kernels(
     heads: tuple[int, int], dims: tuple[int, int], windowed: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Compile every form that `attention` uses, or read it from the disk's cache. heads: of queries, of keys."""
+    """Compile every form of `attention`, or read it from disk. heads: of queries, of keys."""
     if dtype not in cuda.FLASH_DTYPES or dims not in HEAD_DIMS:
         return
     short, long = 8, PACK_GQA_QUERIES + 1

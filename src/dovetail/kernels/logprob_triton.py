@@ -1,4 +1,4 @@
-"""The LM head's passes over float32 logits as Triton kernels: statistics of a row, and its gradient in the row's memory."""
+"""The LM head's passes over float32 logits as Triton kernels: a row's statistics, and its gradient in place."""
 
 import torch
 import triton
@@ -33,7 +33,7 @@ def vocab_grad_(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A half-precision result is in the first half of each row's memory."""
+    """A half-precision result is in the front half of each row's memory."""
     n, columns = z.shape
     if z.dtype != torch.float32 or not z.is_contiguous() or z.numel() == 0:
         return reference.vocab_grad_(z, local_targets, normalizer, g, h, temperature, dtype=dtype)
@@ -54,7 +54,6 @@ def _inverse(z: Tensor, temperature: Tensor | None) -> Tensor:
 def _row_stats(
     z: tensor, targets: tensor, inverse: tensor, stats: tensor, columns: constexpr, stride: tensor, BLOCK: constexpr
 ) -> None:
-    """s and u are rescaled whenever a block raises the maximum."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(inverse + row)
     m = float("-inf")

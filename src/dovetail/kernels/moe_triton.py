@@ -1,4 +1,4 @@
-"""Top-k, permute and unpermute of a mixture of experts as Triton kernels: no atomic adds, no host syncs."""
+"""Top-k, permute and unpermute as Triton kernels: no atomic adds, no host syncs."""
 
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ class RowSize(NamedTuple):
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """As `reference.top_k`, of float32 scores; equal ones in order."""
+    """Equal scores in order."""
     n, experts = scores.shape
     if scores.dtype != torch.float32 or not n or experts > MAX_EXPERTS or k > MAX_COPIES:
         return reference.top_k(scores, k)
@@ -77,7 +77,7 @@ def sort_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class _MoveRows(torch.autograd.Function):
-    """forward: copy each row of x [T, D] to its rows of y [total, D], or if `back` sum a token's copies. backward: the other."""
+    """forward: copy each token to its rows, or if `back` sum a token's rows. backward: the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, copies: int, total: int, back: bool) -> Tensor:
@@ -93,7 +93,7 @@ class _MoveRows(torch.autograd.Function):
 
 
 class _UnpermuteWeighted(torch.autograd.Function):
-    """forward: the weighted sum of a token's copies. backward: dx = w dy for each copy, and dw = <dy, copy>."""
+    """forward: y = sum w x over a token's rows. backward: dx = w dy, dw = <dy, x>."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def _permute(x: tensor, rows: tensor, out: tensor, stride: tensor, length: tenso
 def _unpermute(
     x: tensor, rows: tensor, weights: tensor, out: tensor, stride: tensor, length: tensor, SIZE: constexpr
 ) -> None:
-    """Sum a piece of one token's rows below `length`; weights are rounded to the output's dtype."""
+    """Sum a piece of one token's rows below `length`."""
     COPIES: constexpr = SIZE.copies
     PIECES: constexpr = (SIZE.width + SIZE.block - 1) // SIZE.block
     dtype: constexpr = out.dtype.element_ty
@@ -172,7 +172,7 @@ def _unpermute(
 def _unpermute_grad(
     dy: tensor, x: tensor, rows: tensor, weights: tensor, grads: tensor, length: tensor, SIZE: constexpr
 ) -> None:
-    """One token: dx of each copy and dw, reads before writes."""
+    """One token; all reads before writes."""
     dx, dw = grads
     COPIES: constexpr = SIZE.copies
     WIDTH: constexpr = SIZE.width
@@ -222,7 +222,7 @@ def _place(
 
 @triton.jit
 def _equals(experts: tensor, n: tensor, BLOCK: constexpr) -> tuple[tensor, tensor, tensor, tensor]:
-    """A block's copies, their experts, which copies exist, and which pairs share an expert."""
+    """A block's copies, their experts, which exist, and which pairs have equal ones."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(experts + at, mask=at < n, other=-1).to(tl.int64)
     other = tl.load(experts + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), mask=at < n, other=-1)
@@ -231,7 +231,7 @@ def _equals(experts: tensor, n: tensor, BLOCK: constexpr) -> tuple[tensor, tenso
 
 @triton.jit(do_not_specialize=["n"])
 def _top_k(scores: tensor, indices: tensor, n: tensor, TILE: constexpr, K: constexpr) -> None:
-    """Some rows' best columns, one by one. Floats are compared as integers, so NaN has a rank."""
+    """Floats are compared as integers, so NaN has a rank."""
     row = tl.program_id(0).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
     at = tl.arange(0, TILE.columns)
     valid = (row < n)[:, None] & (at < TILE.width)[None, :]

@@ -15,7 +15,7 @@ from dovetail.kernels import reference
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 16384  # of a row
 TILE_SIZE = 2048  # numbers per program where rows are shorter
-PROGRAMS, STAGES = 264, 3  # of a gain's gradient: two programs per multiprocessor of an H200; software pipelining
+PROGRAMS, STAGES = 264, 3  # of a gain's gradient: two programs per multiprocessor of an H200
 PIECE = 1024  # numbers per program of swiglu and of sums
 EXACT: Mapping[str, bool] = {"enable_fp_fusion": False}  # round a product before it is added
 
@@ -81,7 +81,7 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def column_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dense float32 [n, ...] -> [...] in `dtype`: the sum over n, in a fixed order."""
+    """Dense float32 [n, ...] -> [...] in `dtype`, in a fixed order."""
     total, tile = torch.empty_like(partial[0], dtype=dtype), Tile(partial[0].numel(), 64, 16)
     _columns[(triton.cdiv(tile.width, tile.columns),)](partial, total, len(partial), tile, num_warps=4)
     return total
@@ -94,7 +94,7 @@ def dense_rows(x: Tensor) -> Tensor:
 
 
 class _AddNorm(torch.autograd.Function):
-    """forward: s = x + y, or x; n = s / rms(s) * weight. backward: dx = dy = ds + the norm's gradient."""
+    """forward: s = x + y, or x; n = s / rms(s) * weight. backward: dx = dy = ds + the gradient by n."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ def _norm(
 def _norm_grad(
     inputs: tensor, dx: tensor, partial: tensor, rows: tensor, stride: tensor, TILE: constexpr, STAGES: constexpr
 ) -> None:
-    """dx of every num_programs-th tile of rows, and a partial sum of the gain's gradient."""
+    """Every num_programs-th tile of rows, and a partial sum of the gain's gradient."""
     x, weight, inverse, dy, ds = inputs
     at = tl.arange(0, TILE.columns)
     w = tl.load(weight + at, mask=at < TILE.width, other=0.0).to(tl.float32)
@@ -252,7 +252,7 @@ def _sum(
     COUNT: constexpr,
     BLOCK: constexpr,
 ) -> None:
-    """A piece of the sum of COUNT parts; part WHICH is read from `own`."""
+    """Part WHICH is read from `own`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = parts + at
     acc = tl.load(own + at if WHICH == 0 else place, mask=at < n, other=0.0).to(tl.float32)

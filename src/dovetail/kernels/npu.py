@@ -1,4 +1,4 @@
-"""Ops of Ascend NPUs, by torch_npu's fused operations. Not run on hardware yet; tests/npu has the signatures of its wheel."""
+"""Ops of Ascend NPUs by torch_npu. Not run on hardware yet; tests/npu has the signatures of its wheel."""
 
 import itertools
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM, MAX_HEADS = 768, 256  # of fused attention
 MAX_SEQUENCES = 1024  # per attention call
 ROTARY_LIMIT = 896  # rotated channels, exclusive
-MASK = 2048  # side of the triangle that stands for a causal mask of any size
+MASK = 2048  # side of the triangle that stands for any causal mask
 GROUPED_LIMIT = 65536  # inner dim of a grouped product, exclusive
 CAUSAL, BAND = 3, 4  # sparse_mode: aligned at the bottom right
 GROUP_BY_ROWS, GROUP_BY_INNER = 0, 2  # group_type
@@ -114,7 +114,7 @@ def _supported(x: Tensor) -> bool:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """forward: y = x w[e] for the tokens of each expert e. backward: dx = dy w[e].T; dw[e] = x.T dy over its tokens."""
+    """forward: y = x w[e] by expert e. backward: dx = dy w[e].T; dw[e] = x.T dy over its tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, ops: Any) -> Tensor:

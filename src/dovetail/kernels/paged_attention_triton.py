@@ -23,7 +23,7 @@ MAX_SPLITS = 32
 
 
 class Shape(NamedTuple):
-    """Queries of a KV head, the same padded, channels, the same padded, entries of a page, window or 0."""
+    """Queries of a KV head and channels, each also padded; entries of a page; window or 0."""
 
     queries: int
     padded_queries: int
@@ -34,7 +34,7 @@ class Shape(NamedTuple):
 
 
 class EntryShape(NamedTuple):
-    """Entries of a page, channels of an entry, of a new key and value, and of a key padded."""
+    """Entries of a page; channels of an entry, of a new key and value, and of a key padded."""
 
     page: int
     dim: int
@@ -77,7 +77,7 @@ def write_entries(keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor, 
 
 
 def splits_for(pairs: int, capacity: int) -> int:
-    """Per pair of row and KV head, a power of two: as many as fill the GPU and may have entries."""
+    """A power of two: as many as fill the GPU and may have entries."""
     wanted = min(-(-PROGRAMS // pairs), -(-capacity // BLOCK.value), MAX_SPLITS)
     return 1 << (wanted - 1).bit_length()
 
@@ -87,7 +87,7 @@ def warps_for(queries: int, width: int) -> int:
 
 
 def stages_for(queries: int, width: int, itemsize: int, shared: int) -> int:
-    """STAGES, or 1 where `shared` bytes do not hold that many blocks, the queries and their weights."""
+    """STAGES, or 1 where `shared` bytes do not hold their blocks, the queries and the weights."""
     numbers = STAGES * BLOCK.value * width + queries * (width + BLOCK.value)
     return STAGES if numbers * itemsize <= shared else 1
 
@@ -118,7 +118,7 @@ def _split(
     stride: tensor,
     SHAPE: constexpr,
 ) -> None:
-    """One split of a row: the weighted sum of values and, behind all of these, maximum and sum of weights (base 2)."""
+    """The weighted sum of values and, behind all of these, maximum and sum of weights (base 2)."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     split = tl.program_id(2)
@@ -169,7 +169,7 @@ def _split(
 
 @triton.jit
 def _combine(partial: tensor, out: tensor, DIM: constexpr, WIDTH: constexpr, SPLITS: constexpr) -> None:
-    """Combine the splits of one head of one row, at least one of which has entries."""
+    """At least one split has entries."""
     heads = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     head = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     channel = tl.arange(0, WIDTH)

@@ -1,8 +1,7 @@
 """Gated and grouped matrix products by quack (the package quack-kernels, extra `fa4`), on Hopper and Blackwell.
 
-pairs: a gate-up product's columns, gate and up of each feature; weights and their gradients have gates first. starts, int32
-[E + 1]: expert e's rows are starts[e] to starts[e + 1]. source: the row of x of each row. The dynamic scheduler avoids SMs that
-concurrent collectives occupy.
+pairs: a gate-up product's columns, gate and up of each feature; weights have gates first. starts, int32 [E + 1]: expert e's
+rows are starts[e] to starts[e + 1]. source: the row of x of each row. The dynamic scheduler avoids SMs that NCCL occupies.
 """
 
 import importlib
@@ -21,12 +20,12 @@ ALIGNMENT = 16  # bytes
 MULTIPLE = 8  # bf16 numbers in ALIGNMENT
 Tiles = tuple[int, int, bool]  # rows, columns, pingpong
 WIDE: Tiles = (128, 256, False)  # with a long inner dimension: 3.17 ms, by the package's choice 3.56
-SCALED: Tiles = (128, 128, True)  # of results that are also scaled and reduced: 1.53 ms, by its choice 2.68
+SCALED: Tiles = (128, 128, True)  # of scaled and reduced results: 1.53 ms, by its choice 2.68
 GATES_FIRST = "B"  # operand whose columns are gates, then ups
 
 
 def takes(x: Tensor, *weights: Tensor) -> bool:
-    """Whether the package computes dense products of x with these weights."""
+    """Whether the package computes these dense products."""
     widths = (n for operand in (x[:0], *weights) for n in operand.shape)
     aligned = (y.dtype == torch.bfloat16 and y.numel() and y.data_ptr() % ALIGNMENT == 0 for y in (x, *weights))
     return all(aligned) and not any(n % MULTIPLE for n in widths)
@@ -38,7 +37,7 @@ def gated_product_into(
 ) -> Tensor:
     """x [n, D], weight [2F, D] (or of each expert) -> pairs [n, 2F]; silu(gate) up is written to `gated` [n, F].
 
-    Activation checkpointing that keeps the result does not rewrite `gated`: it must also keep what reads it.
+    Activation checkpointing that keeps the result does not rewrite `gated`, so it must keep what reads it.
     """
     pairs: Tensor = _swiglu_product(x, weight, starts, source, postact_out=gated)[0]
     return pairs
@@ -103,7 +102,7 @@ def _product_shape(x: Tensor, weight: Tensor, _starts: Tensor) -> Tensor:
 
 
 def input_gradient(d_pairs: Tensor, weight: Tensor, starts: Tensor | None = None) -> Tensor:
-    """dx [n, D] of a gate-up product: d_pairs [n, 2F], weight [2F, D] (or of each expert)."""
+    """dx [n, D] of a gate-up product."""
     dx, dense = d_pairs.new_empty(len(d_pairs), weight.shape[-1]), starts is None
     config = _config(dx.device, WIDE) if dense else None
     options = {"concat_layout": (GATES_FIRST,), "config": config, "dynamic_scheduler": dense}
@@ -119,7 +118,7 @@ def product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
 def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = False, pairs: bool = False) -> None:
     """As `reference.add_weight_grad_`. pairs: of a gate-up product, total [2F, D], dz [n, 2F]."""
     if first or total.dtype == torch.float32:  # the epilogue adds in the dtype of the sum
-        concat = ("out",) if pairs else None
+        concat: tuple[str, ...] | None = ("out",) if pairs else None
         _write(total, dz.T, x, concat_layout=concat, add_to_output=not first, dynamic_scheduler=True)
     else:
         concat = ("C", "out") if pairs else None
@@ -132,7 +131,7 @@ add_joint_grad_ = partial(add_weight_grad_, pairs=True)
 def add_grouped_grad_(
     total: Tensor, dz: Tensor, x: Tensor, *, starts: Tensor, first: bool = False, pairs: bool = False
 ) -> None:
-    """total[e] += dz.T x over expert e's rows; the first overwrites, with zeros for an expert without rows. pairs: as above."""
+    """total[e] += dz.T x over expert e's rows; the first overwrites, with zeros for an expert without rows."""
     options = {"cu_seqlens_k": starts, "concat_layout": ("out",) if pairs else None, "dynamic_scheduler": True}
     _write(total, dz.T, x, add_to_output=not first, **options)
 

@@ -28,7 +28,7 @@ if metadata.version(PACKAGE) != VERSION:
 
 
 class RowStatistics(OnlineLSEReduce):
-    """m, s and u of each row by tile of columns, float32 [3, rows, tiles], rows innermost. quack compiles its methods."""
+    """m, s and u of each row by tile, float32 [3, rows, tiles], rows innermost. quack compiles its methods."""
 
     reduce_planes = PLANES
     host_finalize = None

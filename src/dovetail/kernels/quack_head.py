@@ -1,4 +1,4 @@
-"""The LM head's products by quack, on Hopper: logits with their statistics, and both gradients. Importing this needs triton."""
+"""The LM head's products by quack, on Hopper: logits with their statistics, and both gradients."""
 
 import importlib
 
@@ -52,7 +52,7 @@ def _combine(
     ROWS: constexpr,
     TILES: constexpr,
 ) -> None:
-    """m, s, u of each tile [3, tiles, n] and t [n] -> those of whole rows [n, 4], in the order of tiles."""
+    """m, s, u by tile [3, tiles, n] and t [n] -> `stats`, in the order of tiles."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < n
     m = tl.full((ROWS,), float("-inf"), tl.float32)

@@ -1,7 +1,4 @@
-"""A fused mixture of experts by quack's grouped products. Importing this needs triton.
-
-Forward gathers its rows in the product, and saves x and the pairs. Backward, the product with down's weight also gives dw.
-"""
+"""A fused mixture of experts by quack's grouped products: forward makes no copies of tokens."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +14,7 @@ from dovetail.kernels import moe_triton, quack
 from dovetail.kernels.reference import round_rows
 
 BLOCK = 1024  # copies of a program
+AddGrad = Callable[..., None]
 
 
 class _Plan(NamedTuple):
@@ -26,7 +24,7 @@ class _Plan(NamedTuple):
     ends: Tensor
     size: int
     products: Any
-    add: Callable[..., None] | None
+    add: AddGrad | None
     grad_enabled: bool
 
 
@@ -36,19 +34,16 @@ def mixture(
     weights: Tensor,
     matrices: tuple[Tensor, Tensor],
     copies: int | None = None,
-    add: Callable[..., None] | None = None,
+    add: AddGrad | None = None,
     products: Any = quack,
 ) -> Tensor | None:
-    """As `registry.mixture_of_experts`; None for other dtypes than bfloat16, odd widths, and no rows. products: of `quack`.
-
-    A weight's gradient that `add` takes is rounded once, when the product adds it to its sum.
-    """
+    """As `registry.mixture_of_experts`; None for other dtypes than bfloat16, odd widths, and no rows. products: of `quack`."""
     (gate_up, down), total = matrices, experts.numel() if copies is None else copies
     odd = any(n % quack.MULTIPLE for n in (*gate_up.shape[1:], *down.shape[1:]))
     if x.dtype != torch.bfloat16 or not total or odd or experts.shape[1] > moe_triton.MAX_COPIES:
         return None
     rows, ends = moe_triton.sort_rows(experts, len(gate_up))
-    size = min(round_rows(total), experts.numel())  # quack plans each new shape for a millisecond of the host
+    size = min(round_rows(total), experts.numel())  # quack plans each new shape for a millisecond
     return _Mixture.apply(x, weights, gate_up, down, _Plan(rows, ends, size, products, add, torch.is_grad_enabled()))
 
 
@@ -98,13 +93,8 @@ class _Mixture(torch.autograd.Function):
 
 
 def _weight_grad(
-    take: Callable[..., None] | None,
-    name: str,
-    weight: Tensor,
-    factors: tuple[Tensor, Tensor],
-    add: Callable[..., None],
+    take: AddGrad | None, name: str, weight: Tensor, factors: tuple[Tensor, Tensor], add: AddGrad
 ) -> Tensor | None:
-    """Hand the gradient over to `take`, or compute it for autograd."""
     if take is not None:
         return take(name, *factors, add)
     add(dw := torch.empty_like(weight), *factors, first=True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SHORT = 128  # up to this length a CPU is faster without flash attention in half precision
+SHORT = 128  # up to this length a CPU is faster without flash attention
 QUERY_BLOCK = 256  # queries per attention mask
 CPU_BLOCK, GPU_BLOCK = 1 << 20, 1 << 27  # logits per elementwise pass: a core's cache; enough to fill a GPU
 GATHER_BLOCK = 1 << 19  # cached numbers gathered at a time
@@ -40,7 +40,7 @@ def widened(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dim: rms in `wide`, the product in x's dtype."""
+    """x / rms(x) * weight over the last dim; rms in `wide`, the product in x's dtype."""
     y = widened(x)
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     return weight * y.to(x.dtype)
@@ -107,7 +107,7 @@ def pad_values(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _equal_runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Runs of consecutive sequences of equal lengths: (count, queries, keys, first query, first key)."""
+    """Runs of sequences of equal lengths: (count, queries, keys, first query, first key)."""
     start_q = start_k = 0
     for (n, m), run in itertools.groupby(zip(q_lengths, k_lengths, strict=True)):
         count = len(list(run))
@@ -117,7 +117,6 @@ def _equal_runs(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> Itera
 
 
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [B, H, n, C], k and v [B, G, n, C]."""
     n = q.shape[2]
     if n > SHORT or q.dtype in (torch.float32, torch.float64):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
@@ -129,7 +128,6 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """q [B, H, n, C], k and v [B, G, m, C], by blocks of queries."""
     n, m = q.shape[2], k.shape[2]
     blocks = []
     for start in range(0, n, QUERY_BLOCK):
@@ -163,13 +161,12 @@ def decode_attention(
 
 
 def write_entries(keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write k [n, G, C] and v [n, G, Cv <= C] into keys and values [P, G, page, C] at pages and offsets [n]."""
+    """Write k [n, G, C] and v [n, G, Cv <= C] at pages and offsets [n] of keys and values [P, G, page, C]."""
     keys[pages, :, offsets] = k
     values[pages, :, offsets, : v.shape[-1]] = v
 
 
 def _decode_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int | None) -> Tensor:
-    """q [B, H, C], k and v [B, G, N, C], of which row b has `lengths[b]`."""
     position = torch.arange(k.shape[2], device=k.device)[None, :]
     mask = position < lengths[:, None]
     if window is not None:
@@ -227,7 +224,7 @@ def permute(x: Tensor, experts: Tensor, count: int, total: int | None = None) ->
 
 
 def permute_tokens(x: Tensor, rows: Tensor, copies: int, total: int | None = None) -> Tensor:
-    """The copies that `permute` returns, of x [T, N], given its `rows`."""
+    """The copies that `permute` returns, given its `rows`."""
     size, drops = len(rows) if total is None else total, total is not None
     return _MoveRows.apply(x, rows, copies, size, drops, False)
 
@@ -243,10 +240,7 @@ def unpermute(x: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
 
 
 class _MoveRows(torch.autograd.Function):
-    """forward: y[rows[i]] = x[i // copies], or if `back` y[i] = x[rows[i]]. backward: the other, summed over the copies.
-
-    No gradient is added atomically. drops: some rows are not in the permuted tensor.
-    """
+    """forward: y[rows[i]] = x[i // copies], or if `back` y[i] = x[rows[i]]. backward: the other, without atomic adds."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, copies: int, total: int, drops: bool, back: bool) -> Tensor:
@@ -272,7 +266,7 @@ def _gather(x: Tensor, rows: Tensor, drops: bool) -> Tensor:
 
 
 def inverse_of(rows: Tensor, total: int | None = None) -> Tensor:
-    """int64 [total]: the i with rows[i] = j for each j, 0 where there is none. Default total: len(rows)."""
+    """int64 [total]: for each j the i with rows[i] = j, or 0. Default total: len(rows)."""
     size = len(rows)
     inverse = torch.zeros(size + 1, dtype=torch.int64, device=rows.device)
     inverse.scatter_(0, rows.long().clamp(max=size), torch.arange(size, device=rows.device))
@@ -280,13 +274,13 @@ def inverse_of(rows: Tensor, total: int | None = None) -> Tensor:
 
 
 def count_rows(groups: Tensor, size: int, counted: Tensor | None = None) -> Tensor:
-    """int64 [size]: rows, or counted rows, of each group. Unlike bincount it never syncs with the host."""
+    """int64 [size]: rows, or counted rows, of each group, without bincount's host sync."""
     ones = torch.ones_like(groups) if counted is None else counted.to(groups.dtype)
     return torch.zeros(size, dtype=groups.dtype, device=groups.device).scatter_add_(0, groups, ones)
 
 
 def round_rows(n: int) -> int:
-    """n rounded up by at most an eighth to one of few numbers, so that plans and memory of a shape are reused."""
+    """n rounded up by at most an eighth, so that few shapes occur."""
     step = 1 << max(0, n.bit_length() - 1 - KEPT_BITS)
     return -(-n // step) * step
 
@@ -297,12 +291,12 @@ def top_k(scores: Tensor, k: int) -> Tensor:
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [t, D] @ weight [E, D].T in `wide`, differentiable."""
+    """x [t, D] @ weight [E, D].T in `wide`."""
     return F.linear(widened(x), widened(weight))
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [n, D] @ weight [V, D].T, in new memory; float32 where the device's product can."""
+    """x [n, D] @ weight [V, D].T, in new memory, in float32 where the product can."""
     return x @ weight.T
 
 

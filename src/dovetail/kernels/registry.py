@@ -5,16 +5,14 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dovetail.errors import ConfigError
 from dovetail.kernels import cuda, cudnn, fa4, quack, reference
 from dovetail.kernels.npu import NpuKernels
 
-AttentionName = Literal["auto", "fa4", "cudnn", "torch"]
 # The ops of each triton module.
 TRITON: Mapping[str, tuple[str, ...]] = {
     "logprob_triton": ("vocab_stats", "vocab_grad_"),
@@ -29,10 +27,9 @@ NPU = ("attention", "rms_norm", "add_norm", "heads", "rope", "swiglu", "grouped_
 
 @dataclass(frozen=True)
 class KernelSet:
-    """An implementation of every op of `reference`, and fused ones where a device has them.
+    """An implementation of every op of `reference`, and of fused ones where a device has them.
 
-    mixture: of `mixture_of_experts`; returns None for unsupported inputs. gated: the module `quack`, or its functions for dense
-    products. head: the module `quack_head`. draw: plain sampling.
+    mixture: of `mixture_of_experts`; returns None for unsupported inputs. gated, head: `quack`, `quack_head`, or as they.
     """
 
     attention: Callable[..., Tensor] = reference.attention
@@ -92,11 +89,11 @@ def mixture_of_experts(
     return kernels.unpermute(kernels.grouped_mm(hidden, down.transpose(1, 2), ends), rows, weights)
 
 
-def kernels_for(device: torch.device, attention: AttentionName = "auto") -> KernelSet:
-    """The fastest installed kernels of a device. attention: of a CUDA device."""
+def kernels_for(device: torch.device) -> KernelSet:
+    """The fastest installed kernels of a device."""
     if device.type == "cuda":
         return KernelSet(
-            attention=_attention(device, attention),
+            attention=_attention(device),
             grouped_mm=cuda.grouped_mm,
             router_logits=cuda.router_logits,
             logits=cuda.logits,
@@ -110,16 +107,11 @@ def kernels_for(device: torch.device, attention: AttentionName = "auto") -> Kern
     return KernelSet()
 
 
-def _attention(device: torch.device, name: AttentionName) -> Callable[..., Tensor]:
-    if name in ("auto", "fa4") and cuda.package_usable(fa4.INTERFACE, device):
+def _attention(device: torch.device) -> Callable[..., Tensor]:
+    if cuda.package_usable(fa4.INTERFACE, device):
         return fa4.attention
-    if name == "fa4":
-        raise ConfigError(
-            "attention=fa4 needs flash-attn-4 and a Hopper or Blackwell GPU: pip install 'dovetail[fa4]', or choose auto"
-        )
-    if name == "torch" or (name == "auto" and torch.cuda.get_device_capability(device)[0] < cudnn.ARCHITECTURE):
-        return cuda.attention
-    return cudnn.attention
+    old = torch.cuda.get_device_capability(device)[0] < cudnn.ARCHITECTURE
+    return cuda.attention if old else cudnn.attention
 
 
 def _quack_kernels(device: torch.device) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dovetail.kernels import reference
 from dovetail.kernels.norm_triton import EXACT, MAX_WIDTH, column_sums, supported, tile_for
 
 PROGRAMS = 512  # of a gain's gradient
+Gains = tuple[Tensor, Tensor]
 
 
 class Shape(NamedTuple):
@@ -29,12 +30,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def heads(
-    qkv: Tensor,
-    counts: tuple[int, int],
-    cos: Tensor,
-    sin: Tensor,
-    gains: tuple[Tensor, Tensor] | None = None,
-    eps: float = 0.0,
+    qkv: Tensor, counts: tuple[int, int], cos: Tensor, sin: Tensor, gains: Gains | None = None, eps: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     split = qkv.unflatten(-1, (counts[0] + 2 * counts[1], -1))
     if not all(supported(split, other) for other in (cos, *(gains or ()))) or split.shape[-1] > MAX_WIDTH:
@@ -43,7 +39,7 @@ def heads(
 
 
 class _Heads(torch.autograd.Function):
-    """forward: heads [T, H + 2 G, C] -> q and k, normed and rotated, and v, a view. backward: one joint gradient."""
+    """forward: [T, H + 2 G, C] -> q and k, normed and rotated, and v, a view. backward: one joint gradient."""
 
     @staticmethod
     def forward(
@@ -66,7 +62,7 @@ class _Heads(torch.autograd.Function):
         strides = (x.stride(0), x.stride(1))
         _rotate[grid](inputs, outputs, tokens, strides, eps, shape, tile, num_warps=warps, **EXACT)
         ctx.save_for_backward(cos, sin, *(() if inverse is None else (x, q_gain, k_gain, inverse)))
-        ctx.counts, ctx.shape = counts, x.shape
+        ctx.sizes, ctx.shape = shape, x.shape
         return q, k, x[:, rotated:]
 
     @staticmethod
@@ -82,8 +78,8 @@ class _Heads(torch.autograd.Function):
         partial = None if x is None else x.new_empty((programs, 2, channels), dtype=torch.float32)
         inputs, strides = (dq, dk, dv, cos, sin), tuple(g.stride(0) for g in (dq, dk, dv))
         norm_inputs = (x, q_gain, k_gain, inverse, *((0, 0) if x is None else x.stride()[:2]))
-        outputs, shape = (dx, partial), Shape(*ctx.counts, cos.shape[1])
-        _rotate_grad[(programs,)](inputs, norm_inputs, outputs, tokens, strides, shape, tile, num_warps=warps, **EXACT)
+        options = {"num_warps": warps, **EXACT}
+        _rotate_grad[(programs,)](inputs, norm_inputs, (dx, partial), tokens, strides, ctx.sizes, tile, **options)
         d_gains = (None, None) if partial is None else column_sums(partial, dx.dtype).unbind()
         return dx, None, None, None, *d_gains, None
 
@@ -148,7 +144,7 @@ def _rotate_grad(
     SHAPE: constexpr,
     TILE: constexpr,
 ) -> None:
-    """Every num_programs-th tile of heads; values are copied. And partial sums of the gains' gradients."""
+    """Every num_programs-th tile of heads, and partial sums of the gains' gradients."""
     ROTATED: constexpr = SHAPE.queries + SHAPE.groups
     HEADS: constexpr = SHAPE.queries + 2 * SHAPE.groups
     dq, dk, dv, cos, sin = inputs
@@ -158,7 +154,7 @@ def _rotate_grad(
     rotary = at < 2 * SHAPE.half
     angle = tl.where(at < SHAPE.half, at, at - SHAPE.half)
     other = tl.where(at < SHAPE.half, at + SHAPE.half, at - SHAPE.half)
-    ROWS: constexpr = TILE.rows  # triton 3.6 takes no attribute of a constexpr in a shape
+    ROWS: constexpr = TILE.rows  # a shape takes no attribute in triton 3.6
     COLUMNS: constexpr = TILE.columns
     dw_q = tl.zeros((ROWS, COLUMNS), tl.float32)
     dw_k = tl.zeros((ROWS, COLUMNS), tl.float32)

@@ -1,7 +1,4 @@
-"""Plain sampling as two Triton kernels, by the rules of `rollout.sampling`.
-
-The first takes maximum and float64 sums of weights of a row's blocks of tokens. The second draws the block, then the token.
-"""
+"""Plain sampling as Triton kernels, by the rules of `rollout.sampling`: sums of blocks, then draws of block and token."""
 
 import math
 from typing import NamedTuple
@@ -12,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr, tensor
 
-BLOCK = constexpr(256)  # consecutive tokens that are drawn as a block, then within it
-PIECE = constexpr(4096)  # tokens per program
+BLOCK = constexpr(256)  # tokens
+PIECE = constexpr(4096)  # per program
 LOG2_E = constexpr(math.log2(math.e))
 BELOW_ONE = constexpr(1 - 2.0**-53)
 GAMMA = constexpr(0x9E3779B97F4A7C15 - (1 << 64))  # of SplitMix64, signed
@@ -23,7 +20,7 @@ WARPS = 4
 
 
 class Shape(NamedTuple):
-    """Pieces of a row, the same padded to a power of 2, and whether to be greedy."""
+    """Pieces of a row, also padded."""
 
     pieces: int
     padded: int
@@ -31,10 +28,9 @@ class Shape(NamedTuple):
 
 
 def draw(z: Tensor, streams: Tensor, positions: Tensor, temperature: float, banned: Tensor | None) -> Tensor:
-    """One token per row of logits z [n, V], by the random number of stream [n] at position [n], without a host sync.
+    """One token per row of logits z [n, V], by the random number of stream [n] at position [n]. temperature: 0 is greedy.
 
-    temperature: 0 is greedy. banned: mask [V] of ids never drawn. Returns float64 [2, n]: ids, and their log-probs at the
-    temperature (0: at 1) over all tokens.
+    banned: mask [V] of ids never drawn. Returns float64 [2, n]: ids, and log-probs at the temperature (0: at 1) over all ids.
     """
     n, columns = z.shape
     pieces = triton.cdiv(columns, PIECE.value)

@@ -128,7 +128,7 @@ def _inside(prefix: str, section: Any) -> Iterator[Key]:
         key = f"{prefix}.{field.alias or name}"
         yield _key(key, field)
         inner = next(filter(_is_section, (field.annotation, *get_args(field.annotation))), None)
-        if inner is not None:
+        if inner is not None and not issubclass(section, inner):  # `reward.parts` has the keys of `reward`
             yield from _inside(key, inner)
 
 
@@ -159,7 +159,7 @@ def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> st
     problems: dict[str, list[ErrorDetails]] = {}
     names = {*known, *(name.rpartition(".")[0] for name in known), *(name.split(".")[0] for name in known)}
     for detail in error.errors(include_url=False):
-        path = [str(part) for part in detail["loc"]]
+        path = [str(part) for part in detail["loc"] if part != "parts" and not isinstance(part, int)]
         if len(path) > 2 and path[0] == "algorithm":
             del path[1]  # the union's tag
         dotted = [".".join(path[: n + 1]) for n in range(len(path))]
