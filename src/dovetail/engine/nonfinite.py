@@ -1,4 +1,4 @@
-"""What was not finite in a training step, and the micro-batches it was computed from."""
+"""What was not finite in a training step, and its micro-batches."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ GRADIENT = "gradient"  # prefix of the faults that follow from any other
 
 @dataclass(frozen=True)
 class StepWatch:
-    """Where training steps report progress and leave skipped micro-batches."""
+    """progress: of training steps. folder: for micro-batches of skipped ones."""
 
     progress: Progress | None = None
     folder: Path | None = None
@@ -38,7 +38,7 @@ class StepWatch:
     def record(self, own: Sequence[str], micros: Sequence[MicroBatch], mesh: Mesh) -> dict[int, list[str]]:
         """All ranks' faults; ranks with a cause write their micro-batches. Collective.
 
-        Gradients are summed before they are checked, so one is a cause only where no rank has another.
+        A gradient is a cause only where no rank has another: gradients are summed before they are checked.
         """
         by_rank = [json.loads(text) for text in gather_text(json.dumps(list(own)), mesh["world"], mesh.device)]
         causes = [[fault for fault in names if not fault.startswith(GRADIENT)] for names in by_rank]

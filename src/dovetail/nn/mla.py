@@ -70,7 +70,7 @@ class LatentAttention(nn.Module):
         return q.unflatten(-1, (-1, self.latent.key_dim))
 
     def _rotate(self, x: Tensor, context: Context) -> Tensor:
-        """Heads [T, H, R], with interleaved channels reordered into halves."""
+        """Heads [T, H, R], interleaved channels reordered into halves."""
         if self.latent.interleaved:
             x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
         return self.kernels.rope(x, context.cos, context.sin)

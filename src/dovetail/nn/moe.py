@@ -1,11 +1,7 @@
 """Mixtures of experts, sharded over ep and tp. A token is sent once to each rank of ep that has some of its K experts:
 
-[t, D]   all_gather over tp               [T, D]
-         a row for each of its ranks      sorted by rank
-         all_to_all over ep               with choices
-         mixture of local experts         partial over tp
-         all_to_all back, sum over ranks  [T, D]
-         reduce_scatter over tp           [t, D]
+[t, D] all_gather over tp [T, D]; a row for each of a token's ranks, sorted by rank; all_to_all over ep, with choices;
+mixture of local experts, partial over tp; all_to_all back, sum over ranks [T, D]; reduce_scatter over tp [t, D]
 """
 
 from collections.abc import Callable
@@ -34,12 +30,12 @@ from dovetail.parallel.overlap import (
 )
 from dovetail.parallel.placement import Part, Placement, Split
 
-TINY = 1e-20  # keeps the sum of chosen weights from being 0
+TINY = 1e-20  # so that the sum of chosen weights is not 0
 T = TypeVar("T")
 
 
 class Router(nn.Module):
-    """[t, D] -> experts [t, K] and weights [t, K] in the wide dtype. Replayed routes replace experts, not weights."""
+    """[t, D] -> experts and weights (in the wide dtype) [t, K]. Replayed routes replace experts, not weights."""
 
     e_score_correction_bias: Tensor
 
@@ -75,7 +71,7 @@ class Router(nn.Module):
 
 
 class Experts(GradAccumulator):
-    """Tokens [T, D], experts and weights [T, K] -> weighted sums [T, D], partial over tp. Three all_to_all each way."""
+    """Tokens [T, D], experts and weights [T, K] -> weighted sums [T, D], partial over tp."""
 
     def __init__(self, spec: ArchSpec, moe: MoeSpec, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
@@ -91,7 +87,7 @@ class Experts(GradAccumulator):
         }
 
     def forward(self, run: Callable[..., T], *arguments: Any) -> T:
-        """Run what needs the parameters, so that FSDP2 gathers them once for both halves of a batch."""
+        """Run what needs the parameters: FSDP2 gathers them once for both halves of a batch."""
         return run(*arguments)
 
     def forward_async(self, x: Tensor, chosen: Tensor, weights: Tensor) -> AsyncForward[Tensor]:
@@ -134,7 +130,7 @@ class Experts(GradAccumulator):
 
 
 def destinations(owners: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Owners [T, K] -> distinct ranks [T, min(K, size)], else `size`; and numbers of rows and copies by rank [size, 2]."""
+    """Owners [T, K] -> distinct ranks [T, min(K, size)], else `size`; rows and copies by rank [size, 2]."""
     every = torch.arange(size, device=owners.device)
     to = owners[:, :, None] == every
     goes = to.any(1)  # [T, size]
@@ -145,7 +141,7 @@ def destinations(owners: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_choices(chosen: Tensor, weights: Tensor) -> Tensor:
-    """Experts and weights [T, K] -> [T, 2 K] in the weights' dtype; experts as bits of integers."""
+    """Experts, as bits of integers, and weights [T, K] -> [T, 2 K]."""
     integer = torch.int32 if weights.element_size() == 4 else torch.int64
     return torch.cat((weights, chosen.to(integer).view(weights.dtype)), 1)
 
@@ -158,7 +154,7 @@ def unpack_choices(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class MoE(nn.Module):
-    """[t, D] -> [t, D]: routed and shared experts."""
+    """Routed and shared experts."""
 
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
@@ -176,7 +172,7 @@ class MoE(nn.Module):
         return run_sync(self.forward_async(x, routes))
 
     def forward_async(self, x: Tensor, routes: Routes) -> AsyncForward[Tensor]:
-        """Needs the experts' parameters gathered: see `Experts.forward`."""
+        """Within `Experts.forward`, which gathers their parameters."""
         y = yield from self._routed(x, *self.gate(x, routes))
         if not self.shared_name:
             return y
@@ -206,5 +202,5 @@ class _AddRouterLoss(torch.autograd.Function):
 
 
 def add_router_loss(x: Tensor, loss: Tensor | None) -> Tensor:
-    """`x`; `loss` is added to the loss computed from it, even in another pipeline stage."""
+    """x; `loss` is added to the loss computed from it, in any pipeline stage."""
     return x if loss is None else _AddRouterLoss.apply(x, loss)

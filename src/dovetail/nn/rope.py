@@ -53,7 +53,7 @@ def _yarn(spec: RopeSpec, periods: Tensor) -> Tensor:
     """YaRN (arXiv 2309.00071): a ramp over the channels from kept (many turns) to scaled by `factor` (few turns)."""
 
     def channel_of(turns: float) -> float:
-        """The channel, as a real number, with that many turns over the original length."""
+        """With that many turns over the original length."""
         return spec.rotary_dim * math.log(spec.max_positions / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     low, high = channel_of(spec.beta_fast), channel_of(spec.beta_slow)
