@@ -47,7 +47,7 @@ class Engine(Protocol):
         """The value head's output at every token [T]."""
 
     def train_step(self, batch: PackedBatch, loss: LossFn) -> StepReport:
-        """Forward, backward and one optimizer step. `loss` gets each micro-batch, of sequences that the engine chooses."""
+        """Forward, backward and one optimizer step. `loss` gets each micro-batch, which the engine chooses."""
 
     def check_replicas(self) -> None:
         """Raise MachineError on every rank where replicas of a tensor differ."""
@@ -62,10 +62,10 @@ class Engine(Protocol):
         """Write shards and their manifest, complete or not at all -> their directory."""
 
     def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
-        """All training state, for a checkpoint that names it `role`. with_model: also the weights as saved."""
+        """All training state, named by `role`. with_model: also the weights as saved."""
 
     def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
-        """Resume after that many optimizer steps, from a checkpoint of any layout."""
+        """Resume after `updates` optimizer steps, from any layout."""
 
     @property
     def updates(self) -> int:

@@ -23,7 +23,7 @@ PlannedMicroBatches = Sequence[tuple[Tensor, MicroBatch]]
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceSettings:
-    """Coefficients of `Balance`. bias_rate: step of the selection biases (arXiv 2408.15664), where a family has them."""
+    """Coefficients of `Balance`. bias_rate: step of selection biases (arXiv 2408.15664)."""
 
     aux_coef: float = 0.0
     z_coef: float = 0.0

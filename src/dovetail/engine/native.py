@@ -50,7 +50,7 @@ from dovetail.weights.save import save
 from dovetail.weights.shards import local_tensor, parameters_in, reshard
 from dovetail.weights.stream import Export, export, stream
 
-MICROS_PER_STAGE = 2  # micro-batches a step for each pipeline rank, where there are sequences enough: bubbles below 1/3
+MICROS_PER_STAGE = 2  # at least, where there are sequences enough: bubbles below 1/3
 
 
 class NativeEngine:
@@ -152,11 +152,11 @@ class NativeEngine:
         sums = stages.sums
         unify_names(sums, self.mesh)
         rows = reduce_sums(sums, self.mesh)
-        host_rows = AsyncHostCopy(rows)  # before the update, for which the host then need not wait
+        host_rows = AsyncHostCopy(rows)  # before the update, for which the host does not wait
         losses = [*sums[""]] if sums else []  # total and count
         global_count = stack_over(rows[:1, 1].sum(), self.mesh["pp"])[-1]  # the loss's: its name "" sorts first
         if progress is not None:
-            progress.phase("optimizer")  # of the host; a GPU may still be in the last backward passes
+            progress.phase("optimizer")  # of the host; a GPU may still be in backward
         loads = None if self._routing is None else self._routing.totals(pairs)
         update = optimizer.step(global_count, [*losses, *inputs_of(micros).values()])
         totals = sums_by_name(sorted(sums), host_rows.wait(), self.mesh)

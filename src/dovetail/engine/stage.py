@@ -21,7 +21,7 @@ from dovetail.parallel.collectives import gather_text, stack_numbers, sum_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.schedule import Action
 
-Sums = dict[str, tuple[Tensor, Tensor]]  # totals and counts of micro-batches: of metrics, and of the loss under ""
+Sums = dict[str, tuple[Tensor, Tensor]]  # totals and counts by metric; "": the loss
 
 
 class InferenceRunner:
@@ -38,7 +38,7 @@ class InferenceRunner:
         self.model, self.mesh, self.micros, self.dtype, self.on_result = model, mesh, micros, dtype, on_result
 
     def buffer(self, micro: int) -> Tensor:
-        """Memory for a micro-batch's hidden states, or their gradient, [t, D]."""
+        """For a micro-batch's hidden states, or their gradient, [t, D]."""
         tokens = len(self.micros[micro]) // self.mesh["tp"].size
         return torch.empty(tokens, self.model.spec.width, dtype=self.dtype, device=self.mesh.device)
 
@@ -147,7 +147,7 @@ class TrainingRunner(InferenceRunner):
 
 
 def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
-    """Prefetch the parameters that a forward pass needs first, in its order, while the host prepares the batch. Collective."""
+    """Prefetch what a forward pass needs first, in its order, while the host prepares the batch. Collective."""
     for module in (model, *model.first_groups()):
         if isinstance(module, FSDPModule):
             module.unshard(async_op=mesh["fsdp"].size > 1)

@@ -38,7 +38,7 @@ def check_same(batch: PackedBatch, mesh: Mesh) -> None:
 
 
 def fingerprint(batch: Any) -> list[int]:
-    """A checksum for each of `COMPARED`: -1: no batch; 0: not on the host. Fields by name and dtype."""
+    """A checksum for each of `COMPARED`; -1: no batch; 0: not on the host."""
     if not isinstance(batch, PackedBatch):
         return [-1] * len(COMPARED)
     names = sorted((name, str(x.dtype)) for name, x in batch.fields.items())

@@ -54,7 +54,7 @@ def options(recompute: Recompute) -> dict[str, Any]:
 def selective_contexts(
     recompute: Recompute, put: Callable[[Tensor], Any] = lambda x: x, get: Callable[[Any], Tensor] = lambda x: x
 ) -> tuple["_Keep", "_Reuse"]:
-    """Of a forward pass and its repetition. Results of attention pass through `put` and `get`."""
+    """Of a forward pass and its repetition. put, get: for results of attention."""
     kept: deque[tuple[str, Any]] = deque()
     return _Keep(recompute, kept, put), _Reuse(recompute, kept, get)
 
@@ -129,7 +129,7 @@ class SavedTensor:
 def save_for_backward_early(x: Tensor) -> tuple[Tensor, SavedTensor]:
     """x, which must require a gradient, and a handle for a later backward.
 
-    A checkpoint stops once it has all that was saved, so it does not repeat a later function that saves nothing.
+    A checkpoint does not repeat a later function that saves nothing.
     """
     saved = SavedTensor()
     return _SaveEarly.apply(x, saved), saved
@@ -202,7 +202,7 @@ class PinnedPool:
 
 
 class ActivationOffload:
-    """Offloads blocks' inputs and results of attention, and fetches them one block ahead of backward."""
+    """Offloads blocks' inputs and results of attention; fetches them one block ahead."""
 
     def __init__(self, host: PinnedPool, recompute: Recompute) -> None:
         self.host, self.recompute = host, recompute

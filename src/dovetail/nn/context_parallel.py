@@ -1,4 +1,4 @@
-"""Context parallelism: attention to the tokens of all ranks of cp, by gathered keys or exchanged heads.
+"""Attention to the tokens of all ranks of cp, by gathered keys or exchanged heads.
 
 Of L lines (groups that exchange heads) the i-th holds the i-th and the i-th last of 2 L chunks of tokens.
 """
@@ -101,7 +101,7 @@ class SharedAttention:
         return heads_to_tokens(out[0] if len(out) == 1 else torch.cat(out), self.axes.ulysses)[..., :v_dim]
 
     def _all_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Some heads of all tokens of the Ulysses group; too few KV heads are repeated."""
+        """Some heads of the Ulysses group's tokens; too few KV heads are repeated."""
         size = self.axes.ulysses.size
         if size == 1:
             return q, k, v

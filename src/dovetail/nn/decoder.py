@@ -119,7 +119,7 @@ class Decoder(StagedModel):
     def forward(
         self, micro: MicroBatch | None, loss: LossFn | None = None, stage: int = 0, x: Tensor | None = None
     ) -> TokenStats | Loss | Tensor:
-        """One of `cut.stages`: x [t, D] of the stage before or None -> x for the next, or the head's result.
+        """One of `cut.stages`: x [t, D] of the one before or None -> x for the next, or the head's result.
 
         Without a micro-batch: a scalar whose backward pass runs FSDP2's hooks alone.
         """

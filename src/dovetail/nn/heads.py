@@ -6,7 +6,7 @@ Each rank reduces its columns to four numbers a token; the ranks gather and comb
     D = (m - M) / tau     M = max m    S = sum s e^D    U = sum e^D (u + s D)
     logprob = (sum t - M) / tau - ln S                  entropy = ln S - U / S
 
-The maximum is subtracted before the division by tau, and U is shifted, to keep digits at large logits.
+Subtracting the maximum before the division, and the shift of U, keep digits at large logits.
 """
 
 from collections.abc import Iterator
@@ -220,7 +220,7 @@ def _chunks(n: int, size: int) -> Iterator[slice]:
 
 
 class LMHead(GradAccumulator):
-    """Hidden states [t, D] -> statistics or loss of the counted tokens. forward all_gather, backward reduce_scatter."""
+    """Hidden states [t, D] -> statistics or loss of counted tokens. forward all_gather, backward reduce_scatter."""
 
     def __init__(self, vocab_size: int, width: int, mesh: Mesh, kernels: KernelSet, *, tied: bool = False) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ AddWeightGrad = Callable[..., None]  # `kernels.reference.add_weight_grad_`
 
 
 class WgradQueue:
-    """Deferred weight gradients, by key. bucket: where `accumulate` defers to; None: it computes at once."""
+    """Deferred weight gradients, by key. bucket: that of `accumulate`; None: now."""
 
     def __init__(self) -> None:
         self.bucket: Hashable = None
@@ -298,7 +298,7 @@ class VocabEmbedding(GradAccumulator):
         rows = self.weight.shape[0]
         local = tokens - self.axis.rank * rows
         own = (local >= 0) & (local < rows)
-        # Others' tokens look up different rows: adding many gradients to one row would be slow, though they are 0.
+        # others' tokens look up different rows: adding many zeros to one would be slow
         anywhere = torch.arange(len(tokens), device=tokens.device) % rows
         return reduce_scatter(self._lookup(torch.where(own, local, anywhere)) * own[:, None], self.axis)
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), sharded by heads; the ranks of tp gather latents.
+"""Multi-head latent attention (arXiv 2405.04434), sharded by heads; ranks of tp gather latents.
 
     q = q_b(norm(q_a(x))) or q_proj(x)    k_nope, v = kv_b(norm(kv_a(x)))    one rotary key for all heads
 

@@ -1,7 +1,11 @@
 """Mixtures of experts, sharded over ep and tp. A token is sent once to each rank of ep that has some of its K experts:
 
-[t, D] all_gather over tp [T, D]; a row for each of a token's ranks, sorted by rank; all_to_all over ep, with choices;
-mixture of local experts, partial over tp; all_to_all back, sum over ranks [T, D]; reduce_scatter over tp [t, D]
+[t, D]   all_gather over tp               [T, D]
+         a row for each of its ranks      sorted by rank
+         all_to_all over ep               with choices
+         mixture of local experts         partial over tp
+         all_to_all back, sum over ranks  [T, D]
+         reduce_scatter over tp           [t, D]
 """
 
 from collections.abc import Callable
@@ -104,7 +108,7 @@ class Experts(GradAccumulator):
         choices = kernels.permute_tokens(pack_choices(chosen, weights), places, ranks.shape[1], capacity)
         to_experts = [AsyncCollective(None, None), AsyncCollective(None, None)]
         sent = [start(part, collective) for part, collective in zip((rows, choices), to_experts, strict=True)]
-        matrices = self._matrices()  # after `start`, so that their gradients come before it is waited for
+        matrices = self._matrices()  # after `start`: their gradients come before it is waited for
         yield
         to, by, copies = numbers.wait()  # the host waits once
         num_rows, capacity = sum(by), round_rows(sum(by))

@@ -75,7 +75,7 @@ class _Tiles(torch.autograd.Function):
 
 
 def tile_mlps(model: nn.Module, tokens: int, *, elsewhere: bool = False) -> None:
-    """Tile every dense MLP. ModelError if there is none, here or `elsewhere` in the pipeline."""
+    """Tile every dense MLP. ModelError if there is none, here or `elsewhere`."""
     blocks = [block for block in model.modules() if _is_dense(block._modules.get("mlp"))]
     for block in blocks:
         block.add_module("mlp", Tiled(block.get_submodule("mlp"), tokens))

@@ -19,7 +19,7 @@ BUCKET_BYTES = 1 << 29  # more where a parameter is larger
 class UpdateRule(torch.optim.Optimizer):
     """A torch optimizer whose `step` does nothing, and does not count, where `found_inf` is 1."""
 
-    state_names: tuple[str, ...]  # tensors of the parameter's shape, which checkpoints hold
+    state_names: tuple[str, ...]  # of the parameter's shape, in checkpoints
     found_inf: Tensor  # float32 [], on the device
 
     def reserve(self) -> None:
@@ -43,7 +43,7 @@ class SkippableAdamW(torch.optim.AdamW, UpdateRule):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose moments are copied together."""
+    """Its moments are copied together."""
 
     group: Mapping[str, Any]
     params: list[nn.Parameter]

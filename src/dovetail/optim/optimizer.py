@@ -156,10 +156,10 @@ class OptimSettings:
 def lr_factor(
     schedule: Schedule, step: int, *, warmup: int = 0, total: int = 1, floor: float = 0.0, decay: int | None = None
 ) -> float:
-    """The factor on the base rate at `step`, counted from 0: warm-up, (step + 1) / (warmup + 1), then the schedule.
+    """The factor on the base rate at `step` >= 0: warm-up, (step + 1) / (warmup + 1), then the schedule.
 
-    linear, cosine: to `floor` over `decay` steps (default: to the last of `total`). wsd: 1 until the last `decay` steps
-    (default: a tenth of `total`, at least 2), then linearly to `floor`.
+    linear, cosine: to `floor` in `decay` steps (default: to the end). wsd: 1, then linearly to `floor` in the last `decay`
+    steps (default: a tenth of `total`, at least 2).
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -202,7 +202,7 @@ class Optimizer:
             self.rule.reserve()
 
     def step(self, count: float | Tensor, watched: Sequence[Tensor] = ()) -> Update:
-        """Update from gradients summed over `count` tokens (or sequences) of all ranks, and free them. Collective.
+        """Update from gradients summed over `count` tokens of all ranks, and free them. Collective.
 
         A gradient, parameter or `watched` that is not finite, or a count of 0, skips the update on all ranks. The device
         decides; the host reads the norm once all work is queued, unless state is on the host.

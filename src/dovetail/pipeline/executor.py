@@ -106,7 +106,7 @@ class Mailbox:
         self.next, self.previous = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
         self.posts = receives(plan, axis.rank)
         self.arrived: dict[Message, tuple[dist.Work, Tensor]] = {}
-        self.leaving: list[tuple[Message, dist.Work, Tensor]] = []  # tensors are kept alive until they are sent
+        self.leaving: list[tuple[Message, dist.Work, Tensor]] = []  # keeps tensors alive until they are sent
         around = [step for n in {self.previous, self.next} for step in enumerate(plan[n])]
         self.sent_at = {message: i for i, action in around if (message := produced(action, count))}
         self.needed_at = {message: i for i, action in around if (message := needed(action, count))}
@@ -140,7 +140,7 @@ class Mailbox:
             handle.wait()
 
     def _release(self, received: Message) -> None:
-        """Drop the sends that `received` proves complete: gloo's handles complete only in `wait`, a GPU's host runs ahead."""
+        """Drop sends that `received` proves complete: gloo's handles complete in `wait` only, a GPU's host runs ahead."""
         sender, now = self._sender(received.gradient), self.sent_at[received]
         pending = []
         for message, handle, tensor in self.leaving:

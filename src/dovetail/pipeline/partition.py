@@ -82,7 +82,7 @@ def _nearest(depth: int, layout: Layout) -> str:
 
 @lru_cache(maxsize=64)
 def _balanced(spec: AnySpec, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, so that the costliest costs least, by dynamic programs over (stage, layers so far).
+    """Layers of each stage, by dynamic programs over (stage, layers so far).
 
     Among equals: least variance, then fewest layers in the last stage, then more in later stages.
     """

@@ -27,10 +27,7 @@ Need = tuple[str, int, int]  # (kind, stage, micro) of an ended action; "input" 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one micro-batch, for all stages or one a stage. A backward takes input + weight.
-
-    The head's backward runs inside the last stage's forward and counts there.
-    """
+    """Times of one micro-batch, for all stages or each. The head's backward counts in the last stage's forward."""
 
     forward: float | tuple[float, ...] = 1.0
     input: float | tuple[float, ...] = 1.0
@@ -72,7 +69,7 @@ def _alternate(schedule: str, rank: int, ranks: int, virtual: int, micros: int) 
     forwards = [Action("forward", stage, micro) for group in groups for stage in stages for micro in group]
     backwards = [Action("backward", stage, micro) for group in groups for stage in reversed(stages) for micro in group]
     ahead = ranks - 1 - rank  # warmup forwards: the later ranks
-    if virtual > 1:  # and the rounds before the last stage; twice the ranks, so that messages have time to arrive
+    if virtual > 1:  # and the rounds before the last stage; twice the ranks: messages take time
         ahead = 2 * ahead + (virtual - 1) * ranks
     if schedule in ("forward", "gpipe"):
         ahead = len(forwards)
@@ -141,7 +138,7 @@ def simulate(plan: Plan, costs: Costs = UNIT) -> Timeline:
     start: list[list[float]] = [[] for _ in plan]
     finish: list[list[float]] = [[] for _ in plan]
     ended: dict[Need, float] = {}
-    waiting: dict[Need, int] = {}  # the rank that continues after it; no two can wait for the same
+    waiting: dict[Need, int] = {}  # the rank that continues after it
     ready = list(range(len(plan)))
     while ready:
         rank = ready.pop()
