@@ -13,7 +13,7 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh, P2PChannel
 from dovetail.parallel.process_group import pick_device
 from dovetail.pipeline import executor
-from dovetail.pipeline.schedule import Action, Costs, Kind, Plan, make_plan, simulate
+from dovetail.pipeline.schedule import Action, Costs, Kind, Plan, make_plan, num_stages, simulate
 from tests.harness import RankFailed, distributed, run
 from tests.tolerances import BUBBLE
 
@@ -111,7 +111,7 @@ def any_plan(ranks: int, virtual: int, micros: int, seed: int) -> Plan:
 
 def check(plan: Plan, mesh: Mesh) -> None:
     """This rank does its part of the plan, with the values of one process, and learns which backward is its last."""
-    stages, mine = executor.num_stages(plan), plan[mesh["pp"].rank]
+    stages, mine = num_stages(plan), plan[mesh["pp"].rank]
     toy = Toy(stages, mesh.device)
     executor.run(plan, toy, mesh)
     assert tuple(toy.calls) == mine
@@ -150,19 +150,19 @@ def random_plans(ranks: int) -> dict[int, list[Plan]]:
     return {virtual: [any_plan(ranks, virtual, n, seed=n) for n in micros] for virtual in (1, 2, 3)}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_every_schedule_gives_the_values_of_one_process(ranks: int) -> None:
     run(ranks, check_all, ranks, every_schedule(ranks))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_random_plans_give_the_values_of_one_process(ranks: int) -> None:
     run(ranks, check_all, ranks, random_plans(ranks))
 
 
 def in_the_receivers_order(plan: Plan, rank: int) -> list[list[executor.Message]]:
     """The mutation of `receives`: each message where it is needed, not in the order in which it is sent."""
-    needs = (executor.needed(action, executor.num_stages(plan)) for action in plan[rank])
+    needs = (executor.needed(action, num_stages(plan)) for action in plan[rank])
     return [[message] if message else [] for message in needs]
 
 
@@ -254,7 +254,7 @@ def best_share(plan: Plan, virtual: int, costs: Costs, expected: float) -> float
     for longer in (1.0, 1.0, 2.0, 4.0, 8.0, 16.0):
         dist.barrier()
         start = time.monotonic()
-        executor.run(plan, Sleeper(executor.num_stages(plan), costs, longer), mesh)
+        executor.run(plan, Sleeper(num_stages(plan), costs, longer), mesh)
         times = torch.tensor([-start, time.monotonic()], dtype=torch.float64)  # one clock for all processes
         dist.all_reduce(times, dist.ReduceOp.MAX)
         best = min(best, float(times.sum()) / (longer * expected))

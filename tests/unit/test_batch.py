@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from dovetail.arch.registry import spec_from_config
-from dovetail.batch.micro import ContextShard, MicroBatch, plan_microbatches, split_units
+from dovetail.batch.balancing import plan_microbatches, split_units
+from dovetail.batch.micro import ContextShard, MicroBatch
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import DataError
 from dovetail.kernels.registry import KernelSet

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dovetail.parallel.mesh import Axis, P2PChannel, P2PChannels
 from dovetail.pipeline import executor
-from dovetail.pipeline.schedule import Action, Costs, Plan, make_plan
+from dovetail.pipeline.schedule import Action, Costs, Plan, make_plan, num_stages
 from tests.distributed.test_executor import any_plan, in_the_receivers_order
 
 NOTHING = torch.zeros(0)
@@ -37,7 +37,7 @@ class Noted:
     def __init__(self, plan: Plan, rank: int) -> None:
         size = len(plan)
         previous, self.rank, self.size, self.notes = (rank - 1) % size, rank, size, list[Note]()
-        self.first, self.last = 0, executor.num_stages(plan) - 1
+        self.first, self.last = 0, num_stages(plan) - 1
         roads = (("down", rank), ("down", previous), ("up", rank), ("up", (rank + 1) % size))
         self.channels = P2PChannels(*(P2PChannel(0, road) for road in roads))  # type: ignore[arg-type]  # a road's name for its group
 
@@ -127,7 +127,7 @@ def plans(ranks: int, micros: tuple[int, ...]) -> dict[str, Plan]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_no_plan_deadlocks_where_every_host_waits_for_its_device(ranks: int) -> None:
     for name, plan in plans(ranks, (1, 2, 5) if ranks < 8 else (1, 9)).items():
         notes = notes_of(plan)
@@ -135,7 +135,7 @@ def test_no_plan_deadlocks_where_every_host_waits_for_its_device(ranks: int) -> 
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", range(2, 9))
 def test_no_plan_deadlocks_however_many_micro_batches(ranks: int) -> None:
     for name, plan in plans(ranks, tuple(range(1, 33))).items():
         notes = notes_of(plan)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from bench.engines import spec_of
-from dovetail.batch.micro import MIN_HALF_TOKENS, ContextShard, DualBatch, MicroBatch, balanced_split
+from dovetail.batch.balancing import balanced_split
+from dovetail.batch.micro import MIN_HALF_TOKENS, ContextShard, DualBatch, MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.factory.engine import make_decoder
 from dovetail.parallel.collectives import Handle

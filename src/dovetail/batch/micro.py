@@ -1,95 +1,20 @@
-"""Micro-batches: planned by length, padded, sharded over cp, and split into halves for dual-batch overlap."""
+"""Micro-batches: a padded batch, its context-parallel shard, and halves for dual-batch overlap."""
 
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, replace
-from heapq import heapreplace
-from itertools import accumulate
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from dovetail.batch.balancing import balanced_split
 from dovetail.batch.packed import PackedBatch, to_device
 from dovetail.batch.routing import Routes
-from dovetail.errors import DataError
 from dovetail.parallel.mesh import Mesh
 
 Item = TypeVar("Item")
 
 MIN_HALF_TOKENS = 2048  # products of fewer lose more than their collectives cost
-
-
-def plan_microbatches(
-    lengths: Seq[int],
-    replicas: int,
-    budget: int | None,
-    multiple: int = 1,
-    width: int = 1 << 20,
-    groups: Seq[int | None] = (),
-) -> list[list[list[int]]]:
-    """Sequence numbers: [replica][micro-batch].
-
-    Units (a sequence, or those of a group, in order) go longest first to the least loaded replica, and first fit into its
-    micro-batches of at most `budget` tokens, padded to `multiple`. All replicas have equally many micro-batches; some may be
-    empty. A sequence of n tokens costs n (1 + n / 12 width).
-    """
-    units = split_units(len(lengths), groups)
-    sizes = [sum(lengths[i] for i in unit) for unit in units]
-    if budget is not None:
-        for unit, size in zip(units, sizes, strict=True):
-            if _padded(size, multiple) > budget:
-                raise _too_long(unit, size, _padded(size, multiple), budget, groups)
-    loads = [(0.0, 0, replica) for replica in range(replicas)]  # a heap of (cost, sequences, replica)
-    dealt: list[list[int]] = [[] for _ in range(replicas)]
-    for u in sorted(range(len(units)), key=lambda u: (-sizes[u], u)):
-        load, count, replica = loads[0]
-        cost = sum(lengths[i] * (1 + lengths[i] / (12 * width)) for i in units[u])
-        heapreplace(loads, (load + cost, count + len(units[u]), replica))
-        dealt[replica].append(u)
-    plans = []
-    for numbers in dealt:
-        bins: list[tuple[int, list[int]]] = []
-        for u in numbers:
-            for b, (used, members) in enumerate(bins):
-                if budget is None or _padded(used + sizes[u], multiple) <= budget:
-                    bins[b] = (used + sizes[u], members + units[u])
-                    break
-            else:
-                bins.append((sizes[u], units[u]))
-        plans.append([members for _, members in bins])
-    count = max(map(len, plans), default=0)
-    return [plan + [[] for _ in range(count - len(plan))] for plan in plans]
-
-
-def split_units(count: int, groups: Seq[int | None]) -> list[list[int]]:
-    """What may not be separated: the numbers of each group's sequences, and every other sequence by itself."""
-    units: dict[tuple[bool, int], list[int]] = {}
-    for i in range(count):
-        group = groups[i] if groups else None
-        units.setdefault((group is None, i if group is None else group), []).append(i)
-    return list(units.values())
-
-
-def balanced_split(lengths: Seq[int]) -> int:
-    """Sequences of the first half, for the most equal halves."""
-    ends = list(accumulate(lengths))
-    return min(range(1, len(lengths)), key=lambda cut: abs(2 * ends[cut - 1] - ends[-1]))
-
-
-def _too_long(unit: list[int], size: int, padded: int, budget: int, groups: Seq[int | None]) -> DataError:
-    group = groups[unit[0]] if groups else None
-    numbers = ", ".join(map(str, unit))
-    what, drop = f"sequence {numbers}", "leave the sequence out (data.overlong=drop)"
-    if group is not None:
-        what, drop = f"group {group} (sequences {numbers})", "leave the group out; its sequences share a micro-batch"
-    return DataError(
-        f"{what} has {size} tokens ({padded} with padding), more than tokens_per_batch={budget}; raise that to {padded} or "
-        f"more (in a recipe trainer.tokens_per_batch) or {drop}"
-    )
-
-
-def _padded(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -188,11 +113,6 @@ class MicroBatch:
     @property
     def tokens(self) -> Tensor:
         return self.batch.tokens if self.is_whole and not self.halves else self.batch.tokens[self.order]
-
-    @property
-    def apart(self) -> tuple["MicroBatch", ...]:
-        """Its halves, or itself."""
-        return self.halves or (self,)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """On a device, without waiting for it."""

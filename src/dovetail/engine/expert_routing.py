@@ -23,7 +23,7 @@ PlannedMicroBatches = Sequence[tuple[Tensor, MicroBatch]]
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceSettings:
-    """Coefficients of `Balance`. bias_rate: step of the selection biases (arXiv 2408.15664), where a family has them."""
+    """Coefficients of `Balance`. bias_rate: step of selection biases (arXiv 2408.15664)."""
 
     aux_coef: float = 0.0
     z_coef: float = 0.0
@@ -41,7 +41,7 @@ class Routing:
         return None if model.moe is None else cls(model, model.moe, mesh, settings or BalanceSettings())
 
     def with_routes(self, micro: MicroBatch) -> MicroBatch:
-        """With `Routes` to record in, replaying those of its batch."""
+        """With `Routes` to record in, which replay those of its batch."""
         if micro.halves:
             return replace(micro, halves=tuple(map(self.with_routes, micro.halves)))
         trace, rows = micro.batch.routing, self._rows(micro)
@@ -50,7 +50,7 @@ class Routing:
     def with_balance(
         self, pairs: PlannedMicroBatches, loss: LossFn, tokens: int, dtype: torch.dtype
     ) -> PlannedMicroBatches:
-        """With balance losses. Collective. tokens: of the whole batch. dtype: of statistics."""
+        """With balance losses. tokens: of the whole batch. dtype: of statistics. Collective."""
         settings, weight = self.settings, 0.0
         if settings.aux_coef or settings.z_coef:
             with torch.no_grad():
@@ -58,34 +58,28 @@ class Routing:
 
         def prepare(number: int) -> tuple[Tensor, MicroBatch]:
             for index, micro in split_halves([pairs[number]]):
-                self._set_balance(index, micro, weight)
+                rows, batch = self._rows(micro), micro.batch
+                assert micro.routes is not None
+                micro.routes.balance = Balance(
+                    counted=rows < len(index),
+                    owner=batch.sequence_ids[rows],
+                    lengths=to_device(torch.tensor(batch.lengths), rows.device),
+                    axes=(self.mesh["tp"], self.mesh["cp"]),
+                    aux_coef=settings.aux_coef,
+                    z_coef=settings.z_coef,
+                    weight=weight,
+                )
             return pairs[number]
 
         return LazySequence(len(pairs), prepare)
 
-    def _set_balance(self, index: Tensor, micro: MicroBatch, weight: float) -> None:
-        rows, batch, settings = self._rows(micro), micro.batch, self.settings
-        assert micro.routes is not None
-        micro.routes.balance = Balance(
-            counted=rows < len(index),
-            owner=batch.sequence_ids[rows],
-            lengths=to_device(torch.tensor(batch.lengths), rows.device),
-            axes=(self.mesh["tp"], self.mesh["cp"]),
-            aux_coef=settings.aux_coef,
-            z_coef=settings.z_coef,
-            weight=weight,
-        )
-
     def update(self, totals: tuple[Tensor, Tensor], tokens: int, *, skipped: bool) -> dict[str, float]:
-        """Update biases, unless the step was skipped -> metrics: expert loads over the mean load, balance losses per token."""
+        """Update biases, unless skipped -> metrics: expert loads over the mean load, balance losses per token."""
         loads, costs = totals
         if not skipped and self.moe.bias and self.settings.bias_rate:
             self._update_biases(loads)
         shares = loads / loads.mean(1, keepdim=True)
-        metrics = {
-            "expert_load_max": fmean(shares.amax(1).tolist()),
-            "expert_load_min": fmean(shares.amin(1).tolist()),
-        }
+        metrics = {"expert_load_max": fmean(shares.amax(1).tolist()), "expert_load_min": fmean(shares.amin(1).tolist())}
         if self.settings.aux_coef or self.settings.z_coef:
             metrics |= dict(zip(("balance_loss", "router_z_loss"), (costs.mean(0) / tokens).tolist(), strict=True))
         return metrics
@@ -131,7 +125,6 @@ class Routing:
         return float(sum_over(total, self.mesh["dp"]))
 
     def _rows(self, micro: MicroBatch) -> Tensor:
-        """int64 [t]: this rank's tokens between blocks."""
         return micro.order.chunk(self.mesh["tp"].size)[self.mesh["tp"].rank]
 
     def _sum(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""FSDP2 around a model: groups are blocks, experts and untied ends; gradients are summed, not averaged."""
+"""FSDP2 around a model's blocks, experts and untied ends; gradients are summed, not averaged."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +18,12 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import placements_of
 from dovetail.weights.shards import reshard
 
-MEMORY_SHARE = 1 / 3  # of a device's memory, for what a step may keep unsharded to save communication
+MEMORY_SHARE = 1 / 3  # of a device's memory, for what a step may keep unsharded
 
 
 @dataclass(frozen=True)
 class ReshardPolicy:
-    """What stays unsharded between micro-batches: parameters (`gathered`), gradients (`summed`)."""
+    """What stays unsharded between micro-batches: parameters (gathered), gradients (summed)."""
 
     gathered: bool
     summed: bool
@@ -49,38 +49,30 @@ class ReshardPolicy:
 
 
 def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
-    """Shard parameters over dp x cp, experts over the ranks with the same ones, in place.
-
-    They compute in `dtype`; gradients are reduced in the wide dtype. They stay gathered after forward on pipeline stages,
-    which run many times a step, and on a single rank that casts them.
-    """
+    """Shard over dp x cp, experts over ranks with the same ones, in place. Computes in `dtype`, reduces in the wide one."""
     first = next(model.parameters())
+    # gathered after forward: stages, which run many times a step, and a rank that would only cast again
     keep = mesh["pp"].size > 1 or (mesh["fsdp"].size == 1 and dtype != first.dtype)
     policy = MixedPrecisionPolicy(
-        param_dtype=dtype if dtype != first.dtype else None,
-        reduce_dtype=wide(first.dtype),
-        cast_forward_inputs=False,
+        param_dtype=dtype if dtype != first.dtype else None, reduce_dtype=wide(first.dtype), cast_forward_inputs=False
     )
     options: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": not keep}
     for module in (*model.groups(), model):
         axes = {placement.sharded_over for placement in placements_of(module).values()}
         axis = "expert_fsdp" if axes == {"expert_fsdp"} and mesh["ep"].size > 1 else "fsdp"
         fully_shard(module, mesh=mesh.fsdp[axis], **options)
-        if mesh[axis].size > 1:  # on one rank FSDP would divide by 1.0 into a copy of every gradient
+        if mesh[axis].size > 1:  # on one rank FSDP would copy every gradient
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 def forget_step(model: StagedModel, mesh: Mesh) -> None:
-    """Drop what a failed step has left, without collectives.
-
-    FSDP2's `reset_iter_state` is younger than torch 2.11 and keeps unreduced gradients; its final callback does the rest.
-    """
+    """Drop what a failed step has left, without collectives; torch 2.11 has no `reset_iter_state`."""
     model.wgrad_queue.clear()
     assert isinstance(model, FSDPModule)
     state = model._get_fsdp_state()
-    for module in model.modules():  # not FSDP2's list of them, which its first forward pass makes
+    for module in model.modules():  # FSDP2 lists them in its first forward pass only
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         if group is None:
             continue
@@ -100,10 +92,7 @@ def forget_step(model: StagedModel, mesh: Mesh) -> None:
 
 
 def enable_grad_accumulation_fusion(model: StagedModel) -> None:
-    """Have our layers add weight gradients into `.grad` of the gathered parameters, in the dtype that FSDP reduces.
-
-    FSDP then takes them without a copy. Layers of transformers leave theirs to FSDP.
-    """
+    """Have our layers add weight gradients to `.grad` of gathered parameters, in the dtype that FSDP reduces."""
     accumulators = [module for module in model.modules() if isinstance(module, GradAccumulator)]
     if not any(isinstance(module, Linear) for module in accumulators):
         return
@@ -115,7 +104,7 @@ def enable_grad_accumulation_fusion(model: StagedModel) -> None:
 
 
 def _use_wide_grads(module: nn.Module) -> None:
-    """Set `grad_dtype` once FSDP has made the gathered parameters."""
+    """Once FSDP has made the gathered parameters."""
 
     def widen(_module: nn.Module, _inputs: object) -> None:
         for parameter in module.parameters():

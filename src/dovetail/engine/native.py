@@ -1,26 +1,19 @@
-"""The parallel engine: a sharded model with its optimizer behind `score`, `values` and `train_step`."""
+"""The parallel engine: a sharded model and its optimizer."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from dovetail.arch.registry import ulysses_degree
+from dovetail.batch.balancing import balanced_split, plan_microbatches, split_units
 from dovetail.batch.loss import LossFn, TokenStats
-from dovetail.batch.micro import (
-    ContextShard,
-    DualBatch,
-    LazySequence,
-    MicroBatch,
-    balanced_split,
-    plan_microbatches,
-    split_units,
-)
+from dovetail.batch.micro import ContextShard, DualBatch, LazySequence, MicroBatch
 from dovetail.batch.packed import PackedBatch, start_reading, to_device
 from dovetail.batch.routing import RoutingTrace
 from dovetail.checkpoint.reader import ShardedReader
@@ -51,33 +44,17 @@ from dovetail.parallel.collectives import AsyncHostCopy, stack_over, sum_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.executor import connect, run as execute
 from dovetail.pipeline.partition import stage_costs
-from dovetail.pipeline.schedule import make_plan
+from dovetail.pipeline.schedule import Costs, make_plan
 from dovetail.weights.hf_directory import CheckpointSource
 from dovetail.weights.save import save
 from dovetail.weights.shards import local_tensor, parameters_in, reshard
 from dovetail.weights.stream import Export, export, stream
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-MICROS_PER_STAGE = 2  # micro-batches a step for each pipeline rank, where there are sequences enough: bubbles below 1/3
-
-
-def outside_caller_modes(
-    call: Callable[Concatenate["NativeEngine", P], T],
-) -> Callable[Concatenate["NativeEngine", P], T]:
-    """Run a method without the caller's inference mode and autocast."""
-
-    @wraps(call)
-    def run(engine: "NativeEngine", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with torch.inference_mode(mode=False), torch.autocast(engine.mesh.device.type, enabled=False):
-            return call(engine, *args, **kwargs)
-
-    return run
+MICROS_PER_STAGE = 2  # at least, where there are sequences enough: bubbles below 1/3
 
 
 class NativeEngine:
-    """A sharded model with its weights. Implements `Engine`."""
+    """Implements `Engine`."""
 
     def __init__(
         self,
@@ -91,7 +68,7 @@ class NativeEngine:
         balance: BalanceSettings | None = None,
         watch: StepWatch | None = None,
     ) -> None:
-        """model: wrapped by `shard_over_data`, with its weights. dtype: of the computation; default: the parameters' own.
+        """model: wrapped by `shard_over_data`. dtype: of the computation; default: the parameters' own.
 
         tokens_per_batch: most tokens of a replica's micro-batch, with padding.
         """
@@ -106,7 +83,6 @@ class NativeEngine:
         connect(mesh)
         self._settings, self._routing = optim or OptimSettings(), Routing.of(model, mesh, balance)
         self._optimizer: Optimizer | None = None
-        self._reshard_policy: ReshardPolicy | None = None
         self._offloaded: OffloadedState | None = None
 
     @property
@@ -116,27 +92,23 @@ class NativeEngine:
             self._optimizer = Optimizer(self.model, self.mesh, self._settings)
         return self._optimizer
 
-    @property
+    @cached_property
     def reshard_policy(self) -> ReshardPolicy:
         """The first call is collective."""
-        if self._reshard_policy is None:
-            self._reshard_policy = ReshardPolicy.of(self.model, self.mesh, self.dtype)
-        return self._reshard_policy
+        return ReshardPolicy.of(self.model, self.mesh, self.dtype)
 
-    @reshard_policy.setter
-    def reshard_policy(self, policy: ReshardPolicy) -> None:
-        self._reshard_policy = policy
+    @cached_property
+    def _stage_costs(self) -> Costs:
+        return stage_costs(self.model.spec, self.mesh.layout)
 
-    @outside_caller_modes
     def score(self, batch: PackedBatch) -> TokenStats:
-        self._check_head(critic=False)
-        return self._score(batch, self._prepare(batch))
+        with self._call(critic=False):
+            return self._score(batch, self._prepare(batch))
 
-    @outside_caller_modes
     def score_and_trace(self, batch: PackedBatch) -> tuple[TokenStats, RoutingTrace]:
-        self._check_head(critic=False)
-        pairs = self._prepare(batch)
-        return self._score(batch, pairs), self._trace(batch, pairs)
+        with self._call(critic=False):
+            pairs = self._prepare(batch)
+            return self._score(batch, pairs), self._trace(batch, pairs)
 
     def _score(self, batch: PackedBatch, pairs: PlannedMicroBatches) -> TokenStats:
         out = torch.zeros(2, len(batch), dtype=self._wide, device=self.mesh.device)
@@ -147,22 +119,19 @@ class NativeEngine:
         self._infer(pairs, keep)
         return TokenStats(*self._gather_tokens(out, batch))
 
-    @outside_caller_modes
     def values(self, batch: PackedBatch) -> Tensor:
-        self._check_head(critic=True)
-        out = torch.zeros(1, len(batch), dtype=self._wide, device=self.mesh.device)
-
         def keep(index: Tensor, micro: MicroBatch, values: Tensor) -> None:
             real = micro.order < len(index)  # the rest is padding
             out[0, index[micro.order[real]]] = values[real]
 
-        self._infer(list(self._prepare(batch)), keep)  # `keep` waits for the device, so laziness would save nothing
-        return self._gather_tokens(out, batch)[0]
+        with self._call(critic=True):
+            out = torch.zeros(1, len(batch), dtype=self._wide, device=self.mesh.device)
+            self._infer(list(self._prepare(batch)), keep)  # not lazily: `keep` waits for the device
+            return self._gather_tokens(out, batch)[0]
 
-    @outside_caller_modes
     def train_step(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> StepReport:
-        """As `Engine.train_step`. trace: report the experts of every token."""
-        with self._undone_on_error():
+        """trace: report the experts of every token."""
+        with self._call():
             return self._step(batch, ValidatedLoss(loss), trace=trace)
 
     def _step(self, batch: PackedBatch, loss: LossFn, *, trace: bool) -> StepReport:
@@ -183,11 +152,11 @@ class NativeEngine:
         sums = stages.sums
         unify_names(sums, self.mesh)
         rows = reduce_sums(sums, self.mesh)
-        host_rows = AsyncHostCopy(rows)  # before the update, so that the host need not wait for that
+        host_rows = AsyncHostCopy(rows)  # before the update, for which the host does not wait
         losses = [*sums[""]] if sums else []  # total and count
         global_count = stack_over(rows[:1, 1].sum(), self.mesh["pp"])[-1]  # the loss's: its name "" sorts first
         if progress is not None:
-            progress.phase("optimizer")  # of the host; a GPU may still be in the last backward passes
+            progress.phase("optimizer")  # of the host; a GPU may still be in backward
         loads = None if self._routing is None else self._routing.totals(pairs)
         update = optimizer.step(global_count, [*losses, *inputs_of(micros).values()])
         totals = sums_by_name(sorted(sums), host_rows.wait(), self.mesh)
@@ -215,22 +184,22 @@ class NativeEngine:
         check_replicas(self._resident_model, self.mesh, self._optimizer)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """As `Engine.weights`. Buffers keep their own dtype."""
+        """Buffers keep their own dtype."""
         dtype_of = self.origin.dtype_of if dtype is None else parameters_in(dtype, self._resident_model)
         return stream(self._resident_model, self.mesh, dtype_of=dtype_of, listed=self.origin.listed)
 
     def save_pretrained(self, path: Path | str) -> None:
-        origin = self.origin
-        save(self._resident_model, path, self.mesh, sides=origin.sides, dtype_of=origin.dtype_of, listed=origin.listed)
+        save(self._resident_model, path, self.mesh, **self._saved())
 
     def save_sharded(self, path: Path | str) -> Path:
-        origin, model = self.origin, self._resident_model
-        return save_sharded(model, path, self.mesh, sides=origin.sides, dtype_of=origin.dtype_of, listed=origin.listed)
+        return save_sharded(self._resident_model, path, self.mesh, **self._saved())
+
+    def _saved(self) -> dict[str, Any]:
+        return {"sides": self.origin.sides, "dtype_of": self.origin.dtype_of, "listed": self.origin.listed}
 
     def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
-        model, saved = self._resident_model, None
-        if with_model:
-            saved = export(model, self.mesh, dtype_of=self.origin.dtype_of, listed=self.origin.listed)
+        model, origin = self._resident_model, self.origin
+        saved = export(model, self.mesh, dtype_of=origin.dtype_of, listed=origin.listed) if with_model else None
         state = export_training(model, self.mesh, role, self.optimizer.state_tensors(), saved)
         return state if saved is None else [saved, *state]
 
@@ -263,16 +232,13 @@ class NativeEngine:
 
     @property
     def _resident_model(self) -> StagedModel:
-        """The model; reading offloaded storages would crash the process."""
+        """Reading offloaded storages would crash the process."""
         if self._offloaded is not None:
             raise ModelError("this engine was moved to the host by offload(); call onload() first")
         return self.model
 
     def micro_batches(self, batch: PackedBatch) -> PlannedMicroBatches:
-        """This replica's micro-batches, with their tokens' positions in the batch. All replicas have equally many.
-
-        They are made lazily; those of a batch on the device at once, since each waits for it.
-        """
+        """This replica's, as many as others'. Lazily, but of a batch on the device at once: each waits for it."""
         check_same(batch, self.mesh)
         self.model.check(batch)
         multiple, share = self.mesh.token_multiple, self.context_shard
@@ -298,25 +264,21 @@ class NativeEngine:
         return pairs if batch.tokens.device.type == "cpu" else list(pairs)
 
     def _prepare(self, batch: PackedBatch) -> PlannedMicroBatches:
-        with self._undone_on_error():
-            begin_gathers(self._resident_model, self.mesh)
-            pairs = self.micro_batches(batch)
+        begin_gathers(self._resident_model, self.mesh)
+        pairs = self.micro_batches(batch)
         if not pairs:
             forget_step(self.model, self.mesh)
         return pairs
 
     def _infer(self, pairs: PlannedMicroBatches, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
         """`keep` gets each result, on ranks of the last stage."""
-        stages = InferenceRunner(
-            self.model,
-            self.mesh,
-            _micros_of(pairs),
-            self.dtype,
-            lambda micro, result: keep(*pairs[micro], result),
-        )
+
+        def on_result(micro: int, result: Any) -> None:
+            keep(*pairs[micro], result)
+
         if pairs:
-            with self._undone_on_error():
-                self._run("forward", stages)
+            stages = InferenceRunner(self.model, self.mesh, _micros_of(pairs), self.dtype, on_result)
+            self._run("forward", stages)
         if self.mesh["pp"].size > 1:
             reshard(self.model)  # a pipeline keeps parameters gathered after forward
 
@@ -325,21 +287,13 @@ class NativeEngine:
         if layout.pp == 1:
             stages.run()
             return
-        costs = stage_costs(self.model.spec, layout)
-        execute(make_plan(schedule, layout.pp, layout.virtual_stages, len(stages.micros), costs), stages, self.mesh)
+        plan = make_plan(schedule, layout.pp, layout.virtual_stages, len(stages.micros), self._stage_costs)
+        execute(plan, stages, self.mesh)
 
     @contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            forget_step(self.model, self.mesh)
-            if self._optimizer is not None:
-                self._optimizer.zero_grad()
-            raise
-
-    def _check_head(self, *, critic: bool) -> None:
-        if self.model.is_critic != critic:
+    def _call(self, *, critic: bool | None = None) -> Iterator[None]:
+        """Without the caller's inference mode and autocast. An error undoes it. critic: the head that it needs."""
+        if critic is not None and self.model.is_critic != critic:
             raise ModelError(
                 "this engine has a value head, so it has values(batch) and no log-probs; for score take from_pretrained(..., "
                 'head="lm")'
@@ -347,6 +301,14 @@ class NativeEngine:
                 else "this engine has a language model's head, so it has score(batch) and no values; for values take "
                 'from_pretrained(..., head="value")'
             )
+        with torch.inference_mode(mode=False), torch.autocast(self.mesh.device.type, enabled=False):
+            try:
+                yield
+            except BaseException:
+                forget_step(self.model, self.mesh)
+                if self._optimizer is not None:
+                    self._optimizer.zero_grad()
+                raise
 
     def _trace(self, batch: PackedBatch, pairs: PlannedMicroBatches) -> RoutingTrace:
         if self._routing is None:
@@ -365,7 +327,6 @@ class NativeEngine:
         return enough if self.tokens_per_batch is None else min(enough, self.tokens_per_batch)
 
     def _gather_tokens(self, x: Tensor, batch: PackedBatch) -> Tensor:
-        """The sum over ranks, each with its own tokens."""
         return sum_over(sum_over(x, self.mesh["fsdp"]), self.mesh["pp"]).to(batch.tokens.device)
 
     @property

@@ -1,4 +1,4 @@
-"""What was not finite in a training step, and the micro-batches it was computed from."""
+"""What was not finite in a training step, and its micro-batches."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ GRADIENT = "gradient"  # prefix of the faults that follow from any other
 
 @dataclass(frozen=True)
 class StepWatch:
-    """Where training steps report progress and leave skipped micro-batches."""
+    """folder: for micro-batches of skipped steps."""
 
     progress: Progress | None = None
     folder: Path | None = None
@@ -36,10 +36,7 @@ class StepWatch:
         return (self.progress and self.progress.state.step) or 0
 
     def record(self, own: Sequence[str], micros: Sequence[MicroBatch], mesh: Mesh) -> dict[int, list[str]]:
-        """All ranks' faults; ranks with a cause write their micro-batches. Collective.
-
-        Gradients are summed before they are checked, so one is a cause only where no rank has another.
-        """
+        """All ranks' faults; ranks with a cause, a gradient only if there is no other, write micro-batches. Collective."""
         by_rank = [json.loads(text) for text in gather_text(json.dumps(list(own)), mesh["world"], mesh.device)]
         causes = [[fault for fault in names if not fault.startswith(GRADIENT)] for names in by_rank]
         faults = {rank: names for rank, names in enumerate(causes if any(causes) else by_rank) if names}

@@ -1,4 +1,4 @@
-"""What runs on a rank's pipeline stages: forward, backward and weight gradients of micro-batches, and the sums of losses.
+"""What runs on a rank's pipeline stages: forward, backward and weight gradients of micro-batches, and sums of losses.
 
 The last backward pass reduces gradients, or `finish`, where deferred weight gradients come later.
 """
@@ -21,29 +21,11 @@ from dovetail.parallel.collectives import gather_text, stack_numbers, sum_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.schedule import Action
 
-Sums = dict[str, tuple[Tensor, Tensor]]  # totals and counts of micro-batches: of metrics, and of the loss under ""
+Sums = dict[str, tuple[Tensor, Tensor]]  # totals and counts by metric; "": the loss
 
 
-class _StageRunner:
-    """Stage s of the whole model is the s // pp-th of its rank."""
-
-    def __init__(self, model: StagedModel, mesh: Mesh, micros: Sequence[MicroBatch], dtype: torch.dtype) -> None:
-        self.model, self.mesh, self.micros, self.dtype = model, mesh, micros, dtype
-
-    def buffer(self, micro: int) -> Tensor:
-        """Memory for a micro-batch's hidden states, or their gradient, [t, D]."""
-        tokens = len(self.micros[micro]) // self.mesh["tp"].size
-        return torch.empty(tokens, self.model.spec.width, dtype=self.dtype, device=self.mesh.device)
-
-    def local(self, stage: int) -> int:
-        return stage // self.mesh["pp"].size
-
-    def is_last(self, stage: int) -> bool:
-        return self.model.cut.last and self.local(stage) == len(self.model.cut.stages) - 1
-
-
-class InferenceRunner(_StageRunner):
-    """The last stage calls `on_result` with each micro-batch's number and result."""
+class InferenceRunner:
+    """Stage s of the whole model is the s // pp-th of its rank. The last one calls `on_result` with number and result."""
 
     def __init__(
         self,
@@ -53,8 +35,18 @@ class InferenceRunner(_StageRunner):
         dtype: torch.dtype,
         on_result: Callable[..., None],
     ) -> None:
-        super().__init__(model, mesh, micros, dtype)
-        self.on_result = on_result
+        self.model, self.mesh, self.micros, self.dtype, self.on_result = model, mesh, micros, dtype, on_result
+
+    def buffer(self, micro: int) -> Tensor:
+        """For a micro-batch's hidden states, or their gradient, [t, D]."""
+        tokens = len(self.micros[micro]) // self.mesh["tp"].size
+        return torch.empty(tokens, self.model.spec.width, dtype=self.dtype, device=self.mesh.device)
+
+    def local(self, stage: int) -> int:
+        return stage // self.mesh["pp"].size
+
+    def is_last(self, stage: int) -> bool:
+        return self.model.cut.last and self.local(stage) == len(self.model.cut.stages) - 1
 
     def run(self) -> None:
         """All micro-batches, without a pipeline."""
@@ -76,8 +68,8 @@ class InferenceRunner(_StageRunner):
         raise AssertionError(f"weight gradient of stage {stage} in a plan without gradients")
 
 
-class TrainingRunner(_StageRunner):
-    """On the last stage it adds up the losses: `sums`, and `losses` of each micro-batch."""
+class TrainingRunner(InferenceRunner):
+    """The last stage adds up losses: `sums`, and `losses` of each micro-batch."""
 
     def __init__(
         self,
@@ -88,8 +80,13 @@ class TrainingRunner(_StageRunner):
         loss: LossFn,
         policy: ReshardPolicy | None = None,
     ) -> None:
-        super().__init__(model, mesh, micros, dtype)
-        self.loss, self.sums, self.losses = loss, Sums(), list[Tensor]()
+        self.loss, self.sums, self.losses = loss, (sums := Sums()), (losses := list[Tensor]())
+
+        def add(_: int, value: Loss) -> None:
+            add_sums(sums, value)
+            losses.append(value.total.detach())
+
+        super().__init__(model, mesh, micros, dtype, add)
         self.policy = policy or ReshardPolicy.of(model, mesh, dtype)
         several = mesh["pp"].size > 1 or len(micros) > 1
         spares_memory = model.recompute != "none" or any(isinstance(part, Tiled) for part in model.modules())
@@ -111,8 +108,7 @@ class TrainingRunner(_StageRunner):
         if not self.is_last(stage):
             self.pending[stage, micro] = x, y
             return y
-        add_sums(self.sums, y)
-        self.losses.append(y.total.detach())
+        self.on_result(micro, y)
         self.pending[stage, micro] = x, y.total
         return None
 
@@ -128,7 +124,7 @@ class TrainingRunner(_StageRunner):
         self.model.wgrad_queue.flush((stage, micro))
 
     def finish(self) -> None:
-        """Reduce the gradients, if no backward pass did, as FSDP2 does at the end of any backward pass of its root."""
+        """Reduce the gradients, if no backward pass did: FSDP2 does at the end of any of its root."""
         if not self.reduced:
             self._reduce_next(True)
             self.model(None).backward()
@@ -151,10 +147,7 @@ class TrainingRunner(_StageRunner):
 
 
 def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
-    """Prefetch the parameters that a forward pass needs first, while the host prepares the batch. Collective.
-
-    The order is that of the pass, so a rank that starts late still matches the others. `forget_step` drops them.
-    """
+    """Prefetch what a forward pass needs first, in its order, while the host prepares the batch. Collective."""
     for module in (model, *model.first_groups()):
         if isinstance(module, FSDPModule):
             module.unshard(async_op=mesh["fsdp"].size > 1)

@@ -2,8 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -22,10 +21,7 @@ COMPARED = ("lengths", "groups", "names of fields", "tokens", "targets", "mask")
 
 
 def check_same(batch: PackedBatch, mesh: Mesh) -> None:
-    """Raise DataError on every rank where ranks hold different batches. Collective, over gloo.
-
-    Fields are compared by name and dtype, tensors only on the host.
-    """
+    """Raise DataError on every rank where ranks hold different batches. Collective, over gloo."""
     world = mesh["world"]
     prints = stack_numbers(fingerprint(batch), world, mesh.device) if world.size > 1 else []
     for rank, values in enumerate(prints):
@@ -42,27 +38,13 @@ def check_same(batch: PackedBatch, mesh: Mesh) -> None:
 
 
 def fingerprint(batch: Any) -> list[int]:
-    """A checksum for each of `COMPARED`; 0: not on the host, -1: no batch."""
+    """A checksum for each of `COMPARED`; -1: no batch; 0: not on the host."""
     if not isinstance(batch, PackedBatch):
         return [-1] * len(COMPARED)
     names = sorted((name, str(x.dtype)) for name, x in batch.fields.items())
     known = [zlib.crc32(json.dumps(value).encode()) for value in (batch.lengths, batch.groups, names)]
     columns = (batch.tokens, batch.targets, batch.mask)
     return [*known, *(zlib.crc32(x.contiguous().numpy().data) if x.device.type == "cpu" else 0 for x in columns)]
-
-
-@contextmanager
-def _noting_batch(batch: PackedBatch) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        count = int((batch.cu_seqlens.diff() > 0).sum())
-        error.add_note(
-            f"raised by the loss of a micro-batch of {count} sequences with {len(batch)} counted tokens; which they are "
-            "is the engine's choice: a loss can rely on groups only (dt.Sequence(..., group=1)), and a micro-batch may "
-            "hold none (docs/contract.md, Losses)"
-        )
-        raise
 
 
 @dataclass(frozen=True)
@@ -77,8 +59,16 @@ class ValidatedLoss:
 
     def __call__(self, stats: Any, batch: PackedBatch, /) -> Loss:
         first: Tensor = stats if isinstance(stats, Tensor) else stats.logprob
-        with _noting_batch(batch):
+        try:
             result = self.loss(stats, batch)
+        except Exception as error:
+            sequences = int((batch.cu_seqlens.diff() > 0).sum())
+            error.add_note(
+                f"raised by the loss of a micro-batch of {sequences} sequences with {len(batch)} counted tokens; which they "
+                "are is the engine's choice: a loss can rely on groups only (dt.Sequence(..., group=1)), and a micro-batch may "
+                "hold none (docs/contract.md, Losses)"
+            )
+            raise
         if not isinstance(result, Loss):
             raise ConfigError(
                 f"the loss returned a {type(result).__name__}; return dt.Loss(total, count, metrics): sums over the batch's "

@@ -1,11 +1,8 @@
-"""Activation checkpointing: what a block's backward pass computes again, and offloading of what it does not.
+"""Activation checkpointing, by what a block's backward pass computes again, and offloading of the rest.
 
-    none        nothing is computed again
-    light       all but matrix products and attention: norms, rotations, activations
-    selective   all but attention
-    full        everything; only the block's input is kept
-
-Products that a block changes in place are computed again.
+light       all but attention and matrix products that the block does not change in place
+selective   all but attention
+full        everything; only the block's input is kept
 """
 
 from collections import deque
@@ -40,7 +37,7 @@ def is_kept(recompute: Recompute, operation: str) -> bool:
 
 
 def runner(recompute: Recompute, host: "PinnedPool | None" = None) -> Callable[..., Any]:
-    """How to call the blocks of one forward pass. host: where to offload what they keep."""
+    """Calls the blocks of one forward pass. host: where to offload what they keep."""
     if recompute == "none" or not torch.is_grad_enabled():
         return lambda block, *arguments: block(*arguments)
     if host is not None:
@@ -55,11 +52,9 @@ def options(recompute: Recompute) -> dict[str, Any]:
 
 
 def selective_contexts(
-    recompute: Recompute,
-    put: Callable[[Tensor], Any] = lambda x: x,
-    get: Callable[[Any], Tensor] = lambda x: x,
+    recompute: Recompute, put: Callable[[Tensor], Any] = lambda x: x, get: Callable[[Any], Tensor] = lambda x: x
 ) -> tuple["_Keep", "_Reuse"]:
-    """Contexts of a forward pass and its repetition. Results of attention pass through `put` and `get`."""
+    """Of a forward pass and its repetition. put, get: for results of attention."""
     kept: deque[tuple[str, Any]] = deque()
     return _Keep(recompute, kept, put), _Reuse(recompute, kept, get)
 
@@ -80,10 +75,11 @@ class _Keep(_Mode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if is_kept(self.recompute, name := str(func)):
-            if is_attention(name):
-                self.kept.append((name, tree_map_only(Tensor, lambda x: self.transfer(x.detach()), out)))
-            else:
-                self.kept.append((name, _Product(out.detach())))
+            attention = is_attention(name)
+            kept = (
+                tree_map_only(Tensor, lambda x: self.transfer(x.detach()), out) if attention else _Product(out.detach())
+            )
+            self.kept.append((name, kept))
         elif func._schema.is_mutable:
             changed = _written_storages(func, args, kwargs or {})
             for _, product in self.kept:
@@ -131,9 +127,9 @@ class SavedTensor:
 
 
 def save_for_backward_early(x: Tensor) -> tuple[Tensor, SavedTensor]:
-    """x, which must require a gradient, and a handle for the backward of a later function.
+    """x, which must require a gradient, and a handle for a later backward.
 
-    If that saves nothing, it is not recomputed: a checkpoint stops once it has all that was saved.
+    A checkpoint does not repeat a later function that saves nothing.
     """
     saved = SavedTensor()
     return _SaveEarly.apply(x, saved), saved
@@ -154,19 +150,16 @@ class _SaveEarly(torch.autograd.Function):
 
 
 class OffloadedTensor:
-    """On the device, on the host, or being copied. host: None if it stays on the device."""
+    """On the device, on the host, or being copied. host: None if it stays. copied: event of the last copy."""
 
     def __init__(self, x: Tensor, host: Tensor | None, block: int) -> None:
         self.device_tensor: Tensor | None = x
         self.host, self.block = host, block
-        self.copied: Any = None  # the event after the latest copy
+        self.copied: Any = None
 
 
 class PinnedPool:
-    """Pinned host memory and a stream for copies.
-
-    available: bytes of host memory left; None: no limit. ranks: on this host, which share it.
-    """
+    """Pinned host memory and a stream for copies. available: bytes left, None: no limit. ranks: that share them."""
 
     def __init__(
         self, device: torch.device, *, available: Callable[[], int | None] | None = None, ranks: int = 1
@@ -193,7 +186,7 @@ class PinnedPool:
         return arena.allocate(x.dtype, (x.numel(),)).as_strided(x.shape, strides)
 
     def copy(self, to: Tensor, source: Tensor) -> Any:
-        """Copy on the side stream, after the work queued before. Returns an event."""
+        """On the side stream, after the work queued before. Returns an event."""
         if self.side is None:
             to.copy_(source)
             return None
@@ -209,7 +202,7 @@ class PinnedPool:
 
 
 class ActivationOffload:
-    """Offloads blocks' inputs and results of attention, but the last block's, and fetches them one block ahead of backward."""
+    """Offloads blocks' inputs and results of attention; fetches them one block ahead."""
 
     def __init__(self, host: PinnedPool, recompute: Recompute) -> None:
         self.host, self.recompute = host, recompute
@@ -230,7 +223,7 @@ class ActivationOffload:
         return out
 
     def put(self, x: Tensor) -> Tensor | OffloadedTensor:
-        """Start to offload a tensor. Integers, such as generator states, stay."""
+        """Start to offload. Integers, such as generator states, stay."""
         if not x.is_floating_point() or x.device.type != self.host.device.type:
             return x
         x = x.detach()
@@ -245,8 +238,13 @@ class ActivationOffload:
         """The tensor on the device. Starts to fetch the block before."""
         if isinstance(tensor, Tensor):
             return tensor
-        for block in (tensor.block, tensor.block - 1):
-            self._fetch(block)
+        for block in (tensor.block, tensor.block - 1) if tensor.block else (0,):
+            for other in self.blocks[block]:
+                if other.device_tensor is None:
+                    assert other.host is not None
+                    other.device_tensor = torch.empty_like(other.host, device=self.host.device)
+                    other.copied = self.host.copy(other.device_tensor, other.host)
+            self.blocks[block] = []
         self.host.wait(tensor.copied)
         x, tensor.device_tensor = tensor.device_tensor, None
         assert x is not None
@@ -255,13 +253,3 @@ class ActivationOffload:
             self.arena.reset()
             self.host.free.append(self.arena)
         return x
-
-    def _fetch(self, block: int) -> None:
-        if block < 0:
-            return
-        for tensor in self.blocks[block]:
-            if tensor.device_tensor is None:
-                assert tensor.host is not None
-                tensor.device_tensor = torch.empty_like(tensor.host, device=self.host.device)
-                tensor.copied = self.host.copy(tensor.device_tensor, tensor.host)
-        self.blocks[block] = []

@@ -1,4 +1,4 @@
-"""Grouped-query attention, and what the layers of a forward pass share."""
+"""Grouped-query attention, and the context of a forward pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from dovetail.parallel.overlap import AsyncForward, switch
 
 
 class Context(Protocol):
-    """What the layers of a forward pass share: a packed batch's, or a KV cache's."""
+    """What layers share: of a packed batch, or a KV cache."""
 
     @property
     def cos(self) -> Tensor: ...  # [T, rotary_dim / 2]
@@ -46,7 +46,6 @@ class PackedAttention:
     kernels: KernelSet
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """q [T, H, C], k [T, G, C], v [T, G, Cv] -> [T, H, Cv]."""
         return self.kernels.attention(q, k, v, self.spans, self.spans, window)
 
 
@@ -83,10 +82,7 @@ def attention_of(micro: MicroBatch, mesh: Mesh, kernels: KernelSet) -> BatchAtte
 def rope_tables(
     spec: RopeSpec, positions: Tensor, lengths: Sequence[int], dtype: torch.dtype, at: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, [T, R / 2] in `dtype`, for packed positions [T].
-
-    lengths: of the sequences, for the kinds `BY_LENGTH`. at [t]: only these tokens.
-    """
+    """cos and sin [T, R / 2] of packed positions [T]. lengths: for kinds `BY_LENGTH`. at [t]: only these tokens."""
     if at is not None:
         positions = positions[at]
     frequencies = _frequencies_on(spec, wide(dtype), positions.device)

@@ -1,4 +1,4 @@
-"""Context parallelism: attention of this rank's tokens to those of all ranks of cp, by gathered keys or exchanged heads.
+"""Attention to the tokens of all ranks of cp, by gathered keys or exchanged heads.
 
 Of L lines (groups that exchange heads) the i-th holds the i-th and the i-th last of 2 L chunks of tokens.
 """
@@ -22,9 +22,9 @@ from dovetail.parallel.mesh import Axis, ContextAxes
 def share_keys(
     k: Tensor, v: Tensor, stretches: Sequence[slice], axis: Axis, add: Callable[..., Tensor]
 ) -> Iterable[tuple[Tensor, Tensor]]:
-    """This line's k and v [t, G, C] -> read-only keys and values [n, G, C] of each stretch of all lines' tokens.
+    """This line's k and v [t, G, C] -> keys and values [n, G, C] of each stretch of all lines' tokens, read-only.
 
-    Gradients are rounded to k's dtype, then summed over the lines in order by `add`, [L, ...] -> [...].
+    Gradients are rounded to k's dtype, then summed over the lines in order by `add`.
     """
     out = _SharedKeys.apply(k, v, tuple(stretches), axis, add)
     return zip(out[::2], out[1::2], strict=True)
@@ -49,7 +49,7 @@ class _SharedKeys(torch.autograd.Function):
 
 
 def scatter_kv_grads(grads: Sequence[Tensor], stretches: Sequence[slice], own: int, lines: int) -> Tensor:
-    """Gradients of keys and values of each stretch, [n, G, C] -> their sums [lines, 2, own, G, C] by line and its tokens."""
+    """Gradients of each stretch's keys and values [n, G, C] -> sums [lines, 2, own, G, C] by line and token."""
     size = own // 2
     out = grads[0].new_empty((lines, 2, own, *grads[0].shape[1:]))
     ends = {end for stretch in stretches for end in (stretch.start, stretch.stop)}
@@ -62,19 +62,10 @@ def scatter_kv_grads(grads: Sequence[Tensor], stretches: Sequence[slice], own: i
                 for grad, stretch in zip(grads[kind::2], stretches, strict=True)
                 if stretch.start <= start and stop <= stretch.stop
             ]
-            _sum_into(total, parts)
+            total.copy_(parts[0]) if parts else total.zero_()
+            for part in parts[1:]:
+                total.add_(part)
     return out
-
-
-def _sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
-    if not parts:
-        out.zero_()
-    elif len(parts) == 1:
-        out.copy_(parts[0])
-    else:
-        torch.add(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            out.add_(part)
 
 
 class Chunk(NamedTuple):
@@ -88,14 +79,13 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedAttention:
-    """Causal attention within packed sequences that are sharded over cp."""
+    """Causal attention within packed sequences, sharded over cp."""
 
     chunks: tuple[Chunk, ...]
     axes: ContextAxes
     kernels: KernelSet
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """q [t, H, C], k [t, G, C], v [t, G, Cv] -> [t, H, Cv]."""
         v_dim, v = v.shape[-1], pad_values(k, v)
         q, k, v = self._all_tokens(q, k, v)
         queries: Sequence[Tensor] = (q,)
@@ -111,7 +101,7 @@ class SharedAttention:
         return heads_to_tokens(out[0] if len(out) == 1 else torch.cat(out), self.axes.ulysses)[..., :v_dim]
 
     def _all_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Some heads of all tokens of the Ulysses group. Too few KV heads are repeated."""
+        """Some heads of the Ulysses group's tokens; too few KV heads are repeated."""
         size = self.axes.ulysses.size
         if size == 1:
             return q, k, v
@@ -124,7 +114,7 @@ class SharedAttention:
 
 
 def cut_chunks(lengths: Sequence[int], share: ContextShard, device: torch.device) -> tuple[Chunk, ...]:
-    """One rank's chunks of packed sequences: two, or one of all tokens."""
+    """One rank's chunks: two, or one of all tokens."""
     ends = cumulative(lengths).tolist()
     if share.groups == 1:
         spans = Spans(to_device(cumulative(lengths), device), tuple(lengths))

@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.mlp = MoE(spec, layer, mesh, kernels) if spec.is_moe(layer) else make_mlp(spec, mesh, kernels)
 
     def forward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """x [t, D] of each half of a micro-batch, or of all of it, and the tuple of their contexts -> as many [t, D]."""
+        """x [t, D] of a micro-batch or each of its halves, and a tuple of their contexts -> as many [t, D]."""
         if isinstance(self.mlp, MoE):
             out: tuple[Tensor, ...] = self.mlp.experts(self._interleaved, *arguments)
             return out
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Embedding, blocks and final norm of `cut`: tokens [T] -> hidden states [t, D]. host: where activations are offloaded."""
+    """Embedding, blocks and final norm of `cut`. host: where activations are offloaded."""
 
     embed_tokens: VocabEmbedding
     norm: RMSNorm
@@ -79,14 +79,12 @@ class Trunk(nn.Module):
             self.norm = RMSNorm(spec.width, spec.norm_eps, kernels)
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
-        """Without a pipeline."""
         (x,) = self.blocks(range(len(self.layers)), (self.embed_tokens(tokens),), (context,))
         return self.norm(x)
 
     def blocks(
         self, layers: Iterable[int], halves: tuple[Tensor, ...], contexts: tuple[Context, ...]
     ) -> tuple[Tensor, ...]:
-        """Consecutive layers, as `Block.forward`."""
         run = nn.Module.__call__ if self.recompute == "none" else runner(self.recompute, self.host)
         for layer in layers:
             halves = run(self.layers[str(layer)], *halves, contexts)
@@ -94,7 +92,7 @@ class Trunk(nn.Module):
 
 
 class Decoder(StagedModel):
-    """A model under HF's names, or pipeline stages of it. Both ends of a pipeline hold a tied table, under both names."""
+    """A model, or pipeline stages of it; both ends hold a tied table, under both names."""
 
     supports_dual_batch = True
 
@@ -121,7 +119,7 @@ class Decoder(StagedModel):
     def forward(
         self, micro: MicroBatch | None, loss: LossFn | None = None, stage: int = 0, x: Tensor | None = None
     ) -> TokenStats | Loss | Tensor:
-        """One of `cut.stages`: x [t, D] of the stage before, None for the first -> x for the next, or the head's result.
+        """One of `cut.stages`: x [t, D] of the one before or None -> x for the next, or the head's result.
 
         Without a micro-batch: a scalar whose backward pass runs FSDP2's hooks alone.
         """
@@ -138,7 +136,7 @@ class Decoder(StagedModel):
         return result
 
     def _blocks(self, micro: MicroBatch, stage: int, x: Tensor) -> Tensor:
-        parts = micro.apart
+        parts = micro.halves or (micro,)
         contexts = tuple(context_of(part, self.rope, x.dtype, self.mesh, self.kernels) for part in parts)
         rows = [len(part) // self.mesh["tp"].size for part in parts]
         halves = self.model.blocks(self.cut.stages[stage], x.split(rows) if micro.halves else (x,), contexts)

@@ -1,4 +1,4 @@
-"""Heads: values, or log-probs and entropies from vocabulary-sharded logits, in one pass and one collective.
+"""Heads: values, or log-probs and entropies from vocabulary-sharded logits, in one pass.
 
 Each rank reduces its columns to four numbers a token; the ranks gather and combine them in order:
 
@@ -6,11 +6,11 @@ Each rank reduces its columns to four numbers a token; the ranks gather and comb
     D = (m - M) / tau     M = max m    S = sum s e^D    U = sum e^D (u + s D)
     logprob = (sum t - M) / tau - ln S                  entropy = ln S - U / S
 
-The maximum is subtracted before the division by tau, and U is shifted, to keep digits at large logits.
+Subtracting the maximum before the division, and the shift of U, keep digits at large logits.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -34,7 +34,7 @@ def is_separable(loss: LossFn) -> bool:
 
 
 class Normalizer(NamedTuple):
-    """M, S and U / S of each row [n]. At large logits log-sum-exp would be less exact."""
+    """M, S and U / S [n]. At large logits log-sum-exp would be less exact."""
 
     peak: Tensor
     total: Tensor
@@ -42,7 +42,7 @@ class Normalizer(NamedTuple):
 
 
 def combine(stats: Tensor, temperature: Tensor | None = None) -> tuple[TokenStats, Normalizer]:
-    """`vocab_stats` of every rank [ranks, n, 4] -> statistics and normalizer of the whole vocabulary."""
+    """`vocab_stats` of every rank [ranks, n, 4] -> those of the whole vocabulary."""
     m, s, u, t = stats.unbind(-1)
     peak = m.amax(0)
     shift, chosen = torch.where(m == float("-inf"), 0.0, m - peak), t.sum(0) - peak
@@ -68,7 +68,7 @@ class VocabShard:
     def stats(
         self, x: Tensor, batch: PackedBatch, rows: slice, *, keep: bool
     ) -> tuple[Tensor | None, TokenStats, Normalizer]:
-        """Logits without temperature, if `keep`, statistics and normalizer of some of the batch's rows of x [n, D]."""
+        """Logits without temperature (if `keep`), statistics and normalizer of some rows of x [n, D]."""
         targets, temperature = batch.targets[rows] - self.first, _temperature(batch, rows, x.dtype)
         products, x, z = self.products(x), x[rows], None
         if products is not None:
@@ -84,70 +84,61 @@ class VocabShard:
 
 
 def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> TokenStats:
-    """Statistics of `batch.targets` [n] from hidden states x [n, D], without a gradient."""
+    """Of `batch.targets` [n] from hidden states x [n, D], without a gradient."""
     with torch.no_grad():
         stats = [shard.stats(x, batch, rows, keep=False)[1] for rows in _chunks(len(batch), shard.kernels.head_chunk)]
         return TokenStats(*(torch.cat(column) for column in zip(*stats, strict=True)))
 
 
 def fused_loss(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -> Loss:
-    """The loss of hidden states x [n, D] on the counted tokens of `batch` [n]. Only `total` has a gradient."""
+    """Of hidden states x [n, D], on the counted tokens of `batch` [n]. Only `total` has a gradient."""
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or shard.weight.requires_grad)
     with torch.no_grad():
-        run = _Pass(x, shard, batch, loss)
-        run = run.with_gradients() if needs_grad else run
+        run = _Pass(x, shard, batch, loss, needs_grad=needs_grad)
         result = run.separable() if is_separable(loss) else run.whole()
     if not needs_grad:
         return result
-    dx, dw, added = run.dx, run.dw, False
-    if dw is not None:
-        dw, added = (None, True) if shard.owner else (dw.to(shard.weight.dtype), False)
-    return result._replace(total=_WithGradients.apply(result.total, x, shard.weight, dx, dw, added))
+    added = run.dw is not None and shard.owner is not None
+    dw = None if run.dw is None or added else run.dw.to(shard.weight.dtype)
+    return result._replace(total=_WithGradients.apply(result.total, x, shard.weight, run.dx, dw, added))
 
 
-@dataclass(frozen=True)
 class _Pass:
     """A loss, and buffers dx [n, D] and dw [columns, D] in the wide dtype. fresh: dw is uninitialized."""
 
-    x: Tensor
-    shard: VocabShard
-    batch: PackedBatch
-    loss: LossFn
-    dx: Tensor | None = None
-    dw: Tensor | None = None
-    fresh: bool = True
-
-    def with_gradients(self) -> "_Pass":
-        dx, w, owner = torch.empty_like(self.x), self.shard.weight, self.shard.owner
-        if not w.requires_grad:
-            return replace(self, dx=dx)
-        if owner is None:
-            return replace(self, dx=dx, dw=torch.empty_like(w, dtype=wide(w.dtype)))
-        total, fresh = grad_buffer(owner.get_parameter("weight"))
-        if fresh:
-            total[len(w) :].zero_()
-        return replace(self, dx=dx, dw=total[: len(w)], fresh=fresh)
+    def __init__(self, x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, *, needs_grad: bool) -> None:
+        self.x, self.shard, self.batch, self.loss, self.needs_grad = x, shard, batch, loss, needs_grad
+        self.chunks = [*_chunks(len(batch), shard.kernels.head_chunk)]
+        self.dx, self.dw, self.fresh = torch.empty_like(x) if needs_grad else x, None, True
+        w = shard.weight
+        if needs_grad and w.requires_grad and shard.owner is None:
+            self.dw = torch.empty_like(w, dtype=wide(w.dtype))
+        elif needs_grad and w.requires_grad and shard.owner is not None:
+            total, self.fresh = grad_buffer(shard.owner.get_parameter("weight"))
+            if self.fresh:
+                total[len(w) :].zero_()
+            self.dw = total[: len(w)]
 
     def separable(self) -> Loss:
         """One pass: loss and gradients chunk by chunk."""
-        values, needs_grad = [], self.dx is not None
-        for rows in self._chunks():
-            z, stats, normalizer = self.shard.stats(self.x, self.batch, rows, keep=needs_grad)
+        values = []
+        for rows in self.chunks:
+            z, stats, normalizer = self.shard.stats(self.x, self.batch, rows, keep=self.needs_grad)
             part = self.batch
             if rows.stop - rows.start < len(part):
                 part = part.compact(torch.arange(rows.start, rows.stop, device=self.x.device))
-            value, g, h = _loss_gradients(self.loss, stats, part, needs_grad)
+            value, g, h = _loss_gradients(self.loss, stats, part, self.needs_grad)
             values.append(value)
-            if needs_grad and z is not None:
+            if self.needs_grad and z is not None:
                 self._backward(rows, z, normalizer, g, h)
             del z  # or two chunks of logits are alive at once
         return values[0] if len(values) == 1 else _sum_of(values)
 
     def whole(self) -> Loss:
         """Two passes: the loss of all statistics, then gradients from recomputed logits."""
-        stats, needs_grad = fused_token_stats(self.x, self.shard, self.batch), self.dx is not None
-        value, g, h = _loss_gradients(self.loss, stats, self.batch, needs_grad)
-        for rows in self._chunks() if needs_grad else ():
+        stats = fused_token_stats(self.x, self.shard, self.batch)
+        value, g, h = _loss_gradients(self.loss, stats, self.batch, self.needs_grad)
+        for rows in self.chunks if self.needs_grad else ():
             z, _, normalizer = self.shard.stats(self.x, self.batch, rows, keep=True)
             assert z is not None
             self._backward(rows, z, normalizer, g[rows], None if h is None else h[rows])
@@ -155,8 +146,7 @@ class _Pass:
         return value
 
     def _backward(self, rows: slice, z: Tensor, normalizer: Normalizer, g: Tensor, h: Tensor | None) -> None:
-        """The gradients of some rows. Overwrites their logits z."""
-        assert self.dx is not None
+        """Overwrites the logits z."""
         x, shard, batch = self.x, self.shard, self.batch
         local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows, x.dtype)
         dz = shard.kernels.vocab_grad_(z, local_targets, normalizer, g, h, temperature, dtype=x.dtype)
@@ -168,14 +158,11 @@ class _Pass:
             shard.kernels.add_weight_grad_(self.dw, dz, x[rows], first=first)
         torch.mm(dz, shard.weight, out=self.dx[rows])
 
-    def _chunks(self) -> Iterator[slice]:
-        return _chunks(len(self.batch), self.shard.kernels.head_chunk)
-
 
 def _loss_gradients(
     loss: LossFn, stats: TokenStats, batch: PackedBatch, needs_grad: bool
 ) -> tuple[Loss, Tensor, Tensor | None]:
-    """The loss and its gradients in the two statistics: zeros, or None for the entropy, where it ignores one."""
+    """And gradients in both statistics: where the loss ignores one, zeros, or None for the entropy."""
     if not needs_grad:
         return _detached(loss(stats, batch)), stats.logprob, None
     with torch.enable_grad():
@@ -219,10 +206,9 @@ def _sum_of(losses: list[Loss]) -> Loss:
 
 
 def _detached(loss: Loss) -> Loss:
-    metrics = {
-        name: Sum(torch.as_tensor(s.total).detach(), torch.as_tensor(s.count)) for name, s in loss.metrics.items()
-    }
-    return Loss(loss.total.detach(), torch.as_tensor(loss.count), metrics)
+    total, count, metrics = loss
+    sums = {name: Sum(torch.as_tensor(s.total).detach(), torch.as_tensor(s.count)) for name, s in metrics.items()}
+    return Loss(total.detach(), torch.as_tensor(count), sums)
 
 
 def _temperature(batch: PackedBatch, rows: slice, dtype: torch.dtype) -> Tensor | None:
@@ -230,12 +216,12 @@ def _temperature(batch: PackedBatch, rows: slice, dtype: torch.dtype) -> Tensor 
 
 
 def _chunks(n: int, size: int) -> Iterator[slice]:
-    """Slices that cover n rows; an empty one for none: every rank runs the same collectives."""
+    """Cover n rows; an empty one for none: every rank runs the same collectives."""
     return (slice(start, min(start + size, n)) for start in range(0, max(n, 1), size))
 
 
 class LMHead(GradAccumulator):
-    """Hidden states [t, D] -> statistics or loss of the counted tokens. forward all_gather, backward reduce_scatter."""
+    """Hidden states [t, D] -> statistics or loss of counted tokens. forward all_gather, backward reduce_scatter."""
 
     def __init__(self, vocab_size: int, width: int, mesh: Mesh, kernels: KernelSet, *, tied: bool = False) -> None:
         super().__init__()
@@ -253,7 +239,7 @@ class LMHead(GradAccumulator):
         return fused_loss(counted, self.shard, micro.counted, loss)
 
     def logits(self, x: Tensor) -> Tensor:
-        """This rank's logits [n, columns] in the wide dtype, of hidden states x [n, D] that all ranks of tp hold."""
+        """This rank's [n, columns] in the wide dtype, of x [n, D] that all ranks of tp hold."""
         return self.kernels.logits(x, self.shard.weight).to(wide(x.dtype))
 
     @property
@@ -263,10 +249,7 @@ class LMHead(GradAccumulator):
 
 
 class ValueHead(nn.Module):
-    """Hidden states [t, D] -> values [T] in the wide dtype. Each rank computes its own tokens, so gradients are partial.
-
-    forward all_gather of [t], backward a slice.
-    """
+    """Hidden states [t, D] -> values [T] in the wide dtype. Gradients are partial."""
 
     def __init__(self, width: int, mesh: Mesh, *, bias: bool) -> None:
         super().__init__()
@@ -276,7 +259,6 @@ class ValueHead(nn.Module):
         self.placements = dict.fromkeys(("weight", "bias"), Placement(partial_over=("tp",)))
 
     def forward(self, x: Tensor, micro: MicroBatch, loss: LossFn | None) -> Tensor | Loss:
-        """Values of all tokens, or the loss of those of the counted tokens."""
         values = gather_replicated(F.linear(x, self.weight, self.bias)[:, 0].to(wide(x.dtype)), self.axis)
         return values if loss is None else loss(values[micro.index], micro.counted)
 
@@ -285,7 +267,7 @@ class ValueHead(nn.Module):
 class SequenceGather:
     """A loss of whole sequences, computed by every cp rank; only the first returns its value.
 
-    forward all_reduce of each input [n], backward none: each rank's gradient is that of its own tokens.
+    forward all_reduce of inputs, backward none: a rank's gradient is that of its tokens.
     """
 
     loss: LossFn
@@ -302,7 +284,6 @@ class SequenceGather:
         return Loss(total - total.detach(), 0 * count, zeros)
 
     def _gather(self, x: Tensor) -> Tensor:
-        """Of this rank's counted tokens -> of all ranks', in the batch's order."""
         whole = x.new_zeros(len(self.micro.all_counted))
         return all_reduce(whole.index_copy(0, self.micro.local, x), self.axis)
 

@@ -1,4 +1,4 @@
-"""Layers with parameters: tensor-parallel linear layers, the token embedding and the norm; and their weight gradients.
+"""Tensor-parallel linear layers, the embedding, the norm, and their weight gradients.
 
 Between blocks tokens are sharded, inside them features.
 
@@ -33,14 +33,14 @@ AddWeightGrad = Callable[..., None]  # `kernels.reference.add_weight_grad_`
 
 
 class WgradQueue:
-    """Deferred weight gradients, by key. bucket: the key under which `accumulate` defers; None: it computes at once."""
+    """Deferred weight gradients, by key. bucket: that of `accumulate`; None: now."""
 
     def __init__(self) -> None:
         self.bucket: Hashable = None
         self.deferred: dict[Hashable, deque[Callable[[], None]]] = {}
 
     def accumulate(self, weight: Tensor, dy: Tensor, x: Tensor, add: AddWeightGrad) -> None:
-        """weight.grad += dy.T @ x, now or when the bucket is flushed; until then FSDP2 must not reshard the weight."""
+        """weight.grad += dy.T @ x, now or in `flush`, before which FSDP2 must not reshard the weight."""
         if self.bucket is None:
             accumulate_product(weight, dy, x, add)
         else:
@@ -61,7 +61,6 @@ class WgradQueue:
 
     @contextmanager
     def immediate(self) -> Iterator[None]:
-        """Do not defer within."""
         bucket, self.bucket = self.bucket, None
         try:
             yield
@@ -70,7 +69,7 @@ class WgradQueue:
 
 
 class GradAccumulator(nn.Module):
-    """A module that accumulates its weights' gradients itself once it has a queue."""
+    """Accumulates its weights' gradients itself once it has a queue."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +84,7 @@ class GradAccumulator(nn.Module):
         return out
 
     def defer_wgrad(self, name: str, dz: Tensor, x: Tensor, add: AddWeightGrad) -> None:
-        """The gradient dz.T @ x of an `accumulated` parameter, computed when the backward pass reaches that call."""
+        """Computes dz.T @ x of an `accumulated` parameter when the backward pass reaches that call."""
         assert self.wgrad_queue is not None
         self.wgrad_queue.defer(self, partial(accumulate_product, self.get_parameter(name), dz, x, add))
 
@@ -134,7 +133,7 @@ def grad_buffer(weight: Tensor) -> tuple[Tensor, bool]:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim."""
+    """Ranks of tp see other tokens or heads: the gradient is partial."""
 
     def __init__(self, width: int, eps: float, kernels: KernelSet) -> None:
         super().__init__()
@@ -181,10 +180,7 @@ class Linear(GradAccumulator):
 
 
 class _Linear(torch.autograd.Function):
-    """forward: y = x w.T + b. backward: dx = dy w, which starts the inverse collective; db = sum(dy); dw = dy.T x.
-
-    Only x is saved: the weight is the layer's, gathered again by FSDP2.
-    """
+    """forward: y = x w.T + b. backward: dx = dy w, which starts the inverse collective; db = sum(dy); dw = dy.T x."""
 
     @staticmethod
     def forward(
@@ -197,12 +193,9 @@ class _Linear(torch.autograd.Function):
         products: LinearProducts,
     ) -> Tensor:
         ctx.layer, ctx.collective, ctx.shape = layer, collective, x.shape
-        ctx.input_grad, ctx.add_weight_grad_ = (
-            products.input_grad,
-            products.add_weight_grad_,
-        )  # not forward: it holds memory
+        _, ctx.input_grad, ctx.add_weight_grad_ = products  # not forward: it holds memory
         x = x if collective is None else collective.wait()
-        ctx.save_for_backward(x if weight.requires_grad else None)
+        ctx.save_for_backward(x if weight.requires_grad else None)  # the weight is gathered again by FSDP2
         return products.forward(x, weight, bias)
 
     @staticmethod
@@ -221,10 +214,7 @@ class _Linear(torch.autograd.Function):
 
 
 class ColumnLinear(Linear):
-    """[t, D] -> [T, sum of out_i / tp]. forward all_gather, backward reduce_scatter.
-
-    parts: checkpoint name -> (units, unit length). Fewer heads than ranks are copied; features (length 1) padded with zeros.
-    """
+    """parts: checkpoint name -> (units, unit length). Fewer heads than ranks are copied; features (length 1) are padded."""
 
     def __init__(
         self, width: int, parts: dict[str, tuple[int, int]], mesh: Mesh, kernels: KernelSet, *, bias: bool = False
@@ -253,10 +243,7 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """[T, in / tp] -> [t, D], input features padded with zeros. forward reduce_scatter, backward all_gather.
-
-    The bias is added to this rank's tokens, so its gradient is partial.
-    """
+    """Input features are padded with zeros. The bias is added to this rank's tokens: its gradient is partial."""
 
     def __init__(self, in_features: int, width: int, mesh: Mesh, kernels: KernelSet, *, bias: bool = False) -> None:
         super().__init__(kernels)
@@ -264,10 +251,7 @@ class RowLinear(Linear):
         part = Part.padded("", in_features, self.axis.size)
         self.weight = nn.Parameter(torch.empty(width, part.local_length(self.axis.size)))
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
-        self.placements = {
-            "weight": Placement((Split(1, "tp", (part,)),)),
-            "bias": Placement(partial_over=("tp",)),
-        }
+        self.placements = {"weight": Placement((Split(1, "tp", (part,)),)), "bias": Placement(partial_over=("tp",))}
 
     def forward(self, x: Tensor) -> Tensor:
         return run_sync(self.forward_async(x))
@@ -278,7 +262,7 @@ class RowLinear(Linear):
 
 
 class ReplicatedLinear(Linear):
-    """[t, in] -> [t, out], of this rank's tokens: gradients are partial. No collectives."""
+    """Of this rank's tokens: gradients are partial."""
 
     def __init__(self, in_features: int, out_features: int, kernels: KernelSet, *, bias: bool = False) -> None:
         super().__init__(kernels)
@@ -314,7 +298,7 @@ class VocabEmbedding(GradAccumulator):
         rows = self.weight.shape[0]
         local = tokens - self.axis.rank * rows
         own = (local >= 0) & (local < rows)
-        # Others' tokens look up different rows: adding many gradients to one row would be slow, though they are 0.
+        # others' tokens look up different rows: adding many zeros to one would be slow
         anywhere = torch.arange(len(tokens), device=tokens.device) % rows
         return reduce_scatter(self._lookup(torch.where(own, local, anywhere)) * own[:, None], self.axis)
 

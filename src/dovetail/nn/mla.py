@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), sharded by heads; the ranks of tp gather latents.
+"""Multi-head latent attention (arXiv 2405.04434), sharded by heads; ranks of tp gather latents.
 
     q = q_b(norm(q_a(x))) or q_proj(x)    k_nope, v = kv_b(norm(kv_a(x)))    one rotary key for all heads
 
@@ -70,7 +70,7 @@ class LatentAttention(nn.Module):
         return q.unflatten(-1, (-1, self.latent.key_dim))
 
     def _rotate(self, x: Tensor, context: Context) -> Tensor:
-        """Heads [T, H, R], with interleaved channels reordered into halves."""
+        """Heads [T, H, R], interleaved channels reordered into halves."""
         if self.latent.interleaved:
             x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
         return self.kernels.rope(x, context.cos, context.sin)

@@ -16,7 +16,7 @@ from dovetail.parallel.overlap import AsyncForward, finish, reduce_scatter_async
 
 
 class GatedMLP(nn.Module):
-    """[t, D] -> [t, D]. Gate and up are one product, fused with the activation where the kernels can."""
+    """Gate and up are one product, fused with the activation where the kernels can."""
 
     def __init__(self, spec: ArchSpec, mesh: Mesh, kernels: KernelSet, width: int | None = None) -> None:
         super().__init__()
@@ -51,7 +51,6 @@ class GatedMLP(nn.Module):
         return (yield from reduce_scatter_async(y, down.axis))
 
     def _fused_products(self, x: Tensor) -> ModuleType | None:
-        """The fused products, if they support this call."""
         products, up, down = self.kernels.gated, self.gate_up_proj, self.down_proj
         if products is None or up.bias is not None or not products.takes(x, up.weight, down.weight):
             return None
@@ -61,7 +60,7 @@ class GatedMLP(nn.Module):
 
 
 class _FusedDown(torch.autograd.Function):
-    """forward: z = silu(gate) up w.T. backward: d_gate_up in pairs and, by the same product, silu(gate) up again for dw.
+    """forward: z = silu(gate) up w.T. backward: d_gate_up in pairs, silu(gate) up again for dw.
 
     It saves nothing itself, so activation checkpointing does not repeat it.
     """

@@ -27,7 +27,7 @@ ExpertForm = Literal["fused", "turned", "apart", "mixtral"]
 
 @dataclass(frozen=True)
 class StageRange:
-    """The layers of a rank's pipeline stages, and whether they include the first and the last."""
+    """Layers of a rank's stages; whether they include the model's ends."""
 
     stages: tuple[range, ...]
     first: bool = True
@@ -60,12 +60,11 @@ class StagedModel(nn.Module):
 
     @property
     def moe(self) -> MoeSpec | None:
-        """The experts that the native engine routes to."""
         return self.spec.moe if isinstance(self.spec, ArchSpec) else None
 
     @property
     def text(self) -> nn.Module:
-        """The language model, without the head."""
+        """Without the head."""
         raise NotImplementedError
 
     def check(self, batch: PackedBatch) -> None:
@@ -111,7 +110,7 @@ class StagedModel(nn.Module):
             )
 
     def stored_name(self, name: str) -> str:
-        """In the checkpoint."""
+        """The checkpoint's name."""
         return name
 
     def groups(self) -> Iterator[nn.Module]:
@@ -119,7 +118,7 @@ class StagedModel(nn.Module):
         raise NotImplementedError
 
     def first_groups(self) -> Iterator[nn.Module]:
-        """Those of `groups` that every forward pass gathers first, where their order is known."""
+        """Those that every forward pass gathers first, where their order is known."""
         return iter(())
 
     def materialize(self, device: torch.device) -> None:

@@ -34,12 +34,12 @@ from dovetail.parallel.overlap import (
 )
 from dovetail.parallel.placement import Part, Placement, Split
 
-TINY = 1e-20  # keeps the sum of chosen weights from being 0
+TINY = 1e-20  # so that the sum of chosen weights is not 0
 T = TypeVar("T")
 
 
 class Router(nn.Module):
-    """[t, D] -> experts [t, K] and weights [t, K] in the wide dtype. Replayed routes replace experts, not weights."""
+    """[t, D] -> experts and weights (in the wide dtype) [t, K]. Replayed routes replace experts, not weights."""
 
     e_score_correction_bias: Tensor
 
@@ -75,7 +75,7 @@ class Router(nn.Module):
 
 
 class Experts(GradAccumulator):
-    """Tokens [T, D], experts and weights [T, K] -> weighted sums [T, D], partial over tp. Three all_to_all each way."""
+    """Tokens [T, D], experts and weights [T, K] -> weighted sums [T, D], partial over tp."""
 
     def __init__(self, spec: ArchSpec, moe: MoeSpec, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Experts(GradAccumulator):
         }
 
     def forward(self, run: Callable[..., T], *arguments: Any) -> T:
-        """Run what needs the parameters, so that FSDP2 gathers them once for both halves of a batch."""
+        """Run what needs the parameters: FSDP2 gathers them once for both halves of a batch."""
         return run(*arguments)
 
     def forward_async(self, x: Tensor, chosen: Tensor, weights: Tensor) -> AsyncForward[Tensor]:
@@ -108,7 +108,7 @@ class Experts(GradAccumulator):
         choices = kernels.permute_tokens(pack_choices(chosen, weights), places, ranks.shape[1], capacity)
         to_experts = [AsyncCollective(None, None), AsyncCollective(None, None)]
         sent = [start(part, collective) for part, collective in zip((rows, choices), to_experts, strict=True)]
-        matrices = self._matrices()  # after `start`, so that their gradients come before it is waited for
+        matrices = self._matrices()  # after `start`: their gradients come before it is waited for
         yield
         to, by, copies = numbers.wait()  # the host waits once
         num_rows, capacity = sum(by), round_rows(sum(by))
@@ -134,7 +134,7 @@ class Experts(GradAccumulator):
 
 
 def destinations(owners: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Owners [T, K] -> distinct ranks [T, min(K, size)], else `size`; and numbers of rows and copies by rank [size, 2]."""
+    """Owners [T, K] -> distinct ranks [T, min(K, size)], else `size`; rows and copies by rank [size, 2]."""
     every = torch.arange(size, device=owners.device)
     to = owners[:, :, None] == every
     goes = to.any(1)  # [T, size]
@@ -145,7 +145,7 @@ def destinations(owners: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_choices(chosen: Tensor, weights: Tensor) -> Tensor:
-    """Experts and weights [T, K] -> [T, 2 K] in the weights' dtype; experts as bits of integers."""
+    """Experts, as bits of integers, and weights [T, K] -> [T, 2 K]."""
     integer = torch.int32 if weights.element_size() == 4 else torch.int64
     return torch.cat((weights, chosen.to(integer).view(weights.dtype)), 1)
 
@@ -158,7 +158,7 @@ def unpack_choices(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class MoE(nn.Module):
-    """[t, D] -> [t, D]: routed and shared experts."""
+    """Routed and shared experts."""
 
     def __init__(self, spec: ArchSpec, layer: int, mesh: Mesh, kernels: KernelSet) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class MoE(nn.Module):
         return run_sync(self.forward_async(x, routes))
 
     def forward_async(self, x: Tensor, routes: Routes) -> AsyncForward[Tensor]:
-        """Needs the experts' parameters gathered: see `Experts.forward`."""
+        """Within `Experts.forward`, which gathers their parameters."""
         y = yield from self._routed(x, *self.gate(x, routes))
         if not self.shared_name:
             return y
@@ -206,5 +206,5 @@ class _AddRouterLoss(torch.autograd.Function):
 
 
 def add_router_loss(x: Tensor, loss: Tensor | None) -> Tensor:
-    """`x`; `loss` is added to the loss computed from it, even in another pipeline stage."""
+    """x; `loss` is added to the loss computed from it, in any pipeline stage."""
     return x if loss is None else _AddRouterLoss.apply(x, loss)

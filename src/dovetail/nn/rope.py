@@ -40,7 +40,7 @@ def _dynamic_base(spec: RopeSpec, dtype: torch.dtype, length: int) -> Tensor:
 
 
 def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
-    """Llama 3.1: long wavelengths are scaled by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1: long wavelengths are scaled, short ones kept, others interpolated."""
     wavelength = 2 * math.pi / plain
     turns = spec.max_positions / wavelength  # over the original length
     share = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
@@ -50,10 +50,10 @@ def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
 
 
 def _yarn(spec: RopeSpec, periods: Tensor) -> Tensor:
-    """YaRN (arXiv 2309.00071): a ramp over the channels from kept (many turns) to scaled by `factor` (few turns)."""
+    """YaRN (arXiv 2309.00071): a ramp from kept channels (many turns) to scaled ones (few turns)."""
 
     def channel_of(turns: float) -> float:
-        """The channel, as a real number, with that many turns over the original length."""
+        """With that many turns over the original length."""
         return spec.rotary_dim * math.log(spec.max_positions / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     low, high = channel_of(spec.beta_fast), channel_of(spec.beta_slow)

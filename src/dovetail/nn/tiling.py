@@ -1,7 +1,4 @@
-"""MLPs by tiles of tokens: only the input is saved, and backward computes each tile again.
-
-Recomputing the block does not run the MLP once more, unless the block saves its output (Gemma's norm after it).
-"""
+"""MLPs by tiles of tokens: only the input is saved, and backward computes each tile again."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +14,7 @@ from dovetail.parallel.overlap import AsyncForward
 
 
 class Tiled(GradAccumulator):
-    """[..., t, D] -> [..., t, D]. Its children are the MLP's, under their names."""
+    """Its children are the MLP's, under their names."""
 
     def __init__(self, mlp: nn.Module, tokens: int) -> None:
         super().__init__()
@@ -48,7 +45,7 @@ class Tiled(GradAccumulator):
 
 
 class _Tiles(torch.autograd.Function):
-    """forward: the MLP of every tile. backward: dx; dw of `tile_weights`, summed over tiles in the wide dtype."""
+    """forward: each tile's MLP. backward: dx; dw of `tile_weights`, summed in the wide dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tiled: Tiled, saved: SavedTensor, *_: Tensor) -> Tensor:
@@ -73,16 +70,12 @@ class _Tiles(torch.autograd.Function):
                 dx[rows], *parts = torch.autograd.grad(y, (tile, *weights), dy[rows])
                 for total, part in zip(dw, parts, strict=True):
                     total += part
-        totals = iter(dw)
-        weight_grads = (
-            next(totals).to(weight.dtype) if need else None
-            for weight, need in zip(tiled.tile_weights(), needed, strict=True)
-        )
-        return dx, None, None, *weight_grads
+        totals = (total.to(weight.dtype) for total, weight in zip(dw, weights, strict=True))
+        return dx, None, None, *(next(totals) if need else None for need in needed)
 
 
 def tile_mlps(model: nn.Module, tokens: int, *, elsewhere: bool = False) -> None:
-    """Tile every dense MLP of a model's blocks. Raises ModelError if there is none, here or `elsewhere` in the pipeline."""
+    """Tile every dense MLP. ModelError if there is none, here or `elsewhere`."""
     blocks = [block for block in model.modules() if _is_dense(block._modules.get("mlp"))]
     for block in blocks:
         block.add_module("mlp", Tiled(block.get_submodule("mlp"), tokens))

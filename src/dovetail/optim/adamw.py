@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,16 +17,13 @@ BUCKET_BYTES = 1 << 29  # more where a parameter is larger
 
 
 class UpdateRule(torch.optim.Optimizer):
-    """A torch optimizer whose `step` does nothing, and does not count, where `found_inf` is 1.
+    """A torch optimizer whose `step` does nothing, and does not count, where `found_inf` is 1."""
 
-    `state_names`: state tensors of the parameter's shape, which checkpoints hold.
-    """
-
-    state_names: tuple[str, ...]
+    state_names: tuple[str, ...]  # of the parameter's shape, in checkpoints
     found_inf: Tensor  # float32 [], on the device
 
     def reserve(self) -> None:
-        """Allocate the host memory of the state, before others allocate theirs."""
+        """Allocate the host memory of the state."""
 
     def begin(self, steps: int = 0) -> None:
         """Give parameters without state zeros, as after so many steps."""
@@ -45,7 +43,7 @@ class SkippableAdamW(torch.optim.AdamW, UpdateRule):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose moments are copied together."""
+    """Its moments are copied together."""
 
     group: Mapping[str, Any]
     params: list[nn.Parameter]
@@ -56,21 +54,12 @@ class Bucket:
 
     def views(self, data: Tensor) -> list[list[Tensor]]:
         """For each of `MOMENTS` those of all parameters."""
-        views, start = [], 0
-        for _ in MOMENTS:
-            row = []
-            for parameter in self.params:
-                row.append(view_at(data, start, parameter.dtype, parameter.shape))
-                start += aligned(parameter.nbytes)
-            views.append(row)
-        return views
+        starts = iter(accumulate((aligned(parameter.nbytes) for _ in MOMENTS for parameter in self.params), initial=0))
+        return [[view_at(data, next(starts), p.dtype, p.shape) for p in self.params] for _ in MOMENTS]
 
 
 class CPUOffloadAdamW(SkippableAdamW):
-    """AdamW with moments in (pinned) host memory, bit for bit AdamW.
-
-    A step copies them in buckets, two at a time on the device: one comes while one is updated and leaves.
-    """
+    """AdamW with moments in pinned host memory, bit for bit: one bucket comes while one is updated and leaves."""
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         super().__init__(groups, **options)
@@ -97,7 +86,7 @@ class CPUOffloadAdamW(SkippableAdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """The host does not wait, and the device waits only for the next bucket."""
+        """The host does not wait; the device waits only for the next bucket."""
         self.begin()
         size = max(bucket.num_bytes for bucket in self.buckets)
         buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in self.buckets[:2]]
@@ -120,9 +109,8 @@ class CPUOffloadAdamW(SkippableAdamW):
         options = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
         beta1, beta2 = group["betas"]
         assert len(grads) == len(steps), "a parameter without a gradient"
-        params: list[Tensor] = [*bucket.params]
         options |= {"beta1": beta1, "beta2": beta2, "found_inf": self.found_inf}
-        adamw(params, grads, averages, squares, [], steps, **options)
+        adamw([*bucket.params], grads, averages, squares, [], steps, **options)
 
 
 def _buckets(group: Mapping[str, Any]) -> Iterator[Bucket]:

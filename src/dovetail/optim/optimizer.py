@@ -34,12 +34,12 @@ class Shard:
 
     @property
     def is_decayed(self) -> bool:
-        """Norms and biases may have two dims: one vector a head, or an expert."""
+        """Norms and biases may have two dims: a vector for each head or expert."""
         *_, module, leaf = ("", *self.name.split("."))
         return self.local.dim() > 1 and "norm" not in module and not leaf.endswith("bias")
 
     def collect_grad(self) -> Tensor:
-        """Assign this rank's rows of the gradient to `local.grad`."""
+        """This rank's rows of the gradient, now also `local.grad`."""
         assert self.source.grad is not None, f"{self.name} has no gradient: a path of the model left it out"
         grad = self.source.grad
         self.local.grad = grad.to_local() if isinstance(grad, DTensor) else grad
@@ -76,7 +76,7 @@ def param_groups(shards: list[Shard], weight_decay: float) -> list[dict[str, Any
 
 
 def reduce_partial(shards: Iterable[Shard], mesh: Mesh) -> None:
-    """Sum over ranks that saw other tokens or heads, and over copies of KV rows, in place."""
+    """Sum gradients over ranks that saw other tokens or heads, and over copies of KV rows."""
     partial: dict[str, list[Tensor]] = defaultdict(list)
     copied: dict[int, list[Tensor]] = defaultdict(list)
     for shard in shards:
@@ -92,10 +92,7 @@ def reduce_partial(shards: Iterable[Shard], mesh: Mesh) -> None:
 
 
 def global_norm(shards: Iterable[Shard], mesh: Mesh, nonfinite_candidates: Sequence[Tensor] = ()) -> Tensor:
-    """The 2-norm of the whole gradient, float64 [], equal on every rank.
-
-    NaN where one of `nonfinite_candidates` is not finite on any rank, by the same collective.
-    """
+    """The 2-norm of the whole gradient, float64 []; NaN where a candidate is not finite on any rank."""
     parts: list[Tensor] = []
     for shard in shards:
         grad = shard.local.grad
@@ -115,7 +112,7 @@ def _nan_where_nonfinite(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def scale_(shards: Iterable[Shard], factor: Tensor) -> None:
-    """Multiply every gradient. The host reads the factor only for a narrower dtype."""
+    """The host reads the factor only for a narrower dtype."""
     grads = [shard.local.grad for shard in shards if shard.local.grad is not None]
     dtype = wide(grads[0].dtype) if grads else factor.dtype
     torch._foreach_mul_(grads, factor.to(dtype) if grads and grads[0].dtype == dtype else float(factor))
@@ -123,7 +120,7 @@ def scale_(shards: Iterable[Shard], factor: Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSettings:
-    """AdamW and its learning-rate schedule. `clip_norm` None: no clipping. `on_host`: moments in host memory."""
+    """AdamW and its schedule. clip_norm None: no clipping. on_host: moments in host memory."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
@@ -151,23 +148,18 @@ class OptimSettings:
         return rule(param_groups(shards, self.weight_decay), lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
 
     def lr_at(self, step: int) -> float:
-        return self.lr * lr_factor(
-            self.schedule,
-            step,
-            warmup=self.warmup_steps,
-            total=self.total_steps,
-            floor=self.min_lr_ratio,
-            decay=self.decay_steps,
-        )
+        warmup, total, floor = self.warmup_steps, self.total_steps, self.min_lr_ratio
+        factor = lr_factor(self.schedule, step, warmup=warmup, total=total, floor=floor, decay=self.decay_steps)
+        return self.lr * factor
 
 
 def lr_factor(
     schedule: Schedule, step: int, *, warmup: int = 0, total: int = 1, floor: float = 0.0, decay: int | None = None
 ) -> float:
-    """The factor on the base rate at `step`, counted from 0; never 0 at the first.
+    """The factor on the base rate at `step` >= 0: warm-up, (step + 1) / (warmup + 1), then the schedule.
 
-    Warm-up: (step + 1) / (warmup + 1). Then constant; linear or cosine to `floor` over `decay` steps (default: to the
-    last of `total`); wsd: 1 until the last `decay` steps (default: a tenth of `total`, at least 2), then linearly to `floor`.
+    linear, cosine: to `floor` in `decay` steps (default: to the end). wsd: 1, then linearly to `floor` in the last `decay`
+    steps (default: a tenth of `total`, at least 2).
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -187,7 +179,7 @@ def lr_factor(
 
 @dataclass(frozen=True)
 class Update:
-    """`faults`: this rank's parameters and gradients that are not finite, where the step was skipped."""
+    """faults: what was not finite here, where the step was skipped."""
 
     grad_norm: float
     lr: float
@@ -205,15 +197,15 @@ class Optimizer:
         self.steps = 0
 
     def reserve(self) -> None:
-        """Allocate the host memory of the state, before others allocate theirs."""
+        """Allocate the host memory of the state."""
         if self.settings.on_host:
             self.rule.reserve()
 
     def step(self, count: float | Tensor, watched: Sequence[Tensor] = ()) -> Update:
-        """Update from gradients summed over `count` tokens (or sequences) of all ranks, and free them. Collective.
+        """Update from gradients summed over `count` tokens of all ranks, and free them. Collective.
 
-        A number that is not finite in a gradient, a parameter or `watched`, on any rank, skips the update on all; so does a
-        count of 0. The device decides; the host reads the norm once all work is queued, unless state is on the host.
+        A gradient, parameter or `watched` that is not finite, or a count of 0, skips the update on all ranks. The device
+        decides; the host reads the norm once all work is queued, unless state is on the host.
         """
         s = self.settings
         count = torch.as_tensor(count, dtype=torch.float64, device=self.mesh.device)

@@ -1,4 +1,4 @@
-"""Whether ranks that hold copies of a tensor still hold the same bits; if not, a device made a mistake."""
+"""Whether copies of a tensor still have the same bits on all ranks."""
 
 import hashlib
 import json
@@ -17,13 +17,11 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index
 from dovetail.weights.shards import local_params
 
-# integer dtypes by their bytes
-BITS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-NOTHING = 0  # pads the row of a rank that has fewer slices
+BITS: Mapping[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class ReplicaSlice(NamedTuple):
-    """Slices of the same name on several ranks should be equal."""
+    """Equal on all ranks that have one of this name."""
 
     name: str
     tensor: Tensor
@@ -42,7 +40,7 @@ def check_replicas(model: nn.Module, mesh: Mesh, optimizer: Optimizer | None) ->
     hashes = torch.stack([hash_bits(item.tensor.to(mesh.device)) for item in copied]).tolist() if copied else []
     known = {item.digest: value for item, value in zip(copied, hashes, strict=True)}
     values: dict[int, dict[int, int]] = defaultdict(dict)  # digest -> rank -> hash
-    for rank, row in enumerate(_gather([known.get(item.digest, NOTHING) for item in slices], mesh)):
+    for rank, row in enumerate(_gather([known.get(item.digest, 0) for item in slices], mesh)):
         for digest, value in zip(holders[rank], row, strict=True):
             values[digest][rank] = value
     differ = [f"{s.name}: {_difference(values[s.digest])}" for s in copied if len(set(values[s.digest].values())) > 1]
@@ -84,7 +82,7 @@ def _slices(model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> Iterat
 def _gather(row: Sequence[int], mesh: Mesh) -> list[list[int]]:
     own = torch.tensor([len(row), *row], dtype=torch.int64, device=mesh.device)
     sizes = stack_over(own[0], mesh["world"]).tolist()
-    padded = torch.nn.functional.pad(own[1:], (0, max(sizes) - len(row)), value=NOTHING)
+    padded = torch.nn.functional.pad(own[1:], (0, max(sizes) - len(row)))
     return [row[:n] for row, n in zip(stack_over(padded, mesh["world"]).tolist(), sizes, strict=True)]
 
 

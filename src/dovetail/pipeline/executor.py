@@ -1,12 +1,8 @@
-"""Runs one pipeline rank's part of a plan.
+"""Runs one pipeline rank's part of a plan. Messages have no tags and no shapes: every rank knows the whole plan.
 
-Messages have no tags and no shapes: every rank knows the whole plan, so receives of a channel are posted in the order in
-which the neighbor sends.
-
-NCCL's transfers are kernels that run until both ends have started, and a host may have to wait for its whole device at
-any time (to load a kernel, to free memory). No plan may deadlock even where every host does so in every action. So all
-ranks order all actions by one simulation, and a rank posts a receive right before its first action after the sender's.
-Then everything waits for something earlier: a receive for the sender's action, a send for the action before the receive.
+NCCL's transfers are kernels that run until both ends have started, and a host may wait for its whole device in any action
+(to load a kernel, to free memory). No plan may deadlock even so. All ranks order all actions by one simulation, and a rank
+posts a receive right before its first action after the sender's. Then everything waits for something earlier.
 """
 
 from bisect import bisect
@@ -19,23 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.parallel.mesh import Mesh, P2PChannel
-from dovetail.pipeline.schedule import Action, Plan, simulate
+from dovetail.pipeline.schedule import Action, Plan, num_stages, simulate
 
 
 class StageRunner(Protocol):
-    """One rank's stages. They do not write to returned tensors, and wait for the stream, never for the whole device."""
+    """At both ends of the pipeline None goes in and comes out. They do not write to returned tensors."""
 
-    def buffer(self, micro: int) -> Tensor:
-        """Fresh memory for a micro-batch, or its gradient, at a stage boundary."""
+    def buffer(self, micro: int) -> Tensor: ...
 
-    def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
-        """-> the next stage's input, None at the last stage. x: None at the first stage."""
+    def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None: ...
 
-    def backward(self, action: Action, grad: Tensor | None, *, last: bool) -> Tensor | None:
-        """-> the previous stage's gradient, None at stage 0. grad: None at the last stage."""
+    def backward(self, action: Action, grad: Tensor | None, *, last: bool) -> Tensor | None: ...
 
-    def weight(self, stage: int, micro: int) -> None:
-        """Weight gradients after an `input` action."""
+    def weight(self, stage: int, micro: int) -> None: ...
 
 
 class Message(NamedTuple):
@@ -44,18 +36,6 @@ class Message(NamedTuple):
     gradient: bool
     stage: int  # the receiver
     micro: int
-
-
-class Departure(NamedTuple):
-    """A send in flight."""
-
-    message: Message
-    handle: dist.Work
-    tensor: Tensor  # kept alive until it is sent
-
-
-def num_stages(plan: Plan) -> int:
-    return 1 + max(action.stage for actions in plan for action in actions)
 
 
 def needed(action: Action, stages: int) -> Message | None:
@@ -84,10 +64,9 @@ def receives(plan: Plan, rank: int) -> tuple[tuple[Message, ...], ...]:
 
 
 def connect(mesh: Mesh) -> None:
-    """Use every channel once. Collective over pp.
+    """Use every channel once: NCCL makes a communicator then, where both ranks wait. Collective over pp.
 
-    NCCL makes a communicator at its first use, where both ranks wait. One global order leaves no cycle; even hops go before
-    odd ones, since hops without a common rank do not wait for each other.
+    Even hops before odd ones: one global order leaves no cycle, and hops without a common rank run at once.
     """
     rank, size, channels = mesh["pp"].rank, mesh["pp"].size, mesh.channels
     hops = [  # by the number of their first rank
@@ -123,19 +102,17 @@ class Mailbox:
 
     def __init__(self, plan: Plan, stages: StageRunner, mesh: Mesh) -> None:
         axis, count = mesh["pp"], num_stages(plan)
-        assert len(plan) == axis.size, f"a plan of {len(plan)} ranks on pp={axis.size}"
         self.stages, self.channels = stages, mesh.channels
         self.next, self.previous = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-        self.alone = axis.size == 1
-        self.posts = tuple(() for _ in plan[axis.rank]) if self.alone else receives(plan, axis.rank)
-        self.arrived: dict[Message, tuple[dist.Work | None, Tensor]] = {}
-        self.leaving: list[Departure] = []
+        self.posts = receives(plan, axis.rank)
+        self.arrived: dict[Message, tuple[dist.Work, Tensor]] = {}
+        self.leaving: list[tuple[Message, dist.Work, Tensor]] = []  # keeps tensors alive until they are sent
         around = [step for n in {self.previous, self.next} for step in enumerate(plan[n])]
         self.sent_at = {message: i for i, action in around if (message := produced(action, count))}
         self.needed_at = {message: i for i, action in around if (message := needed(action, count))}
 
     def post(self, i: int) -> None:
-        tensors = [self.stages.buffer(message.micro) for message in self.posts[i]]
+        tensors = [self.stages.buffer(message.micro) for message in self.posts[i]]  # memory before any transfer
         for message, tensor in zip(self.posts[i], tensors, strict=True):
             channel = self.channels.from_next if message.gradient else self.channels.from_previous
             self.arrived[message] = _start(dist.irecv, tensor, channel), tensor
@@ -144,43 +121,33 @@ class Mailbox:
         if message is None:
             return None
         handle, tensor = self.arrived.pop(message)
-        if handle is not None:
-            handle.wait()
-            self._release(message)
+        handle.wait()
+        self._release(message)
         return tensor
 
     def send(self, message: Message | None, tensor: Tensor | None) -> None:
-        """Within one rank it has arrived at once."""
         assert (message is None) == (tensor is None), f"{message}: the stage returned {tensor}"
         if message is None or tensor is None:
             return
         tensor, expected = tensor.detach().contiguous(), self.stages.buffer(message.micro)
         assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), f"{message}: not as its buffer"
-        if self.alone:
-            self.arrived[message] = None, tensor
-            return
-        self.leaving = [departure for departure in self.leaving if not departure.handle.is_completed()]
+        self.leaving = [leaving for leaving in self.leaving if not leaving[1].is_completed()]
         channel = self.channels.to_previous if message.gradient else self.channels.to_next
-        self.leaving.append(Departure(message, _start(dist.isend, tensor, channel), tensor))
+        self.leaving.append((message, _start(dist.isend, tensor, channel), tensor))
 
     def close(self) -> None:
-        assert not self.arrived, "the plan sends messages that no action needs"
-        for departure in self.leaving:
-            departure.handle.wait()
+        for _, handle, _ in self.leaving:
+            handle.wait()
 
     def _release(self, received: Message) -> None:
-        """Drop the sends that `received` proves complete, without blocking.
-
-        Handles of gloo complete only in `wait`, and the host of a GPU runs ahead.
-        """
+        """Drop sends that `received` proves complete: gloo's handles complete in `wait` only, a GPU's host runs ahead."""
         sender, now = self._sender(received.gradient), self.sent_at[received]
         pending = []
-        for departure in self.leaving:
-            receiver = self._sender(not departure.message.gradient)
-            if receiver == sender and self.needed_at[departure.message] <= now:
-                departure.handle.wait()
+        for message, handle, tensor in self.leaving:
+            if self._sender(not message.gradient) == sender and self.needed_at[message] <= now:
+                handle.wait()
             else:
-                pending.append(departure)
+                pending.append((message, handle, tensor))
         self.leaving = pending
 
     def _sender(self, gradient: bool) -> int:

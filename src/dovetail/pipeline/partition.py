@@ -12,20 +12,16 @@ SCHEDULES = ("1f1b", "interleaved", "gpipe", "zero_bubble")  # of training
 
 
 def partition(spec: AnySpec, layout: Layout) -> tuple[range, ...]:
-    """The layers of each stage, at least one, by `pp_split` or so that the costliest stage costs least.
-
-    Costs are weights of matrix products, in the last stage also of the head; the embedding costs nothing.
-    """
+    """The layers of each stage, by `pp_split` or so that the costliest costs least, by weights of matrix products."""
     check_pipeline(spec, layout)
     split = layout.pp_split
-    stages = layout.pp * layout.virtual_stages
-    sizes = _balanced(spec, stages) if isinstance(split, str) else split
+    sizes = _balanced(spec, layout.pp * layout.virtual_stages) if isinstance(split, str) else split
     ends = [sum(sizes[: stage + 1]) for stage in range(len(sizes))]
     return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
 
 def stage_costs(spec: AnySpec, layout: Layout) -> Costs:
-    """Weights of matrix products, attention being small. The head's products run in the last stage's forward."""
+    """Weights of matrix products. The head's run in the last stage's forward."""
     layers = tuple(float(sum(spec.layer_params[layer] for layer in stage)) for stage in partition(spec, layout))
     return Costs(forward=(*layers[:-1], layers[-1] + 3.0 * spec.head_params), input=layers, weight=layers)
 
@@ -52,7 +48,7 @@ def check_pipeline(spec: AnySpec, layout: Layout) -> None:
     if pp * virtual > spec.depth:
         raise LayoutError(
             f"layout {layout}: pp={pp} x virtual_stages={virtual} makes {pp * virtual} stages, but the model has "
-            f"{_layers(spec.depth)}; use {_nearest(spec.depth, layout)}"
+            f"{spec.depth} layer{'s' * (spec.depth > 1)}; use {_nearest(spec.depth, layout)}"
         )
     if layout.pp_split != "auto":
         _check_split(spec, layout)
@@ -68,7 +64,7 @@ def _check_split(spec: AnySpec, layout: Layout) -> None:
         if len(split) != stages:
             reasons += [f"it has {len(split)} numbers for {stages} stages (pp x virtual_stages)"]
         if sum(split) != spec.depth:
-            reasons += [f"it adds up to {sum(split)}, but the model has {_layers(spec.depth)}"]
+            reasons += [f"it adds up to {sum(split)}, but the model has {spec.depth} layers"]
     if reasons:
         raise LayoutError(
             f"layout {layout}: pp_split={shown} says how many layers each stage has, but {' and '.join(reasons)}; "
@@ -86,10 +82,9 @@ def _nearest(depth: int, layout: Layout) -> str:
 
 @lru_cache(maxsize=64)
 def _balanced(spec: AnySpec, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, so that the costliest stage costs least.
+    """Layers of each stage, by dynamic programs over (stage, layers so far).
 
-    Among equals: least variance, then fewest layers in the last stage, then more in later stages, where fewer micro-batches
-    are live. Dynamic programs over (stage, layers so far): first the bound, then the cut.
+    Among equals: least variance, then fewest layers in the last stage, then more in later stages.
     """
     totals, depth = [0, *accumulate(spec.layer_params)], spec.depth
     totals[-1] += spec.head_params
@@ -119,7 +114,3 @@ def _balanced(spec: AnySpec, stages: int) -> tuple[int, ...]:
                 )
         cuts = longer
     return cuts[depth][1]
-
-
-def _layers(count: int) -> str:
-    return f"{count} layer{'s' if count > 1 else ''}"

@@ -1,4 +1,4 @@
-"""Pipeline schedules as plain data, made and simulated without torch."""
+"""Pipeline schedules as plain data. No torch here."""
 
 import heapq
 from collections.abc import Mapping
@@ -11,10 +11,9 @@ Kind = Literal["forward", "backward", "input", "weight"]
 
 
 class Action(NamedTuple):
-    """One stage computes one micro-batch.
+    """One stage computes one micro-batch. backward: both gradients; input, then weight: in two halves.
 
-    backward: both gradients; input, then weight: in two halves, the first of which the previous stage needs. Rank r of P
-    holds stages r, r + P, r + 2 P, ...
+    Rank r of P holds stages r, r + P, r + 2 P, ...
     """
 
     kind: Kind
@@ -28,10 +27,7 @@ Need = tuple[str, int, int]  # (kind, stage, micro) of an ended action; "input" 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one micro-batch, for all stages or one a stage. A backward takes input + weight.
-
-    The head's backward runs inside the last stage's forward and counts there.
-    """
+    """Times of one micro-batch, for all stages or each. The head's backward counts in the last stage's forward."""
 
     forward: float | tuple[float, ...] = 1.0
     input: float | tuple[float, ...] = 1.0
@@ -46,18 +42,19 @@ class Costs:
 
 UNIT = Costs()
 
-# Change of the number of live micro-batches; and the parts that a kind computes, as bits.
+# change of the number of live micro-batches
 LIVES: Mapping[Kind, int] = MappingProxyType({"forward": 1, "input": 0, "weight": -1, "backward": -1})
-HALVES: Mapping[Kind, int] = MappingProxyType({"forward": 1, "input": 2, "weight": 4, "backward": 6})
+
+
+def num_stages(plan: Plan) -> int:
+    return 1 + max(action.stage for actions in plan for action in actions)
 
 
 def make_plan(schedule: str, ranks: int, virtual: int, micros: int, costs: Costs = UNIT) -> Plan:
-    """The plan of one step over `ranks` x `virtual` stages.
+    """One step over `ranks` x `virtual` stages. forward: scoring. zero_bubble: weight gradients, placed by `costs`, fill bubbles.
 
-    forward: for scoring. gpipe: all forwards, then all backwards. 1f1b and interleaved (virtual > 1). zero_bubble
-    (virtual = 1): weight gradients, placed by `costs`, fill idle time. Ranks need messages in the order in which they are sent.
+    Ranks need messages in the order in which they are sent.
     """
-    assert ranks >= 1 and virtual >= 1 and micros >= 1, (ranks, virtual, micros)
     if schedule == "zero_bubble":
         assert virtual == 1, "zero_bubble has one stage a rank"
         return _zero_bubble(ranks, micros, costs)
@@ -66,16 +63,13 @@ def make_plan(schedule: str, ranks: int, virtual: int, micros: int, costs: Costs
 
 
 def _alternate(schedule: str, rank: int, ranks: int, virtual: int, micros: int) -> tuple[Action, ...]:
-    """Warmup forwards, then backward and forward in turn, then the other backwards.
-
-    Micro-batches pass a rank's stages in groups of `ranks`; a smaller last group is filled up and then cut.
-    """
+    """Warmup forwards, then backward and forward in turn, then the other backwards; micro-batches in groups of `ranks`."""
     groups = [range(first, first + ranks) for first in range(0, micros, ranks)]
     stages = range(rank, ranks * virtual, ranks)
     forwards = [Action("forward", stage, micro) for group in groups for stage in stages for micro in group]
     backwards = [Action("backward", stage, micro) for group in groups for stage in reversed(stages) for micro in group]
     ahead = ranks - 1 - rank  # warmup forwards: the later ranks
-    if virtual > 1:  # and the rounds before the last stage; twice the ranks, so that messages have time to arrive
+    if virtual > 1:  # and the rounds before the last stage; twice the ranks: messages take time
         ahead = 2 * ahead + (virtual - 1) * ranks
     if schedule in ("forward", "gpipe"):
         ahead = len(forwards)
@@ -88,14 +82,9 @@ def _alternate(schedule: str, rank: int, ranks: int, virtual: int, micros: int) 
 
 
 def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
-    """A free rank starts the most urgent action that is ready; 1f1b where that is no slower.
-
-    No backward is whole: ranks would end one after the other. Gradients are synchronized after the plan.
-    """
+    """A free rank starts the most urgent action that is ready; 1f1b where that is no slower. No backward is whole."""
     plan: list[list[Action]] = [[] for _ in range(ranks)]
-    ended = {
-        kind: [0] * ranks for kind in ("forward", "input", "weight")
-    }  # counts by rank: each kind goes micro by micro
+    ended = {kind: [0] * ranks for kind in ("forward", "input", "weight")}  # micro-batches by rank
 
     def most_urgent(rank: int) -> Kind | None:
         forwards, inputs, weights = ended["forward"][rank], ended["input"][rank], ended["weight"][rank]
@@ -124,7 +113,7 @@ def _zero_bubble(ranks: int, micros: int, costs: Costs) -> Plan:
 
 
 class PlanError(AssertionError):
-    """A defect of a plan."""
+    """A plan that deadlocks."""
 
 
 @dataclass(frozen=True)
@@ -143,13 +132,13 @@ class Timeline:
 
 
 def simulate(plan: Plan, costs: Costs = UNIT) -> Timeline:
-    """Raises PlanError for a plan that is incomplete or deadlocks. Transfers take no time."""
-    stages = _check_whole(plan)
-    times = {kind: [costs.of(kind, stage) for stage in range(stages)] for kind in HALVES}
+    """Transfers take no time."""
+    stages = num_stages(plan)
+    times = {kind: [costs.of(kind, stage) for stage in range(stages)] for kind in LIVES}
     start: list[list[float]] = [[] for _ in plan]
     finish: list[list[float]] = [[] for _ in plan]
     ended: dict[Need, float] = {}
-    waiting: dict[Need, int] = {}  # the rank that continues after it; no two can wait for the same
+    waiting: dict[Need, int] = {}  # the rank that continues after it
     ready = list(range(len(plan)))
     while ready:
         rank = ready.pop()
@@ -189,33 +178,3 @@ def _need(kind: Kind, stage: int, micro: int, stages: int) -> Need | None:
 def _most_live(actions: tuple[Action, ...]) -> int:
     changes = [LIVES[action.kind] for action in actions]
     return max(accumulate(changes)) if -1 in changes else 0
-
-
-def _check_whole(plan: Plan) -> int:
-    """The number of stages. Each must compute every micro-batch once on its rank."""
-    ranks = len(plan)
-    stages = ranks * -(-(1 + max(action.stage for actions in plan for action in actions)) // ranks)
-    micros = 1 + max(action.micro for actions in plan for action in actions)
-    done = [[0] * micros for _ in range(stages)]
-    for rank, actions in enumerate(plan):
-        for action in actions:
-            kind, stage, micro = action
-            if stage % ranks != rank:
-                raise PlanError(
-                    f"rank {rank} does not hold the stage of {action}; rank {stage % ranks} of {ranks} does"
-                )
-            if done[stage][micro] & HALVES[kind]:
-                raise PlanError(f"rank {rank} does {action} twice")
-            done[stage][micro] |= HALVES[kind]
-    forward_only = all(has <= HALVES["forward"] for row in done for has in row)
-    wanted = HALVES["forward"] | (0 if forward_only else HALVES["backward"])
-    missing = [
-        str(Action(kind, stage, micro))
-        for stage, row in enumerate(done)
-        for micro, has in enumerate(row)
-        for kind in ("forward", "input", "weight")
-        if wanted & ~has & HALVES[kind]
-    ]
-    if missing:
-        raise PlanError(f"nobody does {', '.join(missing)}")
-    return stages

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dovetail.batch.micro import split_units
+from dovetail.batch.balancing import split_units
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.data.examples import Prompt
 from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_rewards, whiten

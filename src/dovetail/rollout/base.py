@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dovetail.arch.spec import MoeSpec
-from dovetail.batch.micro import plan_microbatches
+from dovetail.batch.balancing import plan_microbatches
 from dovetail.batch.packed import MAX_TEMPERATURE, MIN_TEMPERATURE, Media
 from dovetail.batch.routing import RoutingTrace, narrow_dtype
 from dovetail.bounds import MAX_NEW_TOKENS, MAX_SAMPLES
