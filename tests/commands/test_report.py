@@ -47,8 +47,8 @@ def test_a_real_run(model: Path, tmp_path: Path) -> None:
     assert {row["id"] for row in data["samples"]} == {"r0", "r1"}
     assert {row["step"] for row in data["samples"]} == {1, 2}
     changed = {key for key, (value, default) in data["config"] if value != default}
-    assert {"reward.import", "optim.lr", "trainer.steps"} <= changed
-    assert not {"algorithm.name", "model.path", "trainer.seed"} & changed
+    assert {"model.path", "reward.import", "optim.lr", "trainer.steps"} <= changed
+    assert not {"algorithm.name", "trainer.seed"} & changed
     ended = here("rollouts", run, "--prompt", "r1")
     assert ended.code == 0, ended
     assert ended.out.count("prompt     say 1\n") == 4

@@ -74,8 +74,8 @@ class Page(HTMLParser):
         self.data: dict[str, Any] = json.loads(self.json)
         self.scripts = sum(tag == "script" for tag, _ in self.elements)
 
-    def start(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attributes)))
+    def start(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
 
     def text(self, data: str) -> None:
         if self.elements and self.elements[-1][1].get("id") == "data":

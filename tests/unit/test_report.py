@@ -57,7 +57,7 @@ def test_events_and_config(page: Page) -> None:
     config = {key: values for key, *values in page.data["config"]}
     assert config["algorithm.clip_high"] == [["0.28", "0.2"]]
     assert config["trainer.seed"] == [[None, "0"]]
-    assert config["model.path"] == [["M", "M"]]
+    assert config["model.path"] == [["M", None]]
 
 
 def test_it_is_small_and_needs_nothing_else(long: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from dovetail.recipe.yaml import flat, read_mapping
 Row = dict[str, Any]
 CONFIG, METRICS, EVENTS, LOG = "config.yaml", "metrics.jsonl", "events.jsonl", "console.log"
 STEP = re.compile(r"step_(\d+)")
+REQUIRED: Mapping[str, Any] = {"model": {"path": "M"}, "data": {"train": "D"}, "run_dir": "R"}  # keys without default
 ROLLOUT = "rollout"  # the kind of samples that a run trains on; others are of evaluations
 MAX_HEAD, MAX_TAIL = 3000, 1000  # characters of a text that are kept
 LOG_BYTES = 16_000
@@ -72,12 +73,10 @@ def _read_run(path: Path, name: str) -> Run:
     defaults: dict[str, Any] = {}
     problems = []
     try:
-        given = rename_keys(read_mapping(path / CONFIG))[0]
-        config = flat(given)
-        needed = {"model.path", "data.train", "algorithm.name", "run_dir"}
-        least = {key: {k: v for k, v in section.items() if f"{key}.{k}" in needed} if isinstance(section, dict) else section
-                 for key, section in given.items() if any(need.split(".")[0] == key for need in needed)}  # fmt: skip
+        config = flat(rename_keys(read_mapping(path / CONFIG))[0])
+        least = {**REQUIRED, "algorithm": {"name": config.get("algorithm.name", "grpo")}}
         defaults = flat(make_recipe(least).model_dump(mode="json", by_alias=True))
+        defaults = {key: value for key, value in defaults.items() if key not in flat(REQUIRED)}
     except ConfigError as error:  # of another release, or cut by a kill
         problems.append(str(error))
     rows = [row for row in read_rows(path / METRICS) if isinstance(row.get("step"), int)]
