@@ -17,6 +17,8 @@ MODULES = (
     "dovetail.pipeline.partition",
     "dovetail.pipeline.schedule",
     "dovetail.cli.main",
+    "dovetail.cli.report",
+    "dovetail.cli.rollouts",
 )
 
 
@@ -47,7 +49,9 @@ def test_module_loads_no_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["", "train", "score", "generate", "convert", "inspect", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["", "train", "score", "generate", "convert", "inspect", "report", "rollouts", "doctor"]
+)
 def test_help_is_given_without_torch(command: str) -> None:
     code = f"""
 import sys

@@ -165,6 +165,25 @@ def _inspect(parser: ArgumentParser) -> None:
     parser.add_argument("--verify", action="store_true", help="read every piece and compare its checksum")
 
 
+def _report(parser: ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run_dir of a recipe; several are compared")
+    parser.add_argument("--out", metavar="FILE.html", help="default: report.html in the first RUN")
+    seconds = _number(float, positive=True)
+    parser.add_argument(
+        "--watch", type=seconds, default=0, metavar="SECONDS", help="write it anew until the runs are finished"
+    )
+
+
+def _rollouts(parser: ArgumentParser) -> None:
+    count = _number(int)
+    parser.add_argument("run", metavar="RUN", help="run_dir of a recipe")
+    parser.add_argument("--step", type=count, metavar="N", help="default: the last, or all with --prompt or --search")
+    parser.add_argument("--prompt", metavar="ID", help="one prompt, old and new")
+    parser.add_argument("--search", metavar="TEXT", help="in prompts, completions and answers")
+    parser.add_argument("--sort", choices=["best", "worst"], help="by reward; default: as they were written")
+    parser.add_argument("--limit", type=_number(int, positive=True), default=8, metavar="N", help="default: 8")
+
+
 def _number(kind: type[int] | type[float], *, positive: bool = False) -> Callable[[str], float]:
     def read(text: str) -> float:
         value = kind(text)
@@ -192,5 +211,9 @@ COMMANDS: Mapping[str, Command] = {
     "generate": Command("completions of prompts from the embedded sampler", _generate),
     "convert": Command("turn an HF checkpoint into a sharded one, or back, bit for bit", _convert),
     "inspect": Command("show what a sharded checkpoint holds, and whether it is whole", _inspect, runs_on_ranks=False),
+    "report": Command(
+        "write curves, times, samples, events and config of runs as one HTML file", _report, runs_on_ranks=False
+    ),
+    "rollouts": Command("show samples of a run with their rewards", _rollouts, runs_on_ranks=False),
     "doctor": Command("show versions, devices and kernels, and run a self-test", _add_device, runs_on_ranks=False),
 }

@@ -1,0 +1,21 @@
+"""`dovetail report`: runs as one HTML file."""
+
+import argparse
+import time
+from pathlib import Path
+
+from dovetail.launch.process import put
+from dovetail.report.page import write_report
+from dovetail.report.read import check_runs
+
+
+def run(args: argparse.Namespace) -> None:
+    """With --watch until every run is finished."""
+    paths = [Path(path) for path in args.runs]
+    check_runs(paths)
+    out = Path(args.out or paths[0] / "report.html")
+    finished = write_report(paths, out, args.watch)
+    put(f"wrote {out}\n")
+    while args.watch and not finished:
+        time.sleep(args.watch)
+        finished = write_report(paths, out, args.watch)

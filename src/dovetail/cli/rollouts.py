@@ -1,0 +1,24 @@
+"""`dovetail rollouts`: samples of a run in the terminal."""
+
+import argparse
+from pathlib import Path
+
+from dovetail.errors import DataError
+from dovetail.launch.process import put
+from dovetail.report.read import check_runs, sample_files
+from dovetail.report.samples import describe, select, sort
+
+
+def run(args: argparse.Namespace) -> None:
+    path = Path(args.run)
+    check_runs([path])
+    shown = 0
+    for row in sort(select(path, args.step, args.prompt, args.search), args.sort, args.limit):
+        put(describe(row))
+        shown += 1
+    if not shown:
+        steps = sorted({file.step for file in sample_files(path)})
+        known = (
+            f"it has samples of steps {steps[0]} to {steps[-1]}" if steps else "it has no samples yet; sft draws none"
+        )
+        raise DataError(f"{path} has no such sample; {known}")

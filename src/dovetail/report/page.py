@@ -1,0 +1,262 @@
+"""One HTML file from the runs' data: numbers and samples as JSON, drawn by report.js."""
+
+import base64
+import hashlib
+import os
+import re
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.report.read import Row, Run, number, read_runs, text_of
+from dovetail.report.samples import choose, script_json
+
+MOST_POINTS = 600  # of a curve; more are drawn as means with the range
+MOST_SAMPLES, SAMPLE_BYTES = 800, 2_500_000  # of all runs
+MOST_SERIES, MOST_EVENTS = 200, 500  # of a run
+GROUPS = (  # title, names of its metrics; the first that matches
+    ("Evaluation", r"^eval"),
+    ("Reward", r"^rewards?\b|^reward_|^equal_groups|^score"),
+    ("Lengths", r"length|truncated|stop_fraction"),
+    ("Memory", r"memory|_gib$"),
+    ("Speed", r"per_second|seconds|mfu|utilization|^tokens$|^samples$"),
+    ("Experts", r"expert|rout|^replayed"),
+    ("Learning", r"loss|grad_norm|^lr$|entropy|kl|clip|mismatch|value|ratio|advantage"),
+    ("Other", ""),
+)
+ORDER = ("Reward", "Evaluation", "Learning", "Lengths", "Speed", "Memory", "Experts", "Other")
+BANDS = (("mean", "min", "max"), ("mean", "p10", "p90"), ("p50", "p10", "p90"), ("p50", "p5", "p95"))
+UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 0))
+HELP: Mapping[str, str] = {
+    "reward_mean": "mean reward of the step's samples",
+    "equal_groups": "share of prompts whose samples all have the same reward, so that they teach nothing",
+    "reward_errors": "samples whose reward failed",
+    "eval_reward_mean": "mean reward of greedy completions of held-out prompts",
+    "eval_solved": "share of held-out prompts that are solved",
+    "eval_loss": "loss of held-out rows",
+    "grad_norm": "norm of the gradient before clipping",
+    "entropy_mean": "mean entropy of the policy over its tokens",
+    "kl_mean": "KL to the reference, or to the sampling policy without one",
+    "clip_fraction": "share of tokens whose ratio is clipped",
+    "lr": "learning rate",
+    "stop_fraction": "share of completions that ended by themselves, not at the length limit",
+    "mfu": "share of the device's peak FLOP/s",
+    "tokens": "tokens trained in the step",
+}
+
+
+def write_report(paths: Sequence[Path], out: Path, reload: float = 0) -> bool:
+    """Whether every run is finished; then the page does not reload itself. reload: in seconds, 0 for never."""
+    runs = read_runs(paths)
+    finished = all(run.finished for run in runs)
+    html = render(page_data(runs, 0 if finished else reload))
+    fresh = out.with_name(f".{out.name}.part")
+    try:
+        fresh.write_bytes(html)
+        os.replace(fresh, out)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}; give the path of a file") from error
+    return finished
+
+
+def render(data: Mapping[str, Any]) -> bytes:
+    """No address of anything outside, and only our script may run."""
+    style, script = ((Path(__file__).with_name(f"report.{kind}")).read_text(encoding="utf-8") for kind in ("css", "js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    title = escape(", ".join(run["name"] for run in data["runs"])).encode(errors="backslashreplace")
+    parts = (
+        b'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'.encode(),
+        b'<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n',
+        b"<title>" + title + b" - dovetail report</title>\n<style>\n" + style.encode() + b"</style>\n</head>\n<body>\n",
+        b'<main id="page"><noscript>This report draws its curves by a script; please allow it.</noscript></main>\n',
+        b'<script type="application/json" id="data">' + script_json(data) + b"</script>\n",
+        b"<script>" + script.encode() + b"</script>\n</body>\n</html>\n",
+    )
+    return b"".join(parts)
+
+
+def page_data(runs: Sequence[Run], reload: float = 0) -> dict[str, Any]:
+    shown = [_run_data(run) for run in runs]
+    names = list(dict.fromkeys(name for run in shown for name in run["series"]))
+    groups: dict[str, list[str]] = {title: [] for title in ORDER}
+    for name in names:
+        groups[next(title for title, pattern in GROUPS if re.search(pattern, name))].append(name)
+    keys = list(dict.fromkeys(key for run in runs for key in (*run.config, *run.defaults)))
+    samples = [
+        {"run": i, **row}
+        for i, run in enumerate(runs)
+        for row in choose(run.path, MOST_SAMPLES // len(runs), SAMPLE_BYTES // len(runs))
+    ]
+    return {
+        "made": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "reload": reload,
+        "runs": shown,
+        "groups": [[title, members] for title, members in groups.items() if members],
+        "help": {name: text for name, text in HELP.items() if name in names},
+        "samples": samples,
+        "config": [
+            [key, *([_config(source, key) for source in (run.config, run.defaults)] for run in runs)] for key in keys
+        ],
+    }
+
+
+def _config(source: Mapping[str, Any], key: str) -> str | None:
+    """None: no such key."""
+    return text_of(source[key]) if key in source else None
+
+
+def _run_data(run: Run) -> dict[str, Any]:
+    columns = _columns(run.rows)
+    steps = [row["step"] for row in run.rows]
+    before = {
+        name.removesuffix("_before"): next(value for value in columns.pop(name) if value is not None)
+        for name in list(columns)
+        if name.endswith("_before")
+    }
+    phases = {name.removeprefix("seconds/"): columns.pop(name) for name in list(columns) if name.startswith("seconds/")}
+    if before:  # the evaluation before training, at step 0
+        steps = [0, *steps]
+        columns |= {name: [None] * len(run.rows) for name in before if name not in columns}
+        columns = {name: [before.get(name), *values] for name, values in columns.items()}
+        phases = {name: [None, *values] for name, values in phases.items()}
+    seconds, tokens = (columns.get(name, []) for name in ("step_seconds", "tokens"))
+    series: dict[str, Any] = {}
+    bands = _bands(columns)
+    hidden = {name for pair in bands.values() for name in pair}
+    for name in [name for name in columns if name not in hidden][:MOST_SERIES]:
+        low, high = bands.get(name, (name, name))
+        series[name] = _thin(columns[name], columns[low], columns[high])
+    each = _bucket(len(steps))
+    return {
+        "name": run.name,
+        "path": str(run.path.resolve()),
+        "state": _state(run),
+        "facts": _facts(run, columns),
+        "x": {
+            "step": _ends(steps, each),
+            "hours": _ends([number(total / 3600) for total in _sums(seconds, len(steps))], each),
+            "tokens": _ends(_sums(tokens, len(steps)), each),
+        },
+        "series": series,
+        "phases": {name: _thin(values, values, values)["v"] for name, values in phases.items()},
+        "step_seconds": _thin(seconds, seconds, seconds)["v"] if phases else [],
+        "events": [{key: text_of(value)[:500] for key, value in event.items()} for event in _events(run)],
+        "log": run.log,
+    }
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, list[float | None]]:
+    """Metrics with any number, as long as the rows."""
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("step", "timestamp", "time"))
+    columns = {name: [number(row.get(name)) for row in rows] for name in names}
+    return {name: values for name, values in columns.items() if any(value is not None for value in values)}
+
+
+def _bands(columns: Mapping[str, object]) -> dict[str, tuple[str, str]]:
+    """Metrics whose range is drawn around them: a mean between its minimum and maximum, a median between percentiles."""
+    bands = {}
+    for name in columns:
+        middle = re.split(r"[_/]", name)[-1]
+        stem = name[: len(name) - len(middle)]
+        for centre, low, high in BANDS:
+            if middle == centre and stem + low in columns and stem + high in columns:
+                bands[name] = (stem + low, stem + high)
+    return bands
+
+
+def _bucket(count: int) -> int:
+    """Rows that share a point."""
+    return max(1, -(-count // MOST_POINTS))
+
+
+def _thin(values: Sequence[float | None], low: Sequence[float | None], high: Sequence[float | None]) -> dict[str, Any]:
+    """A point for each bucket: the mean, and where it differs the range."""
+    each = _bucket(len(values))
+
+    def points(of: Sequence[float | None], how: Any) -> list[float | None]:
+        known = ([x for x in of[i : i + each] if x is not None] for i in range(0, len(of), each))
+        return [number(how(part)) if part else None for part in known]
+
+    if each == 1 and low is values:
+        return {"v": list(values)}
+    return {"v": points(values, statistics.fmean), "lo": points(low, min), "hi": points(high, max)}
+
+
+def _ends(values: Sequence[float | None], each: int) -> list[float | None]:
+    """The last of each bucket."""
+    return [values[min(i + each, len(values)) - 1] for i in range(0, len(values), each)]
+
+
+def _sums(values: Sequence[float | None], count: int) -> list[float]:
+    total, sums = 0.0, []
+    for i in range(count):
+        total += (values[i] if i < len(values) else None) or 0.0
+        sums.append(total)
+    return sums
+
+
+def _state(run: Run) -> str:
+    if run.finished:
+        return "finished"
+    if not run.rows:
+        return "no step yet"
+    age = max(0.0, time.time() - (run.path / "metrics.jsonl").stat().st_mtime)
+    unit, size = next((unit, size) for unit, size in UNITS if age >= size)
+    return f"not finished, last step {age / (size or 1):.0f} {unit} ago"
+
+
+def _facts(run: Run, columns: Mapping[str, Sequence[float | None]]) -> dict[str, str]:
+    """What a reader wants first."""
+    config, last = run.config, run.rows[-1]["step"] if run.rows else 0
+    facts = {"algorithm": config.get("algorithm.name"), "model": config.get("model.path")}
+    degrees = [
+        f"{axis}={config[key]}"
+        for axis in ("tp", "pp", "cp", "dp", "ep")
+        if config.get(key := f"layout.{axis}", 1) != 1
+    ]
+    facts |= {"layout": ",".join(degrees) or "one rank", "steps": f"{last} of {config.get('trainer.steps', '?')}"}
+    for name in (
+        "reward_mean",
+        "eval_reward_mean",
+        "eval_solved",
+        "eval_loss",
+        *(["loss"] if "reward_mean" not in columns else []),
+    ):
+        known = [value for value in columns.get(name, ()) if value is not None]
+        if len(known) > 1:
+            facts[name] = f"{known[0]:.4g} \u2192 {known[-1]:.4g}"
+        elif known:
+            facts[name] = f"{known[0]:.4g}"
+    for name, text, how in (
+        ("step_seconds", "median step", "{:.3g} s"),
+        ("tokens_per_second", "median tokens/s", "{:,.0f}"),
+    ):
+        if known := [value for value in columns.get(name, ()) if value is not None]:
+            facts[text] = how.format(statistics.median(known))
+    if known := [value for value in columns.get("peak_memory_gib", ()) if value is not None]:
+        facts["peak memory"] = f"{max(known):.3g} GiB"
+    counts = {"updates skipped": sum(bool(row.get("skipped")) for row in run.rows)}
+    counts["rewards failed"] = int(sum(value or 0 for value in columns.get("reward_errors", ())))
+    counts["steps with equal rewards only"] = sum(row.get("equal_groups") == 1 for row in run.rows)
+    facts |= {name: str(count) for name, count in counts.items() if count}
+    return {name: str(value) for name, value in facts.items() if value is not None}
+
+
+def _events(run: Run) -> list[Row]:
+    """Those of events.jsonl, problems of single steps, files that could not be read."""
+    steps = [
+        {"kind": kind, "step": row["step"], "cause": row[key]}
+        for row in run.rows
+        for key, kind in (("fault", "update skipped"), ("reward_error", "reward failed"))
+        if row.get(key)
+    ]
+    read = [{"kind": "not read", "cause": problem} for problem in run.problems]
+    return [*read, *run.events[-MOST_EVENTS:], *steps[-MOST_EVENTS:]]

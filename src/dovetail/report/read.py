@@ -1,0 +1,181 @@
+"""Reads the files of a run's directory, also of a run that goes on or was killed: what is missing or torn is left out."""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.recipe.keys import rename_keys
+from dovetail.recipe.schema import make_recipe
+from dovetail.recipe.yaml import flat, read_mapping
+
+Row = dict[str, Any]
+CONFIG, METRICS, EVENTS, LOG = "config.yaml", "metrics.jsonl", "events.jsonl", "console.log"
+STEP = re.compile(r"step_(\d+)")
+REQUIRED: Mapping[str, Any] = {"model": {"path": "M"}, "data": {"train": "D"}, "run_dir": "R"}  # keys without default
+ROLLOUT = "rollout"  # the kind of samples that a run trains on; others are of evaluations
+MAX_HEAD, MAX_TAIL = 3000, 1000  # characters of a text that are kept
+LOG_BYTES = 16_000
+
+
+@dataclass(frozen=True)
+class Run:
+    """config, defaults: by dotted key. problems: files that could not be read."""
+
+    path: Path
+    name: str
+    rows: Sequence[Row]
+    events: Sequence[Row]
+    config: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    log: str
+    problems: Sequence[str]
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / "hf").exists()
+
+
+@dataclass(frozen=True)
+class SampleFile:
+    path: Path
+    step: int
+    kind: str
+
+
+def check_runs(paths: Sequence[Path]) -> None:
+    """Refuse what is not the directory of a run."""
+    for path in paths:
+        if not _is_run(path):
+            inside = sorted(str(child) for child in path.iterdir() if _is_run(child)) if path.is_dir() else []
+            why = f"it has neither {CONFIG} nor {METRICS}" if path.is_dir() else "there is no such directory"
+            hint = f"the runs in it: {' '.join(inside[:10])}" if inside else "give the run_dir of a recipe"
+            raise ConfigError(f"{path} is not the directory of a run: {why}; {hint}")
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_dir() and any((path / name).is_file() for name in (CONFIG, METRICS))
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    check_runs(paths)
+    counts = Counter(path.resolve().name for path in paths)
+    return [_read_run(path, str(path) if counts[path.resolve().name] > 1 else path.resolve().name) for path in paths]
+
+
+def _read_run(path: Path, name: str) -> Run:
+    config: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    problems = []
+    try:
+        config = flat(rename_keys(read_mapping(path / CONFIG))[0])
+        least = {**REQUIRED, "algorithm": {"name": config.get("algorithm.name", "grpo")}}
+        defaults = flat(make_recipe(least).model_dump(mode="json", by_alias=True))
+        defaults = {key: value for key, value in defaults.items() if key not in flat(REQUIRED)}
+    except ConfigError as error:  # of another release, or cut by a kill
+        problems.append(str(error))
+    rows = [row for row in read_rows(path / METRICS) if isinstance(row.get("step"), int)]
+    log = _tail(path / LOG)
+    return Run(path, name, rows, list(read_rows(path / EVENTS)), config, defaults, log, problems)
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Objects of a JSONL file without lines that a kill has cut; numbers that are not finite are None."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line, parse_constant=lambda _: None)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+def _tail(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LOG_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def sample_files(run: Path) -> list[SampleFile]:
+    """By step: samples of rollouts/ and eval/."""
+    files = []
+    for folder, kind in (("rollouts", ROLLOUT), ("eval", "eval")):
+        for path in (run / folder).glob("**/*.jsonl"):
+            name = str(path.relative_to(run / folder).with_suffix(""))
+            step = STEP.search(name)
+            name = STEP.sub("", name).strip("./_- ")
+            files.append(SampleFile(path, int(step[1]) if step else 0, f"{kind} {name}".strip()))
+    return sorted(files, key=lambda file: (file.step, file.kind, str(file.path)))
+
+
+def read_samples(file: SampleFile, most_bytes: float = math.inf) -> Iterator[Row]:
+    """Long texts are cut in their middle. most_bytes: of the file, about."""
+    spent = 0
+    for row in read_rows(file.path):
+        if "completion" not in row:
+            continue
+        inner = row.get("rewards")
+        parts = inner if isinstance(inner, dict) else {}
+        parts |= {key.removeprefix("reward/"): value for key, value in row.items() if key.startswith("reward/")}
+        tokens = row.get("token_ids")
+        yield {
+            "step": file.step,
+            "kind": file.kind,
+            "id": _short(row["id"]) if row.get("id") is not None else "",
+            "sample": row.get("sample"),
+            "prompt": _short(row.get("prompt", "")),
+            "completion": _short(row["completion"]),
+            "answer": "" if row.get("answer") is None else _short(row["answer"]),
+            "reward": number(row.get("reward")),
+            "parts": {_short(key): number(value) for key, value in parts.items()},
+            "finish": _short(row.get("finish") or ""),
+            "tokens": len(tokens) if isinstance(tokens, list) else None,
+        }
+        spent += len(str(row.get("prompt"))) + len(str(row["completion"])) + 20 * len(tokens or ())
+        if spent > most_bytes:
+            return
+
+
+def number(value: object) -> float | None:
+    """None for what is no finite number; six digits are enough to look at."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    except OverflowError:  # an int larger than any float
+        return None
+
+
+def text_of(value: object) -> str:
+    """A prompt or an answer: text as it is, messages by role, anything else as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(isinstance(item, dict) and "content" in item for item in value):
+        return "\n".join(f"[{item.get('role', '?')}] {_content(item['content'])}" for item in value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _content(content: object) -> str:
+    parts = content if isinstance(content, list) else [content]
+    return " ".join(
+        str(part.get("text", f"<{part.get('type', 'part')}>")) if isinstance(part, dict) else text_of(part)
+        for part in parts
+    )
+
+
+def _short(value: object) -> str:
+    text = text_of(value)
+    left_out = len(text) - MAX_HEAD - MAX_TAIL
+    if left_out <= 0:
+        return text
+    return f"{text[:MAX_HEAD]}\n[... {left_out:,} characters left out ...]\n{text[-MAX_TAIL:]}"

@@ -1,0 +1,122 @@
+"""Which samples of a run a report shows, and samples in the terminal."""
+
+import heapq
+import itertools
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from dovetail.report.read import ROLLOUT, Row, SampleFile, read_samples, sample_files
+
+READ_BYTES = 1 << 27  # of all files
+MOST_FILES = 40  # of each kind that are read if all are larger, spread evenly over the steps
+ESCAPES: Mapping[int, str] = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
+
+
+def choose(run: Path, most: int, most_bytes: int) -> list[Row]:
+    """Samples from many steps, within limits: of each step first the prompts that come again most, with best and worst reward."""
+    files = sample_files(run)
+    if sum(file.path.stat().st_size for file in files) > READ_BYTES:
+        kinds = [[file for file in files if file.kind == kind] for kind in dict.fromkeys(file.kind for file in files)]
+        files = [file for of_kind in kinds for file in spread(of_kind, MOST_FILES)]
+    read = [list(read_samples(file, READ_BYTES / len(files))) for file in files]
+    seen = Counter(key for rows in read for key in dict.fromkeys(map(_prompt, rows)))
+    order = {key: place for place, (key, _) in enumerate(seen.most_common())}
+    queues = [iter(_ranked(rows, order)) for rows in read]
+    chosen: list[Row] = []
+    size = 0
+    while queues and len(chosen) < most:
+        rows = [(queue, next(queue, None)) for queue in queues]
+        queues = [queue for queue, row in rows if row is not None]
+        for _, row in rows:
+            if row is not None and len(chosen) < most:
+                size += len(script_json(row))
+                if size > most_bytes:
+                    return sorted(chosen, key=_order)
+                chosen.append(row)
+    return sorted(chosen, key=_order)
+
+
+def script_json(value: object) -> bytes:
+    """JSON that can stand in an HTML element `script`: nothing in it ends the element. Half a surrogate pair becomes U+FFFD."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.translate(ESCAPES).encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+
+
+def spread(items: Sequence[SampleFile], most: int) -> list[SampleFile]:
+    """Evenly, with the first and the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[i * (len(items) - 1) // (most - 1)] for i in range(most)]
+
+
+def _prompt(row: Row) -> tuple[str, str]:
+    return row["id"], row["prompt"]
+
+
+def _order(row: Row) -> tuple[int, bool, str]:
+    return row["step"], row["kind"] != ROLLOUT, row["kind"]
+
+
+def _ranked(rows: Sequence[Row], order: Mapping[tuple[str, str], int]) -> list[Row]:
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[_prompt(row)].append(row)
+    keyed = []
+    for key, group in groups.items():
+        best, *rest = sorted(group, key=_reward, reverse=True)
+        keyed += [((rank > 1, order[key], rank), row) for rank, row in enumerate([best, *rest[-1:], *rest[:-1]])]
+    return [row for _, row in sorted(keyed, key=lambda pair: pair[0])]
+
+
+def _reward(row: Row) -> float:
+    return -1e300 if row["reward"] is None else row["reward"]
+
+
+def select(run: Path, step: int | None, prompt: str | None, search: str | None) -> Iterator[Row]:
+    """Samples of a step; without one, of all steps if a prompt or a text is searched for, else of the last."""
+    files = sample_files(run)
+    if step is None and not (prompt or search):
+        step = max((file.step for file in files if file.kind == ROLLOUT), default=files[-1].step if files else 0)
+    words = (search or "").lower()
+    for file in files:
+        if step in (None, file.step):
+            for row in read_samples(file):
+                wanted = prompt is None or row["id"] == prompt
+                if wanted and words in f"{row['prompt']}\n{row['completion']}\n{row['answer']}".lower():
+                    yield row
+
+
+def sort(rows: Iterable[Row], by: str | None, limit: int) -> list[Row]:
+    """by: best or worst reward first; None: as they are."""
+    if by is None:
+        return list(itertools.islice(rows, limit))
+    rewarded = (row for row in rows if row["reward"] is not None)
+    return (heapq.nlargest if by == "best" else heapq.nsmallest)(limit, rewarded, key=_reward)
+
+
+def describe(row: Row) -> str:
+    """For a terminal: control characters are escaped."""
+    facts = [
+        f"step {row['step']}",
+        row["kind"] if row["kind"] != ROLLOUT else "",
+        f"prompt {row['id']}" * bool(row["id"]),
+    ]
+    facts += [f"sample {row['sample']}" if row["sample"] is not None else "", f"reward {_shown(row['reward'])}"]
+    facts += [f"{name} {_shown(value)}" for name, value in row["parts"].items()]
+    facts += [f"{row['tokens']} tokens" if row["tokens"] is not None else "", row["finish"]]
+    texts = [f"  {name:<11}{_indented(row[name])}" for name in ("prompt", "answer", "completion") if row[name]]
+    return "\n".join([_indented("  ".join(filter(None, facts))), *texts]) + "\n\n"
+
+
+def _shown(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _indented(text: str) -> str:
+    lines = (
+        "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+        for line in text.split("\n")
+    )
+    return ("\n" + " " * 13).join(lines)
