@@ -17,7 +17,7 @@ SECONDS ?= 30
 COMPAT ?= 5.16.1 5.17.0 5.23.0
 PARITY := tests/parity tests/hf/test_parity.py tests/hf/test_vision.py
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart check test lint format bench soak mutants test-gpu compat
+.PHONY: help setup quickstart check test pytest lint format bench soak mutants test-gpu compat
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -37,8 +37,11 @@ $(VENV)/.quickstart: $(VENV)/.setup-$(TORCH)
 quickstart: $(VENV)/.quickstart ## train a real pretrained model by RL into runs/quickstart, and show what it learned
 	@$(BIN)/python -m examples.quickstart
 
+test: setup ## what CI runs: style, types and the test suite, together: types use one core alone
+	@$(MAKE) --no-print-directory -j2 lint pytest
+
 # Bytecode is written, or each of the many programs that tests start would compile our modules anew.
-test: setup lint ## what CI runs: style, types and the test suite
+pytest: setup
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -m "not gpu and not soak" -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15
 
 check: setup ## what a change needs: lint of the changed files and the tests that reach them, within SECONDS; prints what it leaves out

@@ -28,6 +28,7 @@ EVERYTHING = (
     "tests/conftest.py",
     "tests/harness.py",
     "tests/template.py",
+    "tests/forked.py",
 )  # what all tests depend on
 UNIT = "tests/unit/"
 NEAR = 2  # imports between a test and a changed file

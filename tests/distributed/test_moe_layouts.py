@@ -39,7 +39,7 @@ ALL_CASES = tuple(
     for case in (Case(*each) for each in product(expert_models(), RECIPES, LOSSES, (1, 3)))
     if (case.model, case.loss) != (NO_CRITIC, "value")
 )
-QUICK = (
+CUTS = (
     Layout(dp=2, ep=2),
     Layout(tp=2, dp=2, ep=2),
     Layout(dp=4, ep=4),
@@ -51,6 +51,7 @@ QUICK = (
     Layout(cp=4, cp_mode="gather", ep=2),
     Layout(pp=2, cp=2, ep=2),
 )
+WIDE = (CUTS[2], CUTS[7], CUTS[8])  # what others of them have by pairs, or test_turns.py has
 WHOLE = tuple(
     Layout(tp=tp, pp=pp, cp=cp, dp=dp, ep=ep)
     for tp, pp, cp, dp, ep in product((1, 2), (1, 2), (1, 2), (1, 2, 4), (1, 2, 4))
@@ -58,10 +59,18 @@ WHOLE = tuple(
 )
 
 
-def selection(layouts: tuple[Layout, ...], each: int) -> list[Any]:
+def selection(layouts: tuple[Layout, ...], each: int, soak: tuple[Layout, ...] = ()) -> list[Any]:
     """Some cases a layout: a stride prime to their number takes all in turn, neighbors far apart."""
     order = cycle([ALL_CASES[i * 59 % len(ALL_CASES)] for i in range(len(ALL_CASES))])
-    return [pytest.param(layout, tuple(next(order) for _ in range(each)), id=name_of(layout)) for layout in layouts]
+    return [
+        pytest.param(
+            layout,
+            tuple(next(order) for _ in range(each)),
+            id=name_of(layout),
+            marks=[pytest.mark.soak] * (layout in soak),
+        )
+        for layout in layouts
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +79,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("experts")
 
 
-@pytest.mark.parametrize(("layout", "cases"), selection(QUICK, 1))
+@pytest.mark.parametrize(("layout", "cases"), selection(CUTS, 1, soak=WIDE))
 def test_equals_one_rank(experts: Path, layout: Layout, cases: tuple[Case, ...]) -> None:
     check(experts, layout, tuple(case.on(layout) for case in cases))
 

@@ -20,6 +20,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "ppo": {"kl_coef": 0.05, "lam": 0.95},
     "rloo": {"aggregation": "sequence", "ratio": "sequence"},
 }
+RL_LAYOUTS = {"grpo": "tp=2,dp=2", "ppo": "dp=2", "rloo": "tp=2"}
 PATIENCE = 600.0  # seconds for one run on a busy machine
 
 
@@ -103,9 +104,13 @@ def test_the_sft_curve_does_not_depend_on_the_micro_batches(inputs: Path, sft_al
     assert_same_sft(played_on("", sft(inputs, inputs.parent / f"sft-{budget}", trainer=trainer)), sft_alone)
 
 
-@pytest.mark.parametrize("layout", ["tp=2,dp=2", pytest.param("dp=4", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "layout", ["", *(pytest.param(name, marks=pytest.mark.soak) for name in ("tp=2,dp=2", "dp=4"))]
+)
 def test_rl_curves_are_those_of_one_rank(inputs: Path, alone: tuple[str, Played], layout: str) -> None:
+    """Each algorithm on a layout of its own; `make soak` has all on all."""
     name, expected = alone
+    layout = layout or RL_LAYOUTS[name]
     assert_same_rl(played_on(layout, rl_recipe(inputs, name, inputs.parent / f"{name}-{layout}")), expected)
 
 

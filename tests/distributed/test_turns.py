@@ -16,13 +16,10 @@ from dovetail.nn.layers import WgradQueue
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.overlap import AsyncCollective
 from tests.distributed.matrix import (
-    DEPTH,
     LOSSES,
     RECIPES,
     SHALLOW,
     Case,
-    expert_models,
-    models,
     name_of,
     path_of,
     random_batch,
@@ -54,18 +51,14 @@ MIXED = (
 
 @pytest.fixture(scope="session")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dense_turns")
-    for depth in (DEPTH, SHALLOW):
-        write_models(folder, models(), depth)
-    return folder
+    """Where `check` writes models."""
+    return tmp_path_factory.mktemp("dense_turns")
 
 
 @pytest.fixture(scope="session")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mixed_turns")
-    for depth in (DEPTH, SHALLOW):
-        write_models(folder, expert_models(), depth)
-    return folder
+    """Where `check` writes models."""
+    return tmp_path_factory.mktemp("mixed_turns")
 
 
 def marked(cases: tuple[tuple[Layout, Case], ...], quick: int) -> list[Any]:
@@ -144,6 +137,7 @@ def covered(folder: Path, layout: Layout, *, in_turns: bool) -> dict[str, tuple[
 def test_products_lie_under_three_of_four_collectives(dense: Path) -> None:
     """Of eight in a layer two, at its ends, have none; alone only the input gradients of column products have one."""
     layers = SHALLOW
+    write_models(dense, ["llama"], SHALLOW)
     alone, turns = (
         run(2, covered, path_of(dense, "llama", SHALLOW), Layout(tp=2), in_turns=in_turns)[0]
         for in_turns in (False, True)
@@ -157,5 +151,6 @@ def test_products_lie_under_exchanges_of_experts(mixed: Path) -> None:
     busy with the other half. Backward, of six in a layer one has nothing under it.
     """
     layers = SHALLOW
+    write_models(mixed, ["qwen3_moe"], SHALLOW)
     turns, *_ = run(2, covered, path_of(mixed, "qwen3_moe", SHALLOW), Layout(dp=2, ep=2), in_turns=True)
     assert turns == {"start": (layers, 5 * layers), "start_backward": (5 * layers, layers)}

@@ -36,11 +36,12 @@ WHOLE_HEADS = (
     *("llama_linear", "llama_dynamic", "llama_longrope", "llama_llama3", "llama_yarn", "llama_partial"),
     *("qwen2_yarn", "qwen2_window", "qwen3_window"),
 )
+SQUARE = ("llama", "qwen2", "apertus")  # on tp=2,dp=2 instead of tp=2
 WIDE = ("tp=4,dp=1", "tp=8,dp=1", "tp=4,dp=2", "cp=4")  # more processes for what two and four on two axes show as well
 QUICK = {
     "tp=1,dp=1": (*tiny_configs(), *CRITICS),
-    "tp=2,dp=1": (*(name for name in tiny_configs() if name not in WHOLE_HEADS), *CRITICS[::2]),
-    "tp=2,dp=2": ("llama", "qwen2", "apertus", CRITICS[3]),
+    "tp=2,dp=1": (*(name for name in tiny_configs() if name not in (*WHOLE_HEADS, *SQUARE)), CRITICS[0]),
+    "tp=2,dp=2": (*SQUARE, CRITICS[3]),
     "tp=4,dp=1": (*CUTS[:-1], CRITICS[4]),
     "tp=8,dp=1": ("llama_biases", "llama_one_kv_head", "mistral_window", "qwen2_tied", "qwen3", CRITICS[3]),
     "tp=4,dp=2": ("llama", "qwen2"),
@@ -51,7 +52,6 @@ QUICK = {
         "llama_biases",
         "llama_dynamic",
         "llama_linear",
-        "mistral_window",
         "qwen2",
         "qwen3_tied",
         *CRITICS[1:3],
@@ -67,7 +67,7 @@ QUICK = {
             "llama_yarn",
             "mistral",
         ),
-        *("mistral_window", "qwen2_window", "qwen2_yarn", "qwen3", "qwen3_window", CRITICS[0], *CRITICS[2:]),
+        *("mistral_window", "qwen2_window", "qwen2_yarn", "qwen3", "qwen3_window", CRITICS[0]),
     ),
     "cp=4": ("llama_one_kv_head", "llama_llama3", "llama_yarn", "mistral", "qwen2_window", "qwen3_window", CRITICS[0]),
     "pp=2,dp=2": ("llama_all_kv_heads", "mistral", "qwen2_tied", "qwen3_biases", *CRITICS[2:]),
