@@ -168,12 +168,11 @@ def labelled(row: JsonRow, ids: list[int]) -> tuple[list[int], list[bool]]:
     mask = [True] * len(ids)
     if labels := columns["labels"]:
         mask = [label != IGNORED for label in labels]
-        if other := next(
-            (n for n, (i, label) in enumerate(zip(ids, labels, strict=True)) if label not in (i, IGNORED)), None
-        ):
+        others = [n for n, label in enumerate(labels) if label not in (ids[n], IGNORED)]
+        if others:
             raise row.error(
-                f"labels[{other}] is {quoted(labels[other])}, but input_ids[{other}] is {ids[other]}; expected the same id, or "
-                f"{IGNORED} where nothing is trained (labels are not shifted)"
+                f"labels[{others[0]}] is {quoted(labels[others[0]])}, but input_ids[{others[0]}] is {ids[others[0]]}; expected "
+                f"the same id, or {IGNORED} where nothing is trained (labels are not shifted)"
             )
     for name in ("completion_mask", "assistant_masks"):
         mask = [m and bool(bit) for m, bit in zip(mask, columns[name] or mask, strict=True)]
