@@ -15,8 +15,7 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.engine.base import StepReport
 from dovetail.engine.native import NativeEngine
 from dovetail.errors import UserError
-from dovetail.rl.step_metrics import Row
-from dovetail.rl.tasks import RLTask, never
+from dovetail.rl.tasks import RLTask, Row, never
 from dovetail.run.trainer import train
 from tests.golden.job import builder_of
 from tests.probe import parameters

@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dovetail.factory.job import Builder
 from dovetail.recipe.schema import make_recipe
-from dovetail.rl.step_metrics import Row
+from dovetail.rl.tasks import Row
 from dovetail.run.trainer import train
 from examples.quickstart.scratch import character_tokenizer
 from tests.golden.bugs import planted

@@ -140,7 +140,7 @@ class Decoder(StagedModel):
         return result
 
     def _blocks(self, micro: MicroBatch, stage: int, x: Tensor) -> Tensor:
-        parts = micro.apart
+        parts = micro.halves or (micro,)
         contexts = tuple(context_of(part, self.rope, x.dtype, self.mesh, self.kernels) for part in parts)
         rows = [len(part) // self.mesh["tp"].size for part in parts]
         halves = self.model.blocks(self.cut.stages[stage], x.split(rows) if micro.halves else (x,), contexts)

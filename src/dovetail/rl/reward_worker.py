@@ -1,7 +1,6 @@
 """A process that answers one JSON line a sample for one reward function, and its keeper, which forks it.
 
-The keeper runs no user code; it ends the reward and all its descendants, daemons too. The first request says what to
-load. Output goes to standard error; exceptions and exits are answers.
+The keeper runs no user code; it ends the reward and all its descendants. The first request says what to load.
 """
 
 import importlib
@@ -34,7 +33,7 @@ POLL_MILLISECONDS = 1000.0
 
 
 class CapturedOutput:
-    """Turns any exception of user code into the text `error`."""
+    """Any exception of user code, as text."""
 
     error: str | None = None
 
@@ -44,9 +43,8 @@ class CapturedOutput:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if kind is None or error is None:
-            return True
-        self.error = f"{kind.__name__}: {error!s:.{_MOST_TEXT}}{_place(trace)}"
+        if kind is not None:
+            self.error = f"{kind.__name__}: {error!s:.{_MOST_TEXT}}{_place(trace)}"
         return True
 
 
@@ -115,13 +113,10 @@ def evaluate(scorer: Scorer, sample: Mapping[str, Any]) -> dict[str, Any]:
             value = value["score"]
         if value is not None and not isinstance(value, (str, bytes)):
             number = float(value)
-    if caught.error is not None:
-        return {"value": None, "error": caught.error}
-    if value is None:
-        return {"value": None, "error": None}
-    if not math.isfinite(number):
-        return {"value": None, "error": f"the reward returned {value!r:.100}, which is not a finite number"}
-    return {"value": number, "error": None}
+    error = caught.error
+    if error is None and value is not None and not math.isfinite(number):
+        error = f"the reward returned {value!r:.100}, which is not a finite number"
+    return {"value": None if error or value is None else number, "error": error}
 
 
 def load(name: str | None, function: str | None, options: Mapping[str, Any], directory: str | None) -> Scorer:
@@ -129,7 +124,8 @@ def load(name: str | None, function: str | None, options: Mapping[str, Any], dir
     if function is None:
         assert name is not None
         _check_options(options, frozenset(inspect.signature(BUILT_IN[name]).parameters) - POSITIONAL)
-        return partial(_built_in, BUILT_IN[name], options)
+        built_in = BUILT_IN[name]
+        return lambda sample: built_in(sample["completion"], sample["answer"], sample["finish"], **options)
     if directory is not None:
         sys.path.insert(0, directory)
     module, _, attribute = function.partition(":")
@@ -158,10 +154,6 @@ def _check_options(options: Mapping[str, Any], accepted: frozenset[str]) -> None
     if unknown:
         known = ", ".join(sorted(accepted)) or "none"
         raise TypeError(f"reward.options has {', '.join(unknown)}, which it does not take (it takes: {known})")
-
-
-def _built_in(function: Callable[..., float], options: Mapping[str, Any], sample: Mapping[str, Any]) -> float:
-    return function(sample["completion"], sample["answer"], sample["finish"], **options)
 
 
 def _verl(

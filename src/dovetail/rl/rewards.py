@@ -1,28 +1,25 @@
-"""Rewards in worker processes that can be killed, so that no reward function stops a run.
+"""Rewards in worker processes that can be killed, so that no reward function stops a run. Loads no torch."""
 
-A reward is a built-in or a user's `module:function` (docs/contract.md). Loads no torch.
-"""
-
+import contextlib
 import difflib
 import json
 import os
 import random
 import secrets
-import selectors
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Self
 
 from dovetail.errors import ConfigError, DataError, quoted
 from dovetail.jsonl import as_text
+from dovetail.launch.process import start_worker
 from dovetail.rl.reward_functions import BUILT_IN
 from dovetail.rl.reward_worker import END_SECONDS
 
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dovetail.rl.reward_worker import main; main()"
 _START_SECONDS = 120.0  # a user's module may import large packages
 _MOST_BYTES = 1 << 20  # of an answer
 LONGEST = 1e6  # seconds; system calls take at most about twice as many
@@ -43,10 +40,7 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """`value` None: dropped, by `error` or because the function returned None.
-
-    scored: False if `score` gave up before this sample.
-    """
+    """value: None: dropped. scored: False if `score` gave up before this sample."""
 
     value: float | None
     error: str | None = None
@@ -54,9 +48,9 @@ class RewardResult:
 
 
 class RewardRunner:
-    """Worker processes for one reward; ConfigError if it cannot be loaded.
+    """Workers for a built-in reward or a "module:function" in `directory`; ConfigError if it cannot be loaded.
 
-    A worker that dies, or takes longer than `timeout` seconds, is replaced. directory: of user modules.
+    A worker that dies, or takes longer than `timeout` seconds, is replaced.
     """
 
     def __init__(
@@ -70,8 +64,7 @@ class RewardRunner:
         workers: int = 1,
     ) -> None:
         if function is None and name not in BUILT_IN:
-            near = difflib.get_close_matches(str(name), BUILT_IN, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = "".join(f"; did you mean {near!r}?" for near in difflib.get_close_matches(str(name), BUILT_IN, n=1))
             raise ConfigError(f"reward.name={quoted(name)} is no built-in reward ({', '.join(BUILT_IN)}){hint}")
         self._timeout = min(timeout, LONGEST)
         self._setup = {
@@ -84,7 +77,7 @@ class RewardRunner:
         for worker in self._workers:
             self._await_ready(worker)
 
-    def __enter__(self) -> "RewardRunner":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -97,28 +90,19 @@ class RewardRunner:
         """
         results: list[RewardResult | None] = [None] * len(samples)
         waiting = random.Random(0).sample(range(len(samples)), len(samples))
-        running: dict[_Worker, tuple[int, float]] = {}
+        running: dict[_Worker, int] = {}
         idle = list(self._workers)
-        with selectors.DefaultSelector() as selector:
-            while waiting or running:
-                while waiting and idle:
-                    worker, index = idle.pop(), waiting.pop()
-                    worker.send(vars(samples[index]))
-                    running[worker] = (index, time.monotonic() + self._timeout)
-                    selector.register(worker.answers, selectors.EVENT_READ, worker)
-                nearest = min(deadline for _, deadline in running.values())
-                selector.select(max(nearest - time.monotonic(), 0.0))
-                for worker, (index, deadline) in list(running.items()):
-                    answer = worker.answer()
-                    if answer is None and worker.alive and time.monotonic() < deadline:
-                        continue
-                    selector.unregister(worker.answers)
-                    del running[worker]
-                    results[index] = self._result(worker, answer)
-                    if most_errors is not None and _hopeless(results, most_errors):
-                        self.close()
-                        return [result or RewardResult(None, scored=False) for result in results]
-                    idle.append(worker if answer is not None and worker.alive else self._replace(worker))
+        while waiting or running:
+            while waiting and idle:
+                worker, index = idle.pop(), waiting.pop()
+                worker.send(vars(samples[index]), self._timeout)
+                running[worker] = index
+            for worker, result in _next_results(list(running)):
+                results[running.pop(worker)] = result
+                if most_errors is not None and _hopeless(results, most_errors):
+                    self.close()
+                    return [result or RewardResult(None, scored=False) for result in results]
+                idle.append(worker if worker.alive else self._replace(worker))
         return [result for result in results if result is not None]
 
     def close(self) -> None:
@@ -128,14 +112,6 @@ class RewardRunner:
             worker.kill()
         self._workers.clear()
 
-    def _result(self, worker: "_Worker", answer: Mapping[str, Any] | None) -> RewardResult:
-        if answer is not None:
-            return RewardResult(answer["value"], answer["error"])
-        if not worker.alive:
-            return RewardResult(None, "the worker process died")
-        remedy = "where it needs longer, raise reward.timeout_seconds"
-        return RewardResult(None, f"no answer within {self._timeout:g} s; the worker was killed; {remedy}")
-
     def _replace(self, worker: "_Worker") -> "_Worker":
         worker.kill()
         fresh = _Worker(self._setup)
@@ -144,12 +120,9 @@ class RewardRunner:
         return fresh
 
     def _await_ready(self, worker: "_Worker") -> None:
-        deadline = time.monotonic() + _START_SECONDS
-        with selectors.DefaultSelector() as selector:
-            selector.register(worker.answers, selectors.EVENT_READ)
-            while (answer := worker.answer()) is None and worker.alive and time.monotonic() < deadline:
-                selector.select(max(deadline - time.monotonic(), 0.0))
-        cause = "it did not load in time or ended its process" if answer is None else answer["error"]
+        while not (results := _next_results([worker])):
+            pass
+        cause = results[0][1].error
         if cause is not None:
             self.close()
             name = self._setup["function"] or self._setup["name"]
@@ -158,55 +131,62 @@ class RewardRunner:
             )
 
 
+def _next_results(workers: "list[_Worker]") -> "list[tuple[_Worker, RewardResult]]":
+    """Wait for an answer or a deadline -> the workers that have a result. There may be none."""
+    nearest = min(worker.deadline for worker in workers)
+    wait([worker.answers.fileno() for worker in workers], max(nearest - time.monotonic(), 0.0))
+    return [(worker, result) for worker in workers if (result := worker.result()) is not None]
+
+
 def _hopeless(results: Seq[RewardResult | None], most_errors: float) -> bool:
     failed = [result.error is not None for result in results if result is not None]
     return sum(failed) > most_errors * len(results) or (all(failed) and len(failed) >= FIRST_SAMPLES)
 
 
 class _Worker:
-    """The keeper of a reward process; messages are JSON lines."""
+    """The keeper of a reward process; messages are JSON lines. It is to be replaced when it is not `alive`."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in the terminal does not reach it
-        )
+        self._process = start_worker("dovetail.rl.reward_worker")
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._requests: IO[bytes] = self._process.stdin
-        self.answers: IO[bytes] = self._process.stdout
+        self._requests, self.answers = self._process.stdin, self._process.stdout
         os.set_blocking(self.answers.fileno(), False)
         self._buffer, self._request_id = b"", ""
         self.alive = True
-        self.send(setup)
+        self.send(setup, _START_SECONDS)
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        self._request_id = secrets.token_hex()
+    def send(self, message: Mapping[str, Any], seconds: float) -> None:
+        self._request_id, self._seconds = secrets.token_hex(), seconds
         try:
             left = json.dumps({**message, "id": self._request_id}, default=as_text).encode() + b"\n"
             while left:
                 left = left[os.write(self._requests.fileno(), left) :]
         except BrokenPipeError:
             self.alive = False
+        self.deadline = time.monotonic() + seconds
 
-    def answer(self) -> Mapping[str, Any] | None:
-        """The answer to the last message, or None; does not wait. Other output is an error."""
-        try:
+    def result(self) -> RewardResult | None:
+        """Of the last message; None: it may still come. Output that is no answer is an error."""
+        with contextlib.suppress(BlockingIOError):
             chunk = os.read(self.answers.fileno(), 1 << 16)
-        except BlockingIOError:
-            return None
-        self.alive = self.alive and bool(chunk)
-        self._buffer += chunk
+            self.alive = self.alive and bool(chunk)
+            self._buffer += chunk
         line, newline, rest = self._buffer.partition(b"\n")
-        if not newline and len(line) < _MOST_BYTES:
+        if newline or len(line) >= _MOST_BYTES:
+            self._buffer = rest
+            answer = _parsed(line)
+            if answer is not None and answer["id"] == self._request_id:
+                return RewardResult(answer["value"], answer["error"])
+            error = f"the reward wrote into the pipe that its answers go through: {line!r:.100}"
+        elif not self.alive:
+            error = "the worker process died"
+        elif time.monotonic() < self.deadline:
             return None
-        self._buffer = rest
-        answer = _parsed(line)
-        if answer is not None and answer["id"] == self._request_id:
-            return answer
+        else:
+            remedy = "where it needs longer, raise reward.timeout_seconds"
+            error = f"no answer within {self._seconds:g} s; the worker was killed; {remedy}"
         self.alive = False
-        return {"value": None, "error": f"the reward wrote into the pipe that its answers go through: {line!r:.100}"}
+        return RewardResult(None, error)
 
     def ask_to_end(self) -> None:
         self._requests.close()

@@ -1,6 +1,8 @@
 """One training step, supervised or RL."""
 
-from collections.abc import Callable, Iterator, Sequence as Seq
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -8,23 +10,38 @@ from dovetail.batch.loss import LossFn
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.data.examples import Prompt
 from dovetail.data.rows import batch_rows
-from dovetail.engine.base import Engine
+from dovetail.engine.base import Engine, StepReport
 from dovetail.errors import DataError
 from dovetail.launch.progress import Phase, Progress
 from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
-from dovetail.rl.experience import Sample, drop_equal_groups, minibatches, pack_samples, sample_row, with_advantages
+from dovetail.rl.experience import (
+    Sample,
+    drop_equal_groups,
+    equal_groups,
+    minibatches,
+    mismatch_metrics,
+    pack_samples,
+    routed,
+    sample_row,
+    score_old,
+    with_advantages,
+)
 from dovetail.rl.losses import weight_fields
 from dovetail.rl.rewards import MOST_REWARD_ERRORS, RewardInput, RewardResult, RewardRunner, count_errors
-from dovetail.rl.router_replay import mismatch_metrics, routed, score_old
-from dovetail.rl.step_metrics import EMPTY_UPDATE, Row, mean, sample_metrics, update_metrics
 from dovetail.rollout.base import Completion, Prompt as SamplerPrompt, Sampler, SamplingParams
 
 if TYPE_CHECKING:  # pydantic is not needed to run a task
     from dovetail.recipe.schema import Recipe
 
+Row = dict[str, Any]
+
 MAX_UNREWARDED_STEPS = 3  # in a row
 SOLVED_REWARD = 1.0  # a reward that counts as solved in evaluations
+EMPTY_UPDATE: Mapping[str, Any] = {
+    "loss": math.nan, "grad_norm": 0.0, "lr": 0.0, "tokens": 0,
+    "entropy_mean": math.nan, "kl_mean": math.nan, "clip_fraction": math.nan,
+}  # fmt: skip
 
 
 def step_rows(recipe: "Recipe", num_rows: int, step: int, first_row: int = 0) -> list[int]:
@@ -51,23 +68,22 @@ def never() -> bool:
 
 
 class RewardManager:
-    """Scores on the first rank, which has the `runner`, for all. Collective."""
+    """Scores on the first rank, which has the `runner`. Collective."""
 
     def __init__(self, runner: RewardRunner | None, mesh: Mesh, name: str) -> None:
         self.runner, self.mesh, self.name = runner, mesh, name
 
     def __call__(self, prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str]) -> list[RewardResult]:
         """`prompts[i]` belongs to completion i."""
-        results: list[tuple[float | None, str | None, bool]] = []
+        results: list[dict[str, Any]] = []
         with agreed(self.mesh):
             if self.runner is not None:
                 inputs = [
                     RewardInput(completion=text, answer=p.answer, finish=c.finish, prompt=p.prompt, columns=p.columns)
                     for p, c, text in zip(prompts, completions, texts, strict=True)
                 ]
-                scored = self.runner.score(inputs, MOST_REWARD_ERRORS)
-                results = [(result.value, result.error, result.scored) for result in scored]
-        return [RewardResult(*result) for result in of_first(results, self.mesh)]
+                results = [vars(result) for result in self.runner.score(inputs, MOST_REWARD_ERRORS)]
+        return [RewardResult(**result) for result in of_first(results, self.mesh)]
 
     def close(self) -> None:
         if self.runner is not None:
@@ -136,7 +152,7 @@ class RLTask:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """False if they are the update's own: one update, no KL in the reward."""
+        """False if they are the update's own."""
         algorithm = self.recipe.algorithm
         kl_in_reward = algorithm.name != "sft" and algorithm.kl_in == "reward" and algorithm.kl_coef > 0
         return kl_in_reward or algorithm.epochs * algorithm.minibatches > 1
@@ -159,7 +175,10 @@ class RLTask:
         if stopping():
             return None
         self.progress.phase("score")
-        mismatch = self._mismatch(samples)
+        rollout, mismatch = self.recipe.rollout, {}
+        if rollout.mismatch_metrics:
+            packed = pack_samples(samples, rollout.temperature)
+            mismatch = mismatch_metrics(self.policy, packed, rollout.router_replay)
         batch = self._prepare(samples)
         return None if stopping() else {**row, **EMPTY_UPDATE, **self._update(batch, step), **mismatch}
 
@@ -184,7 +203,7 @@ class RLTask:
         return row
 
     def evaluate(self, step: int) -> Row:
-        """Greedy completions of the held-out prompts: mean reward, and the share that is solved."""
+        """Rewards of greedy completions of the held-out prompts."""
         if not self.held_out:
             return {}
         self.progress.phase("eval", step)
@@ -203,7 +222,7 @@ class RLTask:
     def _sample(
         self, prompts: Seq[Prompt], params: SamplingParams, phase: Phase | None = None
     ) -> tuple[list[Sample], Row]:
-        """Samples with a reward, and metrics of failed ones. phase: of all parts."""
+        """Samples with a reward, and metrics of failed ones."""
         self.sampler.refill(self.policy.weights(self.sampler.dtype))
         requests = [SamplerPrompt(row, prompt.ids, prompt.media) for row, prompt in enumerate(prompts)]
         self.progress.phase(phase or "rollout")
@@ -228,12 +247,6 @@ class RLTask:
                 f"trained: {self.rewards.name} returned None for all of them, which drops a sample; return a number"
             )
 
-    def _mismatch(self, samples: Seq[Sample]) -> Row:
-        rollout = self.recipe.rollout
-        if not rollout.mismatch_metrics:
-            return {}
-        return mismatch_metrics(self.policy, pack_samples(samples, rollout.temperature), rollout.router_replay)
-
     def _prepare(self, samples: Seq[Sample]) -> PackedBatch:
         algorithm, rollout = self.recipe.algorithm, self.recipe.rollout
         assert algorithm.name != "sft"
@@ -247,3 +260,30 @@ class RLTask:
         if self.critic is not None:
             batch = batch.with_fields(old_value=self.critic.values(batch.with_routing(None)))
         return weighted(with_advantages(batch, samples, algorithm), self.recipe)
+
+
+def update_metrics(reports: Seq[StepReport]) -> Row:
+    """Means over optimizer steps, the last lr, the sum of flops."""
+    if not reports:
+        return {}
+    columns = [{"loss": report.loss, "grad_norm": report.grad_norm, **report.metrics} for report in reports]
+    names = dict.fromkeys(name for column in columns for name in column)
+    row: Row = {name: mean([column[name] for column in columns if name in column]) for name in names}
+    row |= {"lr": reports[-1].lr, "flops": sum(report.flops for report in reports)}
+    skipped = [report for report in reports if report.skipped]
+    return {**row, "skipped": True, "fault": skipped[0].describe_faults()} if skipped else row
+
+
+def sample_metrics(samples: Seq[Sample], *, compared: bool) -> Row:
+    """compared: also the share of groups with equal rewards."""
+    row = {
+        "reward_mean": mean([sample.reward for sample in samples]),
+        "response_length_mean": mean([float(len(sample.completion.ids)) for sample in samples]),
+        "stop_fraction": mean([float(sample.completion.finish == "stop") for sample in samples]),
+    }
+    return {**row, "equal_groups": mean([*map(float, equal_groups(samples).values())])} if compared else row
+
+
+def mean(values: Seq[float]) -> float:
+    """Rounded once, so that equal values are their own mean; NaN of none."""
+    return statistics.mean(values) if values else math.nan
