@@ -65,10 +65,7 @@ def begin_scatter(x: Tensor, axis: Axis) -> Handle:
 
 
 def begin_all_to_all(x: Tensor, to: list[int], by: list[int], axis: Axis, room: int | None = None) -> Handle:
-    """Start an all_to_all: `to[r]` rows go to rank r, `by[r]` come from it, in rank order; further rows of x stay here.
-
-    room: rows of the result; those that do not come are uninitialized.
-    """
+    """Start an all_to_all: the first `to[r]` rows go to rank r, `by[r]` come. room: rows of the result."""
     coming = sum(by)
     out = x.new_empty((coming if room is None else room, *x.shape[1:]))
     x = x[: sum(to)].contiguous()
@@ -85,10 +82,7 @@ def begin_exchange(x: Tensor, axis: Axis) -> Handle:
 
 
 def begin_sum_in_order(parts: Tensor, axis: Axis, add: Callable[..., Tensor]) -> Handle:
-    """Start a reduce_scatter of parts [size, ...] -> [...] that adds in rank order and rounds once.
-
-    add: `KernelSet.sum_deterministic`.
-    """
+    """Start a reduce_scatter [size, ...] -> [...] that adds in rank order. add: `KernelSet.sum_deterministic`."""
     parts = parts.contiguous()
     if axis.size == 1:
         return Handle(parts[0])
@@ -150,7 +144,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_in_order(x: Tensor, axis: Axis, add: Callable[..., Tensor]) -> Tensor:
-    """[n, ...] -> [n * size, ...]. add: `KernelSet.sum_deterministic`."""
+    """add: `KernelSet.sum_deterministic`."""
 
     def back(grad: Tensor, axis: Axis) -> Tensor:
         return begin_sum_in_order(grad.unflatten(0, (axis.size, -1)), axis, add).wait()
@@ -173,7 +167,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_mirrored(x: Tensor, axis: Axis) -> Tensor:
-    """The first halves of the shards [2 n, ...] in rank order, then the second halves in reverse: [2 n * size, ...]."""
+    """[2 n, ...] -> [2 n * size, ...]: first halves in rank order, then second halves in reverse."""
     if axis.size == 1:
         return x
     first, second = x.contiguous().chunk(2)
@@ -224,13 +218,13 @@ def gather_text(text: str, axis: Axis, device: torch.device | str = "cpu") -> li
 
 
 def stack_numbers(numbers: list[int], axis: Axis, device: torch.device | str = "cpu") -> list[list[int]]:
-    """Every rank's integers, over gloo where the group has it."""
+    """Over gloo where the group has it."""
     on_host = axis.group is None or "cpu:" in dist.get_backend_config(axis.group)
     return stack_over(torch.tensor(numbers, device="cpu" if on_host else device), axis).tolist()
 
 
 def all_reduce_(tensors: list[Tensor], axis: Axis) -> None:
-    """Sum tensors in place, without a gradient, in one collective a dtype."""
+    """In place, without a gradient, in one collective a dtype."""
     if axis.size == 1:
         return
     for dtype in sorted({x.dtype for x in tensors}, key=str):

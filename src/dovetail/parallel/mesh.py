@@ -48,7 +48,7 @@ class P2PChannel(NamedTuple):
 
 @dataclass(frozen=True)
 class P2PChannels:
-    """To and from the neighboring pipeline ranks (with pp=2 both are one rank); virtual stages link the last to the first."""
+    """To and from the neighboring pipeline ranks; virtual stages link the last to the first."""
 
     to_next: P2PChannel | None = None
     from_previous: P2PChannel | None = None
@@ -165,10 +165,8 @@ def _divisors(n: int) -> list[int]:
 
 
 def _new_group(groups: Groups, rank: int, timeout: timedelta, options: Any = None) -> dist.ProcessGroup:
-    """This rank's group of disjoint `groups`, or of itself. Collective over the world.
-
-    Every rank makes one: torch names a group by its ranks and the number of groups made so far, which members must share,
-    and NCCL splits a communicator with all of its ranks.
+    """This rank's group of disjoint `groups`, or of itself: torch names a group by its ranks and the number of groups made
+    so far, and NCCL splits a communicator with all of its ranks. Collective over the world.
     """
     ranks = next((ranks for ranks in groups if rank in ranks), [rank])
     return dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)

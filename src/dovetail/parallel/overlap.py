@@ -19,10 +19,7 @@ AsyncForward = Generator[None, None, T]  # a forward pass that yields while its 
 
 @dataclass(eq=False)
 class AsyncCollective:
-    """A collective between `start` and `finish` of a forward pass; in backward its inverse runs from `finish` to `start`.
-
-    Both may be set after `start`.
-    """
+    """A collective between `start` and `finish` of a forward pass, its inverse in backward. Both may be set after `start`."""
 
     collective: Collective | None
     inverse: Collective | None
@@ -128,7 +125,7 @@ def interleave(forwards: Sequence[AsyncForward[T]], lead: int = 0) -> tuple[T, .
 
 
 def lead_of_first_half(tp: Axis) -> int:
-    """Of a block: with 1, one half has products while the other communicates, but for the block's ends."""
+    """With 1, one half has products while the other communicates."""
     return 1 if tp.size > 1 else 0
 
 

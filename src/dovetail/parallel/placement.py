@@ -11,9 +11,9 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor in a local parameter, along the split dim. Parts of one name follow each other in its tensor.
+    """One checkpoint tensor of a (fused) local parameter; parts of one name follow each other in it.
 
-    size: in the checkpoint. copies: neighboring ranks with the same slice. padding: zero rows that make the length divide.
+    size: in the checkpoint. copies: neighboring ranks with the same slice. padding: zero rows so that the axis divides it.
     """
 
     name: str

@@ -66,7 +66,7 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def _set_kernel_cache(architecture: str) -> None:
-    """By GPU architecture: not all packages have that in their keys."""
+    """By GPU architecture, which not all packages have in their keys."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dovetail" / "kernels" / architecture
     with contextlib.suppress(OSError, RuntimeError):  # no home
@@ -79,9 +79,7 @@ def _set_kernel_cache(architecture: str) -> None:
 
 @contextlib.contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """Have torch, and kernels that follow its flag, compute the same bits in every run. Unlike by torch's flag alone, new
-    memory is not filled.
-    """
+    """Have torch, and kernels that follow its flag, compute the same bits in every run, without filling new memory."""
     mode, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # a documented setting
     torch.set_deterministic_debug_mode("error" if enabled else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a documented setting
@@ -101,10 +99,9 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
 
 class ProcessGroup:
-    """The default process group for a `with` block, with a barrier at its end; an existing one is used as it is.
+    """The default process group for a `with` block, unless there is one. Of failing ranks only the first raises its own error.
 
-    met: called with the store, rank and world before the group is made. If ranks fail, the first raises its own error, the
-    others `SecondaryFailure`.
+    met: called with the store, rank and world before the group is made.
     """
 
     def __init__(
@@ -168,7 +165,7 @@ def ensure_process_group(device: torch.device | str = "cpu") -> None:
 
 
 class StopSignal:
-    """The first SIGTERM or SIGINT of the block sets `number`; the next one acts as usual, but for a launcher's repeats."""
+    """The first SIGTERM or SIGINT sets `number`; the next acts as usual, but for a launcher's repeats."""
 
     REPEAT_SECONDS = 1.0
 

@@ -57,7 +57,7 @@ def sample_row(sample: Sample) -> dict[str, Any]:
 
 
 def pack_samples(samples: Seq[Sample], temperature: float) -> PackedBatch:
-    """All samples in order, with the mask on completions and field `rollout_logprob`, at `temperature` (greedy: at 1)."""
+    """In order, with the mask on completions and field `rollout_logprob`, at `temperature` (greedy: at 1)."""
     shared: Mapping[str, float] = {} if temperature in (0.0, 1.0) else {"temperature": temperature}
     rows = []
     for sample in samples:
@@ -83,10 +83,7 @@ def drop_equal_groups(samples: Seq[Sample]) -> list[Sample]:
 
 
 def with_advantages(batch: PackedBatch, samples: Seq[Sample], algorithm: "GRPO | RLOO | PPO") -> PackedBatch:
-    """Add `advantage` [T], and for PPO `return` [T], 0 outside the mask. Computed in float64.
-
-    Without a critic a KL penalty in the reward is summed over a response.
-    """
+    """Add `advantage` [T], and for PPO `return` [T]. Without a critic a KL penalty in the reward is summed over a response."""
     scores = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     owner = batch.sequence_ids
     rewards = terminal_rewards(scores, batch.mask, owner)

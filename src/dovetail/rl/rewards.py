@@ -132,7 +132,7 @@ class RewardRunner:
 
 
 def _next_results(workers: "list[_Worker]") -> "list[tuple[_Worker, RewardResult]]":
-    """Wait for an answer or a deadline -> the workers that have a result. There may be none."""
+    """Those of workers that have one, after waiting for an answer or a deadline."""
     nearest = min(worker.deadline for worker in workers)
     wait([worker.answers.fileno() for worker in workers], max(nearest - time.monotonic(), 0.0))
     return [(worker, result) for worker in workers if (result := worker.result()) is not None]
@@ -144,7 +144,7 @@ def _hopeless(results: Seq[RewardResult | None], most_errors: float) -> bool:
 
 
 class _Worker:
-    """The keeper of a reward process; messages are JSON lines. It is to be replaced when it is not `alive`."""
+    """The keeper of a reward process; messages are JSON lines. Without `alive` it is to be replaced."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         self._process = start_worker("dovetail.rl.reward_worker")

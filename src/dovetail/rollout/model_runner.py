@@ -32,7 +32,7 @@ SMALLEST_BUCKET, NEXT_BUCKET = 8, 32
 
 
 def pad_to_bucket(n: int) -> int:
-    """Rows of the graph for n: 8, 32, 64, 128, 256 ... A capture costs ten to twenty steps."""
+    """Rows of the graph for n; a capture costs ten to twenty steps."""
     return SMALLEST_BUCKET if n <= SMALLEST_BUCKET else max(NEXT_BUCKET, 1 << (n - 1).bit_length())
 
 
@@ -200,7 +200,7 @@ class ModelRunner:
 
 
 class GraphPool:
-    """A memory pool shared by graphs. Torch captures into no pool whose graphs are all gone: the next begins another."""
+    """A memory pool of graphs. Torch captures into no pool whose graphs are all gone."""
 
     def __init__(self, new_handle: Callable[[], Any]) -> None:
         self._new_handle, self._handle = new_handle, None
@@ -215,10 +215,7 @@ class GraphPool:
 
 
 class CapturedStep:
-    """A function over fixed memory that never synchronizes: run once (which compiles kernels), then captured and replayed.
-
-    Results are valid until any function of the pool runs again.
-    """
+    """Run once (which compiles kernels), then captured and replayed; results hold until a function of the pool runs again."""
 
     def __init__(self, fn: Step, pool: GraphPool) -> None:
         self._fn, self._pool = fn, pool

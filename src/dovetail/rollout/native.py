@@ -52,7 +52,7 @@ class NativeSampler:
         options: SamplerOptions | None = None,
         capture: Capture | None = None,
     ) -> None:
-        """max_tokens: of a replica's cache; default 2^16, on a GPU half of the free memory. A row always fits."""
+        """max_tokens: of a replica's cache; default 2^16, on a GPU half of the free memory."""
         assert mesh["pp"].size == 1, "factory.sampler makes pipeline ranks tensor-parallel ones"
         self.spec, self.mesh, self.kernels, self.dtype, self.max_tokens = spec, mesh, kernels, dtype, max_tokens
         self.options = options or SamplerOptions()
@@ -65,7 +65,7 @@ class NativeSampler:
 
     @torch.no_grad()
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """As `Sampler.refill`. The stream is read to its end even after a problem: other ranks may wait."""
+        """As `Sampler.refill`. Reads the stream to its end even after a problem: other ranks may wait."""
         self._filled = False
         shards, shapes = self._shards()
         problems, missing = [], set(shapes)
@@ -151,7 +151,7 @@ class NativeSampler:
         return int(FREE_SHARE * least) // (math.prod(cache_shape(self.spec, self.mesh, 1, 1)) * self.dtype.itemsize)
 
     def _shards(self) -> tuple[dict[str, list[tuple[Tensor, tuple[slice, ...]]]], dict[str, tuple[int, ...]]]:
-        """Checkpoint name -> our views with their slices, and shape. Every rank knows all shapes, so all refuse alike."""
+        """By checkpoint name: our views with their slices, and all shapes, so that all ranks refuse alike."""
         shards: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(list)
         shapes: dict[str, tuple[int, ...]] = {}
         for param in stored(self.model, self.mesh):

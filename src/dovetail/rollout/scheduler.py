@@ -181,7 +181,7 @@ class GenerationLoop:
             start += prompt.length
 
     def _accept(self, rows: Numbers, outputs: NDArray[np.float64], experts: Tensor | None = None) -> Numbers:
-        """Store outputs [steps, 2, n] up to each row's end, and free finished rows: the others. experts [steps, n, M, K]."""
+        """Store outputs [steps, 2, n] and experts [steps, n, M, K] up to each row's end -> unfinished rows."""
         ids, steps, slots, drawn = outputs[:, 0].astype(np.int64), len(outputs), rows[:, SLOT], rows[:, DRAWN]
         stops = np.isin(ids, self.stop_ids)
         stopped = stops.any(0)
