@@ -54,7 +54,7 @@ def bits_at(streams: Words, positions: Words) -> Words:
 
 
 def draw(z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Ids [n] of logits z [n, V] by noise [n], and log-probs before cuts and bans. With `banned` and top_p=1: no synchronization."""
+    """Ids [n] of logits z [n, V] by noise [n], and log-probs before cuts and bans. With `banned`, top_p=1 never synchronizes."""
     if banned is None:
         banned = banned_of(params, z.device)
     rows = max(1, (CPU_ELEMENTS if z.device.type == "cpu" else GPU_ELEMENTS) // z.shape[1])
