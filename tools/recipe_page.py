@@ -150,7 +150,8 @@ def _takes(key: str, schemas: Sequence[Mapping[str, Any]]) -> str:
     for schema in schemas:
         found = schema["properties"].get(first)
         if found is not None and rest:
-            return _takes(rest, [schema["$defs"][found["$ref"].rpartition("/")[2]]])
+            kinds = [kind["$ref"].rpartition("/")[2] for kind in found.get("anyOf", [found]) if "$ref" in kind]
+            return _takes(rest, [{**schema["$defs"][kind], "$defs": schema["$defs"]} for kind in kinds])
         if found is not None:
             return " or ".join(_kind(each) for each in found.get("anyOf", [found]))
     raise LookupError(key)

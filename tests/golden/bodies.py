@@ -15,6 +15,7 @@ from dovetail.batch.packed import PackedBatch
 from dovetail.engine.base import StepReport
 from dovetail.engine.native import NativeEngine
 from dovetail.errors import UserError
+from dovetail.rl.reward_manager import FunctionReward
 from dovetail.rl.step_metrics import Row
 from dovetail.rl.tasks import RLTask, never
 from dovetail.run.trainer import train
@@ -92,7 +93,9 @@ def record(given: Mapping[str, Any]) -> Recorded:
 def closed_after_failure(given: Mapping[str, Any]) -> tuple[str, bool, bool]:
     """How a run fails, and whether its metrics and its reward processes are closed afterwards."""
     job = builder_of(given).job()
-    assert job.rewards is not None and job.rewards.runner is not None
+    assert job.rewards is not None
+    (reward,) = job.rewards.rewards.values()
+    assert isinstance(reward, FunctionReward) and reward.runner is not None
     failure = ""
     try:
         job.start()
@@ -101,7 +104,7 @@ def closed_after_failure(given: Mapping[str, Any]) -> tuple[str, bool, bool]:
         failure = str(error)
     finally:
         job.close()
-    return failure, job.run._metrics is None, not job.rewards.runner._workers
+    return failure, job.run._metrics is None, not reward.runner._workers
 
 
 def one_update(given: Mapping[str, Any], noise: float, steps: int = 0) -> dict[str, Any]:

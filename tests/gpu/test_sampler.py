@@ -15,7 +15,7 @@ from dovetail.kernels import cuda
 from dovetail.kernels.registry import kernels_for
 from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams
-from dovetail.rollout.cuda_graph import CapturedStep, cuda_capture
+from dovetail.rollout.model_runner import CapturedStep, cuda_capture
 from dovetail.rollout.native import NativeSampler, SamplerOptions
 from tests.parity.configs import VOCAB, moe_configs, tiny_configs, tiny_model
 from tests.tolerances import HALF_SHARE, MODEL_FP32, OP_BF16, OP_FP32, assert_close

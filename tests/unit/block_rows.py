@@ -20,7 +20,7 @@ from tests.unit.decode_rows import whole_range
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FEW = 12  # tokens, about, that stand for many
-SEEN, FEWER = 272, 221  # errors of each dtype; of a half one by the interpreter, which takes a second for some of them
+SEEN, FEWER = 260, 209  # errors of each dtype; of a half one by the interpreter, which takes a second for some of them
 SLOW = ("rms_norm, strided, 2500", "rms_norm 3 x 2500", "add_norm of one, 3 x 2500", "permute, to", "unpermute of")
 Op = Callable[..., Any]
 Case = tuple[str, Op, Op, list[Tensor], list[Any]]  # name, ours, the reference, what is differentiated, the rest
@@ -103,17 +103,15 @@ def sums(draw: torch.Generator, dtype: torch.dtype) -> Iterator[Case]:
         turned = [given[0].mT.contiguous()]
         ours, theirs = (_constant(op, turn=True) for op in (norm_triton.sum_deterministic, reference.sum_deterministic))
         yield f"sum_deterministic, strided, {what}", ours, theirs, turned, []
-        own = torch.randn(shape[1:], generator=draw).to(dtype)[..., 1:].contiguous()
-        for which in {0, shape[0] - 1}:  # of columns, as they lie in a slot
-            ours, theirs = (_columns(op, which) for op in (norm_triton.sum_deterministic, reference.sum_deterministic))
-            yield f"sum_deterministic, with its own as {which}, {what}", ours, theirs, given, [own]
+        ours, theirs = (_columns(op) for op in (norm_triton.sum_deterministic, reference.sum_deterministic))
+        yield f"sum_deterministic, of columns into memory, {what}", ours, theirs, given, []
 
 
-def _columns(op: Op, which: int) -> Op:
-    def run(x: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        parts, out = x.detach().clone()[..., 1:], torch.full_like(own, float("nan"))
-        parts[which] = float("nan")  # which nobody reads
-        return x, op(parts, out=out, own=(which, own))
+def _columns(op: Op) -> Op:
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        parts = x.detach().clone()[..., 1:]
+        out = torch.full(parts.shape[1:], float("nan"), dtype=parts.dtype, device=parts.device)
+        return x, op(parts, out=out)
 
     return run
 
@@ -237,7 +235,7 @@ def check(found: dict[str, float], coarsest: float, *, rounds: bool) -> None:
         exact = turned or case.startswith("sum_deterministic")
         if copied or (exact and (rounds or dtype != "torch.bfloat16")):
             assert error == 0.0, (case, error)
-    assert set(seen.values()) == ({SEEN} if rounds else {SEEN, FEWER})
+    assert set(seen.values()) == ({SEEN} if rounds else {SEEN, FEWER}), seen
 
 
 def _outputs(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -375,7 +375,6 @@ def test_columns_have_an_entry_for_every_token() -> None:
         (dt.PackedBatch.pack([*ROWS[:3], [9, 2, 5, 5, 8]]), "tokens, targets"),
         (dt.PackedBatch.pack(ROWS[:3]), "lengths, tokens, targets, mask"),
         (dt.PackedBatch.pack([dt.Sequence(row, fields={"a": 1.0}) for row in ROWS]), "names of fields"),
-        (dt.PackedBatch.pack([dt.Sequence(row, group=1) for row in ROWS]), "groups"),
         (ROWS, "lengths, groups, names of fields, tokens, targets, mask"),
     ],
 )

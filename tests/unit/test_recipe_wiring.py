@@ -73,11 +73,11 @@ def part(path: str) -> Callable[[Any], Any]:
     return found
 
 
-def runner(path: str) -> Callable[[Any], Any]:
-    """A setting of the first reward's worker processes; a key of a mapping is a part of the path too."""
+def reward(path: str) -> Callable[[Any], Any]:
+    """Of the first reward; a key of a mapping is a part of the path too."""
 
     def value(job: Any) -> Any:
-        at = next(iter(job.rewards.rewards.values())).runner
+        at = next(iter(job.rewards.rewards.values()))
         for name in path.split("."):
             at = at[name] if isinstance(at, Mapping) else getattr(at, name)
         return at
@@ -107,6 +107,9 @@ LAYOUTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "reference.layout": ("task.reference.mesh.layout", {**LAYOUT, "pp_split": (2, 1, 2, 3)}),
     "rollout.layout": ("task.sampler.asked", {**LAYOUT, "pp_split": (3, 2, 2, 1)}),
 }
+SERVER = {"url": "http://127.0.0.1:9/get", "key_env": "K", "retries": 3, "request_seconds": 2.5}
+JUDGE = {**SERVER, "prompt": "{answer}?", "pattern": "([0-9])", "scale": 10.0}
+REQUEST = {"model": "m", "max_tokens": 17, "temperature": 0.25}
 TABLE = (
     *(
         Leaf(f"{section}.{name}", value, part(f"{path}.{name}"))
@@ -184,31 +187,27 @@ TABLE = (
     Leaf("rollout.router_replay", "rollout", part("task.sampling.trace"), True),
     Leaf("rollout.mismatch_metrics", True, part("task.recipe.rollout.mismatch_metrics"), algorithm="grpo"),
     Leaf("rollout.mismatch_metrics", True, part("task.sampling.trace"), True, "grpo"),
-    Leaf("reward.name", "format", runner("name")),
-    Leaf("reward.options", {"pattern": "x"}, runner("options")),
-    Leaf("reward.timeout_seconds", 2.5, runner("timeout")),
-    Leaf("reward.workers", 3, runner("limits.workers")),
-    Leaf("reward.batch", "group", runner("limits.batch")),
-    Leaf("reward.concurrency", 7, runner("limits.concurrency")),
+    Leaf("reward.name", "format", reward("runner.name")),
+    Leaf("reward.options", {"pattern": "x"}, reward("runner.options")),
+    Leaf("reward.timeout_seconds", 2.5, reward("runner.timeout")),
+    Leaf("reward.workers", 3, reward("runner.limits.workers")),
+    Leaf("reward.batch", "group", reward("runner.limits.batch")),
+    Leaf("reward.concurrency", 7, reward("runner.limits.concurrency")),
     Leaf("reward.weight", 0.5, part("rewards.weights"), [0.5]),
-    *[
-        Leaf(f"reward.judge.{name}", value, runner(f"address.{name}"), algorithm="rloo")
-        for name, value in {
-            "url": "http://127.0.0.1:9/v1", "key_env": "JUDGE_KEY", "retries": 2, "request_seconds": 3.5, "prompt": "{answer}?",
-            "pattern": "([0-9])", "scale": 10.0,
-        }.items()
-    ],
-    *[
-        Leaf(f"reward.judge.{name}", value, runner(f"address.request.{name}"), algorithm="rloo")
-        for name, value in {"model": "m", "max_tokens": 17, "temperature": 0.25}.items()
-    ],
-    Leaf("reward.judge.cache", False, runner("address.cache"), None, "rloo"),
+    *(Leaf(f"reward.judge.{k}", v, reward(f"runner.address.{k}"), algorithm="rloo") for k, v in JUDGE.items()),
+    *(Leaf(f"reward.judge.{k}", v, reward(f"runner.address.request.{k}"), algorithm="rloo") for k, v in REQUEST.items()),
+    Leaf("reward.judge.cache", False, reward("runner.address.cache"), None, "rloo"),
+    Leaf("reward.import", "mine:score", reward("runner.function"), algorithm="rloo-import"),
+    Leaf("reward.model.path", "FOLDER/critic", lambda job: str(reward("engine.source.path")(job)), algorithm="rloo-model"),
+    Leaf("reward.model.layout.copy_engines", False, noted("reward.model.layout.copy_engines"), True, "rloo-model"),
+    *(Leaf(f"reward.model.layout.{k}", v, reward(f"engine.mesh.layout.{k}"), algorithm="rloo-model") for k, v in LAYOUT.items()),
+    *(Leaf(f"reward.model.server.{k}", v, reward(f"runner.address.{k}"), algorithm="rloo-server") for k, v in SERVER.items()),
     Leaf(
         "reward.parts",
         [
             {"import": "mine:score"},
             {"model": {"path": "FOLDER/critic", "layout": {"tp": 2, "dp": 8}}, "weight": -0.5},
-            {"model": {"server": {"url": "http://127.0.0.1:9/get", "key_env": "K", "retries": 3, "request_seconds": 2.5}}},
+            {"model": {"server": SERVER}},
         ],
         part("rewards.weights"),
         [1.0, -0.5, 1.0],
@@ -254,7 +253,7 @@ TABLE = (
     Leaf("run_dir", "FOLDER/run", lambda job: str(job.run.path)),
 )  # fmt: skip
 SOURCE = Path(job.__file__).parents[1]
-ALGORITHMS = ("ppo", "grpo", "rloo", "sft")
+ALGORITHMS = ("ppo", "grpo", "rloo", "sft", "rloo-import", "rloo-model", "rloo-server")  # a reward of a kind each
 
 
 def make_mesh(layout: Layout, device: torch.device, *, timeout: timedelta) -> Mesh:
@@ -286,7 +285,7 @@ def recipe_of(folder: Path, algorithm: str) -> dict[str, Any]:
         "data.train": "FOLDER/train.jsonl",
         "run_dir": "FOLDER/run",
     }
-    needed |= {"algorithm.name": algorithm, "data.overlong": "drop", "trainer.tokens_per_batch": 40}
+    needed |= {"algorithm.name": algorithm.partition("-")[0], "data.overlong": "drop", "trainer.tokens_per_batch": 40}
     needed |= {"rollout.max_new_tokens": 9}
     for key, value in [*needed.items(), *((leaf.key, leaf.value) for leaf in TABLE if leaf.algorithm == algorithm)]:
         *path, last = key.split(".")

@@ -16,9 +16,8 @@ from dovetail.arch.registry import spec_from_config
 from dovetail.kernels.registry import KernelSet
 from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, SamplingParams
-from dovetail.rollout.cuda_graph import GraphPool
 from dovetail.rollout.kv_cache import PageBudget, PagePool
-from dovetail.rollout.model_runner import ModelRunner, RunnerSize, pad_to_bucket
+from dovetail.rollout.model_runner import GraphPool, ModelRunner, RunnerSize, pad_to_bucket
 from dovetail.rollout.native import NativeSampler, SamplerOptions
 from dovetail.rollout.scheduler import Request, Scheduler
 from tests.parity.configs import VOCAB, moe_configs, tiny_configs, tiny_model

@@ -17,8 +17,7 @@ from dovetail.engine.base import StepReport
 from dovetail.errors import DataError
 from dovetail.recipe.schema import GRPO, PPO, RLOO, Recipe, make_recipe
 from dovetail.rewards.runner import RewardResult
-from dovetail.rl.experience import Sample, drop_equal_groups, pack_samples, with_advantages
-from dovetail.rl.router_replay import mismatch
+from dovetail.rl.experience import Sample, drop_equal_groups, mismatch, pack_samples, with_advantages
 from dovetail.rl.step_metrics import mean, sample_metrics
 from dovetail.rl.tasks import RLTask, inner_batches, step_rows, weighted
 from dovetail.rollout.base import Completion, SamplingParams

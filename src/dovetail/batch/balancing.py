@@ -1,4 +1,4 @@
-"""Sequence-length balancing over replicas and micro-batches, the same on every rank."""
+"""Sequence-length balancing over replicas and micro-batches."""
 
 from collections.abc import Sequence as Seq
 from heapq import heapreplace
@@ -15,11 +15,10 @@ def plan_microbatches(
     width: int = 1 << 20,
     groups: Seq[int | None] = (),
 ) -> list[list[list[int]]]:
-    """Sequence numbers: [replica][micro-batch].
+    """Sequence numbers: [replica][micro-batch], equally many for all; some may be empty.
 
-    Units (a sequence, or those of a group, in order) go longest first to the least loaded replica, and first fit into its
-    micro-batches of at most `budget` tokens, padded to `multiple`. All replicas have equally many micro-batches; some may be
-    empty. A sequence of n tokens costs n (1 + n / 12 width).
+    Units (`split_units`) go longest first to the least loaded replica, a sequence of n tokens costing n (1 + n / 12 width),
+    and first fit into its micro-batches of at most `budget` tokens, padded to `multiple`.
     """
     units = split_units(len(lengths), groups)
     sizes = [sum(lengths[i] for i in unit) for unit in units]
@@ -50,7 +49,7 @@ def plan_microbatches(
 
 
 def split_units(count: int, groups: Seq[int | None]) -> list[list[int]]:
-    """What may not be separated: the numbers of each group's sequences, and every other sequence by itself."""
+    """Sequences that stay together: those of each group, and every other one by itself."""
     units: dict[tuple[bool, int], list[int]] = {}
     for i in range(count):
         group = groups[i] if groups else None
@@ -59,7 +58,7 @@ def split_units(count: int, groups: Seq[int | None]) -> list[list[int]]:
 
 
 def balanced_split(lengths: Seq[int]) -> int:
-    """Sequences of the first half, for the most equal halves."""
+    """Number of sequences in the first of the most equal halves."""
     ends = list(accumulate(lengths))
     return min(range(1, len(lengths)), key=lambda cut: abs(2 * ends[cut - 1] - ends[-1]))
 

@@ -24,10 +24,9 @@ class Loss(NamedTuple):
 
 
 class LossFn(Protocol):
-    """A loss of `TokenStats` (or of values [n]) and a batch of the counted tokens.
+    """A loss of `TokenStats`, or values [n], of a batch's counted tokens.
 
-    With an attribute `separable` that is True it may get a sequence in pieces; any other gets whole sequences, which costs
-    a second pass of the head.
+    With `separable = True` it may get a sequence in pieces; whole sequences cost a second pass of the head.
     """
 
     def __call__(self, stats: Any, batch: PackedBatch, /) -> Loss: ...

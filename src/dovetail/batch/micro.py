@@ -19,10 +19,8 @@ MIN_HALF_TOKENS = 2048  # products of fewer lose more than their collectives cos
 
 @dataclass(frozen=True)
 class ContextShard:
-    """One context-parallel rank's part of every micro-batch's tokens.
-
-    The i-th group of `ulysses` neighbors holds the i-th chunk and the i-th last, which balances causal attention; each
-    neighbor holds a slice of them.
+    """The i-th group of `ulysses` neighbors holds the i-th chunk of the tokens and the i-th last (balanced causal attention),
+    each neighbor a slice of them.
     """
 
     rank: int = 0
@@ -57,8 +55,8 @@ class MicroBatch:
     """A padded batch and this rank's tokens of it: `order` [t].
 
     counted: this rank's counted tokens [n], rows `index` of its t and rows `local` of `all_counted`, those of all cp ranks.
-    routes: of its t / tp tokens between blocks. halves: none, or two for dual-batch overlap, padded separately; tokens
-    between blocks are then those of both halves in turn. first: tokens of the first half, without padding.
+    routes: of its t / tp tokens between blocks. halves: none or two, padded separately, for dual-batch overlap; between blocks
+    their tokens alternate by tp rank. first: tokens of the first half, without padding.
     """
 
     batch: PackedBatch
@@ -79,8 +77,7 @@ class MicroBatch:
 
     @classmethod
     def halved(cls, batch: PackedBatch, cut: int, multiple: int, shard: ContextShard, tp: int) -> "MicroBatch":
-        sequences = range(batch.num_sequences)
-        parts = [batch.select(chosen) for chosen in (sequences[:cut], sequences[cut:])]
+        parts = [batch.select(chosen) for chosen in (range(cut), range(cut, batch.num_sequences))]
         halves = tuple(cls.of(part, multiple, shard) for part in parts)
         first, end = len(parts[0]), len(batch)
         orders: list[Tensor] = []  # positions in the whole batch, whose end is the padding of both halves
@@ -115,10 +112,9 @@ class MicroBatch:
         return self.batch.tokens if self.is_whole and not self.halves else self.batch.tokens[self.order]
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """On a device, without waiting for it."""
         device = torch.device(device)
         counted = self.counted.to(device, non_blocking=True)
-        everywhere = self.all_counted
+        whole = self.all_counted
         return replace(
             self,
             batch=self.batch.to(device, non_blocking=True),
@@ -126,7 +122,7 @@ class MicroBatch:
             index=to_device(self.index, device),
             counted=counted,
             local=to_device(self.local, device),
-            all_counted=counted if everywhere is self.counted else everywhere.to(device, non_blocking=True),
+            all_counted=counted if whole is self.counted else whole.to(device, non_blocking=True),
             halves=tuple(half.to(device) for half in self.halves),
         )
 

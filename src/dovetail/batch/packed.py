@@ -1,11 +1,12 @@
-"""Packed batches: tokens [T] with sequence boundaries, shifted targets, a mask and per-token fields.
+"""Packed batches: tokens [T] with sequence boundaries, targets, a mask and per-token fields.
 
-Entry i of `targets`, `mask` and fields belongs to the prediction made at position i: `targets[i]` follows `tokens[i]` in
-its sequence. So no context-parallel rank needs its neighbor's token.
+Entry i of `targets`, `mask` and fields belongs to the prediction made at position i, so no context-parallel rank needs its
+neighbor's token.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -33,9 +34,9 @@ class LazyMedia(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class Sequence:
-    """One sequence before packing. `mask`, fields and `routing` have one entry a token of `ids`; entry j of mask and fields
-    belongs to predicting ids[j]. A number as a field holds for every token. Sequences of one `group` (0 or more) reach the
-    loss together.
+    """A sequence before packing. Entry j of `mask` and fields belongs to predicting ids[j]; a number as a field holds for all.
+
+    Sequences of one `group` (0 or more) reach the loss in one micro-batch, in order.
     """
 
     ids: Seq[int]
@@ -48,11 +49,9 @@ class Sequence:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """T tokens of S sequences.
-
-    tokens, positions, targets: int64 [T]; mask: bool [T]; cu_seqlens: int32 [S + 1]; lengths: the same on the host;
-    fields: float32 (or wider) [T] by name, of which `temperature` divides the logits. media, groups: by sequence, on the
-    host, or empty. routing: experts to replay.
+    """tokens, positions, targets: int64 [T]; mask: bool [T]; cu_seqlens: int32 [S + 1]; lengths: the same on the host;
+    fields: float32 (or wider) [T], of which `temperature` divides the logits. media, groups: by sequence, on the host, or
+    empty. routing: experts to replay.
     """
 
     tokens: Tensor
@@ -125,7 +124,7 @@ class PackedBatch:
 
     @property
     def group_ids(self) -> Tensor:
-        """int64 [S]: each sequence's group, -1 for none. Sequences of a group follow each other in a micro-batch."""
+        """int64 [S]: -1 for none. In a micro-batch a group's sequences follow each other."""
         ids = [-1 if group is None else group for group in self.groups or (None,) * self.num_sequences]
         return to_device(torch.tensor(ids, dtype=torch.int64), self.tokens.device)
 
@@ -145,10 +144,8 @@ class PackedBatch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
         """All but the media. non_blocking: as `to_device`."""
-
-        def move(x: Tensor) -> Tensor:
-            return to_device(x, torch.device(device)) if non_blocking else x.to(device)
-
+        place = torch.device(device)
+        move = partial(to_device, device=place) if non_blocking else partial(torch.Tensor.to, device=place)
         return self._map(move, cu_seqlens=move(self.cu_seqlens))
 
     def select(self, sequences: Seq[int]) -> "PackedBatch":
@@ -165,13 +162,10 @@ class PackedBatch:
     def token_index(self, sequences: Seq[int]) -> Tensor:
         ends = [0, *accumulate(self.lengths)]
         spans = [torch.arange(ends[s], ends[s + 1]) for s in sequences]
-        return (torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)).to(self.tokens.device)
+        return torch.cat(spans or [torch.arange(0)]).to(self.tokens.device)
 
     def compact(self, index: Tensor) -> "PackedBatch":
-        """The tokens at the sorted positions `index` [n], without media and routing. Sequences may become empty.
-
-        `cu_seqlens` counts them; `lengths`, which only the device could tell, stay those of all tokens.
-        """
+        """The tokens at the sorted positions `index` [n], without media and routing. `lengths` stay those of all tokens."""
         cu_seqlens = torch.searchsorted(index, self.cu_seqlens.to(index.dtype), out_int32=True)
         return replace(self, media=(), routing=None)._map(lambda x: x[index], cu_seqlens=cu_seqlens)
 

@@ -1,4 +1,4 @@
-"""Experts of tokens: traces that one pass records and another replays, and the routes of a micro-batch."""
+"""Routing traces, which one pass records and another replays, and the routes of a micro-batch."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -19,10 +19,7 @@ def narrow_dtype(experts: int) -> torch.dtype:
 
 @dataclass(frozen=True)
 class RoutingTrace:
-    """The experts of T tokens in M layers, numbered as in the whole model.
-
-    indices: int32 [T, M, K]. valid: bool [T]; where it is False the router chooses.
-    """
+    """Experts int32 [T, M, K] of T tokens in M `layers`. valid: bool [T]; where it is False the router chooses."""
 
     layers: tuple[int, ...]
     indices: Tensor
@@ -42,22 +39,19 @@ class RoutingTrace:
 
     @classmethod
     def cat(cls, traces: Iterable["RoutingTrace"]) -> "RoutingTrace":
-        """Concatenate traces of the same layers."""
         parts = list(traces)
         assert all(part.layers == parts[0].layers for part in parts)
-        return cls(
-            parts[0].layers, torch.cat([part.indices for part in parts]), torch.cat([part.valid for part in parts])
-        )
+        return cls(parts[0].layers, torch.cat([p.indices for p in parts]), torch.cat([p.valid for p in parts]))
 
     def agreement(self, other: "RoutingTrace") -> float:
-        """The share of (token, layer) pairs valid in both that have the same set of experts; 1 of none."""
+        """The share of (token, layer) pairs, valid in both, with the same experts; 1 of none."""
         both = self.valid & other.valid
         same = (self.indices[both].sort(-1).values == other.indices[both].sort(-1).values).all(-1)
         return float(same.to(torch.float64).mean()) if same.numel() else 1.0
 
 
 def join_traces(rows: Iterable[tuple[int, RoutingTrace | None]]) -> RoutingTrace | None:
-    """Concatenate the traces of (tokens, trace); None where none has one. Raises DataError."""
+    """Concatenate the traces of (tokens, trace); None where none has one."""
     pairs = list(rows)
     traces = [trace for _, trace in pairs if trace is not None]
     if not traces:
@@ -74,11 +68,10 @@ def join_traces(rows: Iterable[tuple[int, RoutingTrace | None]]) -> RoutingTrace
 
 @dataclass(frozen=True)
 class Balance:
-    """Balance losses of this rank's tokens [t], without padding.
+    """Balance losses of this rank's tokens [t], without padding; `weight` times a token's, before division by the count.
 
-    A sequence of n tokens, c_e of which went to expert e, costs `aux_coef` x E / (K n) sum_e c_e p_e, p being its mean score
-    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); a token costs `z_coef` x (log-sum-exp of its logits)^2 (ST-MoE,
-    arXiv 2202.08906). weight: of one token's cost, before division by the loss's count.
+    A sequence of n tokens, c_e of which went to expert e, costs `aux_coef` x E / (K n) sum_e c_e p_e, p its mean score
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2); a token `z_coef` x (log-sum-exp of its logits)^2 (arXiv 2202.08906).
     """
 
     counted: Tensor  # bool [t]
@@ -92,10 +85,10 @@ class Balance:
 
 @dataclass
 class Routes:
-    """The routing of one rank's tokens [t] of one micro-batch, by layer.
+    """The routing of one rank's tokens [t] of a micro-batch, by layer.
 
-    replay: given experts. chosen: int32 [t, K], kept so that recomputation takes the same experts. loads: [S, E], tokens
-    of each sequence on this rank; shared: on all ranks, for balance losses. costs: sums of both balance losses.
+    replay: given experts. chosen: int32 [t, K], for recomputation. loads: [S, E], this rank's tokens; shared: all ranks', for
+    balance losses. costs: sums of both balance losses.
     """
 
     replay: RoutingTrace | None = None

@@ -15,7 +15,7 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], oth
     """lengths: tokens of every training row. others: notes so far."""
     lines, algorithm, trainer = list(dict.fromkeys(others)), recipe.algorithm, recipe.trainer
     sections: dict[str, Any] = {"": recipe, "critic.": recipe.critic, "reference.": recipe.reference}
-    sections["rollout."] = recipe.rollout
+    sections |= {"rollout.": recipe.rollout, **({"reward.model.": model} if (model := recipe.reward.model) else {})}
     layouts = {f"{name}layout": section.layout for name, section in sections.items()}
     idle = []
     if not isinstance(algorithm, PPO):

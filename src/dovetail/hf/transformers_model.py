@@ -22,8 +22,7 @@ from dovetail.hf.rotary import check_sections, follow_lengths, marked
 from dovetail.hf.vision import Vision, family_of, kinds_of
 from dovetail.kernels.registry import KernelSet
 from dovetail.nn.activation_checkpoint import Recompute, options
-from dovetail.nn.attention import attention_of
-from dovetail.nn.context_parallel import BatchAttention
+from dovetail.nn.attention import BatchAttention, attention_of
 from dovetail.nn.decoder import Head
 from dovetail.nn.heads import LMHead, ValueHead, shared
 from dovetail.nn.model import StagedModel, StageRange

@@ -42,16 +42,15 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate_up) if supported(gate_up, gate_up) else reference.swiglu(gate_up)
 
 
-def sum_deterministic(parts: Tensor, out: Tensor | None = None, own: tuple[int, Tensor] | None = None) -> Tensor:
+def sum_deterministic(parts: Tensor, out: Tensor | None = None) -> Tensor:
     """With the reference's bits."""
     if not supported(parts, parts):
-        return reference.sum_deterministic(parts, out, own)
+        return reference.sum_deterministic(parts, out)
     if not parts[0].is_contiguous():
         parts = parts.contiguous()
     total = parts.new_empty(parts.shape[1:]) if out is None else out
-    which, part = (-1, parts) if own is None else own
-    n = total.numel()
-    _sum[(triton.cdiv(n, PIECE),)](parts, part, total, n, parts.stride(0), which, len(parts), PIECE, num_warps=4)
+    numbers, grid = total.numel(), (triton.cdiv(total.numel(), PIECE),)
+    _sum[grid](parts, total, numbers, parts.stride(0), len(parts), PIECE, num_warps=4)
     return total
 
 
@@ -242,21 +241,12 @@ def _swiglu_grad(gate_up: tensor, dy: tensor, dx: tensor, strides: tensor, width
 
 
 @triton.jit
-def _sum(
-    parts: tensor,
-    own: tensor,
-    total: tensor,
-    n: tensor,
-    stride: tensor,
-    WHICH: constexpr,
-    COUNT: constexpr,
-    BLOCK: constexpr,
-) -> None:
-    """Part WHICH is read from `own`."""
+def _sum(parts: tensor, total: tensor, numbers: tensor, stride: tensor, COUNT: constexpr, BLOCK: constexpr) -> None:
+    """A piece of the sum of COUNT parts."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = parts + at
-    acc = tl.load(own + at if WHICH == 0 else place, mask=at < n, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, COUNT):
+    acc = tl.load(place, mask=at < numbers, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, COUNT):
         place += stride
-        acc += tl.load(own + at if part == WHICH else place, mask=at < n, other=0.0).to(tl.float32)
-    tl.store(total + at, acc.to(total.dtype.element_ty), mask=at < n)
+        acc += tl.load(place, mask=at < numbers, other=0.0).to(tl.float32)
+    tl.store(total + at, acc.to(total.dtype.element_ty), mask=at < numbers)

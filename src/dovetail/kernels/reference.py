@@ -176,13 +176,10 @@ def _decode_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int |
     return out.flatten(1, 2)
 
 
-def sum_deterministic(parts: Tensor, out: Tensor | None = None, own: tuple[int, Tensor] | None = None) -> Tensor:
-    """[n, ...] -> [...]: summed in order in `wide`, rounded once. out: dense. own: a part's index and substitute."""
-    operands = list(parts)
-    if own is not None:
-        operands[own[0]] = own[1]
-    total = operands[0].to(wide(parts.dtype), copy=True)
-    for part in operands[1:]:
+def sum_deterministic(parts: Tensor, out: Tensor | None = None) -> Tensor:
+    """[n, ...] -> [...]: summed in order in `wide`, rounded once. out: dense memory."""
+    total = parts[0].to(wide(parts.dtype), copy=True)
+    for part in parts[1:]:
         total += part
     return total.to(parts.dtype) if out is None else out.copy_(total)
 

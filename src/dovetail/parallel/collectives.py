@@ -2,8 +2,8 @@
 
 forward             backward
 ------------------  ---------------
-all_gather          reduce_scatter   sharded in, whole out; ranks compute different parts, so gradients are partial
-gather_replicated   own slice        sharded in, whole out; ranks compute the same, so gradients are equal
+all_gather          reduce_scatter   sharded in, whole out; ranks compute different parts: gradients are partial
+gather_replicated   own slice        sharded in, whole out; ranks compute the same: gradients are equal
 reduce_scatter      all_gather       partial in, sharded out
 gather_in_order     all_to_all, sum  as all_gather; gradients are summed in rank order
 tokens_to_heads     heads_to_tokens  some tokens of all heads in, all tokens of some heads (dim 1) out
@@ -13,7 +13,7 @@ all_reduce          identity         partial in, whole out; ranks compute the sa
 
 import json
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,13 +27,16 @@ _FLAT_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else
 _FLAT_SCATTER = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
+Exchange = Callable[[Tensor, Axis], Tensor]
+
+
+@dataclass(eq=False)
 class Handle:
     """A collective in flight. source: its input, kept alive until `wait`."""
 
-    def __init__(
-        self, result: Tensor, complete: Callable[[], object] | None = None, source: Tensor | None = None
-    ) -> None:
-        self.result, self.complete, self.source = result, complete, source
+    result: Tensor
+    complete: Callable[[], object] | None = None
+    source: Tensor | None = None
 
     def wait(self) -> Tensor:
         """The result; only the current stream waits for it."""
@@ -41,10 +44,6 @@ class Handle:
             self.complete()
             self.complete = self.source = None
         return self.result
-
-
-def nothing() -> None:
-    """No work during a collective."""
 
 
 def begin_gather(x: Tensor, axis: Axis) -> Handle:
@@ -66,10 +65,7 @@ def begin_scatter(x: Tensor, axis: Axis) -> Handle:
 
 
 def begin_all_to_all(x: Tensor, to: list[int], by: list[int], axis: Axis, room: int | None = None) -> Handle:
-    """Start an all_to_all: `to[r]` rows go to rank r, `by[r]` come from it, in rank order.
-
-    Further rows of x stay here. room: rows of the result; those that do not come are uninitialized.
-    """
+    """Start an all_to_all: the first `to[r]` rows go to rank r, `by[r]` come. room: rows of the result."""
     coming = sum(by)
     out = x.new_empty((coming if room is None else room, *x.shape[1:]))
     x = x[: sum(to)].contiguous()
@@ -86,10 +82,7 @@ def begin_exchange(x: Tensor, axis: Axis) -> Handle:
 
 
 def begin_sum_in_order(parts: Tensor, axis: Axis, add: Callable[..., Tensor]) -> Handle:
-    """Start a reduce_scatter of parts [size, ...] -> [...] that adds in rank order and rounds once.
-
-    add: `KernelSet.sum_deterministic`.
-    """
+    """Start a reduce_scatter [size, ...] -> [...] that adds in rank order. add: `KernelSet.sum_deterministic`."""
     parts = parts.contiguous()
     if axis.size == 1:
         return Handle(parts[0])
@@ -99,16 +92,16 @@ def begin_sum_in_order(parts: Tensor, axis: Axis, add: Callable[..., Tensor]) ->
 
 
 class _Collective(torch.autograd.Function):
-    """forward: `forth(x)`. backward: `back(grad)`."""
+    """forward: `forth(x, axis)`. backward: `back(grad, axis)`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forth: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.back = back
-        return forth(x)
+    def forward(ctx: Any, x: Tensor, axis: Axis, forth: Exchange, back: Exchange) -> Tensor:
+        ctx.axis, ctx.back = axis, back
+        return forth(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grads[0]), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grads[0], ctx.axis), None, None, None
 
 
 def _gather(x: Tensor, axis: Axis) -> Tensor:
@@ -119,52 +112,62 @@ def _scatter(x: Tensor, axis: Axis) -> Tensor:
     return begin_scatter(x, axis).wait()
 
 
-def _to_heads(x: Tensor, axis: Axis, during: Callable[[], None] = nothing) -> Tensor:
-    exchange = begin_exchange(x.unflatten(1, (axis.size, -1)).movedim(1, 0).flatten(0, 1), axis)
-    during()
-    return exchange.wait()
+def _own_slice(x: Tensor, axis: Axis) -> Tensor:
+    return x.chunk(axis.size)[axis.rank].contiguous()
 
 
-def _to_tokens(x: Tensor, axis: Axis, during: Callable[[], None] = nothing) -> Tensor:
-    exchange = begin_exchange(x, axis)
-    during()
-    return exchange.wait().unflatten(0, (axis.size, -1)).movedim(0, 1).flatten(1, 2)
+def _to_heads(x: Tensor, axis: Axis) -> Tensor:
+    return begin_exchange(x.unflatten(1, (axis.size, -1)).movedim(1, 0).flatten(0, 1), axis).wait()
+
+
+def _to_tokens(x: Tensor, axis: Axis) -> Tensor:
+    return begin_exchange(x, axis).wait().unflatten(0, (axis.size, -1)).movedim(0, 1).flatten(1, 2)
+
+
+def _apply(x: Tensor, axis: Axis, forth: Exchange, back: Exchange) -> Tensor:
+    return x if axis.size == 1 else _Collective.apply(x, axis, forth, back)
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """[n, ...] -> [n * size, ...]; gradients are summed over the axis."""
-    if axis.size == 1:
-        return x
-    return _Collective.apply(x, partial(_gather, axis=axis), partial(_scatter, axis=axis))
+    """[n, ...] -> [n * size, ...]."""
+    return _apply(x, axis, _gather, _scatter)
 
 
 def gather_replicated(x: Tensor, axis: Axis) -> Tensor:
-    """[n, ...] -> [n * size, ...]; gradients are equal on all ranks."""
-    if axis.size == 1:
-        return x
-    return _Collective.apply(x, partial(_gather, axis=axis), lambda grad: grad.chunk(axis.size)[axis.rank].contiguous())
+    """[n, ...] -> [n * size, ...]."""
+    return _apply(x, axis, _gather, _own_slice)
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """Sum: [n, ...] -> [n / size, ...]."""
-    if axis.size == 1:
-        return x
-    return _Collective.apply(x, partial(_scatter, axis=axis), partial(_gather, axis=axis))
+    """[n, ...] -> [n / size, ...]."""
+    return _apply(x, axis, _scatter, _gather)
 
 
 def gather_in_order(x: Tensor, axis: Axis, add: Callable[..., Tensor]) -> Tensor:
     """add: `KernelSet.sum_deterministic`."""
-    if axis.size == 1:
-        return x
-    return _Collective.apply(
-        x,
-        partial(_gather, axis=axis),
-        lambda grad: begin_sum_in_order(grad.unflatten(0, (axis.size, -1)), axis, add).wait(),
-    )
+
+    def back(grad: Tensor, axis: Axis) -> Tensor:
+        return begin_sum_in_order(grad.unflatten(0, (axis.size, -1)), axis, add).wait()
+
+    return _apply(x, axis, _gather, back)
+
+
+def tokens_to_heads(x: Tensor, axis: Axis) -> Tensor:
+    """[n, H, C] -> [n * size, H / size, C], tokens in rank order."""
+    return _apply(x, axis, _to_heads, _to_tokens)
+
+
+def heads_to_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """[n * size, h, C] -> [n, h * size, C], heads in rank order."""
+    return _apply(x, axis, _to_tokens, _to_heads)
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    return _apply(x, axis, sum_over, lambda grad, _: grad)
 
 
 def gather_mirrored(x: Tensor, axis: Axis) -> Tensor:
-    """The first halves of the shards [2 n, ...] in rank order, then the second halves in reverse: [2 n * size, ...]."""
+    """[2 n, ...] -> [2 n * size, ...]: first halves in rank order, then second halves in reverse."""
     if axis.size == 1:
         return x
     first, second = x.contiguous().chunk(2)
@@ -174,28 +177,6 @@ def gather_mirrored(x: Tensor, axis: Axis) -> Tensor:
     early = Handle(out, _FLAT_GATHER(out[:half], first, group=axis.group, async_op=True).wait, first)
     torch.cat(late.wait().chunk(axis.size)[::-1], out=out[half:])
     return early.wait()
-
-
-def tokens_to_heads(x: Tensor, axis: Axis, during: Callable[[], None] = nothing) -> Tensor:
-    """[n, H, C] -> [n * size, H / size, C], tokens in rank order.
-
-    during: called while the collective of the backward pass is in flight.
-    """
-    if axis.size == 1:
-        return x
-    return _Collective.apply(x, partial(_to_heads, axis=axis), partial(_to_tokens, axis=axis, during=during))
-
-
-def heads_to_tokens(x: Tensor, axis: Axis, during: Callable[[], None] = nothing) -> Tensor:
-    """[n * size, h, C] -> [n, h * size, C], heads in rank order. As `tokens_to_heads`."""
-    if axis.size == 1:
-        return x
-    return _Collective.apply(x, partial(_to_tokens, axis=axis), partial(_to_heads, axis=axis, during=during))
-
-
-def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """The sum; gradients are equal on all ranks."""
-    return x if axis.size == 1 else _Collective.apply(x, partial(sum_over, axis=axis), lambda grad: grad)
 
 
 def sum_over(x: Tensor, axis: Axis) -> Tensor:
@@ -237,13 +218,13 @@ def gather_text(text: str, axis: Axis, device: torch.device | str = "cpu") -> li
 
 
 def stack_numbers(numbers: list[int], axis: Axis, device: torch.device | str = "cpu") -> list[list[int]]:
-    """Every rank's integers, over gloo where the group has it."""
+    """Over gloo where the group has it."""
     on_host = axis.group is None or "cpu:" in dist.get_backend_config(axis.group)
     return stack_over(torch.tensor(numbers, device="cpu" if on_host else device), axis).tolist()
 
 
 def all_reduce_(tensors: list[Tensor], axis: Axis) -> None:
-    """Sum tensors in place, without a gradient, in one collective a dtype."""
+    """In place, without a gradient, in one collective a dtype."""
     if axis.size == 1:
         return
     for dtype in sorted({x.dtype for x in tensors}, key=str):

@@ -1,4 +1,4 @@
-"""Errors of one rank raised on all, so that none waits in a collective, and shared facts."""
+"""Errors of one rank raised on all, so that none waits in a collective."""
 
 import json
 import socket
@@ -36,12 +36,12 @@ class CollectiveErrors:
         for rank, problem in enumerate(gather_text(self.problem, world, self.mesh.device)):
             if problem:
                 ranks_of.setdefault(problem, []).append(rank)
-        if not ranks_of:
-            return
-        if len(ranks_of) == 1 and len(next(iter(ranks_of.values()))) == world.size:
-            raise CheckpointError(next(iter(ranks_of)))
-        lines = [f"rank {', '.join(map(str, ranks))}: {problem}" for problem, ranks in ranks_of.items()]
-        raise CheckpointError(listing(lines).lstrip(" -"))
+        lines = [
+            problem if len(ranks) == world.size else f"rank {', '.join(map(str, ranks))}: {problem}"
+            for problem, ranks in ranks_of.items()
+        ]
+        if lines:
+            raise CheckpointError(listing(lines).removeprefix("  - "))
 
 
 @contextmanager

@@ -1,7 +1,4 @@
-"""Parallel degrees of a model, without torch.
-
-Ranks = tp x pp x cp x dp. `ep` adds none: it divides dp x cp. Rank order, outermost first: pp, dp, cp, tp.
-"""
+"""Parallel degrees of a model, without torch. Ranks = tp x pp x cp x dp; `ep` adds none, it divides dp x cp."""
 
 from dataclasses import dataclass, fields, replace
 

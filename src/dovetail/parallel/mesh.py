@@ -1,15 +1,13 @@
 """The parallel axes of a model and their process groups.
 
-Ranks are numbered with pp outermost, then dp, cp and tp. Also: `fsdp` is dp x cp, over which FSDP2 shards; `ep` neighbors
-in it hold different experts, `expert_fsdp` ranks the same ones. `ends` are the first and the last pipeline rank, which
-both hold a tied table. A job may have several meshes.
+Ranks are numbered with pp outermost, then dp, cp and tp. `fsdp` is dp x cp, over which FSDP2 shards; `ep` neighbors in it
+hold different experts, `expert_fsdp` ranks the same ones. `ends`: the first and the last pipeline rank, for tied tables.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -35,24 +33,22 @@ class Axis:
 
 
 class ContextAxes(NamedTuple):
-    """cp as a product: `ulysses` ranks exchange heads for tokens, `gather` ranks share keys and values."""
+    """cp as a product: `ulysses` exchanges heads for tokens, `gather` shares keys and values."""
 
     ulysses: Axis = Axis("ulysses")
     gather: Axis = Axis("gather")
 
 
 class P2PChannel(NamedTuple):
-    """One-way and ordered."""
+    """One-way and ordered. peer: global rank of the other end."""
 
-    peer: int  # global rank of the other end
+    peer: int
     group: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
 class P2PChannels:
-    """Channels to and from the neighboring pipeline ranks, each with a group of its own: with pp=2 both neighbors are one
-    rank. Only virtual stages link the last rank to the first.
-    """
+    """To and from the neighboring pipeline ranks; virtual stages link the last to the first."""
 
     to_next: P2PChannel | None = None
     from_previous: P2PChannel | None = None
@@ -62,10 +58,7 @@ class P2PChannels:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of one model.
-
-    copies[n]: n neighboring tp ranks that hold the same KV heads. context[u]: cp as u (Ulysses) x cp / u (gather).
-    """
+    """copies[n]: n neighboring tp ranks with the same KV heads. context[u]: cp as u (Ulysses) x cp / u (gather)."""
 
     layout: Layout
     device: torch.device
@@ -116,18 +109,16 @@ class Mesh:
 
     @classmethod
     def build(cls, layout: Layout, device: torch.device | str = "cpu", timeout: timedelta = TIMEOUT) -> "Mesh":
-        """Collective, with the same layout on all ranks. timeout: of all axes but the world."""
+        """Collective. timeout: of all axes but the world."""
         world, rank = dist.get_world_size(), dist.get_rank()
         layout, device = layout.resolve(world), torch.device(device)
         make_axis = partial(_axis, rank=rank, timeout=timeout)
         grid = torch.arange(world).view([getattr(layout, name) for name in ORDER])
         axes = {"world": Axis("world", world, rank, dist.group.WORLD)}
-        for name in ORDER:
-            axes[name] = make_axis(name, _groups(grid, (name,)))
+        axes |= {name: make_axis(name, _groups(grid, (name,))) for name in ORDER}
         data = _groups(grid, ("dp", "cp"))
-        axes["fsdp"] = make_axis("fsdp", data, always=True)
+        axes["fsdp"] = axes["expert_fsdp"] = make_axis("fsdp", data, always=True)
         axes["ep"] = make_axis("ep", _neighbors(data, layout.ep))
-        axes["expert_fsdp"] = axes["fsdp"]
         if layout.ep > 1:
             same = [ranks[i :: layout.ep] for ranks in data for i in range(layout.ep)]
             axes["expert_fsdp"] = make_axis("expert_fsdp", same, always=True)
@@ -162,8 +153,7 @@ def _coords_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
 def _groups(grid: torch.Tensor, names: tuple[str, ...]) -> list[list[int]]:
     """The ranks of each group over the axes `names`; the other axes number the groups."""
     dims = [ORDER.index(name) for name in names]
-    length = prod(grid.shape[d] for d in dims)
-    groups: list[list[int]] = grid.movedim(dims, list(range(-len(dims), 0))).reshape(-1, length).tolist()
+    groups: list[list[int]] = grid.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims)).flatten(0, -2).tolist()
     return groups
 
 
@@ -176,10 +166,8 @@ def _divisors(n: int) -> list[int]:
 
 
 def _new_group(groups: Groups, rank: int, timeout: timedelta, options: Any = None) -> dist.ProcessGroup:
-    """This rank's group of disjoint `groups`. Collective over the world.
-
-    A rank in none of them makes a group of itself: torch names a group by its ranks and the number of groups made so
-    far, which members must share, and NCCL splits a communicator with all of its ranks.
+    """This rank's group of disjoint `groups`, or of itself: torch names a group by its ranks and the number of groups made
+    so far, and NCCL splits a communicator with all of its ranks. Collective over the world.
     """
     ranks = next((ranks for ranks in groups if rank in ranks), [rank])
     return dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)

@@ -1,6 +1,7 @@
-"""Asynchronous collectives in a forward pass, and dual-batch overlap: two halves of a batch that take turns."""
+"""Asynchronous collectives in a forward pass, and dual-batch overlap."""
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle
 from typing import Any, TypeVar
@@ -16,16 +17,14 @@ T = TypeVar("T")
 AsyncForward = Generator[None, None, T]  # a forward pass that yields while its collectives run
 
 
+@dataclass(eq=False)
 class AsyncCollective:
-    """A collective between `start` and `finish` of a forward pass; its inverse runs from `finish` to `start` in backward.
+    """A collective between `start` and `finish` of a forward pass, its inverse in backward. Both may be set after `start`."""
 
-    Both may be set after `start`.
-    """
-
-    def __init__(self, collective: Collective | None, inverse: Collective | None) -> None:
-        self.collective, self.inverse = collective, inverse
-        self._forward: Handle | None = None
-        self._backward: Handle | None = None
+    collective: Collective | None
+    inverse: Collective | None
+    _forward: Handle | None = None
+    _backward: Handle | None = None
 
     def start(self, x: Tensor) -> None:
         assert self.collective is not None
@@ -126,7 +125,7 @@ def interleave(forwards: Sequence[AsyncForward[T]], lead: int = 0) -> tuple[T, .
 
 
 def lead_of_first_half(tp: Axis) -> int:
-    """The best `lead` in a block: with 1, one half has products while the other communicates, but for the block's ends."""
+    """With 1, one half has products while the other communicates."""
     return 1 if tp.size > 1 else 0
 
 

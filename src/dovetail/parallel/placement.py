@@ -1,8 +1,4 @@
-"""Placements: the checkpoint slices that a local parameter consists of.
-
-The layer that owns a parameter declares its `Placement` in `placements`; loading, saving, streaming, initialization,
-gradient reduction and the gradient norm read it. A fused parameter (q, k, v in one GEMM) has several `Part`s.
-"""
+"""Placements: the checkpoint slices that a local parameter consists of, declared in `placements` by the layer that owns it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,10 +11,9 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor inside a (possibly fused) local parameter, along the split dim.
+    """One checkpoint tensor of a (fused) local parameter; parts of one name follow each other in it.
 
-    size: in the checkpoint. copies: neighboring ranks with the same slice, where the axis has more ranks than slices. padding:
-    local zero rows that make the length divide. Parts of one name follow one another in its tensor.
+    size: in the checkpoint. copies: neighboring ranks with the same slice. padding: zero rows so that the axis divides it.
     """
 
     name: str
@@ -45,14 +40,11 @@ class Split:
 
 @dataclass(frozen=True)
 class Placement:
-    """A product of splits, of which at most one has several parts.
-
-    partial_over: axes over which gradients are summed. sharded_over: the axis of FSDP2.
-    """
+    """A product of splits, at most one with several parts. partial_over: axes over which gradients are summed."""
 
     splits: tuple[Split, ...] = ()
     partial_over: tuple[str, ...] = ()
-    sharded_over: str = "fsdp"
+    sharded_over: str = "fsdp"  # FSDP2's axis
 
 
 REPLICATED = Placement()
@@ -91,9 +83,13 @@ def placements_of(model: nn.Module) -> dict[str, Placement]:
     return placements
 
 
+def _part_names(placement: Placement) -> list[str]:
+    return list(dict.fromkeys(part.name for split in placement.splits for part in split.parts if part.name))
+
+
 def checkpoint_names(name: str, placement: Placement) -> tuple[str, ...]:
     """`...self_attn.qkv_proj.weight` with parts q, k, v has three."""
-    parts = dict.fromkeys(part.name for split in placement.splits for part in split.parts if part.name)
+    parts = _part_names(placement)
     if len(parts) < 2:
         return (name,)
     stem, _, leaf = name.rpartition(".")
@@ -118,11 +114,9 @@ def checkpoint_shapes(name: str, placement: Placement, shape: tuple[int, ...]) -
 class _Stretch(NamedTuple):
     """A part's rows [start, stop), in its tensor and in the local parameter."""
 
-    name: str
+    part: Part
     checkpoint: tuple[int, int]
     local: tuple[int, int]
-    owned: bool
-    copies: int
 
 
 def _stretches(split: Split, rank: int, size: int) -> Iterator[_Stretch]:
@@ -133,8 +127,7 @@ def _stretches(split: Split, rank: int, size: int) -> Iterator[_Stretch]:
         start = rank // part.copies * length
         stop = min(start + length, part.size)
         if stop > start:
-            local = (offset, offset + stop - start)
-            yield _Stretch(part.name, (base + start, base + stop), local, rank % part.copies == 0, part.copies)
+            yield _Stretch(part, (base + start, base + stop), (offset, offset + stop - start))
         at[part.name] = base + part.size
         offset += length
 
@@ -142,10 +135,9 @@ def _stretches(split: Split, rank: int, size: int) -> Iterator[_Stretch]:
 def regions(
     name: str, placement: Placement, local_shape: tuple[int, ...], coords: Mapping[str, int], sizes: Mapping[str, int]
 ) -> tuple[Region, ...]:
-    """The checkpoint slices of a local parameter, without padding. The first of the ranks that hold a slice owns it."""
+    """The checkpoint slices of a local parameter, without padding, each owned by the first rank that holds it."""
     shapes = checkpoint_shapes(name, placement, local_shape)
-    parts = dict.fromkeys(part.name for split in placement.splits for part in split.parts if part.name)
-    named = dict(zip(parts, shapes, strict=True)) if len(shapes) > 1 else {}
+    named = dict(zip(_part_names(placement), shapes, strict=True)) if len(shapes) > 1 else {}
     copied_over = {"tp", *placement.partial_over} - {split.axis for split in placement.splits}
     first = all(coords[axis] == 0 for axis in copied_over)
     out = []
@@ -153,9 +145,10 @@ def regions(
         checkpoint, local = [(0, n) for n in local_shape], [(0, n) for n in local_shape]
         for split, stretch in zip(placement.splits, stretches, strict=True):
             checkpoint[split.dim], local[split.dim] = stretch.checkpoint, stretch.local
-        tensor = next((named[stretch.name] for stretch in stretches if stretch.name in named), name)
-        owned = first and all(stretch.owned for stretch in stretches)
-        copies = prod(stretch.copies for stretch in stretches)
+        tensor = next((named[s.part.name] for s in stretches if s.part.name in named), name)
+        owners = (coords[split.axis] % s.part.copies == 0 for split, s in zip(placement.splits, stretches, strict=True))
+        owned = first and all(owners)
+        copies = prod(s.part.copies for s in stretches)
         out.append(Region(tensor, shapes[tensor], tuple(checkpoint), tuple(local), owned, copies))
     return tuple(out)
 
@@ -174,13 +167,8 @@ def narrow_rows(held: tuple[Region, ...], start: int, stop: int) -> tuple[Region
         lo, hi = max(low, start), min(high, stop)
         if lo < hi:
             at = region.checkpoint_slice[0][0] + lo - low
-            out.append(
-                replace(
-                    region,
-                    checkpoint_slice=((at, at + hi - lo), *region.checkpoint_slice[1:]),
-                    local_slice=((lo - start, hi - start), *rest),
-                )
-            )
+            checkpoint = ((at, at + hi - lo), *region.checkpoint_slice[1:])
+            out.append(replace(region, checkpoint_slice=checkpoint, local_slice=((lo - start, hi - start), *rest)))
     return tuple(out)
 
 

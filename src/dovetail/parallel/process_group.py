@@ -1,7 +1,6 @@
 """A rank's device, the default process group, determinism and stop signals.
 
-Ranks come from the environment (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`), else this process is
-alone. The first rank that fails raises its own error, the others `SecondaryFailure`.
+Ranks come from the environment that torchrun sets, else this process is alone.
 """
 
 import contextlib
@@ -27,8 +26,8 @@ BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu
 FAILURE_COUNTER_KEY = "dovetail/failures"
 DEVICE_KEY = "dovetail/devices"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-# Hardware queues of a GPU, one for each stream: FSDP2 and NCCL's groups have more than the default 8, and in a shared queue
-# computation waits for a transfer whose other end may wait for that computation. CUDA reads it at its first use.
+# Hardware queues of a GPU: FSDP2 and NCCL's groups have more streams than the default 8, and in a shared queue computation
+# waits for a transfer whose other end may wait for that computation. CUDA reads it at its first use.
 QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 # Eight buffers of 4 MiB, cuBLAS's own size on Hopper: so set, its sums have one order.
 CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -38,10 +37,7 @@ OPEN_FILES = 1 << 13  # a group has dozens of sockets, a layout a dozen groups
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """`auto`, `cpu`, `cuda` or `npu`; an accelerator is chosen by LOCAL_RANK and made current.
-
-    A single visible GPU is this rank's; `_claim_device` checks that.
-    """
+    """`auto`, `cpu`, `cuda` or `npu`; an accelerator is chosen by LOCAL_RANK, unless one is visible, and made current."""
     os.environ.setdefault(*QUEUES)
     os.environ.setdefault(*CUBLAS)
     present = {"cuda": torch.cuda.is_available(), "npu": importlib.util.find_spec("torch_npu") is not None}
@@ -70,7 +66,7 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def _set_kernel_cache(architecture: str) -> None:
-    """By GPU architecture: not all packages have that in their keys."""
+    """By GPU architecture, which not all packages have in their keys."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "dovetail" / "kernels" / architecture
     with contextlib.suppress(OSError, RuntimeError):  # no home
@@ -83,10 +79,7 @@ def _set_kernel_cache(architecture: str) -> None:
 
 @contextlib.contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """Have torch, and kernels that follow its flag, compute the same bits in every run on the same devices.
-
-    Raises ConfigError where an operation has no deterministic form. Unlike with torch's flag alone, new memory is not filled.
-    """
+    """Have torch, and kernels that follow its flag, compute the same bits in every run, without filling new memory."""
     mode, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # a documented setting
     torch.set_deterministic_debug_mode("error" if enabled else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a documented setting
@@ -106,9 +99,9 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
 
 class ProcessGroup:
-    """The default process group for a `with` block, with a barrier at its end; an existing one is used as it is.
+    """The default process group for a `with` block, unless there is one. Of failing ranks only the first raises its own error.
 
-    timeout: of collectives. met: called with the store, this rank and the number of ranks before the group is made.
+    met: called with the store, rank and world before the group is made.
     """
 
     def __init__(
@@ -172,10 +165,7 @@ def ensure_process_group(device: torch.device | str = "cpu") -> None:
 
 
 class StopSignal:
-    """The first SIGTERM or SIGINT of the block sets `number`; the next one acts as usual.
-
-    Repeats within `REPEAT_SECONDS` are ignored: the launcher may send a signal again.
-    """
+    """The first SIGTERM or SIGINT sets `number`; the next acts as usual, but for a launcher's repeats."""
 
     REPEAT_SECONDS = 1.0
 
@@ -249,7 +239,7 @@ def _claim_device(device: torch.device, store: Store, rank: int) -> None:
 
 
 def _allow_open_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # RLIM_INFINITY is -1
+    wanted = OPEN_FILES if hard < 0 else min(hard, OPEN_FILES)
+    if 0 <= soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

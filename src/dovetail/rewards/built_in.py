@@ -1,4 +1,4 @@
-"""The built-in rewards: functions of (completion, answer, finish) that return a number from 0 to 1."""
+"""The built-in rewards: functions of (completion, answer, finish), from 0 to 1."""
 
 import importlib
 import re
@@ -29,7 +29,8 @@ def exact_match(completion: str, answer: Any, _finish: str) -> float:
 
 def numeric_match(completion: str, answer: Any, _finish: str, *, tolerance: float = 1e-6) -> float:
     """1 if the completion's final number equals the answer's, up to a relative `tolerance`; see `final_number`."""
-    return float(_close(final_number(completion), expected_number(answer), tolerance))
+    number, expected = final_number(completion), expected_number(answer)
+    return float(number is not None and abs(number - expected) <= Fraction(tolerance) * abs(expected))
 
 
 def format_match(
@@ -46,11 +47,10 @@ def format_match(
 def number_only(completion: str, answer: Any, finish: str) -> float:
     """1.0 for exactly the number, optionally with a full stop, and then the stop token; 0.3 if the last number is the
     right one and the model stopped; 0.1 if the right number occurs at all; else 0."""
-    expected = expected_number(answer)
-    found = numbers(completion)
-    if expected not in found:
+    expected, given = expected_number(answer), numbers(completion)
+    if expected not in given:
         return 0.0
-    if finish != "stop" or found[-1] != expected:
+    if finish != "stop" or given[-1] != expected:
         return 0.1
     return 1.0 if _BARE.fullmatch(completion.strip()) else 0.3
 
@@ -64,17 +64,11 @@ def expected_number(answer: Any) -> Fraction:
 
 
 def final_number(text: str) -> Fraction | None:
-    r"""What a text gives as its result: the last number of the last \boxed{...}, else the first one after the last
-    "####", else the last of all; None where there is none."""
-    boxed = [found for inside in _BOXED.findall(text) for found in numbers(inside)[-1:]]
-    if boxed:
-        return boxed[-1]
+    r"""The last number of the last \boxed{...}, else the first one after the last "####", else the last of all, or None."""
+    boxed = [number for inside in _BOXED.findall(text) for number in numbers(inside)[-1:]]
     _, marker, tail = text.rpartition("####")
-    found = numbers(tail)
-    if marker and found:
-        return found[0]
-    found = numbers(text)
-    return found[-1] if found else None
+    marked = numbers(tail)[:1] if marker else []
+    return next(reversed(boxed or marked or numbers(text)), None)
 
 
 def numbers(text: str) -> list[Fraction]:
@@ -82,20 +76,14 @@ def numbers(text: str) -> list[Fraction]:
     plain = _LATEX_COMMA.sub(",", text.replace("\u2212", "-"))
     plain = _LATEX_FRACTION.sub(r"\1\2/\3", _BEFORE_FRACTION.sub(" ", plain))
     plain = _EXPONENT.sub("_", plain)  # a letter: a minus after it is no sign
-    return [number for found in _NUMBER.finditer(plain) if (number := _fraction(found)) is not None]
+    return [_fraction(match) for match in _NUMBER.finditer(plain) if len(match.group()) <= _MOST_DIGITS]
 
 
-def _fraction(found: re.Match[str]) -> Fraction | None:
-    if len(found.group()) > _MOST_DIGITS:
-        return None
-    value = Fraction(found["top"].replace(",", "")) / Fraction(found["bottom"] or 1)
-    if found["exponent"]:
-        value *= Fraction(10) ** int(found["exponent"])
-    return -value if found["sign"] == "-" else value
-
-
-def _close(number: Fraction | None, expected: Fraction, tolerance: float) -> bool:
-    return number is not None and abs(number - expected) <= Fraction(tolerance) * abs(expected)
+def _fraction(match: re.Match[str]) -> Fraction:
+    value = Fraction(match["top"].replace(",", "")) / Fraction(match["bottom"] or 1)
+    if match["exponent"]:
+        value *= Fraction(10) ** int(match["exponent"])
+    return -value if match["sign"] == "-" else value
 
 
 def math_verify(completion: str, answer: Any, _finish: str, *, precision: int = 6) -> float:

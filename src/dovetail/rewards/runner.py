@@ -10,19 +10,18 @@ import random
 import secrets
 import selectors
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from dovetail.errors import ConfigError, DataError, quoted
 from dovetail.jsonl import as_text
+from dovetail.launch.process import start_worker
 from dovetail.rewards.built_in import BUILT_IN
 from dovetail.rewards.worker import END_SECONDS
 
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from dovetail.rewards.worker import main; main()"
 _START_SECONDS = 120.0  # a user's module may import large packages
 _MOST_BYTES, _MOST_BYTES_EACH = 1 << 20, 1 << 12  # of an answer, and of each of its samples besides
 _ASYNC_GRACE = 5.0  # seconds that a worker has to report calls of an async function that took too long
@@ -204,15 +203,9 @@ class _Worker:
     """The keeper of a reward process; messages are JSON lines."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in the terminal does not reach it
-        )
+        self._process = start_worker("dovetail.rewards.worker")
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._requests: IO[bytes] = self._process.stdin
-        self.answers: IO[bytes] = self._process.stdout
+        self._requests, self.answers = self._process.stdin, self._process.stdout
         os.set_blocking(self.answers.fileno(), False)
         self._buffer, self._request_id = b"", ""
         self.alive = True

@@ -1,8 +1,4 @@
-"""Advantage estimators.
-
-Tokens are packed [T] with `sequence_ids` and `mask` as in `PackedBatch`; index i predicts target i. Responses are [S].
-Results are float32 or wider.
-"""
+"""Advantage estimators over packed tokens [T] and responses [S], in float32 or wider."""
 
 import torch
 from torch import Tensor
@@ -29,8 +25,7 @@ def gae(
 
         delta_t = r_t + gamma V(s_{t+1}) - V(s_t)        A_t = delta_t + gamma lam A_{t+1}
 
-    Schulman et al. 2016, eqs. 12 and 16. Time is response tokens only (a tool's output is skipped). The value after the last
-    one is 0, whether it ended by a stop token or by length.
+    Schulman et al. 2016, eqs. 12 and 16. Time is masked tokens only; the value after the last one is 0.
     """
     rewards, values = widened(rewards.detach()), widened(values.detach())
     where = mask.nonzero().flatten()
@@ -59,10 +54,9 @@ def gae(
 
 
 def group_relative(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """A_i = (r_i - mean of i's group) / (std of i's group + eps), per response [S]; `divide_by_std=False`: r_i - mean.
+    """A_i = (r_i - mean of i's group) / (std of i's group + eps) [S]; exactly 0 in groups of equal rewards.
 
-    Shao et al. 2024, section 4.1.2, with the sample's std (n - 1); Liu et al. 2025, section 3.2 without. `groups` [S]: any
-    integers, of any group sizes. Exactly 0 in groups of equal rewards or one member.
+    Shao et al. 2024, section 4.1.2, with std of n - 1; without the division: Liu et al. 2025, section 3.2.
     """
     rewards = widened(rewards)
     member, size, differs = _group(rewards, groups)
@@ -74,7 +68,7 @@ def group_relative(rewards: Tensor, groups: Tensor, *, divide_by_std: bool = Tru
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A_i = r_i - mean of the others in i's group [S]; exactly 0 as above. RLOO: Ahmadian et al. 2024, section 4."""
+    """A_i = r_i - mean of the others in i's group [S], 0 as above. RLOO: Ahmadian et al. 2024, section 4."""
     rewards = widened(rewards)
     member, size, differs = _group(rewards, groups)
     others = (_sum(rewards, member, size)[member] - rewards) / (size - 1).clamp(min=1)[member]
@@ -82,7 +76,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(var + eps) over masked entries (var of n - 1), 0 elsewhere; one entry is only centered."""
+    """(x - mean) / sqrt(var + eps) over masked entries (var of n - 1), 0 elsewhere."""
     x = widened(x)
     chosen = x[mask]
     mean = chosen.sum() / max(len(chosen), 1)
@@ -91,10 +85,7 @@ def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 
 
 def _group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Group index [S], group sizes, whether the group's rewards differ [S].
-
-    By comparison: rounding of a mean would be magnified by the division.
-    """
+    """Group index [S], group sizes, whether the group's rewards differ [S]: the division would magnify a mean's rounding."""
     _, member = torch.unique(groups, return_inverse=True)
     size = torch.bincount(member)
     least = rewards.new_zeros(len(size)).scatter_reduce(0, member, rewards, "amin", include_self=False)

@@ -1,16 +1,22 @@
-"""From sampled completions to a batch with the fields of a loss."""
+"""From sampled completions to a batch with the fields of a loss; the distance of the policy from the sampler.
+
+Router replay: `trainer` (R2): the update uses the routes of the pass that scored old log-probs; `rollout` (R3): the sampler's.
+"""
 
 import random
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from dovetail.batch.balancing import split_units
+from dovetail.batch.loss import TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.data.examples import Prompt
+from dovetail.engine.base import Engine
+from dovetail.errors import DataError
 from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_rewards, whiten
 from dovetail.rl.losses import kl_estimate
 from dovetail.rollout.base import Completion
@@ -19,12 +25,17 @@ if TYPE_CHECKING:  # pydantic is not needed to compute advantages
     from dovetail.recipe.schema import GRPO, PPO, RLOO
 
 
+Replay = Literal["none", "trainer", "rollout"]
+P99 = 0.99
+QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
+
+
 @dataclass(frozen=True)
 class Sample:
-    """`group`: the index of its prompt in the step. rewards: the terms of a sum of several, by label."""
+    """rewards: the terms of a sum of several, by label."""
 
     prompt: Prompt
-    group: int
+    group: int  # the index of its prompt in the step
     completion: Completion
     text: str
     reward: float
@@ -50,20 +61,15 @@ def sample_row(sample: Sample) -> dict[str, Any]:
 
 
 def pack_samples(samples: Seq[Sample], temperature: float) -> PackedBatch:
-    """All samples in order, with the mask on completions and field `rollout_logprob`.
-
-    Field `temperature` is set unless it is 1 or 0 (greedy: log-probs at 1).
-    """
+    """In order, with the mask on completions and field `rollout_logprob`, at `temperature` (greedy: at 1)."""
     shared: Mapping[str, float] = {} if temperature in (0.0, 1.0) else {"temperature": temperature}
     rows = []
     for sample in samples:
-        prompt, response = sample.prompt.ids, sample.completion.ids
-        fields: dict[str, float | Seq[float]] = {
-            **shared,
-            "rollout_logprob": [0.0] * len(prompt) + list(sample.completion.log_probs),
-        }
-        mask, routing = [False] * len(prompt) + [True] * len(response), sample.completion.routing
-        rows.append(Sequence([*prompt, *response], mask, fields, sample.prompt.media, routing))
+        prompt, response = sample.prompt.ids, sample.completion
+        log_probs: Seq[float] = [0.0] * len(prompt) + list(response.log_probs)
+        fields: Mapping[str, float | Seq[float]] = {**shared, "rollout_logprob": log_probs}
+        mask = [False] * len(prompt) + [True] * len(response.ids)
+        rows.append(Sequence([*prompt, *response.ids], mask, fields, sample.prompt.media, response.routing))
     return PackedBatch.pack(rows)
 
 
@@ -81,10 +87,7 @@ def drop_equal_groups(samples: Seq[Sample]) -> list[Sample]:
 
 
 def with_advantages(batch: PackedBatch, samples: Seq[Sample], algorithm: "GRPO | RLOO | PPO") -> PackedBatch:
-    """Add `advantage` [T], and for PPO `return` [T], 0 outside the mask. Computed in float64.
-
-    `kl_in: reward` reads `old_logprob` and `reference_logprob`; without a critic the penalties are summed over a response.
-    """
+    """Add `advantage` [T], and for PPO `return` [T]. Without a critic a KL penalty in the reward is summed over a response."""
     scores = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     owner = batch.sequence_ids
     rewards = terminal_rewards(scores, batch.mask, owner)
@@ -118,3 +121,50 @@ def minibatches(batch: PackedBatch, count: int, seed: str) -> list[PackedBatch]:
     random.Random(seed).shuffle(units)
     parts = [sorted(s for unit in units[i::count] for s in unit) for i in range(count)]
     return [batch.select(part) for part in parts if part]
+
+
+def score_old(policy: Engine, batch: PackedBatch, replay: Replay) -> PackedBatch:
+    """Add `old_logprob` and the routes of the update."""
+    batch = routed(batch, replay)
+    if replay == "trainer":
+        stats, routes = policy.score_and_trace(batch)
+        batch = batch.with_routing(routes)
+    else:
+        stats = policy.score(batch)
+    return batch.with_fields(old_logprob=stats.logprob)
+
+
+def routed(batch: PackedBatch, replay: Replay) -> PackedBatch:
+    """With the sampler's routes for `rollout`, else with none."""
+    if replay != "rollout":
+        return batch.with_routing(None)
+    if batch.routing is None:
+        raise DataError("rollout.router_replay=rollout, but the sampler returns no routes; set rollout.backend=native")
+    return batch
+
+
+def mismatch_metrics(policy: Engine, batch: PackedBatch, replay: Replay) -> dict[str, float]:
+    """Along the policy's own routes, and for `rollout` along the sampler's."""
+    metrics: dict[str, float] = {}
+    if batch.routing is None:
+        metrics |= mismatch(batch, policy.score(batch), "")
+    else:
+        stats, own = policy.score_and_trace(batch.with_routing(None))
+        metrics |= {**mismatch(batch, stats, ""), "route_agreement": own.agreement(batch.routing)}
+    if replay == "rollout":
+        metrics |= mismatch(batch, policy.score(batch), "replayed_")
+    return metrics
+
+
+def mismatch(batch: PackedBatch, stats: TokenStats, prefix: str) -> dict[str, float]:
+    """|log-prob difference|: mean and 99th percentile; k3 of KL(sampler || policy)."""
+    sampled, scored = batch.fields["rollout_logprob"][batch.mask], stats.logprob[batch.mask]
+    if not len(scored):
+        return {}
+    distance = (scored - sampled).abs()
+    metrics: dict[str, Tensor] = {
+        "mean": distance.mean(),
+        "p99": distance.quantile(P99) if len(distance) < QUANTILE_LIMIT else distance.max(),
+        "k3": kl_estimate(sampled, scored, "k3").mean(),
+    }
+    return {f"{prefix}mismatch_{name}": float(value) for name, value in metrics.items()}

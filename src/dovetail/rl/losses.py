@@ -1,7 +1,4 @@
-"""Losses of SFT and RL: sums over counted tokens and their counts.
-
-Called with `TokenStats` (the critic's with values [n]) and the counted tokens.
-"""
+"""Losses of SFT and RL: sums over counted tokens and their counts."""
 
 from dataclasses import dataclass
 from functools import reduce
@@ -24,9 +21,9 @@ LOG_RATIO_LIMIT = 20.0  # nats; e^20 does not overflow
 def weight_fields(batch: PackedBatch, aggregation: Aggregation, constant: float = 1.0) -> dict[str, Tensor]:
     """Fields `weight` and `count` [T]; loss = sum(weight x token loss) / sum(count).
 
-    token: mean over all tokens (DAPO, Yu et al. 2025, eq. 8). sequence: mean over sequences of token means (GRPO, Shao et
-    al. 2024, eq. 3). sequence_sum: mean over sequences of token sums / `constant` (Dr. GRPO, Liu et al. 2025, section 3.2).
-    A sequence's count is on its first counted token, so counts stay exact integers if the sequence is split.
+    token: mean over tokens (DAPO, Yu et al. 2025, eq. 8). sequence: mean of sequences' token means (GRPO, Shao et al. 2024,
+    eq. 3). sequence_sum: mean of their token sums / `constant` (Dr. GRPO, Liu et al. 2025, section 3.2). A sequence is
+    counted at its first counted token, so that counts are exact where it is split.
     """
     mask, owner = batch.mask, batch.sequence_ids
     dtype = reduce(torch.promote_types, (x.dtype for x in batch.fields.values()), torch.float32)
@@ -62,9 +59,8 @@ class PolicyLoss:
         l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coef KL(policy, reference) - entropy_coef H
 
     Schulman et al. 2017, eq. 7. A is `fields["advantage"]`, r = p / p_old by `fields["old_logprob"]` (1 without it). Unequal
-    clips: DAPO (Yu et al. 2025, eq. 10). `dual_clip` c > 1 bounds l by -A c where A < 0 (Ye et al. 2020, eq. 5). The KL is to
-    `fields["reference_logprob"]`, see `kl_estimate`. ratio="sequence": GSPO (Zheng et al. 2025, eqs. 5-7), r is the
-    exponential of the sequence's mean log ratio, which needs whole sequences.
+    clips: DAPO (Yu et al. 2025, eq. 10). `dual_clip` c bounds l by -A c where A < 0 (Ye et al. 2020, eq. 5). KL: to
+    `fields["reference_logprob"]`. ratio="sequence": GSPO (Zheng et al. 2025, eqs. 5-7), r = exp(the sequence's mean log ratio).
     """
 
     clip_low: float = 0.2
@@ -129,7 +125,7 @@ class ValueLoss:
 
         l = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2
 
-    As in OpenAI baselines' PPO2; v_old is `fields["old_value"]`. Called with values [n].
+    As in OpenAI baselines' PPO2; v_old is `fields["old_value"]`.
     """
 
     clip: float | None = 0.2
@@ -157,17 +153,12 @@ def kl_estimate(logprob: Tensor, reference: Tensor, kind: KLEstimator) -> Tensor
 
     k1 = d (unbiased, high variance)    k2 = d^2 / 2 (biased, low)    k3 = e^-d - 1 + d (unbiased, low, never negative)
 
-    In a loss, k1's expected gradient is 0, k2's is that of KL(policy || reference), k3's of KL(reference || policy). In the
-    reward only k1 has the gradient of KL(policy || reference).
+    In a loss, k1's expected gradient is 0, k2's is that of KL(policy || reference), k3's of KL(reference || policy).
     """
     difference = _limited(widened(logprob) - reference)
     if kind == "k1":
         return difference
-    if kind == "k2":
-        return difference * difference / 2
-    if kind == "k3":
-        return _k3(difference)
-    raise ConfigError(f"kl_estimator={kind!r} is no KL estimator; choose k1, k2 or k3")
+    return difference * difference / 2 if kind == "k2" else _k3(difference)
 
 
 def _k3(difference: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
@@ -18,14 +17,12 @@ EMPTY_UPDATE: Mapping[str, Any] = {
 
 
 def update_metrics(reports: Seq[StepReport]) -> Row:
-    """Means over optimizer steps, the last lr, the sum of flops; {} without steps."""
+    """Means over optimizer steps, the last lr, the sum of flops."""
     if not reports:
         return {}
-    columns: dict[str, list[float]] = defaultdict(list)
-    for report in reports:
-        for name, value in {"loss": report.loss, "grad_norm": report.grad_norm, **report.metrics}.items():
-            columns[name].append(value)
-    row: Row = {name: mean(values) for name, values in columns.items()}
+    columns = [{"loss": report.loss, "grad_norm": report.grad_norm, **report.metrics} for report in reports]
+    names = dict.fromkeys(name for column in columns for name in column)
+    row: Row = {name: mean([column[name] for column in columns if name in column]) for name in names}
     row |= {"lr": reports[-1].lr, "flops": sum(report.flops for report in reports)}
     skipped = [report for report in reports if report.skipped]
     return {**row, "skipped": True, "fault": skipped[0].describe_faults()} if skipped else row

@@ -12,10 +12,19 @@ from dovetail.engine.base import Engine
 from dovetail.errors import DataError
 from dovetail.launch.progress import Phase, Progress
 from dovetail.rewards.runner import count_errors
-from dovetail.rl.experience import Sample, drop_equal_groups, minibatches, pack_samples, sample_row, with_advantages
+from dovetail.rl.experience import (
+    Sample,
+    drop_equal_groups,
+    minibatches,
+    mismatch_metrics,
+    pack_samples,
+    routed,
+    sample_row,
+    score_old,
+    with_advantages,
+)
 from dovetail.rl.losses import weight_fields
 from dovetail.rl.reward_manager import RewardManager
-from dovetail.rl.router_replay import mismatch_metrics, routed, score_old
 from dovetail.rl.step_metrics import EMPTY_UPDATE, Row, mean, sample_metrics, update_metrics
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 
@@ -117,7 +126,7 @@ class RLTask:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """False if they are the update's own: one update, no KL in the reward."""
+        """False if they are the update's own."""
         algorithm = self.recipe.algorithm
         kl_in_reward = algorithm.name != "sft" and algorithm.kl_in == "reward" and algorithm.kl_coef > 0
         return kl_in_reward or algorithm.epochs * algorithm.minibatches > 1
@@ -141,7 +150,10 @@ class RLTask:
         if stopping():
             return None
         self.progress.phase("score")
-        mismatch = self._mismatch(samples)
+        rollout, mismatch = self.recipe.rollout, {}
+        if rollout.mismatch_metrics:
+            packed = pack_samples(samples, rollout.temperature)
+            mismatch = mismatch_metrics(self.policy, packed, rollout.router_replay)
         batch = self._prepare(samples)
         return None if stopping() else {**row, **EMPTY_UPDATE, **self._update(batch, step), **mismatch}
 
@@ -166,7 +178,7 @@ class RLTask:
         return row
 
     def evaluate(self, step: int) -> Row:
-        """Greedy completions of the held-out prompts: mean reward, and the share that is solved."""
+        """Rewards of greedy completions of the held-out prompts."""
         if not self.held_out:
             return {}
         self.progress.phase("eval", step)
@@ -185,7 +197,7 @@ class RLTask:
     def _sample(
         self, prompts: Seq[Prompt], params: SamplingParams, phase: Phase | None = None
     ) -> tuple[list[Sample], Row]:
-        """Samples with a reward, and metrics of failed ones. phase: of all parts."""
+        """Samples with a reward, and metrics of failed ones."""
         self.sampler.refill(self.policy.weights(self.sampler.dtype))
         requests = [SamplerPrompt(row, prompt.ids, prompt.media) for row, prompt in enumerate(prompts)]
         self.progress.phase(phase or "rollout")
@@ -209,12 +221,6 @@ class RLTask:
                 f"step {step + 1}: {self.unrewarded} steps in a row have no sample with a reward, so that nothing is "
                 f"trained: {self.rewards.name} returned None for all of them, which drops a sample; return a number"
             )
-
-    def _mismatch(self, samples: Seq[Sample]) -> Row:
-        rollout = self.recipe.rollout
-        if not rollout.mismatch_metrics:
-            return {}
-        return mismatch_metrics(self.policy, pack_samples(samples, rollout.temperature), rollout.router_replay)
 
     def _prepare(self, samples: Seq[Sample]) -> PackedBatch:
         algorithm, rollout = self.recipe.algorithm, self.recipe.rollout

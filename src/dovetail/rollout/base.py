@@ -33,13 +33,11 @@ class SamplingParams:
     trace: bool = False
 
     def __post_init__(self) -> None:
+        heat = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
         expected = {
             "samples": (1 <= self.samples <= MAX_SAMPLES, f"1 to {MAX_SAMPLES:,}"),
             "max_new_tokens": (1 <= self.max_new_tokens <= MAX_NEW_TOKENS, f"1 to {MAX_NEW_TOKENS:,}"),
-            "temperature": (
-                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
-                f"0 (the likeliest token), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
-            ),
+            "temperature": (heat, f"0 (the likeliest token), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (which cuts nothing)"),
             "top_k": (self.top_k >= 0, "0 (which cuts nothing) or more"),
         }
@@ -63,8 +61,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """`ids` include the stop token. `log_probs` are at the sampling temperature (at 1 for greedy), before top-p and
-    top-k."""
+    """`ids` include the stop token. `log_probs` are at the sampling temperature (greedy: at 1), before top-p and top-k."""
 
     row: int
     sample: int
@@ -78,13 +75,10 @@ class Sampler(Protocol):
     """Collective: all ranks pass the same prompts and get all completions."""
 
     @property
-    def dtype(self) -> torch.dtype | None:
-        """Of the weights that it wants; None: as saved."""
-        ...
+    def dtype(self) -> torch.dtype | None: ...  # of the weights that it wants; None: as saved
 
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load (HF name, whole tensor) pairs, as `Engine.weights` yields them."""
-        ...
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         """Ordered by prompt, then sample."""
@@ -92,7 +86,7 @@ class Sampler(Protocol):
 
 
 class SampleBuffer:
-    """All completions by slot; other replicas' are zeros."""
+    """All completions by slot; other replicas' are zeros. moe: of traced experts."""
 
     def __init__(
         self,
@@ -102,7 +96,6 @@ class SampleBuffer:
         device: torch.device,
         moe: MoeSpec | None = None,
     ) -> None:
-        """moe: trace experts."""
         self.prompts, self.params, self.mesh, self.moe = prompts, params, mesh, moe
         rows, new = len(prompts) * params.samples, params.max_new_tokens
         self.ids = torch.zeros(rows, new, dtype=torch.int64, device=device)
@@ -119,10 +112,6 @@ class SampleBuffer:
         replicas = self.mesh["fsdp"]
         plan = plan_microbatches(costs, replicas.size, None, width=width)[replicas.rank]
         return {i: len(self.prompts[i].ids) for batch in plan for i in batch}
-
-    def put_experts(self, slots: Tensor, positions: Tensor, experts: Tensor) -> None:
-        """experts [..., M, K] of the tokens at `positions` of `slots`."""
-        self.experts[slots, positions] = experts.to(self.experts.dtype)
 
     def completions(self) -> list[Completion]:
         replicas, device = self.mesh["fsdp"], self.mesh.device

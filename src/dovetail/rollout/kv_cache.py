@@ -1,4 +1,4 @@
-"""The paged KV cache: its tensor, its pages, and attention in prefill and decode."""
+"""The paged KV cache: entries, pages, and attention in prefill and decode."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dovetail.parallel.mesh import Mesh
 
 
 def cache_shape(spec: ArchSpec, mesh: Mesh, pages: int, page_size: int) -> tuple[int, ...]:
-    """[layers, keys and values, pages, heads, page_size, C] of this rank."""
+    """[layers, 2, pages, heads, page_size, C] of this rank: keys and values."""
     heads = max(1, spec.attention.num_kv_heads // mesh["tp"].size)
     return (spec.depth, 2, pages, heads, page_size, spec.attention.head_dim)
 
@@ -89,8 +89,7 @@ class PageBudget:
         return self.pages_for_prompt(length) + self.pages_beyond_prompt(length, last=self.samples == 1)
 
     def pages_for_all(self, length: int) -> int:
-        copies = (self.samples - 1) * self.pages_beyond_prompt(length, last=False)
-        return self.pages_for_prompt(length) + self.pages_beyond_prompt(length, last=True) + copies
+        return self.pages_for_sample(length) + (self.samples - 1) * self.pages_beyond_prompt(length, last=False)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""Prefill and decode of the running batch. Steps use fixed memory, so that they can be captured; none synchronizes."""
+"""Prefill and decode of the running batch. Decode steps use fixed memory and may be captured as CUDA graphs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -18,17 +20,18 @@ from dovetail.nn.attention import Context, rope_tables
 from dovetail.nn.decoder import Decoder
 from dovetail.parallel.collectives import all_gather, stack_over
 from dovetail.rollout.base import SamplingParams
-from dovetail.rollout.cuda_graph import Capture, Step
 from dovetail.rollout.kv_cache import DecodeContext, PagedCache, PrefillContext
 from dovetail.rollout.sampling import banned_of, bits_at, draw, mask_of
 
+Step = Callable[[], Any]
+Capture = Callable[[Step], Step]
 Numbers = NDArray[np.int64]
 STATE = ("token", "length", "drawn", "stream", "active")  # active: 0 in padding
 SMALLEST_BUCKET, NEXT_BUCKET = 8, 32
 
 
 def pad_to_bucket(n: int) -> int:
-    """Rows of the graph for n: 8, 32, 64, 128, 256 ... A capture costs ten to twenty steps."""
+    """Rows of the graph for n; a capture costs ten to twenty steps."""
     return SMALLEST_BUCKET if n <= SMALLEST_BUCKET else max(NEXT_BUCKET, 1 << (n - 1).bit_length())
 
 
@@ -193,3 +196,46 @@ class ModelRunner:
             ids, log_probs = draw(z, uniforms, self.params, self.banned)
             drawn = torch.stack([ids.to(torch.float64), log_probs])
         return stack_over(drawn, self.mesh["tp"])[0]
+
+
+class GraphPool:
+    """A memory pool of graphs. Torch captures into no pool whose graphs are all gone."""
+
+    def __init__(self, new_handle: Callable[[], Any]) -> None:
+        self._new_handle, self._handle = new_handle, None
+        self._graphs: WeakSet[Any] = WeakSet()
+
+    def acquire(self, graph: object) -> Any:
+        """The pool to capture `graph` into."""
+        if not self._graphs:
+            self._handle = self._new_handle()
+        self._graphs.add(graph)
+        return self._handle
+
+
+class CapturedStep:
+    """Run once (which compiles kernels), then captured and replayed; results hold until a function of the pool runs again."""
+
+    def __init__(self, fn: Step, pool: GraphPool) -> None:
+        self._fn, self._pool = fn, pool
+        self._warm = False
+        self._captured: tuple[torch.cuda.CUDAGraph, Any] | None = None
+
+    def __call__(self) -> Any:
+        if not self._warm:
+            self._warm = True
+            return self._fn()
+        if self._captured is None:
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: a checkpoint's writer may use the device meanwhile
+            with torch.cuda.graph(graph, pool=self._pool.acquire(self), capture_error_mode="thread_local"):
+                result = self._fn()
+            self._captured = graph, result
+        graph, result = self._captured
+        graph.replay()
+        return result
+
+
+def cuda_capture() -> Capture:
+    """All graphs share one pool: they never run at once."""
+    return partial(CapturedStep, pool=GraphPool(torch.cuda.graph_pool_handle))

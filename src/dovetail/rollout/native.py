@@ -1,6 +1,7 @@
 """The native sampler: our decoder with a paged KV cache, continuous batching and CUDA graphs."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,9 +16,8 @@ from dovetail.parallel.collectives import stack_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index, checkpoint_shapes
 from dovetail.rollout.base import Completion, Prompt, SampleBuffer, SamplingParams, check_request, check_weights
-from dovetail.rollout.cuda_graph import Capture, cuda_capture
 from dovetail.rollout.kv_cache import PageBudget, PagePool, cache_shape
-from dovetail.rollout.model_runner import ModelRunner, RunnerSize, pad_to_bucket
+from dovetail.rollout.model_runner import Capture, ModelRunner, RunnerSize, cuda_capture, pad_to_bucket
 from dovetail.rollout.scheduler import GenerationLoop, Scheduler
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import load
@@ -29,8 +29,7 @@ FREE_SHARE = 0.5  # of a GPU's free memory
 
 @dataclass(frozen=True)
 class SamplerOptions:
-    """decode_steps: between looks for finished rows; default 1 on a CPU, 8 elsewhere. keep_cache: and graphs, between
-    calls."""
+    """decode_steps: between looks for finished rows; default 1 on a CPU, 8 elsewhere. keep_cache: with graphs."""
 
     page_size: int = 64
     decode_steps: int | None = None
@@ -53,7 +52,7 @@ class NativeSampler:
         options: SamplerOptions | None = None,
         capture: Capture | None = None,
     ) -> None:
-        """max_tokens: of a replica's cache; default 2^16, on a GPU half of the free memory. A row always fits."""
+        """max_tokens: of a replica's cache; default 2^16, on a GPU half of the free memory."""
         assert mesh["pp"].size == 1, "factory.sampler makes pipeline ranks tensor-parallel ones"
         self.spec, self.mesh, self.kernels, self.dtype, self.max_tokens = spec, mesh, kernels, dtype, max_tokens
         self.options = options or SamplerOptions()
@@ -66,7 +65,7 @@ class NativeSampler:
 
     @torch.no_grad()
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load (HF name, whole tensor) pairs. The stream is read to its end even after a problem: other ranks may wait."""
+        """As `Sampler.refill`. Reads the stream to its end even after a problem: other ranks may wait."""
         self._filled = False
         shards, shapes = self._shards()
         problems, missing = [], set(shapes)
@@ -88,7 +87,7 @@ class NativeSampler:
         self._filled = True
 
     def load(self, source: TensorSource) -> None:
-        """Load a checkpoint, each rank its slices. Collective."""
+        """Each rank reads its slices. Collective."""
         self.use_checkpoint_names(source)
         load(self.model, source, self.mesh, ignore=self.spec.ignored)
         self._filled = True
@@ -152,13 +151,11 @@ class NativeSampler:
         return int(FREE_SHARE * least) // (math.prod(cache_shape(self.spec, self.mesh, 1, 1)) * self.dtype.itemsize)
 
     def _shards(self) -> tuple[dict[str, list[tuple[Tensor, tuple[slice, ...]]]], dict[str, tuple[int, ...]]]:
-        """Checkpoint name -> our views with their slices, and shape. Every rank knows all shapes, so all refuse alike."""
-        shards: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = {}
+        """By checkpoint name: our views with their slices, and all shapes, so that all ranks refuse alike."""
+        shards: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = defaultdict(list)
         shapes: dict[str, tuple[int, ...]] = {}
         for param in checkpoint_params(self.model, self.mesh):
-            known = checkpoint_shapes(param.name, param.placement, param.shape)
-            shapes |= known
-            shards |= {name: [] for name in known}
+            shapes |= checkpoint_shapes(param.name, param.placement, param.shape)
             for region in param.regions:
                 view = param.local[as_index(region.local_slice)]
                 shards[region.checkpoint_name].append((view, as_index(region.checkpoint_slice)))
@@ -172,8 +169,8 @@ def capture_for(spec: ArchSpec, mesh: Mesh, kernels: KernelSet, dtype: torch.dty
     synchronizes = plain or kernels.decode_attention is reference.decode_attention
     if spec.moe is not None and alone:
         widths = (spec.width, spec.moe.ffn_width)
-        stays = kernels.grouped_mm is cuda.grouped_mm and cuda.grouped_mm_without_sync(mesh.device, dtype, *widths)
-        synchronizes |= not stays
+        known = kernels.grouped_mm is cuda.grouped_mm
+        synchronizes |= not (known and cuda.grouped_mm_without_sync(mesh.device, dtype, *widths))
     return cuda_capture() if alone and not synchronizes else None
 
 

@@ -1,8 +1,6 @@
-"""Sampling from logits: temperature, top-k, top-p and the inverse CDF in float64. Equally likely tokens stay or go
-together.
+"""Sampling from logits: temperature, top-k and top-p (equally likely tokens stay or go together), inverse CDF in float64.
 
-Noise hashes (seed, step, row, sample, position), each key by one round of SplitMix64 (Steele, Lea, Flood 2014); the
-position is last, so a device draws from a row's stream by itself. NumPy and torch compute the same bits.
+Noise hashes (seed, step, row, sample, position), each by a round of SplitMix64 (Steele, Lea, Flood 2014).
 """
 
 from typing import TypeVar
@@ -51,13 +49,12 @@ def streams(seed: int, step: int, rows: NDArray[np.int64], samples: NDArray[np.i
 
 
 def bits_at(streams: Words, positions: Words) -> Words:
-    """53 bits of each stream [n] at its position [n]: the noise times 2^53."""
+    """The noise times 2^53."""
     return _shifted(_mixed((streams ^ positions) + _GAMMA), 11)
 
 
 def draw(z: Tensor, uniforms: Tensor, params: SamplingParams, banned: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Ids [n] of logits z [n, V] by noise [n], and log-probs in float64, before cuts and bans; greedy ones at
-    temperature 1. banned: `banned_of(params)`; with it and top_p=1 nothing synchronizes."""
+    """Ids [n] of logits z [n, V] by noise [n], and log-probs before cuts and bans. With `banned`, top_p=1 never synchronizes."""
     if banned is None:
         banned = banned_of(params, z.device)
     rows = max(1, (CPU_ELEMENTS if z.device.type == "cpu" else GPU_ELEMENTS) // z.shape[1])
@@ -75,8 +72,7 @@ def mask_of(ids: Tensor, columns: int) -> Tensor:
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first index [n] where the running sum of weights [n, V] exceeds `uniforms` [n] of the total: never of weight
-    0."""
+    """The first index [n] where the running sum of weights [n, V] exceeds `uniforms` [n] of the total."""
     blocks = _in_blocks(weights)
     running = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     target = uniforms * running[:, -1]

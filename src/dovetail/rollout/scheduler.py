@@ -1,5 +1,4 @@
-"""Continuous batching on the host, alike on every tp rank. Admission allocates all pages that a sample may need: none
-is preempted."""
+"""Continuous batching on the host, alike on every tp rank. Admission allocates all pages that a sample may need."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -40,17 +39,14 @@ class Request:
 
 
 class Scheduler:
-    """Waiting prompts (index -> length), longest first, and the running samples."""
+    """Waiting prompts (index -> length), longest first, and the running samples.
+
+    max_prefill_tokens: of prompts prefilled together.
+    """
 
     def __init__(
-        self,
-        lengths: Mapping[int, int],
-        budget: PageBudget,
-        pool: PagePool,
-        max_num_seqs: int,
-        max_prefill_tokens: int,
+        self, lengths: Mapping[int, int], budget: PageBudget, pool: PagePool, max_num_seqs: int, max_prefill_tokens: int
     ) -> None:
-        """max_prefill_tokens: of prompts prefilled together."""
         self.lengths, self.budget, self.pool = lengths, budget, pool
         self.max_num_seqs, self.max_prefill_tokens = max_num_seqs, max_prefill_tokens
         self.waiting = deque(sorted(lengths, key=lambda i: (-lengths[i], i)))
@@ -74,9 +70,8 @@ class Scheduler:
         while self.running + len(requests) < self.max_num_seqs:
             if self.current is None:
                 length = self.lengths[self.waiting[0]] if self.waiting else 0
-                if not length or (prompts and tokens + length > self.max_prefill_tokens):
-                    break
-                if self.budget.pages_for_first(length) > self.pool.num_free:
+                full = bool(prompts) and tokens + length > self.max_prefill_tokens
+                if not length or full or self.budget.pages_for_first(length) > self.pool.num_free:
                     break
                 pages = self.pool.allocate(self.budget.pages_for_prompt(length))
                 self.current = CachedPrompt(self.waiting.popleft(), length, pages, self.budget.samples)
@@ -111,7 +106,7 @@ class Scheduler:
         return Request(prompt.index, sample, prompt.length, prompt.pages[:full] + own, copy)
 
 
-TOKEN, LENGTH, DRAWN, STREAM, SLOT, PAGES = range(6)  # columns of a running row; its pages, then zeros, go to the end
+TOKEN, LENGTH, DRAWN, STREAM, SLOT, PAGES = range(6)  # columns of a running row, which ends in its pages and zeros
 
 
 def _new_rows(requests: Sequence[Request], slots: Numbers, noise: Numbers, table_width: int) -> Numbers:
@@ -182,11 +177,11 @@ class GenerationLoop:
         for prompt in prompts:
             positions = torch.arange(prompt.length, device=experts.device)[None]
             slots = prompt.index * self.params.samples + samples
-            self.buffer.put_experts(slots, positions, experts[start : start + prompt.length])
+            self.buffer.experts[slots, positions] = experts[start : start + prompt.length].to(self.buffer.experts.dtype)
             start += prompt.length
 
     def _accept(self, rows: Numbers, outputs: NDArray[np.float64], experts: Tensor | None = None) -> Numbers:
-        """Store outputs [steps, 2, n] up to each row's end, and free finished rows: the others. experts [steps, n, M, K]."""
+        """Store outputs [steps, 2, n] and experts [steps, n, M, K] up to each row's end -> unfinished rows."""
         ids, steps, slots, drawn = outputs[:, 0].astype(np.int64), len(outputs), rows[:, SLOT], rows[:, DRAWN]
         stops = np.isin(ids, self.stop_ids)
         stopped = stops.any(0)
@@ -200,7 +195,7 @@ class GenerationLoop:
         if experts is not None:
             indices = (slots[row], rows[row, LENGTH] + step, step, row)
             slot_of, position, *source = (torch.from_numpy(x).to(experts.device) for x in indices)
-            self.buffer.put_experts(slot_of, position, experts[source[0], source[1]])
+            self.buffer.experts[slot_of, position] = experts[source[0], source[1]].to(self.buffer.experts.dtype)
         rows[:, TOKEN] = ids[-1]
         rows[:, LENGTH : DRAWN + 1] += steps
         self.scheduler.free([pages[pages > 0].tolist() for pages in rows[finished, PAGES:]])

@@ -27,8 +27,7 @@ StaticBatch = list[tuple[int, int]]  # (index of a prompt, sample)
 
 
 def plan_static_batches(lengths: Mapping[int, int], samples: int, new: int, budget: int) -> list[StaticBatch]:
-    """(index -> length): batches of rows of like length, with at most `budget` entries (rows times the longest), or one
-    row."""
+    """(index -> length): rows of like length, with at most `budget` entries (rows times the longest), or one row."""
     batches: list[StaticBatch] = []
     longest = 0
     for prompt in sorted(lengths, key=lambda i: (-lengths[i], i)):
@@ -60,7 +59,6 @@ class TransformersSampler:
 
     @torch.no_grad()
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load (HF name, whole tensor) pairs, as `NativeSampler.refill`."""
         self._filled = False
         places, names = self._places(), Names(self.model)
         left: dict[int, tuple[str, int]] = {}
@@ -123,16 +121,17 @@ class TransformersSampler:
             alive.logical_and_(~torch.isin(drawn, stop_ids))
             return torch.full_like(scores, -torch.inf).scatter_(1, drawn[:, None], 0.0)
 
+        config = transformers.GenerationConfig(
+            max_new_tokens=params.max_new_tokens,
+            do_sample=False,
+            eos_token_id=list(params.stop_ids) or None,
+            pad_token_id=0,
+        )
         self.model.generate(
             ids.to(device),
             attention_mask=mask.to(device),
             **self._media(rows, ids),
-            generation_config=transformers.GenerationConfig(
-                max_new_tokens=params.max_new_tokens,
-                do_sample=False,
-                eos_token_id=list(params.stop_ids) or None,
-                pad_token_id=0,
-            ),
+            generation_config=config,
             logits_processor=transformers.LogitsProcessorList([draw_next]),
         )
 
