@@ -2,7 +2,7 @@
 #   PYTHON=...  the interpreter to start from (3.11 or newer)
 #   JOBS=2       test files that run at a time; many start several processes of their own
 #   RANKS_PER_GPU=1  how many ranks of `make test-gpu` may share a GPU where there are too few of them
-#   BASE=REF     what `make check` compares with (default: HEAD, or main where nothing differs); SECONDS=30: tests it runs
+#   BASE=REF     what `make check` compares with (default: HEAD, or main where nothing differs); SECONDS=20: tests it runs
 #   SOAK=1/6     the piece of `make soak` to run (default 1/1: all)
 #   TORCH=cpu   small CPU wheels of torch (about 200 MB); TORCH=default: what pip chooses (CUDA on Linux, about 3 GB)
 
@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 SOAK ?= 1/1
-SECONDS ?= 30
+SECONDS ?= 20
 COMPAT ?= 5.16.1 5.17.0 5.23.0
 PARITY := tests/parity tests/hf/test_parity.py tests/hf/test_vision.py
 .DEFAULT_GOAL := help

@@ -25,6 +25,7 @@ from tests.template import Template
 SET_NAME, SET_CHILD_SUBREAPER = 15, 36  # prctl(2)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 INHERITED = {
+    "PYTHONPATH",
     "TMPDIR",
     "TORCH_CPP_LOG_LEVEL",
     "RANK",
@@ -115,7 +116,7 @@ class _ForkedRank(_Forked):
 
     def _execute_child(self, *given: Any) -> None:
         rank = given[0][0] == sys.executable and "RANK" in (given[6] or ()) and "-c" not in given[0]
-        (super() if rank else super(_Forked, self))._execute_child(*given)
+        (super() if rank else super(_Forked, self))._execute_child(*given)  # type: ignore[misc]  # which types leave out
 
     def spawn(self, command: Command, files: tuple[int, int, int], kept: Sequence[int]) -> int:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -120,7 +120,7 @@ def style(changed: Iterable[str]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--base", help="what to compare with (default: HEAD, or main where nothing differs from it)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="recorded seconds of tests to run (default: 30)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="recorded seconds of tests to run (default: 20)")
     parser.add_argument("--jobs", default="2", help="test files that run at a time (default: 2)")
     parser.add_argument("--dry-run", action="store_true", help="say what would run")
     args = parser.parse_args()

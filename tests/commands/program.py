@@ -6,9 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,14 @@ import yaml
 from transformers import LlamaConfig
 
 from dovetail.cli.main import run_command
+from dovetail.data.chat import Renderer
+from dovetail.data.chat_worker import answer
 from tests.forked import can_fork, popen
 from tests.harness import run, template
 from tests.parity.configs import save_tiny, tiny_configs
-from tests.unit.test_data import make_tokenizer
+from tests.unit.test_data import CHATML, SEEING, make_tokenizer
 
+ASK = Renderer._ask
 VOCAB = 260  # of the byte-level tokenizer
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SECONDS = 300  # for one program; far more than it takes on an idle machine
@@ -36,7 +40,7 @@ class Ended(NamedTuple):
 
 def here(*argv: object) -> Ended:
     """One command line in this process, as one rank."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    with _captured() as (out, err):
         code = run_command([str(word) for word in argv])
     if dist.is_initialized():  # a failure leaves it
         dist.destroy_process_group()
@@ -131,11 +135,27 @@ def write_recipe(path: Path, model: Path, data: Path, /, **sections: Mapping[str
     return path
 
 
+@contextlib.contextmanager
+def _captured() -> Iterator[tuple[io.StringIO, io.StringIO]]:
+    """Standard output and error. Our own templates are rendered here: the process for others takes a second to start."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+        mock.patch.object(Renderer, "_ask", _ask),
+    ):
+        yield out, err
+
+
+def _ask(renderer: Renderer, tokenizer: Any, request: str) -> dict[str, str]:
+    known = tokenizer.chat_template in (CHATML, SEEING)
+    return answer(tokenizer, request) if known else ASK(renderer, tokenizer, request)
+
+
 def _as_rank(argv: list[str]) -> Ended:
     """The body of one rank: the environment that a launcher gives, around the group that the harness has made."""
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     try:
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        with _captured() as (out, err):
             code = run_command(argv)
     finally:
         for name in ("RANK", "WORLD_SIZE"):

@@ -69,7 +69,15 @@ def test_numbers_are_those_of_transformers(temperature: float, model: Path, tmp_
             assert abs(a - b) <= MODEL_FP32 * max(1.0, abs(b))
 
 
-@pytest.mark.parametrize("flags", [["--layout", "tp=2"], ["--layout", "dp=2"], ["--tokens-per-batch", "26"], []])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--layout", "tp=2"],
+        pytest.param(["--layout", "dp=2"], marks=pytest.mark.soak),
+        ["--tokens-per-batch", "26"],
+        [],
+    ],
+)
 def test_no_layout_or_batch_size_changes_a_number(
     flags: list[str], model: Path, scored: list[dict[str, list[float]]], tmp_path: Path
 ) -> None:

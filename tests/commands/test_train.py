@@ -1,6 +1,7 @@
 """`dovetail train`: what a run leaves behind, which setting wins, and that a dry run checks all and does nothing."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ ALWAYS = {"step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_p
 RL = {"reward_mean", "response_length_mean", "entropy_mean", "kl_mean", "clip_fraction", "reward_errors"}
 SFT_ROWS = [{"prompt": a, "completion": b} for a, b in (("ab", "cd"), ("x", ""), ("hi", "ho"))]
 RL_ROWS = [{"prompt": "ab", "answer": "c"}, {"prompt": "hi", "answer": "h", "id": "hi"}]
+ALGORITHMS, LAYOUTS = ("sft", "grpo", "ppo", "rloo"), ("tp=1", "tp=2", "dp=2")
+QUICK = {"sft-dp=2", "grpo-tp=2", "ppo-dp=2", "rloo-tp=1", "ppo-tp=1"}  # each algorithm, each layout
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 CHAT = {"prompt": [USER], "answer": "h", "messages": [USER, {"role": "assistant", "content": "ho"}]}  # of either kind
 
@@ -35,16 +38,17 @@ def rl_rows(tmp_path: Path) -> Path:
     return write_rows(tmp_path / "rl.jsonl", RL_ROWS)
 
 
-@pytest.mark.parametrize("layout", ["tp=1", "tp=2", "dp=2"])
-@pytest.mark.parametrize("algorithm", ["sft", "grpo", "ppo", "rloo"])
+@pytest.mark.parametrize(
+    ("algorithm", "layout"),
+    [pytest.param(a, b, marks=[pytest.mark.soak] * (f"{a}-{b}" not in QUICK)) for a, b in product(ALGORITHMS, LAYOUTS)],
+)
 def test_rows_of_metrics_have_every_key(
     algorithm: str, layout: str, model: Path, sft_rows: Path, rl_rows: Path, tmp_path: Path
 ) -> None:
     data = sft_rows if algorithm == "sft" else rl_rows
     if layout == "dp=2":  # a process for chat templates takes its time
         write_rows(data, [*read_rows(data)[:1], CHAT])
-    recipe = write_recipe(tmp_path / "r.yaml", model, data, algorithm={"name": algorithm})
-    argv = ["train", recipe, "--layout", layout]
+    argv = ["train", write_recipe(tmp_path / "r.yaml", model, data, algorithm={"name": algorithm}), "--layout", layout]
     codes = [here(*argv).code] if layout == "tp=1" else [ended.code for ended in on_ranks(2, *argv)]
     assert set(codes) == {0}
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")

@@ -165,9 +165,9 @@ def test_the_selection_is_wide() -> None:
         assert {case.recipe for case in cut} == set(RECIPES)
         assert {case.loss for case in cut} == set(LOSSES)
         assert {case.accumulation for case in cut} == {1, 3}
-    cut = [layout for layout, _ in cases]
+    chosen = [layout for layout, _ in cases]
     for one, other in combinations(axes, 2):
-        assert any(getattr(layout, one) > 1 < getattr(layout, other) for layout in cut)
+        assert any(getattr(layout, one) > 1 < getattr(layout, other) for layout in chosen)
     for schedule, axis in product(("1f1b", "zero_bubble", "interleaved"), axes):
-        assert any(layout.schedule == schedule and layout.pp > 1 < getattr(layout, axis) for layout in cut)
-    assert {layout.cp_mode for layout in cut if layout.cp > 1} == {"auto", "gather", "product", "ulysses"}
+        assert any(layout.schedule == schedule and layout.pp > 1 < getattr(layout, axis) for layout in chosen)
+    assert {layout.cp_mode for layout in chosen if layout.cp > 1} == {"auto", "gather", "product", "ulysses"}

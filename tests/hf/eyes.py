@@ -25,7 +25,7 @@ from transformers import (
 
 from tests.hf.families import VISION
 from tests.hf.sights import GLM, logits_of
-from tests.unit.test_data import make_tokenizer
+from tests.unit.test_data import SEEING, make_tokenizer
 
 MARKS = (
     "<|image_pad|>",
@@ -42,12 +42,6 @@ END = 3  # <|im_end|>
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "kimi_k25")
 MIXTURES = ("qwen3_vl_moe", "glm4v_moe")
 SEEN = "<|vision_start|><|image_pad|><|vision_end|>"
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<|vision_start|>"
-    "{{ '<|image_pad|>' if part['type'] == 'image' else '<|video_pad|>' }}<|vision_end|>{% endif %}{% endfor %}{% endif %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 OWN_CODE = """
 from transformers import Qwen2VLImageProcessorPil
 
@@ -61,7 +55,7 @@ class SquarePatches(Qwen2VLImageProcessorPil):
 
 
 def seeing_tokenizer() -> Any:
-    tokenizer = make_tokenizer(template=TEMPLATE)
+    tokenizer = make_tokenizer(template=SEEING)
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
     assert tokenizer.convert_tokens_to_ids(list(MARKS)) == list(range(IMAGE_ID, TOKENS))
     return tokenizer

@@ -64,7 +64,7 @@ def score_rows(folder: Path) -> list[tuple[dict[str, Any], str, list[Image.Image
     ]
 
 
-SCORED = {"qwen2_vl": "cp=2", "qwen2_5_vl": LAYOUT, "qwen3_vl": "cp=2", "glm4v": "dp=2", "kimi_k25": LAYOUT}
+SCORED = {"qwen2_vl": "dp=1", "qwen2_5_vl": LAYOUT, "qwen3_vl": "cp=2", "glm4v": "dp=2", "kimi_k25": "cp=2"}
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,12 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+SEEING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<|vision_start|>"
+    "{{ '<|image_pad|>' if part['type'] == 'image' else '<|video_pad|>' }}<|vision_end|>{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 # Says more about the last turn than about the others, as reasoning models do.
 FORGETFUL = CHATML.replace(
     "{{ m['content'] }}", "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}"

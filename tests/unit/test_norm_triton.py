@@ -12,13 +12,19 @@ check = pytest.importorskip("tests.unit.block_rows", reason="needs triton").chec
 ROUNDINGS = 4  # norm, gain, angle, sum: the most on one way
 
 
-def test_kernels_equal_the_reference() -> None:
+@pytest.mark.parametrize(
+    "dtypes", [("float32", "float16"), pytest.param(("bfloat16",), marks=pytest.mark.soak)], ids="-".join
+)
+def test_kernels_equal_the_reference(dtypes: tuple[str, ...]) -> None:
     """In a process of its own: interpreted kernels and compiled ones cannot live in one.
 
     The interpreter cuts bfloat16 off where a GPU rounds it, which is one step more at each rounding. It rounds float16 as a
     GPU does: there, what has no sums has equal bits.
     """
-    found = json.loads(output_of(template, "tests.unit.block_rows", TRITON_INTERPRET="1"))
+    found = json.loads(
+        output_of(template, "tests.unit.block_rows", *(f"torch.{name}" for name in dtypes), TRITON_INTERPRET="1")
+    )
+    assert all(any(f" torch.{name}:" in case for case in found) for name in dtypes)
     check(found, ROUNDINGS * OP_BF16, rounds=False)
 
 

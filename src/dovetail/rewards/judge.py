@@ -101,7 +101,7 @@ class Judge:
     ) -> None:
         """request: model, max_tokens and temperature."""
         self._prompt, self._scale, self._request = prompt, scale, dict(request)
-        self._pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
+        self.pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
         self._address = Address(**address)
         self._replies = None if cache is None else _Cache(Path(cache))
 
@@ -122,14 +122,14 @@ class Judge:
         return self._number(reply) / self._scale
 
     def _number(self, reply: str) -> float:
-        if self._pattern is None:
+        if self.pattern is None:
             values = numbers(reply)
             if values:
                 return float(values[-1])
-        elif match := self._pattern.search(reply):
+        elif match := self.pattern.search(reply):
             return float(match.group(1))
         raise ValueError(
-            f"the judge's reply holds no number{' that matches' * (self._pattern is not None)}: {reply!r:.200}"
+            f"the judge's reply holds no number{' that matches' * (self.pattern is not None)}: {reply!r:.200}"
         )
 
 

@@ -158,7 +158,11 @@ def kl_estimate(logprob: Tensor, reference: Tensor, kind: KLEstimator) -> Tensor
     difference = _limited(widened(logprob) - reference)
     if kind == "k1":
         return difference
-    return difference * difference / 2 if kind == "k2" else _k3(difference)
+    if kind == "k2":
+        return difference * difference / 2
+    if kind == "k3":
+        return _k3(difference)
+    raise ConfigError(f"kl_estimator={kind!r} is no KL estimator; choose k1, k2 or k3")
 
 
 def _k3(difference: Tensor) -> Tensor:
