@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.rl.tasks import EMPTY_UPDATE
+from dovetail.rl.step_metrics import EMPTY_UPDATE
 from dovetail.run.console import WIDTH, Console, curve
 
 
