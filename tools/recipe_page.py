@@ -53,13 +53,13 @@ first one the ratio is 1. A KL term (`kl_coef` above 0) loads a second model, th
 REWARDS = """
 ## Rewards
 
-`reward.name` is one of these, `reward.options` has its options; `reward.import: module:function` is a function of your own
-(contract.md, Rewards, says how it is called).
+`reward.name` is one of these, `reward.options` has its options; `reward.import: module:function` is a function of your own.
+Judges, reward models and sums of several: [rewards.md](rewards.md).
 """
 FROM_OTHERS = """
 ## From verl or TRL
 
-Reward functions of either run as they are, unless they are `async`. In rows of verl's, `reward_model.ground_truth` becomes
+Reward functions of either run as they are, `async` ones too. In rows of verl's, `reward_model.ground_truth` becomes
 the column `answer`; `prompt`, `data_source` and `extra_info` stay (parquet is read, too). Sizes count other things:
 `minibatches` is the number of updates in a pass over a step's rows, not the rows of one; `prompts_per_step` counts prompts
 over all ranks, not completions of one; `tokens_per_batch` stands for every micro-batch size.
