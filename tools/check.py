@@ -5,7 +5,8 @@
 Changed is what differs from REF (default: HEAD, or where nothing does the point at which the branch left main), with files that
 git does not know. Always run: test files that have changed, and those of tests/unit that import a changed file. The
 others follow, near ones (at most two imports away) and those that take no time before far ones, cheap ones before long
-ones, until S recorded seconds (tests/durations.json) are used. What is left out is printed, with its seconds: `make test` runs all.
+ones, until S recorded seconds (tests/durations.json) are used. What is left out is printed, with its seconds: `make test`
+runs all.
 """
 
 import argparse
