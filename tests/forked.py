@@ -116,7 +116,7 @@ class _ForkedRank(_Forked):
 
     def _execute_child(self, *given: Any) -> None:
         rank = given[0][0] == sys.executable and "RANK" in (given[6] or ()) and "-c" not in given[0]
-        (super() if rank else super(_Forked, self))._execute_child(*given)  # type: ignore[misc]  # which types leave out
+        (super() if rank else super(_Forked, self))._execute_child(*given)  # type: ignore[attr-defined]  # which types leave out
 
     def spawn(self, command: Command, files: tuple[int, int, int], kept: Sequence[int]) -> int:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

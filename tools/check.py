@@ -4,8 +4,9 @@
 
 Changed is what differs from REF (default: HEAD, or where nothing does the point at which the branch left main), with files that
 git does not know. Always run: test files that have changed, and those of tests/unit that import a changed file. The
-others follow, near ones (at most two imports away) before far ones and cheap ones before long ones, until S recorded
-seconds (tests/durations.json) are used. What is left out is printed, with its seconds: `make test` runs all.
+others follow, near ones (at most two imports away) and those that take no time before far ones, cheap ones before long
+ones, until S recorded seconds (tests/durations.json) are used. What is left out is printed, with its seconds: `make test`
+runs all.
 """
 
 import argparse
@@ -31,6 +32,7 @@ EVERYTHING = (
     "tests/forked.py",
 )  # what all tests depend on
 UNIT = "tests/unit/"
+CHEAP = 0.3  # seconds of a test file that runs before long ones, however far it is
 NEAR = 2  # imports between a test and a changed file
 APART = ("tests/gpu/",)  # never run here
 
@@ -52,7 +54,9 @@ def plan(steps: Mapping[str, int], durations: Mapping[str, float], budget: float
     always = [path for path, n in steps.items() if n == 0 or (n == 1 and path.startswith(UNIT))]
     chosen = sorted(always, key=cost)
     spent = sum(map(cost, chosen))
-    others = sorted(set(steps) - set(always), key=lambda path: (steps[path] > NEAR, cost(path), path))
+    others = sorted(
+        set(steps) - set(always), key=lambda path: (steps[path] > NEAR and cost(path) > CHEAP, cost(path), path)
+    )
     for path in others:
         if spent + cost(path) <= budget:
             chosen.append(path)

@@ -140,7 +140,7 @@ def test_sigterm_ends_any_command_with_143_and_leaves_nothing(
     argv = ["generate", "--model", model, "--data", rows, "--out", tmp_path / "out.jsonl", "--layout", layout]
     process = start(*argv, "--max-new-tokens", 10**5, "--samples", 64)
     assert waited(lambda: process.poll() is not None or listens(process.pid, signal.SIGTERM))
-    time.sleep(4)  # whatever it has come to by then
+    time.sleep(1.5)  # whatever it has come to by then
     assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)

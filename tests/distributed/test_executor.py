@@ -150,12 +150,12 @@ def random_plans(ranks: int) -> dict[int, list[Plan]]:
     return {virtual: [any_plan(ranks, virtual, n, seed=n) for n in micros] for virtual in (1, 2, 3)}
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.soak), 4, 8])
 def test_every_schedule_gives_the_values_of_one_process(ranks: int) -> None:
     run(ranks, check_all, ranks, every_schedule(ranks))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.soak)])
 def test_random_plans_give_the_values_of_one_process(ranks: int) -> None:
     run(ranks, check_all, ranks, random_plans(ranks))
 

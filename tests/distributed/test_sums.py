@@ -143,7 +143,7 @@ def resident(path: Path, layout: Layout) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, ep=2)], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(Layout(dp=2), marks=pytest.mark.soak), Layout(dp=2, ep=2)], ids=str)
 def test_what_stays_whole_changes_no_gradient(folder: Path, layout: Layout) -> None:
     for found in run(2, resident, folder / "experts", layout):
         assert len(found) == 3

@@ -22,7 +22,7 @@ from tests.fault.training_checkpoint import write_steps
 from tests.harness import run
 
 PAGE = 4096
-COUNTS = pytest.mark.parametrize(("flips", "cuts"), [(150, 40), pytest.param(2000, 200, marks=pytest.mark.soak)])
+COUNTS = pytest.mark.parametrize(("flips", "cuts"), [(60, 20), pytest.param(2000, 200, marks=pytest.mark.soak)])
 
 
 @pytest.fixture(scope="module")

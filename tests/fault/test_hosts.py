@@ -7,6 +7,7 @@ import subprocess
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ main.main()
 """
 
 
-def hosts(*argv: object, folder: Path, **options: list[str]) -> list[subprocess.Popen[str]]:
+def hosts(*argv: object, folder: Path, **options: Any) -> list[subprocess.Popen[str]]:
     """The same command as two ranks, one a host, that meet at a port of this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

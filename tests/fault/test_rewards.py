@@ -86,7 +86,7 @@ def test_failures_in_an_evaluation_are_counted_too(model: Path, tmp_path: Path) 
 def test_more_than_one_in_twenty_stops_with_the_first_cause(what: str, model: Path, tmp_path: Path) -> None:
     recipe = make(tmp_path, model, what, share=0.1)
     told = [refusal(here("train", recipe))]
-    for layout in ("tp=2", "dp=2") if what in ("raise", "hang") else ():
+    for layout in {"raise": ("tp=2", "dp=2"), "hang": ("dp=2",)}.get(what, ()):
         ended = on_ranks(2, "train", recipe, "--layout", layout, f"run_dir={tmp_path}/{layout}")
         assert len(set(ended)) == 1, ended
         told.append(refusal(ended[0]))
