@@ -123,7 +123,7 @@ def rl(inputs: Path, run_dir: Path, name: str = "grpo", **sections: Any) -> dict
 def builder_of(given: Mapping[str, Any]) -> Builder:
     """What makes the parts of a recipe's run, on the ranks of the default process group. Collective."""
     recipe = make_recipe(given)
-    return Builder(recipe, torch.device("cpu"), Path(recipe.data.train).parent, lambda: False)
+    return Builder(recipe, torch.device("cpu"), Path(str(recipe.data.train)).parent, lambda: False)
 
 
 def play(given: Mapping[str, Any], bug: str = "") -> Played:

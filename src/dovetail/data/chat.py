@@ -50,8 +50,8 @@ class Renderer:
     def render(self, tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
         """As `apply_chat_template`. Raises DataError where the template fails or exceeds a limit."""
         # what is no JSON, such as a date of a parquet file, becomes its type
-        request = {"messages": messages, "options": {**self.options, **options}}
-        request = json.dumps(request, default=lambda x: f"<{type(x).__name__}>")
+        asked = {"messages": messages, "options": {**self.options, **options}}
+        request = json.dumps(asked, default=lambda x: f"<{type(x).__name__}>")
         base = importlib.import_module("transformers.tokenization_utils_base").PreTrainedTokenizerBase
         is_own = any(getattr(type(tokenizer), name) is not getattr(base, name) for name in METHODS)
         reply = answer(tokenizer, request) if is_own else self._ask(tokenizer, request)

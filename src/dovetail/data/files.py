@@ -121,7 +121,7 @@ def _read_file(path: Path) -> Iterator[JsonRow]:
         raise DataError(f"{path}: not readable ({error}); write it again, or give JSONL") from error
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _opened(path: Path) -> Any:  # a binary file
     if path.suffix == ".zst":
         return io.BufferedReader(_pyarrow("", path).input_stream(str(path), compression="zstd"))
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
