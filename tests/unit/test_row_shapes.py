@@ -22,7 +22,7 @@ from dovetail.errors import DataError
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.types import RowFormat
 from tests.unit.row_shapes import SHAPES, TEMPLATE, Shape, said
-from tests.unit.test_data import make_tokenizer
+from tests.unit.test_data import ASSISTANT, USER, make_tokenizer, spelled, write
 
 TOKENIZER = make_tokenizer(template=TEMPLATE)
 LIMITS = Limits(vocab_size=260)
@@ -239,3 +239,25 @@ def test_options_of_the_template_reach_it(tmp_path: Path) -> None:
         tmp_path / "rows.jsonl", TOKENIZER, LIMITS, renderer=Renderer({"enable_thinking": False})
     )
     assert marked(row.ids, None) == said("user", "a") + "<|im_start|>assistant\n(no thoughts)"
+
+
+def test_a_template_that_marks_what_is_generated_says_what_is_trained(tmp_path: Path) -> None:
+    """Also where it rewrites earlier turns, or trains more than EOS."""
+    content = "{% generation %}{{ m['content'] }}<|im_end|>\n{% endgeneration %}"
+    marked = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+        "{% if loop.last %}<think></think>{% endif %}" + content + "{% else %}{{ m['content'] }}<|im_end|>{% endif %}"
+        "{% endfor %}"
+    )
+    silent = {**ASSISTANT, "content": "No", "weight": 0}
+    path = write(tmp_path, {"messages": [USER, ASSISTANT, USER, silent, USER, ASSISTANT]})
+    (row,) = examples.load_sft(path, make_tokenizer(template=marked), LIMITS, renderer=RENDERER)
+    assert spelled(row.ids, row.mask) == "It is 4<|im_end|>\nIt is 4<|im_end|>\n"
+    assert spelled(row.ids).count("<think></think>") == 1
+    once = marked.replace("m['role'] == 'assistant'", "loop.last")
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template marks 1 turns as generated, .* have 3"):
+        examples.load_sft(path, make_tokenizer(template=once), LIMITS, renderer=RENDERER)
+    with pytest.raises(DataError, match="without an assistant turn"):
+        examples.load_sft(
+            write(tmp_path, {"messages": [USER, silent]}), make_tokenizer(template=marked), LIMITS, renderer=RENDERER
+        )
