@@ -199,6 +199,25 @@ def test_mistakes_name_file_and_row(name: str, content: bytes, words: str, tmp_p
         examples.load_sft(tmp_path / name, TOKENIZER, LIMITS, renderer=RENDERER)
 
 
+def test_places_of_images_become_content_parts(tmp_path: Path) -> None:
+    """<image> in verl's and ShareGPT's texts, where the row has images, and OpenAI's addresses."""
+    text, parts = "<image>Which?", [{"type": "image"}, {"type": "text", "text": "Which?"}]
+    address = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    rows = (
+        ({"prompt": [{"role": "user", "content": text}], "reward_model": {}, "images": ["a.png"]}, parts),
+        ({"prompt": [{"role": "user", "content": text}], "reward_model": {}, "images": None}, text),
+        ({"conversations": [{"from": "human", "value": text}], "images": ["a.png"]}, parts),
+        (
+            {"messages": [{"role": "user", "content": [address]}]},
+            [{"type": "image", "url": "data:image/png;base64,AA=="}],
+        ),
+    )
+    for row, expected in rows:
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        (read_row,) = rows_of(tmp_path / "rows.jsonl", lambda _: None)
+        assert read_row.values["prompt"][0]["content"] == expected
+
+
 def test_a_row_of_another_format_than_the_first_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}')
     with pytest.raises(DataError, match=r"rows\.jsonl:2: the row lacks 'question' \(it has 'prompt', 'answer'\)"):
