@@ -84,9 +84,13 @@ def test_a_row_is_read_as_its_project_trains_it(shape: Shape, tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def trl() -> Mapping[str, Any]:
-    """What TRL's own preparation and collator make of the table's rows."""
+    """What TRL's own preparation and collator make of the table's rows: of the installed one, or as it was written down.
+
+    `python -m tests.unit.trl_rows > tests/unit/trl_rows.json` writes it down (pip install -e '.[peers]').
+    """
     if importlib.util.find_spec("trl") is None:
-        pytest.skip("needs trl")
+        written: Mapping[str, Any] = json.loads(Path(__file__).with_name("trl_rows.json").read_text())
+        return written
     command = [sys.executable, "-m", "tests.unit.trl_rows"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
