@@ -169,13 +169,14 @@ COLUMNS: tuple[tuple[str, str], ...] = (
 
 
 def rows_of(source: Source | Path | str, say: Callable[[str], None]) -> Iterator[JsonRow]:
-    """Rows in our columns. say: gets one line, by whose format they are read."""
+    """Rows in our columns. say: gets one line, by whose format they are read, if that is not ours."""
     source, name = as_source(source), ""
     for raw in read_rows(source):
         row = replace(_renamed(raw, source.columns), chat=source.chat)
         if not name:
             name = _recognized(row) if source.format == "auto" else source.format
-            say(f"rows of {source.path} are read as {FORMATS[name].title}")
+            if (name, source.format) != ("trl", "auto"):  # TRL's columns are ours
+                say(f"rows of {source.path} are read as {FORMATS[name].title}")
         alternatives = [columns.split() for columns, other in COLUMNS if other == name]
         if name not in ("trl", "openai") and not any(set(columns) <= row.values.keys() for columns in alternatives):
             row.require(*alternatives[0])
