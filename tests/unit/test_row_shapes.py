@@ -208,7 +208,7 @@ def test_places_of_images_become_content_parts(tmp_path: Path) -> None:
     """<image> in verl's and ShareGPT's texts, where the row has images, and OpenAI's addresses."""
     text, parts = "<image>Which?", [{"type": "image"}, {"type": "text", "text": "Which?"}]
     address = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    rows = (
+    rows: tuple[tuple[dict[str, Any], Any], ...] = (
         ({"prompt": [{"role": "user", "content": text}], "reward_model": {}, "images": ["a.png"]}, parts),
         ({"prompt": [{"role": "user", "content": text}], "reward_model": {}, "images": None}, text),
         ({"conversations": [{"from": "human", "value": text}], "images": ["a.png"]}, parts),
