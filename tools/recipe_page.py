@@ -59,8 +59,8 @@ Judges, reward models and sums of several: [rewards.md](rewards.md).
 FROM_OTHERS = """
 ## From verl or TRL
 
-Reward functions of either run as they are, `async` ones too. In rows of verl's, `reward_model.ground_truth` becomes
-the column `answer`; `prompt`, `data_source` and `extra_info` stay (parquet is read, too). Sizes count other things:
+Reward functions of either run as they are, `async` ones too, and so do their rows ([data.md](data.md)). Sizes count other
+things:
 `minibatches` is the number of updates in a pass over a step's rows, not the rows of one; `prompts_per_step` counts prompts
 over all ranks, not completions of one; `tokens_per_batch` stands for every micro-batch size.
 """

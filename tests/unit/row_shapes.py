@@ -31,7 +31,7 @@ class Shape:
     expected: str | Sequence[str | None]  # of a preference: chosen, rejected
     label: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)  # of the source
-    trl: Literal["", "sft", "prompt", "dpo"] = ""
+    trl: Literal["", "sft", "prompt", "dpo", "kto"] = ""
 
 
 def said(role: str, text: str) -> str:
@@ -116,7 +116,7 @@ SHAPES: Sequence[Shape] = (
           format="trl", expected=f"The sky is[[ blue.{END}]]", trl="sft"),
     Shape(name="trl prompt-completion, messages", doc=TRL, format="trl", task="sft",
           row={"prompt": TURNS[:1], "completion": TURNS[1:]}, expected=WHOLE, trl="sft"),
-    Shape(name="trl prompt-completion, several turns", doc=TRL, format="trl", task="sft",
+    Shape(name="trl prompt-completion, several turns", doc=TRL, format="trl", task="sft", trl="sft",
           row={"prompt": TURNS[:1], "completion": [*TURNS[1:], user("Why?"), assistant("Air.")]},
           expected=f"{asked(QUESTION)}[[{BLUE}{END}\n{asked('Why?')}Air.{END}\n]]"),
     Shape(name="trl preference", doc=TRL, format="trl", task="preference", trl="dpo",
@@ -134,10 +134,10 @@ SHAPES: Sequence[Shape] = (
     Shape(name="ultrafeedback: a prompt as text and whole conversations", doc="HuggingFaceH4/ultrafeedback_binarized",
           format="trl", task="preference", expected=(WHOLE, WHOLE.replace(BLUE, GREEN)),
           row={"prompt": QUESTION, "chosen": TURNS, "rejected": [*TURNS[:1], assistant(GREEN)], "score_chosen": 8.5}),
-    Shape(name="trl unpaired preference, good", doc=TRL, format="trl", task="preference",
+    Shape(name="trl unpaired preference, good", doc=TRL, format="trl", task="preference", trl="kto",
           row={"prompt": "The sky is", "completion": " blue.", "label": True},
           expected=(f"The sky is[[ blue.{END}]]", None)),
-    Shape(name="trl unpaired preference, bad, messages", doc=TRL, format="trl", task="preference",
+    Shape(name="trl unpaired preference, bad, messages", doc=TRL, format="trl", task="preference", trl="kto",
           row={"prompt": TURNS[:1], "completion": [assistant(GREEN)], "label": False},
           expected=(None, WHOLE.replace(BLUE, GREEN))),
     Shape(name="trl tokenized with labels", doc=TRL, row={"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, task="sft",

@@ -22,7 +22,7 @@ from dovetail.errors import DataError
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.types import RowFormat
 from tests.unit.row_shapes import SHAPES, TEMPLATE, Shape, said
-from tests.unit.test_data import make_tokenizer
+from tests.unit.test_data import ASSISTANT, USER, make_tokenizer, spelled, write
 
 TOKENIZER = make_tokenizer(template=TEMPLATE)
 LIMITS = Limits(vocab_size=260)
@@ -58,7 +58,8 @@ def read(shape: Shape, path: Path) -> Any:
     more = {"answers": shape.label is not None} if shape.task == "rl" else {}
     source = Source(path=str(path), **shape.options)
     (example,) = LOADERS[shape.task](source, TOKENIZER, limits, renderer=RENDERER, **more)  # type: ignore[operator]  # of any kind
-    assert said_lines == [f"rows of {path} are read as {FORMATS[shape.format].title}"]
+    line = f"rows of {path} are read as {FORMATS[shape.format].title}"
+    assert said_lines == ([] if shape.format == "trl" else [line]), "TRL's columns are ours"
     return example
 
 
@@ -84,9 +85,13 @@ def test_a_row_is_read_as_its_project_trains_it(shape: Shape, tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def trl() -> Mapping[str, Any]:
-    """What TRL's own preparation and collator make of the table's rows."""
+    """What TRL's own preparation and collator make of the table's rows: of the installed one, or as it was written down.
+
+    `python -m tests.unit.trl_rows > tests/unit/trl_rows.json` writes it down (pip install -e '.[peers]').
+    """
     if importlib.util.find_spec("trl") is None:
-        pytest.skip("needs trl")
+        written: Mapping[str, Any] = json.loads(Path(__file__).with_name("trl_rows.json").read_text())
+        return written
     command = [sys.executable, "-m", "tests.unit.trl_rows"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -98,9 +103,9 @@ def trl() -> Mapping[str, Any]:
 def test_ids_and_masks_are_those_of_trl(shape: Shape, trl: Mapping[str, Any], tmp_path: Path) -> None:
     example, theirs = read(shape, tmp_path / "rows.jsonl"), trl[shape.name]
     ours = [example.chosen, example.rejected] if shape.task == "preference" else [example]
-    assert [list(each.ids) for each in ours] == [ids for ids, _ in theirs]
+    assert [each and list(each.ids) for each in ours] == [each and each[0] for each in theirs]
     if shape.task != "rl":
-        assert [list(each.mask) for each in ours] == [mask for _, mask in theirs]
+        assert [each and list(each.mask) for each in ours] == [each and each[1] for each in theirs]
 
 
 def write_rows(path: Path) -> Path:
@@ -177,6 +182,10 @@ def test_directories_and_globs_are_read_in_order(tmp_path: Path) -> None:
         ("rows.md", b"", "no rows"),
         ("rows.jsonl", b'{"x": 1, "y": null}', r"jsonl:1: the row's columns \('x', 'y'\) are of no known .*data.columns="),
         ("rows.jsonl", b'{"conversations": [{"from": "me", "value": "a"}]}', "message 0 is from 'me'; expected one of human"),
+        ("rows.jsonl", b'{"chosen": 1, "rejected": 2}', ":1: the row is not written as TRL's are"),
+        ("rows.jsonl", b'{"input": ["a"]}', ":1: the row is not written as OpenRLHF's are"),
+        ("rows.jsonl", b'{"instruction": "a", "output": "b", "history": [1]}', ":1: the row is not written as Alpaca's are"),
+        ("rows.jsonl", b'{"conversations": [], "chosen": "a", "rejected": "b"}', ":1: the row is not written as ShareGPT's"),
         ("rows.jsonl", b'{"conversations": "a"}', r":1: conversations is 'a'; expected"),
         ("rows.jsonl", b'{"conversations": [{"from": "function_call", "value": "f"}]}', "message 0 calls 'f'; expected"),
         ("rows.jsonl", b'{"prompt": "a", "reward_model": "4"}', r":1: reward_model is '4'; expected \{style, ground_truth\}"),
@@ -193,6 +202,25 @@ def test_mistakes_name_file_and_row(name: str, content: bytes, words: str, tmp_p
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=words):
         examples.load_sft(tmp_path / name, TOKENIZER, LIMITS, renderer=RENDERER)
+
+
+def test_places_of_images_become_content_parts(tmp_path: Path) -> None:
+    """<image> in verl's and ShareGPT's texts, where the row has images, and OpenAI's addresses."""
+    text, parts = "<image>Which?", [{"type": "image"}, {"type": "text", "text": "Which?"}]
+    address = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    rows: tuple[tuple[dict[str, Any], Any], ...] = (
+        ({"prompt": [{"role": "user", "content": text}], "reward_model": {}, "images": ["a.png"]}, parts),
+        ({"prompt": [{"role": "user", "content": text}], "reward_model": {}, "images": None}, text),
+        ({"conversations": [{"from": "human", "value": text}], "images": ["a.png"]}, parts),
+        (
+            {"messages": [{"role": "user", "content": [address]}]},
+            [{"type": "image", "url": "data:image/png;base64,AA=="}],
+        ),
+    )
+    for row, expected in rows:
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        (read_row,) = rows_of(tmp_path / "rows.jsonl", lambda _: None)
+        assert read_row.values["prompt"][0]["content"] == expected
 
 
 def test_a_row_of_another_format_than_the_first_is_named(tmp_path: Path) -> None:
@@ -235,3 +263,25 @@ def test_options_of_the_template_reach_it(tmp_path: Path) -> None:
         tmp_path / "rows.jsonl", TOKENIZER, LIMITS, renderer=Renderer({"enable_thinking": False})
     )
     assert marked(row.ids, None) == said("user", "a") + "<|im_start|>assistant\n(no thoughts)"
+
+
+def test_a_template_that_marks_what_is_generated_says_what_is_trained(tmp_path: Path) -> None:
+    """Also where it rewrites earlier turns, or trains more than EOS."""
+    content = "{% generation %}{{ m['content'] }}<|im_end|>\n{% endgeneration %}"
+    marked = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+        "{% if loop.last %}<think></think>{% endif %}" + content + "{% else %}{{ m['content'] }}<|im_end|>{% endif %}"
+        "{% endfor %}"
+    )
+    silent = {**ASSISTANT, "content": "No", "weight": 0}
+    path = write(tmp_path, {"messages": [USER, ASSISTANT, USER, silent, USER, ASSISTANT]})
+    (row,) = examples.load_sft(path, make_tokenizer(template=marked), LIMITS, renderer=RENDERER)
+    assert spelled(row.ids, row.mask) == "It is 4<|im_end|>\nIt is 4<|im_end|>\n"
+    assert spelled(row.ids).count("<think></think>") == 1
+    once = marked.replace("m['role'] == 'assistant'", "loop.last")
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template marks 1 turns as generated, .* have 3"):
+        examples.load_sft(path, make_tokenizer(template=once), LIMITS, renderer=RENDERER)
+    with pytest.raises(DataError, match="without an assistant turn"):
+        examples.load_sft(
+            write(tmp_path, {"messages": [USER, silent]}), make_tokenizer(template=marked), LIMITS, renderer=RENDERER
+        )

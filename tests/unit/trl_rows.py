@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from trl import DPOTrainer, SFTTrainer
+from trl import DPOTrainer, KTOTrainer, SFTTrainer
 from trl.data_utils import extract_prompt, maybe_apply_chat_template
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -59,12 +59,21 @@ def compared_by_dpo(row: dict[str, Any]) -> list[Any]:
     return [[start + end, [False] * len(start) + [True] * len(end)] for end in pairs]
 
 
+def judged_by_kto(row: dict[str, Any]) -> list[Any]:
+    own = SimpleNamespace(_tokenizer=TOKENIZER, calculate_KL=False)
+    args = SimpleNamespace(dataset_num_proc=None, max_length=None)
+    (done,) = KTOTrainer._prepare_dataset(own, Rows([row]), TOKENIZER, args, "train")
+    start, end = done["prompt_ids"], done["completion_ids"]
+    trained = [start + end, [False] * len(start) + [True] * len(end)]
+    return [trained, None] if done["label"] else [None, trained]
+
+
 def sampled_from(row: dict[str, Any]) -> list[Any]:
     text = maybe_apply_chat_template(row, TOKENIZER)["prompt"]
     return [[TOKENIZER(text, add_special_tokens=False)["input_ids"], []]]
 
 
 if __name__ == "__main__":
-    made = {"sft": trained_by_sft, "dpo": compared_by_dpo, "prompt": sampled_from}
+    made = {"sft": trained_by_sft, "dpo": compared_by_dpo, "kto": judged_by_kto, "prompt": sampled_from}
     results = {shape.name: made[shape.trl](dict(shape.row)) for shape in SHAPES if shape.trl}
     sys.stdout.write(json.dumps(results) + "\n")

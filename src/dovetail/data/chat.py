@@ -7,6 +7,7 @@ tokenizer class that renders itself is code that the user has trusted, and runs 
 import contextlib
 import importlib
 import json
+import re
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from dovetail.errors import DataError, quoted
 from dovetail.launch.process import start_worker
 
 Message = Mapping[str, Any]
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 METHODS = ("apply_chat_template", "get_chat_template")
 
 
@@ -49,17 +51,26 @@ class Renderer:
 
     def render(self, tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
         """As `apply_chat_template`. Raises DataError where the template fails or exceeds a limit."""
+        text: str = self._render(tokenizer, messages, options)["text"]
+        return text
+
+    def render_marked(self, tokenizer: Any, messages: Sequence[Any], **options: Any) -> tuple[str, list[list[int]]]:
+        """With the spans of characters that the template marks as generated."""
+        reply = self._render(tokenizer, messages, options, spans=True)
+        return reply["text"], reply["spans"]
+
+    def _render(
+        self, tokenizer: Any, messages: Sequence[Any], options: Mapping[str, Any], *, spans: bool = False
+    ) -> dict[str, Any]:
         # what is no JSON, such as a date of a parquet file, becomes its type
-        request = {"messages": messages, "options": {**self.options, **options}}
-        request = json.dumps(request, default=lambda x: f"<{type(x).__name__}>")
-        base = importlib.import_module("transformers.tokenization_utils_base").PreTrainedTokenizerBase
-        is_own = any(getattr(type(tokenizer), name) is not getattr(base, name) for name in METHODS)
-        reply = answer(tokenizer, request) if is_own else self._ask(tokenizer, request)
+        asked = {"messages": messages, "options": {**self.options, **options}, "spans": spans}
+        request = json.dumps(asked, default=lambda x: f"<{type(x).__name__}>")
+        reply = answer(tokenizer, request) if renders_itself(tokenizer) else self._ask(tokenizer, request)
         if "error" in reply:
             raise DataError(f"the chat template {reply['error']}")
-        return reply["text"]
+        return reply
 
-    def _ask(self, tokenizer: Any, request: str) -> dict[str, str]:
+    def _ask(self, tokenizer: Any, request: str) -> dict[str, Any]:
         setup = json.dumps({"template": tokenizer.chat_template, "special_tokens": tokenizer.special_tokens_map})
         limits = str(self.seconds), str(self.memory)
         process = self._process = self._process or start_worker("dovetail.data.chat_worker", *limits)
@@ -71,7 +82,7 @@ class Renderer:
             process.stdin.flush()
         line = process.stdout.readline()
         if line.endswith(b"\n"):
-            reply: dict[str, str] = json.loads(line)
+            reply: dict[str, Any] = json.loads(line)
             return reply
         code = self._end(process)
         if code >= 0:
@@ -86,6 +97,11 @@ class Renderer:
         return process.returncode
 
 
+def renders_itself(tokenizer: Any) -> bool:
+    base = importlib.import_module("transformers.tokenization_utils_base").PreTrainedTokenizerBase
+    return any(getattr(type(tokenizer), name) is not getattr(base, name) for name in METHODS)
+
+
 @dataclass(frozen=True)
 class Chat:
     tokenizer: Any  # or None
@@ -93,20 +109,26 @@ class Chat:
 
     def encode(self, row: JsonRow, messages: list[Message], **options: bool) -> list[int]:
         """The ids of `messages` and the row's tools."""
-        if not self.tokenizer.chat_template:
-            raise row.error("messages need a chat template, and the tokenizer has none; write the prompt as a string")
-        tools = _tools(row, self.tokenizer.chat_template)
+        given = self._options(row)
         with row.locating():
-            text = self.renderer.render(self.tokenizer, messages, **_template_options(row), tools=tools, **options)
+            text = self.renderer.render(self.tokenizer, messages, **given, **options)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
+
+    def _options(self, row: JsonRow) -> dict[str, Any]:
+        if not self.tokenizer.chat_template:
+            raise row.error("messages need a chat template, and the tokenizer has none; write the prompt as a string")
+        return {**_template_options(row), "tools": _tools(row, self.tokenizer.chat_template)}
 
     def conversation(self, row: JsonRow, messages: list[Message]) -> tuple[list[int], list[bool]]:
         """Ids and mask of a conversation, which trains the assistant turns without weight 0.
 
-        A turn goes from the end of the generation prompt before it to its EOS, or to its end. Templates that write a turn
-        differently once more messages follow are refused.
+        Where the template marks what is generated, that is a turn. Else a turn goes from the end of the generation prompt
+        before it to its EOS, or to its end, and templates that write one differently once more messages follow are refused.
         """
+        marks = GENERATION.search(str(self.tokenizer.chat_template))
+        if marks and self.tokenizer.is_fast and not renders_itself(self.tokenizer):
+            return self._marked(row, messages)
         ids = self.encode(row, messages)
         mask = [False] * len(ids)
         end_id = self.tokenizer.eos_token_id
@@ -129,9 +151,24 @@ class Chat:
             if end_id in ids[start:end]:
                 end -= ids[start:end][::-1].index(end_id)
             mask[start:end] = [True] * (end - start)
-        if not any(mask):
-            raise row.error("messages without an assistant turn (of weight 1) train nothing; add one")
-        return ids, mask
+        return ids, _trained(row, mask)
+
+    def _marked(self, row: JsonRow, messages: list[Message]) -> tuple[list[int], list[bool]]:
+        """By the template's {% generation %}, as TRL's assistant_only_loss."""
+        given = self._options(row)
+        with row.locating():
+            text, spans = self.renderer.render_marked(self.tokenizer, messages, **given)
+        trains = [_trains(row, n, message) for n, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(spans) != len(trains):
+            raise row.error(
+                f"the chat template marks {len(spans)} turns as generated, but the messages have {len(trains)} of the "
+                "assistant; give another template with data.chat_template"
+            )
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        kept = [span for span, is_trained in zip(spans, trains, strict=True) if is_trained]
+        places = encoded["offset_mapping"]
+        mask = [any(start < span[1] and end > span[0] for span in kept) for start, end in places]
+        return encoded["input_ids"], _trained(row, mask)
 
     def _opening(self, row: JsonRow, earlier: list[Message], message: Message, through: list[int]) -> list[int]:
         """The ids before an assistant's text, within `through`. Of a first message: those that other texts leave alone."""
@@ -195,6 +232,12 @@ def _template_options(row: JsonRow) -> dict[str, Any]:
         )
     given = {"enable_thinking": thinking, **(options or {})}
     return {key: value for key, value in given.items() if value is not None}
+
+
+def _trained(row: JsonRow, mask: list[bool]) -> list[bool]:
+    if not any(mask):
+        raise row.error("messages without an assistant turn (of weight 1) train nothing; add one")
+    return mask
 
 
 def _says_more(message: Message) -> bool:

@@ -47,16 +47,31 @@ class CaughtError:
         return True
 
 
-def answer(tokenizer: Any, line: str | bytes) -> dict[str, str]:
-    """{"text": the rendered request `line`} or {"error": why not}."""
-    text = ""
+def answer(tokenizer: Any, line: str | bytes) -> dict[str, Any]:
+    """{"text": the rendered request `line`, "spans": of characters, if asked for} or {"error": why not}."""
+    text, spans = "", list[tuple[int, int]]()
     with CaughtError() as caught:
         request: Mapping[str, Any] = json.loads(line)
-        text = tokenizer.apply_chat_template(request["messages"], tokenize=False, **request["options"])
+        if request["spans"]:
+            text, spans = _marked(tokenizer, request["messages"], **request["options"])
+        else:
+            text = tokenizer.apply_chat_template(request["messages"], tokenize=False, **request["options"])
         text.encode()  # half of a surrogate pair is no text
     if caught.error is None and len(text) > len(line) + MAX_ADDED:
         caught.error = f"writes {len(text)} characters, more than {MAX_ADDED} beyond its input"
-    return {"text": text} if caught.error is None else {"error": caught.error}
+    return {"text": text, "spans": spans} if caught.error is None else {"error": caught.error}
+
+
+def _marked(tokenizer: Any, messages: list[Mapping[str, Any]], **options: Any) -> tuple[str, list[tuple[int, int]]]:
+    """As `apply_chat_template`, which gives no spans without tokens, with what stands in {% generation %}."""
+    known = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    texts, spans = importlib.import_module("transformers.utils.chat_template_utils").render_jinja_template(
+        conversations=[known],
+        chat_template=tokenizer.get_chat_template(None, options.get("tools")),
+        return_assistant_tokens_mask=True,
+        **{**tokenizer.special_tokens_map, **options},
+    )
+    return texts[0], spans[0]
 
 
 def main() -> NoReturn:

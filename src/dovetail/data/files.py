@@ -63,8 +63,8 @@ def read_rows(source: Source | Path | str) -> Iterator[JsonRow]:
         return
     if hub["revision"] is None or not COMMIT.fullmatch(hub["revision"]):
         raise DataError(
-            f"{source.path}: {quoted(hub['revision'])} is not a commit; a branch or tag can move, so give the 40 hexadecimal "
-            f"digits of one: {hub['name']}@COMMIT"
+            f"{source.path}: {quoted(hub['revision'] or 'no revision')} is not a commit; a branch or tag can move, so give "
+            f"the 40 hexadecimal digits of one: {hub['name']}@COMMIT"
         )
     if hub["files"] is None:
         yield from _hub_rows(source, hub["name"], hub["revision"])
@@ -121,7 +121,7 @@ def _read_file(path: Path) -> Iterator[JsonRow]:
         raise DataError(f"{path}: not readable ({error}); write it again, or give JSONL") from error
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _opened(path: Path) -> Any:  # a binary file
     if path.suffix == ".zst":
         return io.BufferedReader(_pyarrow("", path).input_stream(str(path), compression="zstd"))
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")

@@ -58,7 +58,9 @@ def _verl(row: JsonRow) -> Values:
 
 
 def _openai(row: JsonRow) -> Values:
-    messages = row.values["messages"]
+    messages = row.values.get("messages")
+    if messages is None and row.has("prompt"):  # files may hold both
+        return _trl(row)
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
         return {}  # refused where messages are read
     return _conversation(row.values, [_openai_message(message) for message in messages])
@@ -120,8 +122,10 @@ def _openrlhf(row: JsonRow) -> Values:
 
 def _trl(row: JsonRow) -> Values:
     values = row.values
-    chosen, rejected, prompt = values.get("chosen"), values.get("rejected"), values.get("prompt")
-    if not row.has("chosen", "rejected") or type(chosen) is not type(rejected):
+    if row.has("messages") and not row.has("prompt"):
+        return _openai(row)
+    chosen, rejected, prompt = (values.get(name) for name in ("chosen", "rejected", "prompt"))
+    if chosen is None or rejected is None or type(chosen) is not type(rejected):
         return _label(values)
     if prompt is not None and not (isinstance(prompt, str) and isinstance(chosen, list)):
         return {}
@@ -165,17 +169,23 @@ COLUMNS: tuple[tuple[str, str], ...] = (
 
 
 def rows_of(source: Source | Path | str, say: Callable[[str], None]) -> Iterator[JsonRow]:
-    """Rows in our columns. say: gets one line, by whose format they are read."""
+    """Rows in our columns. say: gets one line, by whose format they are read, if that is not ours."""
     source, name = as_source(source), ""
     for raw in read_rows(source):
         row = replace(_renamed(raw, source.columns), chat=source.chat)
         if not name:
             name = _recognized(row) if source.format == "auto" else source.format
-            say(f"rows of {source.path} are read as {FORMATS[name].title}")
+            if (name, source.format) != ("trl", "auto"):  # TRL's columns are ours
+                say(f"rows of {source.path} are read as {FORMATS[name].title}")
         alternatives = [columns.split() for columns, other in COLUMNS if other == name]
-        if name != "trl" and not any(set(columns) <= row.values.keys() for columns in alternatives):
+        if name not in ("trl", "openai") and not any(set(columns) <= row.values.keys() for columns in alternatives):
             row.require(*alternatives[0])
-        values = {**row.values, **FORMATS[name].read(row)}
+        try:
+            values = {**row.values, **FORMATS[name].read(row)}
+        except (AttributeError, TypeError, LookupError) as error:
+            raise row.error(
+                f"the row is not written as {FORMATS[name].title} are ({error}); see docs/data.md"
+            ) from error
         if source.chat and isinstance(values.get("prompt"), str):
             values["prompt"] = _user(values["prompt"])
         yield replace(row, values=values, given=row.values)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt, ValidationError
 
 from dovetail.errors import quoted
 from dovetail.recipe.types import Options, PathText, PositiveFloat, RowFormat, Section
@@ -20,25 +20,31 @@ class SourceSection(Section):
     columns: Mapping[str, str] | None = None
 
 
-def _one_kind(given: Any) -> Any:
-    """One message for a list of anything else: a union would give one for each of its kinds."""
-    parts = given if isinstance(given, list | tuple) else []
-    keys = ", ".join(SourceSection.model_fields)
-    for part in parts:
-        if not isinstance(part, str | SourceSection) and not (isinstance(part, Mapping) and "path" in part):
-            raise ValueError(
-                f"a part is {quoted(part)}; expected a path, or {{path: PATH, weight: 1.0}} (keys: {keys})"
-            )
-        if isinstance(part, Mapping) and (others := [key for key in part if key not in SourceSection.model_fields]):
-            raise ValueError(f"a part has the key {quoted(others[0])}; expected only {keys}")
-    weighted = [part for part in parts if isinstance(part, Mapping) and part.get("weight") is not None]
-    if weighted and len(weighted) < len(parts):
+def _checked(given: Any) -> Any:
+    """One message for a mistake: a union would give one for each of its kinds."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list | tuple) or not given:
+        raise ValueError(f"{quoted(given)} is no path, and no list of paths or of {{path: PATH, weight: 1.0}}")
+    for part in given:
+        if not isinstance(part, str | SourceSection):
+            try:
+                SourceSection.model_validate(part)
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = ".".join(map(str, first["loc"])) or "a part"
+                keys = ", ".join(SourceSection.model_fields)
+                raise ValueError(
+                    f"{where} is {quoted(first['input'])}: {first['msg']} (keys of a part: {keys})"
+                ) from None
+    weights = [part.get("weight") for part in given if isinstance(part, Mapping)]
+    if any(weights) and (None in weights or len(weights) < len(given)):
         raise ValueError("some parts have a weight, and some have none; give every part a weight, or none")
     return given
 
 
 Parts = Annotated[tuple[PathText | SourceSection, ...], Field(strict=False, min_length=1)]
-Sources = Annotated[PathText | Parts, BeforeValidator(_one_kind)]
+Sources = Annotated[PathText | Parts, BeforeValidator(_checked)]
 
 
 class DataSection(Section):
