@@ -2,8 +2,8 @@
 
     python -m tests.mutants.run [--write] [--clean] [--jobs N] [--first TEST ...] [NAME ...]
 
-NAME is a name in a TOML file of this folder, or its beginning; default: all. Each runs in a process group of its own what
-`make test` runs of the rooms that prove numbers, the smallest layouts first, up to the first failure. --write: RESULTS.md.
+NAME is a name in a TOML file of this folder, or its beginning; default: all. Each runs, in a process group of its own, the test
+that its row names and, if that passes, what `make test` runs of numbers, the smallest layouts first. --write: RESULTS.md.
 """
 
 import argparse
@@ -165,13 +165,13 @@ def cause(text: str) -> str:
 
 
 def outcome(mutant: Mutant, tests: Sequence[str]) -> Outcome:
-    """One mutant in a fresh copy."""
+    """One mutant in a fresh copy: its own test, and the others where that passes."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy_tree(Path(folder))
         plant(mutant, Path(folder))
-        first = [mutant.test, *(test for test in tests if test != mutant.test)]
-        return Outcome(mutant, first_failure(Path(folder), first), time.monotonic() - start)
+        failure = first_failure(Path(folder), [mutant.test]) or first_failure(Path(folder), tests)
+        return Outcome(mutant, failure, time.monotonic() - start)
 
 
 def report(outcomes: Sequence[Outcome]) -> str:

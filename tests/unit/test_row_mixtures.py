@@ -13,7 +13,8 @@ from dovetail.data.rows import BLOCK, mixed_rows
 from dovetail.errors import ConfigError
 from dovetail.factory.rows import load_parts, reads_answer, with_epochs
 from dovetail.recipe.data import DataSection
-from dovetail.recipe.schema import RewardSection, make_recipe
+from dovetail.recipe.reward import RewardSection
+from dovetail.recipe.schema import make_recipe
 from dovetail.rl.tasks import step_rows
 from tests.unit.test_data import PLAIN
 
