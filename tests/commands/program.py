@@ -118,7 +118,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def write_recipe(path: Path, model: Path, data: Path, /, **sections: Mapping[str, Any]) -> Path:
+def write_recipe(path: Path, model: Path, data: Path, /, **sections: Any) -> Path:
     """A recipe of two steps of two rows; `sections` change or add keys. Its run_dir is `run` beside the recipe."""
     recipe: dict[str, Any] = {
         "model": {"path": str(model)},
@@ -130,7 +130,7 @@ def write_recipe(path: Path, model: Path, data: Path, /, **sections: Mapping[str
         "run_dir": str(path.parent / "run"),
     }
     for name, keys in sections.items():
-        recipe[name] = {**recipe.get(name, {}), **keys}
+        recipe[name] = {**recipe.get(name, {}), **keys} if isinstance(keys, Mapping) else keys
     path.write_text(yaml.safe_dump(recipe))
     return path
 

@@ -1,0 +1,115 @@
+"""Runs with several rewards: a function, a judge and a reward model, against their parts computed by hand and by transformers."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+from tests.commands.program import VOCAB, here, on_ranks, read_rows, refusal, write_recipe, write_rows
+from tests.tolerances import MODEL_FP32, assert_close
+from tests.unit.test_data import make_tokenizer
+
+USER = {"role": "user", "content": "hi"}
+ROWS = [{"prompt": "ab", "answer": "c"}, {"prompt": [USER], "answer": "h", "id": "hi"}]
+MODULE = """
+def length(completions, prompts):
+    return [float(len(c if isinstance(c, str) else c[0]["content"])) for c in completions]
+
+def nothing(completions, prompts):
+    return [None] * len(completions)
+
+def fails(completions, prompts):
+    raise RuntimeError("broken on purpose")
+"""
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reward") / "model"
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_labels=1, initializer_range=0.5, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def by_transformers(folder: Path, row: dict[str, Any]) -> float:
+    """As TRL asks a reward model: the rendered conversation, or the joined text, without special tokens."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    text = row["prompt"]
+    if isinstance(text, str):
+        text += row["completion"]
+    else:
+        text = tokenizer.apply_chat_template(
+            [*text, {"role": "assistant", "content": row["completion"]}], tokenize=False
+        )
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    with torch.no_grad():
+        return float(model(**ids).logits[0, 0])
+
+
+@pytest.mark.parametrize("layout", ["tp=1", "tp=2"])
+def test_a_sum_of_rewards_is_that_of_its_parts(layout: str, model: Path, reward_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODULE)
+    reward = [
+        {"import": "mine:length", "weight": 0.5},
+        {"model": {"path": str(reward_model)}, "weight": -2.0},
+        {"import": "mine:nothing", "weight": 100.0},
+    ]
+    recipe = write_recipe(
+        tmp_path / "r.yaml", model, write_rows(tmp_path / "rl.jsonl", ROWS), algorithm={"name": "grpo"}, reward=reward
+    )
+    ended = [here("train", recipe)] if layout == "tp=1" else on_ranks(2, "train", recipe, "--layout", layout)
+    assert {each.code for each in ended} == {0}, ended
+    metrics = read_rows(tmp_path / "run" / "metrics.jsonl")
+    for row in metrics:
+        samples = read_rows(tmp_path / "run" / "rollouts" / f"step_{row['step']:06}.jsonl")
+        assert {type(sample["prompt"]) for sample in samples} == {str, list}
+        for sample in samples:
+            parts = sample["rewards"]
+            assert parts["length"] == len(sample["completion"])
+            assert parts["nothing"] is None
+            expected = torch.tensor(by_transformers(reward_model, sample))
+            assert_close(torch.tensor(parts["model"]), expected, MODEL_FP32)
+            assert sample["reward"] == 0.5 * parts["length"] - 2.0 * parts["model"]
+        rewards = [sample["reward"] for sample in samples]
+        assert row["reward_mean"] == statistics.mean(rewards)
+        assert (row["reward_min"], row["reward_max"]) == (min(rewards), max(rewards))
+        assert row["reward_std"] == statistics.pstdev(rewards)
+        for name in ("length", "model"):
+            values = [sample["rewards"][name] for sample in samples]
+            assert row[f"reward/{name}"] == statistics.mean(values)
+        assert row["reward/nothing"] is None
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ([{"import": "mine:length"}, {"import": "mine:fails"}], "fails: RuntimeError: broken on purpose"),
+        ([{"import": "mine:nothing"}, {"import": "mine:nothing"}], "3 steps in a row have no sample with a reward"),
+        ([{"import": "mine:length"}, {"import": "mine:absent"}], "module mine has no function 'absent'"),
+        ([{"import": "mine:length", "wieght": 2}], "unknown key reward.wieght; did you mean reward.weight?"),
+        ({"model": {"path": "nowhere"}}, "nowhere"),
+    ],
+)
+def test_what_is_wrong_with_rewards_is_named(reward: Any, words: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODULE)
+    rows = write_rows(tmp_path / "rl.jsonl", ROWS[:1])
+    trainer = {"steps": 5, "save_every": 0}
+    recipe = write_recipe(
+        tmp_path / "r.yaml",
+        model,
+        rows,
+        algorithm={"name": "grpo"},
+        trainer=trainer,
+        reward=json.loads(json.dumps(reward)),
+    )
+    assert words in refusal(here("train", recipe))
