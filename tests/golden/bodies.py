@@ -115,7 +115,8 @@ def one_update(given: Mapping[str, Any], noise: float, steps: int = 0) -> dict[s
     try:
         for step in range(steps):
             task.step(step)
-        samples, _ = task._sample(task.prompts[:6], task.sampling)
+        task.sampler.refill(task.policy.weights(task.sampler.dtype))
+        samples, _ = task._sample(task.prompts[:6], task.sampling, "")
         batch = task._prepare(samples)
         scored = task.policy.score(batch).logprob
         generator = torch.Generator().manual_seed(3)

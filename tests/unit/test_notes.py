@@ -50,7 +50,10 @@ def test_nothing_of_a_run_that_is_as_it_should_be(name: str) -> None:
             {"layout": {"copy_engines": True}, "rollout": {"layout": {"copy_engines": False}}},
             "layout.copy_engines, rollout.layout.copy_engines has no effect any more: NCCL runs all collectives; leave it out",
         ),
-        ({"trainer": {"eval_every": 2}}, "without effect, since there is no data.eval: trainer.eval_every"),
+        (
+            {"trainer": {"eval_every": 2}},
+            "without effect, since there is no data.eval and no eval.sets: trainer.eval_every",
+        ),
         (
             {"trainer": {"prompts_per_step": 17}},
             "trainer.prompts_per_step is 17, and data.train has 16 rows: a step takes some of them more than once",

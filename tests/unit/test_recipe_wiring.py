@@ -5,9 +5,9 @@ The parts that a run is built from are stand-ins that keep what they are given, 
 
 import ast
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,75 +27,11 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import known_keys, make_recipe
 from dovetail.run.directory import RunDirectory
 from examples.quickstart.scratch import character_tokenizer
+from tests.unit.wiring import MODELS, SAME, Leaf, balance, eval_set, first_prompt, noted, optims, part, reward, trained
 
 RANKS, UPDATES = 16, 2 * 3  # UPDATES: optimizer steps of a step, algorithm.epochs x algorithm.minibatches
-SAME = object()  # the value itself arrives
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "completion": str(2 * n)} for n in range(6)]
 TOO_LONG = {"prompt": "1" * 100, "answer": "1", "completion": "1"}
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One key, a value of it, and where a job holds that value: `arrived` of the job is `expected`.
-
-    algorithm: whose job. FOLDER in a value stands for the folder of the inputs.
-    """
-
-    key: str
-    value: Any
-    arrived: Callable[[Any], Any]
-    expected: Any = SAME
-    algorithm: str = "ppo"
-
-
-def optims(name: str) -> Callable[[Any], Any]:
-    """A field of the optimizer settings of policy and critic."""
-    return lambda job: [vars(engine.options.optim)[name] for engine in (job.task.policy, job.task.critic)]
-
-
-def trained(name: str) -> Callable[[Any], Any]:
-    """An option of the engines that are trained."""
-    return lambda job: [vars(engine.options)[name] for engine in (job.task.policy, job.task.critic)]
-
-
-def balance(name: str) -> Callable[[Any], Any]:
-    return lambda job: vars(job.task.policy.options.balance)[name]
-
-
-def part(path: str) -> Callable[[Any], Any]:
-    """An attribute of an attribute of the job."""
-
-    def found(job: Any) -> Any:
-        for name in path.split("."):
-            job = getattr(job, name)
-        return job
-
-    return found
-
-
-def reward(path: str) -> Callable[[Any], Any]:
-    """Of the first reward; a key of a mapping is a part of the path too."""
-
-    def value(job: Any) -> Any:
-        at = next(iter(job.rewards.rewards.values()))
-        for name in path.split("."):
-            at = at[name] if isinstance(at, Mapping) else getattr(at, name)
-        return at
-
-    return value
-
-
-MODELS = ("policy", "critic", "reference", "sampler")
-
-
-def noted(words: str) -> Callable[[Any], Any]:
-    """Whether the job's notes have these words."""
-    return lambda job: words in str(job.notes)
-
-
-def first_prompt(job: Any) -> str:
-    return str(job.task.decode.keywords["tokenizer"].decode(job.task.prompts[0].ids))
-
 
 LAYOUT = {
     "tp": 2, "pp": 2, "cp": 2, "dp": 2, "ep": 2, "virtual_stages": 2, "cp_mode": "gather", "pp_split": (1, 2, 2, 3),
@@ -109,6 +45,7 @@ LAYOUTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 SERVER = {"url": "http://127.0.0.1:9/get", "key_env": "K", "retries": 3, "request_seconds": 2.5}
 JUDGE = {**SERVER, "prompt": "{answer}?", "pattern": "([0-9])", "scale": 10.0}
+EVAL = {"name": "math", "samples": 3, "temperature": 0.5, "metrics": ("avg@2", "pass@3")}
 REQUEST = {"model": "m", "max_tokens": 17, "temperature": 0.25}
 TABLE = (
     *(
@@ -213,6 +150,9 @@ TABLE = (
         [1.0, -0.5, 1.0],
         "grpo",
     ),
+    *(Leaf(f"eval.sets.{k}", v, eval_set(k), algorithm="rloo") for k, v in EVAL.items()),
+    Leaf("eval.sets.data", "FOLDER/eval.jsonl", lambda job: [p.answer for p in job.task.eval_sets[0].prompts], ["6"], "rloo"),
+    Leaf("eval.sets", {"name": "a", "data": "FOLDER/eval.jsonl"}, lambda job: [*job.task.eval_sets], ["a"], "sft"),
     Leaf("optim.lr", 0.125, part("task.policy.options.optim.lr")),
     Leaf("optim.lr", 0.125, part("task.policy.options.optim.lr"), algorithm="sft"),
     Leaf("optim.schedule", "wsd", optims("schedule"), ["wsd"] * 2),

@@ -53,7 +53,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if is_train:
         args.overrides = [*overrides, *args.overrides]
     args.command = name
+    if name == "eval":
+        _check_eval(args)
     return args
+
+
+def _check_eval(args: argparse.Namespace) -> None:
+    refuse_unknown: Callable[..., None] = importlib.import_module("dovetail.rewards.runner").refuse_unknown
+    for reward in args.reward or ():
+        if ":" not in reward:
+            refuse_unknown(reward, "--reward ")
+        elif not all(reward.partition(":")[::2]):
+            raise ConfigError(f"--reward {quoted(reward)}: expected a built-in reward, or module:function")
+    check_metrics: Callable[..., None] = importlib.import_module("dovetail.recipe.evaluation").check_metrics
+    try:
+        check_metrics(args.metrics, args.samples, args.temperature)
+    except ValueError as error:
+        raise ConfigError(f"eval: {error}") from error
 
 
 def recipe_of(args: argparse.Namespace) -> "Recipe":
@@ -79,7 +95,8 @@ def check_model(args: argparse.Namespace, layout: Layout) -> None:
     else:
         path, engine = (args.source, "auto") if args.command == "convert" else (args.model, args.engine)
     check: Callable[..., None] = importlib.import_module("dovetail.factory.layouts").check_directory
-    check(path, engine, layout, foreign=args.command != "generate")  # transformers' sampler is whole on every rank
+    cut = args.command not in ("generate", "eval")  # transformers' sampler is whole on every rank
+    check(path, engine, layout, foreign=cut)
 
 
 def supervision_of(args: argparse.Namespace) -> Supervision:
@@ -119,7 +136,7 @@ def _add_compute(parser: ArgumentParser, dtype: str | None = "float32", engine: 
 
 
 def _add_rows(parser: ArgumentParser, data: str) -> None:
-    parser.add_argument("--model", required=True, metavar="M", help="a directory, or name@revision on the hub")
+    parser.add_argument("--model", required=True, metavar="M", help=MODEL)
     parser.add_argument("--data", required=True, metavar=data)
     parser.add_argument("--out", required=True, metavar="OUT.jsonl", help="an existing file is replaced")
     _add_compute(parser)
@@ -143,9 +160,29 @@ def _score(parser: ArgumentParser) -> None:
 
 def _generate(parser: ArgumentParser) -> None:
     _add_rows(parser, data="PROMPTS.jsonl")
+    _add_sampling(parser, temperature=1.0)
+
+
+def _eval(parser: ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser.add_argument("--data", required=True, metavar="PROMPTS.jsonl", help="rows as train takes them")
+    parser.add_argument(
+        "--out", metavar="OUT.jsonl", help="completions with their rewards; an existing file is replaced"
+    )
+    reward = "a built-in reward, or module:function in this directory; several are added; default: exact_match"
+    parser.add_argument("--reward", action="append", metavar="NAME", help=reward)
+    parser.add_argument("--reward-timeout-seconds", type=SECONDS, default=10.0, metavar="X", help="default: 10")
+    metrics = "avg@K, pass@K, maj@K or module:function, with commas between; default: avg, pass and maj of all samples"
+    parser.add_argument("--metrics", type=_words, default=(), metavar="NAMES", help=metrics)
+    _add_sampling(parser, temperature=0.0)
+    _add_compute(parser)
+
+
+def _add_sampling(parser: ArgumentParser, temperature: float) -> None:
     parser.add_argument("--samples", type=COUNT, default=1, metavar="N", help="completions of each prompt")
     parser.add_argument("--max-new-tokens", type=COUNT, default=64, metavar="N", help="default: 64")
-    parser.add_argument("--temperature", type=_number(float), default=1.0, help="0: always the likeliest token")
+    heat = f"0: always the likeliest token; default: {temperature:g}"
+    parser.add_argument("--temperature", type=_number(float), default=temperature, help=heat)
     parser.add_argument("--top-p", type=_number(float, positive=True), default=1.0)
     parser.add_argument("--top-k", type=_number(int), default=0, metavar="N", help="0: all tokens")
     parser.add_argument("--seed", type=_number(int), default=0)
@@ -168,9 +205,8 @@ def _inspect(parser: ArgumentParser) -> None:
 def _report(parser: ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run_dir of a recipe; several are compared")
     parser.add_argument("--out", metavar="FILE.html", help="default: report.html in the first RUN")
-    seconds = _number(float, positive=True)
     parser.add_argument(
-        "--watch", type=seconds, default=0, metavar="SECONDS", help="write it anew until the runs are finished"
+        "--watch", type=SECONDS, default=0, metavar="SECONDS", help="write it anew until the runs are finished"
     )
 
 
@@ -204,11 +240,17 @@ def _resume(text: str) -> str:
     return text
 
 
-COUNT = _number(int, positive=True)
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
+MODEL = "a directory, or name@revision on the hub"
+COUNT, SECONDS = _number(int, positive=True), _number(float, positive=True)
 COMMANDS: Mapping[str, Command] = {
     "train": Command("train a model by RL or SFT, from an HF checkpoint to an HF checkpoint", _train),
     "score": Command("per-token log-probs and entropies, or values, of given token sequences", _score),
     "generate": Command("completions of prompts from the embedded sampler", _generate),
+    "eval": Command("metrics of a model on the prompts of a file: avg@k, pass@k, maj@k, or your own", _eval),
     "convert": Command("turn an HF checkpoint into a sharded one, or back, bit for bit", _convert),
     "inspect": Command("show what a sharded checkpoint holds, and whether it is whole", _inspect, runs_on_ranks=False),
     "report": Command(

@@ -36,7 +36,8 @@ def open_inputs(
     args: argparse.Namespace, mesh: Mesh, *, decodes: bool = False
 ) -> tuple[Pretrained, Tokenizer | None, Processor | None]:
     """Check --out and open --model. decodes: the output needs a tokenizer, if there is one."""
-    check_out(args.out, args.data, mesh)
+    if args.out is not None:
+        check_out(args.out, args.data, mesh)
     source, trust = Pretrained.open(args.model, args.engine), args.trust_remote_code
     reads_text = needs_text(args.data) or (decodes and source.has_tokenizer)
     tokenizer = load_tokenizer(source, trust_remote_code=trust) if reads_text else None

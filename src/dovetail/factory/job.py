@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -14,7 +15,7 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.checkpoint.retention import from_a_whole_step
 from dovetail.data.chat import Renderer
 from dovetail.data.encode import Tokenizer
-from dovetail.data.examples import Limits, load_prompts, load_sft
+from dovetail.data.examples import Limits, Prompt, load_prompts, load_sft
 from dovetail.engine.expert_routing import BalanceSettings
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.nonfinite import StepWatch
@@ -22,7 +23,7 @@ from dovetail.errors import ConfigError, LayoutError
 from dovetail.factory.engine import EngineOptions, make_engine, make_mesh
 from dovetail.factory.layouts import check_layout
 from dovetail.factory.notes import check_experts, notes
-from dovetail.factory.rewards import make_rewards
+from dovetail.factory.rewards import make_rewards, own_metrics
 from dovetail.factory.rows import TEMPLATE, Parts, load_parts, read_template, reads_answer, with_epochs
 from dovetail.factory.sampler import backend_layout, check_positions, longest_row, make_sampler
 from dovetail.factory.tokenizer import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
@@ -33,9 +34,11 @@ from dovetail.parallel.consensus import agreed, refuse_different
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import num_ranks
+from dovetail.recipe.evaluation import default_metrics
 from dovetail.recipe.reward import RewardModelSection
 from dovetail.recipe.schema import PPO, SFT, CriticSection, PolicyGradient, Recipe, ReferenceSection
 from dovetail.recipe.types import LayoutSection
+from dovetail.rl.evaluation import EvalSet
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss
 from dovetail.rl.reward_manager import RewardManager
 from dovetail.rl.tasks import RLTask, SupervisedTask
@@ -60,6 +63,7 @@ class Job:
     contents: Contents
     rewards: RewardManager | None
     notes: Sequence[str] = ()
+    metrics: ExitStack = field(default_factory=ExitStack)  # processes of own metrics
 
     def start(self) -> None:
         """Write first files, print notes, compile kernels. Collective."""
@@ -70,6 +74,7 @@ class Job:
 
     def close(self) -> None:
         self.run.close()
+        self.metrics.close()
         if self.rewards is not None:
             self.rewards.close()
 
@@ -94,6 +99,7 @@ class Builder:
         self.parts: Parts = ()  # of a mixture
         self.notes: list[str] = [*recipe.notes]
         self.meshes: dict[Layout, Mesh] = {}
+        self.metrics = ExitStack()  # processes of own metrics
         self.mesh = self._mesh(recipe.layout)
         self.dtype = getattr(torch, recipe.model.dtype)
         with agreed(self.mesh):
@@ -118,6 +124,7 @@ class Builder:
         run = RunDirectory(recipe, self.mesh, self.resume, self.stop_signal)
         with ExitStack() as on_failure:
             on_failure.callback(run.close)
+            on_failure.callback(self.metrics.close)
             run.claim(damaged)
             model = model_fingerprint(self.source.config, self.source.sides, self.source.path, self.mesh)
             self.resumed = run.resumed
@@ -129,7 +136,7 @@ class Builder:
                 run_dir = Path(recipe.run_dir)
                 rewards = make_rewards(recipe.reward, self.mesh, self.recipe_folder, run_dir, self._reward_model)
                 on_failure.callback(rewards.close)
-                task, rows, engines = self._rl(recipe.algorithm, run.first_row, rewards)
+                task, rows, engines = self._rl(recipe.algorithm, run, rewards)
             if self.resumed is not None:
                 self.resumed.reader.verify_checksums(self.mesh, training=True)
             run.console.plan(self.recipe.trainer.steps)
@@ -137,11 +144,11 @@ class Builder:
             run.check_space(contents)
             on_failure.pop_all()
         lines = notes(self.recipe, self.source.config, self.lengths, self.notes)
-        return Job(self.recipe, task, run, contents, rewards, lines)
+        return Job(self.recipe, task, run, contents, rewards, lines, self.metrics)
 
     def _sft(self, first_row: int) -> tuple[Task, str, Engines]:
         load = partial(load_sft, tokenizer=self.tokenizer, limits=self._limits(self._budget), processor=self.processor)
-        rows, held_out, fingerprint = self._rows(load)
+        rows, held_out, sets, fingerprint = self._rows(load)
         policy = self._trained(self.source, self.mesh, POLICY, self.recipe.optim.lr)
         task = SupervisedTask(
             recipe=self.recipe,
@@ -152,10 +159,11 @@ class Builder:
             progress=self.progress,
             first_row=first_row,
             parts=self.parts,
+            eval_sets=sets,
         )
         return task, fingerprint, {POLICY: policy}
 
-    def _rl(self, algorithm: PolicyGradient, first_row: int, rewards: RewardManager) -> tuple[Task, str, Engines]:
+    def _rl(self, algorithm: PolicyGradient, run: RunDirectory, rewards: RewardManager) -> tuple[Task, str, Engines]:
         recipe, rollout = self.recipe, self.recipe.rollout
         critic_role = self._role(recipe.critic, "critic") if isinstance(algorithm, PPO) else None
         wants_reference = algorithm.kl_coef > 0 or recipe.reference.path is not None
@@ -170,9 +178,11 @@ class Builder:
         sampler_mesh = self._mesh(section, "rollout.layout", folded)  # may refuse it, so before any weight is read
         answers = reads_answer(recipe.reward)
         load = partial(load_prompts, tokenizer=self.tokenizer, limits=limits, answers=answers, processor=self.processor)
-        prompts, held_out, fingerprint = self._rows(load)
-        lengths, key = [len(prompt.ids) for prompt in (*prompts, *held_out)], "rollout.max_new_tokens"
+        prompts, held_out, sets, fingerprint = self._rows(load)
+        asked, key = [*prompts, *held_out, *chain(*sets.values())], "rollout.max_new_tokens"
+        lengths = [len(prompt.ids) for prompt in asked]
         check_positions(self.source.config, rollout.backend, lengths, rollout.max_new_tokens, key)
+        eval_sets = self._eval_sets(sets, run.say)
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
         critic = self._trained(*critic_role, CRITIC, recipe.critic.lr or recipe.optim.lr) if critic_role else None
         stops, loss = stop_ids(self.source, self.tokenizer), PolicyLoss(**same_keys(algorithm, PolicyLoss))
@@ -198,23 +208,42 @@ class Builder:
             rewards=rewards,
             decode=partial(text_of, stops=stops, tokenizer=self.tokenizer),
             progress=self.progress,
-            first_row=first_row,
+            first_row=run.first_row,
             parts=self.parts,
+            eval_sets=eval_sets,
+            write_eval=run.write_eval,
         )
         return task, fingerprint, {POLICY: policy} if critic is None else {POLICY: policy, CRITIC: critic}
 
-    def _rows(self, load: Callable[..., list[Example]]) -> tuple[list[Example], list[Example], str]:
-        """Training rows, held-out rows, fingerprint of the first."""
+    def _eval_sets(self, prompts: Mapping[str, Sequence[Prompt]], say: Callable[[str], None]) -> list[EvalSet]:
+        recipe, sets = self.recipe, list[EvalSet]()
+        named = list(dict.fromkeys(metric for each in recipe.eval.sets for metric in each.metrics))
+        own = own_metrics(named, self.mesh, self.recipe_folder, recipe.reward.timeout_seconds, say, self.metrics)
+        for each in recipe.eval.sets:
+            keys = {**same_keys(each, EvalSet), "metrics": each.metrics or default_metrics(each.samples)}
+            sets.append(EvalSet(**keys, prompts=prompts[each.name], own=own))
+        return sets
+
+    def _rows(
+        self, load: Callable[..., list[Example]]
+    ) -> tuple[list[Example], list[Example], dict[str, list[Example]], str]:
+        """Training rows, those of data.eval, those of eval.sets, fingerprint of the first."""
         data = self.recipe.data
         with agreed(self.mesh), Renderer(data.chat_template_kwargs) as renderer:
             rows, self.parts = load_parts(data, data.train, partial(load, renderer=renderer))
             held_out, _ = load_parts(data, data.eval, partial(load, renderer=renderer))
+            sets = {
+                each.name: load_parts(data, each.data, partial(load, renderer=renderer))[0]
+                for each in self.recipe.eval.sets
+            }
             self.recipe = with_epochs(self.recipe, len(rows))
         fingerprint, self.lengths = rows_fingerprint([*rows, *self.parts]), [len(vars(row)["ids"]) for row in rows]
-        refuse_different({"data.train": fingerprint, "data.eval": rows_fingerprint(held_out)}, self.mesh)
+        others = {"data.eval": held_out, **{f"eval.sets {name}": examples for name, examples in sets.items()}}
+        prints = {name: rows_fingerprint(examples) for name, examples in others.items()}
+        refuse_different({"data.train": fingerprint, **prints}, self.mesh)
         if self.resumed is not None:
             refuse_other("the rows of data.train", self.resumed.state.data, fingerprint, ROWS[data.overlong])
-        return rows, held_out, fingerprint
+        return rows, held_out, sets, fingerprint
 
     def _role(self, section: CriticSection | ReferenceSection, name: str) -> tuple[Pretrained, Mesh]:
         """Source and mesh of another model. Collective."""

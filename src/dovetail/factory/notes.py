@@ -47,8 +47,8 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], oth
     if given := [name for name, layout in layouts.items() if layout and layout.copy_engines is not None]:
         keys = ", ".join(f"{name}.copy_engines" for name in given)
         lines.append(f"{keys} has no effect any more: NCCL runs all collectives; leave it out")
-    if trainer.eval_every and recipe.data.eval is None:
-        lines.append("without effect, since there is no data.eval: trainer.eval_every")
+    if trainer.eval_every and recipe.data.eval is None and not recipe.eval.sets:
+        lines.append("without effect, since there is no data.eval and no eval.sets: trainer.eval_every")
     if trainer.prompts_per_step > len(lengths):
         lines.append(
             f"trainer.prompts_per_step is {trainer.prompts_per_step}, and data.train has {len(lengths)} rows: a step takes "

@@ -1,17 +1,20 @@
 """Rewards of a recipe."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from dovetail.data.chat import Renderer
 from dovetail.data.examples import Prompt
 from dovetail.engine.base import Engine
-from dovetail.errors import DataError
+from dovetail.errors import ConfigError, DataError
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
+from dovetail.recipe.evaluation import label
 from dovetail.recipe.reward import RewardModelSection, RewardPart, RewardSection
 from dovetail.rewards.runner import CallLimits, RewardRunner
+from dovetail.rl.evaluation import OwnMetric
 from dovetail.rl.reward_manager import FunctionReward, ModelReward, Reward, RewardManager
 
 CACHE = "judge_cache.sqlite"  # in run_dir
@@ -53,6 +56,25 @@ def _runner(part: RewardPart, mesh: Mesh, recipe_folder: Path, run_dir: Path) ->
                 limits=CallLimits(batch=part.batch, workers=part.workers, concurrency=part.concurrency),
             )
     return runner
+
+
+def own_metrics(
+    metrics: Iterable[str], mesh: Mesh, folder: Path, timeout: float, say: Callable[[str], None], at_close: ExitStack
+) -> dict[str, OwnMetric]:
+    """Those of `metrics` that are module:function. Collective. at_close: ends their processes."""
+    own: dict[str, OwnMetric] = {}
+    for metric in metrics:
+        if ":" in metric:
+            runner, limits = None, CallLimits(batch="step", metric=True)
+            with agreed(mesh):
+                if mesh["world"].rank == 0:
+                    try:
+                        runner = RewardRunner(function=metric, directory=folder, timeout=timeout, limits=limits)
+                    except ConfigError as error:
+                        raise ConfigError(f"a metric of an evaluation is called as a reward is: {error}") from error
+            own[metric] = OwnMetric(label(metric), runner, mesh, say)
+            at_close.callback(own[metric].close)
+    return own
 
 
 def _address(part: RewardPart, run_dir: Path) -> dict[str, Any] | None:

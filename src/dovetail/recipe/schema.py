@@ -13,6 +13,7 @@ from dovetail.bounds import MAX_FLOAT, MAX_NEW_TOKENS, MAX_SAMPLES, MAX_TOKENS
 from dovetail.errors import ConfigError
 from dovetail.launch.progress import Phase
 from dovetail.recipe.data import DataSection
+from dovetail.recipe.evaluation import EvalSection, EvalSetSection
 from dovetail.recipe.keys import Key, explain, keys_of, rename_keys
 from dovetail.recipe.reward import Rewards, RewardSection
 from dovetail.recipe.types import (
@@ -209,6 +210,7 @@ class Recipe(Section):
     data: DataSection
     rollout: RolloutSection = RolloutSection()
     reward: Rewards = RewardSection()
+    eval: EvalSection = EvalSection()
     optim: OptimSection = OptimSection()
     trainer: TrainerSection = TrainerSection()
     _notes: tuple[str, ...] = ()
@@ -234,6 +236,17 @@ class Recipe(Section):
                 f"algorithm.minibatches is {self.algorithm.minibatches}, but a step has only {rows} rows; lower it, or "
                 "raise trainer.prompts_per_step"
             )
+        if self.data.eval and any(each.name == "eval" for each in self.eval.sets):
+            raise ValueError(
+                "data.eval is the set named eval; give another name to that of eval.sets, or leave one out"
+            )
+        if isinstance(self.algorithm, SFT):
+            for each in self.eval.sets:
+                if each != EvalSetSection(name=each.name, data=each.data):
+                    raise ValueError(
+                        f"eval.sets: the set {each.name} has samples, temperature or metrics, but algorithm sft samples "
+                        "nothing; it evaluates the loss of a set's rows, so leave these keys out"
+                    )
         if self.rollout.router_replay == "rollout" and self.rollout.backend != "native":
             raise ValueError(
                 f"rollout.router_replay is rollout, but rollout.backend={self.rollout.backend} returns no routes; "

@@ -57,11 +57,19 @@ class RewardResult:
 @dataclass(frozen=True, kw_only=True)
 class CallLimits:
     """batch: the samples of a call: "sample", "group" (of one prompt) or "step". concurrency: an async function's calls at
-    a time in each worker."""
+    a time in each worker. metric: one number may stand for all samples of a call."""
 
     batch: str = "sample"
+    metric: bool = False
     workers: int = 1
     concurrency: int = 16
+
+
+def refuse_unknown(name: str | None, key: str) -> None:
+    if name not in BUILT_IN:
+        near = difflib.get_close_matches(str(name), BUILT_IN, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{key}{quoted(name)} is no built-in reward ({', '.join(BUILT_IN)}){hint}")
 
 
 class RewardRunner:
@@ -82,10 +90,8 @@ class RewardRunner:
         timeout: float = 10.0,
         limits: "CallLimits | None" = None,
     ) -> None:
-        if function is None and address is None and name not in BUILT_IN:
-            near = difflib.get_close_matches(str(name), BUILT_IN, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"reward.name={quoted(name)} is no built-in reward ({', '.join(BUILT_IN)}){hint}")
+        if function is None and address is None:
+            refuse_unknown(name, "reward.name=")
         self._limits = limits or CallLimits()
         self._timeout = min(timeout, LONGEST)
         self._calls_at_a_time = 1
@@ -96,6 +102,7 @@ class RewardRunner:
             "options": dict(options or {}),
             "directory": None if directory is None else str(Path(directory).resolve()),
             "timeout": self._timeout,
+            "metric": self._limits.metric,
         }
         self._workers = [_Worker(self._setup) for _ in range(self._limits.workers)]
         for worker in self._workers:

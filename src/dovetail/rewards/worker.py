@@ -194,9 +194,9 @@ def load(setup: Mapping[str, Any]) -> tuple[Scorer, bool]:
     for parameter, make in arguments.items():
         if parameter in parameters:
             call_all = partial(_call_with_lists, reward, make, accepted_or_all, options)
-            return (
-                partial(_awaited_list, call_all) if asynchronous else partial(_checked_list, call_all)
-            ), asynchronous
+            if asynchronous:
+                return partial(_awaited_list, call_all, spread=setup["metric"]), True
+            return partial(_checked_list, call_all, spread=setup["metric"]), False
     raise TypeError(
         f"{function}({', '.join(parameters)}) has neither signature of a reward: "
         "f(data_source, solution_str, ground_truth, extra_info) or f(prompts, completions, **columns)"
@@ -287,15 +287,20 @@ def _call_with_lists(
     return function(**_only({**make(samples), **options}, accepted))
 
 
-def _checked_list(call: Callable[[Seq[Sample]], Any], samples: Seq[Sample]) -> list[Any]:
-    return _as_list(call(samples), len(samples))
+def _checked_list(call: Callable[[Seq[Sample]], Any], samples: Seq[Sample], *, spread: bool) -> list[Any]:
+    return _as_list(call(samples), len(samples), spread=spread)
 
 
-async def _awaited_list(call: Callable[[Seq[Sample]], Awaitable[Any]], samples: Seq[Sample]) -> list[Any]:
-    return _as_list(await call(samples), len(samples))
+async def _awaited_list(
+    call: Callable[[Seq[Sample]], Awaitable[Any]], samples: Seq[Sample], *, spread: bool = False
+) -> list[Any]:
+    return _as_list(await call(samples), len(samples), spread=spread)
 
 
-def _as_list(returned: Any, count: int) -> list[Any]:
+def _as_list(returned: Any, count: int, *, spread: bool) -> list[Any]:
+    """spread: one number is that of all samples."""
+    if spread and not isinstance(returned, Iterable):
+        return [returned] * count
     expected = f"expected a list of {count} reward{'s' * (count > 1)} for {count} completion{'s' * (count > 1)}"
     if not isinstance(returned, Iterable) or isinstance(returned, (str, bytes, Mapping)):
         raise TypeError(f"{expected}, got {returned!r:.100}")

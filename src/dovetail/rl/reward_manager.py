@@ -15,6 +15,10 @@ from dovetail.rewards.runner import MOST_REWARD_ERRORS, RewardInput, RewardResul
 from dovetail.rollout.base import Completion
 
 
+def reward_input(p: Prompt, c: Completion, text: str) -> RewardInput:
+    return RewardInput(completion=text, answer=p.answer, finish=c.finish, prompt=p.prompt, columns=p.columns)
+
+
 class Reward(Protocol):
     """One reward of a sum. Collective."""
 
@@ -36,10 +40,7 @@ class FunctionReward:
         results: list[tuple[float | None, str | None, bool]] = []
         with agreed(self.mesh):
             if self.runner is not None:
-                inputs = [
-                    RewardInput(completion=text, answer=p.answer, finish=c.finish, prompt=p.prompt, columns=p.columns)
-                    for p, c, text in zip(prompts, completions, texts, strict=True)
-                ]
+                inputs = [reward_input(*parts) for parts in zip(prompts, completions, texts, strict=True)]
                 scored = self.runner.score(inputs, MOST_REWARD_ERRORS, [c.row for c in completions])
                 results = [(result.value, result.error, result.scored) for result in scored]
         return [RewardResult(*result) for result in of_first(results, self.mesh)]

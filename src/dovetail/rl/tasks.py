@@ -1,6 +1,7 @@
 """One training step, supervised or RL."""
 
-from collections.abc import Callable, Iterator, Sequence as Seq
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from dovetail.data.rows import batch_rows, mixed_rows
 from dovetail.engine.base import Engine
 from dovetail.errors import DataError
 from dovetail.launch.progress import Phase, Progress
-from dovetail.rewards.runner import count_errors
+from dovetail.rl.evaluation import SOLVED_REWARD, EvalSet, with_rewards
 from dovetail.rl.experience import (
     Sample,
     drop_equal_groups,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:  # pydantic is not needed to run a task
     from dovetail.recipe.schema import Recipe
 
 MAX_UNREWARDED_STEPS = 3  # in a row
-SOLVED_REWARD = 1.0  # a reward that counts as solved in evaluations
 
 
 def step_rows(
@@ -74,6 +74,7 @@ class SupervisedTask:
     progress: Progress = field(default_factory=Progress)
     first_row: int = 0
     parts: Seq[tuple[int, float]] = ()
+    eval_sets: Mapping[str, Seq[Sequence]] = field(default_factory=dict)
 
     @property
     def trained(self) -> list[Engine]:
@@ -90,12 +91,17 @@ class SupervisedTask:
         return {**update_metrics(reports), "tokens": len(batch)}
 
     def evaluate(self, step: int) -> Row:
-        if not self.held_out:
-            return {}
-        self.progress.phase("eval", step)
-        batch = PackedBatch.pack(self.held_out)
-        stats = self.policy.score(batch)
-        return {"eval_loss": -float(stats.logprob.sum()) / max(int(batch.mask.sum()), 1)}
+        row: Row = {}
+        for name, rows in (
+            ("eval_loss", self.held_out),
+            *((f"eval/{n}/loss", rows) for n, rows in self.eval_sets.items()),
+        ):
+            if rows:
+                self.progress.phase("eval", step)
+                batch = PackedBatch.pack(rows)
+                stats = self.policy.score(batch)
+                row[name] = -float(stats.logprob.sum()) / max(int(batch.mask.sum()), 1)
+        return row
 
 
 @dataclass(kw_only=True)
@@ -117,6 +123,8 @@ class RLTask:
     progress: Progress = field(default_factory=Progress)
     first_row: int = 0
     parts: Seq[tuple[int, float]] = ()
+    eval_sets: Seq[EvalSet] = ()
+    write_eval: Callable[[str, int, Seq[Row]], None] = lambda *_: None  # rows of a set, "" for data.eval. Collective
     samples: list[Sample] = field(init=False, default_factory=list)  # of the last step
     unrewarded: int = field(init=False, default=0)  # steps in a row
 
@@ -139,7 +147,8 @@ class RLTask:
         chosen = step_rows(self.recipe, len(self.prompts), step, self.first_row, self.parts)
         prompts = [self.prompts[i] for i in chosen]
         self.progress.phase("push", step + 1)
-        samples, failed = self._sample(prompts, replace(self.sampling, step=step))
+        self.sampler.refill(self.policy.weights(self.sampler.dtype))
+        samples, failed = self._sample(prompts, replace(self.sampling, step=step), f"step {step + 1}")
         self.samples = samples
         self._count_unrewarded(step)
         row = {**sample_metrics(samples, compared=algorithm.name != "ppo"), **failed}
@@ -178,41 +187,45 @@ class RLTask:
         return row
 
     def evaluate(self, step: int) -> Row:
-        """Rewards of greedy completions of the held-out prompts."""
-        if not self.held_out:
+        """Of data.eval rewards of greedy completions, of other sets their metrics. Noise is the same at every step."""
+        held_out = [EvalSet(name="", prompts=self.held_out)] if self.held_out else []
+        if not (held_out or self.eval_sets):
             return {}
         self.progress.phase("eval", step)
-        greedy = SamplingParams(
-            max_new_tokens=self.sampling.max_new_tokens,
-            temperature=0.0,
-            stop_ids=self.sampling.stop_ids,
-            banned_ids=self.sampling.banned_ids,
-            step=step,
-        )
-        samples, failed = self._sample(self.held_out, greedy, "eval")
-        rewards = [sample.reward for sample in samples]
-        row = {"eval_reward_mean": mean(rewards), "eval_solved": mean([float(r >= SOLVED_REWARD) for r in rewards])}
-        return {**row, "eval_reward_errors": failed["reward_errors"]} if failed["reward_errors"] else row
+        self.sampler.refill(self.policy.weights(self.sampler.dtype))
+        row: Row = {}
+        for each in (*held_out, *self.eval_sets):
+            params = SamplingParams(
+                samples=each.samples,
+                max_new_tokens=self.sampling.max_new_tokens,
+                temperature=each.temperature,
+                seed=zlib.crc32(f"{self.sampling.seed}/eval/{each.name}".encode()),
+                stop_ids=self.sampling.stop_ids,
+                banned_ids=self.sampling.banned_ids,
+            )
+            where = f"the evaluation after step {step}{each.name and f' on {each.name}'}"
+            samples, failed = self._sample(each.prompts, params, where, "eval")
+            self.write_eval(each.name, step, [sample_row(sample) for sample in samples])
+            prefix = f"eval/{each.name}/" if each.name else "eval_"
+            if each.name:
+                row |= {f"{prefix}{metric}": value for metric, value in each.measure(samples).items()}
+            else:
+                rewards = [sample.reward for sample in samples]
+                solved = [float(reward >= SOLVED_REWARD) for reward in rewards]
+                row |= {"eval_reward_mean": mean(rewards), "eval_solved": mean(solved)}
+            row |= {f"{prefix}reward_errors": failed["reward_errors"]} if failed["reward_errors"] else {}
+        return row
 
     def _sample(
-        self, prompts: Seq[Prompt], params: SamplingParams, phase: Phase | None = None
+        self, prompts: Seq[Prompt], params: SamplingParams, where: str, phase: Phase | None = None
     ) -> tuple[list[Sample], Row]:
         """Samples with a reward, and metrics of failed ones."""
-        self.sampler.refill(self.policy.weights(self.sampler.dtype))
         requests = [SamplerPrompt(row, prompt.ids, prompt.media) for row, prompt in enumerate(prompts)]
         self.progress.phase(phase or "rollout")
         completions = self.sampler.sample(requests, params)
         texts = [self.decode(c.ids) for c in completions]
         self.progress.phase(phase or "reward")
-        results = self.rewards([prompts[c.row] for c in completions], completions, texts)
-        where = f"the evaluation after step {params.step}" if phase == "eval" else f"step {params.step + 1}"
-        errors, cause = count_errors(results, [prompts[c.row].id for c in completions], where)
-        samples = [
-            Sample(prompts[c.row], c.row, c, text, result.value, result.parts)
-            for c, text, result in zip(completions, texts, results, strict=True)
-            if result.value is not None
-        ]
-        return samples, {"reward_errors": errors, **({} if cause is None else {"reward_error": cause})}
+        return with_rewards(prompts, completions, texts, self.rewards, where)
 
     def _count_unrewarded(self, step: int) -> None:
         self.unrewarded = 0 if self.samples else self.unrewarded + 1

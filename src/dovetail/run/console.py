@@ -63,6 +63,9 @@ class Console:
             failed = f"{row['reward_errors']} rewards failed, the first: {row['reward_error']}"
             notes.append(" ".join(failed.split()))
         shown = [f"{label} {known[key]:{form}}" for key, label, form in SHOWN if key in known]
+        shown += [
+            f"{name} {row[name]:.3f}" for name in row if name.startswith("eval/") and not name.endswith("_before")
+        ]
         self.say(f"step {row['step']}/{self._steps}  " + "  ".join(notes + shown))
         self._progress.update(self._bar, completed=row["step"])
 

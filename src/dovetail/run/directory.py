@@ -1,4 +1,4 @@
-"""The directory of a run: config.yaml, metrics.jsonl, events.jsonl, rollouts/, checkpoints/, hf/, superseded/.
+"""The directory of a run: config.yaml, metrics.jsonl, events.jsonl, rollouts/, eval/, checkpoints/, hf/, superseded/.
 
 superseded/ has the files of steps that a resumed run repeats. The first rank writes small files, all ranks checkpoints and hf/.
 """
@@ -25,7 +25,7 @@ from dovetail.checkpoint.train_state import MODEL_ROLE
 from dovetail.device import peak_flops, peak_memory_gib
 from dovetail.engine.base import Engine
 from dovetail.errors import CheckpointError, ConfigError
-from dovetail.jsonl import append
+from dovetail.jsonl import ODD_LETTERS, append, json_line
 from dovetail.parallel.collectives import gather_text, stack_over
 from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
@@ -35,13 +35,13 @@ from dovetail.run.lock import RunLock, refuse_unshared
 from dovetail.run.metrics import METRICS, Metrics, Records, check_loggers, write_samples
 from dovetail.run.resume import CHECKPOINTS, CONFIG, EVENTS, HF, OCCUPIED, Resumed, find, is_run
 from dovetail.run.state import RunState, random_state, restore_random_state
-from dovetail.run.trainer import Outcome, Row
+from dovetail.run.trainer import Outcome, Row, evaluation_of
 from dovetail.weights.atomic import make_directory, refuse_unwritable, replace_file
 from dovetail.weights.safe_paths import SideFiles
 from dovetail.weights.stream import Export
 
 POLICY, CRITIC = MODEL_ROLE, "critic"
-ROLLOUTS, SUPERSEDED = "rollouts", "superseded"
+ROLLOUTS, EVAL, SUPERSEDED = "rollouts", "eval", "superseded"
 ROOM_FOR = 2  # checkpoints: the old one stays until the new one is complete
 ROLLOUT_FILE = re.compile(r"step_(\d+)\.")
 MOST_FAILED_SAVES = 3  # in a row
@@ -178,9 +178,24 @@ class RunDirectory:
                     path = self.path / ROLLOUTS / f"step_{row['step']:06}.jsonl"
                     self._records.write(partial(write_samples, path, samples))
         self._score = row.get("reward_mean", -row["loss"])
-        if self.recipe.trainer.eval_every and self.recipe.data.eval:  # None at other steps
-            self._score = row.get("eval_reward_mean", -row["eval_loss"] if "eval_loss" in row else None)
+        if self.recipe.trainer.eval_every and (self.recipe.data.eval or self.recipe.eval.sets):  # None at other steps
+            first = next(iter(evaluation_of(row).items()), None)
+            self._score = None if first is None else -first[1] if first[0].endswith("loss") else first[1]
         self.console.step(row)
+
+    def write_eval(self, name: str, step: int, samples: Seq[Row]) -> None:
+        """Of a set; "" is data.eval. Collective."""
+        with agreed(self.mesh):
+            if self._metrics is not None:
+                make_directory(self.path / EVAL / name)
+                self._records.write(partial(write_samples, self.path / EVAL / name / f"step_{step:06}.jsonl", samples))
+
+    def add_evaluation(self, evaluation: Row) -> None:
+        """To the last row that an earlier start has written. Collective."""
+        with agreed(self.mesh):
+            if self._metrics is not None and self._earlier:
+                rows = [*self._earlier[:-1], {**self._earlier[-1], **evaluation}]
+                replace_file(self.path / METRICS, "".join(map(json_line, rows)).encode(errors=ODD_LETTERS))
 
     def checkpoint(self, step: int) -> None:
         self._finish_save()
@@ -298,13 +313,15 @@ class RunDirectory:
         aside = self.path / SUPERSEDED / f"{1 + max(numbers, default=0):03}"  # a user may have removed older ones
         set_aside(self.path / CHECKPOINTS, self._order, aside / CHECKPOINTS)
         self._earlier, kept, rest = _rows(self.path / METRICS, step)
-        files = (self.path / ROLLOUTS).glob("step_*")
+        files = [*(self.path / ROLLOUTS).glob("step_*"), *(self.path / EVAL).glob("**/step_*")]
         late = [path for path in files if (number := ROLLOUT_FILE.match(path.name)) and int(number[1]) > step]
         late += [self.path / HF] if os.path.lexists(self.path / HF) else []
         if rest or late:
             aside.mkdir(parents=True, exist_ok=True)
             for path in late:
-                path.rename(aside / path.name)
+                folder = aside if path.parent == self.path / ROLLOUTS else aside / path.parent.relative_to(self.path)
+                folder.mkdir(parents=True, exist_ok=True)
+                path.rename(folder / path.name)
         if rest:
             replace_file(aside / METRICS, "".join(rest).encode())
         if rest or kept:  # a kill may have cut the end of the last line

@@ -33,6 +33,7 @@ ROWS: Mapping[str, str] = {  # by data.overlong: the keys that decide which rows
     "drop": "data.train, trainer.tokens_per_batch, rollout.max_new_tokens and layouts, by which data.overlong=drop drops rows,",
 }
 SOURCES = frozenset({"model.path", "data.train", "critic.path", "reference.path"})  # of a run without checkpoints
+EVALUATED = ("data.eval", "eval.sets")
 COUNTED = ("algorithm.epochs", "algorithm.minibatches")  # optimizer steps of a step
 
 
@@ -88,7 +89,7 @@ def find(
             f"run_dir {path} is not empty; choose another run_dir, or raise trainer.steps to train on: all {state.step} "
             f"steps of its run are done ({path / HF})"
         )
-    if "data.eval" in changes:
+    if any(any(changes.get(key, ())) for key in EVALUATED):
         state = state.model_copy(update={"before": {}})  # of other rows: not comparable
     was, now = _ranks(reader.manifest.layout), _ranks(vars(mesh.layout))
     if was != now:

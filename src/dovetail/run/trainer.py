@@ -16,6 +16,12 @@ if TYPE_CHECKING:  # the loop needs neither pydantic nor rich
 Row = dict[str, Any]
 
 
+def evaluation_of(row: Mapping[str, Any]) -> Row:
+    """Of a row of metrics.jsonl."""
+    own = (name for name in row if name.startswith(("eval_", "eval/")) and not name.endswith("_before"))
+    return {name: row[name] for name in own}
+
+
 class Task(Protocol):
     """Steps (from 0) and evaluations of an algorithm, as metrics. step: None if `stopping()` before anything changed."""
 
@@ -106,6 +112,7 @@ def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: 
     if reached and step < trainer.steps:
         run.say(f"step {step} has reached trainer.stop_at_reward={trainer.stop_at_reward}: no further step is taken")
     last = step >= trainer.steps or reached
+    after = {name: rows[-1][name] for name in before if rows[-1].get(name) is not None} if rows else {}
     while not (last or stop):
         begun = time.monotonic()
         if (metrics := task.step(step, run.stopping)) is None:
@@ -116,9 +123,9 @@ def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: 
         row = {"step": step, **metrics, "step_seconds": seconds, "tokens_per_second": metrics["tokens"] / seconds}
         rows.append(row)
         last = _reached(trainer.stop_at_reward, rows) or not budget.has_room() or step == trainer.steps
-        if (trainer.eval_every and step % trainer.eval_every == 0) or (last and not run.stopping()):
-            row |= task.evaluate(step)
-        row |= unwritten
+        due = (trainer.eval_every and step % trainer.eval_every == 0) or (last and not run.stopping())
+        after = task.evaluate(step) if due else {}
+        row |= after | unwritten
         unwritten = {}
         run.record(row, task.sample_rows())
         guard.check(row, task.trained)
@@ -132,8 +139,9 @@ def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: 
         run.checkpoint(step)
     if stop:
         return Outcome(before, {}, rows, stop)
-    evaluated = {name: rows[-1][name] for name in before if rows[-1].get(name) is not None} if rows else {}
-    return Outcome(before, evaluated or task.evaluate(step), rows, stop)
+    if not after and (after := task.evaluate(step)):  # a stop came before it
+        run.add_evaluation(after)
+    return Outcome(before, after, rows, stop)
 
 
 def _reached(target: float | None, rows: Seq[Row]) -> bool:

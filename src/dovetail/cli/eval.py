@@ -1,0 +1,57 @@
+"""`dovetail eval`: a model's metrics on the prompts of a file."""
+
+import argparse
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from dovetail.cli.common import RowFile, say
+from dovetail.cli.generate import Generation
+from dovetail.errors import ConfigError
+from dovetail.factory.rewards import make_rewards, own_metrics
+from dovetail.factory.rows import reads_answer
+from dovetail.jsonl import json_line
+from dovetail.launch.process import put
+from dovetail.launch.progress import Progress
+from dovetail.recipe.evaluation import default_metrics
+from dovetail.recipe.reward import RewardModelSection, RewardPart, RewardSection
+from dovetail.rl.evaluation import EvalSet, with_rewards
+from dovetail.rl.experience import Sample, sample_row
+
+
+def run(args: argparse.Namespace, progress: Progress) -> None:
+    """Metrics go to standard output as one JSON object, completions with their rewards to --out."""
+    folder, seconds = Path.cwd(), args.reward_timeout_seconds
+    parts = tuple(
+        RewardPart(function=name, timeout_seconds=seconds)
+        if ":" in name
+        else RewardPart(name=name, timeout_seconds=seconds)
+        for name in args.reward or ("exact_match",)
+    )
+    rewarded = RewardSection(parts=parts)
+    made = Generation(args, answers=reads_answer(rewarded))
+    metrics = args.metrics or default_metrics(args.samples)
+    with ExitStack() as stack:
+        rewards = make_rewards(rewarded, made.mesh, folder, folder, _no_model)
+        stack.callback(rewards.close)
+        own = own_metrics(metrics, made.mesh, folder, seconds, lambda note: say([note], made.mesh), stack)
+        measured = EvalSet(name="", prompts=made.rows, samples=args.samples, metrics=metrics, own=own)
+        out = None if args.out is None else stack.enter_context(RowFile(args.out, made.mesh))
+        samples, errors = list[Sample](), 0
+        for completions in made.portions(progress):
+            texts = [made.decode(c.ids) for c in completions]
+            some, failed = with_rewards(made.rows, completions, texts, rewards, str(args.data))
+            samples += some
+            errors += failed["reward_errors"]
+            if out is not None:
+                rows = map(sample_row, some)
+                out.write({name: value for name, value in row.items() if name != "routing"} for row in rows)
+        counts = {"prompts": len(made.rows), "samples": args.samples, "reward_errors": errors}
+        numbers = {**counts, **measured.measure(samples)}
+    if made.mesh["world"].rank == 0:
+        put(json.dumps(json.loads(json_line(numbers)), indent=2) + "\n")
+
+
+def _no_model(_: RewardModelSection) -> Any:
+    raise ConfigError("--reward takes names of rewards and module:function")

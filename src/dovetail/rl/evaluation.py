@@ -1,0 +1,128 @@
+"""Evaluation: metrics of a set of prompts from the rewards of their completions."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from dovetail.data.examples import Prompt
+from dovetail.errors import ConfigError
+from dovetail.parallel.consensus import agreed, of_first
+from dovetail.parallel.mesh import Mesh
+from dovetail.rewards.built_in import final_number
+from dovetail.rewards.runner import RewardRunner, count_errors
+from dovetail.rl.experience import Sample
+from dovetail.rl.reward_manager import RewardManager, reward_input
+from dovetail.rl.step_metrics import Row, mean
+from dovetail.rollout.base import Completion
+
+SOLVED_REWARD = 1.0  # a reward that counts as solved
+
+
+def with_rewards(
+    prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str], rewards: RewardManager, where: str
+) -> tuple[list[Sample], Row]:
+    """Samples with a reward, and metrics of failed ones. `prompts[c.row]` belongs to completion c. Collective."""
+    asked = [prompts[c.row] for c in completions]
+    results = rewards(asked, completions, texts)
+    errors, cause = count_errors(results, [prompt.id for prompt in asked], where)
+    samples = [
+        Sample(prompt, c.row, c, text, result.value, result.parts)
+        for prompt, c, text, result in zip(asked, completions, texts, results, strict=True)
+        if result.value is not None
+    ]
+    return samples, {"reward_errors": errors, **({} if cause is None else {"reward_error": cause})}
+
+
+def average(group: Seq[Sample], k: int) -> float:
+    return mean([sample.reward for sample in group[:k]])
+
+
+def pass_at(group: Seq[Sample], k: int) -> float:
+    """That one of k samples is solved, estimated from all without bias (Chen et al. 2021)."""
+    unsolved = sum(sample.reward < SOLVED_REWARD for sample in group)
+    return 1.0 - math.comb(unsolved, k) / math.comb(len(group), k)
+
+
+def majority(group: Seq[Sample], k: int) -> float:
+    """Whether the most frequent answer of k samples is solved; of equally frequent ones that which came first."""
+    votes = [vote(sample.text) for sample in group[:k]]
+    (winner, _), *_ = Counter(votes).most_common(1)
+    return float(group[votes.index(winner)].reward >= SOLVED_REWARD)
+
+
+def vote(text: str) -> Fraction | str:
+    """The final number, else the text."""
+    number = final_number(text)
+    return text.strip() if number is None else number
+
+
+BUILT_IN: Mapping[str, Callable[[Seq[Sample], int], float]] = {"avg": average, "pass": pass_at, "maj": majority}
+
+
+@dataclass
+class OwnMetric:
+    """A user's function in a process of its own, which the first rank has. A failure is said, and ends nothing. Collective."""
+
+    name: str
+    runner: RewardRunner | None
+    mesh: Mesh
+    say: Callable[[str], None]
+    broken: str | None = None  # why it cannot be started again
+
+    def __call__(self, samples: Seq[Sample]) -> float:
+        """The mean over samples, or the function's one number."""
+        value, error = None, None
+        with agreed(self.mesh):
+            if self.runner is not None and samples:
+                value, error = self._score(self.runner, samples)
+        value, error = of_first([value, error], self.mesh)
+        if error is not None:
+            self.say(f"the metric {self.name} failed, the run goes on: {error}")
+        return math.nan if value is None else value
+
+    def _score(self, runner: RewardRunner, samples: Seq[Sample]) -> tuple[float | None, str | None]:
+        inputs = []
+        for s in samples:
+            columns = {**s.prompt.columns, "id": s.prompt.id, "sample": s.completion.sample, "reward": s.reward}
+            inputs.append(reward_input(replace(s.prompt, columns=columns), s.completion, s.text))
+        if self.broken is None:
+            try:
+                results = runner.score(inputs)
+            except ConfigError as error:
+                self.broken = str(error)
+            else:
+                values = [result.value for result in results if result.value is not None]
+                return mean(values) if values else None, next(filter(None, (r.error for r in results)), None)
+        return None, self.broken
+
+    def close(self) -> None:
+        if self.runner is not None:
+            self.runner.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSet:
+    """metrics: avg@K, pass@K, maj@K, or a key of `own`."""
+
+    name: str
+    prompts: Seq[Prompt]
+    samples: int = 1
+    temperature: float = 0.0
+    metrics: Seq[str] = ()
+    own: Mapping[str, OwnMetric] = field(default_factory=dict)
+
+    def measure(self, samples: Seq[Sample]) -> dict[str, float]:
+        """By metric. Of prompts with K rewarded samples; NaN without any."""
+        groups: dict[int, list[Sample]] = {}
+        for sample in samples:
+            groups.setdefault(sample.group, []).append(sample)
+        row = {}
+        for metric in self.metrics:
+            kind, _, k = metric.partition("@")
+            if metric in self.own:
+                row[self.own[metric].name] = self.own[metric](samples)
+            else:
+                row[metric] = mean([BUILT_IN[kind](g, int(k)) for g in groups.values() if len(g) >= int(k)])
+        return row
