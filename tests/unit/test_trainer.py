@@ -9,7 +9,8 @@ import pytest
 from dovetail.engine.base import Engine
 from dovetail.errors import NumericsError
 from dovetail.recipe.schema import TrainerSection
-from dovetail.rl.step_metrics import Row, never
+from dovetail.rl.step_metrics import Row
+from dovetail.rl.tasks import never
 from dovetail.run import trainer
 from dovetail.run.trainer import Guard, Outcome, Task
 

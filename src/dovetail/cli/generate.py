@@ -5,7 +5,7 @@ import argparse
 import torch
 
 from dovetail.arch.transformers_spec import TransformersSpec
-from dovetail.cli.common import RowFile, mesh_of, open_inputs, portions, say
+from dovetail.cli.common import RowFile, fingerprint_of, mesh_of, open_inputs, portions, say
 from dovetail.data.examples import Limits, load_prompts
 from dovetail.factory.engine import make_mesh, open_weights
 from dovetail.factory.sampler import Backend, backend_layout, check_positions, make_sampler
@@ -44,14 +44,18 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         banned_ids=banned_ids(source, tokenizer, processor, stops),
     )
     dtype = getattr(torch, args.dtype)
-    with RowFile(args.out, mesh) as out:
+    with agreed(mesh):
+        job = fingerprint_of(args, source, rows)
+    with RowFile(args.out, mesh, job, len(rows) * args.samples) as out:
         sampler = make_sampler(source, sampler_mesh, dtype, backend, SamplerOptions(keep_cache=True))
         sampler.load(reader)
         say(source.notes, mesh)
         progress.phase("run")
         prompts = [Prompt(i, row.ids, row.media) for i, row in enumerate(rows)]
         most = (ON_CPU if mesh.device.type == "cpu" else ON_GPU) * sampler_mesh["fsdp"].size
-        for part in portions(prompts, lambda _: args.samples, most):
+        if out.is_live:
+            sampler.watch = out.advance
+        for part in out.missing(portions(prompts, lambda _: args.samples, most), args.samples):
             completions = sampler.sample(part, params)
             out.write(
                 {
