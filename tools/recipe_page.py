@@ -150,7 +150,11 @@ def _takes(key: str, schemas: Sequence[Mapping[str, Any]]) -> str:
     for schema in schemas:
         found = schema["properties"].get(first)
         if found is not None and rest:
-            kinds = [kind["$ref"].rpartition("/")[2] for kind in found.get("anyOf", [found]) if "$ref" in kind]
+            kinds = [
+                kind["$ref"].rpartition("/")[2]
+                for kind in found.get("anyOf", [found.get("items", found)])
+                if "$ref" in kind
+            ]
             return _takes(rest, [{**schema["$defs"][kind], "$defs": schema["$defs"]} for kind in kinds])
         if found is not None:
             return " or ".join(_kind(each) for each in found.get("anyOf", [found]))

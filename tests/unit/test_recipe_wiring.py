@@ -29,6 +29,7 @@ from dovetail.run.directory import RunDirectory
 from examples.quickstart.scratch import character_tokenizer
 
 RANKS, UPDATES = 16, 2 * 3  # UPDATES: optimizer steps of a step, algorithm.epochs x algorithm.minibatches
+LOGS = [("name", "tensorboard"), ("project", "p"), ("entity", "e"), ("run_name", "r"), ("tags", ("t",)), ("group", "g")]
 SAME = object()  # the value itself arrives
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "completion": str(2 * n)} for n in range(6)]
 TOO_LONG = {"prompt": "1" * 100, "answer": "1", "completion": "1"}
@@ -242,7 +243,7 @@ TABLE = (
     Leaf("trainer.eval_every", 8, part("recipe.trainer.eval_every")),
     Leaf("trainer.stop_at_reward", 0.5, part("recipe.trainer.stop_at_reward")),
     Leaf("trainer.time_budget_seconds", 60.0, part("recipe.trainer.time_budget_seconds")),
-    Leaf("trainer.loggers", ("tensorboard",), part("run.recipe.trainer.loggers")),
+    *(Leaf(f"trainer.loggers.{n}", x, lambda job, n=n: vars(job.recipe.trainer.loggers[0])[n]) for n, x in LOGS),
     Leaf("trainer.max_skipped_steps", 4, part("recipe.trainer.max_skipped_steps")),
     Leaf("trainer.check_replicas_every", 6, part("recipe.trainer.check_replicas_every")),
     Leaf("trainer.timeouts", {"rollout": 1e5}, part("task.policy.mesh.timeout"), collective_timeout({"rollout": 1e5})),

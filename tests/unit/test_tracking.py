@@ -14,6 +14,7 @@ from dovetail.launch.progress import Phase, Progress
 from dovetail.rl.experience import Sample
 from dovetail.rl.step_metrics import length_metrics, phase_metrics, sample_metrics
 from dovetail.rollout.base import Completion
+from dovetail.run.loggers import RunFacts
 from dovetail.run.metrics import Metrics
 
 STEP_SECONDS, SHARE = 2.0, 0.01  # tracking may take this share of a short step
@@ -58,7 +59,11 @@ def test_seconds_of_a_phase_are_counted_once_and_give_rates() -> None:
 
 
 def test_tracking_takes_less_than_a_hundredth_of_a_step_of_two_seconds(tmp_path: Path) -> None:
-    drawn, progress, metrics = samples(256), Progress(tmp_path / "state"), Metrics(tmp_path, (), {}, print)
+    drawn, progress, metrics = (
+        samples(256),
+        Progress(tmp_path / "state"),
+        Metrics(RunFacts(path=tmp_path, config={}), (), print),
+    )
     phases: tuple[Phase, ...] = ("push", "rollout", "reward", "wait", "score", *("update", "optimizer") * 4, "wait")
     spent = []
     for step in range(9):

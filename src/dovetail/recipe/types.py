@@ -42,7 +42,6 @@ Momentum = Annotated[float, Field(ge=0, lt=1)]
 Estimator = Literal["k1", "k2", "k3"]
 PathText = Annotated[str, pydantic.AfterValidator(_valid_path)]
 Options = Annotated[Mapping[str, Any], pydantic.AfterValidator(_valid_options)]  # goes into checkpoints
-Listed = pydantic.BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
 
 
 def key(default: Any, description: str) -> Any:

@@ -34,7 +34,8 @@ from dovetail.recipe.schema import Recipe
 from dovetail.run.console import Console, curve
 from dovetail.run.learning import EQUAL, LearningNotes
 from dovetail.run.lock import RunLock, refuse_unshared
-from dovetail.run.metrics import METRICS, Metrics, Records, check_loggers, write_samples
+from dovetail.run.loggers import RunFacts, check_loggers
+from dovetail.run.metrics import METRICS, Metrics, Records, write_samples
 from dovetail.run.resume import CHECKPOINTS, CONFIG, EVENTS, HF, OCCUPIED, Resumed, find, is_run
 from dovetail.run.state import RunState, random_state, restore_random_state
 from dovetail.run.trainer import Outcome, Row
@@ -145,7 +146,9 @@ class RunDirectory:
                 self._set_later_aside()
                 replace_file(self.path / CONFIG, self.recipe.to_yaml().encode())
                 self.console.log_to(self.path / LOG)
-                self._metrics = Metrics(self.path, self.recipe.trainer.loggers, self.config, self.say)
+                first = 1 if resumed is None else resumed.state.step + 1
+                facts = RunFacts(path=self.path, config=self.config, run_id=self.run_id, first_step=first)
+                self._metrics = Metrics(facts, self.recipe.trainer.loggers, self.say)
                 self._at_close.callback(self._metrics.close)
         self._order, self._earlier = of_first([self._order, self._earlier], self.mesh)
         for row in self._earlier:
@@ -183,7 +186,7 @@ class RunDirectory:
             row["mfu"] = flops / row["step_seconds"] / (peak * self.mesh["world"].size)
         with agreed(self.mesh):
             if self._metrics is not None:
-                self._records.write(partial(self._metrics.write, row))
+                self._records.write(partial(self._metrics.write, row, samples))
                 if samples:
                     path = self.path / ROLLOUTS / f"step_{row['step']:06}.jsonl"
                     self._records.write(partial(write_samples, path, samples))
