@@ -1,10 +1,15 @@
 """Peak throughput and memory of a device."""
 
+import importlib
+import importlib.util
 import resource
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
+
+from dovetail.system import resident_memory
 
 # Dense bf16 operations per second by datasheet, by the start of the device's name.
 PEAK_FLOPS: Mapping[str, float] = {
@@ -27,6 +32,19 @@ def peak_flops(device: torch.device) -> float | None:
 def memory_of(device: torch.device) -> int | None:
     """Bytes of an accelerator's memory; None for a CPU."""
     return None if device.type == "cpu" else int(torch.get_device_module(device).mem_get_info(device)[1])
+
+
+def usage(device: torch.device) -> dict[str, float]:
+    """Memory of this process in GiB, and per cent of the last seconds in which a GPU was busy, if pynvml is installed."""
+    sizes = {"host": resident_memory()}
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        sizes |= {"allocated": module.memory_allocated(device), "reserved": module.memory_reserved(device)}
+    row = {f"memory/{name}_gib": size / 2**30 for name, size in sizes.items() if size is not None}
+    if device.type == "cuda" and importlib.util.find_spec("pynvml") is not None:
+        with suppress(importlib.import_module("pynvml").NVMLError):  # of a MIG slice, or a driver without it
+            row["gpu_utilization"] = float(torch.cuda.utilization(device))
+    return row
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -61,6 +61,12 @@ def free_memory() -> int | None:
     return max(min(bounds), 0) if bounds else None
 
 
+def resident_memory() -> int | None:
+    """Bytes of this process in memory."""
+    sizes = _PROC / "self/statm"
+    return int(sizes.read_text().split()[1]) * resource.getpagesize() if sizes.exists() else None
+
+
 def adopt_orphans() -> None:
     _prctl(_SET_CHILD_SUBREAPER, 1)
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,6 +37,11 @@ class Ended(NamedTuple):
     code: int
     out: str
     err: str
+
+    @property
+    def well(self) -> bool:
+        """Code 0, and nothing but the closing line of a command that wrote."""
+        return self.code == 0 and not self.err and re.fullmatch(r"(wrote \d+ .* to .*\n)?", self.out) is not None
 
 
 def here(*argv: object) -> Ended:
@@ -84,7 +90,8 @@ def start(
     if not executed and can_fork(command, env, options):
         return popen(template, command, env=known, **options)
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=known, **options)
+    streams = {"stdout": pipe, "stderr": pipe, "text": True}
+    return subprocess.Popen(command, **{**streams, **options}, env=known)
 
 
 def program(*argv: object, env: Mapping[str, str] | None = None, **options: Any) -> Ended:

@@ -56,7 +56,7 @@ def ranks_of(layout: str) -> int:
 
 
 def agree(world: int, *argv: object) -> None:
-    assert on_ranks(world, *argv) == [(0, "", "")] * world
+    assert {each.well for each in on_ranks(world, *argv)} == {True}
 
 
 def assert_same_numbers(out: Path, expected: Path) -> None:
@@ -89,7 +89,7 @@ def test_scores_are_those_of_one_rank(
     head: str, layout: str, flags: list[object], models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
     argv = ["score", "--model", models[head], "--data", data, "--head", head, *flags]
-    assert here(*argv, "--out", tmp_path / "one") == (0, "", "")
+    assert here(*argv, "--out", tmp_path / "one").well
     agree(ranks_of(layout), *argv, "--out", tmp_path / "cut", "--layout", layout)
     assert_same_numbers(tmp_path / "cut", tmp_path / "one")
 
@@ -99,8 +99,8 @@ def test_scores_are_those_of_one_rank(
 def test_scores_of_the_program(head: str, models: dict[str, Path], data: Path, tmp_path: Path) -> None:
     """On eight ranks that it starts itself."""
     argv = ["score", "--model", models[head], "--data", data, "--head", head]
-    assert program(*argv, "--out", tmp_path / "one") == (0, "", "")
-    assert program(*argv, "--out", tmp_path / "cut", "--layout", EIGHT) == (0, "", "")
+    assert program(*argv, "--out", tmp_path / "one").well
+    assert program(*argv, "--out", tmp_path / "cut", "--layout", EIGHT).well
     assert_same_numbers(tmp_path / "cut", tmp_path / "one")
 
 
@@ -115,7 +115,7 @@ def test_samples_are_those_of_one_rank(
     name: str, layout: str, models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
     argv = ["generate", "--model", models[name], "--data", data, "--samples", 3, "--max-new-tokens", 6, "--seed", 4]
-    assert here(*argv, "--out", tmp_path / "one") == (0, "", "")
+    assert here(*argv, "--out", tmp_path / "one").well
     agree(ranks_of(layout), *argv, "--out", tmp_path / "cut", "--layout", layout)
     for ours, one in zip(read_rows(tmp_path / "cut"), read_rows(tmp_path / "one"), strict=True):
         pairs = zip(ours.pop("log_probs"), one.pop("log_probs"), strict=True)
@@ -143,7 +143,7 @@ def test_cut_and_rejoined_byte_for_byte(name: str, layout: str, models: dict[str
     assert (ended.code, ended.err) == (0, "")
     assert ",".join(layout_line(layout)) in ended.out
     assert ended.out.endswith("verified: every piece matches its checksum\n")
-    assert here("convert", cut, back, "--to", "hf") == (0, "", "")
+    assert here("convert", cut, back, "--to", "hf").well
     assert digests(back) == digests(models[name]), "every file, byte for byte"
     again = tmp_path / "again"
     agree(4, "convert", cut, again, "--to", "hf", "--layout", "pp=2,dp=2")
@@ -177,12 +177,12 @@ def test_what_one_layout_cut_another_reads(
     head: str, name: str, models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
     argv = ["--data", data, "--head", head]
-    assert here("score", "--model", models[name], *argv, "--out", tmp_path / "one") == (0, "", "")
+    assert here("score", "--model", models[name], *argv, "--out", tmp_path / "one").well
     agree(4, "convert", models[name], tmp_path / "cut", "--to", "sharded", "--layout", "pp=2,cp=2")
     for layout in ("tp=4", "pp=4", "tp=2,pp=2"):
         agree(4, "score", "--model", tmp_path / "cut", *argv, "--out", tmp_path / layout, "--layout", layout)
         assert_same_numbers(tmp_path / layout, tmp_path / "one")
-    assert here("score", "--model", tmp_path / "cut", *argv, "--out", tmp_path / "again") == (0, "", "")
+    assert here("score", "--model", tmp_path / "cut", *argv, "--out", tmp_path / "again").well
     assert read_rows(tmp_path / "again") == read_rows(tmp_path / "one")
 
 
@@ -218,4 +218,4 @@ def test_a_pipeline_that_the_sampler_cannot_run_is_refused(tmp_path: Path) -> No
     assert "layout pp=2: the sampler runs pipeline ranks as tp=2; " in told
     assert "5 attention heads are not a multiple of 2" in told
     ended: list[Ended] = on_ranks(2, "score", *argv)
-    assert ended == [(0, "", "")] * 2
+    assert {each.well for each in ended} == {True}

@@ -106,7 +106,7 @@ def test_a_rank_without_a_world_is_no_launcher(model: Path, tmp_path: Path, monk
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5]}])
-    assert here("score", "--model", model, "--data", rows, "--out", tmp_path / "o") == (0, "", "")
+    assert here("score", "--model", model, "--data", rows, "--out", tmp_path / "o").well
     monkeypatch.setenv("RANK", "3")  # and speaks for itself
     assert "no such data file" in refusal(
         here("score", "--model", model, "--data", "none.jsonl", "--out", tmp_path / "o")

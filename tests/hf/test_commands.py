@@ -56,7 +56,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_score_over_ranks_is_that_of_transformers(gemma: Path, tmp_path: Path) -> None:
     data, out = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
     flags = ["--engine", "transformers", "--layout", "cp=2,dp=2"]
-    assert on_ranks(4, "score", "--model", gemma, "--data", data, "--out", out, *flags) == [(0, "", "")] * 4
+    assert {each.well for each in on_ranks(4, "score", "--model", gemma, "--data", data, "--out", out, *flags)} == {
+        True
+    }
     peer = AutoModelForCausalLM.from_pretrained(gemma, dtype=torch.float32)
     for given, row in zip(ROWS, read_rows(out), strict=True):
         ids = given.get("input_ids") or make_tokenizer().encode("abcd", add_special_tokens=False)
@@ -129,6 +131,6 @@ def test_training_a_family_that_only_transformers_knows(gemma: Path, tmp_path: P
 
 def test_convert_there_and_back(gemma: Path, tmp_path: Path) -> None:
     cut, back = tmp_path / "cut", tmp_path / "back"
-    assert on_ranks(3, "convert", gemma, cut, "--to", "sharded", "--layout", "dp=3") == [(0, "", "")] * 3
+    assert {each.well for each in on_ranks(3, "convert", gemma, cut, "--to", "sharded", "--layout", "dp=3")} == {True}
     assert here("convert", cut, back, "--to", "hf").code == 0
     assert (back / "model.safetensors").read_bytes() == (gemma / "model.safetensors").read_bytes()

@@ -87,7 +87,7 @@ def test_scores_are_those_of_transformers(seeing: dict[str, Path], family: str, 
     flags = ["--layout", layout, "--tokens-per-batch", "64", *trust(family)]
     world = Layout.parse(layout).num_ranks
     ended = on_ranks(world, "score", "--model", seeing[family], "--data", data, "--out", out, *flags)
-    assert ended == [(0, "", "")] * world
+    assert {each.well for each in ended} == {True}
     for row, (_, text, images) in zip(read_rows(out), wanted, strict=True):
         log_probs, entropy = peer.log_probs(text, images)
         for a, b in zip(row["log_probs"] + row["entropy"], log_probs + entropy, strict=True):
@@ -106,7 +106,7 @@ def generated(folder: Path, model: Path, world: int, *flags: str) -> list[dict[s
     data, out = write_rows(folder / "prompts.jsonl", rows), folder / "out.jsonl"
     options = ["--samples", "2", "--max-new-tokens", "6", "--seed", "5", "--temperature", "1.0", *flags]
     ended = on_ranks(world, "generate", "--model", model, "--data", data, "--out", out, *options)
-    assert ended == [(0, "", "")] * world
+    assert {each.well for each in ended} == {True}
     return read_rows(out)
 
 

@@ -141,7 +141,9 @@ def test_scores_of_videos_are_those_of_transformers(family: str, tmp_path: Path)
     data = write_rows(tmp_path / "rows.jsonl", [{**row, "completion": "x"}, {"prompt": "a", "completion": "b"}])
     out = tmp_path / "out.jsonl"
     flags = ["--layout", "cp=2", "--tokens-per-batch", "256"]
-    assert on_ranks(2, "score", "--model", model, "--data", data, "--out", out, *flags) == [(0, "", "")] * 2
+    assert {each.well for each in on_ranks(2, "score", "--model", model, "--data", data, "--out", out, *flags)} == {
+        True
+    }
     bare = user({"type": "video"}, "what?")
     expected = read_by_transformers(whole, model, whole.apply_chat_template(bare, add_generation_prompt=True) + "x")
     for a, b in zip(read_rows(out)[0]["log_probs"], expected, strict=True):
@@ -155,7 +157,9 @@ def test_kimi_by_its_own_image_processor(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(encoded(picture(30, 18)))
     row = {"prompt": f"a{SEEN}b", "images": ["a.png"], "completion": "c"}
     data, out = write_rows(tmp_path / "rows.jsonl", [row, row]), tmp_path / "out.jsonl"
-    assert on_ranks(2, "score", "--model", model, "--data", data, "--out", out, "--layout", "cp=2") == [(0, "", "")] * 2
+    assert {
+        each.well for each in on_ranks(2, "score", "--model", model, "--data", data, "--out", out, "--layout", "cp=2")
+    } == {True}
     log_probs, _ = Peer("kimi_k25", model).log_probs(f"a{SEEN}bc", [picture(30, 18)])
     for found in read_rows(out):
         for a, b in zip(found["log_probs"], log_probs, strict=True):

@@ -10,7 +10,9 @@ import pytest
 
 from dovetail.errors import ConfigError
 from dovetail.jsonl import append
-from dovetail.run.metrics import Metrics, check_loggers
+from dovetail.recipe.tracking import LoggerSection
+from dovetail.run.loggers import RunFacts, check_loggers, grouped
+from dovetail.run.metrics import Metrics
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -19,7 +21,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def test_every_row_is_on_disk_at_once_and_old_rows_stay(tmp_path: Path) -> None:
     for step in (1, 2):
-        metrics = Metrics(tmp_path, (), {}, say=pytest.fail)
+        metrics = Metrics(RunFacts(path=tmp_path, config={}), (), say=pytest.fail)
         metrics.write({"step": step, "loss": 0.5, "skipped": True})
         assert read(tmp_path / "metrics.jsonl")[-1] == {"step": step, "loss": 0.5, "skipped": True}
         metrics.close()
@@ -27,7 +29,7 @@ def test_every_row_is_on_disk_at_once_and_old_rows_stay(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path, (), {}, say=pytest.fail)
+    metrics = Metrics(RunFacts(path=tmp_path, config={}), (), say=pytest.fail)
     metrics.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "fault": "\ud800"})
     metrics.close()
     assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "grad_norm": None, "fault": "\ud800"}]
@@ -46,16 +48,17 @@ def test_a_row_behind_a_cut_line_is_a_line_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_failing_logger_is_dropped_with_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**_: object) -> object:
-        raise ConnectionError("no network")
+        raise ConnectionError("no network for sesame-1234")
 
+    monkeypatch.setenv("WANDB_API_KEY", "sesame-1234")
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     said: list[str] = []
-    metrics = Metrics(tmp_path, ("wandb",), {}, said.append)
-    metrics._loggers[0].join()
+    metrics = Metrics(RunFacts(path=tmp_path, config={}), (LoggerSection(name="wandb"),), said.append)
+    assert len(said) == 1, "before the first step"
     metrics.write({"step": 1})
     metrics.write({"step": 2})
     metrics.close()
-    assert said == ["the logger wandb failed and gets no more; the run goes on (ConnectionError: no network)"]
+    assert said == ["the logger wandb failed and gets no more; the run goes on (ConnectionError: no network for ***)"]
     assert read(tmp_path / "metrics.jsonl")[-1] == {"step": 2}
 
 
@@ -64,4 +67,20 @@ def test_loggers_that_are_not_installed_are_refused(monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         ConfigError, match=r"trainer.loggers names wandb, which is not installed: pip install 'dovetail\[w"
     ):
-        check_loggers(("wandb",))
+        check_loggers((LoggerSection(name="wandb"),))
+
+
+def test_trackers_get_numbers_in_groups() -> None:
+    names = {
+        "loss": "train/loss", "grad_norm": "train/grad_norm", "entropy_mean": "train/entropy_mean", "kl_mean": "train/kl_mean",
+        "critic_loss": "critic/loss", "reward_mean": "reward/mean", "reward/math": "reward/math",
+        "equal_groups": "reward/equal_groups", "response_length_p90": "response_length/p90",
+        "prompt_length_mean": "prompt_length/mean", "truncated_fraction": "response_length/truncated_fraction",
+        "seconds/rollout": "time/rollout", "step_seconds": "time/step", "tokens": "perf/tokens",
+        "tokens_per_second": "perf/tokens_per_second", "tokens_per_second/update": "perf/tokens_per_second/update",
+        "samples_per_second/reward": "perf/samples_per_second/reward", "mfu": "perf/mfu",
+        "peak_memory_gib": "memory/peak_gib", "memory/host_gib": "memory/host_gib", "eval_reward_mean": "eval/reward_mean",
+        "eval/gsm8k/pass@1": "eval/gsm8k/pass@1", "mismatch_k3": "mismatch/k3", "route_agreement": "train/route_agreement",
+    }  # fmt: skip
+    row = {**dict.fromkeys(names, 1.0), "step": 1, "timestamp": 2.0, "skipped": True, "fault": "x"}
+    assert grouped(row) == dict.fromkeys(names.values(), 1.0)

@@ -12,6 +12,7 @@ from dovetail.errors import ConfigError
 from dovetail.parallel.layout import Layout
 from dovetail.recipe.keys import FOREIGN, RENAMED
 from dovetail.recipe.schema import GRPO, PPO, PolicyGradient, Recipe, known_keys, load_recipe, make_recipe
+from dovetail.recipe.tracking import LoggerSection
 from dovetail.recipe.yaml import parse_overrides
 
 SMALLEST: dict[str, Any] = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
@@ -59,7 +60,7 @@ def test_precedence_and_spellings(tmp_path: Path) -> None:
     recipe = load_recipe(path, tokens, {"layout.tp": 2})
     assert recipe.layout.to_layout() == Layout(tp=2, dp=2)
     assert recipe.optim.lr == 1e-5
-    assert recipe.trainer.loggers == ("wandb",)
+    assert recipe.trainer.loggers == (LoggerSection(name="wandb"),)
     assert recipe.critic.layout is not None
     assert recipe.critic.layout.to_layout() == Layout(tp=2, dp=None)
 
@@ -254,8 +255,8 @@ def test_a_whole_number_with_an_exponent_counts_and_measures(tmp_path: Path) -> 
 
 
 def test_one_logger_needs_no_list() -> None:
-    assert make_recipe({**SMALLEST, "trainer": {"loggers": "wandb"}}).trainer.loggers == ("wandb",)
-    with pytest.raises(ConfigError, match="expected 'wandb' or 'tensorboard'"):
+    assert make_recipe({**SMALLEST, "trainer": {"loggers": "wandb"}}).trainer.loggers == (LoggerSection(name="wandb"),)
+    with pytest.raises(ConfigError, match="expected 'wandb', 'mlflow'"):
         make_recipe({**SMALLEST, "trainer": {"loggers": "wandbs"}})
 
 

@@ -27,9 +27,23 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import known_keys, make_recipe
 from dovetail.run.directory import RunDirectory
 from examples.quickstart.scratch import character_tokenizer
-from tests.unit.wiring import MODELS, SAME, Leaf, balance, eval_set, first_prompt, noted, optims, part, reward, trained
+from tests.unit.wiring import (
+    MODELS,
+    SAME,
+    Leaf,
+    balance,
+    eval_set,
+    first_prompt,
+    logger,
+    noted,
+    optims,
+    part,
+    reward,
+    trained,
+)
 
 RANKS, UPDATES = 16, 2 * 3  # UPDATES: optimizer steps of a step, algorithm.epochs x algorithm.minibatches
+LOGS = [("name", "tensorboard"), ("project", "p"), ("entity", "e"), ("run_name", "r"), ("tags", ("t",)), ("group", "g")]
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "completion": str(2 * n)} for n in range(6)]
 TOO_LONG = {"prompt": "1" * 100, "answer": "1", "completion": "1"}
 
@@ -182,7 +196,7 @@ TABLE = (
     Leaf("trainer.eval_every", 8, part("recipe.trainer.eval_every")),
     Leaf("trainer.stop_at_reward", 0.5, part("recipe.trainer.stop_at_reward")),
     Leaf("trainer.time_budget_seconds", 60.0, part("recipe.trainer.time_budget_seconds")),
-    Leaf("trainer.loggers", ("tensorboard",), part("run.recipe.trainer.loggers")),
+    *(Leaf(f"trainer.loggers.{n}", x, logger(n)) for n, x in LOGS),
     Leaf("trainer.max_skipped_steps", 4, part("recipe.trainer.max_skipped_steps")),
     Leaf("trainer.check_replicas_every", 6, part("recipe.trainer.check_replicas_every")),
     Leaf("trainer.timeouts", {"rollout": 1e5}, part("task.policy.mesh.timeout"), collective_timeout({"rollout": 1e5})),

@@ -73,3 +73,8 @@ def noted(words: str) -> Callable[[Any], Any]:
 
 def first_prompt(job: Any) -> str:
     return str(job.task.decode.keywords["tokenizer"].decode(job.task.prompts[0].ids))
+
+
+def logger(name: str) -> Callable[[Any], Any]:
+    """A key of the first logger."""
+    return lambda job: vars(job.recipe.trainer.loggers[0])[name]

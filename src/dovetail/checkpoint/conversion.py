@@ -30,6 +30,7 @@ def convert_to_sharded(
     mesh: Mesh,
     *,
     dtype: torch.dtype | None = None,
+    watch: Callable[[TensorSource], object] = id,
     **rules: Unpack[NameRules],
 ) -> Path:
     """Shard `source`, an HF directory or a sharded checkpoint, for `layout`. Collective.
@@ -37,6 +38,7 @@ def convert_to_sharded(
     `model_on` makes a rank's model on the meta device; the processes of `mesh` divide the ranks of `layout`.
     """
     reader = open_checkpoint(source, mesh)
+    watch(reader)
     reader.verify_checksums(mesh)
     world = mesh["world"]
     by_rank: dict[int, list[LocalParam]] = {}
@@ -62,9 +64,11 @@ def convert_to_hf(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    watch: Callable[[TensorSource], object] = id,
 ) -> None:
     """Collective."""
     reader = open_checkpoint(source, mesh)
+    watch(reader)
     reader.verify_checksums(mesh)
     specs = _specs(reader, dtype)
 

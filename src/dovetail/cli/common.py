@@ -1,27 +1,38 @@
 """What commands share: the mesh, the model's files, and a JSONL file that the first rank writes."""
 
 import argparse
+import fcntl
+import hashlib
 import math
 import os
+import time
 import uuid
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from importlib.metadata import version
 from io import FileIO
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from rich.console import Console as RichConsole
+
 from dovetail.data.encode import Tokenizer
+from dovetail.data.examples import Prompt, Scored
 from dovetail.data.files import needs_text
 from dovetail.data.processor import Processor
 from dovetail.errors import ConfigError
 from dovetail.factory.engine import make_mesh
 from dovetail.factory.tokenizer import load_processor, load_tokenizer
 from dovetail.jsonl import ODD_LETTERS, json_line, write_whole
-from dovetail.launch.process import complain
-from dovetail.parallel.consensus import agreed
+from dovetail.launch.process import complain, tell
+from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import pick_device
+from dovetail.run.console import bars
+from dovetail.run.state import sampled_fingerprint
 from dovetail.weights.atomic import refuse_unwritable
 from dovetail.weights.hf_directory import Pretrained
 
@@ -63,24 +74,74 @@ def say(notes: Iterable[str], mesh: Mesh) -> None:
 
 
 class RowFile:
-    """A JSONL file, `OUT.xxxxxxxx.part` until the `with` block ends well. The first rank writes; errors reach all ranks."""
+    """A JSONL file, `OUT.xxxxxxxx.part` until the `with` block ends well. The first rank writes; errors reach all ranks.
 
-    def __init__(self, path: Path | str, mesh: Mesh) -> None:
-        self.path, self.mesh = Path(os.path.realpath(path)), mesh
-        self.part = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex[:8]}.part")
+    job: fingerprint of a command, which goes on with the part of its earlier start. total: rows, for the progress.
+    """
+
+    def __init__(self, path: Path | str, mesh: Mesh, job: str = "", total: int = 0) -> None:
+        self.given, self.path, self.mesh, self.job = path, Path(os.path.realpath(path)), mesh, job
+        self.part = self._part(job or uuid.uuid4().hex)
         self._file: FileIO | None = None
         self._written = self._not_finite = 0
+        console = RichConsole(stderr=True)
+        self.is_live = mesh["world"].rank == 0 and console.is_terminal and total > 0
+        self._progress = bars(console, shown=self.is_live)
+        self._bar = self._progress.add_task("rows", total=total, rate="")
+        self._rates = (time.monotonic(), 0)  # the start, and tokens of whole parts
+
+    def _part(self, name: str) -> Path:
+        return self.path.with_name(f"{self.path.name}.{name[:8]}.part")
 
     def __enter__(self) -> Self:
         with agreed(self.mesh):
             if self.mesh["world"].rank == 0:
                 try:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
-                    self._file = FileIO(self.part, "x")
+                    self._file = self._opened()
                 except OSError as error:
                     problem = f"{error.strerror}: {error.filename}"
                     raise ConfigError(f"--out {self.path} cannot be written: {problem}; give another path") from error
+        self._progress.start()
         return self
+
+    def _opened(self) -> FileIO:
+        if self.job:
+            file = FileIO(os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
+            with suppress(BlockingIOError):  # the same command runs right now
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self.part.exists() and os.path.samestat(os.fstat(file.fileno()), self.part.stat()):
+                    return file
+            file.close()
+            self.part = self._part(uuid.uuid4().hex)
+        return FileIO(self.part, "x+")
+
+    def missing(self, parts: Iterable[Sequence[Row]], each: int = 1) -> Iterator[Sequence[Row]]:
+        """The parts that are not whole in the file; each: rows of the file for one of a part."""
+        kept, parts = 0, list(parts)
+        with agreed(self.mesh, self.path):
+            if self._file is not None:
+                ends = [0, *accumulate(len(line) for line in self._file if line.endswith(b"\n"))]
+                for part in parts:
+                    if kept + len(part) * each >= len(ends):
+                        break
+                    kept += len(part) * each
+                self._file.truncate(ends[kept])
+                self._written = kept
+                if kept:
+                    complain(f"dovetail: going on after {kept} rows of an earlier start, kept in {self.part}\n")
+        self._progress.update(self._bar, completed=kept)
+        kept, rows = of_first(kept, self.mesh), 0
+        for part in parts:
+            rows += len(part) * each
+            if rows > kept:
+                yield part
+
+    def advance(self, done: int, _: int, tokens: int) -> None:
+        """Within a part, on a terminal."""
+        begun, before = self._rates
+        rate = f"{(before + tokens) / max(time.monotonic() - begun, 1e-9):,.0f} tokens/s"
+        self._progress.update(self._bar, completed=self._written + done, rate=rate)
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         with agreed(self.mesh, self.path):
@@ -89,15 +150,19 @@ class RowFile:
                     write_whole(self._file, json_line(row).encode(errors=ODD_LETTERS))
                     self._written += 1
                     self._not_finite += not _is_finite(row)
+                    self._rates = (self._rates[0], self._rates[1] + len(row.get("token_ids", ())))
+                self._progress.update(self._bar, completed=self._written)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             with nullcontext() if error else agreed(self.mesh, self.path):
                 if self._file is not None:
-                    self._file.close()
                     if error is None:
                         os.replace(self.part, self.path)
+                        self._say_written()
+                    self._file.close()
         finally:
+            self._progress.stop()
             if self._not_finite:
                 complain(
                     f"dovetail: {self._not_finite} of {self._written} rows of {self.path} hold numbers that are not finite, "
@@ -107,6 +172,20 @@ class RowFile:
                 complain(f"dovetail: not finished; the first {self._written} rows are in {self.part}\n")
             elif self._file is not None:
                 self.part.unlink(missing_ok=True)
+
+    def _say_written(self) -> None:
+        if self.job:
+            tell(f"wrote {self._written} rows to {self.given}\n")
+
+
+def fingerprint_of(args: argparse.Namespace, source: Pretrained, rows: Iterable[Scored | Prompt]) -> str:
+    """Of what decides the rows of a command: its flags, the model and the data."""
+    flags = {name: value for name, value in vars(args).items() if name != "out"}
+    digest = hashlib.sha256(f"{version('dovetail')} {sampled_fingerprint(source)} {sorted(flags.items())}".encode())
+    for row in rows:
+        digest.update(f"{row.id!r} {row.media!r}".encode(errors=ODD_LETTERS))
+        digest.update(array("q", row.ids).tobytes())
+    return digest.hexdigest()
 
 
 def portions(rows: Sequence[Row], cost: Callable[[Row], int], most: int) -> Iterator[Sequence[Row]]:

@@ -15,7 +15,8 @@ from dovetail.parallel.process_group import pick_device
 
 PACKAGES = ("dovetail", "torch", "transformers", "safetensors", "pydantic", "numpy")
 EXTRAS = (
-    "gguf", "accelerate", "pillow", "torchvision", "flash-attn-4", "quack-kernels", "pyarrow", "wandb", "tensorboard"
+    "gguf", "accelerate", "pillow", "torchvision", "flash-attn-4", "quack-kernels", "pyarrow", "wandb", "tensorboard",
+    "mlflow-skinny", "trackio", "swanlab",
 )  # fmt: skip
 BF16_ERROR = 0.02  # relative to the largest value; one rounding is 0.004
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from dovetail.arch.transformers_spec import TransformersSpec
-from dovetail.cli.common import RowFile, mesh_of, open_inputs, portions, say
+from dovetail.cli.common import RowFile, fingerprint_of, mesh_of, open_inputs, portions, say
 from dovetail.data.examples import Limits, load_prompts
 from dovetail.factory.engine import make_mesh, open_weights
 from dovetail.factory.sampler import Backend, backend_layout, check_positions, make_sampler
@@ -23,8 +23,10 @@ ON_CPU, ON_GPU = 128, 2048  # samples of a replica between two writes
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
     made = Generation(args)
-    with RowFile(args.out, made.mesh) as out:
-        for completions in made.portions(progress):
+    with agreed(made.mesh):
+        job = fingerprint_of(args, made.source, made.rows)
+    with RowFile(args.out, made.mesh, job, len(made.rows) * args.samples) as out:
+        for completions in made.portions(progress, out):
             out.write(
                 {
                     "id": made.rows[c.row].id,
@@ -69,8 +71,8 @@ class Generation:
         )
         self.decode = partial(text_of, stops=stops, tokenizer=tokenizer)
 
-    def portions(self, progress: Progress) -> Iterator[list[Completion]]:
-        """Loads the weights first."""
+    def portions(self, progress: Progress, out: RowFile | None = None) -> Iterator[list[Completion]]:
+        """Loads the weights first. out: whose rows are not made again, and which shows how far they are."""
         options, dtype = SamplerOptions(keep_cache=True), getattr(torch, self.args.dtype)
         sampler = make_sampler(self.source, self.sampler_mesh, dtype, self.backend, options)
         sampler.load(self.reader)
@@ -78,5 +80,9 @@ class Generation:
         progress.phase("run")
         prompts = [Prompt(i, row.ids, row.media) for i, row in enumerate(self.rows)]
         most = (ON_CPU if self.mesh.device.type == "cpu" else ON_GPU) * self.sampler_mesh["fsdp"].size
-        for part in portions(prompts, lambda _: self.args.samples, most):
+        parts = portions(prompts, lambda _: self.args.samples, most)
+        if out is not None:
+            parts = out.missing(parts, self.args.samples)
+            sampler.watch = out.advance if out.is_live else None
+        for part in parts:
             yield sampler.sample(part, self.params)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NoReturn, Self
 
-from dovetail.cli.arguments import COMMANDS, check_model, layout_of, parse, supervision_of
+from dovetail.cli.arguments import COMMANDS, check_model, layout_of, parse, recipe_of, supervision_of
+from dovetail.cli.header import header
 from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError, short_lines
 from dovetail.launch.hosts import Store
-from dovetail.launch.process import limit_behind, open_closed_streams
+from dovetail.launch.process import limit_behind, open_closed_streams, tell
 from dovetail.launch.progress import collective_timeout
 from dovetail.launch.rank import DEFECT, INTERRUPTED, USER_ERROR, RankProcess, StopHandler, is_first_rank, ranks_given
 from dovetail.launch.supervisor import refuse_too_many, run_ranks
@@ -55,6 +56,8 @@ def _dispatch(argv: Sequence[str], rank: RankProcess, *, watched: bool) -> int:
         return importlib.import_module(f"dovetail.cli.{args.command}").run(args) or 0
     layout, given, supervision = layout_of(args), ranks_given(), supervision_of(args)
     layout = layout.resolve(given or layout.num_ranks)
+    if args.command == "train" and rank.files is None and os.environ.get("RANK", "0") == "0" and not args.dry_run:
+        tell(header(recipe_of(args), layout, args.device))
     if given is None and (layout.num_ranks > 1 or supervision.restarts):
         refuse_too_many(layout)
         check_model(args, layout)

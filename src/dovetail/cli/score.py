@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dovetail.batch.packed import PackedBatch, Sequence
-from dovetail.cli.common import RowFile, mesh_of, open_inputs, portions, say
+from dovetail.cli.common import RowFile, fingerprint_of, mesh_of, open_inputs, portions, say
 from dovetail.data.examples import Limits, Scored, load_score
 from dovetail.engine.native import NativeEngine
 from dovetail.factory.engine import EngineOptions, make_engine
@@ -30,11 +30,13 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
     fields = {} if args.temperature == 1.0 else {"temperature": args.temperature}
     replicas, stages = mesh["dp"].size, mesh["pp"].size
     micros = 1 if replicas * stages == 1 else 4 * replicas * stages  # to balance replicas and to fill a pipeline
-    with RowFile(args.out, mesh) as out:
+    with agreed(mesh):
+        job = fingerprint_of(args, source, rows)
+    with RowFile(args.out, mesh, job, len(rows)) as out:
         engine = make_engine(source, mesh, dtype, args.head, options)
         say(source.notes, mesh)
         progress.phase("run")
-        for part in portions(rows, lambda row: len(row.ids), args.tokens_per_batch * micros):
+        for part in out.missing(portions(rows, lambda row: len(row.ids), args.tokens_per_batch * micros)):
             batch = PackedBatch.pack([Sequence(row.ids, fields=fields, media=row.media) for row in part])
             out.write((_values if args.head == "value" else _stats)(engine, batch, part))
 

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from dovetail.cli.arguments import recipe_of
+from dovetail.cli.header import header
 from dovetail.factory.job import Builder
 from dovetail.launch.process import complain, put
 from dovetail.launch.progress import Progress
@@ -16,7 +17,9 @@ from dovetail.run.trainer import train
 def run(args: argparse.Namespace, progress: Progress) -> int:
     """Exit code 130 or 143 after a signal that stopped training with a checkpoint."""
     recipe, folder, stop = recipe_of(args), Path(args.recipe).parent, StopSignal()
-    builder = Builder(recipe, pick_device(args.device), folder, lambda: stop.number, args.resume, progress)
+    builder = Builder(
+        recipe, pick_device(args.device), folder, lambda: stop.number, args.resume, progress, args.dry_run
+    )
     is_first = builder.mesh["world"].rank == 0
     text = recipe.to_yaml() if args.dry_run and is_first else ""
     try:
@@ -30,6 +33,7 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
             put(text)
             return 0
         with stop, deterministic(recipe.trainer.deterministic):
+            job.run.console.prepend(header(recipe, builder.mesh.layout, args.device))
             job.start()
             outcome = train(job.task, job.run, job.recipe.trainer, progress)
             progress.phase("save")

@@ -22,7 +22,7 @@ from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import ConfigError, LayoutError
 from dovetail.factory.engine import EngineOptions, make_engine, make_mesh
 from dovetail.factory.layouts import check_layout
-from dovetail.factory.notes import check_experts, notes
+from dovetail.factory.notes import check_experts, notes, rows_line
 from dovetail.factory.rewards import make_rewards, own_metrics
 from dovetail.factory.rows import TEMPLATE, Parts, load_parts, read_template, reads_answer, with_epochs
 from dovetail.factory.sampler import backend_layout, check_positions, longest_row, make_sampler
@@ -40,7 +40,7 @@ from dovetail.recipe.schema import PPO, SFT, CriticSection, PolicyGradient, Reci
 from dovetail.recipe.types import LayoutSection
 from dovetail.rl.evaluation import EvalSet
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss
-from dovetail.rl.reward_manager import RewardManager
+from dovetail.rl.reward_manager import FunctionReward, RewardManager
 from dovetail.rl.tasks import RLTask, SupervisedTask
 from dovetail.rollout.base import SamplingParams
 from dovetail.run.directory import CRITIC, POLICY, Contents, RunDirectory
@@ -90,10 +90,12 @@ class Builder:
         stop_signal: Callable[[], int],
         resume: str = "auto",
         progress: Progress | None = None,
+        dry_run: bool = False,
     ) -> None:
+        self.say: Callable[[str], None] | None = None  # of the run
         self.progress = progress or Progress()
         self.recipe, self.device, self.recipe_folder = recipe, device, recipe_folder
-        self.stop_signal, self.resume = stop_signal, resume
+        self.stop_signal, self.resume, self.dry_run = stop_signal, resume, dry_run
         self.resumed: Resumed | None = None
         self.lengths: list[int] = []  # of training rows
         self.parts: Parts = ()  # of a mixture
@@ -125,6 +127,10 @@ class Builder:
         with ExitStack() as on_failure:
             on_failure.callback(run.close)
             on_failure.callback(self.metrics.close)
+            self.say = None if self.dry_run else run.say
+            if run.console.is_live and not self.dry_run:
+                self.progress.listener = run.console.phase
+                run.console.start()
             run.claim(damaged)
             model = model_fingerprint(self.source.config, self.source.sides, self.source.path, self.mesh)
             self.resumed = run.resumed
@@ -187,12 +193,17 @@ class Builder:
         critic = self._trained(*critic_role, CRITIC, recipe.critic.lr or recipe.optim.lr) if critic_role else None
         stops, loss = stop_ids(self.source, self.tokenizer), PolicyLoss(**same_keys(algorithm, PolicyLoss))
         frozen = EngineOptions(master_dtype=self.dtype, tokens_per_batch=recipe.trainer.tokens_per_batch)
+        sampler = make_sampler(self.source, sampler_mesh, self.dtype, rollout.backend)
+        sampler.watch = self.progress.advance
+        for reward in rewards.rewards.values():
+            if isinstance(reward, FunctionReward) and reward.runner is not None:
+                reward.runner.watch = self.progress.advance
         task = RLTask(
             recipe=recipe,
             policy=policy,
             critic=critic,
             reference=make_engine(*reference_role, self.dtype, "lm", frozen) if reference_role else None,
-            sampler=make_sampler(self.source, sampler_mesh, self.dtype, rollout.backend),
+            sampler=sampler,
             policy_loss=replace(loss, kl_coef=loss.kl_coef if algorithm.kl_in == "loss" else 0.0),
             value_loss=ValueLoss(algorithm.value_clip, algorithm.value_coef) if isinstance(algorithm, PPO) else None,
             sampling=SamplingParams(
@@ -240,6 +251,8 @@ class Builder:
         fingerprint, self.lengths = rows_fingerprint([*rows, *self.parts]), [len(vars(row)["ids"]) for row in rows]
         others = {"data.eval": held_out, **{f"eval.sets {name}": examples for name, examples in sets.items()}}
         prints = {name: rows_fingerprint(examples) for name, examples in others.items()}
+        if self.say is not None:
+            self.say(rows_line(self.lengths, sum(map(len, others.values()))))
         refuse_different({"data.train": fingerprint, **prints}, self.mesh)
         if self.resumed is not None:
             refuse_other("the rows of data.train", self.resumed.state.data, fingerprint, ROWS[data.overlong])

@@ -1,6 +1,7 @@
 """Notes at the start of a run: keys without effect, surprising counts and lengths."""
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from dovetail.arch.spec import ArchSpec
@@ -61,6 +62,12 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], oth
             "(max_position_embeddings): those beyond were never trained"
         )
     return lines
+
+
+def rows_line(lengths: Sequence[int], held_out: int) -> str:
+    """After all rows were read."""
+    sizes = f"{min(lengths)} to {max(lengths)} tokens (median {median(lengths):g})"
+    return f"{'rows':<9}{len(lengths)} of {sizes}; {held_out} held out"
 
 
 def check_experts(recipe: Recipe, spec: AnySpec) -> None:

@@ -18,6 +18,7 @@ OUT_OF_MEMORY = (
     "resource temporarily unavailable", "error return without exception set",
 )  # fmt: skip
 FEW_FILES = 64
+SECRETS, MIN_SECRET = ("KEY", "TOKEN", "PASSWORD", "SECRET"), 6  # ends of names, and characters
 MAX_CAUSE = 200
 
 
@@ -43,6 +44,25 @@ def put(text: str) -> None:
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         raise MachineError(f"standard output cannot be written: {error.strerror}") from error
+
+
+def from_environment(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def without_secrets(text: str) -> str:
+    """Without the values of variables that hold keys."""
+    for name, value in os.environ.items():
+        if name.upper().endswith(SECRETS) and len(value) >= MIN_SECRET:
+            text = text.replace(value, "***")
+    return text
+
+
+def tell(text: str) -> None:
+    """Write to standard output, which nobody has to read."""
+    with contextlib.suppress(OSError):
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def complain(text: str) -> None:

@@ -7,6 +7,7 @@ import os
 import struct
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 Phase = Literal[
-    "init", "load", "run", "push", "rollout", "reward", "score", "update", "optimizer", "save", "eval", "exit"
+    "init", "load", "run", "push", "rollout", "reward", "score", "update", "optimizer", "save", "eval", "wait", "exit"
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 # Seconds until a phase counts as hung; `run` is the whole of a score or generate.
 LIMITS: Mapping[Phase, float] = {
     "init": 600.0, "load": 1800.0, "run": float("inf"), "push": 900.0, "rollout": 3600.0, "reward": 1800.0,
-    "score": 1200.0, "update": 1200.0, "optimizer": 600.0, "save": 1800.0, "eval": 3600.0, "exit": 600.0,
+    "score": 1200.0, "update": 1200.0, "optimizer": 600.0, "save": 1800.0, "eval": 3600.0, "wait": 1800.0,
+    "exit": 600.0,
 }  # fmt: skip
 
 COLLECTIVE_SLACK, MAX_COLLECTIVE_SECONDS = 120.0, 30 * 86400.0
@@ -47,14 +49,37 @@ class Progress:
     def __init__(self, path: Path | None = None) -> None:
         self._file = None if path is None else path.open("wb", buffering=0)
         self._lock = threading.Lock()
-        self.state = State(0, "init", None, 0.0, time.monotonic())
+        self.listener: Callable[[Phase, int, int, int], None] | None = None
+        self._seconds = defaultdict[Phase, float](float)
+        self.state = State(0, "init", None, time.monotonic(), time.monotonic())
+        self._counted = self.state.since
         self.phase("init")
 
     def phase(self, name: Phase, step: int | None = None) -> None:
         """The main thread begins a phase. step: from 1; None: as before."""
         with self._lock:
             entries, _, last, _, beat = self.state
-            self._write(State(entries + 1, name, last if step is None else step, time.monotonic(), beat))
+            now = self._count()
+            self._write(State(entries + 1, name, last if step is None else step, now, beat))
+        self.advance(0, 0)
+
+    def advance(self, done: int, total: int, tokens: int = 0) -> None:
+        """For who shows it. total 0: unknown; tokens: made so far in this phase."""
+        if self.listener is not None:
+            self.listener(self.state.phase, done, total, tokens)
+
+    def take_seconds(self) -> Mapping[Phase, float]:
+        """Spent in each phase since the last call."""
+        with self._lock:
+            self._count()
+            taken, self._seconds = self._seconds, defaultdict(float)
+        return taken
+
+    def _count(self) -> float:
+        now = time.monotonic()
+        self._seconds[self.state.phase] += now - self._counted
+        self._counted = now
+        return now
 
     def beat(self) -> None:
         with self._lock:

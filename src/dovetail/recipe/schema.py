@@ -16,11 +16,11 @@ from dovetail.recipe.data import DataSection
 from dovetail.recipe.evaluation import EvalSection, EvalSetSection
 from dovetail.recipe.keys import Key, explain, keys_of, rename_keys
 from dovetail.recipe.reward import Rewards, RewardSection
+from dovetail.recipe.tracking import Loggers
 from dovetail.recipe.types import (
     Dtype,
     Estimator,
     LayoutSection,
-    Listed,
     Momentum,
     NonNegativeFloat,
     NotStrict,
@@ -183,7 +183,7 @@ class TrainerSection(Section):
     eval_every: NonNegativeInt = key(0, "steps between evaluations; 0: only before and after the run")
     stop_at_reward: float | None = key(None, "stop when a step's mean reward reaches this")
     time_budget_seconds: PositiveFloat | None = key(None, "with evaluations; a step runs only if predicted to fit")
-    loggers: Annotated[tuple[Literal["wandb", "tensorboard"], ...], Listed, NotStrict] = key((), "beyond metrics.jsonl")
+    loggers: Loggers = key((), "beyond metrics.jsonl: names, or {name, project, ...}")
     max_skipped_steps: PositiveInt = key(3, "skipped (non-finite) steps in a row that stop the run")
     deterministic: bool = key(True, "deterministic kernels: the same bits in every run on the same devices")
     check_replicas_every: NonNegativeInt = key(100, "steps between comparisons of replicated weights; 0: none")

@@ -36,13 +36,13 @@ Dtype = Literal["float32", "bfloat16"]
 RowFormat = Literal["auto", "verl", "trl", "openai", "sharegpt", "alpaca", "gsm8k", "slime", "openrlhf"]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+Listed = pydantic.BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
 NotStrict = Field(strict=False)  # YAML has lists, no tuples
 Share = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Estimator = Literal["k1", "k2", "k3"]
 PathText = Annotated[str, pydantic.AfterValidator(_valid_path)]
 Options = Annotated[Mapping[str, Any], pydantic.AfterValidator(_valid_options)]  # goes into checkpoints
-Listed = pydantic.BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
 
 
 def key(default: Any, description: str) -> Any:

@@ -11,7 +11,7 @@ import secrets
 import selectors
 import subprocess
 import time
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,7 @@ class RewardRunner:
         self._limits = limits or CallLimits()
         self._timeout = min(timeout, LONGEST)
         self._calls_at_a_time = 1
+        self.watch: Callable[[int, int], None] | None = None
         self._setup = {
             "name": name,
             "function": function,
@@ -144,6 +145,8 @@ class RewardRunner:
                     del running[worker]
                     for index, result in zip(indices, self._results(worker, answer, len(indices)), strict=True):
                         results[index] = result
+                    if self.watch is not None:
+                        self.watch(sum(result is not None for result in results), len(results))
                     if most_errors is not None and _hopeless(results, most_errors):
                         self.close()
                         return [result or RewardResult(None, scored=False) for result in results]

@@ -5,11 +5,17 @@ import statistics
 from collections.abc import Mapping, Sequence as Seq
 from typing import Any
 
+import numpy as np
+
 from dovetail.engine.base import StepReport
+from dovetail.launch.progress import Phase
 from dovetail.rl.experience import Sample, equal_groups
 
 Row = dict[str, Any]
+Work = Mapping[str, tuple[int, int]]  # by phase: tokens and samples
 
+TIMED: Seq[Phase] = ("push", "rollout", "reward", "score", "update", "save", "eval", "wait")
+PERCENTILES = (10, 50, 90)
 EMPTY_UPDATE: Mapping[str, Any] = {
     "loss": math.nan, "grad_norm": 0.0, "lr": 0.0, "tokens": 0,
     "entropy_mean": math.nan, "kl_mean": math.nan, "clip_fraction": math.nan,
@@ -38,11 +44,31 @@ def sample_metrics(samples: Seq[Sample], *, compared: bool) -> Row:
         "reward_std": statistics.pstdev(rewards) if rewards else math.nan,
         "reward_min": min(rewards, default=math.nan),
         "reward_max": max(rewards, default=math.nan),
-        "response_length_mean": mean([float(len(sample.completion.ids)) for sample in samples]),
+        "truncated_fraction": mean([float(sample.completion.finish == "length") for sample in samples]),
+        **length_metrics("prompt_length", [len(sample.prompt.ids) for sample in samples]),
+        **length_metrics("response_length", [len(sample.completion.ids) for sample in samples]),
         "stop_fraction": mean([float(sample.completion.finish == "stop") for sample in samples]),
         **{f"reward/{label}": mean(values) for label, values in parts.items()},
     }
     return {**row, "equal_groups": mean([*map(float, equal_groups(samples).values())])} if compared else row
+
+
+def length_metrics(name: str, lengths: Seq[int]) -> Row:
+    """Mean, 10th, 50th and 90th percentile, linear between values as numpy has them."""
+    percentiles = np.percentile(lengths, PERCENTILES).tolist() if lengths else [math.nan] * len(PERCENTILES)
+    row = {f"{name}_mean": mean([*map(float, lengths)])}
+    return row | {f"{name}_p{percent}": value for percent, value in zip(PERCENTILES, percentiles, strict=True)}
+
+
+def phase_metrics(seconds: Mapping[Phase, float], work: Work) -> Row:
+    """`seconds/PHASE`, and tokens and samples per second of the phases with `work`."""
+    row = {f"seconds/{phase}": seconds[phase] for phase in TIMED if phase in seconds}
+    if "optimizer" in seconds:
+        row["seconds/update"] = row.get("seconds/update", 0.0) + seconds["optimizer"]
+    for phase, (tokens, samples) in work.items():
+        spent = max(row.get(f"seconds/{phase}", math.inf), 1e-9)
+        row |= {f"tokens_per_second/{phase}": tokens / spent, f"samples_per_second/{phase}": samples / spent}
+    return row
 
 
 def mean(values: Seq[float]) -> float:

@@ -26,7 +26,7 @@ from dovetail.rl.experience import (
 )
 from dovetail.rl.losses import weight_fields
 from dovetail.rl.reward_manager import RewardManager
-from dovetail.rl.step_metrics import EMPTY_UPDATE, Row, mean, sample_metrics, update_metrics
+from dovetail.rl.step_metrics import EMPTY_UPDATE, Row, Work, length_metrics, mean, sample_metrics, update_metrics
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 
 if TYPE_CHECKING:  # pydantic is not needed to run a task
@@ -88,7 +88,14 @@ class SupervisedTask:
         chosen = step_rows(self.recipe, len(self.rows), step, self.first_row, self.parts)
         batch = weighted(PackedBatch.pack([self.rows[i] for i in chosen]), self.recipe)
         reports = [self.policy.train_step(part, self.loss) for part in inner_batches(batch, self.recipe, step)]
-        return {**update_metrics(reports), "tokens": len(batch)}
+        trained = [int(mask.sum()) for mask in batch.mask.split(batch.lengths)]
+        return {
+            **update_metrics(reports),
+            "tokens": len(batch),
+            **length_metrics("prompt_length", [n - own for n, own in zip(batch.lengths, trained, strict=True)]),
+            **length_metrics("response_length", trained),
+            "work": {"update": (len(batch) * self.recipe.algorithm.epochs, len(chosen) * self.recipe.algorithm.epochs)},
+        }
 
     def evaluate(self, step: int) -> Row:
         row: Row = {}
@@ -156,6 +163,7 @@ class RLTask:
             samples = drop_equal_groups(samples)
         if not samples:  # all groups have equal rewards, or the reward dropped every sample
             return {**row, **EMPTY_UPDATE}
+        self.progress.phase("wait")
         if stopping():
             return None
         self.progress.phase("score")
@@ -164,7 +172,17 @@ class RLTask:
             packed = pack_samples(samples, rollout.temperature)
             mismatch = mismatch_metrics(self.policy, packed, rollout.router_replay)
         batch = self._prepare(samples)
-        return None if stopping() else {**row, **EMPTY_UPDATE, **self._update(batch, step), **mismatch}
+        self.progress.phase("wait")
+        if stopping():
+            return None
+        work = row.pop("work") | self._work(batch)
+        return {**row, **EMPTY_UPDATE, **self._update(batch, step), **mismatch, "work": work}
+
+    def _work(self, batch: PackedBatch) -> Work:
+        tokens, samples, epochs = len(batch), batch.num_sequences, self.recipe.algorithm.epochs
+        scored = {"old_logprob", "reference_logprob", "old_value"} & set(batch.fields)
+        score = {"score": (tokens * len(scored), samples * len(scored))} if scored else {}
+        return {**score, "update": (tokens * epochs, samples * epochs)}
 
     def _update(self, batch: PackedBatch, step: int) -> Row:
         algorithm = self.recipe.algorithm
@@ -225,7 +243,9 @@ class RLTask:
         completions = self.sampler.sample(requests, params)
         texts = [self.decode(c.ids) for c in completions]
         self.progress.phase(phase or "reward")
-        return with_rewards(prompts, completions, texts, self.rewards, where)
+        samples, failed = with_rewards(prompts, completions, texts, self.rewards, where)
+        made = (sum(len(c.ids) for c in completions), len(completions))
+        return samples, {**failed, "work": {"rollout": made, "reward": made}}
 
     def _count_unrewarded(self, step: int) -> None:
         self.unrewarded = 0 if self.samples else self.unrewarded + 1

@@ -1,6 +1,6 @@
 """The interface of samplers: token ids in, token ids out."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -69,6 +69,9 @@ class Completion:
     log_probs: tuple[float, ...]
     finish: Literal["stop", "length"]
     routing: RoutingTrace | None = None  # of the prompt, too
+
+
+Watch = Callable[[int, int, int], None]  # samples done, of all, and their tokens
 
 
 class Sampler(Protocol):

@@ -15,7 +15,7 @@ from dovetail.nn.decoder import Decoder
 from dovetail.parallel.collectives import stack_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import as_index, checkpoint_shapes
-from dovetail.rollout.base import Completion, Prompt, SampleBuffer, SamplingParams, check_request, check_weights
+from dovetail.rollout.base import Completion, Prompt, SampleBuffer, SamplingParams, Watch, check_request, check_weights
 from dovetail.rollout.kv_cache import PageBudget, PagePool, cache_shape
 from dovetail.rollout.model_runner import Capture, ModelRunner, RunnerSize, cuda_capture, pad_to_bucket
 from dovetail.rollout.scheduler import GenerationLoop, Scheduler
@@ -62,6 +62,7 @@ class NativeSampler:
         self._runner: ModelRunner | None = None
         self._wanted_pages = 0  # before the memory budget
         self._filled = False
+        self.watch: Watch | None = None
 
     @torch.no_grad()
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -115,7 +116,7 @@ class NativeSampler:
         pool = PagePool(runner.size.pages - 1)
         scheduler = Scheduler(lengths, budget, pool, options.max_num_seqs, options.max_prefill_tokens)
         try:
-            GenerationLoop(runner, scheduler, buffer).run()
+            GenerationLoop(runner, scheduler, buffer, self.watch).run()
         finally:
             if not options.keep_cache:
                 runner.drop_graphs()

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dovetail.rollout.base import SampleBuffer
+from dovetail.rollout.base import SampleBuffer, Watch
 from dovetail.rollout.kv_cache import PageBudget, PagePool
 from dovetail.rollout.model_runner import ModelRunner, Numbers
 from dovetail.rollout.sampling import streams
@@ -122,7 +122,15 @@ def _new_rows(requests: Sequence[Request], slots: Numbers, noise: Numbers, table
 class GenerationLoop:
     """One call of `sample` on one replica."""
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, buffer: SampleBuffer) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        buffer: SampleBuffer,
+        watch: Watch | None = None,
+    ) -> None:
+        self.watch, self.finished, self.tokens = watch, 0, 0
+        self.total = len(scheduler.lengths) * buffer.params.samples
         self.runner, self.scheduler, self.buffer = runner, scheduler, buffer
         self.prompts, self.params = buffer.prompts, buffer.params
         self.stop_ids = np.array(buffer.params.stop_ids, np.int64)
@@ -144,6 +152,8 @@ class GenerationLoop:
             count = len(self.rows)
             outputs = self.runner.decode(count, min(self.runner.size.decode_steps, left))
             self.rows = self._accept(self.rows, outputs, self.runner.experts)
+            if self.watch is not None:
+                self.watch(self.finished, self.total, self.tokens)
             changed = len(self.rows) < count
 
     def _admit(self, prefilled: Sequence[CachedPrompt], requests: Sequence[Request]) -> bool:
@@ -192,6 +202,7 @@ class GenerationLoop:
         self.buffer.ids.numpy()[slots[row], drawn[row] + step] = ids[step, row]
         self.buffer.log_probs.numpy()[slots[row], drawn[row] + step] = outputs[step, 1, row]
         self.buffer.counts.numpy()[slots] += taken
+        self.finished, self.tokens = self.finished + int(finished.sum()), self.tokens + int(taken.sum())
         if experts is not None:
             indices = (slots[row], rows[row, LENGTH] + step, step, row)
             slot_of, position, *source = (torch.from_numpy(x).to(experts.device) for x in indices)

@@ -17,7 +17,7 @@ from dovetail.hf.transformers_model import auto_class, group_even_experts, known
 from dovetail.hf.vision import as_images, family_of, kinds_of
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
-from dovetail.rollout.base import Completion, Prompt, SampleBuffer, SamplingParams, check_request, check_weights
+from dovetail.rollout.base import Completion, Prompt, SampleBuffer, SamplingParams, Watch, check_request, check_weights
 from dovetail.rollout.sampling import draw, uniforms
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.shards import FUSED, MIXTRAL
@@ -56,6 +56,7 @@ class TransformersSampler:
         self.vocab_size: int = known.get_text_config().vocab_size
         self.limit = length_limit(known)
         self._filled = False
+        self.watch: Watch | None = None
 
     @torch.no_grad()
     def refill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -92,8 +93,12 @@ class TransformersSampler:
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
         check_request(prompts, params, self.vocab_size, self.limit, filled=self._filled)
         buffer = SampleBuffer(prompts, params, self.mesh, self.mesh.device)
-        for batch in plan_static_batches(buffer.local_prompts(), params.samples, params.max_new_tokens, MAX_TOKENS):
+        lengths, done = buffer.local_prompts(), 0
+        for batch in plan_static_batches(lengths, params.samples, params.max_new_tokens, MAX_TOKENS):
             self._run(batch, buffer)
+            done += len(batch)
+            if self.watch is not None:
+                self.watch(done, len(lengths) * params.samples, int(buffer.counts.sum()))
         return buffer.completions()
 
     def _run(self, batch: StaticBatch, buffer: SampleBuffer) -> None:

@@ -1,13 +1,17 @@
 """Terminal output of a run."""
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dovetail.jsonl import ODD_LETTERS
 
 BARS = " " + "".join(chr(0x2581 + i) for i in range(8))  # Unicode's lower eighths of a block
 WIDTH = 72
@@ -21,6 +25,12 @@ SHOWN = (  # key of a row, its label, its format
 UPDATED = ("loss", "grad_norm", "lr", "entropy_mean", "kl_mean", "tokens_per_second")
 
 
+def bars(console: RichConsole, *, shown: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    rate = TextColumn("{task.fields[rate]}")
+    return Progress(*columns, rate, console=console, transient=True, disable=not shown)
+
+
 class _Steady(RichConsole):
     def on_broken_pipe(self) -> None:  # does not end a run
         self.quiet = True
@@ -31,20 +41,49 @@ class Console:
 
     def __init__(self, *, speaks: bool, steps: int) -> None:
         self._console = _Steady(quiet=not speaks, highlight=False, soft_wrap=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        shown = speaks and self._console.is_terminal
-        self._progress = Progress(*columns, console=self._console, transient=True, disable=not shown)
-        self._bar = self._progress.add_task("training", total=steps)
+        self.is_live = speaks and self._console.is_terminal
+        self._progress = bars(self._console, shown=self.is_live)
+        self._bar = self._progress.add_task("training", total=steps, rate="")
+        self._phase_bar = self._progress.add_task("", total=None, rate="", visible=False)
+        self._phase: tuple[str, float] = ("", 0.0)  # and when it began
         self._steps, self.start, self.stop = steps, self._progress.start, self._progress.stop
+        self._speaks, self._early = speaks, list[str]()
+        self._log: Path | None = None
 
     def plan(self, steps: int) -> None:
         """Another number of steps."""
         self._steps = steps
         self._progress.update(self._bar, total=steps)
 
+    def phase(self, name: str, done: int, total: int, tokens: int) -> None:
+        """What goes on now, on a terminal."""
+        if self._phase[0] != name or (done == total == 0):
+            self._phase = (name, time.monotonic())
+        spent = time.monotonic() - self._phase[1]
+        rate = f"{tokens / max(spent, 1e-9):,.0f} tokens/s" if tokens else ""
+        bar, visible = self._phase_bar, name != "exit"
+        self._progress.update(bar, completed=done, total=total or None, description=name, rate=rate, visible=visible)
+
     def say(self, text: str) -> None:
         with suppress(OSError):  # the disk of a log may be full
             self._console.print(text, markup=False)
+        self._write(f"{text}\n")
+
+    def prepend(self, text: str) -> None:
+        """What was shown before the first `say`, for the log."""
+        self._early.insert(0, text)
+
+    def log_to(self, path: Path) -> None:
+        """From now on, and what was said so far."""
+        self._log = path if self._speaks else None
+        self._write("".join(self._early))
+
+    def _write(self, text: str) -> None:
+        if self._log is None:
+            self._early += [text] * self._speaks
+            return
+        with suppress(OSError), self._log.open("a", encoding="utf-8", errors=ODD_LETTERS) as log:
+            log.write(text)
 
     def step(self, row: Mapping[str, Any]) -> None:
         known = {key: row[key] for key, _, _ in SHOWN if row.get(key) is not None}

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence as Seq
 from contextlib import ExitStack, suppress
@@ -22,7 +23,7 @@ import torch
 from dovetail.checkpoint.async_saver import Saver
 from dovetail.checkpoint.retention import NONE, Retention, clear_debris, set_aside
 from dovetail.checkpoint.train_state import MODEL_ROLE
-from dovetail.device import peak_flops, peak_memory_gib
+from dovetail.device import peak_flops, peak_memory_gib, usage
 from dovetail.engine.base import Engine
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.jsonl import ODD_LETTERS, append, json_line
@@ -31,8 +32,10 @@ from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import Recipe
 from dovetail.run.console import Console, curve
+from dovetail.run.learning import EQUAL, LearningNotes
 from dovetail.run.lock import RunLock, refuse_unshared
-from dovetail.run.metrics import METRICS, Metrics, Records, check_loggers, write_samples
+from dovetail.run.loggers import RunFacts, check_loggers
+from dovetail.run.metrics import METRICS, Metrics, Records, write_samples
 from dovetail.run.resume import CHECKPOINTS, CONFIG, EVENTS, HF, OCCUPIED, Resumed, find, is_run
 from dovetail.run.state import RunState, random_state, restore_random_state
 from dovetail.run.trainer import Outcome, Row, evaluation_of
@@ -41,7 +44,7 @@ from dovetail.weights.safe_paths import SideFiles
 from dovetail.weights.stream import Export
 
 POLICY, CRITIC = MODEL_ROLE, "critic"
-ROLLOUTS, EVAL, SUPERSEDED = "rollouts", "eval", "superseded"
+ROLLOUTS, EVAL, SUPERSEDED, LOG = "rollouts", "eval", "superseded", "console.log"
 ROOM_FOR = 2  # checkpoints: the old one stays until the new one is complete
 ROLLOUT_FILE = re.compile(r"step_(\d+)\.")
 MOST_FAILED_SAVES = 3  # in a row
@@ -73,6 +76,7 @@ class RunDirectory:
         self._resume, self._stop_signal = resume, stop_signal
         self._records = Records(self.say)
         self._lock = RunLock(self.path)
+        self._notes = LearningNotes(recipe)
         self._metrics: Metrics | None = None
         self._before: Row = {}
         self._earlier: list[Row] = []
@@ -81,6 +85,7 @@ class RunDirectory:
         self._saving = self._order = self._failed_saves = 0
         self._existed = False
         self._at_close = ExitStack()
+        self._at_close.callback(self.console.stop)
         self._at_close.callback(self._lock.release)
 
     @property
@@ -140,12 +145,16 @@ class RunDirectory:
                     raise ConfigError(f"another run began in run_dir {self.path}; start again to go on from it")
                 self._set_later_aside()
                 replace_file(self.path / CONFIG, self.recipe.to_yaml().encode())
-                self._metrics = Metrics(self.path, self.recipe.trainer.loggers, self.config, self.say)
+                self.console.log_to(self.path / LOG)
+                first = 1 if resumed is None else resumed.state.step + 1
+                facts = RunFacts(path=self.path, config=self.config, run_id=self.run_id, first_step=first)
+                self._metrics = Metrics(facts, self.recipe.trainer.loggers, self.say)
                 self._at_close.callback(self._metrics.close)
         self._order, self._earlier = of_first([self._order, self._earlier], self.mesh)
+        for row in self._earlier:
+            self._notes.of(row)
         background = self.recipe.trainer.async_save
         self._saver = Saver(self.path / CHECKPOINTS, self.mesh, self.retention, background=background)
-        self._at_close.callback(self.console.stop)
         self._at_close.callback(self._saver.join)
         if resumed is not None:
             self._report_resume(resumed)
@@ -168,12 +177,16 @@ class RunDirectory:
     def record(self, row: Row, samples: Seq[Row]) -> None:
         """Complete, write and show a row; write samples. Collective."""
         flops = row.pop("flops", 0.0)
-        row["peak_memory_gib"] = peak_memory_gib(self.mesh.device)
+        row |= {
+            "timestamp": time.time(),
+            "peak_memory_gib": peak_memory_gib(self.mesh.device),
+            **usage(self.mesh.device),
+        }
         if (peak := peak_flops(self.mesh.device)) is not None:
             row["mfu"] = flops / row["step_seconds"] / (peak * self.mesh["world"].size)
         with agreed(self.mesh):
             if self._metrics is not None:
-                self._records.write(partial(self._metrics.write, row))
+                self._records.write(partial(self._metrics.write, row, samples))
                 if samples:
                     path = self.path / ROLLOUTS / f"step_{row['step']:06}.jsonl"
                     self._records.write(partial(write_samples, path, samples))
@@ -182,6 +195,8 @@ class RunDirectory:
             first = next(iter(evaluation_of(row).items()), None)
             self._score = None if first is None else -first[1] if first[0].endswith("loss") else first[1]
         self.console.step(row)
+        for note in self._notes.of(row):
+            self.say(f"note: {note}")
 
     def write_eval(self, name: str, step: int, samples: Seq[Row]) -> None:
         """Of a set; "" is data.eval. Collective."""
@@ -254,6 +269,8 @@ class RunDirectory:
         seconds = sum(row["step_seconds"] for row in outcome.rows)
         tokens = sum(row["tokens"] for row in outcome.rows)
         self.say(f"{'tokens/s':<18} {tokens / max(seconds, 1e-9):,.0f} ({seconds:.0f} s)")
+        if outcome.rows and all(row.get("equal_groups") == 1.0 for row in outcome.rows):
+            self.say(f"{'learned':<18} nothing: every group of samples had equal rewards, in every step; {EQUAL}")
         if not outcome.stopped:
             self.say(f"{'model':<18} {self.path / HF}")
         elif self._saved is None:

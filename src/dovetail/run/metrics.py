@@ -1,11 +1,9 @@
 """metrics.jsonl, samples and loggers. Writes wait in memory while the disk is full; loggers run in threads of their own."""
 
 import errno
-import importlib
-import importlib.util
-import json
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence as Seq
 from contextlib import ExitStack
@@ -18,16 +16,19 @@ import torch
 from safetensors.torch import load_file, save
 
 from dovetail.batch.routing import RoutingTrace
-from dovetail.errors import ConfigError
 from dovetail.jsonl import ODD_LETTERS, Row, append, json_line
+from dovetail.launch.process import without_secrets
+from dovetail.recipe.tracking import LoggerSection
+from dovetail.run.loggers import SAMPLES_EVERY, SHOWN_SAMPLES, RunFacts, grouped, start_logger
 
 METRICS = "metrics.jsonl"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 MOST_WAITING = 64  # writes
-LAST_SECONDS = 10.0  # for a logger to send what it has when the run ends
+TRIAL_SECONDS = 30.0  # for a logger to answer before the run begins
+LAST_SECONDS = 10.0  # for it to send what it has when the run ends
+MOST_CAUSE = 500  # characters
 
 Write = Callable[[], object]  # writes everything; if it raises it is called again
-Log = tuple[Callable[[Row], None], Callable[[], None]]  # a row, the end
 
 
 class Records:
@@ -89,22 +90,27 @@ def read_routes(path: Path) -> list[RoutingTrace]:
 
 
 class Metrics:
-    """On the first rank only."""
+    """On the first rank only. Loggers are tried at once; none stops a run."""
 
-    def __init__(self, run_dir: Path, loggers: Seq[str], config: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        self._path, self._say = run_dir / METRICS, say
-        self._loggers = [LoggerThread(name, run_dir, config) for name in loggers]
+    def __init__(self, run: RunFacts, loggers: Seq[LoggerSection], say: Callable[[str], None]) -> None:
+        self._path, self._say = run.path / METRICS, say
+        self._loggers = [LoggerThread(section, run) for section in loggers]
         for logger in self._loggers:
             logger.start()
+        until = time.monotonic() + TRIAL_SECONDS
+        for logger in self._loggers:
+            if not logger.tried.wait(max(until - time.monotonic(), 0.0)):
+                self._say(
+                    f"the logger {logger.name} has not answered for {TRIAL_SECONDS:g} s; its rows wait, the run goes on"
+                )
+        self._drop_failed()
 
-    def write(self, row: Row) -> None:
+    def write(self, row: Row, samples: Seq[Row] = ()) -> None:
         append(self._path, row)
-        for logger in list(self._loggers):
-            if logger.is_alive():
-                logger.rows.put(row)
-            else:
-                self._say(f"the logger {logger.name} failed and gets no more; the run goes on ({logger.cause})")
-                self._loggers.remove(logger)
+        self._drop_failed()
+        shown = samples[:SHOWN_SAMPLES] if row["step"] == 1 or row["step"] % SAMPLES_EVERY == 0 else ()
+        for logger in self._loggers:
+            logger.rows.put((row["step"], grouped(row), shown))
 
     def close(self) -> None:
         for logger in self._loggers:
@@ -114,50 +120,33 @@ class Metrics:
             if logger.is_alive() or logger.cause:
                 self._say(f"the logger {logger.name} may lack rows ({logger.cause or f'busy for {LAST_SECONDS:g} s'})")
 
+    def _drop_failed(self) -> None:
+        for logger in [logger for logger in self._loggers if logger.cause]:
+            self._say(f"the logger {logger.name} failed and gets no more; the run goes on ({logger.cause})")
+            self._loggers.remove(logger)
+
 
 class LoggerThread(threading.Thread):
     """Ends at None."""
 
-    def __init__(self, kind: str, run_dir: Path, config: Mapping[str, Any]) -> None:
-        super().__init__(name=kind, daemon=True)
-        self.run_dir, self.config = run_dir, config
+    def __init__(self, section: LoggerSection, run: RunFacts) -> None:
+        super().__init__(name=section.name, daemon=True)
+        self.section, self.facts = section, run
         self.cause = ""  # of its failure
-        self.rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self.tried = threading.Event()
+        self.rows: queue.SimpleQueue[tuple[int, Mapping[str, float], Seq[Row]] | None] = queue.SimpleQueue()
 
     def run(self) -> None:
         with ExitStack() as stack:
+            stack.callback(self.tried.set)
             stack.push(self._note_failure)
-            log, finish = (_wandb if self.name == "wandb" else _tensorboard)(self.run_dir, self.config)
-            while (row := self.rows.get()) is not None:
-                log({k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)})
+            log, finish = start_logger(self.section, self.facts)
+            self.tried.set()
+            while (entry := self.rows.get()) is not None:
+                log(*entry)
             finish()
 
     def _note_failure(self, kind: object, error: BaseException | None, _: TracebackType | None) -> bool:
-        self.cause = "" if error is None else f"{type(error).__name__}: {error}"
+        text = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+        self.cause = without_secrets(text)[:MOST_CAUSE]
         return True
-
-
-def check_loggers(names: tuple[str, ...]) -> None:
-    for name in names:
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # without an origin: a mere folder, such as wandb leaves behind
-            raise ConfigError(f"trainer.loggers names {name}, which is not installed: pip install 'dovetail[{name}]'")
-
-
-def _wandb(run_dir: Path, config: Mapping[str, Any]) -> Log:
-    wandb = importlib.import_module("wandb")
-    run = wandb.init(project="dovetail", name=run_dir.name, dir=str(run_dir), config=dict(config))
-    return (lambda row: run.log(dict(row), step=row["step"])), run.finish
-
-
-def _tensorboard(run_dir: Path, config: Mapping[str, Any]) -> Log:
-    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(run_dir / "tensorboard"))
-    writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
-
-    def log(row: Row) -> None:
-        for name, value in row.items():
-            if name != "step":
-                writer.add_scalar(name, value, row["step"])
-        writer.flush()
-
-    return log, writer.close

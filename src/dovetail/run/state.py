@@ -111,14 +111,19 @@ def refuse_other_models(key: str, source: Pretrained, mesh: Mesh) -> None:
     """ConfigError if config, tokenizer or sampled weights differ between ranks. Collective."""
     sample = ""
     with agreed(mesh, source.path):
-        digest = _text_digest(source.config, source.sides)
-        for path, size in _weight_files(source.path, digest):
-            with open(path, "rb") as file:
-                for part in range(SAMPLED + 1):
-                    file.seek(part * max(size - BLOCK, 0) // SAMPLED)
-                    digest.update(file.read(BLOCK))
-        sample = digest.hexdigest()
+        sample = sampled_fingerprint(source)
     refuse_different({f"{key} (config, tokenizer and weights)": sample}, mesh)
+
+
+def sampled_fingerprint(source: Pretrained) -> str:
+    """Of config, tokenizer and a sample of the weights."""
+    digest = _text_digest(source.config, source.sides)
+    for path, size in _weight_files(source.path, digest):
+        with open(path, "rb") as file:
+            for part in range(SAMPLED + 1):
+                file.seek(part * max(size - BLOCK, 0) // SAMPLED)
+                digest.update(file.read(BLOCK))
+    return str(digest.hexdigest())
 
 
 def _weight_files(directory: Path, digest: Any) -> Iterator[tuple[Path, int]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dovetail.engine.base import Engine
 from dovetail.errors import NumericsError
 from dovetail.launch.progress import Progress
+from dovetail.rl.step_metrics import phase_metrics
 
 if TYPE_CHECKING:  # the loop needs neither pydantic nor rich
     from dovetail.recipe.schema import TrainerSection
@@ -106,6 +107,8 @@ def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: 
     step, rows, before = run.earlier() or (0, [], task.evaluate(0))
     run.start(before)
     budget.start(trainer.steps - step)
+    progress.phase("wait")
+    progress.take_seconds()
     unwritten = {f"{name}_before": value for name, value in before.items()} if step == 0 else {}
     saved, stop, reached = step, run.stopping(), _reached(trainer.stop_at_reward, rows)
     guard = Guard(trainer.max_skipped_steps, trainer.check_replicas_every)
@@ -125,7 +128,8 @@ def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: 
         last = _reached(trainer.stop_at_reward, rows) or not budget.has_room() or step == trainer.steps
         due = (trainer.eval_every and step % trainer.eval_every == 0) or (last and not run.stopping())
         after = task.evaluate(step) if due else {}
-        row |= after | unwritten
+        progress.phase("wait")
+        row |= after | unwritten | phase_metrics(progress.take_seconds(), row.pop("work", {}))
         unwritten = {}
         run.record(row, task.sample_rows())
         guard.check(row, task.trained)

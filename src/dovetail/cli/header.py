@@ -1,0 +1,101 @@
+"""The lines that `dovetail train` begins with, from the recipe and the files' names and headers. Imports no torch."""
+
+import importlib.metadata
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dovetail.parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from dovetail.recipe.schema import Recipe
+
+GPUS = Path("/proc/driver/nvidia/gpus")
+MAX_HEADER = 1 << 27  # bytes of a safetensors file's
+TRAINED_BYTES, MOMENT_BYTES = 16, 8  # of a parameter: float32 weight, gradient and two moments
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
+
+
+def header(recipe: "Recipe", layout: Layout, device: str) -> str:
+    trainer, rollout, is_sft = recipe.trainer, recipe.rollout, recipe.algorithm.name == "sft"
+    path, parameters = Path(recipe.model.path), count_parameters(Path(recipe.model.path))
+    family = _family(path)
+    facts = ", ".join(filter(None, (family, f"{_short(parameters)} parameters" if parameters else "")))
+    rows = recipe.data.train if isinstance(recipe.data.train, str) else f"{len(recipe.data.train)} sources"
+    held_out = f"; held out: {recipe.data.eval}" if isinstance(recipe.data.eval, str) else ""
+    samples = "" if is_sft else f" with {rollout.samples_per_prompt} samples of at most {rollout.max_new_tokens} tokens"
+    steps = f"{recipe.data.epochs:g} epochs" if recipe.data.epochs else str(trainer.steps)
+    ranks = layout.num_ranks
+    lines = {
+        "model": f"{path}{f' ({facts})' if facts else ''}, {recipe.model.dtype}",
+        "layout": f"{layout} ({ranks} rank{'s' * (ranks > 1)})",
+        "devices": devices(device),
+        "data": f"{rows}{held_out}",
+        "steps": f"{steps} of {trainer.prompts_per_step} rows{samples}",
+        "memory": _memory(recipe, layout, parameters),
+        "run_dir": recipe.run_dir,
+    }
+    first = f"dovetail {importlib.metadata.version('dovetail')}: {recipe.algorithm.name}\n"
+    return first + "".join(f"{name:<9}{text}\n" for name, text in lines.items() if text)
+
+
+def count_parameters(folder: Path) -> int:
+    """Of the safetensors files of a directory, by their headers; 0: unknown."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with suppress(OSError, ValueError, struct.error, AttributeError, TypeError), path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size <= MAX_HEADER:
+                tensors: Mapping[str, Any] = json.loads(file.read(size))
+                total += sum(math.prod(tensor.get("shape", (0,))) for tensor in tensors.values())
+    return total
+
+
+def devices(asked: str) -> str:
+    names = []
+    for path in sorted(GPUS.glob("*/information")) if asked in ("auto", "cuda") else ():
+        with suppress(OSError):
+            fields = dict(line.partition(":")[::2] for line in path.read_text().splitlines())
+            names.append(fields.get("Model", "NVIDIA GPU").strip())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = names if visible is None else names[: len([part for part in visible.split(",") if part.strip()])]
+    if names:
+        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    if asked in ("cuda", "npu"):
+        return asked
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"cpu, {cores} cores"
+
+
+def _memory(recipe: "Recipe", layout: Layout, parameters: int) -> str:
+    """Of what every rank keeps; activations and the sampler's cache come on top."""
+    if not parameters:
+        return ""
+    item, kept = ITEM_BYTES[recipe.model.dtype], TRAINED_BYTES - MOMENT_BYTES * recipe.trainer.offload_optimizer
+    algorithm, shared, whole = recipe.algorithm, float(kept), 0.0
+    if algorithm.name == "ppo":
+        shared += kept
+    if algorithm.name != "sft":
+        shared += item if algorithm.kl_coef > 0 or recipe.reference.path is not None else 0
+        whole = item / (recipe.rollout.layout.tp if recipe.rollout.layout else 1)
+    gib = parameters * (shared / layout.num_ranks + whole) / 2**30
+    sampler = "" if algorithm.name == "sft" else ", sampler's weights"
+    return f"about {gib:.2g} GiB a rank for weights, gradients, moments{sampler}; activations come on top"
+
+
+def _family(folder: Path) -> str:
+    with suppress(OSError, ValueError, AttributeError):
+        return str(json.loads((folder / "config.json").read_bytes()).get("model_type") or "")
+    return ""
+
+
+def _short(count: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)

@@ -1,0 +1,27 @@
+"""The entries of `trainer.loggers`."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from dovetail.recipe.types import NotStrict, Section, key
+
+
+class LoggerSection(Section):
+    """An experiment tracker; keys and addresses come from its environment variables."""
+
+    name: Literal["wandb", "mlflow", "tensorboard", "trackio", "swanlab"] = Field(description="an extra of the package")
+    project: str | None = key(None, "null: the tracker's variable, such as WANDB_PROJECT, else dovetail")
+    entity: str | None = key(None, "team of wandb, workspace of swanlab")
+    run_name: str | None = key(None, "null: the last part of run_dir")
+    tags: Annotated[tuple[str, ...], NotStrict] = key((), "of the run; wandb, swanlab and mlflow")
+    group: str | None = key(None, "of runs; not tensorboard")
+
+
+def _as_sections(given: Any) -> Any:
+    """A name stands for {name: NAME}, and one entry for a list of it."""
+    entries = given if isinstance(given, list | tuple) else [given]
+    return tuple({"name": entry} if isinstance(entry, str) else entry for entry in entries)
+
+
+Loggers = Annotated[tuple[LoggerSection, ...], BeforeValidator(_as_sections), NotStrict]
