@@ -45,16 +45,17 @@ def test_a_real_run(model: Path, tmp_path: Path) -> None:
     ].keys()
     assert shown["series"]["eval_reward_mean"]["v"][0] is not None
     assert {row["id"] for row in data["samples"]} == {"r0", "r1"}
-    assert {row["step"] for row in data["samples"]} == {1, 2}
+    assert {(row["step"], row["kind"]) for row in data["samples"]} == {
+        (0, "eval"), (1, "rollout"), (2, "eval"), (2, "rollout"),
+    }  # fmt: skip
     changed = {key for key, (value, default) in data["config"] if value != default}
     assert {"model.path", "reward.import", "optim.lr", "trainer.steps"} <= changed
     assert not {"algorithm.name", "trainer.seed"} & changed
     ended = here("rollouts", run, "--prompt", "r1")
     assert ended.code == 0, ended
-    assert ended.out.count("prompt     say 1\n") == 4
-    assert [line.split("  ")[0] for line in ended.out.splitlines() if line.startswith("step ")] == ["step 1"] * 2 + [
-        "step 2"
-    ] * 2
+    assert ended.out.count("prompt     say 1\n") == 6
+    steps = [line.split("  ")[0] for line in ended.out.splitlines() if line.startswith("step ")]
+    assert steps == ["step 0", *["step 1"] * 2, *["step 2"] * 3]
     assert here("train", recipe).code == 0  # the report is no obstacle
 
 

@@ -165,7 +165,7 @@ def test_mistakes_name_key_value_and_expectation(change: dict[str, Any], message
         ("tp", "layout.tp"),
         ("trainers", "trainer"),
         ("zzzz", "trainer"),
-        ("a", "data"),
+        ("a", "eval"),
     ],
 )
 def test_the_nearest_key(given: str, ours: str) -> None:
