@@ -132,7 +132,7 @@ def write_rows(path: Path) -> Path:
         return path
     if path.suffix == ".zst":
         text = pytest.importorskip("pyarrow").compress(text, codec="zstd", asbytes=True)
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
     return path
 
 
@@ -156,7 +156,7 @@ def test_directories_and_globs_are_read_in_order(tmp_path: Path) -> None:
         path = write_rows(folder / name)
         text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         changed = text.replace(b"2+2=", f"{number}".encode())
-        path.write_bytes(gzip.compress(changed) if path.suffix == ".gz" else changed)
+        path.write_bytes(gzip.compress(changed, mtime=0) if path.suffix == ".gz" else changed)
     for name in ("README.md", "dataset_info.json"):
         (folder / name).write_text("{}")
 
@@ -178,7 +178,7 @@ def test_directories_and_globs_are_read_in_order(tmp_path: Path) -> None:
         ("rows.csv", b"a,a\n1,2\n", r"rows\.csv: several columns are named 'a'"),
         ("rows.csv", b'a,b\n1,"2\n', r"rows\.csv: not readable"),
         ("rows.jsonl.gz", b"no gzip", r"rows\.jsonl\.gz: not readable \(Not a gzipped file"),
-        ("rows.jsonl.gz", gzip.compress(b"{}" * 999)[:-9], r"rows\.jsonl\.gz: not readable"),
+        ("rows.jsonl.gz", gzip.compress(b"{}" * 999, mtime=0)[:-9], r"rows\.jsonl\.gz: not readable"),
         ("rows.md", b"", "no rows"),
         ("rows.jsonl", b'{"x": 1, "y": null}', r"jsonl:1: the row's columns \('x', 'y'\) are of no known .*data.columns="),
         ("rows.jsonl", b'{"conversations": [{"from": "me", "value": "a"}]}', "message 0 is from 'me'; expected one of human"),
