@@ -38,7 +38,8 @@ def make_rewards(
     except BaseException:
         RewardManager(rewards).close()
         raise
-    return RewardManager(rewards, [part.weight for part in named.values()])
+    name = " + ".join(part.function or label for label, part in named.items())
+    return RewardManager(rewards, [part.weight for part in named.values()], name)
 
 
 def _runner(part: RewardPart, mesh: Mesh, recipe_folder: Path, run_dir: Path) -> RewardRunner | None:

@@ -76,12 +76,9 @@ class ModelReward:
 class RewardManager:
     """The weighted sum of `rewards`, by label. Collective."""
 
-    def __init__(self, rewards: Mapping[str, Reward], weights: Seq[float] = (1.0,)) -> None:
-        self.rewards, self.weights = rewards, weights
-
-    @property
-    def name(self) -> str:
-        return " + ".join(self.rewards)
+    def __init__(self, rewards: Mapping[str, Reward], weights: Seq[float] = (1.0,), name: str = "") -> None:
+        """name: in messages."""
+        self.rewards, self.weights, self.name = rewards, weights, name
 
     def __call__(self, prompts: Seq[Prompt], completions: Seq[Completion], texts: Seq[str]) -> list[RewardResult]:
         parts = [reward.score(prompts, completions, texts) for reward in self.rewards.values()]
