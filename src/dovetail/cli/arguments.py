@@ -70,18 +70,6 @@ def layout_of(args: argparse.Namespace) -> Layout:
     return recipe_of(args).layout.to_layout() if args.command == "train" else Layout.parse(args.layout or "")
 
 
-def check_model(args: argparse.Namespace, layout: Layout) -> None:
-    """Refuse a layout that does not fit the config of the command's model."""
-    if args.command == "convert" and args.to == "hf":
-        return  # the ranks share the work, whatever the layout
-    if args.command == "train":
-        path, engine = recipe_of(args).model.path, recipe_of(args).model.engine
-    else:
-        path, engine = (args.source, "auto") if args.command == "convert" else (args.model, args.engine)
-    check: Callable[..., None] = importlib.import_module("dovetail.factory.layouts").check_directory
-    check(path, engine, layout, foreign=args.command != "generate")  # transformers' sampler is whole on every rank
-
-
 def supervision_of(args: argparse.Namespace) -> Supervision:
     if args.command != "train":
         return Supervision()

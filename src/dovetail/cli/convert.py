@@ -13,8 +13,8 @@ from dovetail.launch.progress import Progress
 from dovetail.nn.model import StagedModel
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
-from dovetail.weights.atomic import refuse_occupied, refuse_unwritable
 from dovetail.weights.hf_directory import Pretrained, locate, stored_head
+from dovetail.weights.safe_paths import refuse_occupied, refuse_unwritable
 
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
