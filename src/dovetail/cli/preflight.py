@@ -21,6 +21,7 @@ from dovetail.launch.process import complain
 from dovetail.parallel.layout import Layout
 from dovetail.recipe.schema import PPO, SFT, Recipe
 from dovetail.recipe.types import LayoutSection
+from dovetail.rewards.runner import refuse_unknown
 from dovetail.run.paths import FinishedError, check_run_dir, check_unfinished
 from dovetail.weights.config_file import pinned, read_config
 from dovetail.weights.safe_paths import (
@@ -141,7 +142,7 @@ def _rows(args: argparse.Namespace, layout: Layout, mistakes: Mistakes) -> int:
 
 
 def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device: str) -> int:
-    recipe, algorithm = recipe_of(args), recipe_of(args).algorithm
+    recipe = recipe_of(args)
     run_dir = Path(recipe.run_dir)
     if mistakes.of(check_run_dir, run_dir, args.resume) and args.resume == "auto" and not args.dry_run:
         mistakes.of(check_unfinished, run_dir, recipe.model_dump(mode="json", by_alias=True))
@@ -152,23 +153,35 @@ def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device:
     if policy is not None:
         mistakes.of(check_layout, policy.spec, layout)
     trained = [policy]
-    if not isinstance(algorithm, SFT):
-        for key, path, section in _others(recipe):
-            model = policy if path is None else mistakes.of(read_model, path, recipe.model.engine)
-            if section is not None and (own := mistakes.of(_resolved, key, section, layout)) is not None and model:
-                mistakes.of(_named, key, check_layout, model.spec, own)
-            trained += [model] if key == "critic" else []
-        own = mistakes.of(_resolved, "rollout", recipe.rollout.layout or LayoutSection(), layout)
-        if policy is not None:
-            mistakes.of(_check_positions, policy, recipe.rollout.max_new_tokens, "rollout.max_new_tokens")
-            if own is not None and recipe.rollout.backend == "native" and policy.config.get("model_type") in FAMILIES:
-                mistakes.of(_named, "rollout", _check_sampler, policy.spec, own)
-        for part in recipe.reward.labelled().values():
-            if part.function is not None:
-                mistakes.of(_check_module, part.function, Path(args.recipe).parent)
+    if not isinstance(recipe.algorithm, SFT):
+        trained += _check_rl(recipe, Path(args.recipe).parent, policy, layout, mistakes)
     offloads = recipe.trainer.offload_optimizer and device != "cpu"
     each = TRAINED_BYTES - (MOMENT_BYTES if offloads else 0)
     return sum(model.parameters * each for model in trained if model is not None)
+
+
+def _check_rl(
+    recipe: Recipe, folder: Path, policy: Model | None, layout: Layout, mistakes: Mistakes
+) -> list[Model | None]:
+    """More models that are trained."""
+    trained, rollout = list[Model | None](), recipe.rollout
+    for key, path, section in _others(recipe):
+        model = policy if path is None else mistakes.of(read_model, path, recipe.model.engine)
+        own = None if section is None else mistakes.of(_resolved, key, section, layout)
+        if model is not None and own is not None:
+            mistakes.of(_named, key, check_layout, model.spec, own)
+        trained += [model] if key == "critic" else []
+    own = mistakes.of(_resolved, "rollout", rollout.layout or LayoutSection(), layout)
+    if policy is not None:
+        mistakes.of(_check_positions, policy, rollout.max_new_tokens, "rollout.max_new_tokens")
+        if own is not None and rollout.backend == "native" and policy.config.get("model_type") in FAMILIES:
+            mistakes.of(_named, "rollout", _check_sampler, policy.spec, own)
+    for part in recipe.reward.labelled().values():
+        if part.function is not None:
+            mistakes.of(_check_module, part.function, folder)
+        elif part.name is not None:
+            mistakes.of(refuse_unknown, part.name, "reward.name=")
+    return trained
 
 
 def _others(recipe: Recipe) -> Iterator[tuple[str, str | None, LayoutSection | None]]:

@@ -64,6 +64,13 @@ class CallLimits:
     concurrency: int = 16
 
 
+def refuse_unknown(name: str | None, key: str) -> None:
+    if name not in BUILT_IN:
+        near = difflib.get_close_matches(str(name), BUILT_IN, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{key}{quoted(name)} is no built-in reward ({', '.join(BUILT_IN)}){hint}")
+
+
 class RewardRunner:
     """Worker processes for one reward; ConfigError if it cannot be loaded.
 
@@ -82,10 +89,8 @@ class RewardRunner:
         timeout: float = 10.0,
         limits: "CallLimits | None" = None,
     ) -> None:
-        if function is None and address is None and name not in BUILT_IN:
-            near = difflib.get_close_matches(str(name), BUILT_IN, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"reward.name={quoted(name)} is no built-in reward ({', '.join(BUILT_IN)}){hint}")
+        if function is None and address is None:
+            refuse_unknown(name, "reward.name=")
         self._limits = limits or CallLimits()
         self._timeout = min(timeout, LONGEST)
         self._calls_at_a_time = 1
