@@ -46,8 +46,13 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     monkeypatch.setattr("dovetail.system.gpu_memory", lambda: [GPU] * 8)
     monkeypatch.setattr("dovetail.system.free_memory", lambda: 10**12)
+
+    def start(*given: object) -> int:
+        calls.append(given)
+        return 0
+
     for name in ("run_ranks", "_run_as_rank"):
-        monkeypatch.setattr(f"dovetail.cli.main.{name}", lambda *given: calls.append(given) or 0)
+        monkeypatch.setattr(f"dovetail.cli.main.{name}", start)
     return calls
 
 
