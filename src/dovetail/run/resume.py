@@ -80,7 +80,7 @@ def find(
 def _planned(recipe: Mapping[str, Any]) -> float:
     """Steps; with data.epochs they are known once rows are read."""
     steps: float = recipe["trainer"]["steps"]
-    return math.inf if recipe["data"].get("epochs") else steps
+    return math.inf if recipe.get("data", {}).get("epochs") else steps
 
 
 def _ranks(degrees: Mapping[str, Any]) -> str:
