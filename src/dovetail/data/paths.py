@@ -32,8 +32,8 @@ def hub_source(path: str) -> re.Match[str] | None:
         return None
     if hub["revision"] is None or not COMMIT.fullmatch(hub["revision"]):
         raise DataError(
-            f"{path}: {quoted(hub['revision'] or 'no revision')} is not a commit; a branch or tag can move, so give the 40 hexadecimal "
-            f"digits of one: {hub['name']}@COMMIT ({newest_commit('datasets/' + hub['name'])})"
+            f"{path}: {quoted(hub['revision'] or 'no revision')} is not a commit; a branch or tag can move, so give the 40 "
+            f"hexadecimal digits of one: {hub['name']}@COMMIT ({newest_commit('datasets/' + hub['name'])})"
         )
     return hub
 
