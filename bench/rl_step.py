@@ -36,7 +36,7 @@ from dovetail.device import peak_memory_gib
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.nonfinite import StepWatch
 from dovetail.factory.engine import make_mesh
-from dovetail.factory.sampler import sampling_layout
+from dovetail.factory.layouts import sampling_layout
 from dovetail.kernels.registry import kernels_for
 from dovetail.launch.progress import Phase, Progress
 from dovetail.rewards.runner import RewardResult

@@ -1,12 +1,15 @@
-"""JSON lines, written whole or not at all."""
+"""JSON lines, written whole or not at all; JSON objects of files."""
 
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
+
+from dovetail.errors import CheckpointError, quoted
 
 Row = Mapping[str, Any]
 ODD_LETTERS = "backslashreplace"  # half a surrogate pair becomes JSON's escape
@@ -51,3 +54,21 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def parse_json(data: bytes, what: str) -> dict[str, Any]:
+    """Refuses repeated keys."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+            raise ValueError(f"the key {quoted(twice)} appears twice")
+        return dict(pairs)
+
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not valid JSON: {str(error)[:200]}; fetch or write it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what} holds a JSON {type(value).__name__}, expected an object")
+    return value

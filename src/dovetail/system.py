@@ -67,6 +67,24 @@ def resident_memory() -> int | None:
     return int(sizes.read_text().split()[1]) * resource.getpagesize() if sizes.exists() else None
 
 
+def gpu_memory() -> list[int]:
+    """Bytes of each NVIDIA GPU by NVML; empty if that is not here."""
+    sizes: list[int] = []
+    with contextlib.suppress(OSError, AttributeError):
+        nvml, count = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_uint()
+        if nvml.nvmlInit_v2() == 0 and nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0:
+            for index in range(count.value):
+                device, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
+                nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+                if nvml.nvmlDeviceGetMemoryInfo(device, memory) == 0:
+                    sizes.append(memory[0])
+    return sizes
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def adopt_orphans() -> None:
     _prctl(_SET_CHILD_SUBREAPER, 1)
 

@@ -133,15 +133,15 @@ def test_ids_need_no_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--top-p", "1.5"], "top_p=1.5: expected above 0 and at most 1"),
+        (["--top-p", "1.5"], "--top-p: 1.5 is more than 1"),
         (["--top-p", "0"], "--top-p: 0 is not more than 0"),
         (["--samples", "0"], "--samples: 0 is not more than 0"),
         (["--max-new-tokens", "x"], "--max-new-tokens: invalid whole number value: 'x'"),
         (["--temperature", "-1"], "--temperature: -1 is less than 0"),
         (["--temperature", "inf"], "argument --temperature: inf is not finite"),
         (
-            ["--max-new-tokens", "100000"],
-            "--max-new-tokens is 100,000 and the longest prompt has 21 tokens, 100,021 together, but the model has 256 pos",
+            ["--max-new-tokens", "250"],
+            "--max-new-tokens is 250 and the longest prompt has 21 tokens, 271 together, but the model has 256 pos",
         ),
         (["--layout", "dp=2,ep=2"], "ep=2 cuts experts, and this llama model has none; set ep=1"),
     ],

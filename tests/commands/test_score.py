@@ -176,7 +176,7 @@ def test_an_output_that_is_no_file_stays_what_it_is(model: Path, tmp_path: Path)
     """A rename would make a file of /dev/null itself, and of a link, where its owner may."""
     data, pipe, link = write_rows(tmp_path / "rows.jsonl", ROWS[:1]), tmp_path / "pipe", tmp_path / "link.jsonl"
     os.mkfifo(pipe)
-    told = refusal(here("score", "--model", tmp_path / "absent", "--data", data, "--out", pipe))
+    told = refusal(here("score", "--model", model, "--data", data, "--out", pipe))
     assert told == f"--out {pipe} is a device or a pipe, which a file would replace; give the path of a file\n"
     assert pipe.is_fifo()
     (tmp_path / "far").mkdir()
@@ -187,12 +187,12 @@ def test_an_output_that_is_no_file_stays_what_it_is(model: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("command", ["score", "generate"])
-def test_rows_are_not_replaced_by_what_comes_of_them(command: str, tmp_path: Path) -> None:
+def test_rows_are_not_replaced_by_what_comes_of_them(command: str, model: Path, tmp_path: Path) -> None:
     data, link = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "link.jsonl"
     link.symlink_to(data)
     before = data.read_bytes()
     for out in (data, link):
-        told = refusal(here(command, "--model", tmp_path / "absent", "--data", data, "--out", out))
+        told = refusal(here(command, "--model", model, "--data", data, "--out", out))
         assert told == f"--out {out} is the file that --data names, and would replace it; give another path\n"
     assert data.read_bytes() == before
 

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from dovetail.checkpoint.async_saver import Saver
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.retention import LEFTOVERS, Retention, clear_debris, open_newest
+from dovetail.checkpoint.retention import Retention, clear_debris, open_newest
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Region, Slices
+from dovetail.weights.safe_paths import LEFTOVERS
 from dovetail.weights.safetensors import TensorSpec
 from dovetail.weights.shards import ParamShard
 from dovetail.weights.stream import Export

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from dovetail.checkpoint.retention import LEFTOVERS, saved_steps
+from dovetail.checkpoint.retention import saved_steps
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.schema import TrainerSection
 from dovetail.run.directory import Contents, RunDirectory
+from dovetail.weights.safe_paths import LEFTOVERS
 from tests.fault.crashing import DIED, die_at, forked
 from tests.fault.saves import Run
 from tests.harness import Apart

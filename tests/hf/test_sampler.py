@@ -11,7 +11,8 @@ from transformers import OlmoeConfig
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import CheckpointError, ModelError
 from dovetail.factory.engine import EngineOptions, from_pretrained, make_mesh
-from dovetail.factory.sampler import Backend, backend_layout, make_sampler
+from dovetail.factory.layouts import Backend
+from dovetail.factory.sampler import backend_layout, make_sampler
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.rollout.base import Completion, Prompt, SamplingParams

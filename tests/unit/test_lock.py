@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from dovetail.errors import ConfigError
-from dovetail.run.lock import NAME, RunLock
+from dovetail.run.lock import RunLock
+from dovetail.run.paths import LOCK
 from tests.commands.program import here, make_model, refusal, write_recipe, write_rows
 
 ROUNDS = 1000
@@ -74,19 +75,19 @@ def test_the_second_one_is_refused_and_told_who_is_there(owner: subprocess.Popen
 def test_a_dead_owner_is_followed(owner: subprocess.Popen[str], tmp_path: Path) -> None:
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
-    assert json.loads((tmp_path / NAME).read_text())["pid"] == owner.pid, "it left its lock behind"
+    assert json.loads((tmp_path / LOCK).read_text())["pid"] == owner.pid, "it left its lock behind"
     lock = RunLock(tmp_path)
     lock.acquire()
-    assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+    assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
     lock.release()
     lock.release()
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / LOCK).exists()
 
 
 def test_what_stands_in_the_file_decides_nothing(tmp_path: Path) -> None:
     """A process id that lives again, a clock that was wrong, garbage: only the system's lock counts."""
     for text in (json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "started": "2099"}), "garbage", ""):
-        (tmp_path / NAME).write_text(text)
+        (tmp_path / LOCK).write_text(text)
         lock = RunLock(tmp_path)
         lock.acquire()
         lock.release()
@@ -96,10 +97,10 @@ def test_a_lock_that_is_no_file_of_its_own_is_refused(tmp_path: Path) -> None:
     """Through a link the file of somebody else would be emptied."""
     (tmp_path / "precious").write_text("data")
     for make in (lambda path: path.symlink_to("precious"), Path.mkdir, os.mkfifo):
-        make(tmp_path / NAME)
-        with pytest.raises(ConfigError, match=f"{NAME} .*; remove it"):
+        make(tmp_path / LOCK)
+        with pytest.raises(ConfigError, match=f"{LOCK} .*; remove it"):
             RunLock(tmp_path).acquire()
-        (tmp_path / NAME).rmdir() if make is Path.mkdir else (tmp_path / NAME).unlink()
+        (tmp_path / LOCK).rmdir() if make is Path.mkdir else (tmp_path / LOCK).unlink()
     assert (tmp_path / "precious").read_text() == "data"
     RunLock(tmp_path).acquire()
 

@@ -12,8 +12,7 @@ import yaml
 from dovetail.arch.qwen2 import qwen2_spec
 from dovetail.arch.spec import ArchSpec
 from dovetail.batch.micro import ContextShard
-from dovetail.factory.layouts import check_layout
-from dovetail.factory.sampler import sampling_layout
+from dovetail.factory.layouts import check_layout, sampling_layout
 from dovetail.nn.context_parallel import cut_chunks
 from dovetail.parallel.layout import Layout
 from dovetail.pipeline.schedule import Costs, Plan, make_plan, simulate

@@ -21,7 +21,8 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import make_recipe
 from dovetail.rl.tasks import step_rows
 from dovetail.run.directory import RunDirectory
-from dovetail.run.resume import FinishedError, Resumed, changed, find, refuse
+from dovetail.run.paths import FinishedError, changed
+from dovetail.run.resume import Resumed, find, refuse
 from dovetail.run.state import CHUNK, RunState, model_fingerprint, random_state
 from dovetail.weights.safe_paths import MANIFEST
 from tests.commands.program import here, make_model, on_ranks, read_rows, refusal, write_recipe, write_rows

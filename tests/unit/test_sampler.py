@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from dovetail.arch.registry import spec_from_config
 from dovetail.errors import CheckpointError, ConfigError, DataError, LayoutError, ModelError
-from dovetail.factory.sampler import sampling_layout
+from dovetail.factory.layouts import sampling_layout
 from dovetail.factory.tokenizer import stop_ids
 from dovetail.kernels import cuda
 from dovetail.kernels.registry import KernelSet

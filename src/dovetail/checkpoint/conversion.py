@@ -9,15 +9,17 @@ from torch import Tensor, nn
 
 from dovetail.checkpoint.reader import open_checkpoint
 from dovetail.checkpoint.writer import write_sharded
+from dovetail.jsonl import parse_json
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Region
-from dovetail.weights.hf_directory import CONFIG, saved_config
+from dovetail.weights.config_file import CONFIG
+from dovetail.weights.hf_directory import saved_config
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import FLOATS, NameRules, compare, tolerated
 from dovetail.weights.safe_paths import SideFiles, side_files
-from dovetail.weights.safetensors import TensorSpec, dump_json, parse_json
+from dovetail.weights.safetensors import TensorSpec, dump_json
 from dovetail.weights.save import SHARD_BYTES, write_hf
 from dovetail.weights.shards import LocalParam, ParamShard, checkpoint_params
 

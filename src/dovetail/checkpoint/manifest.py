@@ -9,9 +9,10 @@ from math import prod
 from typing import Any
 
 from dovetail.errors import CheckpointError, quoted
+from dovetail.jsonl import parse_json
 from dovetail.parallel.placement import overlap
 from dovetail.weights.hf_reader import StoredRegion, StoredTensor
-from dovetail.weights.safetensors import CODES, DTYPES, parse_json
+from dovetail.weights.safetensors import CODES, DTYPES
 
 FORMAT = "dovetail-sharded"
 VERSION = 2

@@ -17,7 +17,7 @@ from dovetail.errors import CheckpointError, DamagedError, listing, quoted
 from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.atomic import replace_file
-from dovetail.weights.safe_paths import MANIFEST, contained
+from dovetail.weights.safe_paths import LEFTOVERS, MANIFEST, contained
 
 T = TypeVar("T")
 NONE: Mapping[str, str] = MappingProxyType({})
@@ -25,7 +25,6 @@ NAME = re.compile(r"step_(\d{6,})\.\w+")
 LINK = re.compile(r"step_\d{6,}")
 ORDER, SCORE = "order", "score"  # keys of a manifest's state
 LATEST = "latest"  # for people and scripts
-LEFTOVERS = (".tmp-*", ".trash-*")  # of interrupted saves and removals
 
 
 @dataclass(frozen=True)

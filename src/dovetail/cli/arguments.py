@@ -1,15 +1,17 @@
 """The commands, their flags, and what these mean for layouts and recipes. Imports no torch."""
 
 import argparse
+import difflib
 import importlib
 import math
-from argparse import ArgumentParser
+from argparse import Action, ArgumentError, ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dovetail.errors import ConfigError, quoted, short_words, shortened
+import dovetail
+from dovetail.errors import ConfigError, listing, quoted, short_words, shortened
 from dovetail.launch.process import put
 from dovetail.launch.progress import LIMITS
 from dovetail.launch.supervisor import Supervision
@@ -19,21 +21,55 @@ if TYPE_CHECKING:
     from dovetail.recipe.schema import Recipe
 
 EPILOG = "The commands, recipes and files that you can rely on: docs/contract.md"
-KEYS = "Every key of a recipe, and how to write GRPO, DAPO, GSPO, PPO and others: docs/recipe.md. "
+KEYS = "Every key of a recipe, and how to write GRPO, DAPO, GSPO, PPO and others: docs/recipe.md\n"
+EXAMPLE = "example:\n  dovetail "
 
 
 class Parser(ArgumentParser):
+    """Reports all mistakes together."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, formatter_class=_Formatter)
+        self.mistakes: list[str] = []
+
+    def _get_values(self, action: Action, strings: list[str]) -> Any:
+        try:
+            return super()._get_values(action, strings)
+        except ArgumentError as error:
+            near = difflib.get_close_matches(str(strings[0]), map(str, action.choices or ()), n=1)
+            self.mistakes.append(short_words(str(error)) + "".join(f"; did you mean {word}?" for word in near))
+            return None
+
+    def parse_known_args(self, *given: Any, **named: Any) -> Any:
+        parsed = super().parse_known_args(*given, **named)
+        if self.mistakes:
+            self.error("")
+        return parsed
+
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{short_words(message)}; see {self.prog} --help")
+        lines = [*self.mistakes, *([short_words(message)] if message else [])]
+        text = lines[0] if len(lines) == 1 else f"{len(lines)} mistakes:\n{listing(lines)}\n"
+        raise ConfigError(f"{text}; see {self.prog} --help" if len(lines) == 1 else f"{text}see {self.prog} --help")
 
     def print_help(self, file: object = None) -> None:
         put(self.format_help())
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Appends defaults."""
+
+    def _get_help_string(self, action: Action) -> str:
+        text, default = action.help or "", action.default
+        hidden = default is None or default is False or default in (argparse.SUPPRESS, [])
+        shown = not hidden and "default" not in text
+        return f"{text}; default: {default}".lstrip("; ") if shown else text
 
 
 @dataclass(frozen=True)
 class Command:
     help: str
     add_arguments: Callable[[ArgumentParser], None]
+    example: str
     runs_on_ranks: bool = True
 
 
@@ -41,12 +77,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of a command line and its `command`."""
     commands = "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
     about = f"A parallel model engine for RL post-training.\n\ncommands:\n{commands}"
-    raw = argparse.RawDescriptionHelpFormatter
-    top = Parser(prog="dovetail", description=about, epilog=EPILOG, formatter_class=raw)
-    top.add_argument("command", choices=list(COMMANDS), metavar="command", help="dovetail COMMAND --help says more")
-    name = top.parse_args(argv[:1]).command
+    top = Parser(prog="dovetail", description=about, epilog=f"{EXAMPLE}train RECIPE.yaml\n\n{EPILOG}")
+    top.add_argument(
+        "command", nargs="?", choices=list(COMMANDS), metavar="command", help="dovetail COMMAND --help says more"
+    )
+    top.add_argument("--version", action="version", version=f"dovetail {dovetail.__version__}")
+    name = top.parse_args(argv[:1] or ["--help"]).command
     is_train = name == "train"
-    parser = Parser(prog=f"dovetail {name}", description=COMMANDS[name].help, epilog=KEYS * is_train + EPILOG)
+    epilog = f"{EXAMPLE}{name} {COMMANDS[name].example}\n\n{KEYS * is_train}{EPILOG}"
+    parser = Parser(prog=f"dovetail {name}", description=COMMANDS[name].help, epilog=epilog)
     COMMANDS[name].add_arguments(parser)
     overrides, rest = _split_overrides(argv[1:]) if is_train else ([], list(argv[1:]))
     args = parser.parse_intermixed_args(rest)
@@ -86,19 +125,6 @@ def layout_of(args: argparse.Namespace) -> Layout:
     return recipe_of(args).layout.to_layout() if args.command == "train" else Layout.parse(args.layout or "")
 
 
-def check_model(args: argparse.Namespace, layout: Layout) -> None:
-    """Refuse a layout that does not fit the config of the command's model."""
-    if args.command == "convert" and args.to == "hf":
-        return  # the ranks share the work, whatever the layout
-    if args.command == "train":
-        path, engine = recipe_of(args).model.path, recipe_of(args).model.engine
-    else:
-        path, engine = (args.source, "auto") if args.command == "convert" else (args.model, args.engine)
-    check: Callable[..., None] = importlib.import_module("dovetail.factory.layouts").check_directory
-    cut = args.command not in ("generate", "eval")  # transformers' sampler is whole on every rank
-    check(path, engine, layout, foreign=cut)
-
-
 def supervision_of(args: argparse.Namespace) -> Supervision:
     if args.command != "train":
         return Supervision()
@@ -124,29 +150,37 @@ def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _add_device(parser: ArgumentParser, default: str = "auto") -> None:
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default=default, help=f"default: {default}")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "npu"], default=default, help="what to compute on")
 
 
 def _add_compute(parser: ArgumentParser, dtype: str | None = "float32", engine: str | None = "auto") -> None:
-    parser.add_argument("--layout", metavar="tp=2,dp=2", help="degrees of tp, pp, cp, dp, ep; unnamed ones are 1")
+    parser.add_argument("--layout", metavar="tp=2,dp=2", help="degrees of tp, pp, cp, dp, ep; default: 1 each")
     _add_device(parser)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=dtype, help="compute type")
-    parser.add_argument("--engine", choices=["auto", "native", "transformers"], default=engine)
+    recipe = "" if dtype else "; default: the recipe's"
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=dtype, help="compute type" + recipe)
+    parser.add_argument(
+        "--engine",
+        choices=["auto", "native", "transformers"],
+        default=engine,
+        help="native if it knows the family" + recipe,
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of its tokenizer or processor")
 
 
 def _add_rows(parser: ArgumentParser, data: str) -> None:
     parser.add_argument("--model", required=True, metavar="M", help=MODEL)
-    parser.add_argument("--data", required=True, metavar=data)
+    parser.add_argument("--data", required=True, metavar=data, help="JSONL, parquet, CSV, a directory, or a glob")
     parser.add_argument("--out", required=True, metavar="OUT.jsonl", help="an existing file is replaced")
     _add_compute(parser)
 
 
 def _train(parser: ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE.yaml")
+    parser.add_argument("recipe", metavar="RECIPE.yaml", help="a YAML file of keys")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", default=[], help="change a key of the recipe")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the recipe, train nothing")
-    parser.add_argument("--resume", metavar="auto|never|step=N", default="auto", type=_resume, help="default: auto")
+    parser.add_argument(
+        "--resume", metavar="auto|never|step=N", default="auto", type=_resume, help="go on from a checkpoint of run_dir"
+    )
     parser.add_argument("--restarts", metavar="N", default=0, type=_number(int), help="start again after a failure")
     _add_compute(parser, dtype=None, engine=None)
 
@@ -154,8 +188,10 @@ def _train(parser: ArgumentParser) -> None:
 def _score(parser: ArgumentParser) -> None:
     _add_rows(parser, data="ROWS.jsonl")
     parser.add_argument("--head", choices=["lm", "value"], default="lm", help="log-probs and entropies, or values")
-    parser.add_argument("--temperature", type=_number(float, positive=True), default=1.0, help="divides the logits")
-    parser.add_argument("--tokens-per-batch", type=COUNT, default=16384, metavar="N", help="default: 16384")
+    parser.add_argument(
+        "--temperature", type=_number(float, positive=True), default=1.0, metavar="X", help="divides the logits"
+    )
+    parser.add_argument("--tokens-per-batch", type=COUNT, default=16384, metavar="N", help="of a micro-batch")
 
 
 def _generate(parser: ArgumentParser) -> None:
@@ -180,26 +216,29 @@ def _eval(parser: ArgumentParser) -> None:
 
 def _add_sampling(parser: ArgumentParser, temperature: float) -> None:
     parser.add_argument("--samples", type=COUNT, default=1, metavar="N", help="completions of each prompt")
-    parser.add_argument("--max-new-tokens", type=COUNT, default=64, metavar="N", help="default: 64")
-    heat = f"0: always the likeliest token; default: {temperature:g}"
-    parser.add_argument("--temperature", type=_number(float), default=temperature, help=heat)
-    parser.add_argument("--top-p", type=_number(float, positive=True), default=1.0)
-    parser.add_argument("--top-k", type=_number(int), default=0, metavar="N", help="0: all tokens")
-    parser.add_argument("--seed", type=_number(int), default=0)
+    parser.add_argument("--max-new-tokens", type=COUNT, default=64, metavar="N", help="longest completion")
+    parser.add_argument(
+        "--temperature", type=_number(float), default=temperature, metavar="X", help="0: always the likeliest token"
+    )
+    parser.add_argument(
+        "--top-p", type=_share, default=1.0, metavar="X", help="sample from the smallest set with this mass"
+    )
+    parser.add_argument("--top-k", type=_number(int), default=0, metavar="N", help="sample from the likeliest; 0: all")
+    parser.add_argument("--seed", type=_number(int), default=0, metavar="N", help="of the sampling noise")
 
 
 def _convert(parser: ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="HF directory or sharded checkpoint")
     parser.add_argument("destination", metavar="DST", help="a directory that does not exist yet")
-    parser.add_argument("--to", choices=["sharded", "hf"], required=True)
+    parser.add_argument("--to", choices=["sharded", "hf"], required=True, help="what DST becomes")
     parser.add_argument("--layout", metavar="tp=2,dp=2", help="of the pieces, which as many ranks write")
     _add_device(parser, default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as in SRC")
 
 
 def _inspect(parser: ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT")
-    parser.add_argument("--verify", action="store_true", help="read every piece and compare its checksum")
+    parser.add_argument("checkpoint", metavar="PATH", help="HF directory, sharded checkpoint, or run_dir")
+    parser.add_argument("--verify", action="store_true", help="compare every checksum of a sharded checkpoint")
 
 
 def _report(parser: ArgumentParser) -> None:
@@ -217,7 +256,9 @@ def _rollouts(parser: ArgumentParser) -> None:
     parser.add_argument("--prompt", metavar="ID", help="one prompt, old and new")
     parser.add_argument("--search", metavar="TEXT", help="in prompts, completions and answers")
     parser.add_argument("--sort", choices=["best", "worst"], help="by reward; default: as they were written")
-    parser.add_argument("--limit", type=_number(int, positive=True), default=8, metavar="N", help="default: 8")
+    parser.add_argument(
+        "--limit", type=_number(int, positive=True), default=8, metavar="N", help="samples that are shown"
+    )
 
 
 def _number(kind: type[int] | type[float], *, positive: bool = False) -> Callable[[str], float]:
@@ -231,6 +272,13 @@ def _number(kind: type[int] | type[float], *, positive: bool = False) -> Callabl
 
     read.__name__ = "whole number" if kind is int else "number"  # for argparse's messages
     return read
+
+
+def _share(text: str) -> float:
+    value = _number(float, positive=True)(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is more than 1")
+    return value
 
 
 def _resume(text: str) -> str:
@@ -247,15 +295,47 @@ def _words(text: str) -> tuple[str, ...]:
 MODEL = "a directory, or name@revision on the hub"
 COUNT, SECONDS = _number(int, positive=True), _number(float, positive=True)
 COMMANDS: Mapping[str, Command] = {
-    "train": Command("train a model by RL or SFT, from an HF checkpoint to an HF checkpoint", _train),
-    "score": Command("per-token log-probs and entropies, or values, of given token sequences", _score),
-    "generate": Command("completions of prompts from the embedded sampler", _generate),
-    "eval": Command("metrics of a model on the prompts of a file: avg@k, pass@k, maj@k, or your own", _eval),
-    "convert": Command("turn an HF checkpoint into a sharded one, or back, bit for bit", _convert),
-    "inspect": Command("show what a sharded checkpoint holds, and whether it is whole", _inspect, runs_on_ranks=False),
-    "report": Command(
-        "write curves, times, samples, events and config of runs as one HTML file", _report, runs_on_ranks=False
+    "train": Command(
+        "train a model by RL or SFT, from an HF checkpoint to an HF checkpoint",
+        _train,
+        "recipe.yaml layout.tp=2 optim.lr=1e-6",
     ),
-    "rollouts": Command("show samples of a run with their rewards", _rollouts, runs_on_ranks=False),
-    "doctor": Command("show versions, devices and kernels, and run a self-test", _add_device, runs_on_ranks=False),
+    "score": Command(
+        "per-token log-probs and entropies, or values, of given token sequences",
+        _score,
+        "--model Qwen2.5-0.5B --data rows.jsonl --out out.jsonl --layout tp=2",
+    ),
+    "generate": Command(
+        "completions of prompts from the embedded sampler",
+        _generate,
+        "--model Qwen2.5-0.5B --data prompts.jsonl --out out.jsonl --samples 4 --max-new-tokens 256",
+    ),
+    "eval": Command(
+        "metrics of a model on the prompts of a file: avg@k, pass@k, maj@k, or your own",
+        _eval,
+        "Qwen2.5-0.5B --data prompts.jsonl --samples 8 --temperature 1",
+    ),
+    "convert": Command(
+        "turn an HF checkpoint into a sharded one, or back, bit for bit",
+        _convert,
+        "Qwen2.5-0.5B cut --to sharded --layout tp=2",
+    ),
+    "inspect": Command(
+        "show what a model, a checkpoint or a run holds, and whether it is whole",
+        _inspect,
+        "runs/first",
+        runs_on_ranks=False,
+    ),
+    "report": Command(
+        "write curves, times, samples, events and config of runs as one HTML file",
+        _report,
+        "runs/first runs/second --out both.html",
+        runs_on_ranks=False,
+    ),
+    "rollouts": Command(
+        "show samples of a run with their rewards", _rollouts, "runs/first --sort worst", runs_on_ranks=False
+    ),
+    "doctor": Command(
+        "show versions, devices and kernels, and run a self-test", _add_device, "--device cpu", runs_on_ranks=False
+    ),
 }

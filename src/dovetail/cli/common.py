@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 
 from rich.console import Console as RichConsole
 
+from dovetail.cli.preflight import check_out
 from dovetail.data.encode import Tokenizer
 from dovetail.data.examples import Prompt, Scored
 from dovetail.data.files import needs_text
@@ -33,7 +34,6 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import pick_device
 from dovetail.run.console import bars
 from dovetail.run.state import sampled_fingerprint
-from dovetail.weights.atomic import refuse_unwritable
 from dovetail.weights.hf_directory import Pretrained
 
 Row = TypeVar("Row")
@@ -47,24 +47,12 @@ def open_inputs(
     args: argparse.Namespace, mesh: Mesh, *, decodes: bool = False
 ) -> tuple[Pretrained, Tokenizer | None, Processor | None]:
     """Check --out and open --model. decodes: the output needs a tokenizer, if there is one."""
-    if args.out is not None:
-        check_out(args.out, args.data, mesh)
+    if args.out is not None and mesh["world"].rank == 0:
+        check_out(args.out, args.data)
     source, trust = Pretrained.open(args.model, args.engine), args.trust_remote_code
     reads_text = needs_text(args.data) or (decodes and source.has_tokenizer)
     tokenizer = load_tokenizer(source, trust_remote_code=trust) if reads_text else None
     return source, tokenizer, load_processor(source, trust_remote_code=trust)
-
-
-def check_out(path: Path | str, data: Path | str, mesh: Mesh) -> None:
-    """Refuse an --out that cannot be written or is --data."""
-    path = Path(path)
-    if mesh["world"].rank == 0:
-        if path.exists() and not path.is_file():
-            kind = "a directory" if path.is_dir() else "a device or a pipe, which a file would replace"
-            raise ConfigError(f"--out {path} is {kind}; give the path of a file")
-        if path.exists() and Path(data).exists() and path.samefile(data):
-            raise ConfigError(f"--out {path} is the file that --data names, and would replace it; give another path")
-        refuse_unwritable(Path(os.path.realpath(path)), "--out")
 
 
 def say(notes: Iterable[str], mesh: Mesh) -> None:

@@ -18,10 +18,10 @@ from dovetail.launch.progress import Progress, calling_every
 from dovetail.nn.model import StagedModel
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
-from dovetail.weights.atomic import refuse_occupied, refuse_unwritable
 from dovetail.weights.hf_directory import Pretrained, locate, stored_head
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.load import NameRules
+from dovetail.weights.safe_paths import refuse_occupied, refuse_unwritable
 
 SHOW_SECONDS = 0.5
 

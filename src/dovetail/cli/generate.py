@@ -10,7 +10,8 @@ from dovetail.arch.transformers_spec import TransformersSpec
 from dovetail.cli.common import RowFile, fingerprint_of, mesh_of, open_inputs, portions, say
 from dovetail.data.examples import Limits, load_prompts
 from dovetail.factory.engine import make_mesh, open_weights
-from dovetail.factory.sampler import Backend, backend_layout, check_positions, make_sampler
+from dovetail.factory.layouts import Backend, check_positions
+from dovetail.factory.sampler import backend_layout, make_sampler
 from dovetail.factory.tokenizer import banned_ids, stop_ids, text_of
 from dovetail.launch.progress import Progress
 from dovetail.parallel.consensus import agreed

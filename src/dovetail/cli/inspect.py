@@ -1,27 +1,97 @@
-"""`dovetail inspect`: what a sharded checkpoint holds, and whether it is whole."""
+"""`dovetail inspect`: what a model, a sharded checkpoint or a run holds, and whether it is whole."""
 
 import argparse
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
+from dovetail.arch.registry import choose_spec
+from dovetail.arch.spec import ArchSpec
 from dovetail.checkpoint.manifest import TRAINING, Manifest
 from dovetail.checkpoint.reader import ShardedReader
 from dovetail.errors import CheckpointError
+from dovetail.factory.layouts import max_positions
 from dovetail.launch.process import put
-from dovetail.weights.hf_reader import StoredTensor
-from dovetail.weights.safe_paths import MANIFEST
+from dovetail.report.read import METRICS, read_runs
+from dovetail.run.paths import CHECKPOINTS, CONFIG as RUN_CONFIG, HF
+from dovetail.weights.config_file import CONFIG, read_config
+from dovetail.weights.hf_reader import HFReader, StoredTensor
+from dovetail.weights.safe_paths import MANIFEST, side_files
+
+SHOWN = ("loss", "reward_mean", "grad_norm", "tokens_per_second")
 
 
 def run(args: argparse.Namespace) -> None:
     path = Path(args.checkpoint)
-    if not (path / MANIFEST).is_file():
-        raise CheckpointError(f"{path} has no {MANIFEST}; give a sharded checkpoint (dovetail convert --to sharded)")
+    if (path / MANIFEST).is_file():
+        _show_sharded(path, args.verify)
+    elif any((path / name).is_file() for name in (RUN_CONFIG, METRICS)):
+        put(_run_summary(path))
+        if args.verify:
+            for step in _steps(path):
+                _show_sharded(step, verify=True)
+    elif (path / CONFIG).is_file():
+        put(_model_summary(path))
+        put("no checksums: files of Hugging Face have none; headers and sizes agree\n" if args.verify else "")
+    else:
+        holds = f"holds no {MANIFEST}, {CONFIG} or {RUN_CONFIG}" if path.is_dir() else "is no directory"
+        problem = holds if path.exists() else "does not exist"
+        raise CheckpointError(
+            f"{path} {problem}; give a sharded checkpoint, an HF directory, or the run_dir of a recipe"
+        )
+
+
+def _show_sharded(path: Path, verify: bool) -> None:
     reader = ShardedReader(path)
     put(_summary(path, reader.manifest))
-    if args.verify:
+    if verify:
         reader.verify()
         put("verified: every piece matches its checksum\n")
+
+
+def _steps(run: Path) -> list[Path]:
+    return sorted(path for path in (run / CHECKPOINTS).glob("step_*") if path.is_symlink())
+
+
+def _run_summary(path: Path) -> str:
+    (run,) = read_runs([path])
+    steps = run.rows[-1]["step"] if run.rows else 0
+    numbers = [f"{key} {run.rows[-1][key]:.4g}" for key in SHOWN if run.rows and run.rows[-1].get(key) is not None]
+    state = "finished" if run.finished else "not finished; the same `dovetail train` command goes on"
+    fields = {
+        "run": str(path),
+        "state": state,
+        "steps": f"{steps} of {run.config.get('trainer.steps', '?')}",
+        "last step": ", ".join(numbers) or "none",
+        "algorithm": str(run.config.get("algorithm.name", "?")),
+        "model": str(run.config.get("model.path", "?")),
+        "checkpoints": ", ".join(step.name for step in _steps(path)) or "none",
+        "final model": str(path / HF) if run.finished else "none yet",
+        "problems": "; ".join(run.problems) or "none",
+    }
+    return _lines(fields)
+
+
+def _model_summary(path: Path) -> str:
+    config = read_config(path)
+    spec, reader = choose_spec(config, "auto"), HFReader(path)
+    native = isinstance(spec, ArchSpec)
+    attention, experts = spec.attention, spec.moe.num_experts if isinstance(spec, ArchSpec) and spec.moe else 0
+    fields = {
+        "model": str(path),
+        "family": f"{spec.family}, run by the {'native' if native else 'transformers'} engine",
+        "sizes": f"{spec.depth} layers, {attention.num_heads} attention and {attention.num_kv_heads} key-value heads"
+        + f", {experts} experts" * bool(experts)
+        + f", {spec.vocab_size:,} words",
+        "positions": str(max_positions(config) or "unknown"),
+        "tensors": _sizes(reader.tensors),
+        "files": ", ".join(side_files(path)) or "none",
+    }
+    return _lines(fields)
+
+
+def _lines(fields: Mapping[str, str]) -> str:
+    return "".join(f"{name:<11} {value}\n" for name, value in fields.items())
 
 
 def _summary(path: Path, manifest: Manifest) -> str:
@@ -40,8 +110,7 @@ def _summary(path: Path, manifest: Manifest) -> str:
     for role in sorted({name.removeprefix(TRAINING).rpartition("/")[0] for name in training}):
         details[role] = _sizes({n: tensor for n, tensor in training.items() if n.startswith(f"{TRAINING}{role}/")})
     details |= {name: x for name, x in (manifest.state or {}).items() if isinstance(x, str | int | float)}
-    lines = [f"{name:<11} {value}\n" for name, value in fields.items()]
-    return "".join([*lines, *(f"  {name:<20} {value}\n" for name, value in details.items())])
+    return _lines(fields) + "".join(f"  {name:<20} {value}\n" for name, value in details.items())
 
 
 def _sizes(tensors: Mapping[str, StoredTensor]) -> str:

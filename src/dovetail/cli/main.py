@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NoReturn, Self
 
-from dovetail.cli.arguments import COMMANDS, check_model, layout_of, parse, recipe_of, supervision_of
+from dovetail.cli.arguments import COMMANDS, layout_of, parse, recipe_of, supervision_of
 from dovetail.cli.header import header
 from dovetail.errors import ConfigError, MachineError, SecondaryFailure, UserError, short_lines
 from dovetail.launch.hosts import Store
 from dovetail.launch.process import limit_behind, open_closed_streams, tell
 from dovetail.launch.progress import collective_timeout
 from dovetail.launch.rank import DEFECT, INTERRUPTED, USER_ERROR, RankProcess, StopHandler, is_first_rank, ranks_given
-from dovetail.launch.supervisor import refuse_too_many, run_ranks
+from dovetail.launch.supervisor import run_ranks
 
 COMPILING = r"Argument aux_data .* cannot be converted to a JitArgument"  # FlashAttention-4, for every kernel
 CLEAN_UP = "Ignoring clean_up_tokenization_spaces=True for BPE tokenizer"  # transformers, on every rank
@@ -56,11 +56,12 @@ def _dispatch(argv: Sequence[str], rank: RankProcess, *, watched: bool) -> int:
         return importlib.import_module(f"dovetail.cli.{args.command}").run(args) or 0
     layout, given, supervision = layout_of(args), ranks_given(), supervision_of(args)
     layout = layout.resolve(given or layout.num_ranks)
+    if given is None:  # a module that needs pydantic
+        if not importlib.import_module("dovetail.cli.preflight").preflight(args, layout):
+            return 0
     if args.command == "train" and rank.files is None and os.environ.get("RANK", "0") == "0" and not args.dry_run:
         tell(header(recipe_of(args), layout, args.device))
     if given is None and (layout.num_ranks > 1 or supervision.restarts):
-        refuse_too_many(layout)
-        check_model(args, layout)
         # -m alone would let ranks import from the working directory, which may be a model's
         safe_path = [] if os.getcwd() in map(os.path.abspath, sys.path) else ["-P"]
         return run_ranks([sys.executable, *safe_path, "-m", "dovetail", *argv], layout.num_ranks, supervision)

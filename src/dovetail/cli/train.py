@@ -10,7 +10,7 @@ from dovetail.launch.process import complain, put
 from dovetail.launch.progress import Progress
 from dovetail.launch.rank import STOP_CODES, STOPPED
 from dovetail.parallel.process_group import StopSignal, deterministic, pick_device
-from dovetail.run.resume import FinishedError
+from dovetail.run.paths import FinishedError
 from dovetail.run.trainer import train
 
 

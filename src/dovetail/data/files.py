@@ -4,32 +4,18 @@ import csv
 import gzip
 import importlib
 import io
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from glob import glob, has_magic
 from pathlib import Path
 from typing import IO, Any
 
 from huggingface_hub import snapshot_download
 
+from dovetail.data.paths import COMPRESSED, HUB_FILES, TABLES, data_files, hub_source
 from dovetail.data.rows import JsonRow, parse_json
-from dovetail.errors import DataError, quoted
-from dovetail.weights.hf_directory import COMMIT
+from dovetail.errors import DataError
 
-TABLES: Mapping[str, str] = {
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-    ".csv": "csv",
-}
-SUFFIXES = (".jsonl", ".ndjson", ".json", *TABLES)
-COMPRESSED = (".gz", ".zst")
-NOT_ROWS = frozenset({"dataset_info.json", "dataset_infos.json", "state.json"})  # of the library datasets
-HUB_FILES = "hf://datasets/"
-HUB_NAME = re.compile(r"(?:hf://datasets/)?(?P<name>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[^/]*))?(?:/(?P<files>.+))?")
 GROUP = 1000  # rows of a table that are converted at a time
 
 
@@ -53,19 +39,11 @@ def as_source(source: Source | Path | str) -> Source:
 def read_rows(source: Source | Path | str) -> Iterator[JsonRow]:
     """The rows as they are."""
     source = as_source(source)
-    hub = HUB_NAME.fullmatch(source.path)
-    is_address = source.path.startswith(HUB_FILES)
-    if hub is None or not (is_address or (hub["revision"] is not None and not Path(source.path).exists())):
-        if is_address:
-            raise DataError(f"{source.path}: expected {HUB_FILES}OWNER/NAME@COMMIT, with /FILES behind it or not")
-        for path in _files(source.path):
+    hub = hub_source(source.path)
+    if hub is None:
+        for path in data_files(source.path):
             yield from _read_file(path)
         return
-    if hub["revision"] is None or not COMMIT.fullmatch(hub["revision"]):
-        raise DataError(
-            f"{source.path}: {quoted(hub['revision'] or 'no revision')} is not a commit; a branch or tag can move, so give "
-            f"the 40 hexadecimal digits of one: {hub['name']}@COMMIT"
-        )
     if hub["files"] is None:
         yield from _hub_rows(source, hub["name"], hub["revision"])
         return
@@ -78,34 +56,13 @@ def read_rows(source: Source | Path | str) -> Iterator[JsonRow]:
         )
     except (OSError, ValueError) as error:
         raise DataError(f"{source.path} could not be fetched from the hub: {error}") from error
-    for path in _files(f"{folder}/{hub['files']}"):
+    for path in data_files(f"{folder}/{hub['files']}"):
         yield from _read_file(path)
 
 
 def needs_text(source: Source | Path | str) -> bool:
     """Whether any row needs a tokenizer."""
     return any(not row.gives("input_ids", instead_of="prompt") for row in read_rows(source))
-
-
-def _files(path: str) -> list[Path]:
-    here = Path(path)
-    if here.is_file():
-        return [here]
-    files = here.rglob("*") if here.is_dir() else map(Path, glob(path, recursive=True) if has_magic(path) else ())
-    known = sorted(file for file in files if file.is_file() and (has_magic(path) or _is_data(file.relative_to(here))))
-    if known:
-        return known
-    if here.is_dir():
-        raise DataError(f"{path}: no data file in this directory; expected names that end in {', '.join(SUFFIXES)}")
-    remedy = "give the path of a .jsonl or .parquet file, or of a directory of them"
-    if HUB_NAME.fullmatch(path):
-        remedy += f"; for a dataset of the hub, pin it to a commit: {path}@COMMIT"
-    raise DataError(f"{path}: {'no file matches' if has_magic(path) else 'no such data file'}; {remedy}")
-
-
-def _is_data(path: Path) -> bool:
-    plain = path.with_suffix("") if path.suffix in COMPRESSED else path
-    return plain.suffix in SUFFIXES and path.name not in NOT_ROWS and not any(p.startswith(".") for p in path.parts)
 
 
 def _read_file(path: Path) -> Iterator[JsonRow]:

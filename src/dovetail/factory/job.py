@@ -21,11 +21,11 @@ from dovetail.engine.native import NativeEngine
 from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import ConfigError, LayoutError
 from dovetail.factory.engine import EngineOptions, make_engine, make_mesh
-from dovetail.factory.layouts import check_layout
+from dovetail.factory.layouts import check_layout, check_positions
 from dovetail.factory.notes import check_experts, notes, rows_line
 from dovetail.factory.rewards import make_rewards, own_metrics
 from dovetail.factory.rows import TEMPLATE, Parts, load_parts, read_template, reads_answer, with_epochs
-from dovetail.factory.sampler import backend_layout, check_positions, longest_row, make_sampler
+from dovetail.factory.sampler import backend_layout, longest_row, make_sampler
 from dovetail.factory.tokenizer import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
 from dovetail.kernels import fa4
 from dovetail.launch.progress import Progress, collective_timeout
@@ -44,7 +44,8 @@ from dovetail.rl.reward_manager import FunctionReward, RewardManager
 from dovetail.rl.tasks import RLTask, SupervisedTask
 from dovetail.rollout.base import SamplingParams
 from dovetail.run.directory import CRITIC, POLICY, Contents, RunDirectory
-from dovetail.run.resume import CHECKPOINTS, ROWS, Resumed, refuse_other
+from dovetail.run.paths import CHECKPOINTS
+from dovetail.run.resume import ROWS, Resumed, refuse_other
 from dovetail.run.state import model_fingerprint, refuse_other_models, rows_fingerprint
 from dovetail.run.trainer import Task
 from dovetail.weights.hf_directory import Pretrained

@@ -1,15 +1,18 @@
-"""Checks of layouts by a config alone. Imports no torch."""
+"""Checks of layouts and lengths by a config alone. Imports no torch."""
 
-import json
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-from dovetail.arch.registry import FAMILIES, choose_spec, ulysses_degree, validate_layout
+from dovetail.arch.registry import FAMILIES, ulysses_degree, validate_layout
 from dovetail.arch.spec import ArchSpec
 from dovetail.arch.transformers_spec import AnySpec, TransformersSpec
-from dovetail.errors import LayoutError
+from dovetail.errors import ConfigError, LayoutError
 from dovetail.parallel.layout import Layout
 from dovetail.pipeline.partition import check_pipeline
+
+Backend = Literal["native", "transformers"]
+KEYS = ("max_position_embeddings", "n_positions")
+SCALED = ("linear", "dynamic")  # rope types whose factor is not part of max_position_embeddings
 
 
 def check_layout(spec: AnySpec, layout: Layout) -> Layout:
@@ -29,17 +32,48 @@ def check_layout(spec: AnySpec, layout: Layout) -> Layout:
     return layout
 
 
-def check_directory(path: str, engine: str, layout: Layout, *, foreign: bool = True) -> None:
-    """Raises LayoutError by config.json in `path`, if it can be read.
-
-    foreign: check models that transformers runs, too.
-    """
+def sampling_layout(spec: ArchSpec, layout: Layout) -> Layout:
+    """Pipeline ranks join tp, cp ranks are replicas."""
+    check_layout(spec, layout)
+    assert layout.dp is not None
+    folded = Layout(tp=layout.tp * layout.pp, dp=layout.dp * layout.cp)
     try:
-        config: Any = json.loads((Path(path) / "config.json").read_bytes())
-        if not isinstance(config, dict):
-            return
-        spec = choose_spec(config, engine)
-    except (OSError, ValueError, RecursionError):
+        validate_layout(spec, folded)
+    except LayoutError as error:
+        raise LayoutError(f"layout {layout}: the sampler runs pipeline ranks as tp={folded.tp}; {error}") from error
+    return folded
+
+
+def max_positions(config: Mapping[str, Any], backend: Backend | None = None) -> int | None:
+    """The longest sequence by config.json; None if unknown.
+
+    backend: None in training. With a KV cache `longrope` (natively also `dynamic`) keeps its first frequencies.
+    """
+    text = {**config, **(config.get("text_config") or {})}
+    most = next((text[key] for key in KEYS if isinstance(text.get(key), int)), None)
+    given = text.get("rope_scaling") or text.get("rope_parameters")
+    rope = given if isinstance(given, Mapping) else {}
+    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
+    original = text.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or most
+    if kind == "longrope" and backend is not None and isinstance(original, int):
+        return original
+    if most is None or not isinstance(factor, int | float) or not 1 <= factor < most:
+        return most
+    if kind == "yarn":
+        return max(most, int(original * factor)) if isinstance(original, int) else most
+    scales = kind in SCALED and not (kind == "dynamic" and backend == "native")
+    return int(most * factor) if scales and "gemma3" not in str(text.get("model_type")) else most
+
+
+def check_positions(
+    config: Mapping[str, Any], backend: Backend, prompts: Sequence[int], new_tokens: int, key: str
+) -> None:
+    """ConfigError for completions that pass the last position. prompts: lengths."""
+    most, longest = max_positions(config, backend), max(prompts)
+    if most is None or longest + new_tokens <= most:
         return
-    if foreign or isinstance(spec, ArchSpec):
-        check_layout(spec, layout)
+    edit = f"lower {key} to at most {most - longest}" if longest < most else f"shorten the prompts below {most} tokens"
+    raise ConfigError(
+        f"{key} is {new_tokens:,} and the longest prompt has {longest:,} tokens, {longest + new_tokens:,} together, but the "
+        f"model has {most:,} positions (max_position_embeddings and rope scaling in its config.json); {edit}"
+    )

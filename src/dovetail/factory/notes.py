@@ -7,7 +7,7 @@ from typing import Any
 from dovetail.arch.spec import ArchSpec
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.errors import ConfigError
-from dovetail.factory.sampler import max_positions
+from dovetail.factory.layouts import max_positions
 from dovetail.recipe.reward import RewardSection
 from dovetail.recipe.schema import PPO, SFT, Recipe
 

@@ -19,8 +19,8 @@ from dovetail.errors import ModelError, quoted
 from dovetail.hf.kimi import KimiImages, published
 from dovetail.hf.transformers_model import known_config
 from dovetail.hf.vision import FAMILIES
+from dovetail.jsonl import parse_json
 from dovetail.weights.hf_directory import Pretrained
-from dovetail.weights.safetensors import parse_json
 
 GENERATION_CONFIG, PREPROCESSOR_CONFIG = "generation_config.json", "preprocessor_config.json"
 LOCK = ".dovetail.lock"

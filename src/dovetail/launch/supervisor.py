@@ -20,13 +20,12 @@ from types import FrameType
 from typing import NamedTuple
 
 from dovetail import system
-from dovetail.errors import LayoutError, MachineError
+from dovetail.errors import MachineError
 from dovetail.jsonl import append
 from dovetail.launch.hang import DUMP_SIGNAL, STOPPED_STATES, Incident, RankStatus, Stack, main_stack, suspects
 from dovetail.launch.process import complain, narrow_limits
 from dovetail.launch.progress import LIMITS, Phase, State, read_state
 from dovetail.launch.rank import DEFECT, FOLDER, INTERRUPTED, PIPE, STOP_CODES, STOPPED, USER_ERROR, RankFiles
-from dovetail.parallel.layout import Layout
 
 GRACE_SECONDS, STOP_SECONDS = 3.0, 10.0  # for the other ranks to end, after a failure and after a signal
 POLL_SECONDS, LOOK_SECONDS = 0.02, 0.5  # between checks for ends, and for hangs
@@ -34,7 +33,6 @@ KILLED_SECONDS = 60.0  # memory may have to be unpinned first
 STACK_SECONDS, WRITING_SECONDS = 5.0, 0.5  # for all stacks to begin, and to end
 PAUSE_SECONDS, MAX_PAUSE = 1.0, 30.0  # before a restart
 SAME_FAILURES = 3  # in a row: a crash loop
-MIN_RANKS, RANKS_PER_CORE = 8, 4
 PORTS = range(20000, 32768)  # below those that a system hands out
 STOP_ENDS = (STOPPED, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
 
@@ -51,15 +49,6 @@ class ExitReport(NamedTuple):
     code: int
     text: str = ""
     incident: Incident | None = None  # of a death or a hang
-
-
-def refuse_too_many(layout: Layout) -> None:
-    cores = _cores()
-    most = max(MIN_RANKS, RANKS_PER_CORE * cores)
-    if layout.num_ranks > most:
-        machine = f"at most {most} start on this machine, which has {cores} CPU cores"
-        remedy = "lower the degrees, or start the ranks on several machines with torchrun"
-        raise LayoutError(f"layout {layout} needs {layout.num_ranks} ranks, but {machine}; {remedy}")
 
 
 def run_ranks(command: Sequence[str], ranks: int, supervision: Supervision) -> int:
@@ -99,7 +88,7 @@ def _start_once(command: Sequence[str], ranks: int, supervision: Supervision, st
         try:
             shared = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
             shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), PIPE: str(reader), FOLDER: folder}
-            shared.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
+            shared.setdefault("OMP_NUM_THREADS", str(max(1, system.cores() // ranks)))
             shared.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else every rank reports that a failed one disconnected
             for rank in map(str, range(ranks)):
                 env = {**shared, "RANK": rank, "LOCAL_RANK": rank}
@@ -280,10 +269,6 @@ class _Job:
 
 def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _free_port() -> int:

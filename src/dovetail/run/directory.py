@@ -36,10 +36,11 @@ from dovetail.run.learning import EQUAL, LearningNotes
 from dovetail.run.lock import RunLock, refuse_unshared
 from dovetail.run.loggers import RunFacts, check_loggers
 from dovetail.run.metrics import METRICS, Metrics, Records, write_samples
-from dovetail.run.resume import CHECKPOINTS, CONFIG, EVENTS, HF, OCCUPIED, Resumed, find, is_run
+from dovetail.run.paths import CHECKPOINTS, CONFIG, EVENTS, HF, check_run_dir, is_run
+from dovetail.run.resume import Resumed, find
 from dovetail.run.state import RunState, random_state, restore_random_state
 from dovetail.run.trainer import Outcome, Row, evaluation_of
-from dovetail.weights.atomic import make_directory, refuse_unwritable, replace_file
+from dovetail.weights.atomic import make_directory, replace_file
 from dovetail.weights.safe_paths import SideFiles
 from dovetail.weights.stream import Export
 
@@ -100,14 +101,7 @@ class RunDirectory:
         with agreed(self.mesh):
             check_loggers(self.recipe.trainer.loggers)
             if self.lead:
-                refuse_unwritable(self.path / CONFIG if self.path.is_dir() else self.path, "run_dir")
-                self._existed = is_run(self.path)
-                if self._existed and mode == "never":
-                    raise ConfigError(
-                        f"{OCCUPIED.format(self.path)}: it holds a run, which --resume auto would go on from"
-                    )
-                if mode.startswith("step=") and not self._existed:
-                    raise ConfigError(f"--resume {mode}: run_dir {self.path} holds no run; leave it out to begin one")
+                self._existed = check_run_dir(self.path, mode)
                 if self._existed:
                     self._lock.acquire()
         refuse_unshared(self.path, self.mesh)

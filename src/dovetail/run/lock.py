@@ -14,8 +14,8 @@ from dovetail.errors import ConfigError
 from dovetail.parallel.collectives import gather_text
 from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
+from dovetail.run.paths import LOCK
 
-NAME = ".lock"
 VISIBLE_SECONDS = 15.0  # for another host, which may cache the folder, to see a new file
 POLL_SECONDS = 0.2
 MOST_SHOWN = 8  # ranks in a message
@@ -25,7 +25,7 @@ class RunLock:
     """Released by the operating system when the process ends."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / NAME
+        self.path = folder / LOCK
         self._fd = -1
 
     def acquire(self) -> None:

@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.retention import LEFTOVERS, NONE, open_newest
+from dovetail.checkpoint.retention import NONE, open_newest
 from dovetail.errors import CheckpointError, ConfigError, listing, quoted
 from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.layout import DEGREES
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.keys import rename_keys
-from dovetail.recipe.yaml import flat, read_mapping
-from dovetail.run.lock import NAME as LOCK
+from dovetail.recipe.yaml import read_mapping
+from dovetail.run.paths import CHECKPOINTS, CONFIG, HF, OCCUPIED, FinishedError, changed
 from dovetail.run.state import RunState
 
-CONFIG, HF, CHECKPOINTS, EVENTS = "config.yaml", "hf", "checkpoints", "events.jsonl"
-BEFORE_CONFIG = frozenset({LOCK, EVENTS, "rollouts"})  # older than config.yaml
-OCCUPIED = "run_dir {} is not empty; choose another run_dir, or move that one away"
 ANEW = f"start a new run (another run_dir) with model.path=RUN_DIR/{CHECKPOINTS}/step_NNNNNN"
 FIXED: Mapping[str, str] = {  # keys that may not change, and why
     "algorithm.name": "the algorithms keep different state",
@@ -45,21 +42,6 @@ class Resumed:
     passed_over: tuple[str, ...]
 
 
-class FinishedError(Exception):
-    """The run is finished: exit code 0."""
-
-
-def is_run(path: Path) -> bool:
-    """ConfigError if `path` holds anything but a run."""
-    if not path.exists():
-        return False
-    entries = path.iterdir() if path.is_dir() else [path]
-    names = {entry.name for entry in entries if not any(map(entry.match, LEFTOVERS))}
-    if CONFIG not in names and names - BEFORE_CONFIG:
-        raise ConfigError(f"{OCCUPIED.format(path)}: it holds no run to go on from ({CONFIG} is missing)")
-    return CONFIG in names
-
-
 def find(
     path: Path, mesh: Mesh, mode: str, recipe: Mapping[str, Any], damaged: Mapping[str, str] = NONE
 ) -> Resumed | None:
@@ -69,9 +51,7 @@ def find(
         begun_with = changed(rename_keys(read_mapping(path / CONFIG))[0], recipe)
         finished = (path / HF).exists() and exact is None
     if of_first(finished and not begun_with, mesh):
-        saved = any((path / CHECKPOINTS).glob("step_*"))
-        further = "raise trainer.steps to train on" if saved else "choose another run_dir to train again"
-        raise FinishedError(f"run_dir {path} holds this run, which is finished: nothing to do ({path / HF}); {further}")
+        raise FinishedError(path)
     reader, passed_over = open_newest(path / CHECKPOINTS, mesh, exact, damaged)
     if reader is None:
         if finished or begun_with.keys() & SOURCES:
@@ -96,13 +76,6 @@ def find(
         changes["ranks"] = was, now
     shown = tuple(f"{key}: {quoted(before)} -> {quoted(after)}" for key, (before, after) in changes.items())
     return Resumed(reader, state, shown, tuple(passed_over))
-
-
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (before, now) of changed keys but run_dir."""
-    old, new = flat(before), flat(now)
-    keys = [key for key in {**old, **new} if key != "run_dir"]
-    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def _planned(recipe: Mapping[str, Any]) -> float:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import tempfile
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
@@ -10,11 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dovetail.errors import CheckpointError, ConfigError
 from dovetail.parallel.collectives import gather_text
 from dovetail.parallel.consensus import CollectiveErrors, agreed
 from dovetail.parallel.mesh import Mesh
-from dovetail.weights.safe_paths import SideFiles
+from dovetail.weights.safe_paths import SideFiles, refuse_occupied, refuse_unwritable
 from dovetail.weights.safetensors import CHUNK
 
 
@@ -54,30 +52,6 @@ def staged(target: Path, mesh: Mesh) -> Iterator[AtomicDirectory]:
     finally:
         if lead and not complete:
             shutil.rmtree(stage.path, ignore_errors=True)
-
-
-def refuse_occupied(target: Path) -> None:
-    """Raise unless a directory can replace `target` without loss."""
-    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        raise CheckpointError(
-            f"{target} is there already and is not an empty directory; remove it or choose another path"
-        )
-    if target.is_dir() and (target.is_mount() or target.samefile(os.curdir)):
-        raise CheckpointError(
-            f"{target} is a mount point or the working directory, which cannot be replaced; give a path inside it"
-        )
-
-
-def refuse_unwritable(path: Path, what: str) -> None:
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    refusal = f"{what} {path} cannot be written: {folder} is no directory that you may write to"
-    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        raise ConfigError(refusal)
-    try:  # /proc, for one, looks writable to root
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{refusal} ({error.strerror})") from error
 
 
 def write_sides(sides: SideFiles, directory: Path) -> dict[str, tuple[int, int]]:

@@ -11,20 +11,18 @@ from huggingface_hub import snapshot_download
 
 from dovetail.arch.registry import choose_spec
 from dovetail.arch.transformers_spec import AnySpec, TransformersSpec
-from dovetail.errors import CheckpointError, ModelError, quoted
+from dovetail.errors import CheckpointError, ModelError
 from dovetail.nn.decoder import Head
+from dovetail.weights.config_file import CONFIG, pinned, read_config, unmerged
 from dovetail.weights.hf_reader import TensorSource
 from dovetail.weights.safe_paths import SideFiles, side_files
-from dovetail.weights.safetensors import dump_json, parse_json
+from dovetail.weights.safetensors import dump_json
 from dovetail.weights.shards import Dtypes
 
-CONFIG = "config.json"
-ADAPTER = "adapter_config.json"
 ADAPTED = ("lora_", ".base_layer.", ".modules_to_save.")  # peft's
 EngineName = Literal["auto", "native", "transformers"]
 FETCHED = ("*.safetensors", "*.json")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "tiktoken.model")
-COMMIT = re.compile(r"[0-9a-f]{40}")
 # value heads: ours, TRL's, OpenRLHF's
 HEAD_STEMS = ("score", "v_head.summary", "v_head", "value_head.summary", "value_head", "classifier", "lm_head")
 HEAD_NAMES = ("score.weight", "score.bias")
@@ -42,12 +40,7 @@ class Pretrained:
     @classmethod
     def open(cls, name: str | Path, engine: EngineName = "auto") -> "Pretrained":
         path = locate(name)
-        if (path / ADAPTER).is_file():
-            raise _unmerged(path, ADAPTER)
-        file = path / CONFIG
-        if not file.is_file():
-            raise CheckpointError(f"{path} has no {CONFIG}; give a directory that transformers can load")
-        config = parse_json(file.read_bytes(), str(file))
+        config = read_config(path)
         return cls(path, config, choose_spec(config, engine), side_files(path))
 
     @property
@@ -84,20 +77,9 @@ LM_HEAD = StoredHead("lm", {}, (), ())
 
 def locate(name: str | Path) -> Path:
     """The directory of `name`: a path, or HUB_NAME@COMMIT."""
-    path = Path(name)
-    if path.is_dir():
-        return path
-    repository, at, revision = str(name).partition("@")
-    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", repository) is not None
-    if not at or not is_hub_name:
-        remedy = "give one with config.json and safetensors files, or OWNER/NAME@COMMIT of the hub"
-        if is_hub_name:
-            remedy = f"for a hub model, pin it to a commit: {name}@COMMIT"
-        raise CheckpointError(f"{name} is not a directory; {remedy}")
-    if not COMMIT.fullmatch(revision):
-        raise CheckpointError(
-            f"{name}: {quoted(revision)} is not a commit; a branch or tag can move, so give the 40 hexadecimal digits of one"
-        )
+    if (hub := pinned(name)) is None:
+        return Path(name)
+    repository, revision = hub
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(FETCHED)))
     except (OSError, ValueError) as error:
@@ -107,14 +89,7 @@ def locate(name: str | Path) -> Path:
 def refuse_adapters(source: TensorSource, path: Path) -> None:
     adapter = next((name for name in source.names if any(part in name for part in ADAPTED)), None)
     if adapter is not None:
-        raise _unmerged(path, adapter)
-
-
-def _unmerged(path: Path, name: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} holds an adapter ({name}), which is not applied here; merge it into its model first: "
-        "peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(NEW)"
-    )
+        raise unmerged(path, adapter)
 
 
 def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> StoredHead:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import CheckpointError, listing
+from dovetail.jsonl import parse_json
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Slices, as_index, overlap, within
 from dovetail.weights.parallel_read import Job, job_parts
 from dovetail.weights.safe_paths import INDEX, SINGLE, contained, refuse_without_safetensors
-from dovetail.weights.safetensors import TensorFile, parse_json
+from dovetail.weights.safetensors import TensorFile
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,22 @@
-"""Which files of a model directory may be read: none outside, no pickles.
+"""Which files of a model directory may be read (none outside, no pickles), and which paths written. Imports no torch.
 
 Only links of the hub's cache may lead out: from `snapshots/REVISION` into `blobs`.
 """
 
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from dovetail.errors import CheckpointError, quoted
+from dovetail.errors import CheckpointError, ConfigError, quoted
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MANIFEST = "MANIFEST.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 WEIGHTS = (".safetensors", *PICKLED, ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".tflite")
+LEFTOVERS = (".tmp-*", ".trash-*")  # of interrupted saves and removals
 SIDE_FOLDER = "additional_chat_templates"
 
 SideFiles = Mapping[str, Path | bytes]  # name -> source path, or content
@@ -69,3 +71,27 @@ def refuse_without_safetensors(directory: Path) -> None:
             f"AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(NEW) writes safetensors"
         )
     raise CheckpointError(f"{directory} has no weights: expected {SINGLE} or {INDEX} with the files it names")
+
+
+def refuse_occupied(target: Path) -> None:
+    """Raise unless a directory can replace `target` without loss."""
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise CheckpointError(
+            f"{target} is there already and is not an empty directory; remove it or choose another path"
+        )
+    if target.is_dir() and (target.is_mount() or target.samefile(os.curdir)):
+        raise CheckpointError(
+            f"{target} is a mount point or the working directory, which cannot be replaced; give a path inside it"
+        )
+
+
+def refuse_unwritable(path: Path, what: str) -> None:
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    refusal = f"{what} {path} cannot be written: {folder} is no directory that you may write to"
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise ConfigError(refusal)
+    try:  # /proc, for one, looks writable to root
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{refusal} ({error.strerror})") from error

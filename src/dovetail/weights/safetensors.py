@@ -8,7 +8,6 @@ import stat
 import struct
 import threading
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from errno import EMFILE
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dovetail.errors import CheckpointError, quoted
+from dovetail.jsonl import parse_json
 from dovetail.memory import view_at
 from dovetail.parallel.placement import Slices
 from dovetail.weights.parallel_read import MAX_RANGES, blocks, byte_ranges, copy_out, range_elements, scatter_reads
@@ -64,24 +64,6 @@ class Entry(TensorSpec):
     """A tensor in a file, from byte `start`."""
 
     start: int
-
-
-def parse_json(data: bytes, what: str) -> dict[str, Any]:
-    """Refuses repeated keys."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-            raise ValueError(f"the key {quoted(twice)} appears twice")
-        return dict(pairs)
-
-    try:
-        value = json.loads(data.decode(), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is not valid JSON: {str(error)[:200]}; fetch or write it again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{what} holds a JSON {type(value).__name__}, expected an object")
-    return value
 
 
 def dump_json(value: Mapping[str, Any]) -> bytes:

@@ -1,0 +1,279 @@
+"""Mistakes that show before any rank starts: paths, layouts, lengths, devices and memory. Imports no torch."""
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dovetail import system
+from dovetail.arch.registry import FAMILIES, choose_spec
+from dovetail.arch.spec import ArchSpec
+from dovetail.arch.transformers_spec import AnySpec
+from dovetail.cli.arguments import recipe_of
+from dovetail.data.paths import data_files, hub_source
+from dovetail.errors import CheckpointError, ConfigError, LayoutError, UserError, listing
+from dovetail.factory.layouts import check_layout, max_positions, sampling_layout
+from dovetail.launch.process import complain
+from dovetail.parallel.layout import Layout
+from dovetail.recipe.schema import PPO, SFT, Recipe
+from dovetail.recipe.types import LayoutSection
+from dovetail.rewards.runner import refuse_unknown
+from dovetail.run.paths import FinishedError, check_run_dir, check_unfinished
+from dovetail.weights.config_file import pinned, read_config
+from dovetail.weights.safe_paths import (
+    INDEX,
+    MANIFEST,
+    SINGLE,
+    refuse_occupied,
+    refuse_unwritable,
+    refuse_without_safetensors,
+)
+
+GPU_NODES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "kfd", "dxg")  # in /dev; without any there is no CUDA or ROCm
+RANK_BYTES = 1 << 28  # of a Python process with torch, at least
+TRAINED_BYTES, MOMENT_BYTES = 16, 8  # a parameter: float32 weights, gradients and AdamW's moments
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Model:
+    path: Path
+    config: Mapping[str, Any]
+    spec: AnySpec
+
+    @property
+    def parameters(self) -> int:
+        """At least."""
+        size = sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
+        half = str(self.config.get("torch_dtype") or self.config.get("dtype")) in ("bfloat16", "float16")
+        return size // (2 if half else 4)
+
+
+class Mistakes:
+    def __init__(self) -> None:
+        self.errors: dict[str, UserError] = {}
+
+    def of(self, check: Callable[..., Result], *given: Any) -> Result | None:
+        try:
+            return check(*given)
+        except UserError as error:
+            self.errors.setdefault(str(error), error)
+            return None
+
+    def raise_all(self) -> None:
+        for error in self.errors.values():
+            raise (
+                error
+                if len(self.errors) == 1
+                else ConfigError(f"{len(self.errors)} mistakes:\n{listing(list(self.errors))}")
+            )
+
+
+def preflight(args: argparse.Namespace, layout: Layout) -> bool:
+    """Raises one UserError with all mistakes; False if there is nothing to do. layout: resolved."""
+    mistakes, device = Mistakes(), args.device
+    mistakes.of(_check_device, device, layout)
+    if device == "auto":
+        device = "cuda" if _visible() and system.gpu_memory() else "cpu"
+    if args.command == "train":
+        try:
+            needed = _train(args, layout, mistakes, device)
+        except FinishedError as finished:
+            complain(f"dovetail: {finished}\n")
+            return False
+    elif args.command == "convert":
+        mistakes.of(refuse_occupied, Path(args.destination))
+        mistakes.of(refuse_unwritable, Path(args.destination), "the directory")
+        if args.to == "hf":  # the ranks share the work, whatever the layout
+            mistakes.of(pinned, args.source)
+        elif (model := mistakes.of(read_model, args.source)) is not None:
+            mistakes.of(check_layout, model.spec, layout)
+        needed = 0
+    else:
+        needed = _rows(args, layout, mistakes)
+    mistakes.of(_check_memory, needed, layout, device)
+    mistakes.raise_all()
+    cores = system.cores()
+    if layout.num_ranks > cores and device == "cpu":
+        complain(f"dovetail: note: {layout.num_ranks} ranks share {cores} CPU cores; fewer ranks may be faster\n")
+    return True
+
+
+def read_model(name: str, engine: str = "auto") -> Model | None:
+    """None for a hub name, which the ranks fetch."""
+    if pinned(name) is not None:
+        return None
+    path = Path(name)
+    config = read_config(path)
+    if not any((path / file).exists() for file in (SINGLE, INDEX, MANIFEST)):
+        refuse_without_safetensors(path)
+    return Model(path, config, choose_spec(config, engine))
+
+
+def check_out(path: Path | str, data: Path | str) -> None:
+    """Refuse an --out that cannot be written or is --data."""
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        kind = "a directory" if path.is_dir() else "a device or a pipe, which a file would replace"
+        raise ConfigError(f"--out {path} is {kind}; give the path of a file")
+    if path.exists() and Path(data).exists() and path.samefile(data):
+        raise ConfigError(f"--out {path} is the file that --data names, and would replace it; give another path")
+    refuse_unwritable(Path(os.path.realpath(path)), "--out")
+
+
+def _rows(args: argparse.Namespace, layout: Layout, mistakes: Mistakes) -> int:
+    """Of score, generate and their like -> bytes that all ranks need at least."""
+    mistakes.of(_check_data, args.data)
+    if args.out is not None:
+        mistakes.of(check_out, args.out, args.data)
+    model = mistakes.of(read_model, args.model, args.engine)
+    if model is None:
+        return 0
+    if args.command == "score":
+        mistakes.of(check_layout, model.spec, layout)
+    else:
+        mistakes.of(_check_sampler, model.spec, layout)
+        mistakes.of(_check_positions, model, args.max_new_tokens, "--max-new-tokens")
+    return model.parameters * (2 if args.dtype == "bfloat16" else 4)
+
+
+def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device: str) -> int:
+    recipe = recipe_of(args)
+    run_dir = Path(recipe.run_dir)
+    if mistakes.of(check_run_dir, run_dir, args.resume) and args.resume == "auto" and not args.dry_run:
+        mistakes.of(check_unfinished, run_dir, recipe.model_dump(mode="json", by_alias=True))
+    for sources in (recipe.data.train, recipe.data.eval or (), *(each.data for each in recipe.eval.sets)):
+        for source in (sources,) if isinstance(sources, str) else sources:
+            mistakes.of(_check_data, source if isinstance(source, str) else source.path)
+    policy = mistakes.of(read_model, recipe.model.path, recipe.model.engine)
+    if policy is not None:
+        mistakes.of(check_layout, policy.spec, layout)
+    trained = [policy]
+    if not isinstance(recipe.algorithm, SFT):
+        trained += _check_rl(recipe, Path(args.recipe).parent, policy, layout, mistakes)
+    offloads = recipe.trainer.offload_optimizer and device != "cpu"
+    each = TRAINED_BYTES - (MOMENT_BYTES if offloads else 0)
+    return sum(model.parameters * each for model in trained if model is not None)
+
+
+def _check_rl(
+    recipe: Recipe, folder: Path, policy: Model | None, layout: Layout, mistakes: Mistakes
+) -> list[Model | None]:
+    """More models that are trained."""
+    trained, rollout = list[Model | None](), recipe.rollout
+    for key, path, section in _others(recipe):
+        model = policy if path is None else mistakes.of(read_model, path, recipe.model.engine)
+        own = None if section is None else mistakes.of(_resolved, key, section, layout)
+        if model is not None and own is not None:
+            mistakes.of(_named, key, check_layout, model.spec, own)
+        trained += [model] if key == "critic" else []
+    own = mistakes.of(_resolved, "rollout", rollout.layout or LayoutSection(), layout)
+    if policy is not None:
+        mistakes.of(_check_positions, policy, rollout.max_new_tokens, "rollout.max_new_tokens")
+        if own is not None and rollout.backend == "native" and policy.config.get("model_type") in FAMILIES:
+            mistakes.of(_named, "rollout", _check_sampler, policy.spec, own)
+    for part in recipe.reward.labelled().values():
+        if part.function is not None:
+            mistakes.of(_check_module, part.function, folder)
+        elif part.name is not None:
+            mistakes.of(refuse_unknown, part.name, "reward.name=")
+    return trained
+
+
+def _others(recipe: Recipe) -> Iterator[tuple[str, str | None, LayoutSection | None]]:
+    """Key, path and layout of models of a recipe beyond the policy."""
+    if isinstance(recipe.algorithm, PPO):
+        yield "critic", recipe.critic.path, recipe.critic.layout
+    yield "reference", recipe.reference.path, recipe.reference.layout
+    for part in recipe.reward.labelled().values():
+        if part.model is not None and part.model.path is not None:
+            yield "reward.model", part.model.path, part.model.layout
+
+
+def _resolved(key: str, section: LayoutSection, layout: Layout) -> Layout:
+    return _named(key, section.to_layout().resolve, layout.num_ranks)
+
+
+def _named(key: str, check: Callable[..., Result], *given: Any) -> Result:
+    try:
+        return check(*given)
+    except LayoutError as error:
+        raise LayoutError(f"{key}.layout: {error}") from error
+
+
+def _check_data(path: str) -> None:
+    if hub_source(path) is None:
+        data_files(path)
+
+
+def _check_sampler(spec: AnySpec, layout: Layout) -> None:
+    if isinstance(spec, ArchSpec):
+        sampling_layout(spec, layout)
+    elif spec.lacking:  # else every rank has the whole model
+        check_layout(spec, layout)
+
+
+def _check_positions(model: Model, new_tokens: int, key: str) -> None:
+    most = max_positions(model.config, "native" if isinstance(model.spec, ArchSpec) else "transformers")
+    if most is not None and new_tokens >= most:
+        raise ConfigError(
+            f"{key} is {new_tokens:,}, but {model.path} has {most:,} positions for prompt and completion together "
+            f"(max_position_embeddings and rope scaling in its config.json); lower {key}"
+        )
+
+
+def _check_module(function: str, folder: Path) -> None:
+    """By the top package alone, which finding does not run."""
+    top = function.partition(":")[0].partition(".")[0]
+    here = (folder / top).is_dir() or any(folder.glob(f"{top}.*"))
+    if not here and top not in sys.modules and importlib.util.find_spec(top) is None:
+        raise ConfigError(
+            f"reward {function!r} (looked up from {folder.resolve()}) cannot be loaded: ModuleNotFoundError: No module named "
+            f"{top!r}; put {top}.py beside the recipe, or install it"
+        )
+
+
+def _visible() -> int | None:
+    """GPUs that this process may use; None if unknown."""
+    if not sys.platform.startswith("linux"):
+        return None
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([name for name in given.split(",") if name.strip() not in ("", "-1")])
+    dev = Path("/dev")
+    if not any(True for pattern in GPU_NODES for _ in dev.glob(pattern)):
+        return 0
+    return len(list(dev.glob("nvidia[0-9]*"))) or None
+
+
+def _check_device(name: str, layout: Layout) -> None:
+    count = _visible()
+    if name == "cuda" and count == 0:
+        raise ConfigError("device 'cuda': this process sees none here; use --device cpu or auto")
+    if name == "npu" and importlib.util.find_spec("torch_npu") is None:
+        raise ConfigError("device 'npu': torch_npu is not installed, so torch sees none here; use --device cpu or auto")
+    if name == "cuda" and count is not None and layout.num_ranks > count:
+        raise LayoutError(
+            f"layout {layout}: {layout.num_ranks} ranks on this machine need a cuda device each, there are {count}; use fewer "
+            "ranks a machine, or --device cpu"
+        )
+
+
+def _check_memory(needed: int, layout: Layout, device: str) -> None:
+    """By what weights and processes need at least."""
+    ranks, free = layout.num_ranks, system.free_memory()
+    host = ranks * RANK_BYTES + (needed if device == "cpu" else 0)
+    if free is not None and host > free:
+        raise CheckpointError(
+            f"layout {layout}: {ranks} {'ranks need' if ranks > 1 else 'rank needs'} at least {host / 1e9:,.1f} GB of memory, "
+            f"but {free / 1e9:,.1f} GB are free on this machine; use fewer ranks, a smaller model, or several machines "
+            "(torchrun)"
+        )
+    if device == "cuda" and needed and (sizes := system.gpu_memory()) and needed > max(sizes) * ranks:
+        raise CheckpointError(
+            f"layout {layout}: the weights need at least {needed / ranks / 1e9:,.1f} GB on each of {ranks} GPUs, which have "
+            f"{max(sizes) / 1e9:,.1f} GB; use more GPUs (fsdp: dp), or a smaller model"
+        )

@@ -1,0 +1,58 @@
+"""Names in a run's directory, and whether a run may have it. Imports no torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.recipe.keys import rename_keys
+from dovetail.recipe.yaml import flat, read_mapping
+from dovetail.weights.safe_paths import LEFTOVERS, refuse_unwritable
+
+CONFIG, HF, CHECKPOINTS, EVENTS, LOCK = "config.yaml", "hf", "checkpoints", "events.jsonl", ".lock"
+BEFORE_CONFIG = frozenset({LOCK, EVENTS, "rollouts"})  # older than config.yaml
+OCCUPIED = "run_dir {} is not empty; choose another run_dir, or move that one away"
+
+
+class FinishedError(Exception):
+    """The run is finished: exit code 0."""
+
+    def __init__(self, path: Path) -> None:
+        saved = any((path / CHECKPOINTS).glob("step_*"))
+        further = "raise trainer.steps to train on" if saved else "choose another run_dir to train again"
+        super().__init__(f"run_dir {path} holds this run, which is finished: nothing to do ({path / HF}); {further}")
+
+
+def is_run(path: Path) -> bool:
+    """ConfigError if `path` holds anything but a run."""
+    if not path.exists():
+        return False
+    entries = path.iterdir() if path.is_dir() else [path]
+    names = {entry.name for entry in entries if not any(map(entry.match, LEFTOVERS))}
+    if CONFIG not in names and names - BEFORE_CONFIG:
+        raise ConfigError(f"{OCCUPIED.format(path)}: it holds no run to go on from ({CONFIG} is missing)")
+    return CONFIG in names
+
+
+def check_run_dir(path: Path, resume: str) -> bool:
+    """Whether a run exists. ConfigError if it or `--resume` does not allow this one."""
+    refuse_unwritable(path / CONFIG if path.is_dir() else path, "run_dir")
+    existed = is_run(path)
+    if existed and resume == "never":
+        raise ConfigError(f"{OCCUPIED.format(path)}: it holds a run, which --resume auto would go on from")
+    if resume.startswith("step=") and not existed:
+        raise ConfigError(f"--resume {resume}: run_dir {path} holds no run; leave it out to begin one")
+    return existed
+
+
+def check_unfinished(path: Path, recipe: Mapping[str, Any]) -> None:
+    """FinishedError if `path` holds the finished run of this recipe."""
+    if (path / HF).exists() and not changed(rename_keys(read_mapping(path / CONFIG))[0], recipe):
+        raise FinishedError(path)
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (before, now) of changed keys but run_dir."""
+    old, new = flat(before), flat(now)
+    keys = [key for key in {**old, **new} if key != "run_dir"]
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
