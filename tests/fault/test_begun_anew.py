@@ -13,7 +13,7 @@ import pytest
 from dovetail.checkpoint.retention import saved_steps
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.data import DataSection
-from dovetail.recipe.schema import TrainerSection
+from dovetail.recipe.schema import SFT, TrainerSection
 from dovetail.run.directory import Contents, RunDirectory
 from dovetail.weights.safe_paths import LEFTOVERS
 from tests.fault.crashing import DIED, die_at, forked
@@ -29,7 +29,7 @@ def opened(path: Path, resume: str = "auto", index: int | None = None) -> RunDir
     """Claim and open a run's directory, and perhaps die at a change of the disk."""
     recipe: Any = SimpleNamespace(
         run_dir=str(path), trainer=TrainerSection(steps=9, keep=9, async_save=False, prompts_per_step=1),
-        data=DataSection(train="rows.jsonl"), model_dump=lambda **_: RECIPE, to_yaml=lambda: json.dumps(RECIPE),
+        data=DataSection(train="rows.jsonl"), algorithm=SFT(), model_dump=lambda **_: RECIPE, to_yaml=lambda: json.dumps(RECIPE),
     )  # fmt: skip
     run = RunDirectory(recipe, Mesh.solo(), resume)
     if index is not None:
