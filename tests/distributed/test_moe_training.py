@@ -172,5 +172,6 @@ def test_generate_and_convert_over_two_ranks(inputs: dict[str, Path], tmp_path: 
 )
 def test_keys_of_experts_are_refused_without_any(sections: dict[str, Any], message: str, tmp_path: Path) -> None:
     given = rl(write_inputs(tmp_path / "inputs"), tmp_path / "run", **sections)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(given))
-    assert re.search(message, refused_on(1, "train", tmp_path / "recipe.yaml", "--device", "cpu"))
+    recipe = tmp_path / "inputs" / "recipe.yaml"  # where its reward is
+    recipe.write_text(yaml.safe_dump(given))
+    assert re.search(message, refused_on(1, "train", recipe, "--device", "cpu"))

@@ -21,11 +21,11 @@ from dovetail.checkpoint.reader import ShardedReader
 from dovetail.checkpoint.retention import SavedStep, saved_steps
 from dovetail.data.rows import batch_rows
 from tests.checkpoints import assert_same_tensors, digests
+from tests.clocked import timeless
 from tests.commands.program import read_rows, start
 from tests.golden.job import RL_ROWS, SFT_ROWS, play, rl, sft, write_inputs
 from tests.harness import run
 
-CLOCKED = ("step_seconds", "tokens_per_second", "peak_memory_gib", "mfu")
 ROWS = 10  # of the data; 4 a step, so that epochs end inside of steps
 K = 2
 
@@ -77,7 +77,7 @@ def newest(run_dir: Path) -> SavedStep:
 
 def numbers(run_dir: Path) -> list[dict[str, Any]]:
     """What a run wrote into metrics.jsonl, without the clock's keys."""
-    return [{k: v for k, v in row.items() if k not in CLOCKED} for row in read_rows(run_dir / "metrics.jsonl")]
+    return timeless(read_rows(run_dir / "metrics.jsonl"))
 
 
 def assert_same_run(resumed: Path, straight: Path) -> None:

@@ -1,6 +1,6 @@
 """The same recipe, seed and data give the same curve for every layout, and for every size of micro-batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import pytest
 
 from dovetail.factory.sampler import longest_row
 from dovetail.parallel.layout import Layout
+from tests.clocked import timeless
 from tests.golden.bugs import LAYOUT_BUGS
 from tests.golden.job import Played, play, rl, sft, write_inputs
 from tests.harness import run
@@ -57,12 +58,6 @@ def played_on(layout: str, given: Mapping[str, Any], *, bug: str = "", agree: bo
     for other in each[1:]:
         assert not agree or timeless(other.rows) == timeless(each[0].rows)
     return each[0]
-
-
-def timeless(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows without what the clock and the memory say."""
-    own = {"step_seconds", "tokens_per_second", "peak_memory_gib"}
-    return [{key: value for key, value in row.items() if key not in own} for row in rows]
 
 
 def assert_same_sft(played: Played, alone: Played) -> None:

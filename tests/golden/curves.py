@@ -51,8 +51,10 @@ def curve(played: Played) -> Curve:
 
 
 def distance(found: Curve, golden: Curve) -> tuple[float, str]:
-    """The largest |a - b| / (|b| + 0.01) over steps and keys, and where; infinite where keys or steps differ."""
-    if [set(row) for row in found] != [set(row) for row in golden]:
+    """The largest |a - b| / (|b| + 0.01) over steps and keys, and where; infinite where keys or steps are missing."""
+    if len(found) != len(golden) or any(
+        expected.keys() - row.keys() for row, expected in zip(found, golden, strict=True)
+    ):
         return float("inf"), "steps or keys"
     errors = {
         f"{key} of step {step + 1}": abs(row[key] - expected[key]) / (abs(expected[key]) + SMALL_SHARE)

@@ -38,6 +38,7 @@ class LearningNotes:
         """For every step, in order. Each kind at most once in `APART` steps."""
         if isinstance(self.recipe.algorithm, SFT):
             return []
+        row = {name: value for name, value in row.items() if value is not None}  # as an earlier start wrote NaN
         texts = {kind: note(row) for kind, note in self._kinds.items()}
         step = row["step"]
         due = {kind for kind, text in texts.items() if text and step >= self._said.get(kind, -APART) + APART}
