@@ -103,7 +103,7 @@ def test_overlong_rows_of_train_follow_the_recipe(algorithm: str, model: Path, t
     assert "all 3 rows are longer than" in told
     if algorithm == "grpo":
         told = refusal(here("train", recipe, "trainer.tokens_per_batch=4", f"run_dir={tmp_path}/b"))
-        assert "trainer.tokens_per_batch=4 leaves no room for a prompt beside rollout.max_new_tokens=4" in told
+        assert "trainer.tokens_per_batch=4 leaves no room for a prompt next to rollout.max_new_tokens=4" in told
 
 
 def asked(command: str, model: Path, rows: Path, folder: Path) -> list[object]:

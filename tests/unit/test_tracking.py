@@ -12,10 +12,11 @@ from dovetail.data.examples import Prompt
 from dovetail.device import usage
 from dovetail.launch.progress import Phase, Progress
 from dovetail.rl.experience import Sample
-from dovetail.rl.step_metrics import length_metrics, phase_metrics, sample_metrics
+from dovetail.rl.step_metrics import length_metrics, sample_metrics
 from dovetail.rollout.base import Completion
 from dovetail.run.loggers import RunFacts
 from dovetail.run.metrics import Metrics
+from dovetail.run.trainer import phase_metrics
 
 STEP_SECONDS, SHARE = 2.0, 0.01  # tracking may take this share of a short step
 

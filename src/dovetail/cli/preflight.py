@@ -233,7 +233,7 @@ def _check_module(function: str, folder: Path) -> None:
     if not here and top not in sys.modules and importlib.util.find_spec(top) is None:
         raise ConfigError(
             f"reward {function!r} (looked up from {folder.resolve()}) cannot be loaded: ModuleNotFoundError: No module named "
-            f"{top!r}; put {top}.py beside the recipe, or install it"
+            f"{top!r}; put {top}.py into the directory of the recipe, or install it"
         )
 
 

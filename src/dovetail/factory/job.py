@@ -326,7 +326,7 @@ class Builder:
     def _limits(self, max_tokens: int, max_prompt: int | None = None) -> Limits:
         if max_tokens < 1:
             raise ConfigError(
-                f"trainer.tokens_per_batch={self.recipe.trainer.tokens_per_batch} leaves no room for a prompt beside "
+                f"trainer.tokens_per_batch={self.recipe.trainer.tokens_per_batch} leaves no room for a prompt next to "
                 f"rollout.max_new_tokens={self.recipe.rollout.max_new_tokens}; raise the first or lower the second"
             )
         kept = "" if max_tokens == self._budget else "lower rollout.max_new_tokens, which is kept free behind it, "

@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 
 from dovetail.engine.base import StepReport
-from dovetail.launch.progress import Phase
 from dovetail.rl.experience import Sample, equal_groups
 
 Row = dict[str, Any]
 Work = Mapping[str, tuple[int, int]]  # by phase: tokens and samples
 
-TIMED: Seq[Phase] = ("push", "rollout", "reward", "score", "update", "save", "eval", "wait")
 PERCENTILES = (10, 50, 90)
 EMPTY_UPDATE: Mapping[str, Any] = {
     "loss": math.nan, "grad_norm": 0.0, "lr": 0.0, "tokens": 0,
@@ -58,17 +56,6 @@ def length_metrics(name: str, lengths: Seq[int]) -> Row:
     percentiles = np.percentile(lengths, PERCENTILES).tolist() if lengths else [math.nan] * len(PERCENTILES)
     row = {f"{name}_mean": mean([*map(float, lengths)])}
     return row | {f"{name}_p{percent}": value for percent, value in zip(PERCENTILES, percentiles, strict=True)}
-
-
-def phase_metrics(seconds: Mapping[Phase, float], work: Work) -> Row:
-    """`seconds/PHASE`, and tokens and samples per second of the phases with `work`."""
-    row = {f"seconds/{phase}": seconds[phase] for phase in TIMED if phase in seconds}
-    if "optimizer" in seconds:
-        row["seconds/update"] = row.get("seconds/update", 0.0) + seconds["optimizer"]
-    for phase, (tokens, samples) in work.items():
-        spent = max(row.get(f"seconds/{phase}", math.inf), 1e-9)
-        row |= {f"tokens_per_second/{phase}": tokens / spent, f"samples_per_second/{phase}": samples / spent}
-    return row
 
 
 def mean(values: Seq[float]) -> float:

@@ -1,5 +1,6 @@
 """The training loop."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
@@ -7,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dovetail.engine.base import Engine
 from dovetail.errors import NumericsError
-from dovetail.launch.progress import Progress
-from dovetail.rl.step_metrics import phase_metrics
+from dovetail.launch.progress import Phase, Progress
 
 if TYPE_CHECKING:  # the loop needs neither pydantic nor rich
     from dovetail.recipe.schema import TrainerSection
     from dovetail.run.directory import RunDirectory
 
 Row = dict[str, Any]
+TIMED: Seq[Phase] = ("push", "rollout", "reward", "score", "update", "save", "eval", "wait")
 
 
 def evaluation_of(row: Mapping[str, Any]) -> Row:
@@ -98,6 +99,17 @@ class Guard:
         if self.check_replicas_every and step % self.check_replicas_every == 0:
             for engine in trained:
                 engine.check_replicas()
+
+
+def phase_metrics(seconds: Mapping[Phase, float], work: Mapping[str, tuple[int, int]]) -> Row:
+    """`seconds/PHASE`, and tokens and samples per second of the phases with `work` (tokens, samples)."""
+    row = {f"seconds/{phase}": seconds[phase] for phase in TIMED if phase in seconds}
+    if "optimizer" in seconds:
+        row["seconds/update"] = row.get("seconds/update", 0.0) + seconds["optimizer"]
+    for phase, (tokens, samples) in work.items():
+        spent = max(row.get(f"seconds/{phase}", math.inf), 1e-9)
+        row |= {f"tokens_per_second/{phase}": tokens / spent, f"samples_per_second/{phase}": samples / spent}
+    return row
 
 
 def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: Progress | None = None) -> Outcome:
