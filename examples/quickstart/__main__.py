@@ -22,7 +22,7 @@ NUM_CHECKED = 50  # held-out questions of the last check
 
 def main(overrides: list[str]) -> int:
     """Run the quickstart; `overrides` go to `dovetail train` as they are."""
-    how = "SmolLM2-135M-Instruct lies in the cache" if prepare.is_there(prepare.MODEL) else FETCHING
+    how = "SmolLM2-135M-Instruct is in the cache" if prepare.is_there(prepare.MODEL) else FETCHING
     print(f"Quickstart: {how}", flush=True)
     try:
         model = prepare.smollm2()

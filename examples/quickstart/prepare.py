@@ -60,7 +60,7 @@ class MissingExtraError(Exception):
 
 
 def smollm2() -> Path:
-    """The model as an HF directory: in under a second where it lies in the cache, else after 20 to 60 seconds."""
+    """The model as an HF directory: in under a second where it is in the cache, else after 20 to 60 seconds."""
     return _once(MODEL, _make_smollm2)
 
 

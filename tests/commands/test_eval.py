@@ -203,7 +203,7 @@ def test_rewards_of_the_command_are_added(model: Path, folder: Path, monkeypatch
     [
         (["--data", "missing.jsonl"], "missing.jsonl: no such data file"),
         (["--reward", "mine:missing"], "reward 'mine:missing' (looked up from "),
-        (["--metrics", "mine:missing"], "a metric of an evaluation is called as a reward is: reward 'mine:missing'"),
+        (["--metrics", "mine:missing"], "metric mine:missing, which is loaded as a reward: reward 'mine:missing'"),
         (["--out", "rows.jsonl"], "--out rows.jsonl is the file that --data names"),
     ],
 )

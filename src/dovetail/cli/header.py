@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dovetail import system
 from dovetail.parallel.layout import Layout
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 MAX_HEADER = 1 << 27  # bytes of a safetensors file's
-TRAINED_BYTES, MOMENT_BYTES = 16, 8  # of a parameter: float32 weight, gradient and two moments
+TRAINED_BYTES, MOMENT_BYTES = 16, 8  # of a parameter: float32 weight, gradient and AdamW's two moments
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 
 
@@ -68,8 +69,7 @@ def devices(asked: str) -> str:
         return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     if asked in ("cuda", "npu"):
         return asked
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"cpu, {cores} cores"
+    return f"cpu, {system.cores()} cores"
 
 
 def _memory(recipe: "Recipe", layout: Layout, parameters: int) -> str:

@@ -14,6 +14,7 @@ from dovetail.arch.registry import FAMILIES, choose_spec
 from dovetail.arch.spec import ArchSpec
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.cli.arguments import recipe_of
+from dovetail.cli.header import MOMENT_BYTES, TRAINED_BYTES
 from dovetail.data.paths import data_files, hub_source
 from dovetail.errors import CheckpointError, ConfigError, LayoutError, UserError, listing
 from dovetail.factory.layouts import check_layout, max_positions, sampling_layout
@@ -35,7 +36,6 @@ from dovetail.weights.safe_paths import (
 
 GPU_NODES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "kfd", "dxg")  # in /dev; without any there is no CUDA or ROCm
 RANK_BYTES = 1 << 28  # of a Python process with torch, at least
-TRAINED_BYTES, MOMENT_BYTES = 16, 8  # a parameter: float32 weights, gradients and AdamW's moments
 Result = TypeVar("Result")
 
 

@@ -72,7 +72,7 @@ def own_metrics(
                     try:
                         runner = RewardRunner(function=metric, directory=folder, timeout=timeout, limits=limits)
                     except ConfigError as error:
-                        raise ConfigError(f"a metric of an evaluation is called as a reward is: {error}") from error
+                        raise ConfigError(f"metric {metric}, which is loaded as a reward: {error}") from error
             own[metric] = OwnMetric(label(metric), runner, mesh, say)
             at_close.callback(own[metric].close)
     return own

@@ -37,10 +37,8 @@ class Address:
     _threads: ThreadPoolExecutor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._key, self._threads = (
-            os.environ.get(self.key_env, "") if self.key_env else "",
-            ThreadPoolExecutor(MOST_THREADS),
-        )
+        self._key = os.environ.get(self.key_env, "") if self.key_env else ""
+        self._threads = ThreadPoolExecutor(MOST_THREADS)
         if self.key_env and not self._key:
             raise LookupError(f"the environment variable {self.key_env}, which key_env names, is not set")
 
