@@ -26,11 +26,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from dovetail.parallel.process_group import BACKENDS, pick_device
@@ -284,6 +286,18 @@ def _answer(
         return _pickled(("failed", traceback.format_exc()))
 
 
+class _SharedLoopGloo(dist.ProcessGroupGloo):
+    """All groups of a worker on one transport: gloo wakes the thread of each transport 100 times a second."""
+
+    devices: ClassVar[list[Any]] = []
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        self.devices[:] = self.devices or [dist.ProcessGroupGloo.create_device(interface="lo")]
+        options._devices, options._threads, options._timeout = list(self.devices), 2, timeout
+        super().__init__(store, rank, size, options)
+
+
 @contextlib.contextmanager
 def _process_group(rank: int, world: int, store: str, timeout: float, device: str) -> Iterator[None]:
     """A default process group for one body. On failure it is left as it is: this process is about to be killed."""
@@ -299,8 +313,11 @@ def _process_group(rank: int, world: int, store: str, timeout: float, device: st
             places = {"LOCAL_RANK": rank % gpus, "LOCAL_WORLD_SIZE": gpus, "NCCL_HOSTID": rank}
         os.environ |= {name: str(value) for name, value in places.items()}
         bound = pick_device(device)
-    dist.init_process_group(BACKENDS[device], store=file, rank=rank, world_size=world, timeout=limit, device_id=bound)
-    yield
+    with mock.patch.object(distributed_c10d, "ProcessGroupGloo", _SharedLoopGloo):
+        dist.init_process_group(
+            BACKENDS[device], store=file, rank=rank, world_size=world, timeout=limit, device_id=bound
+        )
+        yield
     dist.barrier()  # nobody leaves while others still talk to it
     dist.destroy_process_group()
     # engines are cycles, and DTensor remembers meshes; what is left of either keeps three threads a group awake

@@ -287,7 +287,7 @@ def _engine(folder: str, case: Case, layout: Layout, batch: PackedBatch, dtype: 
         budget = -(-max(share, *batch.lengths) // multiple) * multiple
     values = case.loss == "value"
     options = EngineOptions(
-        optim=STEP, tokens_per_batch=budget, balance=BALANCE, in_turns=case.in_turns, recompute=case.recompute
+        optim=STEP, tokens_per_batch=budget, balance=BALANCE, dual_batch=case.in_turns, recompute=case.recompute
     )
     path = path_of(folder, case.model, case.depth, values=values)
     head: Any = "value" if values else "lm"
