@@ -124,7 +124,7 @@ class Builder:
 
     def _job(self, damaged: Mapping[str, str]) -> Job:
         recipe, rewards = self.recipe, None
-        run = RunDirectory(recipe, self.mesh, self.resume, self.stop_signal)
+        run = RunDirectory(recipe, self.mesh, self.resume, self.stop_signal, self.progress)
         with ExitStack() as on_failure:
             on_failure.callback(run.close)
             on_failure.callback(self.metrics.close)
