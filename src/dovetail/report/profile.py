@@ -1,183 +1,74 @@
-"""Where a profiled step went: a Chrome trace of torch.profiler, summed up by phase of the training loop."""
+"""What profiled steps took: the files of run_dir/profile."""
 
-import json
-import math
-import re
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, groupby
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from dovetail.launch.progress import PHASES
+from pydantic import BaseModel, ValidationError
 
-Row = dict[str, Any]
-PARTS = ("forward", "backward")  # of an update
-SHOWN, NAME_LENGTH = 10, 160  # operators and kernels of a phase, and characters of their names
-CHUNK = 1 << 20
-BEGIN, GAP = '"traceEvents": [', re.compile(r"[\s,]*")
-ON_GPU, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
-CPU = 0  # type of a device
+from dovetail.report.read import Row, number
+
+FOLDER, MOST_SHOWN = "profile", 8  # steps
+Longest = list[tuple[str, float, int]]  # name, seconds of its own, calls
 
 
-class Event(NamedTuple):
-    """In microseconds. launch: joins what ran on a GPU with the host's call."""
+class PhaseSummary(BaseModel):
+    """Seconds. computing: of a GPU, else of operators; waiting: in collectives while nothing computes. The rest is the host's."""
 
-    start: float
-    stop: float
-    name: str
-    thread: int | str
-    launch: int | None
-
-
-def read_events(path: Path) -> Iterator[Row]:
-    """Of a trace that is not compressed, which may be larger than memory. ValueError if it is cut."""
-    decoder, text, begun = json.JSONDecoder(strict=False), "", False
-    with path.open(encoding="utf-8", errors="replace") as file:
-        while chunk := file.read(CHUNK):
-            text += chunk
-            if not begun:
-                _, mark, rest = text.partition(BEGIN)
-                begun, text = bool(mark), rest if mark else text
-            at = 0
-            while begun:
-                at = _end_of_gap(text, at)
-                if text.startswith("]", at):
-                    return
-                try:
-                    event, at = decoder.raw_decode(text, at)
-                except ValueError:  # it ends in the next chunk
-                    break
-                yield event
-            text = text[at:]
-    raise ValueError(f"the trace is cut: {path}")
+    seconds: float
+    computing: float
+    collectives: float
+    waiting: float
+    parts: dict[str, float]
+    operators: Longest  # of the host
+    kernels: Longest  # of a GPU, in the phase that launched them
+    peak_bytes: int | None
 
 
-def _end_of_gap(text: str, at: int) -> int:
-    match = GAP.match(text, at)
-    return at if match is None else match.end()
+class Summary(BaseModel):
+    """Of one rank. events: of its trace."""
+
+    step: int
+    rank: int
+    device: str
+    events: int
+    phases: dict[str, PhaseSummary]
 
 
-def summarize(events: Iterable[Row]) -> Row:
-    """`phases`: for each its seconds, those of an update's parts, of collectives and of waiting for them, what took longest."""
-    trace = _Trace()
-    for event in events:
-        trace.add(event)
-    return trace.summary()
+def read_profiles(run: Path) -> list[Row]:
+    """The last profiled steps, for the page. Torn files are left out."""
+    steps: dict[int, list[Summary]] = {}
+    for path in (run / FOLDER).glob("step-*/rank-*.json"):
+        with suppress(OSError, ValidationError):
+            summary = Summary.model_validate_json(path.read_bytes())
+            steps.setdefault(summary.step, []).append(summary)
+    return [_shown(sorted(steps[step], key=lambda each: each.rank)) for step in sorted(steps)[-MOST_SHOWN:]]
 
 
-class _Trace:
-    """operators: of the host. kernels: on a GPU. collectives: on a GPU, or by threads of gloo."""
-
-    def __init__(self) -> None:
-        self.phases, self.parts = list[Event](), list[Event]()
-        self.operators, self.kernels, self.collectives = list[Event](), list[Event](), list[Event]()
-        self.launched: dict[int, float] = {}
-        self.allocated: list[tuple[float, int, int]] = []  # when, type of the device, bytes
-        self.events = 0
-
-    def add(self, event: Row) -> None:
-        kind, name, arguments = event.get("cat"), str(event.get("name", "")), event.get("args") or {}
-        self.events += 1
-        if name == "[memory]":
-            self.allocated.append((event["ts"], arguments["Device Type"], arguments["Total Allocated"]))
-        if event.get("ph") != "X":
-            return
-        start, launch = float(event["ts"]), arguments.get("correlation")
-        found = Event(start, start + float(event["dur"]), name[:NAME_LENGTH], event.get("tid", 0), launch)
-        if kind == "cpu_op":
-            self.operators.append(found)
-        elif kind in LAUNCHES and launch is not None:
-            self.launched[launch] = start
-        elif kind in ON_GPU:
-            (self.collectives if "nccl" in name.lower() else self.kernels).append(found)
-        elif kind == "user_annotation" and name in PHASES:
-            self.phases.append(found)
-        elif kind == "user_annotation" and name in PARTS:
-            self.parts.append(found)
-        elif kind == "user_annotation" and name.startswith("gloo:"):
-            self.collectives.append(found)
-
-    def summary(self) -> Row:
-        self.phases.sort()
-        own = _by(self._phase_of, ((event, time) for event, time in _own_times(self.operators)))
-        on_gpu = [event for event in (*self.kernels, *self.collectives) if event.launch is not None]
-        kernels = _by(self._phase_of, ((event, event.stop - event.start) for event in on_gpu))
-        computing = self.kernels or [event for event in self.operators if event.name.startswith("aten::")]
-        busy, peaks = _length(computing), self._peaks()
-        phases: dict[str, Row] = {}
-        for name in dict.fromkeys(phase.name for phase in self.phases):
-            sent = [event for event in self.collectives if self._phase_of(event) == name]
-            ran = [event for event in on_gpu if self._phase_of(event) == name]
-            phases[name] = {
-                "seconds": sum(phase.stop - phase.start for phase in self.phases if phase.name == name) / 1e6,
-                "collectives": _length(sent) / 1e6,
-                "waiting": (_length(chain(sent, computing)) - busy) / 1e6,  # nothing else is computed
-                "operators": _longest(own[name]),
+def _shown(ranks: list[Summary]) -> Row:
+    """Times of all ranks, what took longest on the first."""
+    first = ranks[0]
+    return {
+        "step": first.step,
+        "device": first.device,
+        "rank": first.rank,
+        "ranks": len(ranks),
+        "phases": [
+            {
+                "name": name,
+                **{
+                    time: [number(getattr(each.phases[name], time)) for each in ranks if name in each.phases]
+                    for time in ("seconds", "computing", "waiting")
+                },
+                "peak_gib": number(
+                    max(each.phases[name].peak_bytes or 0 for each in ranks if name in each.phases) / 2**30
+                ),
+                "parts": {part: number(seconds) for part, seconds in phase.parts.items()},
+                "longest": {
+                    kind: [[own, number(seconds), calls] for own, seconds, calls in rows]
+                    for kind, rows in (("kernels", phase.kernels), ("operators", phase.operators))
+                    if rows
+                },
             }
-            if parts := [part for part in self.parts if self._phase_of(part) == name]:
-                phases[name]["parts"] = {
-                    part: sum(each.stop - each.start for each in parts if each.name == part) / 1e6 for part in PARTS
-                }
-            if self.kernels:
-                phases[name] |= {"gpu_busy": _length(ran) / 1e6, "kernels": _longest(kernels[name])}
-            if name in peaks:
-                phases[name]["peak_bytes"] = peaks[name]
-        return {"events": self.events, "seconds": sum(row["seconds"] for row in phases.values()), "phases": phases}
-
-    def _phase_of(self, event: Event) -> str:
-        return self._phase_at(event.start if event.launch is None else self.launched.get(event.launch, event.start))
-
-    def _phase_at(self, time: float) -> str:
-        before = bisect_right(self.phases, time, key=lambda phase: phase.start)
-        return self.phases[before - 1].name if before else ""
-
-    def _peaks(self) -> Mapping[str, int]:
-        """Most allocated bytes by phase, of the GPU if there is one; of the host beyond what it had at first."""
-        types = {kind for _, kind, _ in self.allocated}
-        peaks = defaultdict[str, int](int)
-        for time, kind, allocated in self.allocated:
-            if (kind == CPU) == (types == {CPU}):
-                name = self._phase_at(time)
-                peaks[name] = max(peaks[name], allocated)
-        return peaks
-
-
-def _by(
-    key: Callable[[Event], str], times: Iterable[tuple[Event, float]]
-) -> defaultdict[str, dict[str, tuple[float, int]]]:
-    """By phase and name: seconds and calls."""
-    found = defaultdict[str, dict[str, tuple[float, int]]](dict)
-    for event, time in times:
-        names = found[key(event)]
-        seconds, calls = names.get(event.name, (0.0, 0))
-        names[event.name] = seconds + time / 1e6, calls + 1
-    return found
-
-
-def _longest(names: Mapping[str, tuple[float, int]]) -> list[tuple[str, float, int]]:
-    order = sorted(names.items(), key=lambda item: -item[1][0])[:SHOWN]
-    return [(name, seconds, calls) for name, (seconds, calls) in order]
-
-
-def _own_times(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
-    """Without the time of events within."""
-    for _, thread in groupby(sorted(events, key=lambda e: (str(e.thread), e.start, -e.stop)), lambda e: e.thread):
-        open_events: list[tuple[Event, float]] = []  # and their own time so far
-        for event in chain(thread, [Event(math.inf, math.inf, "", 0, None)]):
-            while open_events and open_events[-1][0].stop <= event.start:
-                yield open_events.pop()
-            if open_events:
-                outer, time = open_events[-1]
-                open_events[-1] = outer, time - (min(event.stop, outer.stop) - event.start)
-            open_events.append((event, event.stop - event.start))
-
-
-def _length(events: Iterable[Event]) -> float:
-    """Of the time in which at least one of them goes on."""
-    total, until = 0.0, -math.inf
-    for event in sorted(events):
-        total += max(0.0, event.stop - max(event.start, until))
-        until = max(until, event.stop)
-    return total
+            for name, phase in first.phases.items()
+        ],
+    }

@@ -195,6 +195,26 @@ function phases() {
   });
   return section("Where the time goes", "seconds of each phase, mean of the steps; below by step", cards.length && el("div", { className: "grid wide" }, ...cards));
 }
+// Profiled steps: how each phase was spent, and its longest operators and kernels.
+function profiles() {
+  const cards = runs.flatMap((run) => run.profiles.map((profile) => el("div", { className: "card" }, el("h3", {}, `${run.name}, step ${profile.step}`),
+    el("div", { className: "soft" }, `${profile.ranks} ${profile.ranks > 1 ? "ranks, from the least to the most" : "rank"}, ${profile.device}; traces in profile/step-${profile.step}`),
+    table(["phase", "seconds", "computing", "waiting", "host", "peak GiB"], profile.phases.flatMap((phase) => [
+      profileRow(phase.name, [spread(phase.seconds), ...[phase.computing, phase.waiting].map((part) => shares(part, phase.seconds)),
+        shares(phase.seconds.map((s, i) => Math.max(0, s - phase.computing[i] - phase.waiting[i])), phase.seconds), phase.peak_gib ? show(phase.peak_gib) : "-"]),
+      ...Object.entries(phase.parts).map(([name, seconds]) => profileRow(`\u00a0\u00a0${name}`, [show(seconds), "", "", "", ""]))])),
+    ...profile.phases.map((phase) => el("details", {}, el("summary", {}, `${phase.name}: what took longest on rank ${profile.rank}`),
+      ...Object.entries(phase.longest).map(([kind, rows]) => table([kind, "seconds", "calls"], rows.map(([name, seconds, calls]) => profileRow(name, [show(seconds), calls]))))))));
+  return section("Profiles", "computing: the GPU, or operators on a CPU; waiting: in collectives while nothing computes; host: the rest, such as Python and launches",
+    cards.length && el("div", { className: "grid wide" }, ...cards));
+}
+const profileRow = (name, cells) => el("tr", {}, el("td", {}, name), ...cells.map((cell) => el("td", {}, String(cell))));
+function spread(values) {
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  return show(low) === show(high) ? show(low) : `${show(low)} to ${show(high)}`;
+}
+const shares = (part, whole) => `${spread(part.map((value, i) => Math.round((100 * value) / (whole[i] || 1))))} %`;
+
 function section(title, about, content) {
   return content ? el("section", { id: title.replaceAll(" ", "-") }, el("h2", {}, title), about && el("div", { className: "soft tools" }, about), content) : null;
 }
@@ -341,7 +361,7 @@ const parts = [
   data.groups.length ? controls() : el("p", { id: "empty" }, "metrics.jsonl has no step yet."),
 ];
 const [reward, evaluation] = ["Reward", "Evaluation"].map((title) => data.groups.find((group) => group[0] === title));
-parts.push(...[reward, evaluation].filter(Boolean).map(curves), phases());
+parts.push(...[reward, evaluation].filter(Boolean).map(curves), phases(), profiles());
 parts.push(...data.groups.filter((group) => group !== reward && group !== evaluation).map(curves), samples(), events(), config(), logs());
 const jumps = parts.filter((part) => part?.tagName === "SECTION").map((part) => el("a", { href: `#${part.id}` }, part.id.replaceAll("-", " ")));
 parts.splice(2, 0, el("nav", { className: "tools" }, ...jumps));

@@ -1,10 +1,9 @@
 """Profiles of single steps: of each rank a trace of torch.profiler, what it sums up to, and a snapshot of GPU memory."""
 
 import gzip
-import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +15,7 @@ from dovetail.launch.progress import Progress
 from dovetail.parallel.collectives import gather_text
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.tracking import ProfileSection
-from dovetail.report.profile import read_events, summarize
+from dovetail.report.trace import read_events, summarize
 
 SNAPSHOT_ENTRIES = 100_000  # allocations and frees
 GZIP_LEVEL = 5
@@ -69,15 +68,17 @@ class Profiler:
         self.progress.phase("wait")
         try:
             yield
-        finally:  # also of a step that fails, such as for want of memory
-            with attempt:
-                recording.stop()
-            self.progress.phase("profile")
-            with attempt:
-                recording.write_snapshot()
+        except BaseException:  # the phase stays the one that failed
+            recording.end(attempt)
+            raise
+        with attempt:
+            recording.synchronize()
+        self.progress.mark = nullcontext
+        self.progress.phase("profile")
+        recording.end(attempt)
         with attempt:
             if not attempt.error:
-                recording.write_trace({"step": step, "rank": rank})
+                recording.write_trace(step, rank)
         errors = gather_text(attempt.error, self.mesh["world"], self.mesh.device)
         failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
         if failed:
@@ -97,42 +98,41 @@ class _Recording:
         self.running = False
 
     def start(self) -> None:
-        self._synchronize()
+        self.synchronize()
         self.profile.start()
         self.running = True
         if self.takes_snapshot:
-            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, stacks="python")
+            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, stacks="python", clear_history=True)
         self.progress.mark = record_function
 
-    def stop(self) -> None:
-        if self.running:
-            self._synchronize()
-            self.progress.mark, self.running = nullcontext, False
-            self.progress.phase("profile")  # ends the mark of the last phase
+    def end(self, attempt: Attempt) -> None:
+        """Of a step that failed there is the snapshot, which shows why memory ran out."""
+        self.progress.mark = nullcontext
+        if not self.running:
+            return
+        with attempt:
             self.profile.stop()
-
-    def write_snapshot(self) -> None:
         if self.takes_snapshot:
-            try:
+            with attempt:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 torch.cuda.memory._dump_snapshot(f"{self.path}.memory.pickle")
-            finally:
+            with attempt:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
-    def write_trace(self, facts: Mapping[str, int]) -> None:
+    def write_trace(self, step: int, rank: int) -> None:
         """Compressed, and its summary; both or none."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         packed, part = Path(f"{self.path}.trace.json.gz"), Path(f"{self.path}.part")
         with tempfile.TemporaryDirectory(prefix="dovetail-profile-") as folder, ExitStack() as at_end:
             trace = Path(folder) / "trace.json"
             self.profile.export_chrome_trace(str(trace))
-            summary = {**facts, "device": self.device.type, **summarize(read_events(trace))}
+            summary = summarize(read_events(trace), step, rank, self.device.type)
             at_end.callback(part.unlink, missing_ok=True)
             with trace.open("rb") as raw, gzip.open(part, "wb", GZIP_LEVEL) as file:
                 shutil.copyfileobj(raw, file)
             part.rename(packed)
-        Path(f"{self.path}.json").write_text(json.dumps(summary), encoding="utf-8")
+        Path(f"{self.path}.json").write_text(summary.model_dump_json(), encoding="utf-8")
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize(self.device)
