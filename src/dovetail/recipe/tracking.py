@@ -31,7 +31,9 @@ def _as_sections(given: Any) -> Any:
 class ProfileSection(Section):
     """Which steps are recorded in run_dir/profile (performance.md); SIGUSR2 to a running job records its next step."""
 
-    steps: Annotated[tuple[PositiveInt, ...], BeforeValidator(_as_steps), NotStrict] = key((), "steps, such as [3, 5]")
+    steps: Annotated[tuple[PositiveInt, ...], BeforeValidator(_as_steps), NotStrict] = key(
+        (), "from 1; [3, 5] is these two"
+    )
     memory: bool = key(False, "also allocations: peaks by phase, and on GPUs a snapshot")
 
 
