@@ -197,16 +197,26 @@ function phases() {
 }
 // Profiled steps: how each phase was spent, and its longest operators and kernels.
 function profiles() {
-  const cards = runs.flatMap((run) => run.profiles.map((profile) => el("div", { className: "card" }, el("h3", {}, `${run.name}, step ${profile.step}`),
-    el("div", { className: "soft" }, `${profile.ranks} ${profile.ranks > 1 ? "ranks, from the least to the most" : "rank"}, ${profile.device}; traces in profile/step-${profile.step}`),
-    table(["phase", "seconds", "computing", "waiting", "host", "peak GiB"], profile.phases.flatMap((phase) => [
-      profileRow(phase.name, [spread(phase.seconds), ...[phase.computing, phase.waiting].map((part) => shares(part, phase.seconds)),
-        shares(phase.seconds.map((s, i) => Math.max(0, s - phase.computing[i] - phase.waiting[i])), phase.seconds), phase.peak_gib ? show(phase.peak_gib) : "-"]),
-      ...Object.entries(phase.parts).map(([name, seconds]) => profileRow(`\u00a0\u00a0${name}`, [show(seconds), "", "", "", ""]))])),
-    ...profile.phases.map((phase) => el("details", {}, el("summary", {}, `${phase.name}: what took longest on rank ${profile.rank}`),
-      ...Object.entries(phase.longest).map(([kind, rows]) => table([kind, "seconds", "calls"], rows.map(([name, seconds, calls]) => profileRow(name, [show(seconds), calls]))))))));
+  const cards = runs.flatMap((run) => run.profiles.map((profile) => profileCard(run.name, profile)));
   return section("Profiles", "computing: the GPU, or operators on a CPU; waiting: in collectives while nothing computes; host: the rest, such as Python and launches",
     cards.length && el("div", { className: "grid wide" }, ...cards));
+}
+function profileCard(name, profile) {
+  const several = profile.ranks > 1 ? "ranks, from the least to the most" : "rank";
+  const rows = profile.phases.flatMap((phase) => {
+    const host = phase.seconds.map((seconds, i) => Math.max(0, seconds - phase.computing[i] - phase.waiting[i]));
+    const parts = [phase.computing, phase.waiting, host].map((part) => shares(part, phase.seconds));
+    const below = Object.entries(phase.parts).map(([part, seconds]) => profileRow(`\u00a0\u00a0${part}`, [show(seconds), "", "", "", ""]));
+    return [profileRow(phase.name, [spread(phase.seconds), ...parts, phase.peak_gib ? show(phase.peak_gib) : "-"]), ...below];
+  });
+  const longest = profile.phases.map((phase) => {
+    const tables = Object.entries(phase.longest).map(([kind, found]) =>
+      table([kind, "seconds", "calls"], found.map(([own, seconds, calls]) => profileRow(own, [show(seconds), calls]))));
+    return el("details", {}, el("summary", {}, `${phase.name}: what took longest on rank ${profile.rank}`), ...tables);
+  });
+  return el("div", { className: "card" }, el("h3", {}, `${name}, step ${profile.step}`),
+    el("div", { className: "soft" }, `${profile.ranks} ${several}, ${profile.device}; traces in profile/step-${profile.step}`),
+    table(["phase", "seconds", "computing", "waiting", "host", "peak GiB"], rows), ...longest);
 }
 const profileRow = (name, cells) => el("tr", {}, el("td", {}, name), ...cells.map((cell) => el("td", {}, String(cell))));
 function spread(values) {
