@@ -35,14 +35,15 @@ def memory_of(device: torch.device) -> int | None:
 
 
 def usage(device: torch.device) -> dict[str, float]:
-    """Memory of this process in GiB, and per cent of the last seconds in which a GPU was busy, if pynvml is installed."""
+    """Memory of this process in GiB, and per cent of the last second in which a GPU was busy, if pynvml is installed."""
     sizes = {"host": resident_memory()}
     if device.type != "cpu":
         module = torch.get_device_module(device)
         sizes |= {"allocated": module.memory_allocated(device), "reserved": module.memory_reserved(device)}
     row = {f"memory/{name}_gib": size / 2**30 for name, size in sizes.items() if size is not None}
     if device.type == "cuda" and importlib.util.find_spec("pynvml") is not None:
-        with suppress(importlib.import_module("pynvml").NVMLError):  # of a MIG slice, or a driver without it
+        # a driver without it, a MIG slice, which torch does not find among the devices, or another package of that name
+        with suppress(importlib.import_module("pynvml").NVMLError, RuntimeError, ImportError):
             row["gpu_utilization"] = float(torch.cuda.utilization(device))
     return row
 

@@ -1,9 +1,11 @@
 """`dovetail report` and `dovetail rollouts`, also of a real run; the report in a browser."""
 
+import json
 import shutil
 import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -117,6 +119,18 @@ def browse(page: Path, profile: Path, *flags: str) -> str:
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     """It draws every curve, runs nothing that a completion holds, opens soon, and fits both widths in light and dark."""
     paths = [make_run(tmp_path / "long", 200), make_run(tmp_path / "short", 30)]
+    phase: dict[str, Any] = {
+        "seconds": 1.0,
+        "computing": 0.5,
+        "collectives": 0.3,
+        "waiting": 0.2,
+        "parts": {"forward": 0.4},
+    }
+    phase |= {"operators": [["aten::mm", 0.5, 3]], "kernels": [], "peak_bytes": 1 << 30}
+    (paths[0] / "profile/step-5").mkdir(parents=True)
+    for rank in (0, 1):
+        profile = {"step": 5, "rank": rank, "device": "cpu", "events": 9, "phases": {"update": phase}}
+        (paths[0] / f"profile/step-5/rank-{rank}.json").write_text(json.dumps(profile))
     page = tmp_path / "report.html"
     assert here("report", *paths, "--out", page).code == 0
     times = []
@@ -126,6 +140,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert min(times) < OPEN_MILLISECONDS
     names = {name for run in Page(page.read_bytes()).data["runs"] for name in run["series"]}
     assert html.count("<svg") == len(names) + len(paths)  # and the phases of each run
+    assert "<td>update</td><td>1</td><td>50 %</td><td>20 %</td><td>30 %</td><td>1</td>" in html
     assert "<title>long, short - dovetail report</title>" in html  # not "owned"
     assert "<img" not in html
     pictures = {}

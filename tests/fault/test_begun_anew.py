@@ -52,6 +52,7 @@ def prepare(path: Path, damaged: bool) -> None:
     for step in range(1, STEPS + 1):
         saves.save(step, step)
         (path / f"rollouts/step_{step:06}.jsonl").write_text(f"{step}\n")
+        (path / f"profile/step-{step}").mkdir(parents=True)
     (path / "metrics.jsonl").write_text("".join(map(line, range(1, STEPS + 1))) + line(4)[:9])
     (path / "config.yaml").write_text(json.dumps({**RECIPE, "trainer": {"steps": STEPS}}))
     (path / "hf").mkdir()
@@ -72,6 +73,7 @@ def check(path: Path, told: Path) -> None:
     )
     assert [row["step"] for row in run.earlier()[1]] == list(range(1, step + 1))  # type: ignore[index]
     assert sorted(p.name for p in (path / "rollouts").iterdir()) == [f"step_{s:06}.jsonl" for s in range(1, step + 1)]
+    assert sorted(p.name for p in (path / "profile").iterdir()) == [f"step-{s}" for s in range(1, step + 1)]
     assert [saved.step for saved in saved_steps(path / "checkpoints")[0]] == list(range(step, 0, -1))
     assert {p.name for p in (path / "checkpoints").glob("step_??????")} == {f"step_{s:06}" for s in range(1, step + 1)}
     assert not [p for pattern in LEFTOVERS for folder in (path, path / "checkpoints") for p in folder.glob(pattern)]

@@ -197,6 +197,8 @@ TABLE = (
     Leaf("trainer.stop_at_reward", 0.5, part("recipe.trainer.stop_at_reward")),
     Leaf("trainer.time_budget_seconds", 60.0, part("recipe.trainer.time_budget_seconds")),
     *(Leaf(f"trainer.loggers.{n}", x, logger(n)) for n, x in LOGS),
+    Leaf("trainer.profile.steps", (3, 5), part("run.profiler.steps")),
+    Leaf("trainer.profile.memory", True, part("run.profiler.memory")),
     Leaf("trainer.max_skipped_steps", 4, part("recipe.trainer.max_skipped_steps")),
     Leaf("trainer.check_replicas_every", 6, part("recipe.trainer.check_replicas_every")),
     Leaf("trainer.timeouts", {"rollout": 1e5}, part("task.policy.mesh.timeout"), collective_timeout({"rollout": 1e5})),

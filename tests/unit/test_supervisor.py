@@ -189,14 +189,31 @@ def test_what_a_rank_says_reaches_the_user_whatever_letters_it_has(supervise: Su
     assert (code, err) == (2, r"dovetail: \ud800 is odd")
 
 
+def test_a_signal_to_the_command_asks_the_first_rank_for_a_profile(supervise: Supervise, tmp_path: Path) -> None:
+    body = """
+    from dovetail.launch.rank import StopHandler
+    StopHandler(me)
+    tell("update", 3)
+    Path(f"ready{rank}").write_text("")
+    while not me.progress.profile_wanted and not Path("asked0").exists():
+        time.sleep(0.01)
+    Path(f"asked{rank}").write_text(str(me.progress.profile_wanted))
+    """
+    process = supervise(body)
+    assert waited(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
+    process.send_signal(signal.SIGUSR2)
+    assert ended(process) == (0, "")
+    assert [(tmp_path / f"asked{rank}").read_text() for rank in range(2)] == ["True", "False"]
+
+
 def test_a_stopped_rank_is_found_by_its_limit_and_named(supervise: Supervise, tmp_path: Path) -> None:
     """And the other one's stack is waited for, as long as it takes on a busy machine."""
     body = """
     if rank == 1:
         import faulthandler
-        faulthandler.unregister(signal.SIGUSR2)
+        faulthandler.unregister(signal.SIGURG)
         late = lambda *_: (time.sleep(2), faulthandler.dump_traceback(me._stacks))
-        signal.signal(signal.SIGUSR2, late)
+        signal.signal(signal.SIGURG, late)
         tell("rollout", 3)
         Path("ready").write_text("")
         time.sleep(600)

@@ -1,15 +1,19 @@
 """What a step's row says besides the contract's keys: lengths, seconds and rates by phase; and what that costs."""
 
+import sys
 import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from dovetail.data.examples import Prompt
-from dovetail.device import usage
+from dovetail.device import peak_memory_gib, usage
 from dovetail.launch.progress import Phase, Progress
 from dovetail.rl.experience import Sample
 from dovetail.rl.step_metrics import length_metrics, sample_metrics
@@ -77,3 +81,27 @@ def test_tracking_takes_less_than_a_hundredth_of_a_step_of_two_seconds(tmp_path:
         spent.append(time.process_time() - begun)
     metrics.close()
     assert sorted(spent)[4] < SHARE * STEP_SECONDS
+
+
+class NVMLError(Exception):
+    """As pynvml's."""
+
+
+@pytest.mark.parametrize(
+    "answer", [37, NVMLError("Not Supported"), RuntimeError("device 0 is not visible"), ModuleNotFoundError("amdsmi")]
+)
+def test_columns_of_a_gpu(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for torch.cuda, whose `utilization` raises what torch 2.13's does without a driver or on a MIG slice."""
+    sizes = {"memory_allocated": 2 << 30, "memory_reserved": 3 << 30, "max_memory_allocated": 5 << 30}
+    for name, size in sizes.items():
+        monkeypatch.setattr(torch.cuda, name, {torch.device("cuda", 1): size}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "utilization", mock.Mock(side_effect=[answer]))
+    pynvml = ModuleType("pynvml")
+    vars(pynvml).update(NVMLError=NVMLError, __spec__=ModuleSpec("pynvml", None))
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
+    device = torch.device("cuda", 1)
+    row = usage(device)
+    assert row.pop("memory/host_gib") > 0
+    columns = {"memory/allocated_gib": 2.0, "memory/reserved_gib": 3.0}
+    assert row == columns | ({"gpu_utilization": 37.0} if answer == 37 else {})
+    assert peak_memory_gib(device) == 5.0

@@ -1,6 +1,7 @@
 """The training loop, with tasks that only pretend to work."""
 
 from collections.abc import Callable, Sequence as Seq
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -8,10 +9,14 @@ import pytest
 
 from dovetail.engine.base import Engine
 from dovetail.errors import NumericsError
+from dovetail.launch.progress import Progress
+from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import TrainerSection
+from dovetail.recipe.tracking import ProfileSection
 from dovetail.rl.step_metrics import Row
 from dovetail.rl.tasks import never
 from dovetail.run import trainer
+from dovetail.run.profiler import Profiler
 from dovetail.run.trainer import Guard, Outcome, Task
 
 
@@ -68,6 +73,7 @@ class PretendedRun:
         self.checkpoints: list[int] = []
         self.started: list[Row] = []
         self.stop_after = stop_after
+        self.profiler = Profiler(ProfileSection(), Path(), Mesh.solo(), Progress(), self.said.append)
 
     def earlier(self) -> tuple[int, list[Row], Row] | None:
         """Nothing where a run begins anew."""

@@ -147,6 +147,8 @@ class NativeEngine:
         micros = _micros_of(pairs)
         optimizer.reserve()  # before activations take the host's memory
         stages = TrainingRunner(self.model, self.mesh, micros, self.dtype, loss, policy)
+        if progress is not None:
+            stages.mark = progress.mark
         self._run(self.mesh.layout.schedule, stages)
         stages.finish()
         sums = stages.sums

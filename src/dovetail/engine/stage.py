@@ -7,6 +7,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -87,6 +88,7 @@ class TrainingRunner(InferenceRunner):
             losses.append(value.total.detach())
 
         super().__init__(model, mesh, micros, dtype, add)
+        self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext  # names a stretch of time in a profile
         self.policy = policy or ReshardPolicy.of(model, mesh, dtype)
         several = mesh["pp"].size > 1 or len(micros) > 1
         spares_memory = model.recompute != "none" or any(isinstance(part, Tiled) for part in model.modules())
@@ -104,7 +106,8 @@ class TrainingRunner(InferenceRunner):
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
         if x is not None:
             x.requires_grad_()
-        y = self.model(self.micros[micro], self.loss, self.local(stage), x)
+        with self.mark("forward"):
+            y = self.model(self.micros[micro], self.loss, self.local(stage), x)
         if not self.is_last(stage):
             self.pending[stage, micro] = x, y
             return y
@@ -117,11 +120,13 @@ class TrainingRunner(InferenceRunner):
         self.model.wgrad_queue.bucket = key if action.kind == "input" else None
         self._reduce_next(last and action.kind == "backward")
         x, y = self.pending.pop(key)
-        y.backward(grad)
+        with self.mark("backward"):
+            y.backward(grad)
         return None if x is None else x.grad
 
     def weight(self, stage: int, micro: int) -> None:
-        self.model.wgrad_queue.flush((stage, micro))
+        with self.mark("backward"):
+            self.model.wgrad_queue.flush((stage, micro))
 
     def finish(self) -> None:
         """Reduce the gradients, if no backward pass did: FSDP2 does at the end of any of its root."""

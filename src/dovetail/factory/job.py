@@ -22,7 +22,7 @@ from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import ConfigError, LayoutError
 from dovetail.factory.engine import EngineOptions, make_engine, make_mesh
 from dovetail.factory.layouts import check_layout, check_positions
-from dovetail.factory.notes import check_experts, notes, rows_line
+from dovetail.factory.notes import check_experts, missed_profiles, notes, rows_line
 from dovetail.factory.rewards import make_rewards, own_metrics
 from dovetail.factory.rows import TEMPLATE, Parts, load_parts, read_template, reads_answer, with_epochs
 from dovetail.factory.sampler import backend_layout, longest_row, make_sampler
@@ -124,7 +124,7 @@ class Builder:
 
     def _job(self, damaged: Mapping[str, str]) -> Job:
         recipe, rewards = self.recipe, None
-        run = RunDirectory(recipe, self.mesh, self.resume, self.stop_signal)
+        run = RunDirectory(recipe, self.mesh, self.resume, self.stop_signal, self.progress)
         with ExitStack() as on_failure:
             on_failure.callback(run.close)
             on_failure.callback(self.metrics.close)
@@ -150,7 +150,9 @@ class Builder:
             contents = Contents(engines=engines, sides=engines[POLICY].origin.sides, model=model, data=rows)
             run.check_space(contents)
             on_failure.pop_all()
-        lines = notes(self.recipe, self.source.config, self.lengths, self.notes)
+        done = 0 if self.resumed is None else self.resumed.state.step
+        others = [*self.notes, *missed_profiles(self.recipe, done)]
+        lines = notes(self.recipe, self.source.config, self.lengths, others)
         return Job(self.recipe, task, run, contents, rewards, lines, self.metrics)
 
     def _sft(self, first_row: int) -> tuple[Task, str, Engines]:

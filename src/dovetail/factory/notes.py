@@ -12,6 +12,13 @@ from dovetail.recipe.reward import RewardSection
 from dovetail.recipe.schema import PPO, SFT, Recipe
 
 
+def missed_profiles(recipe: Recipe, done: int) -> list[str]:
+    """done: steps of a resumed run."""
+    steps = recipe.trainer.steps
+    missed = [str(step) for step in recipe.trainer.profile.steps if not done < step <= steps]
+    return [f"not profiled, since the run takes steps {done + 1} to {steps}: {', '.join(missed)}"] if missed else []
+
+
 def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], others: Sequence[str] = ()) -> list[str]:
     """lengths: tokens of every training row. others: notes so far."""
     lines, algorithm, trainer = list(dict.fromkeys(others)), recipe.algorithm, recipe.trainer

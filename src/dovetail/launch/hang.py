@@ -12,7 +12,8 @@ from typing import IO, NamedTuple
 
 from dovetail.launch.progress import State
 
-DUMP_SIGNAL = signal.SIGUSR2  # batch systems send USR1 before they end a job
+DUMP_SIGNAL = signal.SIGURG  # ignored by a rank that does not write stacks yet
+PROFILE_SIGNAL = signal.SIGUSR2  # from users; batch systems send USR1 before they end a job
 WAITING_IN = ("/torch/distributed/", "/dovetail/parallel/", "/dovetail/pipeline/executor.py")
 STOPPED_STATES = ("T", "t")
 SILENT_SECONDS = 5.0  # without a heartbeat, of which there are two a second

@@ -258,7 +258,7 @@ class _Monitor:
 def main() -> None:
     """The monitor process. It kills a rank that has to end and does not."""
     system.die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):  # for the rank, which may have a checkpoint to write
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):  # for the rank: it may have a checkpoint to write
         signal.signal(number, signal.SIG_IGN)
     line = b""
     while not line.endswith(b"\n"):  # and no byte of the next line, which `select` would not see

@@ -9,20 +9,21 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 Phase = Literal[
-    "init", "load", "run", "push", "rollout", "reward", "score", "update", "optimizer", "save", "eval", "wait", "exit"
-]
+    "init", "load", "run", "push", "rollout", "reward", "score", "update", "optimizer", "save", "eval", "wait", "exit",
+    "profile",
+]  # fmt: skip
 PHASES: tuple[Phase, ...] = get_args(Phase)
 # Seconds until a phase counts as hung; `run` is the whole of a score or generate.
 LIMITS: Mapping[Phase, float] = {
     "init": 600.0, "load": 1800.0, "run": float("inf"), "push": 900.0, "rollout": 3600.0, "reward": 1800.0,
     "score": 1200.0, "update": 1200.0, "optimizer": 600.0, "save": 1800.0, "eval": 3600.0, "wait": 1800.0,
-    "exit": 600.0,
+    "exit": 600.0, "profile": 1800.0,
 }  # fmt: skip
 
 COLLECTIVE_SLACK, MAX_COLLECTIVE_SECONDS = 120.0, 30 * 86400.0
@@ -50,6 +51,9 @@ class Progress:
         self._file = None if path is None else path.open("wb", buffering=0)
         self._lock = threading.Lock()
         self.listener: Callable[[Phase, int, int, int], None] | None = None
+        self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext  # names a stretch of time in a profile
+        self.profile_wanted = False  # by a signal
+        self._marked = ExitStack()  # the phase
         self._seconds = defaultdict[Phase, float](float)
         self.state = State(0, "init", None, time.monotonic(), time.monotonic())
         self._counted = self.state.since
@@ -61,7 +65,13 @@ class Progress:
             entries, _, last, _, beat = self.state
             now = self._count()
             self._write(State(entries + 1, name, last if step is None else step, now, beat))
+        self._marked.close()
+        self._marked.enter_context(self.mark(name))
         self.advance(0, 0)
+
+    def want_profile(self, *_: object) -> None:
+        """A handler of signals."""
+        self.profile_wanted = True
 
     def advance(self, done: int, total: int, tokens: int = 0) -> None:
         """For who shows it. total 0: unknown; tokens: made so far in this phase."""

@@ -20,7 +20,7 @@ from typing import IO, NoReturn
 
 from dovetail.errors import ConfigError, LostStore, MachineError
 from dovetail.jsonl import ODD_LETTERS
-from dovetail.launch.hang import WAITING_IN, dump_stacks_to
+from dovetail.launch.hang import PROFILE_SIGNAL, WAITING_IN, dump_stacks_to
 from dovetail.launch.hosts import HostWatch, Store
 from dovetail.launch.process import complain
 from dovetail.launch.progress import Phase, Progress, calling_every
@@ -116,6 +116,7 @@ class StopHandler:
         self.code: int | None = None  # of the signal that unwinds
         for number in STOP_CODES:
             signal.signal(number, self.unwind)
+        signal.signal(PROFILE_SIGNAL, rank.progress.want_profile)
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

@@ -22,7 +22,16 @@ from typing import NamedTuple
 from dovetail import system
 from dovetail.errors import MachineError
 from dovetail.jsonl import append
-from dovetail.launch.hang import DUMP_SIGNAL, STOPPED_STATES, Incident, RankStatus, Stack, main_stack, suspects
+from dovetail.launch.hang import (
+    DUMP_SIGNAL,
+    PROFILE_SIGNAL,
+    STOPPED_STATES,
+    Incident,
+    RankStatus,
+    Stack,
+    main_stack,
+    suspects,
+)
 from dovetail.launch.process import complain, narrow_limits
 from dovetail.launch.progress import LIMITS, Phase, State, read_state
 from dovetail.launch.rank import DEFECT, FOLDER, INTERRUPTED, PIPE, STOP_CODES, STOPPED, USER_ERROR, RankFiles
@@ -57,6 +66,7 @@ def run_ranks(command: Sequence[str], ranks: int, supervision: Supervision) -> i
     stop, incidents = _Stop(), list[Incident]()
     for number in STOP_CODES:
         signal.signal(number, stop.receive)
+    signal.signal(PROFILE_SIGNAL, stop.pass_on)
     while True:
         end = _start_once(command, ranks, supervision, stop)
         complain(end.text)
@@ -122,6 +132,11 @@ class _Stop:
         for process in self.job.processes if self.job is not None else ():
             process.send_signal(signal.SIGKILL if self.second else number)
 
+    def pass_on(self, number: int, _: FrameType | None) -> None:
+        """To the first rank, once it handles signals."""
+        if self.job is not None and self.job.has_begun():
+            self.job.processes[0].send_signal(number)
+
     def wait(self, seconds: float) -> bool:
         """Whether a signal comes."""
         deadline = time.monotonic() + seconds
@@ -146,6 +161,9 @@ class _Job:
         self.processes.append(process)
         if self.stop.signal:
             process.send_signal(self.stop.signal)
+
+    def has_begun(self) -> bool:
+        return bool(self.files) and self._state(0).phase != "init"
 
     def wait(self) -> ExitReport:
         """Until all ranks have ended, one hangs, or shortly after a failure or a stop."""

@@ -31,6 +31,7 @@ CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 # Eight buffers of 4 MiB, cuBLAS's own size on Hopper: so set, its sums have one order.
 CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+PROFILER = ("KINETO_LOG_LEVEL", "6")  # the profiler writes to standard error at its start and end
 NOT_DETERMINISTIC = "does not have a deterministic implementation"  # in torch's message
 KERNEL_CACHES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR")
 OPEN_FILES = 1 << 13  # a group has dozens of sockets, a layout a dozen groups
@@ -40,6 +41,7 @@ def pick_device(name: str = "auto") -> torch.device:
     """`auto`, `cpu`, `cuda` or `npu`; an accelerator is chosen by LOCAL_RANK, unless one is visible, and made current."""
     os.environ.setdefault(*QUEUES)
     os.environ.setdefault(*CUBLAS)
+    os.environ.setdefault(*PROFILER)
     present = {"cuda": torch.cuda.is_available(), "npu": importlib.util.find_spec("torch_npu") is not None}
     if name == "auto":
         name = next((kind for kind, available in present.items() if available), "cpu")

@@ -74,6 +74,8 @@ FOREIGN: Mapping[str, Sequence[str]] = {
     "trainer.keep": ("save_total_limit", "max_ckpt_to_keep"),
     "trainer.eval_every": ("eval_steps", "test_freq"),
     "trainer.loggers": ("report_to", "logger"),
+    "trainer.profile.steps": ("global_profiler.steps", "profile_steps", "enable_profiling", "profile_freq"),
+    "trainer.profile.memory": ("enable_memory_snapshot", "profile_memory"),
     "trainer.activation_checkpointing": ("gradient_checkpointing", "enable_gradient_checkpointing"),
     "run_dir": ("output_dir", "default_local_dir"),
 }

@@ -16,7 +16,7 @@ from dovetail.recipe.data import DataSection
 from dovetail.recipe.evaluation import EvalSection, EvalSetSection
 from dovetail.recipe.keys import Key, explain, keys_of, rename_keys
 from dovetail.recipe.reward import Rewards, RewardSection
-from dovetail.recipe.tracking import Loggers
+from dovetail.recipe.tracking import Loggers, ProfileSection
 from dovetail.recipe.types import (
     Dtype,
     Estimator,
@@ -184,6 +184,7 @@ class TrainerSection(Section):
     stop_at_reward: float | None = key(None, "stop when a step's mean reward reaches this")
     time_budget_seconds: PositiveFloat | None = key(None, "with evaluations; a step runs only if predicted to fit")
     loggers: Loggers = key((), "beyond metrics.jsonl: names, or {name, project, ...}")
+    profile: ProfileSection = key(ProfileSection(), "steps to profile")
     max_skipped_steps: PositiveInt = key(3, "skipped (non-finite) steps in a row that stop the run")
     deterministic: bool = key(True, "deterministic kernels: the same bits in every run on the same devices")
     check_replicas_every: NonNegativeInt = key(100, "steps between comparisons of replicated weights; 0: none")
@@ -251,6 +252,14 @@ class Recipe(Section):
             raise ValueError(
                 f"rollout.router_replay is rollout, but rollout.backend={self.rollout.backend} returns no routes; "
                 "set rollout.backend=native, or rollout.router_replay=trainer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _profiled(self) -> Self:
+        if self.data.epochs is None and (late := [n for n in self.trainer.profile.steps if n > self.trainer.steps]):
+            raise ValueError(
+                f"trainer.profile.steps has {late[0]}, but trainer.steps is {self.trainer.steps}; give steps of the run"
             )
         return self
 

@@ -1,8 +1,8 @@
-"""The entries of `trainer.loggers`."""
+"""The entries of `trainer.loggers`, and `trainer.profile`."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from dovetail.recipe.types import NotStrict, Section, key
 
@@ -18,10 +18,23 @@ class LoggerSection(Section):
     group: str | None = key(None, "of runs; not tensorboard")
 
 
+def _as_steps(given: Any) -> Any:
+    return (given,) if isinstance(given, int) else given
+
+
 def _as_sections(given: Any) -> Any:
     """A name stands for {name: NAME}, and one entry for a list of it."""
     entries = given if isinstance(given, list | tuple) else [given]
     return tuple({"name": entry} if isinstance(entry, str) else entry for entry in entries)
+
+
+class ProfileSection(Section):
+    """Which steps are recorded in run_dir/profile (performance.md); SIGUSR2 to a running job records its next step."""
+
+    steps: Annotated[tuple[PositiveInt, ...], BeforeValidator(_as_steps), NotStrict] = key(
+        (), "from 1; [3, 5] is these two"
+    )
+    memory: bool = key(False, "also allocations: peaks by phase, and on GPUs a snapshot")
 
 
 Loggers = Annotated[tuple[LoggerSection, ...], BeforeValidator(_as_sections), NotStrict]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError
+from dovetail.report.profile import read_profiles
 from dovetail.report.read import Row, Run, number, read_runs, text_of
 from dovetail.report.samples import choose, script_json
 
@@ -148,6 +149,7 @@ def _run_data(run: Run) -> dict[str, Any]:
         "series": series,
         "phases": {name: _thin(values, values, values)["v"] for name, values in phases.items()},
         "step_seconds": _thin(seconds, seconds, seconds)["v"] if phases else [],
+        "profiles": read_profiles(run.path),
         "events": [{key: text_of(value)[:500] for key, value in event.items()} for event in _events(run)],
         "log": run.log,
     }

@@ -195,6 +195,36 @@ function phases() {
   });
   return section("Where the time goes", "seconds of each phase, mean of the steps; below by step", cards.length && el("div", { className: "grid wide" }, ...cards));
 }
+// Profiled steps: how each phase was spent, and its longest operators and kernels.
+function profiles() {
+  const cards = runs.flatMap((run) => run.profiles.map((profile) => profileCard(run.name, profile)));
+  return section("Profiles", "computing: the GPU, or operators on a CPU; waiting: in collectives while nothing computes; host: the rest, such as Python and launches",
+    cards.length && el("div", { className: "grid wide" }, ...cards));
+}
+function profileCard(name, profile) {
+  const several = profile.ranks > 1 ? "ranks, from the least to the most" : "rank";
+  const rows = profile.phases.flatMap((phase) => {
+    const host = phase.seconds.map((seconds, i) => Math.max(0, seconds - phase.computing[i] - phase.waiting[i]));
+    const parts = [phase.computing, phase.waiting, host].map((part) => shares(part, phase.seconds));
+    const below = Object.entries(phase.parts).map(([part, seconds]) => profileRow(`\u00a0\u00a0${part}`, [show(seconds), "", "", "", ""]));
+    return [profileRow(phase.name, [spread(phase.seconds), ...parts, phase.peak_gib ? show(phase.peak_gib) : "-"]), ...below];
+  });
+  const longest = profile.phases.map((phase) => {
+    const tables = Object.entries(phase.longest).map(([kind, found]) =>
+      table([kind, "seconds", "calls"], found.map(([own, seconds, calls]) => profileRow(own, [show(seconds), calls]))));
+    return el("details", {}, el("summary", {}, `${phase.name}: what took longest on rank ${profile.rank}`), ...tables);
+  });
+  return el("div", { className: "card" }, el("h3", {}, `${name}, step ${profile.step}`),
+    el("div", { className: "soft" }, `${profile.ranks} ${several}, ${profile.device}; traces in profile/step-${profile.step}`),
+    table(["phase", "seconds", "computing", "waiting", "host", "peak GiB"], rows), ...longest);
+}
+const profileRow = (name, cells) => el("tr", {}, el("td", {}, name), ...cells.map((cell) => el("td", {}, String(cell))));
+function spread(values) {
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  return show(low) === show(high) ? show(low) : `${show(low)} to ${show(high)}`;
+}
+const shares = (part, whole) => `${spread(part.map((value, i) => Math.round((100 * value) / (whole[i] || 1))))} %`;
+
 function section(title, about, content) {
   return content ? el("section", { id: title.replaceAll(" ", "-") }, el("h2", {}, title), about && el("div", { className: "soft tools" }, about), content) : null;
 }
@@ -341,7 +371,7 @@ const parts = [
   data.groups.length ? controls() : el("p", { id: "empty" }, "metrics.jsonl has no step yet."),
 ];
 const [reward, evaluation] = ["Reward", "Evaluation"].map((title) => data.groups.find((group) => group[0] === title));
-parts.push(...[reward, evaluation].filter(Boolean).map(curves), phases());
+parts.push(...[reward, evaluation].filter(Boolean).map(curves), phases(), profiles());
 parts.push(...data.groups.filter((group) => group !== reward && group !== evaluation).map(curves), samples(), events(), config(), logs());
 const jumps = parts.filter((part) => part?.tagName === "SECTION").map((part) => el("a", { href: `#${part.id}` }, part.id.replaceAll("-", " ")));
 parts.splice(2, 0, el("nav", { className: "tools" }, ...jumps));

@@ -27,6 +27,7 @@ from dovetail.device import peak_flops, peak_memory_gib, usage
 from dovetail.engine.base import Engine
 from dovetail.errors import CheckpointError, ConfigError
 from dovetail.jsonl import ODD_LETTERS, append, json_line
+from dovetail.launch.progress import Progress
 from dovetail.parallel.collectives import gather_text, stack_over
 from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
@@ -37,6 +38,7 @@ from dovetail.run.lock import RunLock, refuse_unshared
 from dovetail.run.loggers import RunFacts, check_loggers
 from dovetail.run.metrics import METRICS, Metrics, Records, write_samples
 from dovetail.run.paths import CHECKPOINTS, CONFIG, EVENTS, HF, check_run_dir, is_run
+from dovetail.run.profiler import Profiler
 from dovetail.run.resume import Resumed, find
 from dovetail.run.state import RunState, random_state, restore_random_state
 from dovetail.run.trainer import Outcome, Row, evaluation_of
@@ -45,9 +47,9 @@ from dovetail.weights.safe_paths import SideFiles
 from dovetail.weights.stream import Export
 
 POLICY, CRITIC = MODEL_ROLE, "critic"
-ROLLOUTS, EVAL, SUPERSEDED, LOG = "rollouts", "eval", "superseded", "console.log"
+ROLLOUTS, EVAL, PROFILE, SUPERSEDED, LOG = "rollouts", "eval", "profile", "superseded", "console.log"
 ROOM_FOR = 2  # checkpoints: the old one stays until the new one is complete
-ROLLOUT_FILE = re.compile(r"step_(\d+)\.")
+OF_STEP = re.compile(r"step_(\d+)\.|step-(\d+)$")
 MOST_FAILED_SAVES = 3  # in a row
 
 
@@ -64,7 +66,14 @@ class Contents:
 class RunDirectory:
     """resume: auto, never or step=N. stop_signal: of this rank, or 0."""
 
-    def __init__(self, recipe: Recipe, mesh: Mesh, resume: str = "auto", stop_signal: Callable[[], int] = int) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        mesh: Mesh,
+        resume: str = "auto",
+        stop_signal: Callable[[], int] = int,
+        progress: Progress | None = None,
+    ) -> None:
         trainer = recipe.trainer
         self.recipe, self.mesh, self.path = recipe, mesh, Path(recipe.run_dir)
         self.config = recipe.model_dump(mode="json", by_alias=True)
@@ -72,6 +81,7 @@ class RunDirectory:
         self.lead = mesh["world"].rank == 0
         self.console = Console(speaks=self.lead, steps=trainer.steps)
         self.say = self.console.say
+        self.profiler = Profiler(trainer.profile, self.path / PROFILE, mesh, progress or Progress(), self.say)
         self.resumed: Resumed | None = None
         self.stop_signal = 0  # of any rank
         self._resume, self._stop_signal = resume, stop_signal
@@ -215,11 +225,12 @@ class RunDirectory:
             self._finish_save()
 
     def stopping(self) -> bool:
-        """Whether any rank got a signal; also ends finished saves. Collective."""
-        own = torch.tensor([self._stop_signal(), self._saver.done], dtype=torch.int64, device=self.mesh.device)
-        ranks = stack_over(own, self.mesh["world"])
+        """Whether any rank got a signal to stop; also ends finished saves. Collective."""
+        own = [self._stop_signal(), self._saver.done, self.profiler.take_request()]
+        ranks = stack_over(torch.tensor(own, dtype=torch.int64, device=self.mesh.device), self.mesh["world"])
         if ranks[:, 1].all():
             self._finish_save()
+        self.profiler.wanted |= bool(ranks[:, 2].any())
         self.stop_signal = min((number for number in ranks[:, 0].tolist() if number), default=0)
         return self.stop_signal != 0
 
@@ -325,7 +336,8 @@ class RunDirectory:
         set_aside(self.path / CHECKPOINTS, self._order, aside / CHECKPOINTS)
         self._earlier, kept, rest = _rows(self.path / METRICS, step)
         files = [*(self.path / ROLLOUTS).glob("step_*"), *(self.path / EVAL).glob("**/step_*")]
-        late = [path for path in files if (number := ROLLOUT_FILE.match(path.name)) and int(number[1]) > step]
+        files += (self.path / PROFILE).glob("step-*")
+        late = [path for path in files if (of := OF_STEP.match(path.name)) and int(of[1] or of[2]) > step]
         late += [self.path / HF] if os.path.lexists(self.path / HF) else []
         if rest or late:
             aside.mkdir(parents=True, exist_ok=True)

@@ -129,27 +129,28 @@ def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: 
     last = step >= trainer.steps or reached
     after = {name: rows[-1][name] for name in before if rows[-1].get(name) is not None} if rows else {}
     while not (last or stop):
-        begun = time.monotonic()
-        if (metrics := task.step(step, run.stopping)) is None:
-            stop = True
-            break
-        step += 1
-        seconds = time.monotonic() - begun
-        row = {"step": step, **metrics, "step_seconds": seconds, "tokens_per_second": metrics["tokens"] / seconds}
-        rows.append(row)
-        last = _reached(trainer.stop_at_reward, rows) or not budget.has_room() or step == trainer.steps
-        due = (trainer.eval_every and step % trainer.eval_every == 0) or (last and not run.stopping())
-        after = task.evaluate(step) if due else {}
-        progress.phase("wait")
-        row |= after | unwritten | phase_metrics(progress.take_seconds(), row.pop("work", {}))
-        unwritten = {}
-        run.record(row, task.sample_rows())
-        guard.check(row, task.trained)
-        stop = run.stopping()
-        if trainer.save_every and step % trainer.save_every == 0:
-            progress.phase("save", step)
-            run.checkpoint(step)
-            saved = step
+        with run.profiler.around(step + 1):
+            begun = time.monotonic()
+            if (metrics := task.step(step, run.stopping)) is None:
+                stop = True
+                break
+            step += 1
+            seconds = time.monotonic() - begun
+            row = {"step": step, **metrics, "step_seconds": seconds, "tokens_per_second": metrics["tokens"] / seconds}
+            rows.append(row)
+            last = _reached(trainer.stop_at_reward, rows) or not budget.has_room() or step == trainer.steps
+            due = (trainer.eval_every and step % trainer.eval_every == 0) or (last and not run.stopping())
+            after = task.evaluate(step) if due else {}
+            progress.phase("wait")
+            row |= after | unwritten | phase_metrics(progress.take_seconds(), row.pop("work", {}))
+            unwritten = {}
+            run.record(row, task.sample_rows())
+            guard.check(row, task.trained)
+            stop = run.stopping()
+            if trainer.save_every and step % trainer.save_every == 0:
+                progress.phase("save", step)
+                run.checkpoint(step)
+                saved = step
     if step > saved and (trainer.save_on_stop if stop else trainer.save_every):
         progress.phase("save", step)
         run.checkpoint(step)

@@ -1,0 +1,202 @@
+"""Sums up a Chrome trace of torch.profiler by phase of the training loop."""
+
+import json
+import math
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from dovetail.launch.progress import PHASES
+from dovetail.report.profile import PhaseSummary, Summary
+from dovetail.report.read import Row
+
+PARTS = ("forward", "backward")  # of an update
+SHOWN, NAME_LENGTH = 10, 160  # operators and kernels of a phase, and characters of their names
+CHUNK = 1 << 20
+BEGIN, GAP = '"traceEvents": [', re.compile(r"[\s,]*")
+ON_GPU, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
+CPU = 0  # type of a device
+
+
+class Event(NamedTuple):
+    """In microseconds. launch: joins what ran on a GPU with the host's call."""
+
+    start: float
+    stop: float
+    name: str
+    thread: int | str
+    launch: int | None
+
+
+def read_events(path: Path) -> Iterator[Row]:
+    """Of a trace that is not compressed, which may be larger than memory. ValueError if it is cut."""
+    decoder, text, begun = json.JSONDecoder(strict=False), "", False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while chunk := file.read(CHUNK):
+            text += chunk
+            if not begun:
+                _, mark, rest = text.partition(BEGIN)
+                begun, text = bool(mark), rest if mark else text
+            at = 0
+            while begun:
+                at = _end_of_gap(text, at)
+                if text.startswith("]", at):
+                    return
+                try:
+                    event, at = decoder.raw_decode(text, at)
+                except ValueError:  # it ends in the next chunk
+                    break
+                yield event
+            text = text[at:]
+    raise ValueError(f"the trace is cut: {path}")
+
+
+def _end_of_gap(text: str, at: int) -> int:
+    match = GAP.match(text, at)
+    return at if match is None else match.end()
+
+
+def summarize(events: Iterable[Row], step: int, rank: int, device: str) -> Summary:
+    trace = _Trace()
+    for event in events:
+        trace.add(event)
+    return Summary(step=step, rank=rank, device=device, events=trace.events, phases=trace.summary())
+
+
+class _Trace:
+    """operators: of the host. kernels: on a GPU. collectives: on a GPU, or by threads of gloo."""
+
+    def __init__(self) -> None:
+        self.phases, self.parts = list[Event](), list[Event]()
+        self.operators, self.kernels, self.collectives = list[Event](), list[Event](), list[Event]()
+        self.launched: dict[int, float] = {}
+        self.allocated: list[tuple[float, int, int]] = []  # when, type of the device, bytes
+        self.starts: list[float] = []  # of phases
+        self.events = 0
+
+    def add(self, event: Row) -> None:
+        kind, name, arguments = event.get("cat"), str(event.get("name", "")), event.get("args") or {}
+        self.events += 1
+        if name == "[memory]":
+            self.allocated.append((event["ts"], arguments["Device Type"], arguments["Total Allocated"]))
+        if event.get("ph") != "X":
+            return
+        start, launch = float(event["ts"]), arguments.get("correlation")
+        found = Event(start, start + float(event["dur"]), name[:NAME_LENGTH], event.get("tid", 0), launch)
+        if kind == "cpu_op":
+            self.operators.append(found)
+        elif kind in LAUNCHES and launch is not None:
+            self.launched[launch] = start
+        elif kind in ON_GPU:
+            (self.collectives if "nccl" in name.lower() else self.kernels).append(found)
+        elif kind == "user_annotation" and name in PHASES:
+            self.phases.append(found)
+        elif kind == "user_annotation" and name in PARTS:
+            self.parts.append(found)
+        elif kind == "user_annotation" and name.startswith("gloo:"):
+            self.collectives.append(found)
+
+    def summary(self) -> dict[str, PhaseSummary]:
+        self.phases.sort()
+        self.starts = [phase.start for phase in self.phases]
+        own = _by(self._phase_of, _own_times(self.operators))
+        on_gpu = [event for event in (*self.kernels, *self.collectives) if event.launch is not None]
+        kernels = _by(self._phase_of, ((event, event.stop - event.start) for event in on_gpu))
+        computing = self.kernels or [event for event in self.operators if event.name.startswith("aten::")]
+        spans = {"computing": computing, "collectives": self.collectives, "any": chain(computing, self.collectives)}
+        merged = {name: _merged(events) for name, events in spans.items()}
+        peaks, phases = self._peaks(), dict[str, PhaseSummary]()
+        for name in dict.fromkeys(phase.name for phase in self.phases):
+            windows = [(phase.start, phase.stop) for phase in self.phases if phase.name == name]
+            spent = {kind: _overlap(windows, spans) / 1e6 for kind, spans in merged.items()}
+            parts = defaultdict[str, float](float)
+            for part in self.parts:
+                if self._phase_of(part) == name:
+                    parts[part.name] += (part.stop - part.start) / 1e6
+            phases[name] = PhaseSummary(
+                seconds=sum(stop - start for start, stop in windows) / 1e6,
+                computing=spent["computing"],
+                collectives=spent["collectives"],
+                waiting=spent["any"] - spent["computing"],
+                parts=parts,
+                operators=_longest(own[name]),
+                kernels=_longest(kernels[name]),
+                peak_bytes=peaks.get(name),
+            )
+        return phases
+
+    def _phase_of(self, event: Event) -> str:
+        """Of the launch of what ran on a GPU."""
+        return self._phase_at(event.start if event.launch is None else self.launched.get(event.launch, event.start))
+
+    def _phase_at(self, time: float) -> str:
+        before = bisect_right(self.starts, time)
+        return self.phases[before - 1].name if before else ""
+
+    def _peaks(self) -> Mapping[str, int]:
+        """Most allocated bytes by phase, of the GPU if there is one; of the host beyond what it had at first."""
+        types = {kind for _, kind, _ in self.allocated}
+        peaks = defaultdict[str, int](int)
+        for time, kind, allocated in self.allocated:
+            if (kind == CPU) == (types == {CPU}):
+                name = self._phase_at(time)
+                peaks[name] = max(peaks[name], allocated)
+        return peaks
+
+
+def _by(
+    key: Callable[[Event], str], times: Iterable[tuple[Event, float]]
+) -> defaultdict[str, dict[str, tuple[float, int]]]:
+    """By phase and name: seconds and calls."""
+    found = defaultdict[str, dict[str, tuple[float, int]]](dict)
+    for event, time in times:
+        names = found[key(event)]
+        seconds, calls = names.get(event.name, (0.0, 0))
+        names[event.name] = seconds + time / 1e6, calls + 1
+    return found
+
+
+def _longest(names: Mapping[str, tuple[float, int]]) -> list[tuple[str, float, int]]:
+    order = sorted(names.items(), key=lambda item: -item[1][0])[:SHOWN]
+    return [(name, seconds, calls) for name, (seconds, calls) in order]
+
+
+def _own_times(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
+    """Without the time of events within."""
+    for _, thread in groupby(sorted(events, key=lambda e: (str(e.thread), e.start, -e.stop)), lambda e: e.thread):
+        open_events: list[tuple[Event, float]] = []  # and their own time so far
+        for event in chain(thread, [Event(math.inf, math.inf, "", 0, None)]):
+            while open_events and open_events[-1][0].stop <= event.start:
+                yield open_events.pop()
+            if open_events:
+                outer, time = open_events[-1]
+                open_events[-1] = outer, time - (min(event.stop, outer.stop) - event.start)
+            open_events.append((event, event.stop - event.start))
+
+
+def _merged(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """Spans in which at least one of them goes on, in order."""
+    spans: list[tuple[float, float]] = []
+    for start, stop in sorted((event.start, event.stop) for event in events):
+        if spans and start <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(spans[-1][1], stop)
+        else:
+            spans.append((start, stop))
+    return spans
+
+
+def _overlap(windows: Sequence[tuple[float, float]], spans: Sequence[tuple[float, float]]) -> float:
+    """Both in order, and disjoint."""
+    total, at = 0.0, 0
+    for start, stop in windows:
+        while at < len(spans) and spans[at][1] <= start:
+            at += 1
+        for low, high in spans[at:] if at < len(spans) else ():
+            if low >= stop:
+                break
+            total += min(high, stop) - max(low, start)
+    return total

@@ -1,0 +1,138 @@
+"""Profiles of single steps: of each rank a trace of torch.profiler, what it sums up to, and a snapshot of GPU memory."""
+
+import gzip
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from dovetail.launch.progress import Progress
+from dovetail.parallel.collectives import gather_text
+from dovetail.parallel.mesh import Mesh
+from dovetail.recipe.tracking import ProfileSection
+from dovetail.report.trace import read_events, summarize
+
+SNAPSHOT_ENTRIES = 100_000  # allocations and frees
+GZIP_LEVEL = 5
+MOST_CAUSE = 300  # characters
+
+
+class Attempt:
+    """Keeps the first error of its blocks."""
+
+    def __init__(self) -> None:
+        self.error = ""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if isinstance(error, Exception):
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            self.error = self.error or text[:MOST_CAUSE]
+        return isinstance(error, Exception)
+
+
+class Profiler:
+    """No failure of a profile stops a run."""
+
+    def __init__(
+        self, section: ProfileSection, folder: Path, mesh: Mesh, progress: Progress, say: Callable[[str], None]
+    ) -> None:
+        self.steps, self.memory, self.folder = section.steps, section.memory, folder
+        self.mesh, self.progress, self.say = mesh, progress, say
+        self.wanted = False  # by a signal, on all ranks
+
+    def take_request(self) -> bool:
+        """Whether this rank got a signal since the last call."""
+        asked, self.progress.profile_wanted = self.progress.profile_wanted, False
+        return asked
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Records the block if the step is to be profiled. Collective."""
+        if not self.wanted and step not in self.steps:
+            yield
+            return
+        self.wanted, attempt = False, Attempt()
+        rank, place = self.mesh["world"].rank, self.folder / f"step-{step}"
+        recording = _Recording(self.mesh.device, self.progress, place / f"rank-{rank}", memory=self.memory)
+        self.progress.phase("profile", step)
+        with attempt:
+            recording.start()
+        self.progress.phase("wait")
+        try:
+            yield
+        except BaseException:  # the phase stays the one that failed
+            recording.end(attempt)
+            raise
+        with attempt:
+            recording.synchronize()
+        self.progress.mark = nullcontext
+        self.progress.phase("profile")
+        recording.end(attempt)
+        with attempt:
+            if not attempt.error:
+                recording.write_trace(step, rank)
+        errors = gather_text(attempt.error, self.mesh["world"], self.mesh.device)
+        failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
+        if failed:
+            self.say(f"warning: {len(failed)} of {len(errors)} ranks wrote no profile of step {step}: {failed[0]}")
+        if len(failed) < len(errors):
+            self.say(f"profile of step {step}: {place}; dovetail report {self.folder.parent} shows it")
+
+
+class _Recording:
+    """A step of one rank. path: of its files, without suffix."""
+
+    def __init__(self, device: torch.device, progress: Progress, path: Path, *, memory: bool) -> None:
+        gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+        self.device, self.progress, self.path = device, progress, path
+        self.profile = profile(activities=[ProfilerActivity.CPU, *gpu], profile_memory=memory)
+        self.takes_snapshot = memory and device.type == "cuda"
+        self.running = False
+
+    def start(self) -> None:
+        self.synchronize()
+        self.profile.start()
+        self.running = True
+        if self.takes_snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES, stacks="python", clear_history=True)
+        self.progress.mark = record_function
+
+    def end(self, attempt: Attempt) -> None:
+        """Of a step that failed there is the snapshot, which shows why memory ran out."""
+        self.progress.mark = nullcontext
+        if not self.running:
+            return
+        with attempt:
+            self.profile.stop()
+        if self.takes_snapshot:
+            with attempt:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                torch.cuda.memory._dump_snapshot(f"{self.path}.memory.pickle")
+            with attempt:
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+    def write_trace(self, step: int, rank: int) -> None:
+        """Compressed, and its summary; both or none."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        packed, part = Path(f"{self.path}.trace.json.gz"), Path(f"{self.path}.part")
+        with tempfile.TemporaryDirectory(prefix="dovetail-profile-") as folder, ExitStack() as at_end:
+            trace = Path(folder) / "trace.json"
+            self.profile.export_chrome_trace(str(trace))
+            summary = summarize(read_events(trace), step, rank, self.device.type)
+            at_end.callback(part.unlink, missing_ok=True)
+            with trace.open("rb") as raw, gzip.open(part, "wb", GZIP_LEVEL) as file:
+                shutil.copyfileobj(raw, file)
+            part.rename(packed)
+        Path(f"{self.path}.json").write_text(summary.model_dump_json(), encoding="utf-8")
+
+    def synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize(self.device)
