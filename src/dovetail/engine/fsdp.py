@@ -1,5 +1,6 @@
 """FSDP2 around a model's blocks, experts and untied ends; gradients are summed, not averaged."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,8 @@ def forget_step(model: StagedModel, mesh: Mesh) -> None:
         group._training_state = TrainingState.POST_BACKWARD  # or the callback would reduce these gradients
         group.wait_for_unshard()  # or the next pass would use a prefetch of old weights
         for param in group.fsdp_params:
-            param.unsharded_accumulated_grad = None
+            with suppress(AttributeError):  # from torch 2.15 on it is the gradient below
+                param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
     state._state_ctx.iter_forward_root = None
