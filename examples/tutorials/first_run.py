@@ -1,12 +1,12 @@
 # %% [markdown]
 # # Your first RL run
 #
-# A language model learns, by reinforcement alone, to name the larger of two digits: `3,8?` -> `8`. It starts from random
-# weights, so that this file needs no download and no GPU: half a minute on two cores. The steps are those of a
+# A language model learns, by reinforcement alone, to name the larger of two digits: `3,8?` -> `8`. It starts from
+# random weights, so that this file needs no download and no GPU: half a minute on two cores. The steps are those of a
 # 7B on eight GPUs; the last cell says what changes.
 #
-# Run it as it is (`python examples/tutorials/first_run.py`), or cell by cell: VS Code and Jupyter (with jupytext) open files
-# with `# %%` as notebooks.
+# Run it as it is (`python examples/tutorials/first_run.py`), or cell by cell: VS Code and Jupyter (with jupytext)
+# open files with `# %%` as notebooks.
 
 # %%
 import shutil
@@ -20,8 +20,8 @@ shutil.rmtree(WORK, ignore_errors=True)  # of an earlier try
 # %% [markdown]
 # ## Model and rows
 #
-# A model is a Hugging Face directory. Rows are JSONL with a `prompt` and an `answer`; `reward: {name: ...}` compares the
-# two. Rows of verl (parquet), TRL, OpenAI and others are read as they are: `dovetail docs data`.
+# A model is a Hugging Face directory. Rows are JSONL with a `prompt` and an `answer`; `reward: {name: ...}` compares
+# the two. Rows of verl (parquet), TRL, OpenAI and others are read as they are: `dovetail docs data`.
 
 # %%
 tiny.language_model(WORK / "model")
@@ -33,12 +33,14 @@ tiny.write_rows(WORK / "eval.jsonl", held_out)
 # %% [markdown]
 # ## The recipe
 #
-# One YAML file is one run. What you know by other names: `samples_per_prompt` is TRL's `num_generations` and verl's `rollout.n`;
-# `prompts_per_step` counts prompts, over all GPUs (verl's `train_batch_size`; TRL counts completions of one GPU);
-# `tokens_per_batch` replaces every micro-batch size: sequences are packed without padding. The whole table: `dovetail docs recipe`.
+# One YAML file is one run. What you know by other names: `samples_per_prompt` is TRL's `num_generations` and verl's
+# `rollout.n`; `prompts_per_step` counts prompts, over all GPUs (verl's `train_batch_size`; TRL counts completions of
+# one GPU); `tokens_per_batch` replaces every micro-batch size: sequences are packed without padding. The whole table:
+# `dovetail docs recipe`.
 #
-# The built-in reward `number_only` gives 1 for exactly the number, and 0.3 or 0.1 for less. Such steps in between matter here:
-# a random model is almost never exactly right, and GRPO learns only from prompts whose samples differ in reward.
+# The built-in reward `number_only` gives 1 for exactly the number, and 0.3 or 0.1 for less. Such steps in between
+# matter here: a random model is almost never exactly right, and GRPO learns only from prompts whose samples differ in
+# reward.
 
 # %%
 RECIPE = WORK / "recipe.yaml"
@@ -56,8 +58,8 @@ run_dir: {WORK}/run
 # %% [markdown]
 # ## Train
 #
-# This is the command of the shell; the helper `sh` only shows its output here. Everything is checked before anything slow starts:
-# `--dry-run` stops there. The first lines say what will run:
+# This is the command of the shell; the helper `sh` only shows its output here. Everything is checked before anything
+# slow starts: `--dry-run` stops there. The first lines say what will run:
 #
 # ```text
 # dovetail 0.1.0: grpo
@@ -72,20 +74,23 @@ run_dir: {WORK}/run
 tiny.sh(f"dovetail train {RECIPE} --device cpu")
 
 # %% [markdown]
-# The mean reward of a step passes 0.9 after about 45 steps. The first ten steps look as if nothing happened: rewards are rare, and
-# the curve is flat until some samples are right by chance. `entropy` falls from 3 (any of 32 tokens) as the model commits itself;
-# a note says so, since in a long run on a real model that would be too early. On one machine the run ended with
+# The mean reward of a step passes 0.9 after about 45 steps. The first ten steps look as if nothing happened: rewards
+# are rare, and the curve is flat until some samples are right by chance. `entropy` falls from 3 (any of 32 tokens) as
+# the model commits itself; a note says so, since in a long run on a real model that would be too early. On one
+# machine the run ended with
 #
 # ```text
 # eval_reward_mean   0.000 -> 0.750
 # eval_solved        0.000 -> 0.750
 # ```
 #
-# `eval_solved` is the share of held-out prompts with reward 1 under greedy decoding: prompts that were never trained on.
+# `eval_solved` is the share of held-out prompts with reward 1 under greedy decoding: prompts that were never trained
+# on.
 #
 # ## What is in run_dir
 #
-# `metrics.jsonl` has a row a step. Its keys are explained by `dovetail docs tracking`, the same ones go to wandb and others.
+# `metrics.jsonl` has a row a step. Its keys are explained by `dovetail docs tracking`, the same ones go to wandb and
+# others.
 
 # %%
 metrics = tiny.read_rows(WORK / "run/metrics.jsonl")
@@ -94,7 +99,8 @@ for row in metrics[::10]:
 assert metrics[-1]["reward_mean"] > metrics[0]["reward_mean"] + 0.5
 
 # %% [markdown]
-# Rewards alone can lie; look at what the model writes. `dovetail report RUN` makes one HTML file of curves and samples.
+# Rewards alone can lie; look at what the model writes. `dovetail report RUN` makes one HTML file of curves and
+# samples.
 
 # %%
 tiny.sh(f"dovetail rollouts {WORK}/run --limit 2")
@@ -102,7 +108,8 @@ tiny.sh(f"dovetail rollouts {WORK}/run --limit 2")
 # %% [markdown]
 # ## The result
 #
-# `hf/` is the trained model as a Hugging Face directory, with tokenizer and config: transformers, vLLM and SGLang load it as it is.
+# `hf/` is the trained model as a Hugging Face directory, with tokenizer and config: transformers, vLLM and SGLang
+# load it as it is.
 
 # %%
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -115,9 +122,11 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=3, do_sample=Fals
 # %% [markdown]
 # ## Go on, or break it
 #
-# - Start the same command again: a finished run says so and changes nothing; one that was killed goes on where it was, bit for bit.
-# - `dovetail train recipe.yaml optim.lr=6e-3 run_dir=runs/fast` overrides keys. With this rate entropy collapses within 30 steps and
-#   the reward stays near 0.5: the model is sure of wrong answers, all samples of a prompt are equal, and nothing is left to learn from.
+# - Start the same command again: a finished run says so and changes nothing; one that was killed goes on where it
+#   was, bit for bit.
+# - `dovetail train recipe.yaml optim.lr=6e-3 run_dir=runs/fast` overrides keys. With this rate entropy collapses
+#   within 30 steps and the reward stays near 0.5: the model is sure of wrong answers, all samples of a prompt are
+#   equal, and nothing is left to learn from.
 # - `dovetail docs when-something-goes-wrong` lists symptoms, reasons and keys.
 #
 # ## With a real model

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # An image model
 #
-# A vision-language model learns by GRPO to name the color of a picture: 1 red, 2 green, 3 blue. The model is a Qwen2.5-VL of
-# random weights with one token for every 8 x 8 pixels, so this runs on a CPU, in about a minute. Needs pillow:
-# `pip install 'dovetail-rl[vision]'`.
+# A vision-language model learns by GRPO to name the color of a picture: 1 red, 2 green, 3 blue. The model is a
+# Qwen2.5-VL of random weights with one token for every 8 x 8 pixels, so this runs on a CPU, in about a minute. Needs
+# pillow: `pip install 'dovetail-rl[vision]'`.
 
 # %%
 import random
@@ -20,8 +20,9 @@ tiny.vision_model(WORK / "model")
 # %% [markdown]
 # ## Rows with images
 #
-# A row is a conversation whose content has parts. `path` is relative to the file of the rows; `base64` works too, and verl's parquet
-# rows with `<image>` and a column `images` are read as they are. Nothing is downloaded: an `http` address is refused.
+# A row is a conversation whose content has parts. `path` is relative to the file of the rows; `base64` works too, and
+# verl's parquet rows with `<image>` and a column `images` are read as they are. Nothing is downloaded: an `http`
+# address is refused.
 
 # %%
 COLORS = ((220, 30, 30), (30, 220, 30), (30, 30, 220))
@@ -41,9 +42,9 @@ tiny.write_rows(WORK / "eval.jsonl", rows[40:])
 # %% [markdown]
 # ## The recipe
 #
-# Two keys differ from a run on text. `rollout.backend: transformers` samples with the model's own `generate`: the embedded sampler has
-# no image towers. And image tokens count in `tokens_per_batch`: a picture of 1,000 x 1,000 pixels is about 1,300 tokens of
-# Qwen2.5-VL, so look at the line `rows` of the output before you choose it.
+# Two keys differ from a run on text. `rollout.backend: transformers` samples with the model's own `generate`: the
+# embedded sampler has no image towers. And image tokens count in `tokens_per_batch`: a picture of 1,000 x 1,000
+# pixels is about 1,300 tokens of Qwen2.5-VL, so look at the line `rows` of the output before you choose it.
 
 # %%
 RECIPE = WORK / "recipe.yaml"
@@ -76,9 +77,10 @@ assert max(row["reward_mean"] for row in metrics[-10:]) > metrics[0]["reward_mea
 #
 # ## The result, and real models
 #
-# `hf/` has the processor's files too. With a real model, such as Qwen2.5-VL-3B-Instruct, change `model.path`, `model.dtype: bfloat16`,
-# `optim.lr` and lengths; `examples/recipes/image_grpo.yaml` is such a recipe. Layouts of vision-language models are cp and dp (FSDP2):
-# `--layout cp=2,dp=4` shards long sequences over two GPUs and everything else over eight.
+# `hf/` has the processor's files too. With a real model, such as Qwen2.5-VL-3B-Instruct, change `model.path`,
+# `model.dtype: bfloat16`, `optim.lr` and lengths; `examples/recipes/image_grpo.yaml` is such a recipe. Layouts of
+# vision-language models are cp and dp (FSDP2): `--layout cp=2,dp=4` shards long sequences over two GPUs and
+# everything else over eight.
 
 # %%
 from transformers import AutoModelForImageTextToText

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Many GPUs
 #
-# A layout says how a model is sharded: `tp` cuts layers, `pp` stacks them on several ranks, `cp` cuts sequences, `dp` cuts the batch and, by
-# FSDP2, the parameters. Ranks = tp x pp x cp x dp. Every layout computes the same numbers as one rank. This file shows it on a CPU
-# with four ranks; on GPUs the commands are the same.
+# A layout says how a model is sharded: `tp` cuts layers, `pp` stacks them on several ranks, `cp` cuts sequences, `dp`
+# cuts the batch and, by FSDP2, the parameters. Ranks = tp x pp x cp x dp. Every layout computes the same numbers as
+# one rank. This file shows it on a CPU with four ranks; on GPUs the commands are the same.
 
 # %%
 import shutil
@@ -40,8 +40,8 @@ for layout in LAYOUTS:
     tiny.sh(f"dovetail train {RECIPE} --device cpu --layout {layout} run_dir={WORK}/{layout}")
 
 # %% [markdown]
-# The same prompts, the same samples, the same losses: sampling noise depends on seed, step, prompt and sample, not on the rank that
-# draws it, and losses are sums that are divided once, by the count over all ranks.
+# The same prompts, the same samples, the same losses: sampling noise depends on seed, step, prompt and sample, not on
+# the rank that draws it, and losses are sums that are divided once, by the count over all ranks.
 
 # %%
 one = tiny.read_rows(WORK / "one/metrics.jsonl")
@@ -67,7 +67,7 @@ tiny.sh(f"dovetail train {RECIPE} --device cpu --layout tp=3 run_dir={WORK}/thre
 
 # %% [markdown]
 # ```text
-# dovetail: layout tp=3: tp=3 does not divide the 4 attention heads ...
+# dovetail: layout tp=3: tp=3 does not fit this qwen2 model: 4 attention heads are not a multiple of 3; ...
 # ```
 #
 # ## Which layout?
@@ -80,11 +80,12 @@ tiny.sh(f"dovetail train {RECIPE} --device cpu --layout tp=3 run_dir={WORK}/thre
 # | several machines with slow links | `pp` between machines, tp and dp inside; give a step 2 x pp micro-batches or more |
 # | mixtures of experts | `ep=8`: divides dp x cp and adds no ranks |
 #
-# Change one thing at a time and compare `tokens_per_second` in `metrics.jsonl`, or let `python -m bench` measure layouts. The sampler has its own layout,
-# `rollout.layout: {tp: 2}`, for models that do not fit on one GPU without training state. What each kind costs in
-# memory and messages: `dovetail docs parallelism`, `dovetail docs moe`.
+# Change one thing at a time and compare `tokens_per_second` in `metrics.jsonl`, or let `python -m bench` measure
+# layouts. The sampler has its own layout, `rollout.layout: {tp: 2}`, for models that do not fit on one GPU without
+# training state. What each kind costs in memory and messages: `dovetail docs parallelism`, `dovetail docs moe`.
 #
-# A run may change its layout on the way: stop it, and start it again with another `--layout`. Any layout reads any other's checkpoint.
+# A run may change its layout on the way: stop it, and start it again with another `--layout`. Any layout reads any
+# other's checkpoint.
 #
 # ## The same on GPUs
 #
@@ -105,5 +106,6 @@ tiny.sh(f"dovetail train {RECIPE} --device cpu --layout tp=3 run_dir={WORK}/thre
 #     --rdzv-endpoint "$head:29500" -m dovetail train recipe.yaml --layout tp=4,dp=4
 # ```
 #
-# SIGTERM, two minutes before the time limit, saves a checkpoint; the requeued job runs the same command, which resumes, and a finished
-# run that is started again says so and exits with 0. `run_dir` must be one directory that all machines see.
+# SIGTERM, two minutes before the time limit, saves a checkpoint; the requeued job runs the same command, which
+# resumes, and a finished run that is started again says so and exits with 0. `run_dir` must be one directory that all
+# machines see.

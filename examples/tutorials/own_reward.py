@@ -1,8 +1,9 @@
 # %% [markdown]
 # # A reward of your own
 #
-# A reward is a Python function in a file of yours. Functions of verl's form and of TRL's run as they are. Here a model learns
-# to add two digits, `3+4?` -> `07`, from two functions and their weighted sum. `first_run.py` explains recipe and output.
+# A reward is a Python function in a file of yours. Functions of verl's form and of TRL's run as they are. Here a
+# model learns to add two digits, `3+4?` -> `07`, from two functions and their weighted sum. `first_run.py` explains
+# recipe and output.
 
 # %%
 import shutil
@@ -20,9 +21,10 @@ tiny.write_rows(WORK / "train.jsonl", [{"prompt": f"{a}+{b}?", "answer": f"{a + 
 # %% [markdown]
 # ## Two forms
 #
-# `close` has verl's form: one completion, one number (or a mapping with `score`). `ended` has TRL's form: lists in, a list out.
-# Every column of a row is an argument: `answer` reaches verl's form as `ground_truth`, the rest is in `extra_info`. `finish` is
-# `stop` if the model ended its completion by itself and `length` if `rollout.max_new_tokens` cut it.
+# `close` has verl's form: one completion, one number (or a mapping with `score`). `ended` has TRL's form: lists in, a
+# list out. Every column of a row is an argument: `answer` reaches verl's form as `ground_truth`, the rest is in
+# `extra_info`. `finish` is `stop` if the model ended its completion by itself and `length` if
+# `rollout.max_new_tokens` cut it.
 
 # %%
 (WORK / "my_rewards.py").write_text('''\
@@ -69,12 +71,13 @@ assert my_rewards.best_of_group([], ["05", "08", "x"], ["07"] * 3) == [0.0, 1.0,
 # '09'         0.333
 # ```
 #
-# `7` is rewarded as `07` is: if only two digits are right, the function has to say so. Rewards are what you write, not what you mean.
+# `7` is rewarded as `07` is: if only two digits are right, the function has to say so. Rewards are what you write,
+# not what you mean.
 #
 # ## A weighted sum
 #
-# `import: "module:function"` is looked up in the directory of the recipe, then among installed modules. With several rewards
-# `metrics.jsonl` has the mean of each.
+# `import: "module:function"` is looked up in the directory of the recipe, then among installed modules. With several
+# rewards `metrics.jsonl` has the mean of each.
 
 # %%
 RECIPE = WORK / "recipe.yaml"
@@ -98,20 +101,23 @@ for row in metrics[::8]:
 assert metrics[-1]["reward_mean"] > metrics[0]["reward_mean"] + 0.2
 
 # %% [markdown]
-# The parts tell what is learned first: here to end the completion, which is easier than to add. If such a part alone carries the
-# reward, lower its weight.
+# The parts tell what is learned first: here to end the completion, which is easier than to add. If such a part alone
+# carries the reward, lower its weight.
 #
 # ## A reward that fails
 #
-# An exception, NaN, a hang or `os._exit` costs one sample (`reward_errors` counts them). If all of the first eight samples fail, or more
-# than 5 % of a step, the run ends with exit code 2 and the first cause, before time is lost:
+# An exception, NaN, a hang or `os._exit` costs one sample (`reward_errors` counts them). If all of the first eight
+# samples fail, or more than 5 % of a step, the run ends with exit code 2 and the first cause, before time is lost:
 #
 # ```text
 # dovetail: the reward failed on 8 of 8 samples (more than 5 %); the first cause: KeyError: 'difficulty' (my_rewards.py:20); ...
 # ```
 
 # %%
-tiny.sh(f"dovetail train {RECIPE} --device cpu 'reward={{import: \"my_rewards:broken\"}}' run_dir={WORK}/broken", exit_code=2)
+tiny.sh(
+    f"dovetail train {RECIPE} --device cpu 'reward={{import: \"my_rewards:broken\"}}' run_dir={WORK}/broken",
+    exit_code=2,
+)
 
 # %% [markdown]
 # ## Groups, judges, programs
@@ -124,5 +130,6 @@ tiny.sh(f"dovetail train {RECIPE} --device cpu 'reward={{import: \"my_rewards:br
 # reward: {model: {path: path/to/reward-model}}                # a sequence classifier, sharded like the policy
 # ```
 #
-# `async` functions are awaited, `reward.concurrency` calls at a time. A function that returns None leaves its sample out. Functions run
-# in processes of their own (`reward.workers`), with a limit of `reward.timeout_seconds` a sample. All of it: `dovetail docs rewards`.
+# `async` functions are awaited, `reward.concurrency` calls at a time. A function that returns None leaves its sample
+# out. Functions run in processes of their own (`reward.workers`), with a limit of `reward.timeout_seconds` a sample.
+# All of it: `dovetail docs rewards`.

@@ -26,6 +26,7 @@ CHAT = (
     "<|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
 )
 
+
 def sh(command: str, exit_code: int = 0) -> None:
     """Run `dovetail ...` and print its lines as they come. An unexpected exit code ends the tutorial."""
     print("$", command, flush=True)

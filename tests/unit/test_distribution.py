@@ -16,7 +16,7 @@ import dovetail
 from dovetail.cli.main import run_command
 
 ROOT = Path(__file__).parents[2]
-PAGE = re.compile(r"dovetail docs (\w+)")
+PAGE = re.compile(r"dovetail docs ([\w-]+)")
 
 
 @pytest.fixture(scope="module")
