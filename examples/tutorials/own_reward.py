@@ -110,7 +110,8 @@ assert metrics[-1]["reward_mean"] > metrics[0]["reward_mean"] + 0.2
 # samples fail, or more than 5 % of a step, the run ends with exit code 2 and the first cause, before time is lost:
 #
 # ```text
-# dovetail: the reward failed on 8 of 8 samples (more than 5 %); the first cause: KeyError: 'difficulty' (my_rewards.py:20); ...
+# ...
+# dovetail: step 1: the reward failed on all of the first 8 of 256 samples (the others were not scored); first cause: ...
 # ```
 
 # %%

@@ -42,10 +42,11 @@ def test_a_tutorial_runs_as_it_is(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = TUTORIALS / f"{name}.py"
+    template()  # which is spawned: from here, and not from the tutorial
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(TUTORIALS), *sys.path])
     with mock.patch.dict(sys.modules), mock.patch.object(subprocess, "Popen", forked):
-        runpy.run_path(str(path), run_name="__main__")
+        runpy.run_path(str(path))
     printed = [without_numbers(line) for line in capfd.readouterr().out.splitlines()]
     expected = shown(path.read_text())
     assert len(expected) > 1
