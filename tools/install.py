@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -29,11 +30,11 @@ def pip(*args: str, quiet: bool = True) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=quiet, text=True, stdin=subprocess.DEVNULL)
 
 
-def default_is_cpu() -> bool:
+def default_is_cpu(requirements: Sequence[str]) -> bool:
     """Whether pip on its own would install a CPU build here. Only Linux has CUDA builds on the default index."""
     if platform.system() != "Linux":
         return True
-    asked = pip("install", "--dry-run", "--no-deps", "--quiet", "--report", "-", torch_requirement())
+    asked = pip("install", "--dry-run", "--no-deps", "--quiet", "--report", "-", torch_requirement(), *requirements)
     if asked.returncode:
         return False
     chosen = json.loads(asked.stdout)["install"]  # empty: an installed torch already satisfies the requirement
@@ -49,9 +50,9 @@ def index_answers() -> bool:
         return False
 
 
-def index_options(choice: str) -> list[str]:
-    """The pip options that `--torch` stands for."""
-    if choice == "default" or default_is_cpu():
+def index_options(choice: str, requirements: Sequence[str] = ()) -> list[str]:
+    """The pip options that `--torch` stands for. requirements: more of torch."""
+    if choice == "default" or default_is_cpu(requirements):
         return []
     if not index_answers():
         print(f"setup: {CPU_INDEX} does not answer; installing the default build of torch", flush=True)
@@ -67,8 +68,9 @@ def main() -> int:
     parser.add_argument("requirement", nargs="*")
     args = parser.parse_args()
     print(f"setup: installing {args.package} (torch: {args.torch}) into {sys.prefix}", flush=True)
+    torch = [each for each in args.requirement if each.startswith("torch")]
     wanted = ["--editable", args.package, *args.requirement]
-    return pip("install", "--quiet", *index_options(args.torch), *wanted, quiet=False).returncode
+    return pip("install", "--quiet", *index_options(args.torch, torch), *wanted, quiet=False).returncode
 
 
 if __name__ == "__main__":

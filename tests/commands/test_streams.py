@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from dovetail.errors import MachineError
 from dovetail.launch.process import limit_behind, narrow_limits
@@ -77,6 +78,8 @@ def test_which_failures_come_of_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
     secondary = MachineError("the ranks could not meet")
     secondary.__cause__ = gloo
     assert all("(ulimit -n)" in (limit_behind(error) or "") for error in (gloo, secondary))
+    device = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert (limit_behind(device) or "").startswith("the device ran out of memory; lower trainer.tokens_per_batch")
     assert limit_behind(ValueError("no limit")) is None
     assert limit_behind(MemoryError()) is None, "the machine's own memory"
     monkeypatch.setattr(resource, "getrlimit", lambda _: (10, 10))

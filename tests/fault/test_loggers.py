@@ -59,7 +59,7 @@ def test_a_missing_logger_is_refused_with_the_command_that_installs_it(
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda asked, *rest: None if asked == name else find(asked, *rest))
     told = refusal(here("train", recipe, f"trainer.loggers=[{name}]"))
-    assert f"trainer.loggers names {name}, which is not installed: pip install 'dovetail[{name}]'" in told
+    assert f"trainer.loggers names {name}, which is not installed: pip install 'dovetail-rl[{name}]'" in told
     assert not (tmp_path / "run").exists()
 
 
@@ -67,7 +67,7 @@ def test_a_missing_logger_is_refused_with_the_command_that_installs_it(
 def test_a_missing_logger_is_refused_by_all_ranks(recipe: Path) -> None:
     ended = on_ranks(2, "train", recipe)
     assert len({(each.code, each.err) for each in ended}) == 1
-    assert "wandb, which is not installed: pip install 'dovetail[wandb]'" in refusal(ended[0])
+    assert "wandb, which is not installed: pip install 'dovetail-rl[wandb]'" in refusal(ended[0])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")

@@ -143,7 +143,7 @@ def test_without_pillow_one_message_names_the_extra(seeing: Path, folder: Path, 
     data = write_rows(folder / "rows.jsonl", [shows("good.png")])
     monkeypatch.setattr(importlib, "import_module", without)
     told = refusal(here("score", "--model", seeing, "--data", data, "--out", folder / "o"))
-    assert "images need pillow: pip install 'dovetail[vision]'" in told
+    assert "images need pillow: pip install 'dovetail-rl[vision]'" in told
 
 
 def test_processors_that_do_not_load(seeing: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -158,11 +158,11 @@ def test_processors_that_do_not_load(seeing: Path, folder: Path, tmp_path_factor
 
     kimi = save_seeing("kimi_k25", tmp_path_factory.mktemp("kimi"))
     told = refusal(here("score", "--model", kimi, "--data", data, "--out", folder / "o"))
-    assert told.endswith("; pip install 'dovetail[video]'\n"), told  # its own code stays where it is
+    assert told.endswith("; pip install 'dovetail-rl[video]'\n"), told  # its own code stays where it is
 
     data = write_rows(folder / "rows.jsonl", [shows("text.png", "video")])
     told = refusal(here("score", "--model", seeing, "--data", data, "--out", folder / "o"))
-    assert "; pip install 'dovetail[video]'" in told or "rows.jsonl:1: video 0" in told  # where torchvision is there
+    assert "; pip install 'dovetail-rl[video]'" in told or "rows.jsonl:1: video 0" in told  # where torchvision is there
 
 
 def test_a_model_that_reads_text_only(model: Path, folder: Path) -> None:

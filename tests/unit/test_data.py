@@ -356,7 +356,7 @@ def test_parquet(tmp_path: Path) -> None:
     try:
         arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError:
-        with pytest.raises(DataError, match=r"parquet needs pyarrow: pip install 'dovetail\[parquet\]'"):
+        with pytest.raises(DataError, match=r"parquet needs pyarrow: pip install 'dovetail-rl\[parquet\]'"):
             load_score(path, None, LIMITS)
         return
     with pytest.raises(DataError, match=r"rows.parquet: not readable as parquet"):

@@ -30,4 +30,4 @@ def test_the_readme_and_the_help_lead_to_the_page(capsys: pytest.CaptureFixture[
     assert "(docs/recipe.md)" in Path("README.md").read_text()
     with pytest.raises(SystemExit):
         parse(["train", "--help"])
-    assert "docs/recipe.md" in capsys.readouterr().out
+    assert "dovetail docs recipe" in capsys.readouterr().out

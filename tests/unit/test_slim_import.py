@@ -50,7 +50,7 @@ def test_module_loads_no_torch(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "train", "score", "generate", "eval", "convert", "inspect", "report", "rollouts", "doctor"]
+    "command", ["", "train", "score", "generate", "eval", "convert", "inspect", "report", "rollouts", "docs", "doctor"]
 )
 def test_help_is_given_without_torch(command: str) -> None:
     code = f"""

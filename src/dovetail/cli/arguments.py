@@ -20,8 +20,8 @@ from dovetail.parallel.layout import DEGREES, Layout
 if TYPE_CHECKING:
     from dovetail.recipe.schema import Recipe
 
-EPILOG = "The commands, recipes and files that you can rely on: docs/contract.md"
-KEYS = "Every key of a recipe, and how to write GRPO, DAPO, GSPO, PPO and others: docs/recipe.md\n"
+EPILOG = "The commands, recipes and files that you can rely on: dovetail docs contract"
+KEYS = "Every key of a recipe, and how to write GRPO, DAPO, GSPO, PPO and others: dovetail docs recipe\n"
 EXAMPLE = "example:\n  dovetail "
 
 
@@ -261,6 +261,10 @@ def _rollouts(parser: ArgumentParser) -> None:
     )
 
 
+def _docs(parser: ArgumentParser) -> None:
+    parser.add_argument("page", metavar="PAGE", nargs="?", help="default: list the pages")
+
+
 def _number(kind: type[int] | type[float], *, positive: bool = False) -> Callable[[str], float]:
     def read(text: str) -> float:
         value = kind(text)
@@ -335,6 +339,7 @@ COMMANDS: Mapping[str, Command] = {
     "rollouts": Command(
         "show samples of a run with their rewards", _rollouts, "runs/first --sort worst", runs_on_ranks=False
     ),
+    "docs": Command("show a page of the documentation, or list the pages", _docs, "rewards", runs_on_ranks=False),
     "doctor": Command(
         "show versions, devices and kernels, and run a self-test", _add_device, "--device cpu", runs_on_ranks=False
     ),

@@ -10,7 +10,6 @@ import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from importlib.metadata import version
 from io import FileIO
 from itertools import accumulate
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, Self, TypeVar
 
 from rich.console import Console as RichConsole
 
+import dovetail
 from dovetail.cli.preflight import check_out
 from dovetail.data.encode import Tokenizer
 from dovetail.data.examples import Prompt, Scored
@@ -169,7 +169,7 @@ class RowFile:
 def fingerprint_of(args: argparse.Namespace, source: Pretrained, rows: Iterable[Scored | Prompt]) -> str:
     """Of what decides the rows of a command: its flags, the model and the data."""
     flags = {name: value for name, value in vars(args).items() if name != "out"}
-    digest = hashlib.sha256(f"{version('dovetail')} {sampled_fingerprint(source)} {sorted(flags.items())}".encode())
+    digest = hashlib.sha256(f"{dovetail.__version__} {sampled_fingerprint(source)} {sorted(flags.items())}".encode())
     for row in rows:
         digest.update(f"{row.id!r} {row.media!r}".encode(errors=ODD_LETTERS))
         digest.update(array("q", row.ids).tobytes())

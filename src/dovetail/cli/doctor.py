@@ -7,13 +7,14 @@ import platform
 
 import torch
 
+import dovetail
 from dovetail.kernels import reference
 from dovetail.kernels.registry import kernels_for
 from dovetail.launch.process import put
 from dovetail.nn.heads import combine
 from dovetail.parallel.process_group import pick_device
 
-PACKAGES = ("dovetail", "torch", "transformers", "safetensors", "pydantic", "numpy")
+PACKAGES = ("torch", "transformers", "safetensors", "pydantic", "numpy")
 EXTRAS = (
     "gguf", "accelerate", "pillow", "torchvision", "flash-attn-4", "quack-kernels", "pyarrow", "wandb", "tensorboard",
     "mlflow-skinny", "trackio", "swanlab",
@@ -24,7 +25,8 @@ BF16_ERROR = 0.02  # relative to the largest value; one rounding is 0.004
 def run(args: argparse.Namespace) -> int:
     """Exit code 1 if the self-test fails. Under a launcher rank 0 prints, and any rank that fails."""
     device = pick_device(args.device)
-    lines = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    lines = {"python": platform.python_version(), "dovetail": dovetail.__version__}
+    lines |= {name: _version(name) for name in PACKAGES}
     lines["extras"] = ", ".join(name for name in EXTRAS if _version(name) != "missing") or "none"
     lines["devices"] = _devices()
     lines["chosen"] = str(device)

@@ -1,6 +1,5 @@
 """The lines that `dovetail train` begins with, from the recipe and the files' names and headers. Imports no torch."""
 
-import importlib.metadata
 import json
 import math
 import os
@@ -10,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import dovetail
 from dovetail import system
 from dovetail.parallel.layout import Layout
 
@@ -41,7 +41,7 @@ def header(recipe: "Recipe", layout: Layout, device: str) -> str:
         "memory": _memory(recipe, layout, parameters),
         "run_dir": recipe.run_dir,
     }
-    first = f"dovetail {importlib.metadata.version('dovetail')}: {recipe.algorithm.name}\n"
+    first = f"dovetail {dovetail.__version__}: {recipe.algorithm.name}\n"
     return first + "".join(f"{name:<9}{text}\n" for name, text in lines.items() if text)
 
 

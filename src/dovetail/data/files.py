@@ -147,7 +147,7 @@ def _pyarrow(module: str, path: Path) -> Any:
         return importlib.import_module(f"pyarrow{module}")
     except ImportError as error:
         what = "parquet" if module else path.suffix
-        raise DataError(f"{path}: {what} needs pyarrow: pip install 'dovetail[parquet]', or give JSONL") from error
+        raise DataError(f"{path}: {what} needs pyarrow: pip install 'dovetail-rl[parquet]', or give JSONL") from error
 
 
 def _refuse_twice(names: Iterable[str], path: Path) -> None:
@@ -162,7 +162,7 @@ def _hub_rows(source: Source, name: str, revision: str) -> Iterator[JsonRow]:
         library = importlib.import_module("datasets")
     except ImportError as error:
         raise DataError(
-            f"{source.path}: datasets of the hub need the library datasets: pip install 'dovetail[datasets]', or name files "
+            f"{source.path}: datasets of the hub need the library datasets: pip install 'dovetail-rl[datasets]', or name files "
             f"of it: {HUB_FILES}{name}@{revision}/FILES"
         ) from error
     load: Callable[..., Any] = library.load_dataset

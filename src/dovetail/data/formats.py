@@ -184,7 +184,7 @@ def rows_of(source: Source | Path | str, say: Callable[[str], None]) -> Iterator
             values = {**row.values, **FORMATS[name].read(row)}
         except (AttributeError, TypeError, LookupError) as error:
             raise row.error(
-                f"the row is not written as {FORMATS[name].title} are ({error}); see docs/data.md"
+                f"the row is not written as {FORMATS[name].title} are ({error}); see `dovetail docs data`"
             ) from error
         if source.chat and isinstance(values.get("prompt"), str):
             values["prompt"] = _user(values["prompt"])

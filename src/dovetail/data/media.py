@@ -202,7 +202,7 @@ def pillow(module: str) -> Any:
     try:
         return importlib.import_module(f"PIL.{module}")
     except ImportError as error:
-        raise DataError("images need pillow: pip install 'dovetail[vision]'") from error
+        raise DataError("images need pillow: pip install 'dovetail-rl[vision]'") from error
 
 
 def upright(picture: Picture) -> Any:

@@ -68,24 +68,26 @@ def shard_over_data(model: StagedModel, mesh: Mesh, dtype: torch.dtype) -> None:
 
 
 def forget_step(model: StagedModel, mesh: Mesh) -> None:
-    """Drop what a failed step has left, without collectives; torch 2.11 has no `reset_iter_state`."""
+    """Drop what a failed step has left, without collectives; `reset_iter_state` drops gradients from torch 2.15 on."""
     model.wgrad_queue.clear()
     assert isinstance(model, FSDPModule)
-    state = model._get_fsdp_state()
+    state, resets = model._get_fsdp_state(), torch.__version__ >= "2.15"
     for module in model.modules():  # FSDP2 lists them in its first forward pass only
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         if group is None:
             continue
-        group._training_state = TrainingState.POST_BACKWARD  # or the callback would reduce these gradients
+        if not resets:
+            group._training_state = TrainingState.POST_BACKWARD  # or the callback would reduce these gradients
         group.wait_for_unshard()  # or the next pass would use a prefetch of old weights
         for param in group.fsdp_params:
-            param.unsharded_accumulated_grad = None
+            if not resets:
+                param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
     state._state_ctx.iter_forward_root = None
     model.set_is_last_backward(True)
     if state._state_ctx.all_states:
-        state._root_post_backward_final_callback()
+        model.reset_iter_state() if resets else state._root_post_backward_final_callback()
     if mesh["pp"].size == 1 and mesh["fsdp"].size > 1:
         model.set_reshard_after_forward(True)
     reshard(model)

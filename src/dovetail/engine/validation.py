@@ -66,7 +66,7 @@ class ValidatedLoss:
             error.add_note(
                 f"raised by the loss of a micro-batch of {sequences} sequences with {len(batch)} counted tokens; which they "
                 "are is the engine's choice: a loss can rely on groups only (dt.Sequence(..., group=1)), and a micro-batch may "
-                "hold none (docs/contract.md, Losses)"
+                "hold none (`dovetail docs contract`, Losses)"
             )
             raise
         if not isinstance(result, Loss):

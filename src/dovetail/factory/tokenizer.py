@@ -92,7 +92,7 @@ class _Loading:
             if "trust_remote_code" in cause:
                 hint = "; --trust-remote-code lets it run"
             elif "torchvision" in cause.lower():
-                hint = "; pip install 'dovetail[video]'"
+                hint = "; pip install 'dovetail-rl[video]'"
             raise ModelError(f"{self.path}: its {self.what} does not load: {cause}{hint}") from error
 
 

@@ -29,7 +29,7 @@ def package_usable(interface: str, device: torch.device) -> bool:
         importlib.import_module(interface)
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith(interface.partition(".")[0]):
-            problem = f"{interface} lacks {error.name}: pip install 'dovetail[fa4]'; going on without it"
+            problem = f"{interface} lacks {error.name}: pip install 'dovetail-rl[fa4]'; going on without it"
             warnings.warn(problem, stacklevel=3)
         return False
     except (ImportError, OSError) as error:

@@ -17,6 +17,10 @@ OUT_OF_MEMORY = (
     "memoryerror", "allocate memory", "bad_alloc", "failed to map segment", "can't start new thread",
     "resource temporarily unavailable", "error return without exception set",
 )  # fmt: skip
+DEVICE_FULL = (
+    "the device ran out of memory; lower trainer.tokens_per_batch (--tokens-per-batch), set "
+    "trainer.activation_checkpointing=selective, or use more ranks: `dovetail docs when-something-goes-wrong`"
+)
 FEW_FILES = 64
 SECRETS, MIN_SECRET = ("KEY", "TOKEN", "PASSWORD", "SECRET"), 6  # ends of names, and characters
 MAX_CAUSE = 200
@@ -80,10 +84,12 @@ def start_worker(module: str, *arguments: str, files: Sequence[int] = ()) -> sub
 
 
 def limit_behind(error: BaseException | None) -> str | None:
-    """The message for an error that a ulimit on open files or memory caused; else None."""
+    """The message for an error that a ulimit on open files or memory, or a full device, caused; else None."""
     limits, cause = _memory_limits(), error
     while cause is not None:
         text = " ".join(f"{type(cause).__name__}: {cause}".split())
+        if isinstance(cause, RuntimeError) and type(cause).__name__ == "OutOfMemoryError":  # torch's
+            return f"{DEVICE_FULL} ({text[:MAX_CAUSE]})"
         if OPEN_FILES in text.lower():
             files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             message = f"{OPEN_FILES}: this process may have {files} (ulimit -n); raise that limit, to 4096 for example"

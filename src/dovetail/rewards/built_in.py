@@ -87,7 +87,7 @@ def _fraction(match: re.Match[str]) -> Fraction:
 
 
 def math_verify(completion: str, answer: Any, _finish: str, *, precision: int = 6) -> float:
-    """1 if the library math-verify (pip install 'dovetail[math]') holds the completion's result equal to the answer's."""
+    """1 if the library math-verify (pip install 'dovetail-rl[math]') holds the completion's result equal to the answer's."""
     library = importlib.import_module("math_verify")
     gold = library.parse(str(answer))
     if not gold:
