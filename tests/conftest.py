@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import subprocess
 import time
 import zlib
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
-from tests.harness import close_workers
+from tests.harness import close_workers, fork_template
+from tests.template import AT_IMPORT
 
 # The same examples in every session, and no verdict on how long one takes: a busy machine may stop at any moment.
 settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -38,6 +40,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         seconds = json.loads(DURATIONS.read_text())
         items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], UNKNOWN))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """What the processes of xdist, and so their templates, read on import."""
+    os.environ.update(AT_IMPORT)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        fork_template()
+        os.environ.pop("TORCH_CPP_LOG_LEVEL", None)  # programs that are executed write all that users see
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -28,6 +28,7 @@ INHERITED = {
     "PYTHONPATH",
     "TMPDIR",
     "TORCH_CPP_LOG_LEVEL",
+    "TERM",
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -56,7 +57,7 @@ class Command(NamedTuple):
 def can_fork(command: Sequence[str], added: Mapping[str, str] | None, options: Mapping[str, Any]) -> bool:
     """Whether a program may be forked: a module of ours or a script, and nothing that acts on the start of Python."""
     ours = command[1:3] == ["-m", "dovetail"] or command[1].endswith(".py")
-    return ours and {*(added or ())} <= INHERITED and {*options} <= {"cwd", "start_new_session"}
+    return ours and {*(added or ())} <= INHERITED and {*options} <= {"cwd", "start_new_session", "stdout", "stderr"}
 
 
 def popen(template: Place, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
@@ -132,7 +133,7 @@ def become(files: Sequence[int], command: Command, kept: Sequence[int]) -> NoRet
     code = 1
     try:
         _take_place(files, command, kept)
-        words = [word for word in command.words if word != "-P"]
+        words = [word for word in command.words if word not in ("-P", "-u")]
         with mock.patch.object(subprocess, "Popen", _ForkedRank):
             if words[0] == "-m":
                 sys.argv = words[1:]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.commands.program import here, on_ranks, read_rows, refusal, write_recipe, write_rows
 
-HANG = 2.0  # seconds that a reward may take where one hangs; the others take none, on a busy machine, too
+HANG = 1.0  # seconds that a reward may take where one hangs; the others take none, on a busy machine, too
 REWARD = """
 import os, time
 

@@ -233,7 +233,7 @@ def test_edge_case_43_images_and_videos_in_either_order(models: dict[str, Path])
     assert max_abs(slow.logprob - fast.logprob) > 100 * MODEL_FP32, "the mutation: seconds count"
 
 
-@pytest.mark.parametrize("layout", ["cp=2", "cp=4"])
+@pytest.mark.parametrize("layout", [pytest.param("cp=2", marks=pytest.mark.soak), "cp=4"])
 def test_edge_case_44_a_latent_attention_whose_values_are_narrower(models: dict[str, Path], layout: str) -> None:
     """Queries of 24, values of 16, one rotary key for all heads, and YaRN's factor in the scale."""
     attention = tiny_sighted("kimi_k25").get_submodule("model.language_model.layers.0.self_attn")

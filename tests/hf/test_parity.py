@@ -105,9 +105,10 @@ def check(found: dict[str, float]) -> None:
 )
 def test_every_family_equals_transformers(references: dict[str, Path], layout: str) -> None:
     parsed = Layout.parse(layout)
-    for folder in references.values():
-        for found in run(parsed.num_ranks, figures, str(folder), parsed):
-            check(found)
+    for name, folder in references.items():
+        if layout != "dp=1" or name.endswith("-lm"):  # critics meet the others
+            for found in run(parsed.num_ranks, figures, str(folder), parsed):
+                check(found)
 
 
 def test_ranks_to_a_sequence_and_replicas(references: dict[str, Path]) -> None:
