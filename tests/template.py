@@ -25,6 +25,8 @@ from unittest import mock
 
 import torch
 
+from tests.conftest import AT_IMPORT
+
 TEMPLATES = 2
 IMPORTED = (
     "transformers.models.auto.modeling_auto",
@@ -37,11 +39,6 @@ IMPORTED = (
     "tests.parity.bodies",
     "torch._dynamo",  # whatever has an optimizer or recomputes imports it sooner or later
 )
-# What libraries read on import: one thread each, and no report by torch of a connection that another rank closed.
-AT_IMPORT = {
-    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-    "TORCH_CPP_LOG_LEVEL": "FATAL",
-}
 Body = Callable[[Connection, str], None]
 Orphan = tuple[Callable[..., NoReturn], tuple[Any, ...]]
 STREAMS = 3

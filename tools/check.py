@@ -27,6 +27,7 @@ UNKNOWN = 5.0  # seconds of a test file that has no record
 EVERYTHING = (
     "pyproject.toml",
     "tests/conftest.py",
+    "tests/session.py",
     "tests/harness.py",
     "tests/template.py",
     "tests/forked.py",

@@ -20,10 +20,13 @@ QUICK = {
 }
 HARMED = ("qwen3_moe", "qwen2_moe_tied", VALUES + "deepseek_v3")
 ALL = (*moe_configs(), *(VALUES + name for name in ("qwen3_moe", "deepseek_v3")))
-PRODUCT = tuple(
-    f"tp={tp},pp={pp},cp={cp},dp={dp},ep={ep}"
-    for tp, pp, cp, dp, ep in product((1, 2), (1, 2), (1, 2), (1, 2, 4), (1, 2, 4))
-    if 1 < tp * pp * cp * dp <= 8 and (cp * dp) % ep == 0
+PRODUCT = (
+    *(
+        f"tp={tp},pp={pp},cp={cp},dp={dp},ep={ep}"
+        for tp, pp, cp, dp, ep in product((1, 2), (1, 2), (1, 2), (1, 2, 4), (1, 2, 4))
+        if 1 < tp * pp * cp * dp <= 8 and (cp * dp) % ep == 0
+    ),
+    "cp=4,ep=4",
 )
 
 
