@@ -1,13 +1,13 @@
 """python -m tests.unit.block_size_launches: every kernel of bench/block_sizes.py once, with its first choice."""
 
-import torch
+import importlib
 
-from bench.block_sizes import block_launches, expert_launches
+import torch
 
 
 def main() -> None:
-    on = torch.device("cpu")
-    for name, launch, choices, used in [*block_launches(2, 28, on), *expert_launches(2, on)]:
+    sizes, on = importlib.import_module("bench.block_sizes"), torch.device("cpu")
+    for name, launch, choices, used in [*sizes.block_launches(2, 28, on), *sizes.expert_launches(2, on)]:
         assert used in choices, name
         launch(*choices[0])
 
