@@ -6,6 +6,7 @@ program that was executed: a process of its own, with its environment, directory
 start itself is what is tested, programs are executed.
 """
 
+import contextlib
 import ctypes
 import os
 import runpy
@@ -36,6 +37,7 @@ INHERITED = {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
+TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"  # has a Popen of its own
 CAN_FORK = sys.platform == "linux" and not torch.accelerator.is_available()  # which no fork survives
 Place = Callable[[], Template]
 
@@ -134,7 +136,10 @@ def become(files: Sequence[int], command: Command, kept: Sequence[int]) -> NoRet
     try:
         _take_place(files, command, kept)
         words = [word for word in command.words if word not in ("-P", "-u")]
-        with mock.patch.object(subprocess, "Popen", _ForkedRank):
+        with contextlib.ExitStack() as patches:
+            for module in (subprocess, sys.modules.get(TORCHRUN)):
+                if module is not None:
+                    patches.enter_context(mock.patch.object(module, "Popen", _ForkedRank))
             if words[0] == "-m":
                 sys.argv = words[1:]
                 runpy.run_module(words[1], run_name="__main__", alter_sys=True)

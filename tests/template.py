@@ -49,7 +49,7 @@ class Template:
 
     def __init__(self, body: Body, *, here: bool = False) -> None:
         """here: forked of this process, which imports."""
-        context = multiprocessing.get_context("fork") if here else multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context("fork" if here else "spawn")
         self.pipe, theirs = context.Pipe()
         # Some look at the accelerator on import, which no fork survives.
         ahead = () if torch.accelerator.is_available() else IMPORTED

@@ -198,7 +198,11 @@ def assert_same_routes(actual: list[Completion], expected: list[Completion]) -> 
 
 @pytest.mark.parametrize(
     ("layout", "names"),
-    [("tp=2", EXPERTS), ("tp=2,dp=2", EXPERTS[1:2]), pytest.param("tp=2,dp=2", EXPERTS, marks=pytest.mark.soak)],
+    [
+        ("tp=2", EXPERTS[1:]),
+        ("tp=2,dp=2", EXPERTS[1:2]),
+        *(pytest.param(layout, EXPERTS, marks=pytest.mark.soak) for layout in ("tp=2", "tp=2,dp=2")),
+    ],
 )
 def test_experts_and_latent_attention_draw_the_same_and_tell_the_same_routes(
     layout: str, names: tuple[str, ...]

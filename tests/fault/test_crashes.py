@@ -31,7 +31,7 @@ from tests.fault.saves import Run, recovered
 from tests.fault.training_checkpoint import fill, tiny_engine
 from tests.harness import Apart
 
-GRACE = 0.3  # seconds that the others have when a rank is gone, before they are ended, too
+GRACE = 0.1  # seconds that the others have when a rank is gone, before they are ended, too
 SECONDS = 10.0  # within which an error must reach all ranks
 MANY = 2000  # more changes of the disk than any save makes
 
