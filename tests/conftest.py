@@ -1,31 +1,26 @@
-"""Session-wide set-up of the tests: ends the worker processes, keeps this process on one thread, and draws no test anew."""
+"""Options of the tests, their order and their records; tests/session.py has what the processes that run them set up."""
 
-import gc
+import importlib
 import json
+import os
 import subprocess
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from hypothesis import HealthCheck, settings
-
-from tests.harness import close_workers
-
-# The same examples in every session, and no verdict on how long one takes: a busy machine may stop at any moment.
-settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
-
 
 DURATIONS = Path(__file__).parent / "durations.json"  # seconds by test file; --record-durations writes it
 SOAK_RESULTS = Path(__file__).parent / "soak-results.md"
 UNKNOWN = 5.0  # seconds of a file that has no record
+# What libraries read on import: one thread each, and no report by torch of a connection that another rank closed.
+AT_IMPORT = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    "TORCH_CPP_LOG_LEVEL": "FATAL",
+}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -40,28 +35,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], UNKNOWN))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _workers() -> Iterator[None]:
-    torch.set_num_threads(1)
-    yield
-    close_workers()
-    gc.unfreeze()
+def pytest_configure(config: pytest.Config) -> None:
+    """What runs tests imports torch; the process that deals them out to others does not."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        config.pluginmanager.register(importlib.import_module("tests.session"), "tests.session")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_second_look() -> None:
-    """What is imported stays: no collection of garbage goes through it again, which takes half a second each time."""
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_group_stays() -> Iterator[None]:
-    """No file leaves this process in a process group: which file comes next is for the schedule to say."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        pytest.fail("a test of this file leaves a process group in the process of pytest; see bench.models.one_rank")
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """What the processes of xdist, and so their templates, read on import."""
+    os.environ.update(AT_IMPORT)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,6 +6,7 @@ program that was executed: a process of its own, with its environment, directory
 start itself is what is tested, programs are executed.
 """
 
+import contextlib
 import ctypes
 import os
 import runpy
@@ -28,6 +29,7 @@ INHERITED = {
     "PYTHONPATH",
     "TMPDIR",
     "TORCH_CPP_LOG_LEVEL",
+    "TERM",
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -35,6 +37,7 @@ INHERITED = {
     "MASTER_ADDR",
     "MASTER_PORT",
 }
+TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"  # has a Popen of its own
 CAN_FORK = sys.platform == "linux" and not torch.accelerator.is_available()  # which no fork survives
 Place = Callable[[], Template]
 
@@ -56,7 +59,7 @@ class Command(NamedTuple):
 def can_fork(command: Sequence[str], added: Mapping[str, str] | None, options: Mapping[str, Any]) -> bool:
     """Whether a program may be forked: a module of ours or a script, and nothing that acts on the start of Python."""
     ours = command[1:3] == ["-m", "dovetail"] or command[1].endswith(".py")
-    return ours and {*(added or ())} <= INHERITED and {*options} <= {"cwd", "start_new_session"}
+    return ours and {*(added or ())} <= INHERITED and {*options} <= {"cwd", "start_new_session", "stdout", "stderr"}
 
 
 def popen(template: Place, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
@@ -132,8 +135,11 @@ def become(files: Sequence[int], command: Command, kept: Sequence[int]) -> NoRet
     code = 1
     try:
         _take_place(files, command, kept)
-        words = [word for word in command.words if word != "-P"]
-        with mock.patch.object(subprocess, "Popen", _ForkedRank):
+        words = [word for word in command.words if word not in ("-P", "-u")]
+        with contextlib.ExitStack() as patches:
+            for module in (subprocess, sys.modules.get(TORCHRUN)):
+                if module is not None:
+                    patches.enter_context(mock.patch.object(module, "Popen", _ForkedRank))
             if words[0] == "-m":
                 sys.argv = words[1:]
                 runpy.run_module(words[1], run_name="__main__", alter_sys=True)

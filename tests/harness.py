@@ -242,6 +242,12 @@ class Apart:
         self.worker.end()
 
 
+def fork_template() -> None:
+    """Let the first template be a fork of this process, which has run nothing yet."""
+    if not torch.accelerator.is_available():
+        _POOL.templates.append(Template(_serve, here=True))
+
+
 def template() -> Template:
     """The process that workers are forked from: of one thread, and with most modules."""
     return _POOL.template()

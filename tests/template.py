@@ -1,8 +1,9 @@
 """Processes that have imported all that most bodies need, and fork the harness's workers: imports are paid once, not per worker.
 
-A template is spawned, imports, and forks a worker whenever it is asked to. There are `TEMPLATES` of them, each with a hash
-seed of its own, and neighboring ranks come from different ones: what follows the order of a set still differs between
-ranks. A template has one thread, so that forking it is safe, and goes with its workers when the session's process goes.
+A template imports, and forks a worker whenever it is asked to. There are `TEMPLATES` of them, each with a hash seed of its
+own, and neighboring ranks come from different ones: what follows the order of a set still differs between ranks. A process
+of pytest-xdist forks the first one of itself before it collects, so that it imports for both; others are spawned. A template
+has one thread, so that forking it is safe, and goes with its workers when the session's process goes.
 """
 
 import gc
@@ -24,6 +25,8 @@ from unittest import mock
 
 import torch
 
+from tests.conftest import AT_IMPORT
+
 TEMPLATES = 2
 IMPORTED = (
     "transformers.models.auto.modeling_auto",
@@ -36,11 +39,6 @@ IMPORTED = (
     "tests.parity.bodies",
     "torch._dynamo",  # whatever has an optimizer or recomputes imports it sooner or later
 )
-# What libraries read on import: one thread each, and no report by torch of a connection that another rank closed.
-AT_IMPORT = {
-    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-    "TORCH_CPP_LOG_LEVEL": "FATAL",
-}
 Body = Callable[[Connection, str], None]
 Orphan = tuple[Callable[..., NoReturn], tuple[Any, ...]]
 STREAMS = 3
@@ -49,11 +47,15 @@ STREAMS = 3
 class Template:
     """The session's end of a template: starts workers, ends them, and knows their exit codes."""
 
-    def __init__(self, body: Body) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, body: Body, *, here: bool = False) -> None:
+        """here: forked of this process, which imports."""
+        context: Any = multiprocessing.get_context("fork" if here else "spawn")
         self.pipe, theirs = context.Pipe()
         # Some look at the accelerator on import, which no fork survives.
-        given = (theirs, body, () if torch.accelerator.is_available() else IMPORTED)
+        ahead = () if torch.accelerator.is_available() else IMPORTED
+        if here:
+            _import(ahead)
+        given = (theirs, body, ahead, self.pipe if here else None)
         self.process: BaseProcess = context.Process(target=_live, args=given, name="template", daemon=True)
         with mock.patch.dict(os.environ, AT_IMPORT):
             self.process.start()
@@ -90,11 +92,17 @@ class Template:
         self.pipe.close()
 
 
-def _live(pipe: Connection, body: Body, ahead: tuple[str, ...]) -> None:
+def _import(names: tuple[str, ...]) -> None:
+    for name in names:
+        importlib.import_module(name)
+
+
+def _live(pipe: Connection, body: Body, ahead: tuple[str, ...], parents: Connection | None) -> None:
     """A template's life: requests one after the other until the session's process goes."""
     torch.set_num_threads(1)
-    for name in ahead:
-        importlib.import_module(name)
+    if parents is not None:
+        parents.close()  # or nobody would see that it goes
+    _import(ahead)
     assert threading.active_count() == 1 == len(os.listdir("/proc/self/task")), "a fork would not have the others"
     gc.collect()
     gc.freeze()  # no worker looks at it again

@@ -10,6 +10,7 @@ runs all.
 """
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.reach import dependents, graph
+from tools.reach import Graph, dependents, graph
 from tools.style_check import check_source, check_text
 
 DURATIONS = Path("tests/durations.json")
@@ -27,6 +28,7 @@ UNKNOWN = 5.0  # seconds of a test file that has no record
 EVERYTHING = (
     "pyproject.toml",
     "tests/conftest.py",
+    "tests/session.py",
     "tests/harness.py",
     "tests/template.py",
     "tests/forked.py",
@@ -86,14 +88,21 @@ def changed_files(base: str | None) -> tuple[list[str], str]:
     return git("diff", "-z", "--name-only", "--no-renames", parent), f"main ({parent[:9]})"
 
 
+@functools.cache
+def repository(deleted: frozenset[str]) -> tuple[Graph, frozenset[str]]:
+    """Which files use which, and those of Python, `deleted` ones included."""
+    tracked = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    sources = {path: Path(path).read_text() for path in tracked if path.endswith(".py") and Path(path).exists()}
+    sources |= dict.fromkeys(deleted, "")
+    return graph(sources, [path for path in tracked if not path.endswith(".py")]), frozenset(sources)
+
+
 def reached(changed: Iterable[str]) -> dict[str, int]:
     """Every test file that can reach a changed file -> steps between them."""
     changed = [*changed]
-    tracked = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    sources = {path: Path(path).read_text() for path in tracked if path.endswith(".py") and Path(path).exists()}
-    sources |= {path: "" for path in changed if path.endswith(".py") and path not in sources}  # deleted
-    others = [path for path in tracked if not path.endswith(".py")]
-    steps = dependents(graph(sources, others), changed)
+    deleted = frozenset(path for path in changed if path.endswith(".py") and not Path(path).exists())
+    edges, sources = repository(deleted)
+    steps = dependents(edges, changed)
     if not {*changed}.isdisjoint(EVERYTHING):
         steps = {path: steps.get(path, len(sources)) for path in sources}
     return {path: n for path, n in steps.items() if is_test(path) and Path(path).exists()}

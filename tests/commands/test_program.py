@@ -34,18 +34,6 @@ def test_help_is_quick(command: list[str]) -> None:
     assert min(used) < 0.5
 
 
-def test_help_imports_no_torch() -> None:
-    code = (
-        "import sys; from dovetail.cli.main import run_command\n"
-        f"for name in {COMMANDS}: assert run_command([name, '--help']) == 0\n"
-        "assert run_command(['score', '--modell', 'x']) == 2\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'safetensors', 'huggingface_hub'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    ended = program(python=["-c", code])
-    assert ended.code == 0, ended.err
-
-
 def test_a_mistake_on_two_ranks_of_our_own_is_told_once(model: Path, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5]}, {"input_ids": [-5]}])
     ended = program("score", "--model", model, "--data", rows, "--out", tmp_path / "o", "--layout", "tp=2")
@@ -59,7 +47,8 @@ def test_torchrun(model: Path, tmp_path: Path) -> None:
     """Two ranks that torch starts, dp unnamed; no word of its restarts or of ours."""
     rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     out = tmp_path / "out.jsonl"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dovetail"]
+    (tmp_path / "torchrun.py").write_text("from torch.distributed.run import main\nmain()\n")
+    launcher = [str(tmp_path / "torchrun.py"), "--standalone", "--nproc-per-node", "2", "-m", "dovetail"]
     ended = program("score", "--model", model, "--data", rows, "--out", out, "--device", "cpu", python=launcher)
     assert ended.code == 0, ended.err
     assert here("score", "--model", model, "--data", rows, "--out", tmp_path / "one").code == 0

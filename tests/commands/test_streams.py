@@ -24,9 +24,14 @@ def full() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(
-    ("put_out", "why"), [(closed, "Bad file descriptor"), (full, "No space left on device")], ids=["closed", "full"]
+    ("put_out", "why", "argv"),
+    [
+        (closed, "Bad file descriptor", ["--help"]),
+        (full, "No space left on device", ["doctor"]),
+        pytest.param(full, "No space left on device", ["--help"], marks=pytest.mark.soak),
+        pytest.param(closed, "Bad file descriptor", ["doctor"], marks=pytest.mark.soak),
+    ],
 )
-@pytest.mark.parametrize("argv", [["--help"], ["doctor"]], ids=["help", "doctor"])
 def test_output_that_cannot_be_written_is_said(put_out: Callable[[], None], why: str, argv: list[str]) -> None:
     ended = program(*argv, preexec_fn=put_out)
     assert (ended.code, ended.err) == (1, f"dovetail: standard output cannot be written: {why}\n")

@@ -47,7 +47,6 @@ LAYOUTS = (
     Layout(pp=2, virtual_stages=2, schedule="interleaved"),
     Layout(tp=2, cp=2, ep=2),
 )
-WIDE = (LAYOUTS[2], LAYOUTS[4])  # QUICK has the one, and each of its axes is here
 PAIRS = [*product(MODELS, LAYOUTS)]
 QUICK = (("qwen2_moe", LAYOUTS[2]), ("deepseek_v3", LAYOUTS[3]))
 
@@ -112,20 +111,27 @@ def _objective(stats: Any, batch: PackedBatch) -> Loss:
     return Loss((stats.logprob + stats.entropy**2).sum(), batch.mask.sum())
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [Layout(), *(pytest.param(x, marks=[pytest.mark.soak] * (x in WIDE)) for x in LAYOUTS)],
-    ids=name_of,
+RECORDED = (
+    ("deepseek_v3", LAYOUTS[0]),
+    ("qwen2_moe", LAYOUTS[1]),
+    ("qwen2_moe", LAYOUTS[3]),
+    *((name, Layout()) for name in MODELS),
 )
-def test_a_replayed_pass_is_the_recorded_one(folder: Path, layout: Layout) -> None:
-    for name in MODELS:
-        path = str(path_of(folder, name, DEPTH))
-        alone, *_ = recorded_alone(path)
-        for trace, same_bits, live_same, replay_same, router in run(layout.num_ranks, recorded, path, layout):
-            assert same_bits, name
-            assert torch.equal(trace.indices, alone.indices) and trace.layers == alone.layers, name
-            assert replay_same and not live_same, name
-            assert router > 0, name
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*RECORDED, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in PAIRS if pair not in RECORDED)],
+    ids=lambda x: name_of(x) if isinstance(x, Layout) else x,
+)
+def test_a_replayed_pass_is_the_recorded_one(folder: Path, name: str, layout: Layout) -> None:
+    path = str(path_of(folder, name, DEPTH))
+    alone, *_ = recorded_alone(path)
+    for trace, same_bits, live_same, replay_same, router in run(layout.num_ranks, recorded, path, layout):
+        assert same_bits
+        assert torch.equal(trace.indices, alone.indices) and trace.layers == alone.layers
+        assert replay_same and not live_same
+        assert router > 0
 
 
 def replayed(path: str, layout: Layout, options: dict[str, Any]) -> tuple[dict[str, Any], float]:
@@ -209,7 +215,7 @@ def _many(path: str) -> tuple[int, bool]:
     return int(trace.indices.max()), all(map(torch.equal, stats, engine.score(batch.with_routing(trace))))
 
 
-@pytest.mark.parametrize("experts", [300, 70_000])
+@pytest.mark.parametrize("experts", [pytest.param(300, marks=pytest.mark.soak), 70_000])
 def test_edge_36_experts_beyond_any_narrow_type_and_dense_layers_before(tmp_path: Path, experts: int) -> None:
     config = expert_models()["qwen3_moe"]
     shape = {"hidden_size": 8, "moe_intermediate_size": 2, "num_hidden_layers": 2, "mlp_only_layers": [0]}

@@ -70,7 +70,10 @@ def compare(layout: Layout, ulysses: int) -> None:
 
 @pytest.mark.parametrize(
     ("world", "mode", "ulysses"),
-    [(2, "ulysses", 2), (2, "gather", 1), (3, "gather", 1), (4, "gather", 1), (4, "product", 2)],
+    [
+        *((2, "ulysses", 2), (3, "gather", 1), (4, "product", 2)),
+        *(pytest.param(world, "gather", 1, marks=pytest.mark.soak) for world in (2, 4)),
+    ],
 )
 def test_equals_attention_of_all_tokens(world: int, mode: str, ulysses: int) -> None:
     run(world, compare, Layout(cp=world, cp_mode=mode), ulysses)
@@ -107,6 +110,6 @@ def bits(dtype: torch.dtype) -> None:
         assert sum(rules.seen.values()) == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.soak)])
 def test_bits_are_those_of_one_gather_and_plain_slices(dtype: torch.dtype) -> None:
     run(4, bits, dtype)

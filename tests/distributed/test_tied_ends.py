@@ -20,7 +20,7 @@ from tests.parity.configs import save_tiny
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 STEPS = 3
 LAYOUTS = (
-    Layout(pp=2),
+    pytest.param(Layout(pp=2), marks=pytest.mark.soak),
     Layout(pp=4, schedule="zero_bubble"),
     pytest.param(Layout(tp=2, pp=2, cp=2), marks=pytest.mark.soak),
     Layout(pp=2, dp=2, virtual_stages=2, schedule="interleaved"),

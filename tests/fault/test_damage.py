@@ -180,15 +180,23 @@ def test_all_ranks_fall_back_together(folder: Path, tmp_path: Path) -> None:
     assert first.startswith("1 ['rank ")
 
 
-@pytest.fixture
-def trained(model: Path, tmp_path: Path) -> tuple[Path, Path]:
-    rows = write_rows(
-        tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}, {"prompt": "x", "completion": "y"}]
-    )
-    recipe = write_recipe(tmp_path / "r.yaml", model, rows, trainer={"steps": 3, "save_every": 1, "keep": 9})
+@pytest.fixture(scope="module")
+def once(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe and its run after three steps; tests copy it, since recipes name it."""
+    folder = tmp_path_factory.mktemp("once")
+    rows = write_rows(folder / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}, {"prompt": "x", "completion": "y"}])
+    recipe = write_recipe(folder / "r.yaml", model, rows, trainer={"steps": 3, "save_every": 1, "keep": 9})
     assert here("train", recipe).code == 0
-    shutil.rmtree(tmp_path / "run/hf")
-    return recipe, tmp_path / "run"
+    shutil.rmtree(folder / "run/hf")
+    return folder
+
+
+@pytest.fixture
+def trained(once: Path, tmp_path: Path) -> tuple[Path, Path]:
+    folder = Path(shutil.copytree(once, tmp_path / "job", symlinks=True))
+    recipe = folder / "r.yaml"
+    recipe.write_text(recipe.read_text().replace(str(once), str(folder)))
+    return recipe, folder / "run"
 
 
 def flip(piece: Path) -> None:

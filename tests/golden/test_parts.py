@@ -121,11 +121,11 @@ def test_a_step_may_leave_nothing_to_train(given: Any, sections: dict[str, Any],
 
 
 def test_rows_fit_the_micro_batches_of_every_model_or_are_refused_before_any_step(given: Any) -> None:
-    """7 tokens fit the policy's 7; the critic's tp = 4 would pad them to 8."""
+    """7 tokens fit the policy's 7; the critic's tp = 2 would pad them to 8."""
     trainer = {"tokens_per_batch": 7, "steps": 1, "prompts_per_step": 2}
-    run(4, play, given("ppo", trainer=trainer, folder="fits"))
-    with pytest.raises(RankFailed, match="4 tokens, but at most 1 fit"):
-        run(4, play, given("ppo", trainer=trainer, critic={"layout": {"tp": 4}}, folder="refused"))
+    run(2, play, given("ppo", trainer=trainer, folder="fits"))
+    with pytest.raises(RankFailed, match="4 tokens, but at most 3 fit"):
+        run(2, play, given("ppo", trainer=trainer, critic={"layout": {"tp": 2}}, folder="refused"))
     assert not Path(given(folder="refused")["run_dir"]).exists()
 
 
@@ -221,8 +221,8 @@ def test_evaluation_is_greedy_and_changes_nothing(inputs: Path, tmp_path: Path) 
 
 def test_the_fresh_value_head_is_the_same_on_every_rank_and_layout(given: Any) -> None:
     found: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
-    for layout in ({"tp": 1, "dp": 1}, {"tp": 4, "dp": 1}, {"tp": 2, "dp": 2}):
-        recipe = given("ppo", layout=layout, folder=f"tp{layout['tp']}")
+    for layout in ({"tp": 1, "dp": 1}, {"tp": 2, "dp": 1}, {"tp": 1, "dp": 2}):
+        recipe = given("ppo", layout=layout, folder=f"tp{layout['tp']}dp{layout['dp']}")
         for weights, stray, policy in run(layout["tp"] * layout["dp"], critic_weights, recipe):
             assert stray == 0.0
             found[str(layout), len(found)] = weights

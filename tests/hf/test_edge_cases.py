@@ -167,15 +167,23 @@ def trained(path: Path, layout: Layout, batch: PackedBatch, budget: int) -> dict
     return gradients(engine)[0]
 
 
-@pytest.mark.parametrize("layout", [pytest.param("dp=4", marks=pytest.mark.soak), "cp=2,dp=2"])
-def test_edge_case_41_images_on_some_ranks_only(models: dict[str, Path], layout: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("qwen3_vl", "cp=2,dp=2"),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in (("qwen2_5_vl", "cp=2,dp=2"), ("qwen2_5_vl", "dp=4"), ("qwen3_vl", "dp=4"))
+        ),
+    ],
+)
+def test_edge_case_41_images_on_some_ranks_only(models: dict[str, Path], name: str, layout: str) -> None:
     """Text, an image and a video in micro-batches of their own: nobody waits, and gradients are those of one rank."""
     rows: Rows = ((9,), (1, SMALL, 4), (10,), (11,), (8,), (1, STILL, 3))
-    for name in ("qwen2_5_vl", "qwen3_vl"):
-        batch = sights(name, rows)
-        (wanted,) = run(1, trained, models[name], Layout(), batch, 1000)
-        for found in run(4, trained, models[name], Layout.parse(layout), batch, 16):
-            assert worst_error(found, wanted)[0] <= MODEL_FP32
+    batch = sights(name, rows)
+    (wanted,) = run(1, trained, models[name], Layout(), batch, 1000)
+    for found in run(4, trained, models[name], Layout.parse(layout), batch, 16):
+        assert worst_error(found, wanted)[0] <= MODEL_FP32
 
 
 def refused(path: Path, batch: PackedBatch) -> str:
@@ -233,7 +241,7 @@ def test_edge_case_43_images_and_videos_in_either_order(models: dict[str, Path])
     assert max_abs(slow.logprob - fast.logprob) > 100 * MODEL_FP32, "the mutation: seconds count"
 
 
-@pytest.mark.parametrize("layout", ["cp=2", "cp=4"])
+@pytest.mark.parametrize("layout", [pytest.param("cp=2", marks=pytest.mark.soak), "cp=4"])
 def test_edge_case_44_a_latent_attention_whose_values_are_narrower(models: dict[str, Path], layout: str) -> None:
     """Queries of 24, values of 16, one rotary key for all heads, and YaRN's factor in the scale."""
     attention = tiny_sighted("kimi_k25").get_submodule("model.language_model.layers.0.self_attn")

@@ -267,7 +267,7 @@ def k25(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("layout", ["dp=1", "cp=2"])
+@pytest.mark.parametrize("layout", [pytest.param("dp=1", marks=pytest.mark.soak), "cp=2"])
 def test_kimi_k25_in_the_form_of_the_hub(k25: Path, layout: str) -> None:
     """Its numbers are transformers' of the same weights as `save_pretrained` writes them; and it leaves as it came."""
     assert known_config(json.loads((k25 / "model/config.json").read_text())).text_config.q_lora_rank == 24

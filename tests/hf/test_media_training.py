@@ -95,7 +95,7 @@ def test_the_result_has_its_processor(model: Path, tmp_path: Path) -> None:
 
 def test_a_critic_sees_too(model: Path, tmp_path: Path) -> None:
     data = rl_rows(tmp_path)
-    rows = trained(tmp_path / "ppo", model, data, "dp=2", algorithm={"name": "ppo", "kl_coef": 0.1})
+    rows = trained(tmp_path / "ppo", model, data, "dp=1", algorithm={"name": "ppo", "kl_coef": 0.1})
     assert all(row["critic_grad_norm"] > 0 for row in rows)
 
 

@@ -28,7 +28,7 @@ def curve(path: Path, engine: EngineName, layout: Layout, rate: float = 1e-3) ->
     return torch.tensor([[report.loss, report.grad_norm] for report in reports], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2_tied"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.soak), "qwen2_tied"])
 def test_both_engines_learn_alike(name: str, tmp_path: Path) -> None:
     tiny_model(TEXT[name]()).save_pretrained(tmp_path)
     (expected,) = run(1, curve, tmp_path, "native", Layout())

@@ -90,15 +90,15 @@ def looks(folder: Path, layout: Layout, batch: PackedBatch, budget: int = BUDGET
     return found
 
 
-def test_every_rank_looks_once_a_micro_batch(seen: dict[str, Path]) -> None:
+@pytest.mark.parametrize("layout", [pytest.param(Layout(dp=4), marks=pytest.mark.soak), Layout(cp=2, dp=2)], ids=str)
+def test_every_rank_looks_once_a_micro_batch(seen: dict[str, Path], layout: Layout) -> None:
     """Whatever there is to see: so FSDP2's collectives are equally many and in the same order everywhere."""
-    for layout in (Layout(dp=4), Layout(cp=2, dp=2)):
-        calls = run(4, looks, seen["qwen2_5_vl"], layout, sights("qwen2_5_vl", LONELY), TIGHT)
-        assert len({len(found) for found in calls}) == 1
-        assert len(calls[0]) > 1
-        seen_by_all = sorted(patches for found in calls for patches in found)
-        assert set(seen_by_all) == {4, 16}, "placeholders are the smallest image there is"
-        assert seen_by_all.count(16) == 2
+    calls = run(4, looks, seen["qwen2_5_vl"], layout, sights("qwen2_5_vl", LONELY), TIGHT)
+    assert len({len(found) for found in calls}) == 1
+    assert len(calls[0]) > 1
+    seen_by_all = sorted(patches for found in calls for patches in found)
+    assert set(seen_by_all) == {4, 16}, "placeholders are the smallest image there is"
+    assert seen_by_all.count(16) == 2
 
 
 def test_the_tower_of_a_rank_sees_its_share(seen: dict[str, Path]) -> None:

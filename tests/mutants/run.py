@@ -27,7 +27,7 @@ from pathlib import Path
 from platform import python_version
 
 from tests.distributed.matrix import name_of
-from tests.distributed.test_matrix import QUICK, SELECTED
+from tests.distributed.test_matrix import QUICK
 from tests.tolerances import EXACT, GRAD_RATIO_FP32, SUM_ORDER
 
 HERE = Path(__file__).parent
@@ -114,9 +114,7 @@ def plant(mutant: Mutant, tree: Path) -> None:
 
 def selection() -> list[str]:
     """The matrix of `make test` from few ranks to many, then the rooms' other tests."""
-    layouts = sorted(
-        (layout for layout, _ in SELECTED if name_of(layout) in QUICK), key=lambda layout: layout.num_ranks
-    )
+    layouts = sorted((layout for layout, *_ in QUICK), key=lambda layout: layout.num_ranks)
     cases = [f"{MATRIX}::test_equals_one_rank[{name_of(layout)}]" for layout in layouts]
     files = [path.relative_to(ROOT).as_posix() for room in ROOMS for path in sorted((ROOT / room).glob("test_*.py"))]
     first, last = f"{MATRIX}::test_a_step_is_adamws_and_decays_matrices_alone", f"{MATRIX}::{ALIKE}"

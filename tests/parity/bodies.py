@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dovetail.batch.loss import LossFn
 from dovetail.engine.native import NativeEngine
 from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.optim.optimizer import Shard
@@ -18,6 +19,7 @@ from tests.probe import PROBE, gradients
 from tests.tolerances import max_abs, worst_error, worst_ratio
 
 BUDGET = max(LENGTHS) + 10  # several micro-batches, and padding to a multiple of 8 fits
+OBJECTIVES: tuple[LossFn, ...] = (objective, Separable())
 FEW = (2, 4)  # fewer sequences than ranks: one of a single token, one of three
 
 
@@ -36,11 +38,18 @@ class Figures:
 
 
 def compare(folders: dict[str, Path], layout: Layout, unharmed: Container[str] = ()) -> dict[str, Figures]:
-    """Every model of `folders` on one layout, against what `write_reference` wrote. No defect is planted in `unharmed`."""
-    return {name: _compare_one(folder, layout, harm=name not in unharmed) for name, folder in folders.items()}
+    """Every model of `folders` on one layout, against what `write_reference` wrote. No defect is planted in `unharmed`, and on
+    several ranks the objective of these is of whole sequences or of tokens, in turn.
+    """
+    found = {}
+    for number, (name, folder) in enumerate(folders.items()):
+        harm = name not in unharmed
+        losses = OBJECTIVES if harm or layout.num_ranks == 1 else (OBJECTIVES[number % 2],)
+        found[name] = _compare_one(folder, layout, losses, harm=harm)
+    return found
 
 
-def _compare_one(folder: Path, layout: Layout, *, harm: bool) -> Figures:
+def _compare_one(folder: Path, layout: Layout, losses: tuple[LossFn, ...], *, harm: bool) -> Figures:
     outputs, grads = read_reference(folder)
     values = "values" in outputs
     options = EngineOptions(optim=PROBE, tokens_per_batch=BUDGET)
@@ -51,7 +60,7 @@ def _compare_one(folder: Path, layout: Layout, *, harm: bool) -> Figures:
     loss: Any = value_objective if values else objective
     figures = Figures(_output_error(engine, outputs), 0.0, 0.0, 0.0, 0.0, 0.0, _stream_error(engine, folder), {})
     norm = float(torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt())
-    for each in [loss] if values else [loss, Separable()]:
+    for each in (loss,) if values else losses:
         report = engine.train_step(batch, each)
         found, stray = gradients(engine)
         figures.loss = max(figures.loss, abs(report.loss - outputs["loss"].item()) / max(1.0, abs(report.loss)))

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -35,6 +34,8 @@ from bench.long_context import moments_seconds
 from bench.ranks import ROOT, run_ranks
 from dovetail.batch.packed import PackedBatch
 from dovetail.factory.layouts import check_layout, sampling_layout
+from tests.forked import output_of
+from tests.harness import template
 from tests.tolerances import OP_FP64
 
 PEER_LAYOUTS = sorted({peer.layout for peer in PEERS})
@@ -273,19 +274,7 @@ def test_a_benchmark_for_gpus_says_that_there_are_none(
     assert f"torch {torch.__version__} sees " in capsys.readouterr().err
 
 
-EACH_ONCE = """
-import torch
-from bench.block_sizes import block_launches, expert_launches
-on = torch.device("cpu")
-for name, launch, choices, used in [*block_launches(2, 28, on), *expert_launches(2, on)]:
-    assert used in choices, name
-    launch(*choices[0])
-"""
-
-
 def test_every_kernel_of_block_sizes_is_called_as_it_is_now() -> None:
     """By Triton's interpreter, the first choice of each: their arguments are given by hand there."""
     pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    ended = subprocess.run([sys.executable, "-c", EACH_ONCE], env=env, check=False, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert output_of(template, "tests.unit.block_size_launches", TRITON_INTERPRET="1") == ""

@@ -74,7 +74,7 @@ HARM = {
 @pytest.mark.parametrize("harm", HARM)
 def test_a_harmful_program_fails_alone(harm: str) -> None:
     before, started = children_of([os.getpid()]), time.monotonic()
-    assert code(block(HARM[harm]), ONE, "stop", seconds=1.0, memory_mib=256) == 0.0
+    assert code(block(HARM[harm]), ONE, "stop", seconds=0.5, memory_mib=256) == 0.0
     assert time.monotonic() - started < 30.0
     assert children_of([os.getpid()]) <= before
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import threading
 import zlib
 from collections.abc import Callable
@@ -90,14 +91,21 @@ class Count:
         return self.function(*args)
 
 
-@pytest.fixture
-def wide(tmp_path: Path) -> tuple[TensorFile, Tensor]:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
     """A file of one matrix of thousands of rows."""
+    path = tmp_path_factory.mktemp("wide") / "wide"
     matrix = torch.arange(4096 * 6144, dtype=torch.int32).view(torch.bfloat16).view(4096, 2 * 6144)
-    writer = TensorFileWriter(tmp_path / "wide", [TensorSpec("x", matrix.dtype, tuple(matrix.shape))])
+    writer = TensorFileWriter(path, [TensorSpec("x", matrix.dtype, tuple(matrix.shape))])
     writer.write("x", matrix)
     writer.close()
-    return TensorFile(tmp_path / "wide"), matrix
+    return path, matrix
+
+
+@pytest.fixture
+def wide(written: tuple[Path, Tensor]) -> tuple[TensorFile, Tensor]:
+    """It, opened."""
+    return TensorFile(written[0]), written[1]
 
 
 @pytest.mark.parametrize("columns", [16, 3072, 12200])  # 32 bytes, a quarter and nearly all of a row
@@ -128,8 +136,8 @@ def test_columns_are_read_and_copied_many_at_once(
     assert torch.equal(bits.view(torch.int16), wanted.view(torch.int16))
 
 
-def test_columns_of_a_file_that_is_cut_are_reported(wide: tuple[TensorFile, Tensor]) -> None:
-    file, matrix = wide
+def test_columns_of_a_file_that_is_cut_are_reported(written: tuple[Path, Tensor], tmp_path: Path) -> None:
+    file, matrix = TensorFile(Path(shutil.copy(written[0], tmp_path))), written[1]
     os.truncate(file.path, file.size // 2)
     buffer = torch.empty(1 << 20, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match="it was cut while being read"):

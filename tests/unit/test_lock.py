@@ -17,8 +17,9 @@ from dovetail.errors import ConfigError
 from dovetail.run.lock import RunLock
 from dovetail.run.paths import LOCK
 from tests.commands.program import here, make_model, refusal, write_recipe, write_rows
+from tests.forked import popen
+from tests.harness import template
 
-ROUNDS = 1000
 SECONDS = 2.0  # from the claim to the refusal
 HOLD = """
 import sys, time
@@ -48,15 +49,23 @@ while won < rounds:
 """
 
 
+def forked(program: str, folder: Path, *arguments: object) -> subprocess.Popen[str]:
+    """A process that runs it, with the folder as its first argument."""
+    path = folder.parent / f"{folder.name}.py"
+    path.write_text(program)
+    return popen(template, [sys.executable, str(path), str(folder), *map(str, arguments)])
+
+
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    process = forked(HOLD, tmp_path)
+    assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == "taken\n"
     yield process
     process.kill()
     process.wait()
     process.stdout.close()
+    process.stderr.close()
 
 
 def test_the_second_one_is_refused_and_told_who_is_there(owner: subprocess.Popen[str], tmp_path: Path) -> None:
@@ -105,10 +114,10 @@ def test_a_lock_that_is_no_file_of_its_own_is_refused(tmp_path: Path) -> None:
     RunLock(tmp_path).acquire()
 
 
-def test_no_race_has_two_winners(tmp_path: Path) -> None:
-    """Nor one with a loser for good: each of four processes comes to own the directory 1,000 times."""
-    command = [sys.executable, "-c", RACE, str(tmp_path), str(ROUNDS)]
-    racers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+@pytest.mark.parametrize("rounds", [150, pytest.param(1000, marks=pytest.mark.soak)])
+def test_no_race_has_two_winners(rounds: int, tmp_path: Path) -> None:
+    """Nor one with a loser for good: each of four processes comes to own the directory so often."""
+    racers = [forked(RACE, tmp_path, rounds) for _ in range(4)]
     told = [racer.communicate(timeout=300)[1] for racer in racers]
     assert [racer.returncode for racer in racers] == [0] * 4, told
 

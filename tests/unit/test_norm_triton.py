@@ -13,7 +13,9 @@ ROUNDINGS = 4  # norm, gain, angle, sum: the most on one way
 
 
 @pytest.mark.parametrize(
-    "dtypes", [("float32", "float16"), pytest.param(("bfloat16",), marks=pytest.mark.soak)], ids="-".join
+    "dtypes",
+    [(), *(pytest.param(x, marks=pytest.mark.soak) for x in (("float32", "float16"), ("bfloat16",)))],
+    ids=lambda names: "-".join(names) or "in turn",
 )
 def test_kernels_equal_the_reference(dtypes: tuple[str, ...]) -> None:
     """In a process of its own: interpreted kernels and compiled ones cannot live in one.
@@ -25,7 +27,7 @@ def test_kernels_equal_the_reference(dtypes: tuple[str, ...]) -> None:
         output_of(template, "tests.unit.block_rows", *(f"torch.{name}" for name in dtypes), TRITON_INTERPRET="1")
     )
     assert all(any(f" torch.{name}:" in case for case in found) for name in dtypes)
-    check(found, ROUNDINGS * OP_BF16, rounds=False)
+    check(found, ROUNDINGS * OP_BF16, rounds=False, in_turn=not dtypes)
 
 
 def test_kernels_compile_for_hopper() -> None:

@@ -31,6 +31,19 @@ class Note(NamedTuple):
     number: int = 0
 
 
+class Handle(NamedTuple):
+    """Of a transfer that is never complete, and whose `wait` is noted."""
+
+    notes: list[Note]
+    number: int
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self.notes.append(Note("wait", number=self.number))
+
+
 class Noted:
     """A stage of no computation, a mesh of no groups, and transfers that never happen, of one rank of a plan."""
 
@@ -46,11 +59,7 @@ class Noted:
 
     def start(self, transfer: Callable[..., Any], tensor: Tensor, link: P2PChannel) -> Any:
         self.notes.append(Note(transfer.__name__, link.group))
-        number = len(self.notes) - 1
-        handle = mock.Mock()
-        handle.is_completed.return_value = False
-        handle.wait.side_effect = lambda: self.notes.append(Note("wait", number=number))
-        return handle
+        return Handle(self.notes, len(self.notes) - 1)
 
     def buffer(self, micro: int) -> Tensor:
         self.notes.append(Note("memory"))

@@ -57,14 +57,14 @@ def test_greedy_and_log_probs_equal_transformers(name: str) -> None:
     config = tiny_configs()[name]
     model = tiny_model(config)
     prompts = some_prompts()
-    greedy = sampler_of(config).sample(prompts, SamplingParams(max_new_tokens=12, temperature=0))
+    greedy = sampler_of(config).sample(prompts, SamplingParams(max_new_tokens=7, temperature=0))
     for prompt, done in zip(prompts, greedy, strict=True):
         ids = torch.tensor([prompt.ids])
         expected = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
-            max_new_tokens=12,
+            max_new_tokens=7,
             eos_token_id=None,
             pad_token_id=0,
         )

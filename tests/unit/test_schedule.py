@@ -1,7 +1,7 @@
 """Schedules carried out on paper: every plan is whole, never deadlocks, keeps few activations and wastes little time."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -11,8 +11,15 @@ from tests.tolerances import SUM_ORDER
 RANKS, VIRTUAL, MICROS = range(1, 9), range(1, 5), range(1, 33)
 
 
-def cases(*virtual: int) -> Iterator[tuple[int, int, int]]:
-    return ((p, v, m) for p in RANKS for v in virtual or VIRTUAL for m in MICROS)
+@pytest.fixture(params=[(*range(1, 10), 16, 17, 32), pytest.param(MICROS, marks=pytest.mark.soak)], ids=["few", "all"])
+def micros(request: pytest.FixtureRequest) -> Sequence[int]:
+    """Numbers of micro-batches: below, at and beyond multiples of the ranks."""
+    found: Sequence[int] = request.param
+    return found
+
+
+def cases(micros: Sequence[int], *virtual: int) -> Iterator[tuple[int, int, int]]:
+    return ((p, v, m) for p in RANKS for v in virtual or VIRTUAL for m in micros)
 
 
 def check_whole(plan: Plan, ranks: int, virtual: int, micros: int, *kinds: Kind) -> None:
@@ -34,8 +41,8 @@ def check_roads(plan: Plan) -> None:
         assert [(s, i) for s, i in grads[rank - 1] if s < last] == [(s - 1, i) for s, i in grads[rank] if s > 0]
 
 
-def test_forward_is_whole_and_keeps_nothing() -> None:
-    for p, v, m in cases():
+def test_forward_is_whole_and_keeps_nothing(micros: Sequence[int]) -> None:
+    for p, v, m in cases(micros):
         plan = make_plan("forward", p, v, m)
         done = simulate(plan)
         check_whole(plan, p, v, m, "forward")
@@ -45,8 +52,8 @@ def test_forward_is_whole_and_keeps_nothing() -> None:
             assert done.total == v * m + p - 1
 
 
-def test_gpipe_keeps_every_activation() -> None:
-    for p, v, m in cases():
+def test_gpipe_keeps_every_activation(micros: Sequence[int]) -> None:
+    for p, v, m in cases(micros):
         plan = make_plan("gpipe", p, v, m)
         done = simulate(plan)
         check_whole(plan, p, v, m, "forward", "backward")
@@ -56,8 +63,8 @@ def test_gpipe_keeps_every_activation() -> None:
             assert done.bubble == pytest.approx((p - 1) / (m + p - 1), abs=SUM_ORDER)
 
 
-def test_1f1b_keeps_no_more_than_the_ranks_that_follow_and_waits_as_long_as_it_must() -> None:
-    for p, v, m in cases(1):
+def test_1f1b_keeps_no_more_than_the_ranks_that_follow_and_waits_as_long_as_it_must(micros: Sequence[int]) -> None:
+    for p, v, m in cases(micros, 1):
         plan = make_plan("1f1b", p, v, m)
         done = simulate(plan)
         check_whole(plan, p, v, m, "forward", "backward")
@@ -66,8 +73,8 @@ def test_1f1b_keeps_no_more_than_the_ranks_that_follow_and_waits_as_long_as_it_m
         assert done.bubble == pytest.approx((p - 1) / (m + p - 1), abs=SUM_ORDER)
 
 
-def test_interleaved_waits_less_for_a_bounded_number_of_activations() -> None:
-    for p, v, m in cases(2, 3, 4):
+def test_interleaved_waits_less_for_a_bounded_number_of_activations(micros: Sequence[int]) -> None:
+    for p, v, m in cases(micros, 2, 3, 4):
         plan = make_plan("interleaved", p, v, m)
         done = simulate(plan)
         check_whole(plan, p, v, m, "forward", "backward")
@@ -93,9 +100,9 @@ def check_zero_bubble(plan: Plan, p: int, m: int) -> None:
     assert max(simulate(plan).live) <= min(m, p)
 
 
-def test_zero_bubble_fills_the_waiting_of_equal_stages() -> None:
+def test_zero_bubble_fills_the_waiting_of_equal_stages(micros: Sequence[int]) -> None:
     """Where there are stages that wait, and a second micro-batch to wait for, it is faster than 1f1b."""
-    for p, _, m in cases(1):
+    for p, _, m in cases(micros, 1):
         plan, other = make_plan("zero_bubble", p, 1, m), make_plan("1f1b", p, 1, m)
         before, after = simulate(other).total, simulate(plan).total
         assert before == 3 * (m + p - 1)

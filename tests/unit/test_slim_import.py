@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 MODULES = (
     "dovetail",
@@ -22,12 +20,36 @@ MODULES = (
 )
 
 
+COMMANDS = ("train", "score", "generate", "eval", "convert", "inspect", "report", "rollouts", "docs", "doctor")
+NO_TORCH = f"""
+import importlib, sys
+from dovetail.cli.main import run_command
+heavy = {{"torch", "transformers", "numpy", "safetensors", "huggingface_hub"}}
+for given in (["--help"], *([name, "--help"] for name in {COMMANDS})):
+    assert run_command(given) == 0
+assert run_command(["score", "--modell", "x"]) == 2
+assert not sys.modules.keys() & {{*heavy, "pydantic"}}, sys.modules.keys() & {{*heavy, "pydantic"}}
+for name in {MODULES}:
+    importlib.import_module(name)
+    assert not sys.modules.keys() & {{"torch", "transformers"}}, name
+"""
+
+
+def test_help_and_what_checks_a_recipe_load_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", NO_TORCH], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[2] for line in done.stdout.splitlines() if line.startswith("usage: ")] == ["[-h]", *COMMANDS]
+
+
 WITHOUT_RECIPES = """
 import importlib, pkgutil, sys
-import dovetail.kernels, dovetail.rollout
+import dovetail
 
+assert dovetail.Layout(tp=2).tp == 2 and "torch" not in sys.modules
 missing = "pydantic", "pydantic_core", "rich", "dovetail.recipe.schema", "dovetail.recipe.yaml"  # huggingface_hub needs yaml
+assert not sys.modules.keys() & set(missing)
 sys.modules.update(dict.fromkeys(missing))
+import dovetail.kernels, dovetail.rollout
 rooms = dovetail.kernels, dovetail.rollout
 found = [f"{room.__name__}.{module.name}" for room in rooms for module in pkgutil.iter_modules(room.__path__)]
 found.remove("dovetail.kernels.quack_epilogue")  # needs cutlass, an extra
@@ -35,39 +57,12 @@ library = "factory.engine", "factory.sampler", "rl.losses", "rl.advantages", "rl
 found += [f"dovetail.{name}" for name in library]
 for name in (*found, "bench.rl_step", "bench.sampler", "bench.layouts", "tests.gpu.test_sampler"):
     importlib.import_module(name)
+for name in missing:
+    del sys.modules[name]
+assert all(hasattr(dovetail, name) for name in dir(dovetail))
 """
 
 
-def test_what_computes_needs_no_package_of_recipes() -> None:
+def test_what_computes_needs_no_package_of_recipes_and_public_names_load_on_first_use() -> None:
     """The engine, the sampler, kernels, benchmarks and tests of GPUs, on a machine without pydantic, rich and PyYAML."""
     subprocess.run([sys.executable, "-c", WITHOUT_RECIPES], cwd=ROOT, check=True)
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_module_loads_no_torch(module: str) -> None:
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-@pytest.mark.parametrize(
-    "command", ["", "train", "score", "generate", "eval", "convert", "inspect", "report", "rollouts", "docs", "doctor"]
-)
-def test_help_is_given_without_torch(command: str) -> None:
-    code = f"""
-import sys
-from dovetail.cli.main import run_command
-assert run_command({[command, "--help"] if command else ["--help"]}) == 0
-sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert done.stdout.startswith(f"usage: dovetail {command}".rstrip())
-
-
-def test_public_names_load_on_first_use() -> None:
-    code = """
-import sys, dovetail as dt
-assert dt.Layout(tp=2).tp == 2 and 'torch' not in sys.modules
-assert all(hasattr(dt, name) for name in dir(dt)) and 'torch' in sys.modules
-"""
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
