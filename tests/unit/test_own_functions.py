@@ -1,21 +1,28 @@
 """Losses and advantages by name and by import: against transcriptions in float64, and what mistakes say."""
 
+import importlib.util
+import json
 import math
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dovetail.batch.loss import is_separable
+from dovetail.batch.loss import TokenStats, is_separable
+from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError
 from dovetail.factory.functions import advantage, policy_loss, sft_loss
 from dovetail.recipe.functions import FunctionSection, LossSection
 from dovetail.recipe.schema import GRPO, SFT, make_recipe
 from dovetail.rl.advantages import whiten
 from dovetail.rl.experience import own_advantages, with_advantages
-from dovetail.rl.losses import PolicyLoss
+from dovetail.rl.losses import PolicyLoss, weight_fields
 from tests.tolerances import SUM_ORDER, assert_close
+from tests.unit.loss_numbers import LENGTHS, LONGEST, TRL_LOSSES, random_numbers
 from tests.unit.test_losses import counted, full_batch, random_stats
 from tests.unit.test_tasks import SAMPLES, batch_of
 
@@ -83,6 +90,34 @@ def test_penalty_and_bonus_are_added_to_every_term(term: Any) -> None:
     kl = 0.5 * (stats.logprob - batch.fields["reference_logprob"]) ** 2
     assert_close(both.total, bare.total + 0.3 * kl.sum() - 0.1 * stats.entropy.sum(), SUM_ORDER)
     assert both.metrics.keys() == PolicyLoss(kl_coef=0.3)(stats, batch).metrics.keys()
+
+
+@pytest.fixture(scope="module")
+def trl() -> Mapping[str, Any]:
+    """TRL's losses: of the installed one, or as written by `python -m tests.unit.trl_losses > tests/unit/trl_losses.json`."""
+    if importlib.util.find_spec("trl") is None:
+        written: Mapping[str, Any] = json.loads(Path(__file__).with_name("trl_losses.json").read_text())
+        return written
+    command = [sys.executable, "-m", "tests.unit.trl_losses"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    results: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
+@pytest.mark.parametrize("name", TRL_LOSSES)
+def test_values_and_gradients_are_those_of_trl(name: str, trl: Mapping[str, Any]) -> None:
+    numbers, settings = random_numbers(), dict(TRL_LOSSES[name][1])
+    aggregation = settings.pop("aggregation", "token")
+    batch = PackedBatch.pack([Sequence(range(1, n + 2), mask=[False] + [True] * n) for n in LENGTHS])
+    fields = {name: x for name, x in numbers.items() if name not in ("logprob", "entropy")}
+    batch = counted(batch).with_fields(**fields)
+    batch = batch.with_fields(**weight_fields(batch, aggregation, LONGEST))
+    logprob = numbers["logprob"].requires_grad_()
+    result = PolicyLoss(**settings)(TokenStats(logprob, numbers["entropy"]), batch)
+    loss = result.total / result.count
+    (gradient,) = torch.autograd.grad(loss, logprob)
+    assert_close(loss, torch.tensor(trl[name]["loss"], dtype=F64), SUM_ORDER)
+    assert_close(gradient, torch.tensor(trl[name]["gradient"], dtype=F64), SUM_ORDER)
 
 
 OWN = '''
