@@ -155,10 +155,10 @@ def _calls(tree: ast.Module) -> Found:
 
 
 def _is_blind(handler: ast.ExceptHandler) -> bool:
-    """Whether it swallows everything; a handler that ends in a bare `raise` only tidies up."""
+    """Whether it swallows everything; one that ends in a bare `raise` tidies up, one in `raise ... from` explains."""
     last = handler.body[-1]
     everything = handler.type is None or _dotted(handler.type) in ("Exception", "BaseException")
-    return everything and not (isinstance(last, ast.Raise) and last.exc is None)
+    return everything and not (isinstance(last, ast.Raise) and (last.exc is None or last.cause is not None))
 
 
 def _imports(inside: str, tree: ast.Module) -> Found:

@@ -24,14 +24,14 @@ pack_samples, with_advantages = experience.pack_samples, experience.with_advanta
 PREPARE, POLICY_LOSS = tasks.RLTask._prepare, losses.PolicyLoss.__call__
 
 
-def flipped_advantages(batch: PackedBatch, samples: Seq[Sample], settings: Any) -> PackedBatch:
-    right = with_advantages(batch, samples, settings)
+def flipped_advantages(batch: PackedBatch, samples: Seq[Sample], settings: Any, own: Any) -> PackedBatch:
+    right = with_advantages(batch, samples, settings, own)
     return right.with_fields(advantage=-right.fields["advantage"])
 
 
-def grouped_by_sample(batch: PackedBatch, samples: Seq[Sample], settings: Any) -> PackedBatch:
+def grouped_by_sample(batch: PackedBatch, samples: Seq[Sample], settings: Any, own: Any) -> PackedBatch:
     """First samples of all prompts against each other, and so on: interleaved where it should be back to back."""
-    return with_advantages(batch, [replace(s, group=s.completion.sample) for s in samples], settings)
+    return with_advantages(batch, [replace(s, group=s.completion.sample) for s in samples], settings, own)
 
 
 def mask_late(samples: Seq[Sample], temperature: float) -> PackedBatch:

@@ -1,6 +1,7 @@
 """Mistakes that show before any rank starts: paths, layouts, lengths, devices and memory. Imports no torch."""
 
 import argparse
+import ast
 import importlib.util
 import os
 import sys
@@ -20,7 +21,7 @@ from dovetail.errors import CheckpointError, ConfigError, LayoutError, UserError
 from dovetail.factory.layouts import check_layout, max_positions, sampling_layout
 from dovetail.launch.process import complain
 from dovetail.parallel.layout import Layout
-from dovetail.recipe.schema import PPO, SFT, Recipe
+from dovetail.recipe.schema import PPO, SFT, CriticFree, Recipe
 from dovetail.recipe.types import LayoutSection
 from dovetail.rewards.runner import refuse_unknown
 from dovetail.run.paths import FinishedError, check_run_dir, check_unfinished
@@ -152,9 +153,13 @@ def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device:
     policy = mistakes.of(read_model, recipe.model.path, recipe.model.engine)
     if policy is not None:
         mistakes.of(check_layout, policy.spec, layout)
-    trained = [policy]
-    if not isinstance(recipe.algorithm, SFT):
-        trained += _check_rl(recipe, Path(args.recipe).parent, policy, layout, mistakes)
+    trained, folder, algorithm = [policy], Path(args.recipe).parent, recipe.algorithm
+    own = {"loss": algorithm.loss, "advantage": algorithm.advantage if isinstance(algorithm, CriticFree) else None}
+    for what, section in own.items():
+        if section is not None and section.function is not None:
+            mistakes.of(_check_function, f"algorithm.{what}", section.function, folder)
+    if not isinstance(algorithm, SFT):
+        trained += _check_rl(recipe, folder, policy, layout, mistakes)
     offloads = recipe.trainer.offload_optimizer and device != "cpu"
     each = TRAINED_BYTES - (MOMENT_BYTES if offloads else 0)
     return sum(model.parameters * each for model in trained if model is not None)
@@ -178,7 +183,7 @@ def _check_rl(
             mistakes.of(_named, "rollout", _check_sampler, policy.spec, own)
     for part in recipe.reward.labelled().values():
         if part.function is not None:
-            mistakes.of(_check_module, part.function, folder)
+            mistakes.of(_check_function, "reward", part.function, folder)
         elif part.name is not None:
             mistakes.of(refuse_unknown, part.name, "reward.name=")
     return trained
@@ -226,15 +231,29 @@ def _check_positions(model: Model, new_tokens: int, key: str) -> None:
         )
 
 
-def _check_module(function: str, folder: Path) -> None:
-    """By the top package alone, which finding does not run."""
-    top = function.partition(":")[0].partition(".")[0]
+def _check_function(what: str, function: str, folder: Path) -> None:
+    """Without running it: its top package, and what a file next to the recipe defines."""
+    module, _, name = function.partition(":")
+    top, file = module.partition(".")[0], folder / f"{module.replace('.', '/')}.py"
+    where = f"{what} {function!r} (looked up from {folder.resolve()}) cannot be loaded: "
     here = (folder / top).is_dir() or any(folder.glob(f"{top}.*"))
     if not here and top not in sys.modules and importlib.util.find_spec(top) is None:
         raise ConfigError(
-            f"reward {function!r} (looked up from {folder.resolve()}) cannot be loaded: ModuleNotFoundError: No module named "
-            f"{top!r}; put {top}.py into the directory of the recipe, or install it"
+            f"{where}ModuleNotFoundError: No module named {top!r}; put {top}.py into the directory of the recipe, or "
+            "install it"
         )
+    if not file.is_file():
+        return
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{where}{type(error).__name__}: {error}") from error
+    functions = [
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    ]
+    others = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.If, ast.Try, ast.With, ast.For)
+    if name not in functions and not any(isinstance(node, others) and name in ast.unparse(node) for node in tree.body):
+        raise ConfigError(f"{where}{file} has no function {name!r}; it has {', '.join(functions) or 'none'}")
 
 
 def _visible() -> int | None:

@@ -21,6 +21,7 @@ from dovetail.engine.native import NativeEngine
 from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import ConfigError, LayoutError
 from dovetail.factory.engine import EngineOptions, make_engine, make_mesh
+from dovetail.factory.functions import advantage, policy_loss, sft_loss
 from dovetail.factory.layouts import check_layout, check_positions
 from dovetail.factory.notes import check_experts, missed_profiles, notes, rows_line
 from dovetail.factory.rewards import make_rewards, own_metrics
@@ -36,10 +37,10 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import num_ranks
 from dovetail.recipe.evaluation import default_metrics
 from dovetail.recipe.reward import RewardModelSection
-from dovetail.recipe.schema import PPO, SFT, CriticSection, PolicyGradient, Recipe, ReferenceSection
+from dovetail.recipe.schema import PPO, SFT, CriticFree, CriticSection, PolicyGradient, Recipe, ReferenceSection
 from dovetail.recipe.types import LayoutSection
 from dovetail.rl.evaluation import EvalSet
-from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss
+from dovetail.rl.losses import PolicyLoss, ValueLoss
 from dovetail.rl.reward_manager import FunctionReward, RewardManager
 from dovetail.rl.tasks import RLTask, SupervisedTask
 from dovetail.rollout.base import SamplingParams
@@ -138,7 +139,7 @@ class Builder:
             if self.resumed is not None:
                 refuse_other("the model's config, tokenizer or weights", self.resumed.state.model, model, "model.path")
             if isinstance(recipe.algorithm, SFT):
-                task, rows, engines = self._sft(run.first_row)
+                task, rows, engines = self._sft(recipe.algorithm, run.first_row)
             else:
                 run_dir = Path(recipe.run_dir)
                 rewards = make_rewards(recipe.reward, self.mesh, self.recipe_folder, run_dir, self._reward_model)
@@ -155,14 +156,16 @@ class Builder:
         lines = notes(self.recipe, self.source.config, self.lengths, others)
         return Job(self.recipe, task, run, contents, rewards, lines, self.metrics)
 
-    def _sft(self, first_row: int) -> tuple[Task, str, Engines]:
+    def _sft(self, algorithm: SFT, first_row: int) -> tuple[Task, str, Engines]:
+        with agreed(self.mesh):
+            loss = sft_loss(algorithm, self.recipe_folder)
         load = partial(load_sft, tokenizer=self.tokenizer, limits=self._limits(self._budget), processor=self.processor)
         rows, held_out, sets, fingerprint = self._rows(load)
         policy = self._trained(self.source, self.mesh, POLICY, self.recipe.optim.lr)
         task = SupervisedTask(
             recipe=self.recipe,
             policy=policy,
-            loss=SFTLoss(),
+            loss=loss,
             rows=rows,
             held_out=held_out,
             progress=self.progress,
@@ -173,7 +176,11 @@ class Builder:
         return task, fingerprint, {POLICY: policy}
 
     def _rl(self, algorithm: PolicyGradient, run: RunDirectory, rewards: RewardManager) -> tuple[Task, str, Engines]:
-        recipe, rollout = self.recipe, self.recipe.rollout
+        recipe, rollout, folder = self.recipe, self.recipe.rollout, self.recipe_folder
+        with agreed(self.mesh):
+            keys = same_keys(algorithm, PolicyLoss) | ({"kl_coef": 0.0} if algorithm.kl_in == "reward" else {})
+            loss = policy_loss(algorithm, folder, **keys)
+            own_advantage = advantage(algorithm.advantage, folder) if isinstance(algorithm, CriticFree) else None
         critic_role = self._role(recipe.critic, "critic") if isinstance(algorithm, PPO) else None
         wants_reference = algorithm.kl_coef > 0 or recipe.reference.path is not None
         reference_role = self._role(recipe.reference, "reference") if wants_reference else None
@@ -194,7 +201,7 @@ class Builder:
         eval_sets = self._eval_sets(sets, run.say)
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
         critic = self._trained(*critic_role, CRITIC, recipe.critic.lr or recipe.optim.lr) if critic_role else None
-        stops, loss = stop_ids(self.source, self.tokenizer), PolicyLoss(**same_keys(algorithm, PolicyLoss))
+        stops = stop_ids(self.source, self.tokenizer)
         frozen = EngineOptions(master_dtype=self.dtype, tokens_per_batch=recipe.trainer.tokens_per_batch)
         sampler = make_sampler(self.source, sampler_mesh, self.dtype, rollout.backend)
         sampler.watch = self.progress.advance
@@ -207,7 +214,8 @@ class Builder:
             critic=critic,
             reference=make_engine(*reference_role, self.dtype, "lm", frozen) if reference_role else None,
             sampler=sampler,
-            policy_loss=replace(loss, kl_coef=loss.kl_coef if algorithm.kl_in == "loss" else 0.0),
+            policy_loss=loss,
+            advantage=own_advantage,
             value_loss=ValueLoss(algorithm.value_clip, algorithm.value_coef) if isinstance(algorithm, PPO) else None,
             sampling=SamplingParams(
                 **same_keys(rollout, SamplingParams),

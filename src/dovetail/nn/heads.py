@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dovetail.batch.loss import Loss, LossFn, Sum, TokenStats
+from dovetail.batch.loss import Loss, LossFn, Sum, TokenStats, is_separable
 from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.reference import wide
@@ -27,10 +27,6 @@ from dovetail.nn.layers import GradAccumulator, grad_buffer, vocab_placement
 from dovetail.parallel.collectives import all_gather, all_reduce, gather_replicated, stack_over
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.parallel.placement import Placement
-
-
-def is_separable(loss: LossFn) -> bool:
-    return hasattr(loss, "separable") and bool(loss.separable)
 
 
 class Normalizer(NamedTuple):

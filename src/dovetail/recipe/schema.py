@@ -14,6 +14,7 @@ from dovetail.errors import ConfigError
 from dovetail.launch.progress import Phase
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.evaluation import EvalSection, EvalSetSection
+from dovetail.recipe.functions import LossSection, OwnFunction, PolicyTerm
 from dovetail.recipe.keys import Key, explain, keys_of, rename_keys
 from dovetail.recipe.reward import Rewards, RewardSection
 from dovetail.recipe.tracking import Loggers, ProfileSection
@@ -86,11 +87,13 @@ class SFT(Algorithm):
     """Supervised fine-tuning: the negative log-likelihood of the completions."""
 
     name: Literal["sft"] = "sft"
+    loss: OwnFunction = key(None, "a function of yours instead of the negative log-likelihood")
 
 
 class PolicyGradient(Algorithm):
     """Keys of every RL algorithm."""
 
+    loss: PolicyTerm = key(LossSection(), "the policy-gradient term: ppo, cispo, gmpo, sapo, or {import, options}")
     clip_low: Share = key(0.2, "the ratio is clipped below 1 - clip_low")
     clip_high: Annotated[float, Field(ge=0, le=MAX_FLOAT)] = key(0.2, "the ratio is clipped above 1 + clip_high")
     dual_clip: Annotated[float, Field(gt=1)] | None = key(None, "bound of the loss for negative advantages")
@@ -101,6 +104,15 @@ class PolicyGradient(Algorithm):
     kl_in: Literal["reward", "loss"] = key("loss", "where the KL term is added")
     normalize_advantage: bool = key(False, "whiten advantages over all tokens of a step")
 
+    @model_validator(mode="after")
+    def _terms(self) -> "PolicyGradient":
+        term = self.loss.function or self.loss.name or "ppo"
+        if term != "ppo" and self.dual_clip is not None:
+            raise ValueError(f"dual_clip is a bound of the loss ppo; drop it, or loss ({term})")
+        if (term == "gmpo" or self.loss.function is not None) and self.ratio != "token":
+            raise ValueError(f"the loss {term} has a ratio of its own; drop ratio={self.ratio}")
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _estimator(cls, given: Any) -> Any:  # see `rl.losses.kl_estimate`
@@ -109,7 +121,13 @@ class PolicyGradient(Algorithm):
         return {"kl_estimator": "k1" if given["kl_in"] == "reward" else "k3", **given}
 
 
-class GRPO(PolicyGradient):
+class CriticFree(PolicyGradient):
+    """Keys of algorithms without a critic."""
+
+    advantage: OwnFunction = key(None, "a function of yours: f(rewards, groups, batch) -> a number a response or token")
+
+
+class GRPO(CriticFree):
     """Group-relative advantages: a reward against the mean of its prompt's samples."""
 
     name: Literal["grpo"] = "grpo"
@@ -117,10 +135,28 @@ class GRPO(PolicyGradient):
     skip_equal_groups: bool = key(False, "leave groups with all-equal rewards out of the loss (DAPO)")
 
 
-class RLOO(PolicyGradient):
+class RLOO(CriticFree):
     """Leave-one-out advantages: a reward against the mean of its prompt's other samples."""
 
     name: Literal["rloo"] = "rloo"
+
+
+class ReinforcePlusPlus(CriticFree):
+    """REINFORCE++: rewards to go with the KL penalty of each token, whitened over all tokens of a step."""
+
+    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    kl_estimator: Estimator = key("k1", "of the KL term; with group_baseline k2")
+    kl_in: Literal["reward", "loss"] = key("reward", "where the KL term is added; with group_baseline loss")
+    normalize_advantage: bool = key(True, "whiten advantages over all tokens of a step")
+    gamma: Share = key(1.0, "discount of later rewards")
+    group_baseline: bool = key(False, "subtract the mean reward of a prompt's samples (REINFORCE++-baseline)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _baseline(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("group_baseline") is True:
+            return {"kl_in": "loss", **({} if "kl_in" in given else {"kl_estimator": "k2"}), **given}
+        return given
 
 
 class PPO(PolicyGradient):
@@ -197,7 +233,7 @@ class TrainerSection(Section):
     mlp_tile_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = key(0, "tokens of an MLP at a time; 0: all")
 
 
-AnyAlgorithm = SFT | GRPO | PPO | RLOO
+AnyAlgorithm = SFT | GRPO | PPO | RLOO | ReinforcePlusPlus
 
 
 class Recipe(Section):
@@ -226,7 +262,8 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         samples = self.rollout.samples_per_prompt
-        if isinstance(self.algorithm, GRPO | RLOO) and samples < 2:
+        baseline = isinstance(self.algorithm, ReinforcePlusPlus) and self.algorithm.group_baseline
+        if (isinstance(self.algorithm, GRPO | RLOO) or baseline) and samples < 2:
             raise ValueError(
                 f"rollout.samples_per_prompt is {samples}; {self.algorithm.name} compares a prompt's samples with each "
                 "other, so give 2 or more"

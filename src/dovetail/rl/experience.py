@@ -4,7 +4,7 @@ Router replay: `trainer` (R2): the update uses the routes of the pass that score
 """
 
 import random
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,14 +17,16 @@ from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.data.examples import Prompt
 from dovetail.engine.base import Engine
 from dovetail.errors import DataError
+from dovetail.kernels.reference import widened
 from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_rewards, whiten
 from dovetail.rl.losses import kl_estimate
 from dovetail.rollout.base import Completion
 
 if TYPE_CHECKING:  # pydantic is not needed to compute advantages
-    from dovetail.recipe.schema import GRPO, PPO, RLOO
+    from dovetail.recipe.schema import PolicyGradient
 
 
+OwnAdvantage = Callable[[Tensor, Tensor, PackedBatch], Any]  # rewards [S] and groups [S] of responses
 Replay = Literal["none", "trainer", "rollout"]
 P99 = 0.99
 QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
@@ -86,8 +88,14 @@ def drop_equal_groups(samples: Seq[Sample]) -> list[Sample]:
     return [sample for sample in samples if not equal[sample.group]]
 
 
-def with_advantages(batch: PackedBatch, samples: Seq[Sample], algorithm: "GRPO | RLOO | PPO") -> PackedBatch:
-    """Add `advantage` [T], and for PPO `return` [T]. Without a critic a KL penalty in the reward is summed over a response."""
+def with_advantages(
+    batch: PackedBatch, samples: Seq[Sample], algorithm: "PolicyGradient", own: OwnAdvantage | None = None
+) -> PackedBatch:
+    """Add `advantage` [T], and for PPO `return` [T].
+
+    Without a critic a KL penalty in the reward is summed over a response; in REINFORCE++ (Hu et al. 2025, eqs. 6 to 9) over
+    its tokens to come.
+    """
     scores = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
     owner = batch.sequence_ids
     rewards = terminal_rewards(scores, batch.mask, owner)
@@ -96,21 +104,39 @@ def with_advantages(batch: PackedBatch, samples: Seq[Sample], algorithm: "GRPO |
         kl = kl_estimate(fields["old_logprob"], fields["reference_logprob"], algorithm.kl_estimator)
         rewards = rewards - algorithm.kl_coef * torch.where(batch.mask, kl, 0.0)
     returns: dict[str, Tensor] = {}
-    if algorithm.name == "ppo":
+    totals = rewards.new_zeros(batch.num_sequences).index_add(0, owner, rewards)
+    groups = torch.tensor([sample.group for sample in samples])
+    if own is not None:
+        advantage = own_advantages(own, totals, groups, batch)
+    elif algorithm.name == "ppo":
         values = batch.fields["old_value"]
         advantage, target = gae(rewards, values, batch.mask, owner, gamma=algorithm.gamma, lam=algorithm.lam)
         returns["return"] = target.to(torch.float32)
+    elif algorithm.name == "reinforce_plus_plus" and not algorithm.group_baseline:
+        advantage, _ = gae(rewards, torch.zeros_like(rewards), batch.mask, owner, gamma=algorithm.gamma)
     else:
-        totals = rewards.new_zeros(batch.num_sequences).index_add(0, owner, rewards)
-        groups = torch.tensor([sample.group for sample in samples])
         if algorithm.name == "rloo":
             per_sample = leave_one_out(totals, groups)
         else:
-            per_sample = group_relative(totals, groups, divide_by_std=algorithm.scale_by_std)
+            scale = algorithm.name == "grpo" and algorithm.scale_by_std
+            per_sample = group_relative(totals, groups, divide_by_std=scale)
         advantage = torch.where(batch.mask, per_sample[owner], 0.0)
     if algorithm.normalize_advantage:
         advantage = whiten(advantage, batch.mask)
     return batch.with_fields(advantage=advantage.to(torch.float32), **returns)
+
+
+def own_advantages(own: OwnAdvantage, rewards: Tensor, groups: Tensor, batch: PackedBatch) -> Tensor:
+    """[T], 0 where nothing is counted; `own` returns a number a response [S] or a token [T]."""
+    result = own(rewards, groups, batch)
+    if isinstance(result, Tensor) and result.shape == rewards.shape:
+        result = result[batch.sequence_ids]
+    if not isinstance(result, Tensor) or result.shape != batch.mask.shape:
+        got = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else repr(type(result).__name__)
+        raise TypeError(
+            f"the advantage is {got}; expected a number for each response, [{len(rewards)}], or token, [{len(batch)}]"
+        )
+    return torch.where(batch.mask, widened(result.detach()), 0.0)
 
 
 def minibatches(batch: PackedBatch, count: int, seed: str) -> list[PackedBatch]:

@@ -1,19 +1,21 @@
 """Losses of SFT and RL: sums over counted tokens and their counts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from dovetail.batch.loss import Loss, Sum, TokenStats
+from dovetail.batch.loss import Loss, Sum, TokenStats, is_separable
 from dovetail.batch.packed import PackedBatch
 from dovetail.errors import ConfigError
 from dovetail.kernels.reference import count_rows, widened
 
 Aggregation = Literal["token", "sequence", "sequence_sum"]
 KLEstimator = Literal["k1", "k2", "k3"]
+Term = Literal["ppo", "cispo", "gmpo", "sapo"]
 
 LOG_RATIO_LIMIT = 20.0  # nats; e^20 does not overflow
 
@@ -45,27 +47,41 @@ def weight_fields(batch: PackedBatch, aggregation: Aggregation, constant: float 
 class SFTLoss:
     """Negative log-likelihood: -log p(target)."""
 
-    separable: ClassVar[bool] = True
+    own: Callable[[TokenStats, PackedBatch], Any] | None = None  # instead, as `PolicyLoss.own`
+
+    @property
+    def separable(self) -> bool:
+        return self.own is None or is_separable(self.own)
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        total, count = _aggregate(-widened(stats.logprob), batch)
-        return Loss(total, count, {"entropy_mean": _metric(stats.entropy)})
+        loss, metrics = (-widened(stats.logprob), {}) if self.own is None else token_losses(self.own, stats, batch)
+        total, count = _aggregate(loss, batch)
+        return Loss(total, count, {**metrics, "entropy_mean": _metric(stats.entropy)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """PPO's clipped policy-gradient loss with KL penalty and entropy bonus.
+    """A policy-gradient term with KL penalty and entropy bonus: l = term + kl_coef KL(policy, reference) - entropy_coef H.
 
-        l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coef KL(policy, reference) - entropy_coef H
-
-    Schulman et al. 2017, eq. 7. A is `fields["advantage"]`, r = p / p_old by `fields["old_logprob"]` (1 without it). Unequal
-    clips: DAPO (Yu et al. 2025, eq. 10). `dual_clip` c bounds l by -A c where A < 0 (Ye et al. 2020, eq. 5). KL: to
-    `fields["reference_logprob"]`. ratio="sequence": GSPO (Zheng et al. 2025, eqs. 5-7), r = exp(the sequence's mean log ratio).
+    A is `fields["advantage"]`, r = p / p_old by `fields["old_logprob"]` (1 without it), sg stops gradients.
+        ppo     max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)): Schulman et al. 2017, eq. 7; unequal clips: DAPO (Yu et
+                al. 2025, eq. 10). `dual_clip` c bounds it by -A c where A < 0 (Ye et al. 2020, eq. 5).
+        cispo   -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p: MiniMax 2025, eqs. 4 and 5; clip_low 1 is the paper's.
+        gmpo    -A exp(mean of log r clipped to [-clip_low, clip_high] where that is worse): Zhao et al. 2025, eq. 4. A
+                response's tokens share it; aggregation "sequence" is the paper's.
+        sapo    -A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A: Gao et al. 2025, eqs. 5 and 6.
+        own     f(stats, batch) -> token losses [T], or (losses, {metric: [T]}). `separable` is f's attribute, else False.
+    KL: to `fields["reference_logprob"]`. ratio="sequence": GSPO (Zheng et al. 2025, eqs. 5-7), r = exp(the sequence's mean
+    log ratio).
     """
 
+    term: Term = "ppo"
+    own: Callable[[TokenStats, PackedBatch], Any] | None = None
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
     ratio: Literal["token", "sequence"] = "token"
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
@@ -82,28 +98,17 @@ class PolicyLoss:
 
     @property
     def separable(self) -> bool:
-        return self.ratio == "token"
+        if self.own is not None:
+            return is_separable(self.own)
+        return self.ratio == "token" and self.term != "gmpo"
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
-        logprob, advantage = widened(stats.logprob), batch.fields["advantage"]
-        token_log_ratio = _limited(logprob - batch.fields.get("old_logprob", logprob.detach()))
-        log_ratio = token_log_ratio if self.separable else _sequence_mean(token_log_ratio, batch)
-        ratio = log_ratio.exp()
-        unclipped = -advantage * ratio
-        clipped = -advantage * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        loss = torch.maximum(unclipped, clipped)
-        metrics = {
-            "clip_fraction": _metric(clipped > unclipped),
-            "approx_kl": _metric(_k3(-token_log_ratio)),
-            "entropy_mean": _metric(stats.entropy),
-            "ratio_mean": _metric(ratio),
-            "ratio_deviation": _metric((ratio - 1).abs()),
-        }
-        if self.dual_clip is not None:
-            bound = -advantage * self.dual_clip
-            capped = (advantage < 0) & (loss > bound)
-            loss = torch.where(capped, bound, loss)
-            metrics["dual_clip_fraction"] = _metric(capped)
+        logprob = widened(stats.logprob)
+        if self.own is not None:
+            loss, metrics = token_losses(self.own, stats, batch)
+        else:
+            loss, metrics = self._term(logprob, batch)
+        metrics["entropy_mean"] = _metric(stats.entropy)
         if "reference_logprob" in batch.fields:
             divergence = kl_estimate(logprob, batch.fields["reference_logprob"], self.kl_estimator)
             metrics["kl_mean"] = _metric(divergence)
@@ -117,6 +122,41 @@ class PolicyLoss:
             loss = loss - self.entropy_coef * widened(stats.entropy)
         total, count = _aggregate(loss, batch)
         return Loss(total, count, metrics)
+
+    def _term(self, logprob: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Sum]]:
+        advantage = batch.fields["advantage"]
+        token_log_ratio = _limited(logprob - batch.fields.get("old_logprob", logprob.detach()))
+        log_ratio = token_log_ratio if self.ratio == "token" else _sequence_mean(token_log_ratio, batch)
+        if self.term == "gmpo":
+            near = log_ratio.clamp(-self.clip_low, self.clip_high)
+            worse = torch.where(advantage > 0, torch.minimum(log_ratio, near), torch.maximum(log_ratio, near))
+            clipped, log_ratio = worse != log_ratio, _sequence_mean(worse, batch)
+            advantage = _sequence_mean(advantage, batch)
+        ratio = log_ratio.exp()
+        near = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        extra: dict[str, Sum] = {}
+        if self.term == "ppo":
+            unclipped, bounded = -advantage * ratio, -advantage * near
+            loss, clipped = torch.maximum(unclipped, bounded), bounded > unclipped
+            if self.dual_clip is not None:
+                bound = -advantage * self.dual_clip
+                capped = (advantage < 0) & (loss > bound)
+                loss, extra = torch.where(capped, bound, loss), {"dual_clip_fraction": _metric(capped)}
+        elif self.term == "cispo":
+            loss, clipped = -near.detach() * advantage * logprob, near != ratio
+        elif self.term == "gmpo":
+            loss = -advantage * ratio
+        else:
+            positive, negative = torch.full_like(ratio, self.tau_positive), torch.full_like(ratio, self.tau_negative)
+            tau = torch.where(advantage > 0, positive, negative)
+            loss, clipped = -advantage * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), torch.zeros_like(ratio)
+        return loss, {
+            "clip_fraction": _metric(clipped),
+            "approx_kl": _metric(_k3(-token_log_ratio)),
+            "ratio_mean": _metric(ratio),
+            "ratio_deviation": _metric((ratio - 1).abs()),
+            **extra,
+        }
 
 
 @dataclass(frozen=True)
@@ -146,6 +186,21 @@ class ValueLoss:
             loss = torch.maximum(loss, clipped)
         total, count = _aggregate(loss * (self.coef / 2), batch)
         return Loss(total, count, metrics)
+
+
+def token_losses(
+    function: Callable[[TokenStats, PackedBatch], Any], stats: TokenStats, batch: PackedBatch
+) -> tuple[Tensor, dict[str, Sum]]:
+    """Losses [T] and metrics of a function that returns losses, or (losses, {metric: [T]})."""
+    result = function(stats, batch)
+    losses, metrics = result if isinstance(result, tuple) else (result, {})
+    for name, value in {"the loss": losses, **metrics}.items():
+        if not isinstance(value, Tensor) or value.shape != stats.logprob.shape:
+            told = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(type(value).__name__)
+            raise TypeError(
+                f"{name} is {told}; expected one number for each counted token, {list(stats.logprob.shape)}"
+            )
+    return widened(losses), {name: _metric(value) for name, value in metrics.items()}
 
 
 def kl_estimate(logprob: Tensor, reference: Tensor, kind: KLEstimator) -> Tensor:

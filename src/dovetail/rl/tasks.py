@@ -14,6 +14,7 @@ from dovetail.errors import DataError
 from dovetail.launch.progress import Phase, Progress
 from dovetail.rl.evaluation import SOLVED_REWARD, EvalSet, with_rewards
 from dovetail.rl.experience import (
+    OwnAdvantage,
     Sample,
     drop_equal_groups,
     minibatches,
@@ -113,7 +114,7 @@ class SupervisedTask:
 
 @dataclass(kw_only=True)
 class RLTask:
-    """GRPO, RLOO and PPO."""
+    """RL with any policy gradient."""
 
     recipe: "Recipe"
     policy: Engine
@@ -127,6 +128,7 @@ class RLTask:
     critic: Engine | None = None
     value_loss: LossFn | None = None
     reference: Engine | None = None
+    advantage: OwnAdvantage | None = None  # instead of the algorithm's
     progress: Progress = field(default_factory=Progress)
     first_row: int = 0
     parts: Seq[tuple[int, float]] = ()
@@ -267,4 +269,4 @@ class RLTask:
             batch = batch.with_fields(reference_logprob=self.reference.score(batch.with_routing(None)).logprob)
         if self.critic is not None:
             batch = batch.with_fields(old_value=self.critic.values(batch.with_routing(None)))
-        return weighted(with_advantages(batch, samples, algorithm), self.recipe)
+        return weighted(with_advantages(batch, samples, algorithm, self.advantage), self.recipe)

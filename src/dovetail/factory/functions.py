@@ -1,0 +1,116 @@
+"""Losses and advantages of a user's: imported, then tried on a small batch before a model is read."""
+
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, update_wrapper
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dovetail.batch.loss import LossFn, TokenStats
+from dovetail.batch.packed import PackedBatch, Sequence
+from dovetail.errors import ConfigError
+from dovetail.recipe.functions import FunctionSection, LossSection, OwnFunction
+from dovetail.recipe.schema import SFT, PolicyGradient
+from dovetail.rl.experience import OwnAdvantage, own_advantages
+from dovetail.rl.losses import PolicyLoss, SFTLoss, weight_fields
+
+LENGTHS, PROMPT = (5, 4, 6, 3), 1  # tokens of the trial's sequences: two prompts with two responses each
+
+
+def sft_loss(algorithm: SFT, folder: Path) -> SFTLoss:
+    if algorithm.loss is None:
+        return SFTLoss()
+    loss = SFTLoss(own=load_function(algorithm.loss, folder, "algorithm.loss"))
+    try_loss(loss, _trial(algorithm.aggregation), algorithm.loss)
+    return loss
+
+
+def policy_loss(algorithm: PolicyGradient, folder: Path, **keys: Any) -> PolicyLoss:
+    """keys: fields of `PolicyLoss` that the recipe has by the same name."""
+    section = algorithm.loss
+    if section.function is None:
+        return PolicyLoss(**keys, term=section.name or "ppo", **section.options)
+    loss = PolicyLoss(**keys, own=load_function(section, folder, "algorithm.loss"))
+    try_loss(loss, _trial(algorithm.aggregation), section)
+    return loss
+
+
+def advantage(section: OwnFunction, folder: Path) -> OwnAdvantage | None:
+    if section is None:
+        return None
+    own, batch = load_function(section, folder, "algorithm.advantage"), _trial("token")
+    rewards, groups = torch.tensor([0.0, 1.0, 0.5, 0.5], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    with _tried("algorithm.advantage", section.function):
+        if not own_advantages(own, rewards, groups, batch).isfinite().all():
+            raise ValueError("an advantage is not finite for rewards [0, 1, 0.5, 0.5] of groups [0, 0, 1, 1]")
+    return own
+
+
+def load_function(section: FunctionSection | LossSection, folder: Path, key: str) -> Callable[..., Any]:
+    """With its options, by `module:function`; installed modules come before files of `folder`."""
+    assert section.function is not None
+    module, _, name = section.function.partition(":")
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    with _tried(key, section.function):
+        loaded = importlib.import_module(module)
+        function = vars(loaded).get(name)
+        if not callable(function):
+            raise LookupError(f"module {module} ({loaded.__file__}) has no function {name!r}")
+        accepted = inspect.signature(function).parameters
+        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+        unknown = [option for option in section.options if option not in accepted and not takes_all]
+        if unknown:
+            raise TypeError(
+                f"{key}.options has {', '.join(unknown)}, which {name}({', '.join(accepted)}) does not take"
+            )
+    return update_wrapper(partial(function, **section.options), function)  # with its attribute `separable`
+
+
+def try_loss(loss: LossFn, batch: PackedBatch, section: FunctionSection | LossSection) -> None:
+    """Value and gradient for log-probs near -2 are finite."""
+    logprob = torch.linspace(-3, -1, len(batch)).requires_grad_()
+    stats = TokenStats(logprob, torch.linspace(0.5, 2, len(batch)).requires_grad_())
+    with _tried("algorithm.loss", section.function):
+        total, _, _ = loss(stats, batch)
+        if not total.requires_grad:
+            raise ValueError("its value depends on no log-prob; compute it from stats.logprob or stats.entropy")
+        total.backward()
+        grads = [x.grad for x in stats if x.grad is not None]
+        if not all(bool(x.isfinite().all()) for x in (total, *grads)):
+            raise ValueError("its value or gradient is not finite for log-probs between -3 and -1")
+
+
+@contextmanager
+def _tried(key: str, function: str | None) -> Iterator[None]:
+    """Any error inside is a mistake in the recipe's function."""
+    try:
+        yield
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+        own = [f"line {f.lineno} of {f.filename}" for f in frames if "dovetail" not in Path(f.filename).parts]
+        place = f" ({own[-1]})" if own else ""
+        raise ConfigError(
+            f"{key} {function} was tried before the run: {type(error).__name__}: {error}{place}"
+        ) from error
+
+
+def _trial(aggregation: Any) -> PackedBatch:
+    """The counted tokens of four responses, with every field that a recipe's loss may read."""
+    rows = [
+        Sequence(list(range(1, n + 1)), mask=[False] * PROMPT + [True] * (n - PROMPT), group=i // 2)
+        for i, n in enumerate(LENGTHS)
+    ]
+    batch = PackedBatch.pack(rows)
+    near = torch.linspace(-3, -1, len(batch)).flip(0)
+    names = ("old_logprob", "reference_logprob", "rollout_logprob")
+    fields: Mapping[str, torch.Tensor] = dict.fromkeys(names, near)
+    batch = batch.with_fields(advantage=torch.linspace(-1, 1, len(batch)), **fields)
+    batch = batch.with_fields(**weight_fields(batch, aggregation, float(max(LENGTHS))))
+    return batch.compact(batch.mask.nonzero().flatten())

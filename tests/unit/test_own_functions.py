@@ -1,0 +1,301 @@
+"""Losses and advantages by name and by import: against transcriptions in float64, and what mistakes say."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.batch.loss import TokenStats, is_separable
+from dovetail.batch.packed import PackedBatch, Sequence
+from dovetail.errors import ConfigError
+from dovetail.factory.functions import advantage, policy_loss, sft_loss
+from dovetail.recipe.functions import FunctionSection, LossSection
+from dovetail.recipe.schema import GRPO, SFT, make_recipe
+from dovetail.rl.advantages import whiten
+from dovetail.rl.experience import own_advantages, with_advantages
+from dovetail.rl.losses import PolicyLoss, weight_fields
+from tests.tolerances import SUM_ORDER, assert_close
+from tests.unit.loss_numbers import LENGTHS, LONGEST, TRL_LOSSES, random_numbers
+from tests.unit.test_losses import counted, full_batch, random_stats
+from tests.unit.test_tasks import SAMPLES, batch_of
+
+F64 = torch.float64
+
+
+def cispo(p: float, old: float, a: float, low: float, high: float) -> tuple[float, float]:
+    """Loss and its derivative: the clipped ratio is a constant."""
+    ratio = min(max(math.exp(p - old), 1 - low), 1 + high)
+    return -ratio * a * p, -ratio * a
+
+
+def sapo(p: float, old: float, a: float, positive: float, negative: float) -> tuple[float, float]:
+    tau, ratio = (positive if a > 0 else negative), math.exp(p - old)
+    gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+    return -4 / tau * gate * a, -4 * gate * (1 - gate) * ratio * a
+
+
+@pytest.mark.parametrize("term", ["cispo", "sapo"])
+def test_token_terms_equal_a_transcription(term: str) -> None:
+    batch, loss = counted(full_batch()), {
+        "cispo": PolicyLoss(term="cispo", clip_low=0.3, clip_high=0.1),
+        "sapo": PolicyLoss(term="sapo", tau_positive=0.7, tau_negative=1.3),
+    }[term]  # fmt: skip
+    stats = random_stats(len(batch))
+    result = loss(stats, batch)
+    columns = zip(
+        stats.logprob.tolist(), batch.fields["old_logprob"].tolist(), batch.fields["advantage"].tolist(), strict=True
+    )
+    numbers = [cispo(*each, 0.3, 0.1) if term == "cispo" else sapo(*each, 0.7, 1.3) for each in columns]
+    (gradient,) = torch.autograd.grad(result.total, stats.logprob)
+    assert_close(result.total, torch.tensor(sum(value for value, _ in numbers), dtype=F64), SUM_ORDER)
+    assert_close(gradient, torch.tensor([slope for _, slope in numbers], dtype=F64), SUM_ORDER)
+    clipped = float(result.metrics["clip_fraction"].total)
+    assert (0 < clipped < len(batch)) if term == "cispo" else clipped == 0
+    assert is_separable(loss)
+
+
+def test_gmpo_is_the_geometric_mean_of_clipped_ratios() -> None:
+    batch = counted(full_batch("sequence"))
+    signs = torch.tensor([0.7, -1.2, 0.0, 0.4, 0.0], dtype=F64)[batch.sequence_ids]
+    batch, stats = batch.with_fields(advantage=signs), random_stats(len(batch))
+    loss = PolicyLoss(term="gmpo", clip_low=0.25, clip_high=0.4)
+    result, expected = loss(stats, batch), torch.zeros((), dtype=F64)
+    for sequence in (0, 1, 3):
+        mine = batch.sequence_ids == sequence
+        a, product = float(signs[mine][0]), torch.ones((), dtype=F64)
+        for p, old in zip(stats.logprob[mine], batch.fields["old_logprob"][mine], strict=True):
+            ratio = (p - old).exp()
+            bounded = ratio.clamp(math.exp(-0.25), math.exp(0.4))
+            product = product * torch.minimum(ratio * a, bounded * a).abs() / abs(a)
+        expected = expected - a * product ** (1 / int(mine.sum()))
+    assert_close(result.total, expected, SUM_ORDER)
+    assert float(result.count) == 3
+    assert_close(*(torch.autograd.grad(x, stats.logprob)[0] for x in (result.total, expected)), SUM_ORDER)
+    assert not is_separable(loss)
+
+
+@pytest.mark.parametrize("term", ["cispo", "gmpo", "sapo"])
+def test_penalty_and_bonus_are_added_to_every_term(term: Any) -> None:
+    batch = counted(full_batch())
+    stats = random_stats(len(batch))
+    bare = PolicyLoss(term=term)(stats, batch)
+    both = PolicyLoss(term=term, kl_coef=0.3, kl_estimator="k2", entropy_coef=0.1)(stats, batch)
+    kl = 0.5 * (stats.logprob - batch.fields["reference_logprob"]) ** 2
+    assert_close(both.total, bare.total + 0.3 * kl.sum() - 0.1 * stats.entropy.sum(), SUM_ORDER)
+    assert both.metrics.keys() == PolicyLoss(kl_coef=0.3)(stats, batch).metrics.keys()
+
+
+@pytest.fixture(scope="module")
+def trl() -> Mapping[str, Any]:
+    """TRL's losses: of the installed one, or as written by `python -m tests.unit.trl_losses > tests/unit/trl_losses.json`."""
+    if importlib.util.find_spec("trl") is None:
+        written: Mapping[str, Any] = json.loads(Path(__file__).with_name("trl_losses.json").read_text())
+        return written
+    command = [sys.executable, "-m", "tests.unit.trl_losses"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    results: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
+@pytest.mark.parametrize("name", TRL_LOSSES)
+def test_values_and_gradients_are_those_of_trl(name: str, trl: Mapping[str, Any]) -> None:
+    numbers, settings = random_numbers(), dict(TRL_LOSSES[name][1])
+    aggregation = settings.pop("aggregation", "token")
+    batch = PackedBatch.pack([Sequence(range(1, n + 2), mask=[False] + [True] * n) for n in LENGTHS])
+    fields = {name: x for name, x in numbers.items() if name not in ("logprob", "entropy")}
+    batch = counted(batch).with_fields(**fields)
+    batch = batch.with_fields(**weight_fields(batch, aggregation, LONGEST))
+    logprob = numbers["logprob"].requires_grad_()
+    result = PolicyLoss(**settings)(TokenStats(logprob, numbers["entropy"]), batch)
+    loss = result.total / result.count
+    (gradient,) = torch.autograd.grad(loss, logprob)
+    assert_close(loss, torch.tensor(trl[name]["loss"], dtype=F64), SUM_ORDER)
+    assert_close(gradient, torch.tensor(trl[name]["gradient"], dtype=F64), SUM_ORDER)
+
+
+OWN = '''
+import torch
+
+
+def clipped(stats, batch, *, cap=2.0):
+    """Truncated importance sampling."""
+    ratio = (stats.logprob - batch.fields["old_logprob"]).exp()
+    loss = -batch.fields["advantage"] * ratio.detach().clamp(max=cap) * stats.logprob
+    return loss, {"capped": ratio > cap}
+
+
+clipped.separable = True
+
+
+def whole(stats, batch):
+    """Of whole sequences."""
+    return -stats.logprob / batch.lengths[0]
+
+
+def raises(stats, batch):
+    return batch.fields["no such field"]
+
+
+def flat(stats, batch):
+    return torch.ones(len(batch))
+
+
+def short(stats, batch):
+    return stats.logprob[:1]
+
+
+def scalar(stats, batch):
+    return stats.logprob.sum()
+
+
+def infinite(stats, batch):
+    return 1 / (stats.logprob - stats.logprob)
+
+
+def centered(rewards, groups, batch, *, shift=0.0):
+    return rewards - rewards.mean() + shift
+
+
+def by_token(rewards, groups, batch):
+    return batch.positions.double()
+
+
+def two(rewards, groups, batch):
+    return rewards[:2]
+
+
+def none(rewards, groups, batch):
+    return rewards / 0
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_functions_of_a_test.py").write_text(OWN)
+    return folder
+
+
+def section(name: str, **options: Any) -> LossSection:
+    return LossSection.model_validate({"import": f"own_functions_of_a_test:{name}", "options": options})
+
+
+def test_an_own_loss_takes_the_place_of_the_term_alone(folder: Path) -> None:
+    loss = policy_loss(GRPO(loss=section("clipped", cap=1.1)), folder, kl_coef=0.3, entropy_coef=0.1)
+    batch = counted(full_batch("sequence"))
+    stats = random_stats(len(batch))
+    result = loss(stats, batch)
+    ratio = (stats.logprob - batch.fields["old_logprob"]).exp().detach()
+    term = -batch.fields["advantage"] * ratio.clamp(max=1.1) * stats.logprob
+    d = stats.logprob - batch.fields["reference_logprob"]
+    token = term + 0.3 * (torch.expm1(-d) + d) - 0.1 * stats.entropy
+    assert_close(result.total, (batch.fields["weight"] * token).sum(), SUM_ORDER)
+    assert float(result.count) == float(batch.fields["count"].sum())
+    assert float(result.metrics["capped"].total) == float((ratio > 1.1).sum()) > 0
+    assert result.metrics.keys() == {"capped", "kl_mean", "entropy_mean"}
+    assert is_separable(loss) and not is_separable(policy_loss(GRPO(loss=section("whole")), folder))
+
+
+def test_an_own_loss_of_supervised_rows(folder: Path) -> None:
+    own = FunctionSection.model_validate({"import": "own_functions_of_a_test:whole"})
+    loss, batch = sft_loss(SFT(loss=own), folder), counted(full_batch("token"))
+    stats = random_stats(len(batch))
+    assert_close(loss(stats, batch).total, -(stats.logprob / batch.lengths[0]).sum(), SUM_ORDER)
+    assert not is_separable(loss) and is_separable(sft_loss(SFT(), folder))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (section("missing"), r"LookupError: module own_functions_of_a_test \(.*of_a_test.py\) has no function 'missing'"),
+        (section("clipped", cup=1), r"TypeError: .*options has cup, which clipped\(stats, batch, cap\) does not take"),
+        (section("raises"), r"KeyError: 'no such field' \(line 2\d of .*own_functions_of_a_test.py\)"),
+        (section("flat"), "its value depends on no log-prob"),
+        (section("short"), r"the loss is a tensor \[1\]; expected one number for each counted token, \[14\]"),
+        (section("scalar"), r"the loss is a tensor \[\]; expected"),
+        (section("infinite"), "its value or gradient is not finite"),
+        (LossSection.model_validate({"import": "no_such_module:f"}), "ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+)  # fmt: skip
+def test_mistakes_of_a_loss_name_the_function(folder: Path, given: LossSection, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^algorithm.loss {given.function} was tried before the run: .*{words}"):
+        policy_loss(GRPO(loss=given), folder)
+
+
+def own_section(name: str, **options: Any) -> FunctionSection:
+    return FunctionSection.model_validate({"import": f"own_functions_of_a_test:{name}", "options": options})
+
+
+def test_own_advantages_a_response_or_a_token(folder: Path) -> None:
+    batch, (a, b) = full_batch(), (torch.arange(5.0), torch.zeros(5))
+    of_responses, of_tokens = (advantage(own_section(name), folder) for name in ("centered", "by_token"))
+    assert of_responses is not None and of_tokens is not None and advantage(None, folder) is None
+    expected = torch.where(batch.mask, (a - 2)[batch.sequence_ids], 0)
+    assert torch.equal(own_advantages(of_responses, a, b, batch), expected)
+    assert torch.equal(own_advantages(of_tokens, a, b, batch), torch.where(batch.mask, batch.positions.double(), 0))
+    for name, words in (
+        ("two", r"TypeError: the advantage is a tensor \[2\]; expected a number for each response, \[4\]"),
+        ("none", "not finite"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"^algorithm.advantage own_functions_of_a_test:{name} was tried .*{words}"
+        ):
+            advantage(own_section(name), folder)
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_reinforce_plus_plus(baseline: bool) -> None:
+    """Rewards to go with each token's KL penalty, or rewards less their group's mean; whitened over all tokens."""
+    samples = SAMPLES
+    recipe = make_recipe(
+        {"model": {"path": "m"}, "data": {"train": "d"}, "run_dir": "r",
+         "algorithm": {"name": "reinforce_plus_plus", "group_baseline": baseline, "kl_coef": 0.2, "gamma": 0.9}}, "test"
+    )  # fmt: skip
+    algorithm: Any = recipe.algorithm
+    assert (algorithm.kl_in, algorithm.kl_estimator) == (("loss", "k2") if baseline else ("reward", "k1"))
+    assert algorithm.normalize_advantage
+    batch = batch_of(samples)
+    draw = torch.Generator().manual_seed(4)
+    old, reference = (torch.randn(len(batch), generator=draw, dtype=F64) for _ in range(2))
+    batch = batch.with_fields(old_logprob=old, reference_logprob=reference)
+    got = with_advantages(batch, samples, algorithm).fields["advantage"]
+    expected = torch.zeros(len(batch), dtype=F64)
+    for s, sample in enumerate(samples):
+        tokens = [t for t in range(len(batch)) if batch.sequence_ids[t] == s and batch.mask[t]]
+        peers = [other.reward for other in samples if other.group == sample.group]
+        following = 0.0
+        for t in reversed(tokens):
+            own = sample.reward if t == tokens[-1] else 0.0
+            following = own - 0.2 * float(old[t] - reference[t]) + 0.9 * following
+            expected[t] = sample.reward - sum(peers) / len(peers) if baseline else following
+    assert_close(got, whiten(expected, batch.mask).float(), SUM_ORDER)
+
+
+def test_losses_of_a_recipe() -> None:
+    def algorithm(**keys: Any) -> Any:
+        base = {"model": {"path": "m"}, "data": {"train": "d"}, "run_dir": "r"}
+        return make_recipe({**base, "algorithm": keys}, "test").algorithm
+
+    assert algorithm(loss="cispo").loss.name == "cispo"
+    assert algorithm(name="rloo", loss={"import": "a:b", "options": {"c": 1}}).loss.options == {"c": 1}
+    loss = policy_loss(algorithm(loss={"name": "sapo", "options": {"tau_negative": 2.0}}), Path())
+    assert (loss.term, loss.tau_positive, loss.tau_negative) == ("sapo", 1.0, 2.0)
+    for keys, words in (
+        ({"loss": "cipso"}, "cipso"),
+        ({"loss": {"name": "ppo", "import": "a:b"}}, "give name or import, not both"),
+        ({"loss": {"name": "cispo", "options": {"tau": 1}}}, "options has 'tau', but the loss cispo has no options"),
+        ({"loss": {"name": "sapo", "options": {"tau_positive": 0}}}, "expected a number above 0"),
+        ({"loss": {"import": "a"}}, "'a'; expected module:function"),
+        ({"loss": "cispo", "dual_clip": 3.0}, "dual_clip is a bound of the loss ppo"),
+        ({"loss": "gmpo", "ratio": "sequence"}, "the loss gmpo has a ratio of its own"),
+        ({"name": "ppo", "advantage": {"import": "a:b"}}, "advantage"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            algorithm(**keys)
