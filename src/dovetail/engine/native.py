@@ -1,7 +1,9 @@
 """The parallel engine: a sharded model and its optimizer."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,30 +19,22 @@ from dovetail.batch.micro import ContextShard, DualBatch, LazySequence, MicroBat
 from dovetail.batch.packed import PackedBatch, start_reading, to_device
 from dovetail.batch.routing import RoutingTrace
 from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.train_state import export_training, load_training
+from dovetail.checkpoint.train_state import MODEL_ROLE, export_training, load_training, open_state, save_state
 from dovetail.checkpoint.writer import save_sharded
-from dovetail.engine.base import StepReport
+from dovetail.engine.base import BatchReport, StepReport
 from dovetail.engine.expert_routing import BalanceSettings, PlannedMicroBatches, Routing
 from dovetail.engine.fsdp import ReshardPolicy, enable_grad_accumulation_fusion, forget_step
-from dovetail.engine.nonfinite import StepWatch, nonfinite_parts
-from dovetail.engine.stage import (
-    InferenceRunner,
-    TrainingRunner,
-    begin_gathers,
-    inputs_of,
-    mean,
-    reduce_sums,
-    sums_by_name,
-    unify_names,
-)
+from dovetail.engine.nonfinite import StepWatch, record_faults
+from dovetail.engine.stage import Accumulated, InferenceRunner, TrainingRunner, begin_gathers, mean
 from dovetail.engine.validation import ValidatedLoss, check_same
-from dovetail.errors import DataError, ModelError
+from dovetail.errors import ConfigError, DataError, ModelError
 from dovetail.kernels.reference import wide
 from dovetail.memory import OffloadedState
 from dovetail.nn.model import StagedModel
+from dovetail.optim.groups import ParamGroup, freeze
 from dovetail.optim.optimizer import Optimizer, OptimSettings
 from dovetail.optim.replicas import check_replicas
-from dovetail.parallel.collectives import AsyncHostCopy, stack_over, sum_over
+from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.executor import connect, run as execute
 from dovetail.pipeline.partition import stage_costs
@@ -83,6 +77,8 @@ class NativeEngine:
         connect(mesh)
         self._settings, self._routing = optim or OptimSettings(), Routing.of(model, mesh, balance)
         self._optimizer: Optimizer | None = None
+        self._accumulated: list[Accumulated] = []
+        freeze(model, mesh, self._settings.frozen)
         self._offloaded: OffloadedState | None = None
 
     @property
@@ -130,55 +126,87 @@ class NativeEngine:
             return self._gather_tokens(out, batch)[0]
 
     def train_step(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> StepReport:
-        """trace: report the experts of every token."""
+        """trace: report the experts of every token. The host waits once."""
+        self.zero_grad()
         with self._call():
-            return self._step(batch, ValidatedLoss(loss), trace=trace)
+            self._accumulate(batch, ValidatedLoss(loss), trace=trace)
+            return self._update(None)
 
-    def _step(self, batch: PackedBatch, loss: LossFn, *, trace: bool) -> StepReport:
+    def forward_backward(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> BatchReport:
+        """trace: report the experts of every token. Over dp every call reduces gradients to each rank's shards."""
+        with self._call():
+            done = self._accumulate(batch, ValidatedLoss(loss), trace=trace)
+            totals = done.read(self.mesh)
+        metrics = {name: mean(*pair) for name, pair in totals.items() if name}
+        return BatchReport(mean(*totals[""]), totals[""][1], len(batch), metrics, done.routing)
+
+    def optim_step(self, *, denominator: float | None = None) -> StepReport:
+        if denominator is not None and not 0 < denominator < math.inf:
+            raise ConfigError(f"denominator={denominator!r}; expected more than 0, or None for the sum of the counts")
+        if not self._accumulated:
+            raise ModelError("optim_step() without gradients; call forward_backward(batch, loss) first")
+        with self._call():
+            return self._update(denominator)
+
+    def zero_grad(self) -> None:
+        self._accumulated.clear()
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        return self.optimizer.groups
+
+    def _accumulate(self, batch: PackedBatch, loss: LossFn, *, trace: bool) -> Accumulated:
         optimizer, policy, progress = self.optimizer, self.reshard_policy, self.watch.progress
         if progress is not None:
             progress.phase("update")
         begin_gathers(self._resident_model, self.mesh)
         pairs = self.micro_batches(batch)
         if not pairs:
-            raise DataError("train_step got a batch without sequences; skip the step instead")
+            raise DataError("the batch to train on has no sequences; skip the step instead")
         if self._routing is not None:
             pairs = self._routing.with_balance(pairs, loss, len(batch), self._wide)
-        micros = _micros_of(pairs)
         optimizer.reserve()  # before activations take the host's memory
-        stages = TrainingRunner(self.model, self.mesh, micros, self.dtype, loss, policy)
+        stages = TrainingRunner(self.model, self.mesh, _micros_of(pairs), self.dtype, loss, policy)
         self._run(self.mesh.layout.schedule, stages)
         stages.finish()
-        sums = stages.sums
-        unify_names(sums, self.mesh)
-        rows = reduce_sums(sums, self.mesh)
-        host_rows = AsyncHostCopy(rows)  # before the update, for which the host does not wait
-        losses = [*sums[""]] if sums else []  # total and count
-        global_count = stack_over(rows[:1, 1].sum(), self.mesh["pp"])[-1]  # the loss's: its name "" sorts first
-        if progress is not None:
-            progress.phase("optimizer")  # of the host; a GPU may still be in backward
-        loads = None if self._routing is None else self._routing.totals(pairs)
-        update = optimizer.step(global_count, [*losses, *inputs_of(micros).values()])
-        totals = sums_by_name(sorted(sums), host_rows.wait(), self.mesh)
-        loss_total, count = totals.pop("")
-        faults: dict[int, list[str]] = {}
-        if update.skipped:
-            own = [*nonfinite_parts(batch, pairs, stages.losses, losses), *update.faults]
-            faults = self.watch.record(own, micros, self.mesh)
+        done = Accumulated(stages, batch, pairs)
+        done.loads = None if self._routing is None else self._routing.totals(pairs)
+        done.routing = self._trace(batch, pairs) if trace else None
+        self._accumulated.append(done)
+        return done
+
+    def _update(self, denominator: float | None) -> StepReport:
+        done = self._accumulated
+        if self.watch.progress is not None:
+            self.watch.progress.phase("optimizer")  # of the host; a GPU may still be in backward
+        count = torch.stack([each.count for each in done]).sum() if denominator is None else denominator
+        update = self.optimizer.step(count, [x for each in done for x in each.watched])
+        totals: dict[str, tuple[float, float]] = {}
+        for name, (total, number) in (item for each in done for item in each.read(self.mesh).items()):
+            before = totals.get(name, (0.0, 0.0))
+            totals[name] = before[0] + total, before[1] + number
+        loss_total, number = totals.pop("")
+        faults = record_faults(done, update.faults, self.watch, self.mesh) if update.skipped else {}
         metrics = {name: mean(*pair) for name, pair in totals.items()}
-        if self._routing is not None and loads is not None:
-            metrics |= self._routing.update(loads, len(batch), skipped=update.skipped)
-        return StepReport(
-            loss=mean(loss_total, count),
+        tokens, lengths = sum(len(each.batch) for each in done), [n for each in done for n in each.batch.lengths]
+        if self._routing is not None:
+            loads = [each.loads for each in done if each.loads is not None]
+            metrics |= self._routing.update(loads, tokens, skipped=update.skipped)
+        report = StepReport(
+            loss=mean(loss_total, number if denominator is None else denominator),
             grad_norm=update.grad_norm,
             lr=update.lr,
-            tokens=len(batch),
-            flops=3 * sum(self.model.spec.flops(n) for n in batch.lengths),
+            tokens=tokens,
+            flops=3 * sum(map(self.model.spec.flops, lengths)),
             skipped=update.skipped,
             metrics=metrics,
             faults=faults,
-            routing=self._trace(batch, pairs) if trace else None,
+            routing=done[0].routing if len(done) == 1 else None,
         )
+        done.clear()
+        return report
 
     def check_replicas(self) -> None:
         check_replicas(self._resident_model, self.mesh, self._optimizer)
@@ -207,6 +235,25 @@ class NativeEngine:
         model = self._resident_model
         self.optimizer.resume(updates)
         load_training(model, self.mesh, role, self.optimizer.state_tensors(), reader)
+
+    def save_state(self, path: Path | str, extra: Mapping[str, Any] | None = None) -> Path:
+        exports = self.export_training(MODEL_ROLE, with_model=True)
+        groups = [asdict(group) for group in self.param_groups]
+        state = {"updates": {MODEL_ROLE: self.updates}, "param_groups": groups, "extra": dict(extra or {})}
+        return save_state(Path(path), self.mesh, exports, self.origin.sides, state)
+
+    def load_state(self, path: Path | str) -> Mapping[str, Any]:
+        reader = open_state(path, self.mesh)
+        self.zero_grad()
+        state: Any = reader.manifest.state
+        self.load_training(MODEL_ROLE, reader, state["updates"][MODEL_ROLE])
+        reader.verify_checksums(self.mesh, training=True)
+        saved = {group["pattern"]: group for group in state.get("param_groups", ())}
+        for group in self.param_groups:
+            if group.pattern in saved:
+                group.lr, group.weight_decay = saved[group.pattern]["lr"], saved[group.pattern]["weight_decay"]
+        extra: Mapping[str, Any] = state.get("extra", {})
+        return extra
 
     @property
     def updates(self) -> int:
@@ -292,7 +339,7 @@ class NativeEngine:
 
     @contextmanager
     def _call(self, *, critic: bool | None = None) -> Iterator[None]:
-        """Without the caller's inference mode and autocast. An error undoes it. critic: the head that it needs."""
+        """Without the caller's inference mode and autocast. An error undoes it. critic: the head that it scores with."""
         if critic is not None and self.model.is_critic != critic:
             raise ModelError(
                 "this engine has a value head, so it has values(batch) and no log-probs; for score take from_pretrained(..., "
@@ -306,8 +353,8 @@ class NativeEngine:
                 yield
             except BaseException:
                 forget_step(self.model, self.mesh)
-                if self._optimizer is not None:
-                    self._optimizer.zero_grad()
+                if critic is None:  # of gradients a part may have been added
+                    self.zero_grad()
                 raise
 
     def _trace(self, batch: PackedBatch, pairs: PlannedMicroBatches) -> RoutingTrace:

@@ -7,6 +7,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,10 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from dovetail.batch.loss import Loss, LossFn
 from dovetail.batch.micro import MicroBatch
+from dovetail.batch.packed import PackedBatch
+from dovetail.batch.routing import RoutingTrace
 from dovetail.engine.fsdp import ReshardPolicy
 from dovetail.nn.model import StagedModel
 from dovetail.nn.tiling import Tiled
-from dovetail.parallel.collectives import gather_text, stack_numbers, sum_over
+from dovetail.parallel.collectives import AsyncHostCopy, gather_text, stack_numbers, stack_over, sum_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.schedule import Action
 
@@ -117,6 +120,9 @@ class TrainingRunner(InferenceRunner):
         self.model.wgrad_queue.bucket = key if action.kind == "input" else None
         self._reduce_next(last and action.kind == "backward")
         x, y = self.pending.pop(key)
+        if not y.requires_grad:  # nothing is trained up to here
+            self.reduced = False
+            return None
         y.backward(grad)
         return None if x is None else x.grad
 
@@ -144,6 +150,35 @@ class TrainingRunner(InferenceRunner):
         model.set_is_last_backward(last)
         model.set_reshard_after_backward(last or not self.stays_gathered)
         self.reduced = last
+
+
+class Accumulated:
+    """What `forward_backward` of a batch leaves for the optimizer step. Made collectively.
+
+    count: the loss's, float64 [], on the device. losses: of micro-batches, where this rank has them. totals: see `read`.
+    """
+
+    def __init__(self, stages: TrainingRunner, batch: PackedBatch, pairs: Sequence[tuple[Tensor, MicroBatch]]) -> None:
+        sums, mesh = stages.sums, stages.mesh
+        unify_names(sums, mesh)
+        rows = reduce_sums(sums, mesh)
+        self.rows, self.names = AsyncHostCopy(rows), sorted(sums)  # before the update, for which the host does not wait
+        self.count = stack_over(rows[:1, 1].sum(), mesh["pp"])[-1]  # its name "" sorts first
+        self.batch, self.losses, self.own = batch, stages.losses, [*sums[""]] if sums else []
+        self.pairs = [(index, replace(micro, routes=None, halves=())) for index, micro in pairs]  # which hold more
+        self.totals: dict[str, tuple[float, float]] = {}
+        self.loads: tuple[Tensor, Tensor] | None = None  # of experts
+        self.routing: RoutingTrace | None = None
+
+    @property
+    def watched(self) -> list[Tensor]:
+        """What must be finite."""
+        return [*self.own, *inputs_of([micro for _, micro in self.pairs]).values()]
+
+    def read(self, mesh: Mesh) -> dict[str, tuple[float, float]]:
+        """Totals and counts by metric; "": the loss. The host waits. Collective."""
+        self.totals = self.totals or sums_by_name(self.names, self.rows.wait(), mesh)
+        return self.totals
 
 
 def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
