@@ -245,6 +245,9 @@ def test_rates_of_groups_are_checked_where_they_are_set(folder: Path) -> None:
             setattr(group, name, -1)
     with pytest.raises(AttributeError):
         group.learning_rate = 1e-3
+    for wrong in ({"frozen": "lm_head.*"}, {"groups": ({"pattern": "*"},)}):
+        with pytest.raises(ConfigError, match=r"expected groups=\(dt.ParamGroup"):
+            dt.OptimSettings(**wrong)
     with pytest.raises(ConfigError, match="denominator=0; expected more than 0"):
         made(folder).optim_step(denominator=0)
 

@@ -1,11 +1,9 @@
 """The parallel engine: a sharded model and its optimizer."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,36 +16,31 @@ from dovetail.batch.loss import LossFn, TokenStats
 from dovetail.batch.micro import ContextShard, DualBatch, LazySequence, MicroBatch
 from dovetail.batch.packed import PackedBatch, start_reading, to_device
 from dovetail.batch.routing import RoutingTrace
-from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.train_state import MODEL_ROLE, export_training, load_training, open_state, save_state
-from dovetail.checkpoint.writer import save_sharded
 from dovetail.engine.base import BatchReport, StepReport
 from dovetail.engine.expert_routing import BalanceSettings, PlannedMicroBatches, Routing
 from dovetail.engine.fsdp import ReshardPolicy, enable_grad_accumulation_fusion, forget_step
 from dovetail.engine.nonfinite import StepWatch, record_faults
-from dovetail.engine.stage import Accumulated, InferenceRunner, TrainingRunner, begin_gathers, mean
+from dovetail.engine.stage import Accumulated, InferenceRunner, TrainingRunner, announce_failure, begin_gathers, mean
+from dovetail.engine.state import EngineState
 from dovetail.engine.validation import ValidatedLoss, check_same
 from dovetail.errors import ConfigError, DataError, ModelError
 from dovetail.kernels.reference import wide
 from dovetail.memory import OffloadedState
 from dovetail.nn.model import StagedModel
-from dovetail.optim.groups import ParamGroup, freeze
+from dovetail.optim.groups import freeze
 from dovetail.optim.optimizer import Optimizer, OptimSettings
-from dovetail.optim.replicas import check_replicas
 from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.mesh import Mesh
-from dovetail.pipeline.executor import connect, run as execute
+from dovetail.pipeline.executor import connect, is_alone, run as execute
 from dovetail.pipeline.partition import stage_costs
 from dovetail.pipeline.schedule import Costs, make_plan
 from dovetail.weights.hf_directory import CheckpointSource
-from dovetail.weights.save import save
-from dovetail.weights.shards import local_tensor, parameters_in, reshard
-from dovetail.weights.stream import Export, export, stream
+from dovetail.weights.shards import reshard
 
 MICROS_PER_STAGE = 2  # at least, where there are sequences enough: bubbles below 1/3
 
 
-class NativeEngine:
+class NativeEngine(EngineState):
     """Implements `Engine`."""
 
     def __init__(
@@ -153,15 +146,11 @@ class NativeEngine:
         if self._optimizer is not None:
             self._optimizer.zero_grad()
 
-    @property
-    def param_groups(self) -> list[ParamGroup]:
-        return self.optimizer.groups
-
     def _accumulate(self, batch: PackedBatch, loss: LossFn, *, trace: bool) -> Accumulated:
         optimizer, policy, progress = self.optimizer, self.reshard_policy, self.watch.progress
         if progress is not None:
             progress.phase("update")
-        begin_gathers(self._resident_model, self.mesh)
+        begin_gathers(self.resident_model, self.mesh)
         pairs = self.micro_batches(batch)
         if not pairs:
             raise DataError("the batch to train on has no sequences; skip the step instead")
@@ -169,7 +158,12 @@ class NativeEngine:
             pairs = self._routing.with_balance(pairs, loss, len(batch), self._wide)
         optimizer.reserve()  # before activations take the host's memory
         stages = TrainingRunner(self.model, self.mesh, _micros_of(pairs), self.dtype, loss, policy)
-        self._run(self.mesh.layout.schedule, stages)
+        try:
+            self._run(self.mesh.layout.schedule, stages)
+        except Exception:
+            if self.mesh["pp"].size > 1 and is_alone(self.mesh):
+                announce_failure(self.mesh)
+            raise
         stages.finish()
         done = Accumulated(stages, batch, pairs)
         done.loads = None if self._routing is None else self._routing.totals(pairs)
@@ -208,77 +202,8 @@ class NativeEngine:
         done.clear()
         return report
 
-    def check_replicas(self) -> None:
-        check_replicas(self._resident_model, self.mesh, self._optimizer)
-
-    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Buffers keep their own dtype."""
-        dtype_of = self.origin.dtype_of if dtype is None else parameters_in(dtype, self._resident_model)
-        return stream(self._resident_model, self.mesh, dtype_of=dtype_of, listed=self.origin.listed)
-
-    def save_pretrained(self, path: Path | str) -> None:
-        save(self._resident_model, path, self.mesh, **self._saved())
-
-    def save_sharded(self, path: Path | str) -> Path:
-        return save_sharded(self._resident_model, path, self.mesh, **self._saved())
-
-    def _saved(self) -> dict[str, Any]:
-        return {"sides": self.origin.sides, "dtype_of": self.origin.dtype_of, "listed": self.origin.listed}
-
-    def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
-        model, origin = self._resident_model, self.origin
-        saved = export(model, self.mesh, dtype_of=origin.dtype_of, listed=origin.listed) if with_model else None
-        state = export_training(model, self.mesh, role, self.optimizer.state_tensors(), saved)
-        return state if saved is None else [saved, *state]
-
-    def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
-        model = self._resident_model
-        self.optimizer.resume(updates)
-        load_training(model, self.mesh, role, self.optimizer.state_tensors(), reader)
-
-    def save_state(self, path: Path | str, extra: Mapping[str, Any] | None = None) -> Path:
-        exports = self.export_training(MODEL_ROLE, with_model=True)
-        groups = [asdict(group) for group in self.param_groups]
-        state = {"updates": {MODEL_ROLE: self.updates}, "param_groups": groups, "extra": dict(extra or {})}
-        return save_state(Path(path), self.mesh, exports, self.origin.sides, state)
-
-    def load_state(self, path: Path | str) -> Mapping[str, Any]:
-        reader = open_state(path, self.mesh)
-        self.zero_grad()
-        state: Any = reader.manifest.state
-        self.load_training(MODEL_ROLE, reader, state["updates"][MODEL_ROLE])
-        reader.verify_checksums(self.mesh, training=True)
-        saved = {group["pattern"]: group for group in state.get("param_groups", ())}
-        for group in self.param_groups:
-            if group.pattern in saved:
-                group.lr, group.weight_decay = saved[group.pattern]["lr"], saved[group.pattern]["weight_decay"]
-        extra: Mapping[str, Any] = state.get("extra", {})
-        return extra
-
     @property
-    def updates(self) -> int:
-        return 0 if self._optimizer is None else self._optimizer.steps
-
-    def offload(self) -> None:
-        assert self._offloaded is None, "offload() twice without onload()"
-        self._offloaded = OffloadedState(self._device_state())
-
-    def onload(self) -> None:
-        assert self._offloaded is not None, "onload() without offload()"
-        self._offloaded.restore()
-        self._offloaded = None
-
-    def _device_state(self) -> list[Tensor]:
-        reshard(self.model)
-        state = [local_tensor(param) for param in self.model.parameters()]
-        state += [local_tensor(param.grad) for param in self.model.parameters() if param.grad is not None]
-        state += list(self.model.buffers())
-        if self._optimizer is not None and not self._settings.on_host:
-            state += [tensor for tensors in self._optimizer.state_tensors().values() for tensor in tensors.values()]
-        return state
-
-    @property
-    def _resident_model(self) -> StagedModel:
+    def resident_model(self) -> StagedModel:
         """Reading offloaded storages would crash the process."""
         if self._offloaded is not None:
             raise ModelError("this engine was moved to the host by offload(); call onload() first")
@@ -311,7 +236,7 @@ class NativeEngine:
         return pairs if batch.tokens.device.type == "cpu" else list(pairs)
 
     def _prepare(self, batch: PackedBatch) -> PlannedMicroBatches:
-        begin_gathers(self._resident_model, self.mesh)
+        begin_gathers(self.resident_model, self.mesh)
         pairs = self.micro_batches(batch)
         if not pairs:
             forget_step(self.model, self.mesh)

@@ -18,12 +18,14 @@ from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.batch.routing import RoutingTrace
 from dovetail.engine.fsdp import ReshardPolicy
+from dovetail.errors import SecondaryFailure
 from dovetail.nn.model import StagedModel
 from dovetail.nn.tiling import Tiled
 from dovetail.parallel.collectives import AsyncHostCopy, gather_text, stack_numbers, stack_over, sum_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.schedule import Action
 
+FAILED = -1  # in place of the checksum of a pass's names
 Sums = dict[str, tuple[Tensor, Tensor]]  # totals and counts by metric; "": the loss
 
 
@@ -195,10 +197,17 @@ def add_sums(sums: Sums, value: Loss) -> None:
         sums[name] = now if before is None else (before[0] + now[0], before[1] + now[1])
 
 
+def announce_failure(mesh: Mesh) -> None:
+    """To the ranks that are in `unify_names`."""
+    stack_numbers([FAILED], mesh["world"], mesh.device)
+
+
 def unify_names(sums: Sums, mesh: Mesh) -> None:
-    """Add zeros for metrics of other ranks. Collective."""
+    """Add zeros for metrics of other ranks. SecondaryFailure where another has failed. Collective."""
     names, world = json.dumps(sorted(sums)), mesh["world"]
     hashes = stack_numbers([zlib.crc32(names.encode()) if sums else 0], world, mesh.device)
+    if [FAILED] in hashes:
+        raise SecondaryFailure(f"pipeline stage {hashes.index([FAILED])} failed in this pass; its rank says why")
     if len({value for (value,) in hashes if value}) > 1:  # 0: of stages without a loss
         everywhere = {name for text in gather_text(names, world, mesh.device) for name in json.loads(text)}
         zero = torch.zeros((), dtype=torch.float64, device=mesh.device)

@@ -154,6 +154,8 @@ class OptimSettings:
         for name in ("lr", "weight_decay", "min_lr_ratio"):
             if not 0 <= vars(self)[name] < math.inf:
                 raise ConfigError(f"{name}={vars(self)[name]!r}; expected 0 or more")
+        if isinstance(self.frozen, str) or not all(isinstance(group, ParamGroup) for group in self.groups):
+            raise ConfigError('expected groups=(dt.ParamGroup("*norm.weight", lr=1e-5),) and frozen=("lm_head.*",)')
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm={self.clip_norm!r}; expected more than 0, or None for no limit")
 
