@@ -89,10 +89,10 @@ class EngineState:
         state: Any = reader.manifest.state
         self.load_training(MODEL_ROLE, reader, state["updates"][MODEL_ROLE])
         reader.verify_checksums(self.mesh, training=True)
-        saved = {group["pattern"]: group for group in state.get("param_groups", ())}
-        for group in self.param_groups:
-            if group.pattern in saved:
-                group.lr, group.weight_decay = saved[group.pattern]["lr"], saved[group.pattern]["weight_decay"]
+        saved = state.get("param_groups", ())
+        if [group["pattern"] for group in saved] == [group.pattern for group in self.param_groups]:
+            for group, before in zip(self.param_groups, saved, strict=True):
+                group.lr, group.weight_decay = before["lr"], before["weight_decay"]
         extra: Mapping[str, Any] = state.get("extra", {})
         return extra
 
