@@ -7,21 +7,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dovetail.batch.loss import Loss as Loss, Sum as Sum, TokenStats as TokenStats
     from dovetail.batch.packed import PackedBatch as PackedBatch, Sequence as Sequence
-    from dovetail.engine.base import Engine as Engine, StepReport as StepReport
-    from dovetail.factory.engine import EngineOptions as EngineOptions, from_pretrained as from_pretrained
+    from dovetail.engine.base import BatchReport as BatchReport, Engine as Engine, StepReport as StepReport
+    from dovetail.factory.engine import (
+        EngineOptions as EngineOptions,
+        SamplingEngine as SamplingEngine,
+        from_pretrained as from_pretrained,
+    )
+    from dovetail.optim.groups import ParamGroup as ParamGroup
     from dovetail.optim.optimizer import OptimSettings as OptimSettings
     from dovetail.parallel.layout import Layout as Layout
     from dovetail.parallel.process_group import ensure_process_group as ensure_process_group
+    from dovetail.rollout.base import Completion as Completion
 
 __version__ = "0.1.0"
 
 HOMES: Mapping[str, str] = {
+    "BatchReport": "dovetail.engine.base",
+    "Completion": "dovetail.rollout.base",
     "Engine": "dovetail.engine.base",
     "EngineOptions": "dovetail.factory.engine",
     "Layout": "dovetail.parallel.layout",
     "Loss": "dovetail.batch.loss",
     "OptimSettings": "dovetail.optim.optimizer",
     "PackedBatch": "dovetail.batch.packed",
+    "ParamGroup": "dovetail.optim.groups",
+    "SamplingEngine": "dovetail.factory.engine",
     "Sequence": "dovetail.batch.packed",
     "StepReport": "dovetail.engine.base",
     "Sum": "dovetail.batch.loss",

@@ -268,5 +268,71 @@ def test_temperatures_that_divide_nothing_are_refused_where_tokens_count() -> No
     "ids", [torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64).numpy(), torch.ones(3)]
 )
 def test_pack_refuses_rows_that_may_have_padding(ids: Any) -> None:
-    with pytest.raises(DataError, match="give a list with a 1-D tensor for each sequence, without its padding"):
+    with pytest.raises(DataError, match="takes a list with the ids of each sequence, without padding"):
         PackedBatch.pack(ids)
+
+
+IDS = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 8], [9, 8, 7, 0, 0]])
+ATTENTION = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+LABELS = torch.tensor([[-100, -100, -100, 6, 7], [1, -100, 3, 4, 8], [-100, 8, -100, -100, -100]])
+
+
+def test_padded_rows_are_packed_and_come_back() -> None:
+    """Padded on either side. A value belongs to the prediction made at its token, or by_token to predicting it."""
+    weights = torch.where(ATTENTION == 1, torch.arange(15.0).view(3, 5), torch.nan)
+    batch: Any = PackedBatch.from_padded(IDS, ATTENTION, LABELS, fields={"w": weights}, groups=[4, None, 4])
+    rows = [
+        Sequence([5, 6, 7], [False, True, True], {"w": [2, 3, 4]}, group=4),
+        Sequence([1, 2, 3, 4, 8], [True, False, True, True, True], {"w": [5, 6, 7, 8, 9]}),
+        Sequence([9, 8, 7], [False, True, False], {"w": [10, 11, 12]}, group=4),
+    ]
+    packed = PackedBatch.pack(rows)
+    for column in ("tokens", "targets", "mask", "positions", "cu_seqlens"):
+        assert torch.equal(getattr(batch, column), getattr(packed, column)), column
+    assert torch.equal(batch.fields["w"], packed.fields["w"])
+    assert (batch.lengths, batch.groups) == (packed.lengths, packed.groups)
+    assert torch.equal(batch.unpack(batch.tokens), IDS * ATTENTION)
+    first = torch.tensor([[0, 0, 1, 0, 0], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0]]) == 1
+    back = batch.unpack(batch.fields["w"], by_token=True)
+    assert torch.equal(back, weights.nan_to_num().masked_fill(first, 0.0))
+    targets = batch.unpack(torch.where(batch.mask, batch.targets, -100))
+    assert torch.equal(targets[0], torch.tensor([0, 0, 6, 7, -100]))  # as HF's labels[1:] against logits[:-1]
+    chosen = batch.select([2, 0])
+    assert torch.equal(chosen.unpack(chosen.tokens), (IDS * ATTENTION)[[2, 0]])
+    assert [x.tolist() for x in packed.unpack(packed.tokens)] == [list(row.ids) for row in rows]
+    everything = PackedBatch.from_padded(IDS, ATTENTION.bool())
+    assert int(everything.mask.sum()) == int(ATTENTION.sum()) - 3
+
+
+HOLE = torch.tensor([[1, 0, 1, 1, 0]] * 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((IDS[0], ATTENTION[0]), r"input_ids is a tensor \[5\] .*; expected whole ids \[sequences, tokens\]"),
+        ((IDS.double(), ATTENTION), "expected whole ids"),
+        ((IDS, ATTENTION[:, 1:]), r"attention_mask is a tensor \[3, 4\] .*; expected a tensor \[3, 5\], as input_ids"),
+        ((IDS, HOLE), r"attention_mask\[0\] has a hole at 1; a sequence's tokens follow each other"),
+        ((IDS, ATTENTION * 2), r"attention_mask\[0\] has other values than 0 and 1"),
+        ((IDS, ATTENTION * 0), r"attention_mask\[0\] is all 0; leave out rows"),
+        ((IDS, ATTENTION, LABELS.roll(-1, 1)), r"labels\[0\] differs from input_ids\[0\]; a label is the token itself"),
+        ((IDS, ATTENTION, LABELS[:2]), r"labels is a tensor \[2, 5\]"),
+    ],
+)
+def test_padded_rows_of_a_wrong_form_are_refused(given: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        PackedBatch.from_padded(*given)
+
+
+@pytest.mark.parametrize("given", [IDS, IDS.numpy(), {"input_ids": IDS, "attention_mask": ATTENTION}])
+def test_pack_says_which_call_takes_padded_rows(given: Any) -> None:
+    with pytest.raises(
+        DataError, match=r"are for PackedBatch.from_padded\(input_ids, attention_mask\), and pack takes"
+    ):
+        PackedBatch.pack(given)
+
+
+def test_values_to_unpack_have_an_entry_for_every_token() -> None:
+    with pytest.raises(DataError, match=r"values is a tensor \[3\]"):
+        PackedBatch.pack([[1, 2]]).unpack(torch.zeros(3))

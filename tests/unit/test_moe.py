@@ -75,7 +75,7 @@ def test_biases_move_by_loads_and_not_in_a_skipped_step() -> None:
     loads[0, :2] = torch.tensor([4.0, 0.0])
     totals = loads, torch.zeros(len(moe.numbers), 2)
     for skipped, expected in ((True, [0.0, 0.0]), (False, [-0.5, 0.5])):
-        metrics = routing.update(totals, T, skipped=skipped)
+        metrics = routing.update([totals], T, skipped=skipped)
         assert router.e_score_correction_bias.tolist() == [*expected, *[0.0] * (E - 2)]
     others = len(moe.numbers) - 1
     assert metrics == {"expert_load_max": (2 + others) / (1 + others), "expert_load_min": others / (1 + others)}

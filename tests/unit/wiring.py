@@ -26,6 +26,11 @@ def optims(name: str) -> Callable[[Any], Any]:
     return lambda job: [vars(engine.options.optim)[name] for engine in (job.task.policy, job.task.critic)]
 
 
+def grouped(name: str) -> Callable[[Any], Any]:
+    """A field of the parameter groups of policy and critic."""
+    return lambda job: [[getattr(group, name) for group in groups] for groups in optims("groups")(job)]
+
+
 def trained(name: str) -> Callable[[Any], Any]:
     """An option of the engines that are trained."""
     return lambda job: [vars(engine.options)[name] for engine in (job.task.policy, job.task.critic)]

@@ -5,18 +5,25 @@ training/ROLE/param/NAME          weights as they are trained, where NAME is abs
 training/ROLE/KIND/NAME           optimizer state of the parameter's shape: exp_avg and exp_avg_sq of AdamW
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dovetail.checkpoint.manifest import TRAINING
 from dovetail.checkpoint.reader import ShardedReader
+from dovetail.checkpoint.writer import write_sharded
+from dovetail.errors import CheckpointError, listing
 from dovetail.nn.model import StagedModel
+from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import checkpoint_shapes
 from dovetail.weights.load import load_into
+from dovetail.weights.safe_paths import MANIFEST, SideFiles
 from dovetail.weights.shards import LocalParam, checkpoint_params, in_checkpoint_form, local_params
 from dovetail.weights.stream import Export, export_params
 
@@ -47,7 +54,34 @@ def load_training(model: StagedModel, mesh: Mesh, role: str, states: States, rea
     exact = _saved_as_trained(reader, role) if role == MODEL_ROLE else ()
     _load_untied(checkpoint_params(model, mesh), reader.training_state(prefix(role, PARAM), exact), mesh)
     for kind, tensors in states.items():
-        _load_untied(_state_params(model, mesh, tensors), reader.training_state(prefix(role, kind)), mesh)
+        params, source = _state_params(model, mesh, tensors), reader.training_state(prefix(role, kind))
+        with agreed(mesh):
+            names = (name for p in params for name in checkpoint_shapes(p.name, p.placement, p.shape))
+            if frozen := [name for name in names if name not in source.names]:
+                raise CheckpointError(
+                    f"{reader.path} has no optimizer state of what is trained here, so it was frozen there; freeze it "
+                    f"(OptimSettings.frozen, in a recipe optim.frozen), or start from the weights alone:\n{listing(frozen)}"
+                )
+        _load_untied(params, source, mesh)
+
+
+def save_state(path: Path, mesh: Mesh, exports: Sequence[Export], sides: SideFiles, state: Mapping[str, Any]) -> Path:
+    """Collective."""
+    json.dumps(state)  # raises what every rank raises, before any waits for another
+    specs = [spec for each in exports for spec in each.specs.values()]
+    pieces = {name: piece for each in exports for name, piece in each.local.items()}
+    return write_sharded(path, mesh, specs, {mesh["world"].rank: pieces}, mesh.layout, sides=sides, state=state)
+
+
+def open_state(path: Path | str, mesh: Mesh) -> ShardedReader:
+    """With the policy's optimizer steps in its `state`, as `save_state` and runs write it. Collective."""
+    with agreed(mesh):
+        if not (Path(path) / MANIFEST).exists():
+            raise CheckpointError(f"{path} is not a saved state: it has no {MANIFEST}; give what save_state wrote")
+        reader = ShardedReader(path)
+        if MODEL_ROLE not in (reader.manifest.state or {}).get("updates", {}):
+            raise CheckpointError(f"{path} holds weights without training state; load it with from_pretrained")
+        return reader
 
 
 def prefix(role: str, kind: str) -> str:

@@ -73,9 +73,12 @@ class Routing:
 
         return LazySequence(len(pairs), prepare)
 
-    def update(self, totals: tuple[Tensor, Tensor], tokens: int, *, skipped: bool) -> dict[str, float]:
-        """Update biases, unless skipped -> metrics: expert loads over the mean load, balance losses per token."""
-        loads, costs = totals
+    def update(self, totals: Sequence[tuple[Tensor, Tensor]], tokens: int, *, skipped: bool) -> dict[str, float]:
+        """Update biases, unless skipped -> metrics: expert loads over the mean load, balance losses per token.
+
+        totals: of each batch of the step, which has `tokens` together.
+        """
+        loads, costs = (torch.stack(parts).sum(0) for parts in zip(*totals, strict=True))
         if not skipped and self.moe.bias and self.settings.bias_rate:
             self._update_biases(loads)
         shares = loads / loads.mean(1, keepdim=True)

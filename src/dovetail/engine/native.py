@@ -1,9 +1,9 @@
 """The parallel engine: a sharded model and its optimizer."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,44 +16,31 @@ from dovetail.batch.loss import LossFn, TokenStats
 from dovetail.batch.micro import ContextShard, DualBatch, LazySequence, MicroBatch
 from dovetail.batch.packed import PackedBatch, start_reading, to_device
 from dovetail.batch.routing import RoutingTrace
-from dovetail.checkpoint.reader import ShardedReader
-from dovetail.checkpoint.train_state import export_training, load_training
-from dovetail.checkpoint.writer import save_sharded
-from dovetail.engine.base import StepReport
+from dovetail.engine.base import BatchReport, StepReport
 from dovetail.engine.expert_routing import BalanceSettings, PlannedMicroBatches, Routing
 from dovetail.engine.fsdp import ReshardPolicy, enable_grad_accumulation_fusion, forget_step
-from dovetail.engine.nonfinite import StepWatch, nonfinite_parts
-from dovetail.engine.stage import (
-    InferenceRunner,
-    TrainingRunner,
-    begin_gathers,
-    inputs_of,
-    mean,
-    reduce_sums,
-    sums_by_name,
-    unify_names,
-)
+from dovetail.engine.nonfinite import StepWatch, record_faults
+from dovetail.engine.stage import Accumulated, InferenceRunner, TrainingRunner, announce_failure, begin_gathers, mean
+from dovetail.engine.state import EngineState
 from dovetail.engine.validation import ValidatedLoss, check_same
-from dovetail.errors import DataError, ModelError
+from dovetail.errors import ConfigError, DataError, ModelError
 from dovetail.kernels.reference import wide
 from dovetail.memory import OffloadedState
 from dovetail.nn.model import StagedModel
+from dovetail.optim.groups import freeze
 from dovetail.optim.optimizer import Optimizer, OptimSettings
-from dovetail.optim.replicas import check_replicas
-from dovetail.parallel.collectives import AsyncHostCopy, stack_over, sum_over
+from dovetail.parallel.collectives import sum_over
 from dovetail.parallel.mesh import Mesh
-from dovetail.pipeline.executor import connect, run as execute
+from dovetail.pipeline.executor import connect, is_alone, run as execute
 from dovetail.pipeline.partition import stage_costs
 from dovetail.pipeline.schedule import Costs, make_plan
 from dovetail.weights.hf_directory import CheckpointSource
-from dovetail.weights.save import save
-from dovetail.weights.shards import local_tensor, parameters_in, reshard
-from dovetail.weights.stream import Export, export, stream
+from dovetail.weights.shards import reshard
 
 MICROS_PER_STAGE = 2  # at least, where there are sequences enough: bubbles below 1/3
 
 
-class NativeEngine:
+class NativeEngine(EngineState):
     """Implements `Engine`."""
 
     def __init__(
@@ -83,6 +70,8 @@ class NativeEngine:
         connect(mesh)
         self._settings, self._routing = optim or OptimSettings(), Routing.of(model, mesh, balance)
         self._optimizer: Optimizer | None = None
+        self._accumulated: list[Accumulated] = []
+        freeze(model, mesh, self._settings.frozen)
         self._offloaded: OffloadedState | None = None
 
     @property
@@ -130,110 +119,93 @@ class NativeEngine:
             return self._gather_tokens(out, batch)[0]
 
     def train_step(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> StepReport:
-        """trace: report the experts of every token."""
+        """trace: report the experts of every token. The host waits once."""
+        self.zero_grad()
         with self._call():
-            return self._step(batch, ValidatedLoss(loss), trace=trace)
+            self._accumulate(batch, ValidatedLoss(loss), trace=trace)
+            return self._update(None)
 
-    def _step(self, batch: PackedBatch, loss: LossFn, *, trace: bool) -> StepReport:
+    def forward_backward(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> BatchReport:
+        """trace: report the experts of every token. Over dp every call reduces gradients to each rank's shards."""
+        with self._call():
+            done = self._accumulate(batch, ValidatedLoss(loss), trace=trace)
+            totals = done.read(self.mesh)
+        metrics = {name: mean(*pair) for name, pair in totals.items() if name}
+        return BatchReport(mean(*totals[""]), totals[""][1], len(batch), metrics, done.routing)
+
+    def optim_step(self, *, denominator: float | None = None) -> StepReport:
+        if denominator is not None and not 0 < denominator < math.inf:
+            raise ConfigError(f"denominator={denominator!r}; expected more than 0, or None for the sum of the counts")
+        if not self._accumulated:
+            raise ModelError("optim_step() without gradients; call forward_backward(batch, loss) first")
+        with self._call():
+            return self._update(denominator)
+
+    def zero_grad(self) -> None:
+        self._accumulated.clear()
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+
+    def _accumulate(self, batch: PackedBatch, loss: LossFn, *, trace: bool) -> Accumulated:
         optimizer, policy, progress = self.optimizer, self.reshard_policy, self.watch.progress
         if progress is not None:
             progress.phase("update")
-        begin_gathers(self._resident_model, self.mesh)
+        begin_gathers(self.resident_model, self.mesh)
         pairs = self.micro_batches(batch)
         if not pairs:
-            raise DataError("train_step got a batch without sequences; skip the step instead")
+            raise DataError("the batch to train on has no sequences; skip the step instead")
         if self._routing is not None:
             pairs = self._routing.with_balance(pairs, loss, len(batch), self._wide)
-        micros = _micros_of(pairs)
         optimizer.reserve()  # before activations take the host's memory
-        stages = TrainingRunner(self.model, self.mesh, micros, self.dtype, loss, policy)
+        stages = TrainingRunner(self.model, self.mesh, _micros_of(pairs), self.dtype, loss, policy)
         if progress is not None:
             stages.mark = progress.mark
-        self._run(self.mesh.layout.schedule, stages)
+        try:
+            self._run(self.mesh.layout.schedule, stages)
+        except Exception:
+            if self.mesh["pp"].size > 1 and is_alone(self.mesh):
+                announce_failure(self.mesh)
+            raise
         stages.finish()
-        sums = stages.sums
-        unify_names(sums, self.mesh)
-        rows = reduce_sums(sums, self.mesh)
-        host_rows = AsyncHostCopy(rows)  # before the update, for which the host does not wait
-        losses = [*sums[""]] if sums else []  # total and count
-        global_count = stack_over(rows[:1, 1].sum(), self.mesh["pp"])[-1]  # the loss's: its name "" sorts first
-        if progress is not None:
-            progress.phase("optimizer")  # of the host; a GPU may still be in backward
-        loads = None if self._routing is None else self._routing.totals(pairs)
-        update = optimizer.step(global_count, [*losses, *inputs_of(micros).values()])
-        totals = sums_by_name(sorted(sums), host_rows.wait(), self.mesh)
-        loss_total, count = totals.pop("")
-        faults: dict[int, list[str]] = {}
-        if update.skipped:
-            own = [*nonfinite_parts(batch, pairs, stages.losses, losses), *update.faults]
-            faults = self.watch.record(own, micros, self.mesh)
+        done = Accumulated(stages, batch, pairs)
+        done.loads = None if self._routing is None else self._routing.totals(pairs)
+        done.routing = self._trace(batch, pairs) if trace else None
+        self._accumulated.append(done)
+        return done
+
+    def _update(self, denominator: float | None) -> StepReport:
+        done = self._accumulated
+        if self.watch.progress is not None:
+            self.watch.progress.phase("optimizer")  # of the host; a GPU may still be in backward
+        count = torch.stack([each.count for each in done]).sum() if denominator is None else denominator
+        update = self.optimizer.step(count, [x for each in done for x in each.watched])
+        totals: dict[str, tuple[float, float]] = {}
+        for name, (total, number) in (item for each in done for item in each.read(self.mesh).items()):
+            before = totals.get(name, (0.0, 0.0))
+            totals[name] = before[0] + total, before[1] + number
+        loss_total, number = totals.pop("")
+        faults = record_faults(done, update.faults, self.watch, self.mesh) if update.skipped else {}
         metrics = {name: mean(*pair) for name, pair in totals.items()}
-        if self._routing is not None and loads is not None:
-            metrics |= self._routing.update(loads, len(batch), skipped=update.skipped)
-        return StepReport(
-            loss=mean(loss_total, count),
+        tokens, lengths = sum(len(each.batch) for each in done), [n for each in done for n in each.batch.lengths]
+        if self._routing is not None:
+            loads = [each.loads for each in done if each.loads is not None]
+            metrics |= self._routing.update(loads, tokens, skipped=update.skipped)
+        report = StepReport(
+            loss=mean(loss_total, number if denominator is None else denominator),
             grad_norm=update.grad_norm,
             lr=update.lr,
-            tokens=len(batch),
-            flops=3 * sum(self.model.spec.flops(n) for n in batch.lengths),
+            tokens=tokens,
+            flops=3 * sum(map(self.model.spec.flops, lengths)),
             skipped=update.skipped,
             metrics=metrics,
             faults=faults,
-            routing=self._trace(batch, pairs) if trace else None,
+            routing=done[0].routing if len(done) == 1 else None,
         )
-
-    def check_replicas(self) -> None:
-        check_replicas(self._resident_model, self.mesh, self._optimizer)
-
-    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Buffers keep their own dtype."""
-        dtype_of = self.origin.dtype_of if dtype is None else parameters_in(dtype, self._resident_model)
-        return stream(self._resident_model, self.mesh, dtype_of=dtype_of, listed=self.origin.listed)
-
-    def save_pretrained(self, path: Path | str) -> None:
-        save(self._resident_model, path, self.mesh, **self._saved())
-
-    def save_sharded(self, path: Path | str) -> Path:
-        return save_sharded(self._resident_model, path, self.mesh, **self._saved())
-
-    def _saved(self) -> dict[str, Any]:
-        return {"sides": self.origin.sides, "dtype_of": self.origin.dtype_of, "listed": self.origin.listed}
-
-    def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
-        model, origin = self._resident_model, self.origin
-        saved = export(model, self.mesh, dtype_of=origin.dtype_of, listed=origin.listed) if with_model else None
-        state = export_training(model, self.mesh, role, self.optimizer.state_tensors(), saved)
-        return state if saved is None else [saved, *state]
-
-    def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
-        model = self._resident_model
-        self.optimizer.resume(updates)
-        load_training(model, self.mesh, role, self.optimizer.state_tensors(), reader)
+        done.clear()
+        return report
 
     @property
-    def updates(self) -> int:
-        return 0 if self._optimizer is None else self._optimizer.steps
-
-    def offload(self) -> None:
-        assert self._offloaded is None, "offload() twice without onload()"
-        self._offloaded = OffloadedState(self._device_state())
-
-    def onload(self) -> None:
-        assert self._offloaded is not None, "onload() without offload()"
-        self._offloaded.restore()
-        self._offloaded = None
-
-    def _device_state(self) -> list[Tensor]:
-        reshard(self.model)
-        state = [local_tensor(param) for param in self.model.parameters()]
-        state += [local_tensor(param.grad) for param in self.model.parameters() if param.grad is not None]
-        state += list(self.model.buffers())
-        if self._optimizer is not None and not self._settings.on_host:
-            state += [tensor for tensors in self._optimizer.state_tensors().values() for tensor in tensors.values()]
-        return state
-
-    @property
-    def _resident_model(self) -> StagedModel:
+    def resident_model(self) -> StagedModel:
         """Reading offloaded storages would crash the process."""
         if self._offloaded is not None:
             raise ModelError("this engine was moved to the host by offload(); call onload() first")
@@ -266,7 +238,7 @@ class NativeEngine:
         return pairs if batch.tokens.device.type == "cpu" else list(pairs)
 
     def _prepare(self, batch: PackedBatch) -> PlannedMicroBatches:
-        begin_gathers(self._resident_model, self.mesh)
+        begin_gathers(self.resident_model, self.mesh)
         pairs = self.micro_batches(batch)
         if not pairs:
             forget_step(self.model, self.mesh)
@@ -294,7 +266,7 @@ class NativeEngine:
 
     @contextmanager
     def _call(self, *, critic: bool | None = None) -> Iterator[None]:
-        """Without the caller's inference mode and autocast. An error undoes it. critic: the head that it needs."""
+        """Without the caller's inference mode and autocast. An error undoes it. critic: the head that it scores with."""
         if critic is not None and self.model.is_critic != critic:
             raise ModelError(
                 "this engine has a value head, so it has values(batch) and no log-probs; for score take from_pretrained(..., "
@@ -308,8 +280,8 @@ class NativeEngine:
                 yield
             except BaseException:
                 forget_step(self.model, self.mesh)
-                if self._optimizer is not None:
-                    self._optimizer.zero_grad()
+                if critic is None:  # of gradients a part may have been added
+                    self.zero_grad()
                 raise
 
     def _trace(self, batch: PackedBatch, pairs: PlannedMicroBatches) -> RoutingTrace:

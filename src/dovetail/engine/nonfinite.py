@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from dovetail.batch.micro import MicroBatch
-from dovetail.batch.packed import PackedBatch
-from dovetail.engine.expert_routing import PlannedMicroBatches
-from dovetail.engine.stage import inputs_of
+from dovetail.engine.stage import Accumulated, inputs_of
 from dovetail.errors import shortened
 from dovetail.launch.progress import Progress
 from dovetail.parallel.collectives import gather_text
@@ -71,17 +69,28 @@ class StepWatch:
         write_file(place / "fault.json", dump_json(description))
 
 
-def nonfinite_parts(
-    batch: PackedBatch, pairs: PlannedMicroBatches, parts: Sequence[Tensor], sums: Sequence[Tensor]
-) -> list[str]:
-    """Names of non-finite inputs, losses of micro-batches (`parts`) and sums."""
-    bad = [name for name, x in inputs_of([micro for _, micro in pairs]).items() if not bool(torch.isfinite(x).all())]
-    for i, part in enumerate(parts):
+def record_faults(
+    batches: Sequence[Accumulated], own: Sequence[str], watch: StepWatch, mesh: Mesh
+) -> dict[int, list[str]]:
+    """All ranks' faults, `own` and those of what was computed. Collective."""
+    parts = [[*_nonfinite_parts(each)] for each in batches]
+    if len(batches) > 1:
+        parts = [[f"{name} of batch {i}" for name in names] for i, names in enumerate(parts)]
+    micros = [micro for each in batches for _, micro in each.pairs]
+    return watch.record([*(name for names in parts for name in names), *own], micros, mesh)
+
+
+def _nonfinite_parts(done: Accumulated) -> list[str]:
+    """Names of non-finite inputs, losses of micro-batches and sums."""
+    inputs = inputs_of([micro for _, micro in done.pairs])
+    bad = [name for name, x in inputs.items() if not bool(torch.isfinite(x).all())]
+    for i, part in enumerate(done.losses):
         if not bool(torch.isfinite(part)):
-            members = batch.sequence_ids[pairs[i][0].to(batch.tokens.device)].unique_consecutive().tolist()
+            batch = done.batch
+            members = batch.sequence_ids[done.pairs[i][0].to(batch.tokens.device)].unique_consecutive().tolist()
             bad.append(f"loss of micro-batch {i} (sequences {shortened(', '.join(map(str, members)))})")
     known = [name for name in bad if name.startswith("loss")]
-    named = zip(("loss", "count of the loss"), sums, strict=False)
+    named = zip(("loss", "count of the loss"), done.own, strict=False)
     return bad + [name for name, x in named if not bool(torch.isfinite(x).all()) and not (name == "loss" and known)]
 
 

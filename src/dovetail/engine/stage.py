@@ -8,6 +8,7 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,13 +16,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from dovetail.batch.loss import Loss, LossFn
 from dovetail.batch.micro import MicroBatch
+from dovetail.batch.packed import PackedBatch
+from dovetail.batch.routing import RoutingTrace
 from dovetail.engine.fsdp import ReshardPolicy
+from dovetail.errors import SecondaryFailure
 from dovetail.nn.model import StagedModel
 from dovetail.nn.tiling import Tiled
-from dovetail.parallel.collectives import gather_text, stack_numbers, sum_over
+from dovetail.parallel.collectives import AsyncHostCopy, gather_text, stack_numbers, stack_over, sum_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.pipeline.schedule import Action
 
+FAILED = -1  # in place of the checksum of a pass's names
 Sums = dict[str, tuple[Tensor, Tensor]]  # totals and counts by metric; "": the loss
 
 
@@ -120,6 +125,9 @@ class TrainingRunner(InferenceRunner):
         self.model.wgrad_queue.bucket = key if action.kind == "input" else None
         self._reduce_next(last and action.kind == "backward")
         x, y = self.pending.pop(key)
+        if not y.requires_grad:  # nothing is trained up to here
+            self.reduced = False
+            return None
         with self.mark("backward"):
             y.backward(grad)
         return None if x is None else x.grad
@@ -151,6 +159,35 @@ class TrainingRunner(InferenceRunner):
         self.reduced = last
 
 
+class Accumulated:
+    """What `forward_backward` of a batch leaves for the optimizer step. Made collectively.
+
+    count: the loss's, float64 [], on the device. losses: of micro-batches, where this rank has them. totals: see `read`.
+    """
+
+    def __init__(self, stages: TrainingRunner, batch: PackedBatch, pairs: Sequence[tuple[Tensor, MicroBatch]]) -> None:
+        sums, mesh = stages.sums, stages.mesh
+        unify_names(sums, mesh)
+        rows = reduce_sums(sums, mesh)
+        self.rows, self.names = AsyncHostCopy(rows), sorted(sums)  # before the update, for which the host does not wait
+        self.count = stack_over(rows[:1, 1].sum(), mesh["pp"])[-1]  # its name "" sorts first
+        self.batch, self.losses, self.own = batch, stages.losses, [*sums[""]] if sums else []
+        self.pairs = [(index, replace(micro, routes=None, halves=())) for index, micro in pairs]  # which hold more
+        self.totals: dict[str, tuple[float, float]] = {}
+        self.loads: tuple[Tensor, Tensor] | None = None  # of experts
+        self.routing: RoutingTrace | None = None
+
+    @property
+    def watched(self) -> list[Tensor]:
+        """What must be finite."""
+        return [*self.own, *inputs_of([micro for _, micro in self.pairs]).values()]
+
+    def read(self, mesh: Mesh) -> dict[str, tuple[float, float]]:
+        """Totals and counts by metric; "": the loss. The host waits. Collective."""
+        self.totals = self.totals or sums_by_name(self.names, self.rows.wait(), mesh)
+        return self.totals
+
+
 def begin_gathers(model: StagedModel, mesh: Mesh) -> None:
     """Prefetch what a forward pass needs first, in its order, while the host prepares the batch. Collective."""
     for module in (model, *model.first_groups()):
@@ -165,10 +202,17 @@ def add_sums(sums: Sums, value: Loss) -> None:
         sums[name] = now if before is None else (before[0] + now[0], before[1] + now[1])
 
 
+def announce_failure(mesh: Mesh) -> None:
+    """To the ranks that are in `unify_names`."""
+    stack_numbers([FAILED], mesh["world"], mesh.device)
+
+
 def unify_names(sums: Sums, mesh: Mesh) -> None:
-    """Add zeros for metrics of other ranks. Collective."""
+    """Add zeros for metrics of other ranks. SecondaryFailure where another has failed. Collective."""
     names, world = json.dumps(sorted(sums)), mesh["world"]
     hashes = stack_numbers([zlib.crc32(names.encode()) if sums else 0], world, mesh.device)
+    if [FAILED] in hashes:
+        raise SecondaryFailure(f"pipeline stage {hashes.index([FAILED])} failed in this pass; its rank says why")
     if len({value for (value,) in hashes if value}) > 1:  # 0: of stages without a loss
         everywhere = {name for text in gather_text(names, world, mesh.device) for name in json.loads(text)}
         zero = torch.zeros((), dtype=torch.float64, device=mesh.device)

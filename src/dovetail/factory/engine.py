@@ -1,6 +1,7 @@
 """Makes engines from model directories."""
 
 import warnings
+from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import prod, sqrt
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 from dovetail.arch.registry import FAMILIES
 from dovetail.arch.spec import ArchSpec
@@ -18,7 +20,8 @@ from dovetail.engine.fsdp import shard_over_data
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import CheckpointError, ConfigError, ModelError
-from dovetail.factory.layouts import check_layout
+from dovetail.factory.layouts import Backend, check_layout
+from dovetail.factory.sampler import backend_layout, make_sampler
 from dovetail.hf.transformers_model import TransformersModel
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import kernels_for
@@ -32,6 +35,7 @@ from dovetail.parallel.mesh import TIMEOUT, Mesh
 from dovetail.parallel.placement import as_index
 from dovetail.parallel.process_group import ensure_process_group, num_ranks, num_ranks_here, pick_device
 from dovetail.pipeline.partition import partition
+from dovetail.rollout.base import Completion, Prompt, Sampler, SamplingParams
 from dovetail.weights.hf_directory import (
     LM_HEAD,
     CheckpointSource,
@@ -93,6 +97,51 @@ class EngineOptions:
             raise ConfigError(f"mlp_tile_tokens={self.mlp_tile_tokens}; expected 0 (all at once) or more")
 
 
+class SamplingEngine(NativeEngine):
+    """An engine of a model directory, which also samples from its weights."""
+
+    source: Pretrained
+    sampler: Sampler | None = None
+
+    def generate(
+        self,
+        prompts: Iterable[Seq[int] | Tensor],
+        *,
+        n: int = 1,
+        max_tokens: int = 64,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop_token_ids: Seq[int] = (),
+        seed: int = 0,
+    ) -> list[Completion]:
+        """`n` completions of each prompt, a list of ids, in order: `row` is the prompt's number. Collective.
+
+        Names are vLLM's. temperature 0: the likeliest token. top_k 0: all. Draws depend on `seed`, the number of
+        updates, and the numbers of prompt and completion, not on layouts. The sampler keeps a second copy of the weights,
+        in the engine's dtype, cut by tp alone.
+        """
+        params = SamplingParams(
+            samples=n,
+            max_new_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            step=self.updates,
+            stop_ids=tuple(stop_token_ids),
+        )
+        rows = [Prompt(row, torch.as_tensor(ids).tolist()) for row, ids in enumerate(prompts)]
+        with self._call(critic=False):
+            if self.sampler is None:
+                backend: Backend = "native" if isinstance(self.source.spec, ArchSpec) else "transformers"
+                layout = backend_layout(self.source, self.mesh.layout, backend)
+                mesh = self.mesh if layout == self.mesh.layout else make_mesh(layout, self.mesh.device)
+                self.sampler = make_sampler(self.source, mesh, self.dtype, backend)
+            self.sampler.refill(self.weights(self.sampler.dtype))
+            return self.sampler.sample(rows, params)
+
+
 DEFAULTS = EngineOptions()
 FAR_LARGER = 8
 HEADS = ("lm", "value")
@@ -108,7 +157,7 @@ def from_pretrained(
     head: Literal["lm", "value"] = "lm",
     device: str = "auto",
     options: EngineOptions = DEFAULTS,
-) -> NativeEngine:
+) -> SamplingEngine:
     """An engine from an HF directory, a sharded checkpoint or a pinned hub name. Collective.
 
     layout: an absent dp takes the remaining ranks. head: "lm" for log-probs and entropies, "value" for values. Raises
@@ -144,7 +193,7 @@ def make_mesh(layout: Layout | None, device: torch.device, *, timeout: timedelta
 
 def make_engine(
     source: Pretrained, mesh: Mesh, dtype: torch.dtype, head: Literal["lm", "value"], options: EngineOptions
-) -> NativeEngine:
+) -> SamplingEngine:
     """Collective."""
     check_layout(source.spec, mesh.layout)
     reader = open_weights(source, mesh)
@@ -170,7 +219,7 @@ def make_engine(
     optim = options.optim or OptimSettings()
     if options.offload_optimizer:
         optim = replace(optim, on_host=True)
-    engine = NativeEngine(
+    engine = SamplingEngine(
         model,
         mesh,
         origin,
@@ -180,6 +229,7 @@ def make_engine(
         balance=options.balance,
         watch=options.watch,
     )
+    engine.source = source
     engine.dual_batch = DualBatch.of(model.supports_dual_batch, mesh, options.dual_batch)
     if options.resume is not None:
         checkpoint, role, updates = options.resume

@@ -30,6 +30,7 @@ from dovetail.factory.sampler import backend_layout, longest_row, make_sampler
 from dovetail.factory.tokenizer import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
 from dovetail.kernels import fa4
 from dovetail.launch.progress import Progress, collective_timeout
+from dovetail.optim.groups import ParamGroup
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.consensus import agreed, refuse_different
 from dovetail.parallel.layout import Layout
@@ -352,12 +353,16 @@ class Builder:
 
 
 def optim_settings(recipe: Recipe, lr: float, head: str) -> OptimSettings:
-    """Schedules count optimizer steps, without the policy's critic warmup."""
+    """Schedules count optimizer steps, without the policy's critic warmup. Patterns of names are of the policy's."""
     optim, algorithm = recipe.optim, recipe.algorithm
     updates = algorithm.epochs * algorithm.minibatches
     waits = algorithm.critic_warmup if isinstance(algorithm, PPO) and head == "lm" else 0
+    patterns = {
+        "groups": tuple(ParamGroup(**dict(group)) for group in optim.groups) if head == "lm" else (),
+        "frozen": optim.frozen if head == "lm" else (),
+    }
     return replace(
-        OptimSettings(**same_keys(optim, OptimSettings)),
+        OptimSettings(**{**same_keys(optim, OptimSettings), **patterns}),
         lr=lr,
         warmup_steps=optim.warmup_steps * updates,
         total_steps=max(1, recipe.trainer.steps - waits) * updates,

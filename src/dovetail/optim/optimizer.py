@@ -2,8 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from dovetail.errors import ConfigError
 from dovetail.kernels.reference import wide
 from dovetail.optim.adamw import CPUOffloadAdamW, SkippableAdamW, UpdateRule
+from dovetail.optim.groups import ParamGroup, match
 from dovetail.parallel.collectives import AsyncHostCopy, all_reduce_, sum_over
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.placement import Placement, Region, as_index
@@ -66,13 +67,20 @@ def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
     ]
 
 
-def param_groups(shards: list[Shard], weight_decay: float) -> list[dict[str, Any]]:
-    """torch's parameter groups; vectors, norms and biases are not decayed."""
-    groups: list[dict[str, Any]] = [
-        {"params": [s.local for s in shards if s.is_decayed], "weight_decay": weight_decay},
-        {"params": [s.local for s in shards if not s.is_decayed], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+def param_groups(shards: list[Shard], groups: Sequence[ParamGroup], chosen: Mapping[str, int]) -> list[dict[str, Any]]:
+    """torch's parameter groups of `groups`, of which the first has what is not `chosen`; empty ones only if all are."""
+    by_kind: dict[tuple[int, bool], list[nn.Parameter]] = defaultdict(list)
+    for shard in shards:
+        by_kind[chosen.get(shard.name, -1) + 1, shard.is_decayed].append(shard.local)
+    kinds = sorted(by_kind, key=lambda kind: (kind[0], not kind[1])) or [(0, True)]
+    return [{"params": by_kind[kind], **rates(groups, *kind), "number": kind[0], "decayed": kind[1]} for kind in kinds]
+
+
+def rates(groups: Sequence[ParamGroup], number: int, decayed: bool) -> dict[str, float]:
+    """Peak learning rate and weight decay; vectors, norms and biases are decayed only where a group says so."""
+    first, own = groups[0], groups[number]
+    decay = own.weight_decay if number and own.weight_decay is not None else first.weight_decay if decayed else 0.0
+    return {"lr": first.lr if own.lr is None else own.lr, "weight_decay": decay}  # type: ignore[dict-item]  # not None
 
 
 def reduce_partial(shards: Iterable[Shard], mesh: Mesh) -> None:
@@ -114,13 +122,17 @@ def _nan_where_nonfinite(tensors: Iterable[Tensor]) -> list[Tensor]:
 def scale_(shards: Iterable[Shard], factor: Tensor) -> None:
     """The host reads the factor only for a narrower dtype."""
     grads = [shard.local.grad for shard in shards if shard.local.grad is not None]
-    dtype = wide(grads[0].dtype) if grads else factor.dtype
-    torch._foreach_mul_(grads, factor.to(dtype) if grads and grads[0].dtype == dtype else float(factor))
+    if grads:
+        dtype = wide(grads[0].dtype)
+        torch._foreach_mul_(grads, factor.to(dtype) if grads[0].dtype == dtype else float(factor))
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSettings:
-    """AdamW and its schedule. clip_norm None: no clipping. on_host: moments in host memory."""
+    """AdamW and its schedule. clip_norm None: no clipping. on_host: moments in host memory.
+
+    groups: parameters with their own lr or weight_decay. frozen: patterns of names of those that are not trained.
+    """
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
@@ -133,6 +145,8 @@ class OptimSettings:
     min_lr_ratio: float = 0.0
     decay_steps: int | None = None
     on_host: bool = False
+    groups: tuple[ParamGroup, ...] = ()
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.schedule not in get_args(Schedule):
@@ -140,17 +154,23 @@ class OptimSettings:
         for name in ("lr", "weight_decay", "min_lr_ratio"):
             if not 0 <= vars(self)[name] < math.inf:
                 raise ConfigError(f"{name}={vars(self)[name]!r}; expected 0 or more")
+        if isinstance(self.frozen, str) or not all(isinstance(group, ParamGroup) for group in self.groups):
+            raise ConfigError('expected groups=(dt.ParamGroup("*norm.weight", lr=1e-5),) and frozen=("lm_head.*",)')
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm={self.clip_norm!r}; expected more than 0, or None for no limit")
 
-    def make_rule(self, shards: list[Shard]) -> UpdateRule:
-        rule = CPUOffloadAdamW if self.on_host else SkippableAdamW
-        return rule(param_groups(shards, self.weight_decay), lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
+    def make_groups(self) -> list[ParamGroup]:
+        return [ParamGroup("*", self.lr, self.weight_decay), *map(replace, self.groups)]
 
-    def lr_at(self, step: int) -> float:
+    def make_rule(self, groups: list[dict[str, Any]]) -> UpdateRule:
+        """Of `param_groups`. A stage whose parameters are all frozen has none."""
+        rule = CPUOffloadAdamW if self.on_host and groups[0]["params"] else SkippableAdamW
+        return rule(groups, betas=self.betas, eps=self.eps, fused=True)
+
+    def factor_at(self, step: int) -> float:
+        """Of the peak learning rate."""
         warmup, total, floor = self.warmup_steps, self.total_steps, self.min_lr_ratio
-        factor = lr_factor(self.schedule, step, warmup=warmup, total=total, floor=floor, decay=self.decay_steps)
-        return self.lr * factor
+        return lr_factor(self.schedule, step, warmup=warmup, total=total, floor=floor, decay=self.decay_steps)
 
 
 def lr_factor(
@@ -188,12 +208,13 @@ class Update:
 
 
 class Optimizer:
-    """An update rule over this rank's shards of the trainable parameters."""
+    """An update rule over this rank's shards of the trainable parameters. groups: may be changed between steps."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: OptimSettings) -> None:
         self.mesh, self.settings = mesh, settings
-        self.shards = shards_of(model, mesh)
-        self.rule = settings.make_rule(self.shards)
+        self.shards, self.groups = shards_of(model, mesh), settings.make_groups()
+        chosen = match(model, mesh, [group.pattern for group in settings.groups], "groups")
+        self.rule = settings.make_rule(param_groups(self.shards, self.groups, chosen))
         self.steps = 0
 
     def reserve(self) -> None:
@@ -215,9 +236,10 @@ class Optimizer:
         finite = norm.isfinite() & (count > 0)
         clip = torch.ones_like(norm) if s.clip_norm is None else (s.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         scale_(self.shards, torch.where(finite, clip / divisor, 1.0))
-        lr = s.lr_at(self.steps)
+        factor = s.factor_at(self.steps)
         for group in self.rule.param_groups:
-            group["lr"] = lr
+            group.update(rates(self.groups, group["number"], group["decayed"]))
+            group["lr"] *= factor
         self.rule.found_inf = (~finite).to(torch.float32)
         fresh, numbers = not self.rule.state, torch.stack([norm, ~finite])
         early = None if s.on_host else AsyncHostCopy(numbers)
@@ -229,7 +251,7 @@ class Optimizer:
             self.rule.state.clear()  # the state of no step
         faults = tuple(self._faults()) if skipped else ()
         self.zero_grad()
-        return Update(grad_norm, lr, skipped, faults)
+        return Update(grad_norm, (self.groups[0].lr or 0.0) * factor, skipped, faults)
 
     def _unseen_by_norm(self) -> Iterator[Tensor]:
         """Parameters, and gradients that another rank's norm counts."""

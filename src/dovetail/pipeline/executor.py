@@ -80,21 +80,55 @@ def connect(mesh: Mesh) -> None:
 
 
 def run(plan: Plan, stages: StageRunner, mesh: Mesh) -> None:
-    """One rank's part of `plan`. Collective over pp."""
+    """One rank's part of `plan`. Collective over pp.
+
+    Where a stage is one rank, an error in it leaves no message behind: that rank goes on with zeros and raises at the end.
+    """
     actions, count = plan[mesh["pp"].rank], num_stages(plan)
     last = max((i for i, action in enumerate(actions) if action.kind in ("backward", "input")), default=None)
-    mail = Mailbox(plan, stages, mesh)
+    mail, failure = Mailbox(plan, stages, mesh), Failure(recovers=is_alone(mesh))
     for i, action in enumerate(actions):
         mail.post(i)
-        received, result = mail.wait(needed(action, count)), None
-        if action.kind == "forward":
-            result = stages.forward(action.stage, action.micro, received)
-        elif action.kind == "weight":
-            stages.weight(action.stage, action.micro)
-        else:
-            result = stages.backward(action, received, last=i == last)
-        mail.send(produced(action, count), result)
+        received, result, message = mail.wait(needed(action, count)), None, produced(action, count)
+        if failure.error is None:
+            with failure:
+                result = _act(action, stages, received, last=i == last)
+        if failure.error is not None and message is not None:
+            result = stages.buffer(message.micro).zero_()
+        mail.send(message, result)
     mail.close()
+    if failure.error is not None:
+        raise failure.error
+
+
+def is_alone(mesh: Mesh) -> bool:
+    """Whether every stage is one rank, so that no other rank waits for a stage that failed."""
+    return mesh["world"].size == mesh["pp"].size
+
+
+class Failure:
+    """Keeps the first error, if the pass `recovers` from it."""
+
+    def __init__(self, *, recovers: bool) -> None:
+        self.recovers = recovers
+        self.error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if self.recovers and isinstance(error, Exception):
+            self.error = error
+        return self.error is not None
+
+
+def _act(action: Action, stages: StageRunner, received: Tensor | None, *, last: bool) -> Tensor | None:
+    if action.kind == "forward":
+        return stages.forward(action.stage, action.micro, received)
+    if action.kind == "weight":
+        stages.weight(action.stage, action.micro)
+        return None
+    return stages.backward(action, received, last=last)
 
 
 class Mailbox:

@@ -1,15 +1,15 @@
 """The section `eval` of a recipe."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from dovetail.bounds import MAX_SAMPLES
 from dovetail.errors import quoted
 from dovetail.recipe.data import Sources
-from dovetail.recipe.types import Listed, NonNegativeFloat, NotStrict, Section, key
+from dovetail.recipe.types import Listed, NonNegativeFloat, NotStrict, OneOrMore, Section, key
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # of a folder, and in names of metrics
 BUILT_IN = re.compile(r"(?:avg|pass|maj)@([1-9]\d{0,5})", re.ASCII)
@@ -65,14 +65,10 @@ def label(metric: str) -> str:
     return metric.rpartition(":")[2]
 
 
-def _one_or_many(given: Any) -> Any:
-    return [given] if isinstance(given, Mapping) else given
-
-
 class EvalSection(Section):
     """What is evaluated before training, every trainer.eval_every steps, and after it (evaluation.md)."""
 
-    sets: Annotated[tuple[EvalSetSection, ...], BeforeValidator(_one_or_many), NotStrict] = key(
+    sets: Annotated[tuple[EvalSetSection, ...], OneOrMore, NotStrict] = key(
         (), "sets, each a mapping of the keys below; data.eval is one more, greedy, with metrics eval_*"
     )
 

@@ -22,9 +22,11 @@ from dovetail.recipe.types import (
     Dtype,
     Estimator,
     LayoutSection,
+    Listed,
     Momentum,
     NonNegativeFloat,
     NotStrict,
+    OneOrMore,
     OwnLayout,
     PathText,
     PositiveFloat,
@@ -189,6 +191,18 @@ class RolloutSection(Section):
     mismatch_metrics: bool = key(False, "compare the policy's log-probs and routes with the sampler's; costs a pass")
 
 
+class ParamGroupSection(Section):
+    """Parameters of the policy with a learning rate or weight decay of their own."""
+
+    pattern: str = Field(
+        description="of the group's parameter names: `*.layers.0.*`; the first group that matches wins"
+    )
+    lr: PositiveFloat | None = key(None, "its peak learning rate; null: optim.lr")
+    weight_decay: NonNegativeFloat | None = key(
+        None, "for norms and biases, too; null: optim.weight_decay, not for those"
+    )
+
+
 class OptimSection(Section):
     """AdamW and its learning rate."""
 
@@ -201,6 +215,10 @@ class OptimSection(Section):
     clip_norm: PositiveFloat | None = key(1.0, "largest global gradient norm; null: no limit")
     betas: Annotated[tuple[Momentum, Momentum], NotStrict] = key((0.9, 0.999), "decay of the moments")
     eps: PositiveFloat = key(1.0e-8, "added to the root of the second moment")
+    groups: Annotated[tuple[ParamGroupSection, ...], OneOrMore, NotStrict] = key(
+        (), "parameters of the policy with their own lr or weight_decay, by patterns of their names"
+    )
+    frozen: Annotated[tuple[str, ...], Listed, NotStrict] = key((), "of the policy: patterns of names not to train")
 
 
 class TrainerSection(Section):

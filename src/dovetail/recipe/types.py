@@ -37,6 +37,7 @@ RowFormat = Literal["auto", "verl", "trl", "openai", "sharegpt", "alpaca", "gsm8
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Listed = pydantic.BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
+OneOrMore = pydantic.BeforeValidator(lambda given: [given] if isinstance(given, Mapping) else given)
 NotStrict = Field(strict=False)  # YAML has lists, no tuples
 Share = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]

@@ -1,0 +1,119 @@
+"""What an engine saves, loads and moves: weights and optimizer."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dovetail.checkpoint.reader import ShardedReader
+from dovetail.checkpoint.train_state import MODEL_ROLE, export_training, load_training, open_state, save_state
+from dovetail.checkpoint.writer import save_sharded
+from dovetail.memory import OffloadedState
+from dovetail.nn.model import StagedModel
+from dovetail.optim.groups import ParamGroup
+from dovetail.optim.optimizer import Optimizer, OptimSettings
+from dovetail.optim.replicas import check_replicas
+from dovetail.parallel.mesh import Mesh
+from dovetail.weights.hf_directory import CheckpointSource
+from dovetail.weights.save import save
+from dovetail.weights.shards import local_tensor, parameters_in, reshard
+from dovetail.weights.stream import Export, export, stream
+
+
+class EngineState:
+    """A part of `NativeEngine`."""
+
+    model: StagedModel
+    mesh: Mesh
+    origin: CheckpointSource
+    _settings: OptimSettings
+    _optimizer: Optimizer | None
+    _offloaded: OffloadedState | None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        raise NotImplementedError
+
+    @property
+    def resident_model(self) -> StagedModel:
+        """ModelError while it is on the host."""
+        raise NotImplementedError
+
+    def zero_grad(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        return self.optimizer.groups
+
+    def check_replicas(self) -> None:
+        check_replicas(self.resident_model, self.mesh, self._optimizer)
+
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Buffers keep their own dtype."""
+        dtype_of = self.origin.dtype_of if dtype is None else parameters_in(dtype, self.resident_model)
+        return stream(self.resident_model, self.mesh, dtype_of=dtype_of, listed=self.origin.listed)
+
+    def save_pretrained(self, path: Path | str) -> None:
+        save(self.resident_model, path, self.mesh, **self._saved())
+
+    def save_sharded(self, path: Path | str) -> Path:
+        return save_sharded(self.resident_model, path, self.mesh, **self._saved())
+
+    def _saved(self) -> dict[str, Any]:
+        return {"sides": self.origin.sides, "dtype_of": self.origin.dtype_of, "listed": self.origin.listed}
+
+    def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
+        model, origin = self.resident_model, self.origin
+        saved = export(model, self.mesh, dtype_of=origin.dtype_of, listed=origin.listed) if with_model else None
+        state = export_training(model, self.mesh, role, self.optimizer.state_tensors(), saved)
+        return state if saved is None else [saved, *state]
+
+    def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
+        model = self.resident_model
+        self.optimizer.resume(updates)
+        load_training(model, self.mesh, role, self.optimizer.state_tensors(), reader)
+
+    def save_state(self, path: Path | str, extra: Mapping[str, Any] | None = None) -> Path:
+        exports = self.export_training(MODEL_ROLE, with_model=True)
+        groups = [asdict(group) for group in self.param_groups]
+        state = {"updates": {MODEL_ROLE: self.updates}, "param_groups": groups, "extra": dict(extra or {})}
+        return save_state(Path(path), self.mesh, exports, self.origin.sides, state)
+
+    def load_state(self, path: Path | str) -> Mapping[str, Any]:
+        reader = open_state(path, self.mesh)
+        self.zero_grad()
+        state: Any = reader.manifest.state
+        self.load_training(MODEL_ROLE, reader, state["updates"][MODEL_ROLE])
+        reader.verify_checksums(self.mesh, training=True)
+        saved = state.get("param_groups", ())
+        if [group["pattern"] for group in saved] == [group.pattern for group in self.param_groups]:
+            for group, before in zip(self.param_groups, saved, strict=True):
+                group.lr, group.weight_decay = before["lr"], before["weight_decay"]
+        extra: Mapping[str, Any] = state.get("extra", {})
+        return extra
+
+    @property
+    def updates(self) -> int:
+        return 0 if self._optimizer is None else self._optimizer.steps
+
+    def offload(self) -> None:
+        assert self._offloaded is None, "offload() twice without onload()"
+        self._offloaded = OffloadedState(self._device_state())
+
+    def onload(self) -> None:
+        assert self._offloaded is not None, "onload() without offload()"
+        self._offloaded.restore()
+        self._offloaded = None
+
+    def _device_state(self) -> list[Tensor]:
+        reshard(self.model)
+        state = [local_tensor(param) for param in self.model.parameters()]
+        state += [local_tensor(param.grad) for param in self.model.parameters() if param.grad is not None]
+        state += list(self.model.buffers())
+        if self._optimizer is not None and not self._settings.on_host:
+            state += [tensor for tensors in self._optimizer.state_tensors().values() for tensor in tensors.values()]
+        return state

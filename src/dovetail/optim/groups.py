@@ -1,0 +1,84 @@
+"""Parameters by patterns of their names: frozen ones, and groups with a learning rate of their own."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from dovetail.errors import ConfigError, listing
+from dovetail.parallel.collectives import gather_text
+from dovetail.parallel.mesh import Mesh
+from dovetail.parallel.placement import checkpoint_shapes
+from dovetail.weights.shards import LocalParam, in_checkpoint_form, local_params
+
+
+@dataclass(slots=True)
+class ParamGroup:
+    """Parameters whose checkpoint name matches `pattern`, as `model.layers.0.*`. The first group that matches wins.
+
+    lr: the peak, which the schedule multiplies; None: that of the first of `engine.param_groups`, which has all other
+    parameters. weight_decay: of all of them; None: the first group's, not for norms and biases.
+    """
+
+    pattern: str
+    lr: float | None = None
+    weight_decay: float | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("lr", "weight_decay") and value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"{name}={value!r}; expected 0 or more")
+        object.__setattr__(self, name, value)
+
+
+def freeze(model: nn.Module, mesh: Mesh, patterns: Sequence[str]) -> None:
+    """Parameters that match require no gradient. Collective."""
+    if not patterns:
+        return
+    chosen = match(model, mesh, patterns, "frozen")
+    for param in local_params(model, mesh):
+        if param.parameter is not None and param.name in chosen:
+            param.parameter.requires_grad_(False)
+    trains = any(param.requires_grad for param in model.parameters())
+    if not any(json.loads(text) for text in gather_text(json.dumps(trains), mesh["world"], mesh.device)):
+        raise ConfigError(f"frozen={[*patterns]} leaves nothing to train; name fewer parameters")
+
+
+def match(model: nn.Module, mesh: Mesh, patterns: Sequence[str], what: str) -> dict[str, int]:
+    """Our name of a parameter -> the number of the first pattern that matches. Collective, where there are patterns.
+
+    ConfigError on every rank for a pattern that matches nothing, or a part of what is one parameter here.
+    """
+    chosen: dict[str, int] = {}
+    problems: list[str] = []
+    used: set[str] = set()
+    for param in local_params(model, mesh) if patterns else ():
+        if param.parameter is None:
+            continue
+        names = _names(model, param)
+        for number, pattern in enumerate(patterns):
+            missed = [tied[0] for tied in names if not any(fnmatchcase(name, pattern) for name in tied)]
+            if len(missed) == len(names):
+                continue
+            used.add(pattern)
+            if missed:
+                problems.append(f"{pattern!r} leaves out {missed[0]}, which is one parameter with what it matches")
+            else:
+                chosen.setdefault(param.name, number)
+    if patterns:
+        everyone = gather_text(json.dumps([problems, sorted(used)]), mesh["world"], mesh.device)
+        problems = list(dict.fromkeys(problem for text in everyone for problem in json.loads(text)[0]))
+        used = {pattern for text in everyone for pattern in json.loads(text)[1]}
+        problems += [f"{pattern!r} matches no parameter of the model" for pattern in patterns if pattern not in used]
+    if problems:
+        raise ConfigError(f"{what}: give patterns of checkpoint names, as 'model.layers.0.*':\n{listing(problems)}")
+    return chosen
+
+
+def _names(model: nn.Module, param: LocalParam) -> list[tuple[str, ...]]:
+    """Its checkpoint tensors, each with the names that it is tied to."""
+    stored = in_checkpoint_form(model, [param])
+    return [(n, *param.tied) for p in stored for n in checkpoint_shapes(p.name, p.placement, p.shape)]

@@ -1,0 +1,77 @@
+"""examples/own_loop.py and the example of docs/library.md, on one rank."""
+
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import dovetail as dt
+from bench.models import one_rank
+from dovetail.errors import DataError, ModelError
+from examples import own_loop
+from tests.parity.configs import save_tiny, tiny_configs
+from tests.tolerances import MODEL_FP32
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny(tiny_configs()["llama"], folder)
+    with one_rank():
+        yield folder
+
+
+def test_the_loop_learns_and_goes_on_where_it_ended(model: Path, tmp_path: Path) -> None:
+    whole = own_loop.main(str(model), tmp_path / "whole", steps=4, save_every=4)
+    own_loop.main(str(model), tmp_path / "parts", steps=2)
+    parts = own_loop.main(str(model), tmp_path / "parts", steps=4)
+    assert all(torch.equal(x, y) for (_, x), (_, y) in zip(whole.weights(), parts.weights(), strict=True))
+
+    def mean_reward(engine: dt.SamplingEngine) -> float:
+        drawn = engine.generate(own_loop.PROMPTS, n=32, max_tokens=8, seed=1)
+        return sum(own_loop.reward(each.ids) for each in drawn) / len(drawn)
+
+    before = mean_reward(dt.from_pretrained(model, device="cpu"))
+    assert mean_reward(whole) > before + 0.1
+    assert len((ROOT / "examples/own_loop.py").read_text().splitlines()) < 60
+
+
+def test_completions_have_the_log_probs_of_the_engines_own_weights(model: Path) -> None:
+    """After an update, too; the same seed draws the same, and each argument arrives."""
+    engine = dt.from_pretrained(model, device="cpu", options=dt.EngineOptions(optim=dt.OptimSettings(lr=0.05)))
+    batch = dt.PackedBatch.pack([[1, 5, 7, 2], [1, 9, 2]])
+    prompts: list[torch.Tensor | list[int]] = [torch.tensor([1, 5, 7]), [1, 9]]
+    for _ in range(2):
+        drawn = engine.generate(prompts, n=3, max_tokens=5, temperature=0.5, stop_token_ids=[4], seed=3)
+        assert drawn == engine.generate(prompts, n=3, max_tokens=5, temperature=0.5, stop_token_ids=[4], seed=3)
+        assert [(each.row, each.sample) for each in drawn] == [(row, sample) for row in range(2) for sample in range(3)]
+        rows = [dt.Sequence([*[[1, 5, 7], [1, 9]][d.row], *d.ids], fields={"temperature": 0.5}) for d in drawn]
+        packed = dt.PackedBatch.pack(rows)
+        scored = packed.unpack(engine.score(packed).logprob, by_token=True)
+        for each, row in zip(drawn, scored, strict=True):
+            assert row[-len(each.ids) :].tolist() == pytest.approx(each.log_probs, abs=MODEL_FP32)
+            assert each.finish == ("stop" if each.ids[-1] == 4 else "length")
+        engine.train_step(batch, lambda stats, part: dt.Loss(-stats.logprob.sum(), part.mask.sum()))
+    greedy = engine.generate(prompts, n=2, max_tokens=3, temperature=0.0)
+    assert greedy[0].ids == greedy[1].ids == engine.generate(prompts, max_tokens=3, top_k=1)[0].ids
+    with pytest.raises(DataError, match="prompt of row 1 has no tokens"):
+        engine.generate([[1], []])
+    critic = dt.from_pretrained(model, head="value", device="cpu", options=dt.EngineOptions(fresh_head_seed=0))
+    with pytest.raises(ModelError, match="has a value head"):
+        critic.generate([[1]])
+
+
+@pytest.mark.usefixtures("model")
+def test_the_example_of_the_page_runs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.DOTALL)
+    assert len(blocks) == 1
+    (tmp_path / "example.py").write_text(blocks[0].replace('"MODEL"', repr(str(model))))
+    found = runpy.run_path("example.py")
+    assert found["again"].updates == 3
+    assert found["logprob"].shape == (3, 6)
