@@ -38,7 +38,7 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import num_ranks
 from dovetail.recipe.evaluation import default_metrics
 from dovetail.recipe.reward import RewardModelSection
-from dovetail.recipe.schema import PPO, SFT, CriticFree, CriticSection, PolicyGradient, Recipe, ReferenceSection
+from dovetail.recipe.schema import PPO, SFT, AnyRL, CriticFree, CriticSection, Recipe, ReferenceSection
 from dovetail.recipe.types import LayoutSection
 from dovetail.rl.evaluation import EvalSet
 from dovetail.rl.losses import PolicyLoss, ValueLoss
@@ -176,7 +176,7 @@ class Builder:
         )
         return task, fingerprint, {POLICY: policy}
 
-    def _rl(self, algorithm: PolicyGradient, run: RunDirectory, rewards: RewardManager) -> tuple[Task, str, Engines]:
+    def _rl(self, algorithm: AnyRL, run: RunDirectory, rewards: RewardManager) -> tuple[Task, str, Engines]:
         recipe, rollout, folder = self.recipe, self.recipe.rollout, self.recipe_folder
         with agreed(self.mesh):
             keys = same_keys(algorithm, PolicyLoss) | ({"kl_coef": 0.0} if algorithm.kl_in == "reward" else {})

@@ -251,7 +251,8 @@ class TrainerSection(Section):
     mlp_tile_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = key(0, "tokens of an MLP at a time; 0: all")
 
 
-AnyAlgorithm = SFT | GRPO | PPO | RLOO | ReinforcePlusPlus
+AnyRL = GRPO | PPO | RLOO | ReinforcePlusPlus
+AnyAlgorithm = SFT | AnyRL
 
 
 class Recipe(Section):

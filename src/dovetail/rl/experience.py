@@ -23,7 +23,7 @@ from dovetail.rl.losses import kl_estimate
 from dovetail.rollout.base import Completion
 
 if TYPE_CHECKING:  # pydantic is not needed to compute advantages
-    from dovetail.recipe.schema import PolicyGradient
+    from dovetail.recipe.schema import AnyRL
 
 
 OwnAdvantage = Callable[[Tensor, Tensor, PackedBatch], Any]  # rewards [S] and groups [S] of responses
@@ -89,7 +89,7 @@ def drop_equal_groups(samples: Seq[Sample]) -> list[Sample]:
 
 
 def with_advantages(
-    batch: PackedBatch, samples: Seq[Sample], algorithm: "PolicyGradient", own: OwnAdvantage | None = None
+    batch: PackedBatch, samples: Seq[Sample], algorithm: "AnyRL", own: OwnAdvantage | None = None
 ) -> PackedBatch:
     """Add `advantage` [T], and for PPO `return` [T].
 
