@@ -128,7 +128,7 @@ def write_rows(path: Path) -> Path:
         else:
             new = arrow.ipc.new_stream if name.endswith(".arrow") else arrow.ipc.new_file
             with new(str(path), table.schema) as sink:
-                sink.write_table(table)
+                sink.write_table(table, max_chunksize=1)
         return path
     if path.suffix == ".zst":
         text = pytest.importorskip("pyarrow").compress(text, codec="zstd", asbytes=True)
