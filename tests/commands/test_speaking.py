@@ -78,6 +78,12 @@ def test_the_header_appears_at_once_and_once(layout: str, recipe: Path) -> None:
     finally:
         process.kill()
     assert out.count("run_dir  ") == out.count("rows     ") == 1
+    logs = sorted((recipe.parent / "run/logs").iterdir())
+    texts = [log.read_text() for log in logs]
+    world = 1 + (layout == "dp=2")
+    assert [log.name for log in logs] == [f"rank-{rank}.log" for rank in range(world)]
+    assert texts[0].count(out) == 1
+    assert all(f": rank {rank} of {world} on " in text.splitlines()[0] for rank, text in enumerate(texts))
 
 
 ROWS = [{"input_ids": [5 + i % 50, 6, 7, *range(8, 8 + i % 9)]} for i in range(40)]

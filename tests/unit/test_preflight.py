@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -28,14 +29,21 @@ CONFIG = {
 SCORE = ["score", "--model", "M", "--data", "D.jsonl", "--out", "O"]
 
 
+def write_header(folder: Path, dtype: str) -> None:
+    """Of 100 GB of weights, which are not there."""
+    kind, size = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}[dtype]
+    tensor = {"dtype": kind, "shape": [10**11 // size], "data_offsets": [0, 10**11]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, "model.embed_tokens.weight": tensor}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+
+
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What would have started, on a machine of 8 GPUs of 80 GB and 1 TB of memory, with a model of 100 GB."""
     calls: list[object] = []
     (tmp_path / "M").mkdir()
     (tmp_path / "M/config.json").write_text(json.dumps(CONFIG))
-    with open(tmp_path / "M/model.safetensors", "wb") as file:
-        file.truncate(100 * 10**9)  # takes no room
+    write_header(tmp_path / "M", "float32")
     (tmp_path / "D.jsonl").write_text("{}\n")
     recipe: dict[str, Any] = {"model": {"path": "M"}, "data": {"train": "D.jsonl"}, "run_dir": "run"}
     recipe |= {"algorithm": {"name": "sft"}}
@@ -89,7 +97,7 @@ def test_memory_is_compared_with_the_least_that_a_model_needs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    Path("M/config.json").write_text(json.dumps({**CONFIG, "torch_dtype": dtype}))
+    write_header(Path("M"), dtype)
     if "500.0" in (words or ""):
         monkeypatch.setattr("dovetail.system.free_memory", lambda: 500 * 10**9)
     assert run_command(argv) == (2 if words else 0)

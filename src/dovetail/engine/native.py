@@ -146,7 +146,8 @@ class NativeEngine:
             pairs = self._routing.with_balance(pairs, loss, len(batch), self._wide)
         micros = _micros_of(pairs)
         optimizer.reserve()  # before activations take the host's memory
-        stages = TrainingRunner(self.model, self.mesh, micros, self.dtype, loss, policy)
+        watch = None if progress is None or progress.listener is None else progress.advance
+        stages = TrainingRunner(self.model, self.mesh, micros, self.dtype, loss, policy, watch)
         self._run(self.mesh.layout.schedule, stages)
         stages.finish()
         sums = stages.sums

@@ -124,12 +124,12 @@ class Builder:
 
     def _job(self, damaged: Mapping[str, str]) -> Job:
         recipe, rewards = self.recipe, None
-        run = RunDirectory(recipe, self.mesh, self.resume, self.stop_signal)
+        run = RunDirectory(recipe, self.mesh, self.resume, self.stop_signal, quiet=self.progress.is_watched)
         with ExitStack() as on_failure:
             on_failure.callback(run.close)
             on_failure.callback(self.metrics.close)
             self.say = None if self.dry_run else run.say
-            if run.console.is_live and not self.dry_run:
+            if run.lead and not self.dry_run:
                 self.progress.listener = run.console.phase
                 run.console.start()
             run.claim(damaged)

@@ -1,4 +1,4 @@
-"""The directory of a run: config.yaml, metrics.jsonl, events.jsonl, rollouts/, eval/, checkpoints/, hf/, superseded/.
+"""The directory of a run: config.yaml, metrics.jsonl, events.jsonl, logs/, rollouts/, eval/, checkpoints/, hf/, superseded/.
 
 superseded/ has the files of steps that a resumed run repeats. The first rank writes small files, all ranks checkpoints and hf/.
 """
@@ -37,6 +37,7 @@ from dovetail.run.lock import RunLock, refuse_unshared
 from dovetail.run.loggers import RunFacts, check_loggers
 from dovetail.run.metrics import METRICS, Metrics, Records, write_samples
 from dovetail.run.paths import CHECKPOINTS, CONFIG, EVENTS, HF, check_run_dir, is_run
+from dovetail.run.rank_log import RankLog, log_path, note_failure
 from dovetail.run.resume import Resumed, find
 from dovetail.run.state import RunState, random_state, restore_random_state
 from dovetail.run.trainer import Outcome, Row, evaluation_of
@@ -62,9 +63,17 @@ class Contents:
 
 
 class RunDirectory:
-    """resume: auto, never or step=N. stop_signal: of this rank, or 0."""
+    """resume: auto, never or step=N. stop_signal: of this rank, or 0. quiet: what ranks print is in their logs alone."""
 
-    def __init__(self, recipe: Recipe, mesh: Mesh, resume: str = "auto", stop_signal: Callable[[], int] = int) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        mesh: Mesh,
+        resume: str = "auto",
+        stop_signal: Callable[[], int] = int,
+        *,
+        quiet: bool = False,
+    ) -> None:
         trainer = recipe.trainer
         self.recipe, self.mesh, self.path = recipe, mesh, Path(recipe.run_dir)
         self.config = recipe.model_dump(mode="json", by_alias=True)
@@ -74,7 +83,8 @@ class RunDirectory:
         self.say = self.console.say
         self.resumed: Resumed | None = None
         self.stop_signal = 0  # of any rank
-        self._resume, self._stop_signal = resume, stop_signal
+        self._resume, self._stop_signal, self._quiet = resume, stop_signal, quiet
+        self._rank_log = log_path(self.path, mesh["world"].rank)
         self._records = Records(self.say)
         self._lock = RunLock(self.path)
         self._notes = LearningNotes(recipe)
@@ -139,11 +149,13 @@ class RunDirectory:
                     raise ConfigError(f"another run began in run_dir {self.path}; start again to go on from it")
                 self._set_later_aside()
                 replace_file(self.path / CONFIG, self.recipe.to_yaml().encode())
-                self.console.log_to(self.path / LOG)
                 first = 1 if resumed is None else resumed.state.step + 1
                 facts = RunFacts(path=self.path, config=self.config, run_id=self.run_id, first_step=first)
                 self._metrics = Metrics(facts, self.recipe.trainer.loggers, self.say)
                 self._at_close.callback(self._metrics.close)
+        name = f"rank {self.mesh['world'].rank} of {self.mesh['world'].size}"
+        self._at_close.enter_context(RankLog(self._rank_log, name, quiet=self._quiet and not self.lead))
+        self.console.log_to(self.path / LOG, self._rank_log)
         self._order, self._earlier = of_first([self._order, self._earlier], self.mesh)
         for row in self._earlier:
             self._notes.of(row)
@@ -250,6 +262,10 @@ class RunDirectory:
         """Waits for the save under way; may be called twice."""
         self._at_close.close()
         self._metrics = None
+
+    def note_failure(self, _: object, error: BaseException | None, __: object) -> None:
+        """As `__exit__` of a block: what ended it stands in this rank's log."""
+        note_failure(self._rank_log, error)
 
     def _print_summary(self, outcome: Outcome) -> None:
         key = "reward_mean" if outcome.rows and "reward_mean" in outcome.rows[-1] else "loss"
