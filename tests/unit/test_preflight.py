@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import pytest
 import yaml
 
 from dovetail import system
+from dovetail.cli import header
 from dovetail.cli.main import run_command
+from dovetail.cli.preflight import read_model
 from dovetail.recipe.schema import load_recipe
 
 GPU = 80 * 10**9
@@ -113,6 +116,26 @@ def test_no_devices_are_none_and_unknown_ones_are_not_refused(monkeypatch: pytes
     monkeypatch.setattr("dovetail.system.gpu_memory", list)
     monkeypatch.setattr("sys.platform", "darwin")
     assert run_command([*SCORE, "--device", "cuda"]) == 0
+
+
+def test_the_header_counts_devices_and_parameters_as_the_checks_do(
+    started: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gpus/0").mkdir(parents=True)
+    (tmp_path / "gpus/0/information").write_text("Model: \t NVIDIA H100\nIRQ: 1\n")
+    monkeypatch.setattr(header, "GPUS", tmp_path / "gpus")
+    assert header.devices("auto") == header.devices("cuda") == "8 x NVIDIA H100"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert header.devices("auto") == header.devices("cpu") == f"cpu, {system.cores()} cores"
+    assert header.count_parameters(Path("M")) == read_model("M").parameters == 25 * 10**9  # type: ignore[union-attr]  # it is there
+    shutil.copy("M/model.safetensors", "M/consolidated.safetensors")  # another copy, which is not loaded
+    assert header.count_parameters(Path("M")) == 25 * 10**9
+    shutil.copy("M/model.safetensors", "M/model-00001-of-00002.safetensors")
+    Path("M/model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00001-of-00002.safetensors"}})
+    )
+    assert header.count_parameters(Path("M")) == 25 * 10**9
+    assert not started
 
 
 def test_sizes_of_gpus_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:

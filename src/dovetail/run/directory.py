@@ -281,6 +281,8 @@ class RunDirectory:
         self.say(f"{'tokens/s':<18} {tokens / max(seconds, 1e-9):,.0f} ({seconds:.0f} s)")
         if outcome.rows and all(row.get("equal_groups") == 1.0 for row in outcome.rows):
             self.say(f"{'learned':<18} nothing: every group of samples had equal rewards, in every step; {EQUAL}")
+        elif outcome.rows and not tokens:
+            self.say(f"{'learned':<18} nothing: no step had a sample with a reward")
         if not outcome.stopped:
             self.say(f"{'model':<18} {self.path / HF}")
         elif self._saved is None:
