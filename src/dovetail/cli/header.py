@@ -78,15 +78,15 @@ def visible_gpus() -> int | None:
 def chosen_device(asked: str) -> str:
     """What `auto` becomes, as far as it can be known without torch."""
     if asked == "auto":
-        return "cuda" if visible_gpus() and system.gpu_memory() else "cpu"
+        return "cuda" if visible_gpus() != 0 and system.gpu_memory() else "cpu"
     return asked
 
 
 def devices(asked: str) -> str:
-    device, count = chosen_device(asked), visible_gpus()
+    device = chosen_device(asked)
     if device == "cpu":
         return f"cpu, {system.cores()} cores"
-    if device != "cuda" or not count:
+    if device != "cuda" or not (count := visible_gpus() or len(system.gpu_memory())):
         return device
     names = []
     for path in sorted(GPUS.glob("*/information"))[:count]:
