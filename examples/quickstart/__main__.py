@@ -34,13 +34,17 @@ def main(overrides: list[str]) -> int:
         return _from_scratch(overrides)
     inputs.largest(inputs.INPUTS)
     _move_aside(RUN)
-    fixed = [f"model.path={model}", f"model.dtype={_fast_dtype()}", f"run_dir={RUN}"]
+    prompts, fixed = pace.PROMPTS, [f"model.path={model}", f"model.dtype={_fast_dtype()}", f"run_dir={RUN}"]
     if not (torch.cuda.is_available() or any("trainer." in override for override in overrides)):
         fits = pace.pace(pace.measure(model, _fast_dtype()))
         print(fits.describe(), flush=True)
-        fixed.append(f"trainer.prompts_per_step={fits.prompts}")
+        prompts = fits.prompts
+        fixed.append(f"trainer.prompts_per_step={prompts}")
     status = _train("quickstart_grpo.yaml", [*fixed, *overrides])
-    return status or _last_check(model, "largest_eval.jsonl", 6)
+    status = status or _last_check(model, "largest_eval.jsonl", 6)
+    if not status:
+        print(pace.conclude(check.read_rows(RUN / "metrics.jsonl"), prompts), flush=True)
+    return status
 
 
 def _from_scratch(overrides: list[str]) -> int:
@@ -64,10 +68,11 @@ def _train(recipe: str, overrides: list[str]) -> int:
 
 def _last_check(before: Path, held_out: str, max_new_tokens: int) -> int:
     """Load the result with transformers alone and compare its greedy answers with the starting model's."""
-    rows = check.read_rows(inputs.INPUTS / held_out, NUM_CHECKED)
+    rows = check.read_rows(inputs.INPUTS / held_out)[:NUM_CHECKED]
     result = RUN / "hf"
+    print(f"\nLoading the result in transformers, for {len(rows)} held-out prompts ...", flush=True)
     first, last = (check.accuracy(path, rows, max_new_tokens) for path in (before, result))
-    print(f"\nLoaded in transformers: {result}")
+    print(f"Loaded in transformers: {result}")
     print(f"Greedy accuracy on {len(rows)} held-out prompts, computed by transformers: {first:.2f} -> {last:.2f}")
     print(f"Curve: {RUN / 'metrics.jsonl'}   samples: {RUN / 'rollouts'}   data: {inputs.INPUTS}")
     return 0

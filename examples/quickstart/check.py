@@ -3,12 +3,13 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def accuracy(model_dir: Path, rows: Sequence[dict[str, str]], max_new_tokens: int) -> float:
+def accuracy(model_dir: Path, rows: Sequence[dict[str, Any]], max_new_tokens: int) -> float:
     """Share of rows whose greedy continuation is exactly the answer, an optional full stop, and the end."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left", local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True).eval()
@@ -31,6 +32,6 @@ def accuracy(model_dir: Path, rows: Sequence[dict[str, str]], max_new_tokens: in
     return right / len(rows)
 
 
-def read_rows(path: Path, count: int) -> list[dict[str, str]]:
-    """The first rows of a JSONL file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:count]]
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -15,6 +15,7 @@ from tests.unit.test_data import make_tokenizer
 
 USER = {"role": "user", "content": "hi"}
 ROWS = [{"prompt": "ab", "answer": "c"}, {"prompt": [USER], "answer": "h", "id": "hi"}]
+JUDGE = {"url": "http://127.0.0.1:9/v1", "model": "m", "prompt": "{completion}", "retries": 0}
 MODULE = """
 def length(completions, prompts):
     return [float(len(c if isinstance(c, str) else c[0]["content"])) for c in completions]
@@ -98,6 +99,8 @@ def test_a_sum_of_rewards_is_that_of_its_parts(layout: str, model: Path, reward_
         ([{"import": "mine:length"}, {"import": "mine:absent"}], "module mine has no function 'absent'"),
         ([{"import": "mine:length", "wieght": 2}], "unknown key reward.wieght; did you mean reward.weight?"),
         ({"model": {"path": "nowhere"}}, "nowhere"),
+        ({"judge": JUDGE}, "first cause: ConnectionError: the server at http://127.0.0.1:9/v1: "),
+        ({"judge": {**JUDGE, "key_env": "NO_SUCH"}}, "variable NO_SUCH, which key_env names, is not set\n"),
     ],
 )
 def test_what_is_wrong_with_rewards_is_named(reward: Any, words: str, model: Path, tmp_path: Path) -> None:

@@ -83,6 +83,11 @@ def test_the_header_is_written_by_one_process(recipe: Path) -> None:
     assert ended.code == 0
     assert ended.out.startswith("dovetail ")
     assert ended.out.count("run_dir  ") == ended.out.count("rows     ") == 1
+    logs = sorted((recipe.parent / "run/logs").iterdir())
+    texts = [log.read_text() for log in logs]
+    assert [log.name for log in logs] == ["rank-0.log", "rank-1.log"]
+    assert texts[0].count(ended.out) == 1
+    assert all(f": rank {rank} of 2 on " in text.splitlines()[0] for rank, text in enumerate(texts))
 
 
 ROWS = [{"input_ids": [5 + i % 50, 6, 7, *range(8, 8 + i % 9)]} for i in range(40)]

@@ -73,7 +73,7 @@ def test_a_run_directory_holds_what_was_promised(model: Path, rl_rows: Path, tmp
     assert (ended.code, ended.err) == (0, "")
     run = tmp_path / "run"
     names = {path.name for path in run.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "console.log", "rollouts", "checkpoints", "hf"}
+    assert names == {"config.yaml", "metrics.jsonl", "console.log", "logs", "rollouts", "checkpoints", "hf"}
     assert load_recipe(run / "config.yaml") == load_recipe(recipe, ["trainer.seed=7"])
     links = {path.name: path for path in (run / "checkpoints").iterdir() if path.is_symlink()}
     assert set(links) == {"step_000004", "step_000005"}, "the latest two of steps 2, 4 and the last"

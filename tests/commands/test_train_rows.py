@@ -27,3 +27,10 @@ def test_rows_of_others_are_trained_by_epochs_from_a_mixture(model: Path, tmp_pa
     assert again.code == 0 and "finished" in again.out + again.err
     assert here("train", recipe, "data.epochs=2").code == 0
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    evaluated = here("eval", model, "--data", tmp_path / "verl.json", "--max-new-tokens", 1)
+    line = "dovetail: note: rows of {} are read as {}'s\n"
+    assert (evaluated.code, evaluated.err) == (0, line.format(tmp_path / "verl.json", "verl"))
+    shared = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    rows = write_rows(tmp_path / "shared.jsonl", [shared])
+    scored = here("score", "--model", model, "--data", rows, "--out", tmp_path / "out.jsonl")
+    assert (scored.code, scored.err) == (0, line.format(rows, "ShareGPT"))

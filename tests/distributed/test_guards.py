@@ -133,7 +133,11 @@ def guarded(path: Path, layout: str, folder: Path) -> list[tuple[str, bool, bool
             before = snapshot(engine)
             report = engine.train_step(given, loss)
             found.append((kind, report.skipped, same(before, snapshot(engine)), dict(report.faults), number))
+    passes: list[tuple[str, int, int]] = []
+    progress.listener = lambda phase, done, total, _: passes.append((phase, done, total))
     report = engine.train_step(batch, blind)
+    passes = [each for each in passes if each[1]]
+    assert passes and passes == [("update", n, len(passes)) for n in range(1, len(passes) + 1)], "each is announced"
     found.append(("clean", report.skipped, True, dict(report.faults), None))
     return found
 

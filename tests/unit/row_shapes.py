@@ -145,6 +145,8 @@ SHAPES: Sequence[Shape] = (
     Shape(name="trl tokenized", doc=TRL, row={"input_ids": [5, 6, 7]}, task="sft", format="trl", expected='[["#$]]', trl="sft"),
     Shape(name="trl tokenized with a completion mask", doc=TRL, task="sft", format="trl", expected='"[[#$]]', trl="sft",
           row={"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}),
+    Shape(name="tokenized with labels and a completion mask", doc=TRL, task="sft", format="trl", expected='"#[[$]]',
+          row={"input_ids": [5, 6, 7], "labels": [5, -100, 7], "completion_mask": [0, 1, 1]}),
     Shape(name="tokenized and padded", doc="transformers: attention_mask", task="sft", format="trl", expected='"[[#]]',
           row={"input_ids": [4, 5, 6], "attention_mask": [0, 1, 1], "labels": [-100, -100, 6]}),
     Shape(name="trl tools as JSON text", doc=TRL, format="trl", task="sft", trl="sft",
@@ -239,6 +241,8 @@ SHAPES: Sequence[Shape] = (
           expected=asked(NATALIA["question"]), label="72"),
     Shape(name="gsm8k sft", doc=GSM8K, row=NATALIA, task="sft", format="gsm8k",
           expected=f"{NATALIA['question']}\n[[{NATALIA['answer']}{END}]]"),
+    Shape(name="gsm8k of thousands", doc=GSM8K, row={"question": "How many?", "answer": "4 * 250 = 1,000\n#### 1,000"},
+          task="rl", format="gsm8k", expected="How many?\n", label="1000"),
     # ours, and columns by name
     Shape(name="prompt and answer", doc="docs/data.md", row={"prompt": "2+2=", "answer": "4", "id": 7}, task="rl", format="trl",
           expected="2+2=", label="4"),

@@ -47,3 +47,11 @@ def test_evaluations_count_towards_the_time_budget(clock: Clock) -> None:
     run = PretendedRun()
     train(Slow(clock, 10.0), run, loop(steps=100, time_budget_seconds=100.0))
     assert len(run.rows) == 8 and clock.now == 90.0 + 100.0
+    run = PretendedRun()
+    train(Slow(clock, 10.0), run, loop(steps=100, time_budget_seconds=15.0))
+    assert len(run.rows) == 1
+    assert run.said == [
+        "the first evaluation took 10 s of trainer.time_budget_seconds=15: one step follows, and the last evaluation",
+        "stopping after 1 of 100 steps, which took 10.0 s each: 20 s of trainer.time_budget_seconds=15 are spent, and the "
+        "last evaluation takes about 10 s",
+    ]

@@ -1,14 +1,17 @@
-"""The chart at the end of a run: its shape, and values that cannot be drawn."""
+"""What a run says: its chart, its steps, its phases, and the log of each rank."""
 
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dovetail.rl.step_metrics import EMPTY_UPDATE
 from dovetail.run.console import WIDTH, Console, curve
+from dovetail.run.rank_log import RankLog, log_path, note_failure
 
 
 def test_a_rising_curve_rises() -> None:
@@ -93,3 +96,39 @@ def test_nobody_has_to_listen() -> None:
     assert process.communicate()[1].startswith("through")
     with open("/dev/full", "w") as full:
         assert subprocess.run(command, stdout=full, stderr=pipe, text=True).stderr.startswith("through")
+
+
+def test_a_phase_that_lasts_gets_a_line_a_minute_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("dovetail.run.console.time.monotonic", lambda: clock[0])
+    console = Console(speaks=True, steps=2)
+    console.phase("update", 0, 0, 0)
+    for done in range(1, 151):
+        clock[0] += 1.0
+        console.phase("update", done, 200, 10 * done)
+    assert capsys.readouterr().out.splitlines() == [
+        "update 60 of 200 after 60 s  10 tokens/s",
+        "update 120 of 200 after 120 s  10 tokens/s",
+    ]
+
+
+def test_a_rank_has_a_log_of_every_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = log_path(tmp_path, 1)
+    with RankLog(path, "rank 1 of 2", quiet=True):
+        sys.stdout.write("printed\n")
+        sys.stderr.write("careful\n")
+    with RankLog(path, "rank 1 of 2", quiet=False):
+        sys.stdout.write("shown\n")
+        sys.stderr.write("both\n")
+    note_failure(path, ValueError("broken"))
+    text = path.read_text()
+    assert re.match(
+        r"\S+: rank 1 of 2 on \S+, pid \d+\nprinted\ncareful\n.*\nboth\nValueError: broken\n$", text, re.DOTALL
+    )
+    assert text.count("rank 1 of 2 on") == 2
+    assert capsys.readouterr() == ("shown\n", "both\n")
+    with RankLog(tmp_path / "logs/rank-1.log/no", "rank 1 of 2", quiet=False):  # a run goes on without it
+        sys.stdout.write("shown\n")
+    assert capsys.readouterr() == ("shown\n", "")

@@ -85,12 +85,12 @@ def spelled(ids: Any, mask: Any = None) -> str:
 
 def test_a_string_prompt_is_tokenized_as_it_is(tmp_path: Path) -> None:
     path = write(
-        tmp_path, {"prompt": "4 + 5 =", "answer": 9, "level": 2}, "", {"prompt": "a", "answer": None, "id": "x"}
+        tmp_path, {"prompt": "4 + 5 =", "answer": 9, "level": 2}, "", {"prompt": "a", "answer": ["c"], "id": "x"}
     )
     first, second = load_prompts(path, PLAIN, LIMITS)
     assert spelled(first.ids) == "4 + 5 ="
     assert (first.id, first.answer, first.prompt, dict(first.columns)) == (0, 9, "4 + 5 =", {"level": 2})
-    assert (second.id, second.ids, second.answer) == ("x", (PLAIN.encode("a")[0],), None)
+    assert (second.id, second.ids, second.answer) == ("x", (PLAIN.encode("a")[0],), ["c"])
 
 
 @pytest.mark.parametrize("prompt", ["hi", "<s>hi"])

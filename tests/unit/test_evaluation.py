@@ -167,7 +167,7 @@ def test_a_metric_that_cannot_be_loaded_is_refused(own: Any) -> None:
         ({"name": "a", "data": "d", "sample": 2}, "unknown key eval.sets.sample; did you mean eval.sets.samples?"),
         ([{"name": "a", "data": "d"}, {"name": "A", "data": "e"}], "two sets are named 'a', in upper or lower case"),
         ({"name": "eval", "data": "d"}, "data.eval is the set named eval; give another name"),
-        ("d", "eval.sets is 'd'; expected a valid tuple"),
+        ("d", "eval.sets is 'd'; expected a list"),
     ],
 )
 def test_sets_that_cannot_be_evaluated_are_refused(sets: Any, words: str) -> None:

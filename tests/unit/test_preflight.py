@@ -2,6 +2,8 @@
 
 import ctypes
 import json
+import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,9 @@ import pytest
 import yaml
 
 from dovetail import system
+from dovetail.cli import header
 from dovetail.cli.main import run_command
+from dovetail.cli.preflight import read_model
 from dovetail.recipe.schema import load_recipe
 
 GPU = 80 * 10**9
@@ -28,14 +32,21 @@ CONFIG = {
 SCORE = ["score", "--model", "M", "--data", "D.jsonl", "--out", "O"]
 
 
+def write_header(folder: Path, dtype: str) -> None:
+    """Of 100 GB of weights, which are not there."""
+    kind, size = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}[dtype]
+    tensor = {"dtype": kind, "shape": [10**11 // size], "data_offsets": [0, 10**11]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, "model.embed_tokens.weight": tensor}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+
+
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What would have started, on a machine of 8 GPUs of 80 GB and 1 TB of memory, with a model of 100 GB."""
     calls: list[object] = []
     (tmp_path / "M").mkdir()
     (tmp_path / "M/config.json").write_text(json.dumps(CONFIG))
-    with open(tmp_path / "M/model.safetensors", "wb") as file:
-        file.truncate(100 * 10**9)  # takes no room
+    write_header(tmp_path / "M", "float32")
     (tmp_path / "D.jsonl").write_text("{}\n")
     recipe: dict[str, Any] = {"model": {"path": "M"}, "data": {"train": "D.jsonl"}, "run_dir": "run"}
     recipe |= {"algorithm": {"name": "sft"}}
@@ -89,7 +100,7 @@ def test_memory_is_compared_with_the_least_that_a_model_needs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    Path("M/config.json").write_text(json.dumps({**CONFIG, "torch_dtype": dtype}))
+    write_header(Path("M"), dtype)
     if "500.0" in (words or ""):
         monkeypatch.setattr("dovetail.system.free_memory", lambda: 500 * 10**9)
     assert run_command(argv) == (2 if words else 0)
@@ -105,6 +116,26 @@ def test_no_devices_are_none_and_unknown_ones_are_not_refused(monkeypatch: pytes
     monkeypatch.setattr("dovetail.system.gpu_memory", list)
     monkeypatch.setattr("sys.platform", "darwin")
     assert run_command([*SCORE, "--device", "cuda"]) == 0
+
+
+def test_the_header_counts_devices_and_parameters_as_the_checks_do(
+    started: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gpus/0").mkdir(parents=True)
+    (tmp_path / "gpus/0/information").write_text("Model: \t NVIDIA H100\nIRQ: 1\n")
+    monkeypatch.setattr(header, "GPUS", tmp_path / "gpus")
+    assert header.devices("auto") == header.devices("cuda") == "8 x NVIDIA H100"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert header.devices("auto") == header.devices("cpu") == f"cpu, {system.cores()} cores"
+    assert header.count_parameters(Path("M")) == read_model("M").parameters == 25 * 10**9  # type: ignore[union-attr]  # it is there
+    shutil.copy("M/model.safetensors", "M/consolidated.safetensors")  # another copy, which is not loaded
+    assert header.count_parameters(Path("M")) == 25 * 10**9
+    shutil.copy("M/model.safetensors", "M/model-00001-of-00002.safetensors")
+    Path("M/model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00001-of-00002.safetensors"}})
+    )
+    assert header.count_parameters(Path("M")) == 25 * 10**9
+    assert not started
 
 
 def test_sizes_of_gpus_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:

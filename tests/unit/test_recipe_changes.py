@@ -266,11 +266,19 @@ def test_a_finished_run_is_not_begun_again(folder: Path) -> None:
     assert here("train", folder / "r.yaml").code == 0, "killed before its final model was written"
     ended = here("train", folder / "r.yaml")
     assert (ended.code, ended.err.count("\n")) == (0, 1) and "holds this run, which is finished" in ended.err, ended
-    for given in (["trainer.keep=5"], ["optim.lr=0.5"]):
-        told = refusal(here("train", folder / "r.yaml", *given))
-        assert "or raise trainer.steps to train on" in told, told
+    ended = here("train", folder / "r.yaml", "trainer.keep=5", "trainer.loggers=[tensorboard]")
+    assert ended.code == 0 and "holds this run, which is finished" in ended.err, "no number of it would be another"
+    told = refusal(here("train", folder / "r.yaml", "optim.lr=0.5"))
+    assert "a finished run of another recipe (optim.lr was 0.001, is 0.5); all 2 steps of it are done" in told, told
+    assert "or raise trainer.steps to train on" in told, told
     assert here("train", folder / "r.yaml", "trainer.steps=3").code == 0
     assert [row["step"] for row in read_rows(folder / "run/metrics.jsonl")] == [1, 2, 3]
+    shutil.rmtree(newest(folder))  # as of a run that was stopped once and has trainer.save_every=0
+    told = refusal(here("train", folder / "r.yaml", "trainer.steps=4"))
+    assert (
+        "whose newest checkpoint is of step 2 of 3: choose another run_dir, or go back to it by --resume step=2" in told
+    )
+    assert (folder / "run/hf").exists()
 
 
 def test_a_finished_run_without_checkpoints_is_not_said_to_go_on(folder: Path) -> None:
@@ -279,7 +287,8 @@ def test_a_finished_run_without_checkpoints_is_not_said_to_go_on(folder: Path) -
     ended = here(*again)
     assert ended.code == 0 and ended.err.endswith("choose another run_dir to train again\n"), ended
     told = refusal(here(*again, "trainer.steps=3"))
-    assert "move that one away: it holds a run of another recipe that saved no checkpoint" in told, told
+    words = "it holds a run of another recipe that saved no checkpoint (trainer.steps was 2, is 3)"
+    assert f"move that one away: {words}" in told, told
 
 
 def newest(folder: Path) -> Path:

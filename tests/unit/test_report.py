@@ -110,7 +110,7 @@ def test_torn_and_odd_lines(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 2)
     with (run / "metrics.jsonl").open("a") as file:
         file.write(
-            '[1]\n{"step": "x"}\n{"step": 3, "loss": Infinity, "tokens": 1e999, "kl_mean": '
+            '{"ste\n[1]\n{"step": "x"}\n{"step": 3, "loss": Infinity, "tokens": 1e999, "kl_mean": '
             + "9" * 400
             + '}\n{"step": 4, "lo'
         )

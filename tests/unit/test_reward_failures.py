@@ -11,6 +11,7 @@ import pytest
 
 from dovetail.errors import DataError
 from dovetail.rewards.runner import FIRST_SAMPLES, CallLimits, RewardInput, RewardResult, RewardRunner, count_errors
+from dovetail.rl.reward_manager import RewardManager
 from tests.fault.processes import all_gone, is_alive
 
 HANG = 3.0  # seconds that a reward may take; any but the one that hangs takes none, on a busy machine, too
@@ -160,3 +161,26 @@ def test_failed_rewards_are_counted_or_end_the_run() -> None:
     ):
         with pytest.raises(DataError, match=rf"^step 1: the reward failed on {re.escape(words)}"):
             count_errors(results, range(len(results)), "step 1")
+
+
+class Given:
+    """A reward of known results."""
+
+    def __init__(self, *results: RewardResult) -> None:
+        self.results = list(results)
+
+    def score(self, *_: object) -> list[RewardResult]:
+        return self.results
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_sum_with_a_failed_term_is_dropped_and_none_counts_nothing() -> None:
+    one, failed, nothing = RewardResult(1.0), RewardResult(None, "a cause"), RewardResult(None)
+    manager = RewardManager({"a": Given(one, one, nothing), "b": Given(failed, nothing, nothing)}, (0.5, 2.0))
+    assert [(result.value, result.error) for result in manager([], [], [])] == [
+        (None, "b: a cause"),
+        (0.5, None),
+        (None, None),
+    ]

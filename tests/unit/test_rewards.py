@@ -118,6 +118,7 @@ def test_numbers(text: str, expected: list[str]) -> None:
         (r"\boxed{1} then \boxed{x = 2}", "2"),
         (r"\boxed{12\text{ cm}^2}", "12"),
         ("first 3 then 5", "5"),
+        (r"#### 7, so \boxed{8}", "8"),
         ("none", None),
     ],
 )
@@ -133,6 +134,7 @@ def test_final_number(text: str, expected: str | None) -> None:
         ("0.5", "1/2", 1.0),
         ("0.3333333", "1/3", 1.0),
         ("0.33", "1/3", 0.0),
+        ("1000000.5", 1000000, 1.0),
         ("41", 42, 0.0),
         ("", 42, 0.0),
     ],

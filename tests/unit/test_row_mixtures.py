@@ -10,7 +10,7 @@ import pytest
 
 from dovetail.data.examples import Limits, load_prompts
 from dovetail.data.rows import BLOCK, mixed_rows
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, DataError
 from dovetail.factory.rows import load_parts, reads_answer, with_epochs
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.reward import RewardSection
@@ -89,10 +89,14 @@ def test_steps_by_epochs_and_steps_of_a_mixture() -> None:
     assert step_rows(recipe, 12, 2, 0, PARTS) == mixed_rows(PARTS, 4, 1, 8)
 
 
-def test_a_label_is_needed_where_a_reward_reads_it() -> None:
+def test_a_label_is_needed_where_a_reward_reads_it(tmp_path: Path) -> None:
     assert [reads_answer(RewardSection(name=name)) for name in ("exact_match", "numeric_match", "format")] == [
         True,
         True,
         False,
     ]
     assert not reads_answer(RewardSection(**{"import": "mine:score"}))  # type: ignore[arg-type]  # by its alias
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": null}')
+    assert load_prompts(tmp_path / "rows.jsonl", PLAIN, Limits(260), answers=False)[0].answer is None
+    with pytest.raises(DataError, match=r"jsonl:1: answer is null, which no reward can compare with"):
+        load_prompts(tmp_path / "rows.jsonl", PLAIN, Limits(260))

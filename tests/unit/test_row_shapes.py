@@ -1,5 +1,6 @@
 """Rows and files as other projects write them are read as those projects train them."""
 
+import codecs
 import csv
 import gzip
 import importlib
@@ -113,7 +114,7 @@ def write_rows(path: Path) -> Path:
     text = "\n".join(map(json.dumps, ROWS)).encode()
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     if name.endswith(".json"):
-        text = json.dumps(ROWS, indent=1).encode()
+        text = codecs.BOM_UTF8 * (path.suffix == ".gz") + json.dumps(ROWS, indent=1).encode()
     if name.endswith(".csv"):
         with path.open("w", encoding="utf-8-sig", newline="") as file:
             out = csv.DictWriter(file, ["prompt", "answer"])
@@ -128,7 +129,7 @@ def write_rows(path: Path) -> Path:
         else:
             new = arrow.ipc.new_stream if name.endswith(".arrow") else arrow.ipc.new_file
             with new(str(path), table.schema) as sink:
-                sink.write_table(table)
+                sink.write_table(table, max_chunksize=1)
         return path
     if path.suffix == ".zst":
         text = pytest.importorskip("pyarrow").compress(text, codec="zstd", asbytes=True)
@@ -175,6 +176,7 @@ def test_directories_and_globs_are_read_in_order(tmp_path: Path) -> None:
         ("rows.json", b"[1]", r"rows\.json:1: a int, not a JSON object"),
         ("rows.json", b"[{]", r"rows\.json: not JSON .*expected a list of JSON objects"),
         ("rows.csv", b"a,b\n1\n", r"rows\.csv:2: more or fewer cells than the 2"),
+        ("rows.csv", b"a;b\n1;2\n", r"rows\.csv: cells are separated by ';'; expected commas"),
         ("rows.csv", b"a,a\n1,2\n", r"rows\.csv: several columns are named 'a'"),
         ("rows.csv", b'a,b\n1,"2\n', r"rows\.csv: not readable"),
         ("rows.jsonl.gz", b"no gzip", r"rows\.jsonl\.gz: not readable \(Not a gzipped file"),

@@ -79,7 +79,7 @@ def test_a_wrong_input_is_refused_at_once(
     monkeypatch.chdir(folder)
     monkeypatch.setattr("dovetail.cli.main.run_ranks", lambda *given: started.append(given))
     monkeypatch.setattr("dovetail.cli.main._run_as_rank", lambda *given: started.append(given))
-    monkeypatch.setattr("dovetail.cli.preflight._visible", lambda: 0)
+    monkeypatch.setattr("dovetail.cli.preflight.visible_gpus", lambda: 0)
     monkeypatch.setattr("dovetail.system.free_memory", lambda: 1 << 33)
     before, begun = sorted(folder.rglob("*")), time.process_time()
     code = run_command(argv)

@@ -112,7 +112,14 @@ def _check_eval(args: argparse.Namespace) -> None:
 
 
 def recipe_of(args: argparse.Namespace) -> "Recipe":
-    """The recipe of `dovetail train`: flags beat overrides, which beat the file. Imports pydantic, too slow for help."""
+    """Of `dovetail train`, read once: flags beat overrides, which beat the file. Imports pydantic, too slow for help."""
+    if "recipe_read" not in args:
+        args.recipe_read = _read_recipe(args)
+    recipe: Recipe = args.recipe_read
+    return recipe
+
+
+def _read_recipe(args: argparse.Namespace) -> "Recipe":
     flags: dict[str, Any] = {f"model.{name}": getattr(args, name) for name in ("dtype", "engine", "trust_remote_code")}
     flags = {key: value for key, value in flags.items() if value}
     if args.layout is not None:

@@ -32,7 +32,7 @@ from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import pick_device
-from dovetail.run.console import bars
+from dovetail.run.console import QUIET_SECONDS, bars
 from dovetail.run.state import sampled_fingerprint
 from dovetail.weights.hf_directory import Pretrained
 
@@ -73,10 +73,12 @@ class RowFile:
         self._file: FileIO | None = None
         self._written = self._not_finite = 0
         console = RichConsole(stderr=True)
-        self.is_live = mesh["world"].rank == 0 and console.is_terminal and total > 0
+        self.total, self.is_shown = total, mesh["world"].rank == 0 and total > 0
+        self.is_live = self.is_shown and console.is_terminal
         self._progress = bars(console, shown=self.is_live)
         self._bar = self._progress.add_task("rows", total=total, rate="")
         self._rates = (time.monotonic(), 0)  # the start, and tokens of whole parts
+        self._said = time.monotonic()
 
     def _part(self, name: str) -> Path:
         return self.path.with_name(f"{self.path.name}.{name[:8]}.part")
@@ -126,10 +128,20 @@ class RowFile:
                 yield part
 
     def advance(self, done: int, _: int, tokens: int) -> None:
-        """Within a part, on a terminal."""
-        begun, before = self._rates
-        rate = f"{(before + tokens) / max(time.monotonic() - begun, 1e-9):,.0f} tokens/s"
-        self._progress.update(self._bar, completed=self._written + done, rate=rate)
+        """Within a part."""
+        self._show(self._written + done, tokens)
+
+    def _show(self, done: int, tokens: int = 0) -> None:
+        """On a terminal in place, elsewhere a line after a while without any."""
+        now, (begun, before) = time.monotonic(), self._rates
+        if not self.is_shown or (not self.is_live and now - self._said < QUIET_SECONDS):
+            return
+        made = before + tokens
+        rate = f"{made / max(now - begun, 1e-9):,.0f} tokens/s" if made else ""
+        self._progress.update(self._bar, completed=done, rate=rate)
+        if not self.is_live:
+            self._said = now
+            complain(f"dovetail: {done} of {self.total} rows{', ' * bool(rate)}{rate}\n")
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         with agreed(self.mesh, self.path):
@@ -139,7 +151,7 @@ class RowFile:
                     self._written += 1
                     self._not_finite += not _is_finite(row)
                     self._rates = (self._rates[0], self._rates[1] + len(row.get("token_ids", ())))
-                self._progress.update(self._bar, completed=self._written)
+                self._show(self._written)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:

@@ -47,14 +47,16 @@ class Generation:
     def __init__(self, args: argparse.Namespace, *, answers: bool = False) -> None:
         self.args = args
         self.mesh = mesh = mesh_of(args)
+        notes = list[str]()
         with agreed(mesh):
             source, tokenizer, processor = open_inputs(args, mesh, decodes=True)
-            limits = Limits(source.spec.vocab_size)
+            limits = Limits(source.spec.vocab_size, warn=notes.append)
             self.rows = rows = load_prompts(args.data, tokenizer, limits, answers=answers, processor=processor)
             self.backend: Backend = "transformers" if isinstance(source.spec, TransformersSpec) else "native"
             lengths = [len(row.ids) for row in rows]
             check_positions(source.config, self.backend, lengths, args.max_new_tokens, "--max-new-tokens")
             layout = backend_layout(source, mesh.layout, self.backend)
+        say([*notes, *source.notes], mesh)
         if mesh["world"].size > 1:
             refuse_other_models("--model", source, mesh)
         self.sampler_mesh = mesh if layout == mesh.layout else make_mesh(layout, mesh.device)
@@ -77,13 +79,12 @@ class Generation:
         options, dtype = SamplerOptions(keep_cache=True), getattr(torch, self.args.dtype)
         sampler = make_sampler(self.source, self.sampler_mesh, dtype, self.backend, options)
         sampler.load(self.reader)
-        say(self.source.notes, self.mesh)
         progress.phase("run")
         prompts = [Prompt(i, row.ids, row.media) for i, row in enumerate(self.rows)]
         most = (ON_CPU if self.mesh.device.type == "cpu" else ON_GPU) * self.sampler_mesh["fsdp"].size
         parts = portions(prompts, lambda _: self.args.samples, most)
         if out is not None:
             parts = out.missing(parts, self.args.samples)
-            sampler.watch = out.advance if out.is_live else None
+            sampler.watch = out.advance if out.is_shown else None
         for part in parts:
             yield sampler.sample(part, self.params)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import struct
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import dovetail
 from dovetail import system
 from dovetail.parallel.layout import Layout
+from dovetail.weights.safe_paths import INDEX, SINGLE
 
 if TYPE_CHECKING:
     from dovetail.recipe.schema import Recipe
 
 GPUS = Path("/proc/driver/nvidia/gpus")
+GPU_NODES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "kfd", "dxg")  # in /dev; without any there is no CUDA or ROCm
 MAX_HEADER = 1 << 27  # bytes of a safetensors file's
 TRAINED_BYTES, MOMENT_BYTES = 16, 8  # of a parameter: float32 weight, gradient and AdamW's two moments
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
@@ -46,9 +49,12 @@ def header(recipe: "Recipe", layout: Layout, device: str) -> str:
 
 
 def count_parameters(folder: Path) -> int:
-    """Of the safetensors files of a directory, by their headers; 0: unknown."""
-    total = 0
-    for path in folder.glob("*.safetensors"):
+    """Of the safetensors files that are loaded from a directory, by their headers; 0: unknown."""
+    total, files = 0, set(folder.glob("*.safetensors"))
+    with suppress(OSError, ValueError, AttributeError, LookupError, TypeError):  # others may lie there, too
+        index = json.loads((folder / INDEX).read_bytes())["weight_map"].values() if (folder / INDEX).exists() else ()
+        files = {folder / name for name in index} or ({folder / SINGLE} if (folder / SINGLE).exists() else files)
+    for path in files:
         with suppress(OSError, ValueError, struct.error, AttributeError, TypeError), path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             if size <= MAX_HEADER:
@@ -57,19 +63,38 @@ def count_parameters(folder: Path) -> int:
     return total
 
 
+def visible_gpus() -> int | None:
+    """GPUs that this process may use; None if unknown."""
+    if not sys.platform.startswith("linux"):
+        return None
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([name for name in given.split(",") if name.strip() not in ("", "-1")])
+    dev = Path("/dev")
+    if not any(True for pattern in GPU_NODES for _ in dev.glob(pattern)):
+        return 0
+    return len(list(dev.glob("nvidia[0-9]*"))) or None
+
+
+def chosen_device(asked: str) -> str:
+    """What `auto` becomes, as far as it can be known without torch."""
+    if asked == "auto":
+        return "cuda" if visible_gpus() != 0 and system.gpu_memory() else "cpu"
+    return asked
+
+
 def devices(asked: str) -> str:
+    device = chosen_device(asked)
+    if device == "cpu":
+        return f"cpu, {system.cores()} cores"
+    if device != "cuda" or not (count := visible_gpus() or len(system.gpu_memory())):
+        return device
     names = []
-    for path in sorted(GPUS.glob("*/information")) if asked in ("auto", "cuda") else ():
+    for path in sorted(GPUS.glob("*/information"))[:count]:
         with suppress(OSError):
             fields = dict(line.partition(":")[::2] for line in path.read_text().splitlines())
-            names.append(fields.get("Model", "NVIDIA GPU").strip())
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = names if visible is None else names[: len([part for part in visible.split(",") if part.strip()])]
-    if names:
-        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    if asked in ("cuda", "npu"):
-        return asked
-    return f"cpu, {system.cores()} cores"
+            names.append(fields.get("Model", "GPU").strip())
+    names += names[-1:] * (count - len(names)) or ["GPU"] * count
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
 def _memory(recipe: "Recipe", layout: Layout, parameters: int) -> str:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from dovetail.arch.registry import FAMILIES, choose_spec
 from dovetail.arch.spec import ArchSpec
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.cli.arguments import recipe_of
-from dovetail.cli.header import MOMENT_BYTES, TRAINED_BYTES
+from dovetail.cli.header import MOMENT_BYTES, TRAINED_BYTES, chosen_device, count_parameters, visible_gpus
 from dovetail.data.paths import data_files, hub_source
 from dovetail.errors import CheckpointError, ConfigError, LayoutError, UserError, listing
 from dovetail.factory.layouts import check_layout, max_positions, sampling_layout
@@ -35,7 +36,6 @@ from dovetail.weights.safe_paths import (
     refuse_without_safetensors,
 )
 
-GPU_NODES = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "kfd", "dxg")  # in /dev; without any there is no CUDA or ROCm
 RANK_BYTES = 1 << 28  # of a Python process with torch, at least
 Result = TypeVar("Result")
 
@@ -46,12 +46,9 @@ class Model:
     config: Mapping[str, Any]
     spec: AnySpec
 
-    @property
+    @cached_property
     def parameters(self) -> int:
-        """At least."""
-        size = sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
-        half = str(self.config.get("torch_dtype") or self.config.get("dtype")) in ("bfloat16", "float16")
-        return size // (2 if half else 4)
+        return count_parameters(self.path)
 
 
 class Mistakes:
@@ -76,10 +73,8 @@ class Mistakes:
 
 def preflight(args: argparse.Namespace, layout: Layout) -> bool:
     """Raises one UserError with all mistakes; False if there is nothing to do. layout: resolved."""
-    mistakes, device = Mistakes(), args.device
-    mistakes.of(_check_device, device, layout)
-    if device == "auto":
-        device = "cuda" if _visible() and system.gpu_memory() else "cpu"
+    mistakes, device = Mistakes(), chosen_device(args.device)
+    mistakes.of(_check_device, args.device, layout)
     if args.command == "train":
         try:
             needed = _train(args, layout, mistakes, device)
@@ -256,20 +251,8 @@ def _check_function(what: str, function: str, folder: Path) -> None:
         raise ConfigError(f"{where}{file} has no function {name!r}; it has {', '.join(functions) or 'none'}")
 
 
-def _visible() -> int | None:
-    """GPUs that this process may use; None if unknown."""
-    if not sys.platform.startswith("linux"):
-        return None
-    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([name for name in given.split(",") if name.strip() not in ("", "-1")])
-    dev = Path("/dev")
-    if not any(True for pattern in GPU_NODES for _ in dev.glob(pattern)):
-        return 0
-    return len(list(dev.glob("nvidia[0-9]*"))) or None
-
-
 def _check_device(name: str, layout: Layout) -> None:
-    count = _visible()
+    count = visible_gpus()
     if name == "cuda" and count == 0:
         raise ConfigError("device 'cuda': this process sees none here; use --device cpu or auto")
     if name == "npu" and importlib.util.find_spec("torch_npu") is None:

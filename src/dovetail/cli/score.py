@@ -18,11 +18,14 @@ from dovetail.run.state import refuse_other_models
 
 def run(args: argparse.Namespace, progress: Progress) -> None:
     mesh = mesh_of(args)
+    notes = list[str]()
     with agreed(mesh):
         source, tokenizer, processor = open_inputs(args, mesh)
         budget = args.tokens_per_batch // mesh.token_multiple * mesh.token_multiple
-        limits = Limits(source.spec.vocab_size, max_tokens=budget, remedy="or raise --tokens-per-batch")
+        remedy = "or raise --tokens-per-batch"
+        limits = Limits(source.spec.vocab_size, max_tokens=budget, remedy=remedy, warn=notes.append)
         rows = load_score(args.data, tokenizer, limits, processor=processor)
+    say([*notes, *source.notes], mesh)
     if mesh["world"].size > 1:
         refuse_other_models("--model", source, mesh)
     dtype = getattr(torch, args.dtype)
@@ -34,7 +37,6 @@ def run(args: argparse.Namespace, progress: Progress) -> None:
         job = fingerprint_of(args, source, rows)
     with RowFile(args.out, mesh, job, len(rows)) as out:
         engine = make_engine(source, mesh, dtype, args.head, options)
-        say(source.notes, mesh)
         progress.phase("run")
         for part in out.missing(portions(rows, lambda row: len(row.ids), args.tokens_per_batch * micros)):
             batch = PackedBatch.pack([Sequence(row.ids, fields=fields, media=row.media) for row in part])

@@ -1,6 +1,7 @@
 """`dovetail train`: the main job, from an HF checkpoint to an HF checkpoint."""
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 
 from dovetail.cli.arguments import recipe_of
@@ -28,7 +29,9 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
         complain(f"dovetail: {finished}\n" if is_first else "")
         put(text)
         return 0
-    try:
+    with ExitStack() as stack:
+        stack.callback(job.close)
+        stack.push(job.run.note_failure)
         if args.dry_run:
             put(text)
             return 0
@@ -38,6 +41,4 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
             outcome = train(job.task, job.run, job.recipe.trainer, progress)
             progress.phase("save")
             job.run.finish(outcome)
-    finally:
-        job.close()
     return STOP_CODES.get(job.run.stop_signal, STOPPED) if outcome.stopped else 0

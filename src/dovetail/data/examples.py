@@ -75,6 +75,8 @@ def load_prompts(
     def example(index: int | str, row: JsonRow) -> Prompt:
         if answers:
             row.require("prompt", "answer")
+            if row.values["answer"] is None:
+                raise row.error("answer is null, which no reward can compare with; leave the row out")
         own = {"id", "prompt", "answer", "input_ids", "images", "videos"}
         columns = {key: value for key, value in row.given.items() if key not in own}
         prompt: Any = ""

@@ -1,5 +1,6 @@
 """Files of rows: JSON lines, a JSON array, CSV, parquet or Arrow, also compressed; directories, globs, and the hub."""
 
+import codecs
 import csv
 import gzip
 import importlib
@@ -86,7 +87,7 @@ def _opened(path: Path) -> Any:  # a binary file
 
 def _json_rows(file: IO[bytes], path: Path) -> Iterator[JsonRow]:
     if ".json" in path.suffixes[-2:]:
-        start = file.read(1024).lstrip()
+        start = file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip()
         file.seek(0)
         if start.startswith(b"["):
             for line, values in enumerate(parse_json(file.read(), str(path), list), start=1):
@@ -101,7 +102,10 @@ def _json_rows(file: IO[bytes], path: Path) -> Iterator[JsonRow]:
 
 def _csv_rows(file: IO[bytes], path: Path) -> Iterator[JsonRow]:
     rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
-    _refuse_twice(rows.fieldnames or (), path)
+    names = rows.fieldnames or ()
+    _refuse_twice(names, path)
+    if len(names) == 1 and (other := next((mark for mark in ";\t|" if mark in names[0]), None)):
+        raise DataError(f"{path}: cells are separated by {other!r}; expected commas")
     for values in rows:
         row = JsonRow(values, path, rows.line_num)
         if None in values or None in values.values():

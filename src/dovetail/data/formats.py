@@ -216,8 +216,8 @@ def _recognized(row: JsonRow) -> str:
             if set(columns.split()) <= here:
                 return name
     raise row.error(
-        f"the row's columns ({', '.join(map(repr, row.values)) or 'none'}) are of no known format; say what they hold, such as "
-        "data.columns={prompt: COLUMN, answer: COLUMN}"
+        f"the row's columns ({', '.join(map(repr, row.values)) or 'none'}) are of no known format; say in a recipe "
+        "what they hold, such as data.columns={prompt: COLUMN, answer: COLUMN}"
     )
 
 

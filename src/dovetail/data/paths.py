@@ -49,7 +49,7 @@ def data_files(path: str) -> list[Path]:
     if here.is_dir():
         raise DataError(f"{path}: no data file in this directory; expected names that end in {', '.join(SUFFIXES)}")
     remedy = "give the path of a .jsonl or .parquet file, or of a directory of them"
-    if HUB_NAME.fullmatch(path):
+    if HUB_NAME.fullmatch(path) and not Path(path).suffix:
         remedy += f"; for a dataset of the hub, pin it to a commit: {path}@COMMIT ({newest_commit('datasets/' + path)})"
     raise DataError(f"{path}: {'no file matches' if has_magic(path) else 'no such data file'}; {remedy}")
 

@@ -54,8 +54,8 @@ class JsonRow:
         if missing:
             has = shortened(", ".join(map(repr, self.given or self.values)) or "nothing")
             raise self.error(
-                f"the row lacks {', '.join(map(repr, missing))} (it has {has}); add the key to the row, or say which column "
-                f"holds it: data.columns={{{missing[0]}: COLUMN}}"
+                f"the row lacks {', '.join(map(repr, missing))} (it has {has}); add the key to the row, or say in a "
+                f"recipe which column holds it: data.columns={{{missing[0]}: COLUMN}}"
             )
 
 

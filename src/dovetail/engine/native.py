@@ -157,7 +157,8 @@ class NativeEngine(EngineState):
         if self._routing is not None:
             pairs = self._routing.with_balance(pairs, loss, len(batch), self._wide)
         optimizer.reserve()  # before activations take the host's memory
-        stages = TrainingRunner(self.model, self.mesh, _micros_of(pairs), self.dtype, loss, policy)
+        watch = None if progress is None or progress.listener is None else progress.advance
+        stages = TrainingRunner(self.model, self.mesh, _micros_of(pairs), self.dtype, loss, policy, watch)
         if progress is not None:
             stages.mark = progress.mark
         try:

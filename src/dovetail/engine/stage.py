@@ -85,7 +85,9 @@ class TrainingRunner(InferenceRunner):
         dtype: torch.dtype,
         loss: LossFn,
         policy: ReshardPolicy | None = None,
+        watch: Callable[[int, int], None] | None = None,
     ) -> None:
+        """watch: gets the number of backward passes that are done, and of all."""
         self.loss, self.sums, self.losses = loss, (sums := Sums()), (losses := list[Tensor]())
 
         def add(_: int, value: Loss) -> None:
@@ -101,6 +103,7 @@ class TrainingRunner(InferenceRunner):
         self._gather_between_passes(True)
         self.pending: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # input and output of each stage
         self.reduced = False
+        self.watch, self.done = watch, 0
 
     def run(self) -> None:
         """All micro-batches, without a pipeline."""
@@ -125,11 +128,14 @@ class TrainingRunner(InferenceRunner):
         self.model.wgrad_queue.bucket = key if action.kind == "input" else None
         self._reduce_next(last and action.kind == "backward")
         x, y = self.pending.pop(key)
-        if not y.requires_grad:  # nothing is trained up to here
+        if y.requires_grad:
+            with self.mark("backward"):
+                y.backward(grad)
+        else:  # nothing is trained up to here
             self.reduced = False
-            return None
-        with self.mark("backward"):
-            y.backward(grad)
+        self.done += 1
+        if self.watch is not None:
+            self.watch(self.done, len(self.micros) * len(self.model.cut.stages))
         return None if x is None else x.grad
 
     def weight(self, stage: int, micro: int) -> None:

@@ -131,7 +131,7 @@ class Builder:
             on_failure.callback(run.close)
             on_failure.callback(self.metrics.close)
             self.say = None if self.dry_run else run.say
-            if run.console.is_live and not self.dry_run:
+            if run.lead and not self.dry_run:
                 self.progress.listener = run.console.phase
                 run.console.start()
             run.claim(damaged)

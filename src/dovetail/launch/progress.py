@@ -59,6 +59,11 @@ class Progress:
         self._counted = self.state.since
         self.phase("init")
 
+    @property
+    def is_watched(self) -> bool:
+        """By a supervisor, who reads the file."""
+        return self._file is not None
+
     def phase(self, name: Phase, step: int | None = None) -> None:
         """The main thread begins a phase. step: from 1; None: as before."""
         with self._lock:

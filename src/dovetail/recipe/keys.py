@@ -210,6 +210,7 @@ def _line(key: str, details: list[ErrorDetails], known: Mapping[str, Key]) -> st
         return f"{key}.name is {quoted(tag)}; expected one of {first['ctx']['expected_tags']}{hint}"
     expected = "expected " if first["msg"].startswith("Input") else ""
     expected += " or ".join(dict.fromkeys(detail["msg"].removeprefix("Input should be ") for detail in details))
+    expected = expected.replace("a valid tuple", "a list").replace("a valid dictionary", "a mapping")
     if kind in ("model_type", "model_attributes_type"):
         expected = "expected a mapping of keys"
     if kind == "missing":  # an item of a tuple

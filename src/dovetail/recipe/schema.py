@@ -236,7 +236,9 @@ class TrainerSection(Section):
     async_save: bool = key(True, "write checkpoints while training goes on; needs host memory for one")
     eval_every: NonNegativeInt = key(0, "steps between evaluations; 0: only before and after the run")
     stop_at_reward: float | None = key(None, "stop when a step's mean reward reaches this")
-    time_budget_seconds: PositiveFloat | None = key(None, "with evaluations; a step runs only if predicted to fit")
+    time_budget_seconds: PositiveFloat | None = key(
+        None, "with evaluations; after the first, a step runs only if predicted to fit"
+    )
     loggers: Loggers = key((), "beyond metrics.jsonl: names, or {name, project, ...}")
     profile: ProfileSection = key(ProfileSection(), "steps to profile")
     max_skipped_steps: PositiveInt = key(3, "skipped (non-finite) steps in a row that stop the run")

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +167,17 @@ def fill(template: str, sample: Mapping[str, Any]) -> str:
 
 
 class _Cache:
-    """Replies by request, shared by worker processes."""
+    """Replies by request, shared by worker processes. The first request makes the file: a run claims its directory before."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._db = sqlite3.connect(path, timeout=60.0, isolation_level=None)
-        self._db.execute("CREATE TABLE IF NOT EXISTS replies (request BLOB PRIMARY KEY, reply TEXT) WITHOUT ROWID")
+        self._path = path
+
+    @cached_property
+    def _db(self) -> sqlite3.Connection:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        db = sqlite3.connect(self._path, timeout=60.0, isolation_level=None)
+        db.execute("CREATE TABLE IF NOT EXISTS replies (request BLOB PRIMARY KEY, reply TEXT) WITHOUT ROWID")
+        return db
 
     def get(self, request: bytes) -> str | None:
         row = self._db.execute("SELECT reply FROM replies WHERE request = ?", (_digest(request),)).fetchone()

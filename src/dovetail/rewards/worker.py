@@ -30,7 +30,7 @@ Sample = Mapping[str, Any]
 Result = dict[str, Any]  # value and error
 Scorer = Callable[[Seq[Sample]], Any]  # the value of each sample of one call, or an awaitable of these
 # Frames that are not a user's: this package and Python's import system.
-OURS = (str(Path(__file__).parents[1]) + os.sep, "<frozen ", importlib.__file__)
+OURS = (str(Path(__file__).parents[1]) + os.sep, "<frozen ", "<string>", importlib.__file__)
 POSITIONAL = frozenset({"completion", "answer", "_answer", "finish", "_finish"})  # arguments of every built-in
 _MOST_TEXT = 1000  # characters of an exception in an error
 END_SECONDS = 10.0  # for killed processes to be gone

@@ -22,6 +22,7 @@ SHOWN = (  # key of a row, its label, its format
     ("entropy_mean", "entropy", ".3f"), ("kl_mean", "kl", ".4f"), ("response_length_mean", "length", ".1f"),
     ("lr", "lr", ".2e"), ("tokens_per_second", "tok/s", ",.0f"), ("step_seconds", "s", ".1f"),
 )  # fmt: skip
+QUIET_SECONDS = 60.0  # without a terminal: after which a line says how far a phase is
 UPDATED = ("loss", "grad_norm", "lr", "entropy_mean", "kl_mean", "tokens_per_second")
 
 
@@ -48,7 +49,8 @@ class Console:
         self._phase: tuple[str, float] = ("", 0.0)  # and when it began
         self._steps, self.start, self.stop = steps, self._progress.start, self._progress.stop
         self._speaks, self._early = speaks, list[str]()
-        self._log: Path | None = None
+        self._logs: tuple[Path, ...] = ()
+        self._spoke = time.monotonic()
 
     def plan(self, steps: int) -> None:
         """Another number of steps."""
@@ -56,15 +58,22 @@ class Console:
         self._progress.update(self._bar, total=steps)
 
     def phase(self, name: str, done: int, total: int, tokens: int) -> None:
-        """What goes on now, on a terminal."""
+        """What goes on now: on a terminal in place, elsewhere a line after a while without any."""
+        now = time.monotonic()
         if self._phase[0] != name or (done == total == 0):
-            self._phase = (name, time.monotonic())
-        spent = time.monotonic() - self._phase[1]
+            self._phase = (name, now)
+        if not self.is_live and (not done or now - self._spoke < QUIET_SECONDS):
+            return
+        spent = now - self._phase[1]
         rate = f"{tokens / max(spent, 1e-9):,.0f} tokens/s" if tokens else ""
+        if not self.is_live:
+            self.say("  ".join(filter(None, (f"{name} {done} of {total or '?'} after {spent:.0f} s", rate))))
+            return
         bar, visible = self._phase_bar, name != "exit"
         self._progress.update(bar, completed=done, total=total or None, description=name, rate=rate, visible=visible)
 
     def say(self, text: str) -> None:
+        self._spoke = time.monotonic()
         with suppress(OSError):  # the disk of a log may be full
             self._console.print(text, markup=False)
         self._write(f"{text}\n")
@@ -73,17 +82,17 @@ class Console:
         """What was shown before the first `say`, for the log."""
         self._early.insert(0, text)
 
-    def log_to(self, path: Path) -> None:
+    def log_to(self, *paths: Path) -> None:
         """From now on, and what was said so far."""
-        self._log = path if self._speaks else None
+        self._logs = paths if self._speaks else ()
         self._write("".join(self._early))
 
     def _write(self, text: str) -> None:
-        if self._log is None:
+        if not self._logs:
             self._early += [text] * self._speaks
-            return
-        with suppress(OSError), self._log.open("a", encoding="utf-8", errors=ODD_LETTERS) as log:
-            log.write(text)
+        for path in self._logs:
+            with suppress(OSError), path.open("a", encoding="utf-8", errors=ODD_LETTERS) as log:
+                log.write(text)
 
     def step(self, row: Mapping[str, Any]) -> None:
         known = {key: row[key] for key, _, _ in SHOWN if row.get(key) is not None}

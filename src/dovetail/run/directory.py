@@ -1,4 +1,4 @@
-"""The directory of a run: config.yaml, metrics.jsonl, events.jsonl, rollouts/, eval/, checkpoints/, hf/, superseded/.
+"""The directory of a run: config.yaml, metrics.jsonl, events.jsonl, logs/, rollouts/, eval/, checkpoints/, hf/, superseded/.
 
 superseded/ has the files of steps that a resumed run repeats. The first rank writes small files, all ranks checkpoints and hf/.
 """
@@ -39,6 +39,7 @@ from dovetail.run.loggers import RunFacts, check_loggers
 from dovetail.run.metrics import METRICS, Metrics, Records, write_samples
 from dovetail.run.paths import CHECKPOINTS, CONFIG, EVENTS, HF, check_run_dir, is_run
 from dovetail.run.profiler import Profiler
+from dovetail.run.rank_log import RankLog, log_path, note_failure
 from dovetail.run.resume import Resumed, find
 from dovetail.run.state import RunState, random_state, restore_random_state
 from dovetail.run.trainer import Outcome, Row, evaluation_of
@@ -64,7 +65,7 @@ class Contents:
 
 
 class RunDirectory:
-    """resume: auto, never or step=N. stop_signal: of this rank, or 0."""
+    """resume: auto, never or step=N. stop_signal: of this rank, or 0. quiet: what ranks print is in their logs alone."""
 
     def __init__(
         self,
@@ -85,6 +86,8 @@ class RunDirectory:
         self.resumed: Resumed | None = None
         self.stop_signal = 0  # of any rank
         self._resume, self._stop_signal = resume, stop_signal
+        self._quiet = progress is not None and progress.is_watched
+        self._rank_log = log_path(self.path, mesh["world"].rank)
         self._records = Records(self.say)
         self._lock = RunLock(self.path)
         self._notes = LearningNotes(recipe)
@@ -149,11 +152,13 @@ class RunDirectory:
                     raise ConfigError(f"another run began in run_dir {self.path}; start again to go on from it")
                 self._set_later_aside()
                 replace_file(self.path / CONFIG, self.recipe.to_yaml().encode())
-                self.console.log_to(self.path / LOG)
                 first = 1 if resumed is None else resumed.state.step + 1
                 facts = RunFacts(path=self.path, config=self.config, run_id=self.run_id, first_step=first)
                 self._metrics = Metrics(facts, self.recipe.trainer.loggers, self.say)
                 self._at_close.callback(self._metrics.close)
+        name = f"rank {self.mesh['world'].rank} of {self.mesh['world'].size}"
+        self._at_close.enter_context(RankLog(self._rank_log, name, quiet=self._quiet and not self.lead))
+        self.console.log_to(self.path / LOG, self._rank_log)
         self._order, self._earlier = of_first([self._order, self._earlier], self.mesh)
         for row in self._earlier:
             self._notes.of(row)
@@ -262,6 +267,10 @@ class RunDirectory:
         self._at_close.close()
         self._metrics = None
 
+    def note_failure(self, _: object, error: BaseException | None, __: object) -> None:
+        """As `__exit__` of a block: what ended it stands in this rank's log."""
+        note_failure(self._rank_log, error)
+
     def _print_summary(self, outcome: Outcome) -> None:
         key = "reward_mean" if outcome.rows and "reward_mean" in outcome.rows[-1] else "loss"
         values = [float(row[key]) for row in outcome.rows if row.get(key) is not None]
@@ -276,6 +285,8 @@ class RunDirectory:
         self.say(f"{'tokens/s':<18} {tokens / max(seconds, 1e-9):,.0f} ({seconds:.0f} s)")
         if outcome.rows and all(row.get("equal_groups") == 1.0 for row in outcome.rows):
             self.say(f"{'learned':<18} nothing: every group of samples had equal rewards, in every step; {EQUAL}")
+        elif outcome.rows and not tokens:
+            self.say(f"{'learned':<18} nothing: no step had a sample with a reward")
         if not outcome.stopped:
             self.say(f"{'model':<18} {self.path / HF}")
         elif self._saved is None:

@@ -11,6 +11,12 @@ from dovetail.weights.safe_paths import LEFTOVERS, refuse_unwritable
 
 CONFIG, HF, CHECKPOINTS, EVENTS, LOCK = "config.yaml", "hf", "checkpoints", "events.jsonl", ".lock"
 BEFORE_CONFIG = frozenset({LOCK, EVENTS, "rollouts"})  # older than config.yaml
+# Keys of a recipe, or their beginnings, that change no number of a finished run.
+WITHOUT_EFFECT = (
+    "layout", "critic.layout", "reference.layout", "rollout.layout", "trainer.save_every", "trainer.save_on_stop",
+    "trainer.keep", "trainer.async_save", "trainer.loggers", "trainer.timeouts", "trainer.check_replicas_every",
+    "trainer.max_skipped_steps", "trainer.activation_checkpointing", "trainer.offload_", "trainer.mlp_tile_tokens",
+)  # fmt: skip
 OCCUPIED = "run_dir {} is not empty; choose another run_dir, or move that one away"
 
 
@@ -47,8 +53,13 @@ def check_run_dir(path: Path, resume: str) -> bool:
 
 def check_unfinished(path: Path, recipe: Mapping[str, Any]) -> None:
     """FinishedError if `path` holds the finished run of this recipe."""
-    if (path / HF).exists() and not changed(rename_keys(read_mapping(path / CONFIG))[0], recipe):
+    if (path / HF).exists() and not with_effect(changed(rename_keys(read_mapping(path / CONFIG))[0], recipe)):
         raise FinishedError(path)
+
+
+def with_effect(changes: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Those that would have made a finished run another one."""
+    return {key: change for key, change in changes.items() if not key.startswith(WITHOUT_EFFECT)}
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

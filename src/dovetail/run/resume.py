@@ -1,7 +1,9 @@
 """What a run resumes from, and which changes of its recipe are allowed."""
 
+import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,7 +17,8 @@ from dovetail.parallel.layout import DEGREES
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.keys import rename_keys
 from dovetail.recipe.yaml import read_mapping
-from dovetail.run.paths import CHECKPOINTS, CONFIG, HF, OCCUPIED, FinishedError, changed
+from dovetail.run.metrics import METRICS
+from dovetail.run.paths import CHECKPOINTS, CONFIG, HF, OCCUPIED, FinishedError, changed, with_effect
 from dovetail.run.state import RunState
 
 ANEW = f"start a new run (another run_dir) with model.path=RUN_DIR/{CHECKPOINTS}/step_NNNNNN"
@@ -50,12 +53,16 @@ def find(
     with agreed(mesh):
         begun_with = changed(rename_keys(read_mapping(path / CONFIG))[0], recipe)
         finished = (path / HF).exists() and exact is None
-    if of_first(finished and not begun_with, mesh):
+    other = with_effect(begun_with)
+    if of_first(finished and not other, mesh):
         raise FinishedError(path)
+    differing = "; ".join(_described(key, change) for key, change in other.items())
     reader, passed_over = open_newest(path / CHECKPOINTS, mesh, exact, damaged)
     if reader is None:
         if finished or begun_with.keys() & SOURCES:
-            raise ConfigError(f"{OCCUPIED.format(path)}: it holds a run of another recipe that saved no checkpoint")
+            raise ConfigError(
+                f"{OCCUPIED.format(path)}: it holds a run of another recipe that saved no checkpoint ({differing})"
+            )
         refuse(begun_with, recipe, 0)
         return None
     state = RunState.parse(reader.manifest.state, reader.path)
@@ -66,8 +73,13 @@ def find(
     refuse(changes, recipe, state.step)
     if finished and state.step >= _planned(recipe):
         raise ConfigError(
-            f"run_dir {path} is not empty; choose another run_dir, or raise trainer.steps to train on: all {state.step} "
-            f"steps of its run are done ({path / HF})"
+            f"run_dir {path} holds a finished run of another recipe ({differing}); all {state.step} steps of it are done "
+            f"({path / HF}): choose another run_dir, or raise trainer.steps to train on"
+        )
+    if finished and state.step < (last := _last_step(path / METRICS)):
+        raise ConfigError(
+            f"run_dir {path} holds a finished run of another recipe ({differing}), whose newest checkpoint is of step "
+            f"{state.step} of {last}: choose another run_dir, or go back to it by --resume step={state.step}"
         )
     if any(any(changes.get(key, ())) for key in EVALUATED):
         state = state.model_copy(update={"before": {}})  # of other rows: not comparable
@@ -76,6 +88,17 @@ def find(
         changes["ranks"] = was, now
     shown = tuple(f"{key}: {quoted(before)} -> {quoted(after)}" for key, (before, after) in changes.items())
     return Resumed(reader, state, shown, tuple(passed_over))
+
+
+def _last_step(metrics: Path) -> int:
+    """0: unknown."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return int(json.loads(metrics.read_bytes().splitlines()[-1])["step"])
+    return 0
+
+
+def _described(key: str, change: tuple[Any, Any]) -> str:
+    return f"{key} was {quoted(change[0])}, is {quoted(change[1])}"
 
 
 def _planned(recipe: Mapping[str, Any]) -> float:
@@ -90,7 +113,7 @@ def _ranks(degrees: Mapping[str, Any]) -> str:
 
 def refuse(changes: Mapping[str, tuple[Any, Any]], recipe: Mapping[str, Any], step: int) -> None:
     """ConfigError for changes that a run may not have after `step` steps."""
-    descriptions = {key: f"{key} was {quoted(before)}, is {quoted(after)}" for key, (before, after) in changes.items()}
+    descriptions = {key: _described(key, change) for key, change in changes.items()}
     problems = [f"{descriptions[key]}: {why}" for key, why in FIXED.items() if key in changes]
     optim, steps = recipe["optim"], _planned(recipe)
     if optim["schedule"] != "constant" or optim["warmup_steps"]:

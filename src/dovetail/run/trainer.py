@@ -58,6 +58,12 @@ class TimeBudget:
     def start(self, steps: int) -> None:
         """After the first evaluation."""
         self._steps, self._trained_from = steps, time.monotonic()
+        evaluation = self._trained_from - self._begun
+        if self.seconds is not None and steps and 2 * evaluation >= self.seconds:
+            self.say(
+                f"the first evaluation took {evaluation:.0f} s of trainer.time_budget_seconds={self.seconds:g}: one step "
+                "follows, and the last evaluation"
+            )
 
     def has_room(self) -> bool:
         """Whether another step and an evaluation fit. Collective."""
