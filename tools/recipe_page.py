@@ -47,8 +47,8 @@ TITLES: Mapping[str, tuple[str, str]] = {
     "sft": ("SFT", "rows with a completion, or with messages; sections `rollout` and `reward` are not used"),
 }
 AFTER_ALGORITHMS = """
-Clips and ratios act where a step makes several updates, that is where `epochs` times `minibatches` is more than 1: at the
-first one the ratio is 1. A KL term (`kl_coef` above 0) loads a second model, the `reference`.
+Clips and ratios act where a step makes several updates, that is where `epochs` times `num_mini_batches` is more than 1: at
+the first one the ratio is 1. A KL term (`kl_coef` above 0) loads a second model, the `reference`.
 """
 REWARDS = """
 ## Rewards

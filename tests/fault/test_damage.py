@@ -185,7 +185,7 @@ def trained(model: Path, tmp_path: Path) -> tuple[Path, Path]:
     rows = write_rows(
         tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}, {"prompt": "x", "completion": "y"}]
     )
-    recipe = write_recipe(tmp_path / "r.yaml", model, rows, trainer={"steps": 3, "save_every": 1, "keep": 9})
+    recipe = write_recipe(tmp_path / "r.yaml", model, rows, trainer={"steps": 3, "save_every": 1, "keep_last": 9})
     assert here("train", recipe).code == 0
     shutil.rmtree(tmp_path / "run/hf")
     return recipe, tmp_path / "run"

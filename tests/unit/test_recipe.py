@@ -97,7 +97,7 @@ def test_sections_are_frozen() -> None:
         ({"algorithm": {"gamma": 0.9}}, "algorithm.gamma does not belong to this algorithm: discount"),
         (
             {"algorithm": {"betta": 1.0}},
-            "kl_in, normalize_advantage, scale_by_std, skip_equal_groups)",
+            "kl_in, normalize_advantage, scale_by_std, drop_zero_std_groups)",
         ),
         (
             {"algorithm": {"name": "ppo", "x": 1}},
@@ -111,7 +111,7 @@ def test_sections_are_frozen() -> None:
             {"algorithm": {"name": "dr-grpo"}},
             "; that one is {name: grpo, aggregation: sequence_sum, scale_by_std: false}",
         ),
-        ({"algorithm": {"name": "dapo"}}, "clip_low: 0.2, clip_high: 0.28, skip_equal_groups: true}"),
+        ({"algorithm": {"name": "dapo"}}, "clip_low: 0.2, clip_high: 0.28, drop_zero_std_groups: true}"),
         ({"algorithm": {"name": "ppoo"}}, "algorithm.name is 'ppoo'; expected one of 'sft', 'grpo', 'ppo', 'rloo'"),
         ({"optim": {"lr": "fast"}}, "optim.lr is 'fast'; expected a valid number"),
         ({"optim": {"lr": 0}}, "optim.lr is 0; expected greater than 0"),
@@ -125,7 +125,7 @@ def test_sections_are_frozen() -> None:
         ({"optim": 3}, "optim is 3; expected a mapping of keys"),
         ({"model": {"path": "M", "dtype": "fp16"}}, "model.dtype is 'fp16'; expected 'float32' or 'bfloat16'"),
         ({"rollout": {"samples_per_prompt": 1}}, "rollout.samples_per_prompt is 1; grpo compares"),
-        ({"algorithm": {"minibatches": 129}}, "algorithm.minibatches is 129, but a step has only 128 rows"),
+        ({"algorithm": {"num_mini_batches": 129}}, "algorithm.num_mini_batches is 129, but a step has only 128 rows"),
         ({"reward": {"name": "format", "import": "a:b"}}, "reward: give name or import, not both"),
         ({"reward": {"import": "a.b"}}, "reward: import is 'a.b'; expected module:function"),
         (
@@ -363,9 +363,14 @@ def test_renamed_keys_are_accepted_with_a_note(tmp_path: Path) -> None:
     recipe = load_recipe(path, ["rollout.replay=trainer"])
     assert (recipe.rollout.router_replay, recipe.rollout.mismatch_metrics, recipe.rollout.top_k) == ("trainer", True, 3)
     assert recipe.notes == (
-        "rollout.replay is now rollout.router_replay; this release still accepts the old name",
         "rollout.monitor is now rollout.mismatch_metrics; this release still accepts the old name",
+        "rollout.replay is now rollout.router_replay; this release still accepts the old name",
     )
+    lasting = load_recipe(path, ["data.overlong=drop", "algorithm.minibatches=2", "trainer.keep=3"])
+    assert (lasting.data.overlong_rows, lasting.algorithm.num_mini_batches, lasting.trainer.keep_last) == ("drop", 2, 3)
+    path = write(tmp_path, yaml.safe_dump({**SMALLEST, "trainer": {"keep": 9}}))
+    assert [load_recipe(path, [f"trainer.{key}=3"]).trainer.keep_last for key in ("keep", "keep_last")] == [3, 3]
+    assert "data.overlong is now data.overlong_rows; the old name stays accepted" in lasting.notes
     assert RENAMED.keys().isdisjoint(known_keys()) and set(RENAMED.values()) <= known_keys().keys()
     with pytest.raises(ConfigError, match=r"unknown key rollout\.replay; did you mean"):
-        load_recipe(path, ["rollout.replay=trainer", "rollout.router_replay=trainer"])
+        load_recipe(write(tmp_path, yaml.safe_dump({**SMALLEST, "rollout": {"replay": "none", "router_replay": "none"}})))

@@ -17,15 +17,15 @@ from dovetail.errors import listing, quoted, shortened
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"name": "grpo"},
     "dapo": {
-        "name": "grpo", "aggregation": "token", "clip_low": 0.2, "clip_high": 0.28, "skip_equal_groups": True
+        "name": "grpo", "aggregation": "token", "clip_low": 0.2, "clip_high": 0.28, "drop_zero_std_groups": True
     },
     "dr_grpo": {"name": "grpo", "aggregation": "sequence_sum", "scale_by_std": False},
     "gspo": {
         "name": "grpo", "ratio": "sequence", "aggregation": "sequence", "clip_low": 3e-4, "clip_high": 4e-4,
-        "minibatches": 4,
+        "num_mini_batches": 4,
     },
     "rloo": {"name": "rloo"},
-    "ppo": {"name": "ppo", "critic_warmup": 3, "minibatches": 4},
+    "ppo": {"name": "ppo", "critic_warmup": 3, "num_mini_batches": 4},
     "sft": {"name": "sft"},
 }  # fmt: skip
 
@@ -39,7 +39,7 @@ FOREIGN: Mapping[str, Sequence[str]] = {
     "layout.ep": ("expert_model_parallel_size", "expert_parallel_size"),
     "algorithm.name": ("adv_estimator",),
     "algorithm.epochs": ("num_iterations", "ppo_epochs", "num_ppo_epochs"),
-    "algorithm.minibatches": ("ppo_mini_batch_size", "num_mini_batches"),
+    "algorithm.num_mini_batches": ("ppo_mini_batch_size", "num_mini_batches"),
     "algorithm.aggregation": ("loss_agg_mode", "loss_type"),
     "algorithm.clip_low": ("epsilon", "clip_ratio", "clip_ratio_low", "cliprange"),
     "algorithm.clip_high": ("epsilon_high", "clip_ratio_high"),
@@ -50,7 +50,7 @@ FOREIGN: Mapping[str, Sequence[str]] = {
     "algorithm.kl_estimator": ("kl_loss_type", "kl_penalty"),
     "algorithm.kl_in": ("use_kl_in_reward", "use_kl_loss"),
     "algorithm.scale_by_std": ("scale_rewards", "norm_adv_by_std_in_grpo"),
-    "algorithm.skip_equal_groups": ("filter_groups",),
+    "algorithm.drop_zero_std_groups": ("filter_groups",),
     "algorithm.value_clip": ("cliprange_value",),
     "algorithm.value_coef": ("vf_coef",),
     "data.train": ("train_files", "dataset_name"),
@@ -71,15 +71,22 @@ FOREIGN: Mapping[str, Sequence[str]] = {
     "trainer.prompts_per_step": ("batch_size", "train_batch_size", "per_device_train_batch_size"),
     "trainer.tokens_per_batch": ("ppo_max_token_len_per_gpu", "micro_batch_size", "ppo_micro_batch_size_per_gpu"),
     "trainer.save_every": ("save_steps", "save_freq"),
-    "trainer.keep": ("save_total_limit", "max_ckpt_to_keep"),
+    "trainer.keep_last": ("save_total_limit", "max_ckpt_to_keep"),
     "trainer.eval_every": ("eval_steps", "test_freq"),
     "trainer.loggers": ("report_to", "logger"),
     "trainer.activation_checkpointing": ("gradient_checkpointing", "enable_gradient_checkpointing"),
     "run_dir": ("output_dir", "default_local_dir"),
 }
 
-# Keys by their old names, which are accepted for one release.
+# Keys by their old names: the first three are accepted for good (contract.md), the others for one release.
+LASTING: Mapping[str, str] = {
+    "data.overlong": "data.overlong_rows",
+    "algorithm.minibatches": "algorithm.num_mini_batches",
+    "trainer.keep": "trainer.keep_last",
+}
 RENAMED: Mapping[str, str] = {
+    **LASTING,
+    "algorithm.skip_equal_groups": "algorithm.drop_zero_std_groups",
     "rollout.replay": "rollout.router_replay",
     "rollout.monitor": "rollout.mismatch_metrics",
 }
@@ -106,8 +113,13 @@ def rename_keys(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         keys = renamed.get(section)
         if isinstance(keys, Mapping) and leaf in keys and leaf_of(new) not in keys:
             renamed[section] = {leaf_of(new) if name == leaf else name: value for name, value in keys.items()}
-            notes.append(f"{old} is now {new}; this release still accepts the old name")
+            notes.append(renamed_note(old))
     return renamed, notes
+
+
+def renamed_note(old: str) -> str:
+    kept = "the old name stays accepted" if old in LASTING else "this release still accepts the old name"
+    return f"{old} is now {RENAMED[old]}; {kept}"
 
 
 def keys_of(recipe: type[BaseModel]) -> dict[str, Key]:

@@ -14,7 +14,7 @@ from dovetail.errors import ConfigError
 from dovetail.launch.progress import Phase
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.evaluation import EvalSection, EvalSetSection
-from dovetail.recipe.keys import Key, explain, keys_of, rename_keys
+from dovetail.recipe.keys import RENAMED, Key, explain, keys_of, rename_keys, renamed_note
 from dovetail.recipe.reward import Rewards, RewardSection
 from dovetail.recipe.tracking import Loggers
 from dovetail.recipe.types import (
@@ -74,7 +74,7 @@ class Algorithm(Section):
     """Keys of every algorithm."""
 
     epochs: PositiveInt = key(1, "passes over the rows of a step")
-    minibatches: PositiveInt = key(1, "optimizer steps in one pass")
+    num_mini_batches: PositiveInt = key(1, "optimizer steps in one pass")
     aggregation: Literal["token", "sequence", "sequence_sum"] = key(
         "token",
         "token: mean over all tokens; sequence: mean over sequences of their means; sequence_sum: mean over sequences "
@@ -114,7 +114,7 @@ class GRPO(PolicyGradient):
 
     name: Literal["grpo"] = "grpo"
     scale_by_std: bool = key(True, "divide by the group's standard deviation; false: Dr. GRPO")
-    skip_equal_groups: bool = key(False, "leave groups with all-equal rewards out of the loss (DAPO)")
+    drop_zero_std_groups: bool = key(False, "leave groups with all-equal rewards out of the loss (DAPO)")
 
 
 class RLOO(PolicyGradient):
@@ -176,7 +176,7 @@ class TrainerSection(Section):
     tokens_per_batch: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = key(16384, "tokens of a micro-batch at most, padded")
     save_every: NonNegativeInt = key(50, "steps between checkpoints; 0: only when the run is stopped")
     save_on_stop: bool = key(True, "SIGTERM and Ctrl-C save a checkpoint, whatever save_every is")
-    keep: PositiveInt = key(2, "latest checkpoints to keep")
+    keep_last: PositiveInt = key(2, "latest checkpoints to keep")
     keep_every: NonNegativeInt = key(0, "keep every checkpoint whose step this divides; 0: none for that")
     keep_best: NonNegativeInt = key(0, "best checkpoints to keep, by evaluation, else reward, else loss")
     async_save: bool = key(True, "write checkpoints while training goes on; needs host memory for one")
@@ -231,9 +231,9 @@ class Recipe(Section):
                 "other, so give 2 or more"
             )
         rows = self.trainer.prompts_per_step * (1 if isinstance(self.algorithm, SFT) else samples)
-        if self.algorithm.minibatches > rows:
+        if self.algorithm.num_mini_batches > rows:
             raise ValueError(
-                f"algorithm.minibatches is {self.algorithm.minibatches}, but a step has only {rows} rows; lower it, or "
+                f"algorithm.num_mini_batches is {self.algorithm.num_mini_batches}, but a step has only {rows} rows; lower it, or "
                 "raise trainer.prompts_per_step"
             )
         if self.data.eval and any(each.name == "eval" for each in self.eval.sets):
@@ -266,10 +266,14 @@ class Recipe(Section):
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> Recipe:
     """overrides: `key.path=value`. flags, by dotted key, beat them."""
-    given = read_mapping(Path(path))
+    given, notes = rename_keys(read_mapping(Path(path)))
     for name, value in [*parse_overrides(overrides), *(flags or {}).items()]:
-        merge(given, name, value)
-    return make_recipe(given, str(path))
+        if name in RENAMED:
+            notes.append(renamed_note(name))
+        merge(given, RENAMED.get(name, name), value)
+    recipe = make_recipe(given, str(path))
+    recipe._notes = (*notes, *recipe.notes)
+    return recipe
 
 
 def make_recipe(given: Mapping[str, Any], source: str = "recipe") -> Recipe:
