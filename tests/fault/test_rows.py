@@ -99,7 +99,9 @@ def test_overlong_rows_of_train_follow_the_recipe(algorithm: str, model: Path, t
     assert ended.out.count(note) == 1
     if algorithm == "grpo":
         assert {row["id"] for row in read_rows(tmp_path / "run/rollouts/step_000001.jsonl")} == {0, 2}
-    told = refusal(here("train", recipe, "data.overlong_rows=drop", "trainer.tokens_per_batch=5", f"run_dir={tmp_path}/b"))
+    told = refusal(
+        here("train", recipe, "data.overlong_rows=drop", "trainer.tokens_per_batch=5", f"run_dir={tmp_path}/b")
+    )
     assert "all 3 rows are longer than" in told
     if algorithm == "grpo":
         told = refusal(here("train", recipe, "trainer.tokens_per_batch=4", f"run_dir={tmp_path}/b"))

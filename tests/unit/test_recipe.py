@@ -373,4 +373,6 @@ def test_renamed_keys_are_accepted_with_a_note(tmp_path: Path) -> None:
     assert "data.overlong is now data.overlong_rows; the old name stays accepted" in lasting.notes
     assert RENAMED.keys().isdisjoint(known_keys()) and set(RENAMED.values()) <= known_keys().keys()
     with pytest.raises(ConfigError, match=r"unknown key rollout\.replay; did you mean"):
-        load_recipe(write(tmp_path, yaml.safe_dump({**SMALLEST, "rollout": {"replay": "none", "router_replay": "none"}})))
+        load_recipe(
+            write(tmp_path, yaml.safe_dump({**SMALLEST, "rollout": {"replay": "none", "router_replay": "none"}}))
+        )

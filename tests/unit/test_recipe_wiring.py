@@ -239,7 +239,11 @@ def recipe_of(folder: Path, algorithm: str) -> dict[str, Any]:
         "data.train": "FOLDER/train.jsonl",
         "run_dir": "FOLDER/run",
     }
-    needed |= {"algorithm.name": algorithm.partition("-")[0], "data.overlong_rows": "drop", "trainer.tokens_per_batch": 40}
+    needed |= {
+        "algorithm.name": algorithm.partition("-")[0],
+        "data.overlong_rows": "drop",
+        "trainer.tokens_per_batch": 40,
+    }
     needed |= {"rollout.max_new_tokens": 9}
     for key, value in [*needed.items(), *((leaf.key, leaf.value) for leaf in TABLE if leaf.algorithm == algorithm)]:
         *path, last = key.split(".")

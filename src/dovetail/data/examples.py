@@ -239,7 +239,9 @@ def _truncated(row: JsonRow, example: Example, limits: Limits) -> Example | None
         return None
     fields: dict[str, Any] = vars(example)
     if fields["media"] is not None:
-        raise row.error("a row with images or videos cannot be truncated; shorten it, or set data.overlong_rows=drop alone")
+        raise row.error(
+            "a row with images or videos cannot be truncated; shorten it, or set data.overlong_rows=drop alone"
+        )
     kept = slice(-limits.max_tokens, None) if limits.truncate == "left" else slice(limits.max_tokens)
     mask = fields.get("mask")
     if mask is not None and not any(mask[kept]):

@@ -14,7 +14,8 @@ from dovetail.errors import ConfigError
 from dovetail.launch.progress import Phase
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.evaluation import EvalSection, EvalSetSection
-from dovetail.recipe.keys import RENAMED, Key, explain, keys_of, rename_keys, renamed_note
+from dovetail.recipe.keys import RENAMED, Key, explain, keys_of, nearest, rename_keys, renamed_note
+from dovetail.recipe.names import all_meanings
 from dovetail.recipe.reward import Rewards, RewardSection
 from dovetail.recipe.tracking import Loggers
 from dovetail.recipe.types import (
@@ -285,6 +286,11 @@ def make_recipe(given: Mapping[str, Any], source: str = "recipe") -> Recipe:
         raise ConfigError(explain(error, known_keys(), source)) from None
     recipe._notes = tuple(notes)
     return recipe
+
+
+def hint_of(name: str) -> str:
+    """What a name that is no key most likely means."""
+    return nearest(name, known_keys(), all_meanings())
 
 
 def known_keys() -> dict[str, Key]:

@@ -27,7 +27,7 @@ FIXED: Mapping[str, str] = {  # keys that may not change, and why
 }
 ROWS: Mapping[str, str] = {  # by data.overlong_rows: the keys that decide which rows are used
     "error": "data.train",
-    "drop": "data.train, trainer.tokens_per_batch, rollout.max_new_tokens and layouts, by which data.overlong_rows=drop drops rows,",
+    "drop": "data.train, trainer.tokens_per_batch, rollout.max_new_tokens and layouts, by which rows are dropped,",
 }
 SOURCES = frozenset({"model.path", "data.train", "critic.path", "reference.path"})  # of a run without checkpoints
 EVALUATED = ("data.eval", "eval.sets")
