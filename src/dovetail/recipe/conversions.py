@@ -342,7 +342,7 @@ def _rewards(draft: Draft, prefix: str) -> None:
             draft.decide.append(OWN_REWARD.format(name))
         else:
             kind = {"import": ":".join(name.rsplit(".", 1))} if is_own else {"name": "math_verify"}
-            parts.append({**kind, "weight": weight})
+            parts.append(kind | ({"weight": weight} if weight != 1 else {}))
     if not names and not draft.look(f"{prefix}reward_model_name_or_path"):
         draft.decide.append(OWN_REWARD.format("those that the script gives"))
     if len(parts) > 1:

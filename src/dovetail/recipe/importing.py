@@ -33,7 +33,9 @@ def import_config(path: Path, project: str = "") -> Draft:
     words, given = _read(path)
     name, _, kind = project.partition("-")
     table, kind = _recognized(words, given, name, kind, path)
-    draft = Draft(table, kind, known_keys(), {table.current(key): value for key, value in given.items()})
+    given = {key: value for key, value in given.items() if not (isinstance(value, str) and value.startswith(UNSET))}
+    older = {table.current(key): value for key, value in given.items()}
+    draft = Draft(table, kind, known_keys(), older | {key: given[key] for key in older.keys() & given.keys()})
     CONVERSIONS[table.title](draft)
     _copy(draft)
     _require(draft, path)
@@ -70,6 +72,8 @@ def _recognized(
 ) -> tuple[Table, str]:
     """The table that knows most of the names."""
     command = " ".join([*words[:2], *[word for word in words if PROGRAM.fullmatch(word)][:1]])
+    if project and project not in IMPORTED:
+        raise ConfigError(f"--from {project}: expected one of {', '.join(IMPORTED)}")
     ranked = []
     for name in (project,) if project else IMPORTED:
         for its_kind, table in read_tables(name).items():
@@ -107,15 +111,12 @@ def _copy(draft: Draft) -> None:
 def _copy_one(draft: Draft, name: str, value: Any, is_default: bool) -> None:
     table, meaning = draft.table, draft.table.find(name)
     shown = f"{name}={'...' if SECRET.search(name) else dump_value(value)}"
-    is_unset = isinstance(value, str) and value.startswith(UNSET)
-    is_off = (
-        is_unset or (value is not True and (value in ([], {}) or value in OFF)) or value in table.same.get(name, ())
-    )
+    is_off = (value is not True and (value in ([], {}) or value in OFF)) or value in table.same.get(name, ())
     if meaning is None:
         draft.lose(f"no name of {table.title} {table.version}", shown)
     elif meaning.entry.get("group") == "unneeded" or draft.without_effect(meaning.key):
         draft.unneeded += [] if is_default else [name]
-    elif is_unset or (value is None and None not in meaning.entry.get("values", ())):
+    elif value is None and None not in meaning.entry.get("values", ()):
         pass  # their default
     elif meaning.key is None or not meaning.copied:
         if not is_default and not is_off:
@@ -156,7 +157,7 @@ def _require(draft: Draft, path: Path) -> None:
         for text in [part.get("path", part.get("data")) if isinstance(part, Mapping) else part for part in parts]:
             if isinstance(text, str) and "$" in text:
                 unset.append(f"{key}={text}")
-            elif isinstance(text, str) and key in NAMES_A_PATH and HUB_NAME.fullmatch(text):
+            elif isinstance(text, str) and key in NAMES_A_PATH and HUB_NAME.fullmatch(text) and not Path(text).exists():
                 named.append(f"{key}={text}")
     for names, what in (
         (unset, "write what the variable stands for"),

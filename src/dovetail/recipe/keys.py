@@ -46,6 +46,7 @@ RENAMED: Mapping[str, str] = {
 }
 
 MOST_SHOWN = 20  # problems of one recipe
+KEYS_OF = " (keys of "
 UNKNOWN = "extra_forbidden"  # pydantic's name
 # similarity of 1 that a key of the same section must have, one that goes before names of others, and a section
 CLOSE, CLOSER, SIMILAR = 0.75, 0.85, 0.7
@@ -135,8 +136,10 @@ def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> st
         key = next((name for name in reversed(dotted) if name in names), "")  # without indices and tags of unions
         problems.setdefault(dotted[-1] if detail["type"] == "extra_forbidden" else key, []).append(detail)
     meanings = all_meanings() if any(details[0]["type"] == UNKNOWN for details in problems.values()) else []
-    lines = [line for key, details in problems.items() for line in _lines(key, details, known, meanings)]
-    shown, more = lines[:MOST_SHOWN], len(lines) - MOST_SHOWN
+    first = list(problems.items())[:MOST_SHOWN]
+    lines = [line for key, details in first for line in _lines(key, details, known, meanings)]
+    lines = _without_repeats(lines)
+    shown, more = lines[:MOST_SHOWN], max(len(lines), len(problems)) - MOST_SHOWN
     text = f"{source}: {lines[0]}" if len(lines) == 1 else f"{source}:\n{listing(shown)}"
     text += f"\n  ... and {more} more" if more > 0 else ""
     foreign = sum("'s, " in line for line in lines) >= MANY
@@ -152,19 +155,33 @@ def nearest(key: str, known: Mapping[str, Key], meanings: Sequence[Meaning]) -> 
     section, _, leaf = key.rpartition(".")
     siblings = {leaf_of(other): other for other in known if other.rpartition(".")[0] == section}
     close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=CLOSE) if section else []
-    closer = [name for name in close if difflib.SequenceMatcher(None, leaf, name).ratio() >= CLOSER]
+    closer = (
+        difflib.get_close_matches(leaf, close, cutoff=CLOSER) if close and abs(len(close[0]) - len(leaf)) < 2 else []
+    )
     if key in RENAMED:
         return f"did you mean {RENAMED[key]}?"
-    twins = [other for other in known if leaf_of(other) == leaf]
-    ours = [meaning.key for meaning in meant(key, meanings)]
-    twins = [twin for twin in twins if twin in ours] or twins
-    foreign = "" if closer or (len(ours) == 1 and ours[0] in twins) else hint(key, meanings)
-    if foreign and not (close and foreign.startswith("did you mean")):
-        return foreign
+    foreign, twins = meant(key, meanings), [other for other in known if leaf_of(other) == leaf]
+    same = [twin for twin in twins if [meaning.key for meaning in foreign if meaning.title] == [twin]]
+    if not closer and not (same and key.count(".") < 2):
+        said = hint(key, meanings)
+        if said and not (close and said.startswith("did you mean")):
+            return said
+    twins = same or twins
     sections = list(dict.fromkeys(other.split(".")[0] for other in known))
     similar = [] if section else difflib.get_close_matches(key, sections, n=1, cutoff=SIMILAR)
     choices = [siblings[name] for name in close] or twins or similar
     return f"did you mean {difflib.get_close_matches(key, choices, n=1, cutoff=0.0)[0]}?" if choices else ""
+
+
+def _without_repeats(lines: Sequence[str]) -> list[str]:
+    """A list of keys stands behind the first line that has it."""
+    seen: set[str] = set()
+    short = []
+    for line in lines:
+        words, listed, keys = line.rpartition(KEYS_OF)
+        short.append(words if listed and keys in seen else line)
+        seen.add(keys)
+    return short
 
 
 def leaf_of(key: str) -> str:
@@ -179,7 +196,7 @@ def _lines(
         return [_line(key, details, known)]
     algorithm = str(first["loc"][1]) if first["loc"][0] == "algorithm" else ""
     inside = flat(first["input"], f"{key}.") if isinstance(first["input"], Mapping) and first["input"] else {}
-    foreign = [name for name in inside if meant(name, meanings)]
+    foreign = [name for name in [*inside][:MOST_SHOWN] if meant(name, meanings)]
     return [_unknown_key(name.strip("."), algorithm, known, meanings) for name in foreign or [key]]
 
 
@@ -215,7 +232,7 @@ def _unknown_key(name: str, algorithm: str, known: Mapping[str, Key], meanings: 
     if not section or not siblings:
         section, siblings = "a recipe", list(dict.fromkeys(k.split(".")[0] for k in known))
     options = (
-        "" if near and not near.startswith("did you") else f" (keys of {shortened(section)}: {', '.join(siblings)})"
+        "" if near and not near.startswith("did you") else f"{KEYS_OF}{shortened(section)}: {', '.join(siblings)})"
     )
     return f"unknown key {shortened(name)}{'; ' if near else ''}{near}{options}"
 

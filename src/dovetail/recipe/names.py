@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ class Table:
     def find(self, name: str) -> Meaning | None:
         """That of the name, else of a mapping that holds it and has no key."""
         by_name = next((meaning for meaning in self.meanings if meaning.name == name), None)
-        found = by_name or next((meaning for meaning in self.meanings if meaning.matches(name)), None)
+        patterns = [meaning for meaning in self.meanings if meaning.matches(name)]
+        found = by_name or max(patterns, key=lambda meaning: meaning.name.count("."), default=None)
         outside = self.find(name.rpartition(".")[0]) if found is None and "." in name else None
         return outside if outside and not outside.key else found
 
@@ -82,6 +84,7 @@ class Table:
         return name if own else self.older.get(name, name)
 
 
+@cache
 def read_tables(project: str) -> dict[str, Table]:
     """By trainer of theirs; "" has the names of all."""
     content = read_mapping(FOLDER / f"{project}.yaml")
@@ -94,6 +97,7 @@ def read_tables(project: str) -> dict[str, Table]:
     return tables
 
 
+@cache
 def all_meanings() -> list[Meaning]:
     """Those of every project, with its names of earlier releases."""
     meanings: list[Meaning] = []
@@ -133,8 +137,8 @@ def meant(typed: str, meanings: Sequence[Meaning]) -> list[Meaning]:
         m for m in meanings if m.matches(typed) or m.matches(typed.rpartition(".")[2]) or typed.endswith(f".{m.name}")
     ]
     if whole:
-        longest = max(_length(m.name) for m in whole)
-        whole = [m for m in whole if _length(m.name) == longest]
+        best = max(_rank(m, typed) for m in whole)
+        whole = [m for m in whole if _rank(m, typed) == best]
         return _different([m for m in whole if m.title is None] or whole)
     if "." in typed and (part := [m for m in meanings if m.name.endswith(f".{typed}")]):
         return _different(part)[:1]
@@ -142,8 +146,8 @@ def meant(typed: str, meanings: Sequence[Meaning]) -> list[Meaning]:
     return leaf if len(leaf) == 1 else []
 
 
-def _length(name: str) -> tuple[bool, int]:
-    return "*" not in name, name.count(".")
+def _rank(meaning: Meaning, typed: str) -> tuple[bool, bool, int]:
+    return meaning.matches(typed), "*" not in meaning.name, meaning.name.count(".")
 
 
 def _different(meanings: Sequence[Meaning]) -> list[Meaning]:

@@ -16,7 +16,8 @@ FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 PROGRAM = re.compile(r"\S+\.py|(?:verl|openrlhf|trl|axolotl)\.[\w.]+")
 LAUNCHER = ("num_processes", "nproc_per_node", "num_gpus")  # what a launcher's flags say about a training
 NUMBER = re.compile(r"-\.?\d")  # a value, not a flag
-INNERMOST = re.compile(r"\$\(\(([^()$]*)\)\)|\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\$(\w+)")
+SUM = r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)"
+INNERMOST = re.compile(r"\$\(\(((?:[^()$]|\([^()$]*\))*)\)\)|\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\$(\w+)")
 OPERATIONS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -52,8 +53,8 @@ def read_command(text: str) -> tuple[list[str], dict[str, Any]]:
 
 def _commands(text: str) -> list[list[str]]:
     text = re.sub(r"^[ \t]*#.*\n?", "", text, flags=re.MULTILINE).replace("\\\r\n", " ").replace("\\\n", " ")
-    text = re.sub(r"\$\(\(([^()]*)\)\)", lambda sum_: re.sub(r"\s", "", sum_[0]), text)  # one word
-    text = re.sub(r"\$\([^()]*\)", "$COMMAND", text)
+    text = re.sub(SUM, lambda sum_: re.sub(r"\s", "", sum_[0]), text)  # one word
+    text = re.sub(r"\$\((?!\()[^()]*\)", "$COMMAND", text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";\n")
     lexer.whitespace, lexer.whitespace_split = " \t\r", True
     commands: list[list[str]] = [[]]
