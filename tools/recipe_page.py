@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from dovetail.recipe.keys import FOREIGN, VARIANTS, keys_of, leaf_of, scalar
+from dovetail.recipe.keys import VARIANTS, keys_of, leaf_of, scalar
 from dovetail.recipe.schema import Recipe
 from dovetail.rewards.built_in import BUILT_IN, final_number
 
@@ -57,12 +57,13 @@ REWARDS = """
 Judges, reward models and sums of several: [rewards.md](rewards.md).
 """
 FROM_OTHERS = """
-## From verl or TRL
+## From verl, TRL and others
 
-Reward functions of either run as they are, `async` ones too, and so do their rows ([data.md](data.md)). Sizes count other
-things:
-`minibatches` is the number of updates in a pass over a step's rows, not the rows of one; `prompts_per_step` counts prompts
-over all ranks, not completions of one; `tokens_per_batch` stands for every micro-batch size.
+Reward functions of verl and TRL run as they are, `async` ones too, and so do their rows ([data.md](data.md)). Sizes count other
+things: `num_mini_batches` is the number of updates in a pass over a step's rows, not the rows of one; `prompts_per_step` counts
+prompts over all ranks, not completions of one; `tokens_per_batch` stands for every micro-batch size. All their names:
+[coming-from-verl.md](coming-from-verl.md), [coming-from-trl.md](coming-from-trl.md). `dovetail import-config` turns a config of
+verl, TRL, OpenRLHF, axolotl or slime into a recipe.
 """
 KINDS: Mapping[str, str] = {
     "integer": "whole number", "number": "number", "string": "text", "boolean": "`true`, `false`", "null": "`null`",
@@ -73,9 +74,7 @@ BOUNDS: Mapping[str, str] = {"minimum": ">=", "exclusiveMinimum": ">", "maximum"
 
 def page() -> str:
     """The whole page."""
-    return "\n".join(
-        [INTRO, *_algorithms(), AFTER_ALGORITHMS, *_keys(), REWARDS, *_rewards(), FROM_OTHERS, *_names(), ""]
-    )
+    return "\n".join([INTRO, *_algorithms(), AFTER_ALGORITHMS, *_keys(), REWARDS, *_rewards(), FROM_OTHERS])
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -177,11 +176,6 @@ def _rewards() -> Iterator[str]:
         rows.append((f"`{name}`", " ".join(str(function.__doc__).split()), ", ".join(options)))
     yield from table(("name", "what it gives", "options"), rows)
     yield f"\n`final_number`: {' '.join(str(final_number.__doc__).split())}"
-
-
-def _names() -> list[str]:
-    rows = [(f"`{ours}`", ", ".join(f"`{name}`" for name in theirs)) for ours, theirs in FOREIGN.items()]
-    return table(("here", "there"), rows)
 
 
 if __name__ == "__main__":
