@@ -96,7 +96,8 @@ class Draft:
 
     def without_effect(self, key: str | None) -> bool:
         """Of a key that belongs to other algorithms."""
-        owners = OWNERS.get(str(key).partition(".")[0], ())
-        owners = owners or tuple(self.keys[key].defaults if key in self.keys else ())
-        no_reference = str(key).startswith("reference.") and not self.recipe.get("algorithm.kl_coef")
-        return no_reference or not ({"", self.algorithm} & {*owners} or not owners)
+        name = key or ""
+        known = self.keys.get(name)
+        owners = OWNERS.get(name.partition(".")[0]) or tuple(known.defaults if known else ())
+        no_reference = name.startswith("reference.") and not self.recipe.get("algorithm.kl_coef")
+        return no_reference or (bool(owners) and not {"", self.algorithm} & {*owners})

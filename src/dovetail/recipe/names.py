@@ -110,7 +110,7 @@ def all_meanings() -> list[Meaning]:
 
 def _meanings(title: str | None, part: Mapping[str, Any], kind: str) -> Iterator[Meaning]:
     for name, given in part.get("keys", {}).items():
-        entry = {"key": given} if isinstance(given, str) else given
+        entry: Mapping[str, Any] = {"key": given} if isinstance(given, str) else given
         text = entry.get("note") or _listed(entry.get("values", {}))
         yield Meaning(title, name, entry["key"], text, entry, kind)
     for group, words in WITHOUT_KEY.items():
