@@ -147,8 +147,8 @@ def step(engine: NativeEngine, spec: ArchSpec, session: Session, dtype: torch.dt
     rewards: Any = Coin()
     recipe: Any = SimpleNamespace(  # this machine may have no pydantic
         algorithm=SimpleNamespace(
-            name="grpo", epochs=1, minibatches=1, aggregation="token", kl_in="loss", kl_coef=0.0, scale_by_std=True,
-            skip_equal_groups=False, normalize_advantage=False,
+            name="grpo", epochs=1, num_mini_batches=1, aggregation="token", kl_in="loss", kl_coef=0.0, scale_by_std=True,
+            drop_zero_std_groups=False, normalize_advantage=False,
         ),
         rollout=SimpleNamespace(
             temperature=sampling.temperature, max_new_tokens=given.new_tokens, router_replay="none", mismatch_metrics=False

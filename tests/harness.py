@@ -297,8 +297,8 @@ class _SharedLoopGloo(dist.ProcessGroupGloo):
 
     devices: ClassVar[list[Any]] = []
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        options = dist.ProcessGroupGloo._Options()
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # stubs lack it
         self.devices[:] = self.devices or [dist.ProcessGroupGloo.create_device(interface="lo")]
         options._devices, options._threads, options._timeout = list(self.devices), 2, timeout
         super().__init__(store, rank, size, options)

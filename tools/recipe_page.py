@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from dovetail.recipe.keys import FOREIGN, VARIANTS, keys_of, leaf_of, scalar
+from dovetail.recipe.keys import VARIANTS, keys_of, leaf_of, scalar
 from dovetail.recipe.schema import Recipe
 from dovetail.rewards.built_in import BUILT_IN, final_number
 
@@ -43,12 +43,29 @@ TITLES: Mapping[str, tuple[str, str]] = {
         "RLOO",
         "no KL term; that of the paper lies in the reward: `kl_in: reward, kl_estimator: k1` and a `kl_coef`",
     ),
+    "reinforce_plus_plus": (
+        "REINFORCE++",
+        "each token's KL penalty lies in its reward; whitened over all tokens of a step",
+    ),
+    "reinforce_plus_plus_baseline": (
+        "REINFORCE++-baseline",
+        "rewards less the mean of their prompt's samples, whitened over all tokens of a step; the KL term lies in the loss",
+    ),
+    "cispo": (
+        "CISPO",
+        "the clipped ratio weights log-probs, and no token loses its gradient; TRL's `epsilon_high` is 1 + `clip_high`",
+    ),
+    "gmpo": ("GMPO", "the geometric mean of a response's ratios, each clipped to e^-clip_low and e^clip_high"),
+    "sapo": (
+        "SAPO",
+        "a soft gate instead of the clip; `loss: {name: sapo, options: {tau_positive: 1.0, tau_negative: 1.05}}`",
+    ),
     "ppo": ("PPO", "with a critic (section `critic`); the first `critic_warmup` steps train it alone"),
     "sft": ("SFT", "rows with a completion, or with messages; sections `rollout` and `reward` are not used"),
 }
 AFTER_ALGORITHMS = """
-Clips and ratios act where a step makes several updates, that is where `epochs` times `minibatches` is more than 1: at the
-first one the ratio is 1. A KL term (`kl_coef` above 0) loads a second model, the `reference`.
+Clips and ratios act where a step makes several updates, that is where `epochs` times `num_mini_batches` is more than 1: at
+the first one the ratio is 1. A KL term (`kl_coef` above 0) loads a second model, the `reference`.
 """
 REWARDS = """
 ## Rewards
@@ -57,12 +74,13 @@ REWARDS = """
 Judges, reward models and sums of several: [rewards.md](rewards.md).
 """
 FROM_OTHERS = """
-## From verl or TRL
+## From verl, TRL and others
 
-Reward functions of either run as they are, `async` ones too, and so do their rows ([data.md](data.md)). Sizes count other
-things:
-`minibatches` is the number of updates in a pass over a step's rows, not the rows of one; `prompts_per_step` counts prompts
-over all ranks, not completions of one; `tokens_per_batch` stands for every micro-batch size.
+Reward functions of verl and TRL run as they are, `async` ones too, and so do their rows ([data.md](data.md)). Sizes count other
+things: `num_mini_batches` is the number of updates in a pass over a step's rows, not the rows of one; `prompts_per_step` counts
+prompts over all ranks, not completions of one; `tokens_per_batch` stands for every micro-batch size. All their names:
+[coming-from-verl.md](coming-from-verl.md), [coming-from-trl.md](coming-from-trl.md). `dovetail import-config` turns a config of
+verl, TRL, OpenRLHF, axolotl or slime into a recipe.
 """
 KINDS: Mapping[str, str] = {
     "integer": "whole number", "number": "number", "string": "text", "boolean": "`true`, `false`", "null": "`null`",
@@ -73,9 +91,7 @@ BOUNDS: Mapping[str, str] = {"minimum": ">=", "exclusiveMinimum": ">", "maximum"
 
 def page() -> str:
     """The whole page."""
-    return "\n".join(
-        [INTRO, *_algorithms(), AFTER_ALGORITHMS, *_keys(), REWARDS, *_rewards(), FROM_OTHERS, *_names(), ""]
-    )
+    return "\n".join([INTRO, *_algorithms(), AFTER_ALGORITHMS, *_keys(), REWARDS, *_rewards(), FROM_OTHERS])
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -147,14 +163,18 @@ def _default(name: str, value: Any) -> str:
 def _takes(key: str, schemas: Sequence[Mapping[str, Any]]) -> str:
     """What a key takes, by the first schema that has it."""
     first, _, rest = key.partition(".")
-    for schema in schemas:
-        found = schema["properties"].get(first)
-        if found is not None and rest:
-            found = found.get("items", found)
-            kinds = [kind["$ref"].rpartition("/")[2] for kind in found.get("anyOf", [found]) if "$ref" in kind]
-            return _takes(rest, [{**schema["$defs"][kind], "$defs": schema["$defs"]} for kind in kinds])
-        if found is not None:
-            return " or ".join(_kind(each) for each in found.get("anyOf", [found]))
+    having = [
+        (schema["properties"][first], schema.get("$defs", {})) for schema in schemas if first in schema["properties"]
+    ]
+    if having and not rest:
+        return " or ".join(_kind(each) for each in having[0][0].get("anyOf", [having[0][0]]))
+    inside = []
+    for field, definitions in having:
+        field = field.get("items", field)
+        kinds = [kind["$ref"].rpartition("/")[2] for kind in field.get("anyOf", [field]) if "$ref" in kind]
+        inside += [{**definitions[kind], "$defs": definitions} for kind in kinds]
+    if inside:
+        return _takes(rest, inside)
     raise LookupError(key)
 
 
@@ -177,11 +197,6 @@ def _rewards() -> Iterator[str]:
         rows.append((f"`{name}`", " ".join(str(function.__doc__).split()), ", ".join(options)))
     yield from table(("name", "what it gives", "options"), rows)
     yield f"\n`final_number`: {' '.join(str(final_number.__doc__).split())}"
-
-
-def _names() -> list[str]:
-    rows = [(f"`{ours}`", ", ".join(f"`{name}`" for name in theirs)) for ours, theirs in FOREIGN.items()]
-    return table(("here", "there"), rows)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def test_a_run_directory_holds_what_was_promised(model: Path, rl_rows: Path, tmp
         model,
         rl_rows,
         algorithm={"name": "grpo"},
-        trainer={"steps": 5, "save_every": 2, "keep": 2},
+        trainer={"steps": 5, "save_every": 2, "keep_last": 2},
     )
     ended = here("train", recipe, "trainer.seed=7")
     assert (ended.code, ended.err) == (0, "")

@@ -41,11 +41,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe_of(inputs: Path, run_dir: Path, name: str, layout: str, **sections: Any) -> dict[str, Any]:
     """Every algorithm with as much state as it can have; all steps are kept."""
-    trainer = {"steps": 2 * K, "save_every": K, "keep": 10, "prompts_per_step": 4, **sections.pop("trainer", {})}
+    trainer = {"steps": 2 * K, "save_every": K, "keep_last": 10, "prompts_per_step": 4, **sections.pop("trainer", {})}
     optim = {"schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.1, "lr": 3e-3}
     degrees = {key: int(value) for key, value in (part.split("=") for part in layout.split(",") if part)}
     common: dict[str, Any] = {"optim": optim, "layout": degrees, "trainer": trainer}
-    algorithm = {"name": name, "minibatches": 2, **sections.pop("algorithm", {})}
+    algorithm = {"name": name, "num_mini_batches": 2, **sections.pop("algorithm", {})}
     if name == "sft":
         return sft(inputs, run_dir, **{**common, "algorithm": algorithm, **sections})
     options: dict[str, Any] = {"kl_coef": 0.05}
@@ -157,7 +157,7 @@ def test_rows_are_taken_once_when_a_step_takes_more_or_fewer_of_them(
 ) -> None:
     taken: list[str] = []
     for before, count in enumerate(counts):
-        given = recipe_of(inputs, tmp_path / "run", "grpo", "", algorithm={"minibatches": 1, "kl_coef": 0.0})
+        given = recipe_of(inputs, tmp_path / "run", "grpo", "", algorithm={"num_mini_batches": 1, "kl_coef": 0.0})
         given["trainer"] = {**given["trainer"], "steps": before + 1, "save_every": 1, "prompts_per_step": count}
         rows = read_rows(done(given, 1) / "rollouts" / f"step_{before + 1:06}.jsonl")
         taken += [row["id"] for row in rows if row["sample"] == 0]
@@ -202,7 +202,7 @@ def test_a_killed_program_started_again_is_straight_through(
     name: str, layout: str, cycles: int, inputs: Path, tmp_path: Path
 ) -> None:
     """kill -9 of every process at random moments, in steps and in saves."""
-    draw, trainer = random.Random(f"{name}{layout}"), {"steps": 4 * cycles, "save_every": 1, "keep": 2}
+    draw, trainer = random.Random(f"{name}{layout}"), {"steps": 4 * cycles, "save_every": 1, "keep_last": 2}
     given = recipe_of(inputs, tmp_path / "straight", name, layout, trainer=trainer)
     straight = done(given, 2 if layout else 1)
     given["run_dir"] = str(tmp_path / "killed")

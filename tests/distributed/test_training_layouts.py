@@ -17,7 +17,7 @@ from tests.tolerances import CURVE_FP32, RL_LOSS_FP32
 LAYOUTS = ("tp=2", "dp=2", "dp=4", "tp=4")  # 4 heads on 2 key-value heads: tp 4 holds copies
 SFT_STEPS, RL_STEPS = 6, 3
 RECIPES: Mapping[str, Mapping[str, Any]] = {
-    "grpo": {"kl_coef": 0.1, "epochs": 2, "minibatches": 2},
+    "grpo": {"kl_coef": 0.1, "epochs": 2, "num_mini_batches": 2},
     "ppo": {"kl_coef": 0.05, "lam": 0.95},
     "rloo": {"aggregation": "sequence", "ratio": "sequence"},
 }

@@ -44,7 +44,7 @@ def rl_run(
         folder / "r.yaml",
         model,
         rows,
-        algorithm={"name": "grpo", "minibatches": 2},
+        algorithm={"name": "grpo", "num_mini_batches": 2},
         data={"eval": str(rows)},
         reward={"import": "grader:slow", "timeout_seconds": 600},
         trainer={"steps": ENDLESS, **trainer},

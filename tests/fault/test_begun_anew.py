@@ -28,7 +28,7 @@ MANY = 400
 def opened(path: Path, resume: str = "auto", index: int | None = None) -> RunDirectory:
     """Claim and open a run's directory, and perhaps die at a change of the disk."""
     recipe: Any = SimpleNamespace(
-        run_dir=str(path), trainer=TrainerSection(steps=9, keep=9, async_save=False, prompts_per_step=1),
+        run_dir=str(path), trainer=TrainerSection(steps=9, keep_last=9, async_save=False, prompts_per_step=1),
         data=DataSection(train="rows.jsonl"), algorithm=SFT(), model_dump=lambda **_: RECIPE, to_yaml=lambda: json.dumps(RECIPE),
     )  # fmt: skip
     run = RunDirectory(recipe, Mesh.solo(), resume)

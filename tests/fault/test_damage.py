@@ -185,7 +185,7 @@ def once(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe and its run after three steps; tests copy it, since recipes name it."""
     folder = tmp_path_factory.mktemp("once")
     rows = write_rows(folder / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}, {"prompt": "x", "completion": "y"}])
-    recipe = write_recipe(folder / "r.yaml", model, rows, trainer={"steps": 3, "save_every": 1, "keep": 9})
+    recipe = write_recipe(folder / "r.yaml", model, rows, trainer={"steps": 3, "save_every": 1, "keep_last": 9})
     assert here("train", recipe).code == 0
     shutil.rmtree(folder / "run/hf")
     return folder

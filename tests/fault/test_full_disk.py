@@ -52,7 +52,7 @@ def test_rows_samples_and_events_wait_while_the_disk_is_full(
     monkeypatch.setattr(directory, "write_samples", or_fail(metrics.write_samples))
     monkeypatch.setattr(TensorFileWriter, "close", or_fail(TensorFileWriter.close))
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "c"}])
-    trainer = {"steps": 8, "save_every": 2, "keep": 9, "prompts_per_step": 1, "async_save": False}
+    trainer = {"steps": 8, "save_every": 2, "keep_last": 9, "prompts_per_step": 1, "async_save": False}
     recipe = write_recipe(tmp_path / "r.yaml", model, rows, algorithm={"name": "grpo"}, trainer=trainer)
     ended = here("train", recipe)
     assert (ended.code, ended.err) == (0, "")

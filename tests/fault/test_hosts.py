@@ -100,7 +100,7 @@ def test_a_lost_host_is_named_and_ends_the_job(rank: int, number: str, told: str
 def test_the_real_command_ends_within_a_minute(rank: int, moment: float, model: Path, tmp_path: Path) -> None:
     """A frozen host, in whatever phase it is at that moment of a step, with the limits that users have."""
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "c"}] * 2)
-    algorithm, trainer = {"name": "grpo", "minibatches": 2}, {"steps": ENDLESS, "save_every": 1, "eval_every": 1}
+    algorithm, trainer = {"name": "grpo", "num_mini_batches": 2}, {"steps": ENDLESS, "save_every": 1, "eval_every": 1}
     recipe = write_recipe(tmp_path / "r.yaml", model, rows, algorithm=algorithm, trainer=trainer)
     ranks = hosts("train", recipe, "--device", "cpu", folder=tmp_path)
     metrics = tmp_path / "run/metrics.jsonl"

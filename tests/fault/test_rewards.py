@@ -133,7 +133,7 @@ def test_rewards_that_are_all_equal_give_the_advantage_0(
 ) -> None:
     recipe = make(tmp_path, model, "same")
     skipped = skip and algorithm == "grpo"  # then no token is trained, and the loss is a mean of nothing
-    options = ["algorithm.skip_equal_groups=true"] if skipped else []
+    options = ["algorithm.drop_zero_std_groups=true"] if skipped else []
     assert here("train", recipe, f"algorithm.name={algorithm}", *options).code == 0
     for row in read_rows(tmp_path / "run/metrics.jsonl"):
         assert (row["loss"], row["grad_norm"], row["reward_mean"]) == (None if skipped else 0.0, 0.0, 0.5)

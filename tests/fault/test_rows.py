@@ -89,17 +89,19 @@ def test_overlong_rows_of_train_follow_the_recipe(algorithm: str, model: Path, t
     kept = "rollout.max_new_tokens" in told
     assert "rows.jsonl:2: " in told
     assert ("5 tokens, but at most 4 fit" if algorithm == "grpo" else "9 tokens, but at most 8 fit") in told
-    assert "raise trainer.tokens_per_batch, or set data.overlong=drop" in told
+    assert "raise trainer.tokens_per_batch, or set data.overlong_rows=drop" in told
     assert kept == (algorithm == "grpo")
     assert not (tmp_path / "run").exists()
-    ended = here("train", recipe, "data.overlong=drop", "trainer.prompts_per_step=3")
+    ended = here("train", recipe, "data.overlong_rows=drop", "trainer.prompts_per_step=3")
     assert ended.code == 0
     most = 4 if algorithm == "grpo" else 8
-    note = f"note: data.overlong=drop leaves out 1 of 3 rows of {rows}: they have more than {most} tokens\n"
+    note = f"note: data.overlong_rows=drop leaves out 1 of 3 rows of {rows}: they have more than {most} tokens\n"
     assert ended.out.count(note) == 1
     if algorithm == "grpo":
         assert {row["id"] for row in read_rows(tmp_path / "run/rollouts/step_000001.jsonl")} == {0, 2}
-    told = refusal(here("train", recipe, "data.overlong=drop", "trainer.tokens_per_batch=5", f"run_dir={tmp_path}/b"))
+    told = refusal(
+        here("train", recipe, "data.overlong_rows=drop", "trainer.tokens_per_batch=5", f"run_dir={tmp_path}/b")
+    )
     assert "all 3 rows are longer than" in told
     if algorithm == "grpo":
         told = refusal(here("train", recipe, "trainer.tokens_per_batch=4", f"run_dir={tmp_path}/b"))

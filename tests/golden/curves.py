@@ -17,8 +17,8 @@ from tests.tolerances import SMALL_SHARE
 FILE = Path(__file__).with_name("curves.json")
 KEYS = ("loss", "grad_norm", "reward_mean", "response_length_mean", "entropy_mean", "kl_mean", "clip_fraction",
         "ratio_deviation", "critic_loss", "critic_grad_norm", "lr")  # fmt: skip
-EVERYTHING: Mapping[str, Any] = {"epochs": 2, "minibatches": 2, "kl_coef": 0.3, "entropy_coef": 0.1}
-INNER: Mapping[str, Any] = {"epochs": 2, "minibatches": 2}
+EVERYTHING: Mapping[str, Any] = {"epochs": 2, "num_mini_batches": 2, "kl_coef": 0.3, "entropy_coef": 0.1}
+INNER: Mapping[str, Any] = {"epochs": 2, "num_mini_batches": 2}
 WARM_STEPS = 25  # of demonstrations, after which one sum in three is right
 RECIPES: Mapping[str, Mapping[str, Any]] = {
     "grpo": {

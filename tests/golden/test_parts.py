@@ -69,7 +69,7 @@ def test_the_schedule_counts_optimizer_steps(given: Any) -> None:
         1,
         record,
         given(
-            algorithm={"epochs": 2, "minibatches": 2},
+            algorithm={"epochs": 2, "num_mini_batches": 2},
             optim={"lr": 1e-3, "schedule": "linear", "warmup_steps": 1, "min_lr_ratio": 0.1},
         ),
     )[0]
@@ -106,7 +106,7 @@ def test_samples_that_the_reward_drops_are_not_trained(given: Any, tmp_path: Pat
     ("sections", "reward"),
     [
         ({"reward": {"import": "digit_rewards:nothing"}, "trainer": {"stop_at_reward": 0.0, "steps": 2}}, math.nan),
-        ({"reward": {"import": None, "name": "exact_match"}, "algorithm": {"skip_equal_groups": True}}, 0.0),
+        ({"reward": {"import": None, "name": "exact_match"}, "algorithm": {"drop_zero_std_groups": True}}, 0.0),
     ],
     ids=["every sample dropped", "every group agrees"],
 )
@@ -130,7 +130,7 @@ def test_rows_fit_the_micro_batches_of_every_model_or_are_refused_before_any_ste
 
 
 def test_groups_that_agree_may_be_left_out(given: Any) -> None:
-    recorded = run(1, record, given(algorithm={"skip_equal_groups": True}, rollout={"max_new_tokens": 1}))[0]
+    recorded = run(1, record, given(algorithm={"drop_zero_std_groups": True}, rollout={"max_new_tokens": 1}))[0]
     sizes = [batch.num_sequences for batch in recorded.batches]
     assert all(0 < size < 32 and size % 4 == 0 for size in sizes), sizes
     for batch in recorded.batches:
@@ -246,7 +246,7 @@ def test_ppo_learns(inputs: Path, tmp_path: Path) -> None:
         tmp_path / "ppo",
         "ppo",
         model={"path": str(tmp_path / "sft" / "hf")},
-        algorithm={"epochs": 2, "minibatches": 2, "critic_warmup": 4},
+        algorithm={"epochs": 2, "num_mini_batches": 2, "critic_warmup": 4},
         rollout={"samples_per_prompt": 8},
         trainer={"steps": 40, "prompts_per_step": 16},
     )

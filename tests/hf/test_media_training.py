@@ -52,7 +52,7 @@ def trained(folder: Path, model: Path, data: Path, layout: str, **sections: Any)
 def test_grpo_on_image_prompts_is_the_same_on_every_layout(model: Path, tmp_path: Path, layout: str) -> None:
     """With a reference, images in some rows only; identical ids: CONTRACT's rule for RL curves."""
     data = rl_rows(tmp_path)
-    algorithm = {"name": "grpo", "kl_coef": 0.1, "minibatches": 2}
+    algorithm = {"name": "grpo", "kl_coef": 0.1, "num_mini_batches": 2}
     one = trained(tmp_path / "one", model, data, "dp=1", algorithm=algorithm)
     cut = trained(tmp_path / "cut", model, data, layout, algorithm=algorithm)
     assert one[0]["grad_norm"] > 0

@@ -335,7 +335,7 @@ def test_empty_and_missing_files(tmp_path: Path) -> None:
 
 def test_overlong_rows_by_policy(tmp_path: Path) -> None:
     path = write(tmp_path, {"input_ids": [1] * 3}, {"input_ids": [1] * 4}, {"input_ids": [1] * 2})
-    with pytest.raises(DataError, match=r":2: 4 tokens, but at most 3 fit.*data\.overlong=drop"):
+    with pytest.raises(DataError, match=r":2: 4 tokens, but at most 3 fit.*data\.overlong_rows=drop"):
         load_score(path, None, Limits(9, max_tokens=3))
     kept = load_score(path, None, Limits(9, max_tokens=3, overlong="drop"))
     assert [(row.id, len(row.ids)) for row in kept] == [(0, 3), (2, 2)], "ids stay the rows' own"

@@ -40,7 +40,7 @@ def told(rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
         ),
         (
             {"clip_fraction": 0.4},
-            "40% of the tokens were clipped: lower optim.lr, algorithm.epochs or algorithm.minibatches",
+            "40% of the tokens were clipped: lower optim.lr, algorithm.epochs or algorithm.num_mini_batches",
         ),
     ],
 )

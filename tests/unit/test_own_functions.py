@@ -77,7 +77,8 @@ def test_gmpo_is_the_geometric_mean_of_clipped_ratios() -> None:
         expected = expected - a * product ** (1 / int(mine.sum()))
     assert_close(result.total, expected, SUM_ORDER)
     assert float(result.count) == 3
-    assert_close(*(torch.autograd.grad(x, stats.logprob)[0] for x in (result.total, expected)), SUM_ORDER)
+    actual, wanted = (torch.autograd.grad(x, stats.logprob)[0] for x in (result.total, expected))
+    assert_close(actual, wanted, SUM_ORDER)
     assert not is_separable(loss)
 
 

@@ -58,7 +58,7 @@ ALLOWED: list[dict[str, Any]] = [
     {"trainer": {"steps": 5}},
     {"trainer": {"prompts_per_step": 3}},
     {"trainer": {"save_every": 1}},
-    {"trainer": {"keep": 7}},
+    {"trainer": {"keep_last": 7}},
     {"trainer": {"eval_every": 2}},
     {"trainer": {"stop_at_reward": 0.5}},
     {"trainer": {"tokens_per_batch": 99}},
@@ -80,7 +80,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data": {"shuffle": False}}, "rows would be taken twice, or not at all"),
     ({"trainer": {"steps": 4}}, "trainer.steps is 4, but the run has done 5 steps already"),
     ({"critic": {"path": "other"}}, "the critic goes on from the weights that it has learned"),
-    ({"algorithm": {"minibatches": 2}}, "the learning rate's schedule counts optimizer steps, and would jump"),
+    ({"algorithm": {"num_mini_batches": 2}}, "the learning rate's schedule counts optimizer steps, and would jump"),
     ({"algorithm": {"epochs": 3}}, "algorithm.epochs was 1, is 3"),
 ]
 
@@ -113,7 +113,7 @@ def test_changes_that_cannot_be_right_are_refused(change: dict[str, Any], words:
 
 def test_under_a_constant_rate_the_updates_of_a_step_are_free() -> None:
     constant = {"optim": {"schedule": "constant", "warmup_steps": 0}}
-    now = full(**constant, algorithm={"minibatches": 2, "epochs": 2})
+    now = full(**constant, algorithm={"num_mini_batches": 2, "epochs": 2})
     refuse(changed(full(**constant), now), now, step=5)
 
 
@@ -258,7 +258,7 @@ def fingerprint_of(folder: Path) -> str:
 def test_rows_that_were_dropped_follow_more_than_their_file(folder: Path) -> None:
     """Who lowers trainer.tokens_per_batch has other rows, and is told which keys to look at."""
     other_rows(folder)
-    told = refusal(here("train", folder / "r.yaml", "data.overlong=drop"))
+    told = refusal(here("train", folder / "r.yaml", "data.overlong_rows=drop"))
     assert "restore what data.train, trainer.tokens_per_batch, rollout.max_new_tokens and layouts, by which" in told
 
 
@@ -266,7 +266,7 @@ def test_a_finished_run_is_not_begun_again(folder: Path) -> None:
     assert here("train", folder / "r.yaml").code == 0, "killed before its final model was written"
     ended = here("train", folder / "r.yaml")
     assert (ended.code, ended.err.count("\n")) == (0, 1) and "holds this run, which is finished" in ended.err, ended
-    ended = here("train", folder / "r.yaml", "trainer.keep=5", "trainer.loggers=[tensorboard]")
+    ended = here("train", folder / "r.yaml", "trainer.keep_last=5", "trainer.loggers=[tensorboard]")
     assert ended.code == 0 and "holds this run, which is finished" in ended.err, "no number of it would be another"
     told = refusal(here("train", folder / "r.yaml", "optim.lr=0.5"))
     assert "a finished run of another recipe (optim.lr was 0.001, is 0.5); all 2 steps of it are done" in told, told

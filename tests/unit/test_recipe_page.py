@@ -8,6 +8,7 @@ import pytest
 from dovetail.cli.arguments import parse
 from dovetail.recipe.keys import VARIANTS
 from dovetail.recipe.schema import SFT, make_recipe
+from tools import names_page
 from tools.recipe_page import TARGET, page
 
 SMALLEST = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": "runs/x"}
@@ -15,6 +16,13 @@ SMALLEST = {"model": {"path": "M"}, "data": {"train": "rows.jsonl"}, "run_dir": 
 
 def test_the_page_is_what_the_code_says() -> None:
     assert page() == TARGET.read_text(), "write it again: python -m tools.recipe_page"
+
+
+@pytest.mark.parametrize("project", names_page.PAGES)
+def test_the_tables_of_names_are_what_the_code_says(project: str) -> None:
+    target = names_page.DOCS / names_page.PAGES[project]
+    assert names_page.page(project) == target.read_text(), "write it again: python -m tools.names_page"
+    assert f"(docs/{target.name})" in Path("README.md").read_text()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

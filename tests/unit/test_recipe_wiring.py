@@ -43,7 +43,7 @@ from tests.unit.wiring import (
     trained,
 )
 
-RANKS, UPDATES = 16, 2 * 3  # UPDATES: optimizer steps of a step, algorithm.epochs x algorithm.minibatches
+RANKS, UPDATES = 16, 2 * 3  # UPDATES: optimizer steps of a step, algorithm.epochs x algorithm.num_mini_batches
 LOGS = [("name", "tensorboard"), ("project", "p"), ("entity", "e"), ("run_name", "r"), ("tags", ("t",)), ("group", "g")]
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "completion": str(2 * n)} for n in range(6)]
 TOO_LONG = {"prompt": "1" * 100, "answer": "1", "completion": "1"}
@@ -86,9 +86,9 @@ TABLE = (
     Leaf("algorithm.name", "sft", lambda job: type(job.task).__name__, "SupervisedTask", "sft"),
     Leaf("algorithm.epochs", 2, part("task.recipe.algorithm.epochs")),
     Leaf("algorithm.epochs", 2, part("task.recipe.algorithm.epochs"), algorithm="sft"),
-    Leaf("algorithm.minibatches", 3, part("task.recipe.algorithm.minibatches")),
-    Leaf("algorithm.minibatches", 3, part("task.needs_old_logprobs"), True),
-    Leaf("algorithm.minibatches", 3, part("task.recipe.algorithm.minibatches"), algorithm="sft"),
+    Leaf("algorithm.num_mini_batches", 3, part("task.recipe.algorithm.num_mini_batches")),
+    Leaf("algorithm.num_mini_batches", 3, part("task.needs_old_logprobs"), True),
+    Leaf("algorithm.num_mini_batches", 3, part("task.recipe.algorithm.num_mini_batches"), algorithm="sft"),
     Leaf("algorithm.aggregation", "sequence_sum", part("task.recipe.algorithm.aggregation")),
     Leaf("algorithm.aggregation", "sequence", part("task.recipe.algorithm.aggregation"), algorithm="sft"),
     Leaf("algorithm.clip_low", 0.11, part("task.policy_loss.clip_low")),
@@ -105,7 +105,7 @@ TABLE = (
     Leaf("algorithm.normalize_advantage", False, part("task.recipe.algorithm.normalize_advantage")),
     Leaf("algorithm.normalize_advantage", True, part("task.recipe.algorithm.normalize_advantage"), algorithm="grpo"),
     Leaf("algorithm.scale_by_std", False, part("task.recipe.algorithm.scale_by_std"), algorithm="grpo"),
-    Leaf("algorithm.skip_equal_groups", True, part("task.recipe.algorithm.skip_equal_groups"), algorithm="grpo"),
+    Leaf("algorithm.drop_zero_std_groups", True, part("task.recipe.algorithm.drop_zero_std_groups"), algorithm="grpo"),
     Leaf("algorithm.gamma", 0.9, part("task.recipe.algorithm.gamma")),
     Leaf("algorithm.lam", 0.8, part("task.recipe.algorithm.lam")),
     Leaf("algorithm.value_clip", 0.3, part("task.value_loss.clip")),
@@ -125,8 +125,8 @@ TABLE = (
     Leaf("data.truncate", "left", first_prompt, "+0=", "grpo"),
     Leaf("data.epochs", 9, part("recipe.trainer.steps"), 4, "rloo"),
     Leaf("data.epochs", 9, part("run.console._steps"), 4, "rloo"),
-    Leaf("data.overlong", "drop", lambda job: len(job.task.prompts), len(ROWS)),
-    Leaf("data.overlong", "drop", lambda job: len(job.task.rows), len(ROWS), "sft"),
+    Leaf("data.overlong_rows", "drop", lambda job: len(job.task.prompts), len(ROWS)),
+    Leaf("data.overlong_rows", "drop", lambda job: len(job.task.rows), len(ROWS), "sft"),
     Leaf("data.shuffle", False, part("task.recipe.data.shuffle")),
     Leaf("rollout.backend", "transformers", part("task.sampler.backend"), algorithm="rloo"),
     Leaf("rollout.samples_per_prompt", 5, part("task.sampling.samples")),
@@ -194,7 +194,7 @@ TABLE = (
     Leaf("trainer.save_every", 0, part("run.recipe.trainer.save_every"), algorithm="grpo"),
     Leaf("trainer.save_on_stop", False, part("recipe.trainer.save_on_stop")),
     Leaf("trainer.deterministic", False, part("recipe.trainer.deterministic")),
-    Leaf("trainer.keep", 3, part("run.retention.last")),
+    Leaf("trainer.keep_last", 3, part("run.retention.last")),
     Leaf("trainer.keep_every", 20, part("run.retention.every")),
     Leaf("trainer.keep_best", 1, part("run.retention.best")),
     Leaf("trainer.async_save", False, part("run.recipe.trainer.async_save")),
@@ -246,7 +246,11 @@ def recipe_of(folder: Path, algorithm: str) -> dict[str, Any]:
         "data.train": "FOLDER/train.jsonl",
         "run_dir": "FOLDER/run",
     }
-    needed |= {"algorithm.name": algorithm.partition("-")[0], "data.overlong": "drop", "trainer.tokens_per_batch": 40}
+    needed |= {
+        "algorithm.name": algorithm.partition("-")[0],
+        "data.overlong_rows": "drop",
+        "trainer.tokens_per_batch": 40,
+    }
     needed |= {"rollout.max_new_tokens": 9}
     for key, value in [*needed.items(), *((leaf.key, leaf.value) for leaf in TABLE if leaf.algorithm == algorithm)]:
         *path, last = key.split(".")

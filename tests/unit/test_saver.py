@@ -111,7 +111,7 @@ def runs(folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch, fails: set[i
     model = make_model(folder / "model")
     rows = write_rows(folder / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
     recipe = write_recipe(
-        folder / "r.yaml", model, rows, trainer={"steps": steps, "save_every": 2, "keep": 9, "prompts_per_step": 1}
+        folder / "r.yaml", model, rows, trainer={"steps": steps, "save_every": 2, "keep_last": 9, "prompts_per_step": 1}
     )
     original, counted = TensorFileWriter.close, [0]
 
@@ -181,7 +181,7 @@ def test_scores_are_of_one_kind(tmp_path: Path) -> None:
     """With evaluations only the evaluated steps have a score; a step that fits the evaluation best is kept."""
     model = make_model(tmp_path / "model")
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "completion": "cd"}])
-    trainer = {"steps": 6, "save_every": 1, "keep": 1, "keep_best": 1, "eval_every": 2, "prompts_per_step": 1}
+    trainer = {"steps": 6, "save_every": 1, "keep_last": 1, "keep_best": 1, "eval_every": 2, "prompts_per_step": 1}
     recipe = write_recipe(
         tmp_path / "r.yaml", model, rows, trainer=trainer, data={"eval": str(rows)}, optim={"lr": 1.0}
     )

@@ -68,7 +68,7 @@ def test_the_mask_covers_the_predictions_of_the_response() -> None:
 @pytest.mark.parametrize(("epochs", "parts"), [(1, 1), (2, 1), (1, 2), (3, 4), (1, 5)])
 def test_every_epoch_deals_every_sequence_once(epochs: int, parts: int) -> None:
     batch = weighted(batch_of().with_fields(number=batch_of().sequence_ids.to(torch.float32)), RECIPE)
-    recipe = recipe_of(epochs=epochs, minibatches=parts)
+    recipe = recipe_of(epochs=epochs, num_mini_batches=parts)
     inner = list(inner_batches(batch, recipe, step=3))
     assert len(inner) == epochs * parts
     orders = []
@@ -86,7 +86,7 @@ def test_every_epoch_deals_every_sequence_once(epochs: int, parts: int) -> None:
 
 
 def test_more_parts_than_sequences_leave_none_empty() -> None:
-    inner = list(inner_batches(batch_of(), recipe_of(minibatches=8), step=0))
+    inner = list(inner_batches(batch_of(), recipe_of(num_mini_batches=8), step=0))
     assert [part.num_sequences for part in inner] == [1] * 5
 
 
@@ -124,7 +124,7 @@ def pretended_ppo(policy: StepReport, critic: StepReport, **algorithm: Any) -> R
     prompts = [Prompt(id=i, ids=(5, 6)) for i in range(4)]
     sampler = mock.Mock(sample=lambda asked, _: [Completion(p.row, 0, (1, 2), (-1.0, -1.0), "stop") for p in asked])
     return RLTask(
-        recipe=recipe_of("ppo", epochs=2, minibatches=2, **algorithm),
+        recipe=recipe_of("ppo", epochs=2, num_mini_batches=2, **algorithm),
         policy=engine(policy),
         critic=engine(critic),
         sampler=sampler,

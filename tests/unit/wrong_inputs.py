@@ -158,13 +158,13 @@ train: model.path=bin => has only pickled weights
 train: algorithm.name=reinforce => algorithm.name is 'reinforce'; expected one of 'sft', 'grpo', 'ppo', 'rloo'
 train: algorithm.name=gspo => that one is {name: grpo, ratio: sequence
 train: algorithm.gamma=0.9 => algorithm.gamma
-train: algorithm.minibatches=4096 => algorithm.minibatches is 4096, but a step has only
+train: algorithm.num_mini_batches=4096 => algorithm.num_mini_batches is 4096, but a step has only
 train: data.train=none.jsonl => none.jsonl: no such data file
 train: data.eval=none.jsonl => none.jsonl: no such data file
 train: data.train=[D.jsonl,none.jsonl] => none.jsonl: no such data file
 train: data.train=openai/gsm8k => pin it to a commit: openai/gsm8k@COMMIT
 train: data.format=webdataset => data.format is 'webdataset'
-train: data.overlong=cut => data.overlong is 'cut'
+train: data.overlong_rows=cut => data.overlong_rows is 'cut'
 train: rollout.samples_per_prompt=1 => rollout.samples_per_prompt is 1; grpo compares a prompt's samples
 train: rollout.temperature=0 => rollout.temperature is 0
 train: rollout.top_p=2 => rollout.top_p is 2

@@ -66,7 +66,7 @@ def balanced_split(lengths: Seq[int]) -> int:
 def _too_long(unit: list[int], size: int, padded: int, budget: int, groups: Seq[int | None]) -> DataError:
     group = groups[unit[0]] if groups else None
     numbers = ", ".join(map(str, unit))
-    what, drop = f"sequence {numbers}", "leave the sequence out (data.overlong=drop)"
+    what, drop = f"sequence {numbers}", "leave the sequence out (data.overlong_rows=drop)"
     if group is not None:
         what, drop = f"group {group} (sequences {numbers})", "leave the group out; its sequences share a micro-batch"
     return DataError(

@@ -75,7 +75,7 @@ class Command:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of a command line and its `command`."""
-    commands = "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
+    commands = "\n".join(f"  {name:<15}{command.help}" for name, command in COMMANDS.items())
     about = f"A parallel model engine for RL post-training.\n\ncommands:\n{commands}"
     top = Parser(prog="dovetail", description=about, epilog=f"{EXAMPLE}train RECIPE.yaml\n\n{EPILOG}")
     top.add_argument(
@@ -88,13 +88,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog=f"dovetail {name}", description=COMMANDS[name].help, epilog=epilog)
     COMMANDS[name].add_arguments(parser)
     overrides, rest = _split_overrides(argv[1:]) if is_train else ([], list(argv[1:]))
-    args = parser.parse_intermixed_args(rest)
+    args, unknown = parser.parse_known_intermixed_args(rest)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hints(unknown) if is_train else ''}")
     if is_train:
         args.overrides = [*overrides, *args.overrides]
     args.command = name
     if name == "eval":
         _check_eval(args)
     return args
+
+
+def _hints(unknown: Sequence[str]) -> str:
+    """What flags of other projects are as keys of a recipe."""
+    hint: Callable[..., str] = importlib.import_module("dovetail.recipe.schema").hint_of
+    names = [word[2:].partition("=")[0].replace("-", "_") for word in unknown if word.startswith("--")]
+    return "".join(f"; {found}" for found in map(hint, names) if found)
 
 
 def _check_eval(args: argparse.Namespace) -> None:
@@ -272,6 +281,15 @@ def _docs(parser: ArgumentParser) -> None:
     parser.add_argument("page", metavar="PAGE", nargs="?", help="default: list the pages")
 
 
+def _import_config(parser: ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a YAML file, or a shell script that starts a training")
+    whose = "verl, trl (trl-sft, trl-grpo), openrlhf, axolotl or slime; default: by its names"
+    parser.add_argument("--from", dest="project", default="", metavar="PROJECT", help=whose)
+    parser.add_argument(
+        "-o", "--out", metavar="RECIPE.yaml", help="an existing file is replaced; default: standard output"
+    )
+
+
 def _number(kind: type[int] | type[float], *, positive: bool = False) -> Callable[[str], float]:
     def read(text: str) -> float:
         value = kind(text)
@@ -347,6 +365,12 @@ COMMANDS: Mapping[str, Command] = {
         "show samples of a run with their rewards", _rollouts, "runs/first --sort worst", runs_on_ranks=False
     ),
     "docs": Command("show a page of the documentation, or list the pages", _docs, "rewards", runs_on_ranks=False),
+    "import-config": Command(
+        "turn a config of verl, TRL, OpenRLHF, axolotl or slime into a recipe",
+        _import_config,
+        "run_grpo.sh -o recipe.yaml",
+        runs_on_ranks=False,
+    ),
     "doctor": Command(
         "show versions, devices and kernels, and run a self-test", _add_device, "--device cpu", runs_on_ranks=False
     ),

@@ -53,7 +53,7 @@ def run_command(argv: Sequence[str], rank: RankProcess | None = None) -> int:
 def _dispatch(argv: Sequence[str], rank: RankProcess, *, watched: bool) -> int:
     args = parse(argv)
     if not COMMANDS[args.command].runs_on_ranks:
-        return importlib.import_module(f"dovetail.cli.{args.command}").run(args) or 0
+        return importlib.import_module(f"dovetail.cli.{args.command.replace('-', '_')}").run(args) or 0
     layout, given, supervision = layout_of(args), ranks_given(), supervision_of(args)
     layout = layout.resolve(given or layout.num_ranks)
     if given is None:  # a module that needs pydantic

@@ -23,7 +23,7 @@ class Limits:
     vocab_size: int
     max_tokens: int | None = None  # of a prompt: what the longest response leaves
     overlong: Literal["error", "drop"] = "error"
-    remedy: str = "raise trainer.tokens_per_batch, or set data.overlong=drop"
+    remedy: str = "raise trainer.tokens_per_batch, or set data.overlong_rows=drop"
     warn: Callable[[str], None] = lambda _: None  # of formats, and of dropped rows
     truncate: Literal["left", "right"] | None = None  # the side that overlong rows lose
 
@@ -208,12 +208,12 @@ def _load(
         raise DataError(f"{path}: no rows; the file needs at least one")
     if not examples:
         raise DataError(
-            f"{path}: all {count} rows are longer than {limits.max_tokens} tokens and dropped by data.overlong=drop; "
+            f"{path}: all {count} rows are longer than {limits.max_tokens} tokens and dropped by data.overlong_rows=drop; "
             "raise trainer.tokens_per_batch"
         )
     if len(examples) < count:
         limits.warn(
-            f"data.overlong=drop leaves out {count - len(examples)} of {count} rows of {path}: they have more than "
+            f"data.overlong_rows=drop leaves out {count - len(examples)} of {count} rows of {path}: they have more than "
             f"{limits.max_tokens} tokens"
         )
     if cut:
@@ -241,7 +241,9 @@ def _truncated(row: JsonRow, example: Example, limits: Limits) -> Example | None
         return None
     fields: dict[str, Any] = vars(example)
     if fields["media"] is not None:
-        raise row.error("a row with images or videos cannot be truncated; shorten it, or set data.overlong=drop alone")
+        raise row.error(
+            "a row with images or videos cannot be truncated; shorten it, or set data.overlong_rows=drop alone"
+        )
     kept = slice(-limits.max_tokens, None) if limits.truncate == "left" else slice(limits.max_tokens)
     mask = fields.get("mask")
     if mask is not None and not any(mask[kept]):

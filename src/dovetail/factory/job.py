@@ -267,7 +267,7 @@ class Builder:
             self.say(rows_line(self.lengths, sum(map(len, others.values()))))
         refuse_different({"data.train": fingerprint, **prints}, self.mesh)
         if self.resumed is not None:
-            refuse_other("the rows of data.train", self.resumed.state.data, fingerprint, ROWS[data.overlong])
+            refuse_other("the rows of data.train", self.resumed.state.data, fingerprint, ROWS[data.overlong_rows])
         return rows, held_out, sets, fingerprint
 
     def _role(self, section: CriticSection | ReferenceSection, name: str) -> tuple[Pretrained, Mesh]:
@@ -341,21 +341,21 @@ class Builder:
                 f"rollout.max_new_tokens={self.recipe.rollout.max_new_tokens}; raise the first or lower the second"
             )
         kept = "" if max_tokens == self._budget else "lower rollout.max_new_tokens, which is kept free behind it, "
-        remedy = f"{kept}raise trainer.tokens_per_batch, or set data.overlong=drop"
+        remedy = f"{kept}raise trainer.tokens_per_batch, or set data.overlong_rows=drop"
         if max_prompt is not None and max_prompt < max_tokens:
             max_tokens, remedy = (
                 max_prompt,
-                "raise data.max_prompt_length, or set data.truncate=left or data.overlong=drop",
+                "raise data.max_prompt_length, or set data.truncate=left or data.overlong_rows=drop",
             )
         data = self.recipe.data
         say = self.notes.append
-        return Limits(self.source.spec.vocab_size, max_tokens, data.overlong, remedy, say, data.truncate)
+        return Limits(self.source.spec.vocab_size, max_tokens, data.overlong_rows, remedy, say, data.truncate)
 
 
 def optim_settings(recipe: Recipe, lr: float, head: str) -> OptimSettings:
     """Schedules count optimizer steps, without the policy's critic warmup. Patterns of names are of the policy's."""
     optim, algorithm = recipe.optim, recipe.algorithm
-    updates = algorithm.epochs * algorithm.minibatches
+    updates = algorithm.epochs * algorithm.num_mini_batches
     waits = algorithm.critic_warmup if isinstance(algorithm, PPO) and head == "lm" else 0
     patterns = {
         "groups": tuple(ParamGroup(**dict(group)) for group in optim.groups) if head == "lm" else (),

@@ -66,9 +66,9 @@ class DataSection(Section):
     )
     max_prompt_length: PositiveInt | None = Field(None, description="most tokens of a prompt; null: what fits a step")
     truncate: Literal["left", "right"] | None = Field(
-        None, description="the side that rows lose which are too long; null: data.overlong decides"
+        None, description="the side that rows lose which are too long; null: data.overlong_rows decides"
     )
-    overlong: Literal["error", "drop"] = Field(
+    overlong_rows: Literal["error", "drop"] = Field(
         "error", description="what to do with rows over trainer.tokens_per_batch or data.max_prompt_length"
     )
     epochs: PositiveInt | None = Field(None, description="passes over the rows, instead of trainer.steps")

@@ -12,82 +12,52 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from dovetail.errors import listing, quoted, shortened
+from dovetail.recipe.names import Meaning, all_meanings, hint, meant
+from dovetail.recipe.yaml import flat
 
 # The section `algorithm` of algorithms by their papers' names.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"name": "grpo"},
     "dapo": {
-        "name": "grpo", "aggregation": "token", "clip_low": 0.2, "clip_high": 0.28, "skip_equal_groups": True
+        "name": "grpo", "aggregation": "token", "clip_low": 0.2, "clip_high": 0.28, "drop_zero_std_groups": True
     },
     "dr_grpo": {"name": "grpo", "aggregation": "sequence_sum", "scale_by_std": False},
     "gspo": {
         "name": "grpo", "ratio": "sequence", "aggregation": "sequence", "clip_low": 3e-4, "clip_high": 4e-4,
-        "minibatches": 4,
+        "num_mini_batches": 4,
     },
     "rloo": {"name": "rloo"},
-    "ppo": {"name": "ppo", "critic_warmup": 3, "minibatches": 4},
+    "reinforce_plus_plus": {"name": "reinforce_plus_plus", "kl_coef": 0.01},
+    "reinforce_plus_plus_baseline": {"name": "reinforce_plus_plus", "group_baseline": True, "kl_coef": 0.01},
+    "cispo": {"name": "grpo", "loss": "cispo", "clip_low": 1.0, "clip_high": 4.0, "num_mini_batches": 4},
+    "gmpo": {
+        "name": "grpo", "loss": "gmpo", "aggregation": "sequence", "clip_low": 0.4, "clip_high": 0.4, "num_mini_batches": 4,
+    },
+    "sapo": {"name": "grpo", "loss": "sapo", "aggregation": "sequence", "num_mini_batches": 4},
+    "ppo": {"name": "ppo", "critic_warmup": 3, "num_mini_batches": 4},
     "sft": {"name": "sft"},
 }  # fmt: skip
 
 
-# Names in verl and TRL: the last part of the key, or more of it.
-FOREIGN: Mapping[str, Sequence[str]] = {
-    "model.path": ("model_name_or_path", "model_name", "pretrained_model_name_or_path"),
-    "layout.tp": ("tensor_model_parallel_size", "tensor_parallel_size"),
-    "layout.pp": ("pipeline_model_parallel_size", "pipeline_parallel_size"),
-    "layout.cp": ("context_parallel_size", "ulysses_sequence_parallel_size"),
-    "layout.ep": ("expert_model_parallel_size", "expert_parallel_size"),
-    "algorithm.name": ("adv_estimator",),
-    "algorithm.epochs": ("num_iterations", "ppo_epochs", "num_ppo_epochs"),
-    "algorithm.minibatches": ("ppo_mini_batch_size", "num_mini_batches"),
-    "algorithm.aggregation": ("loss_agg_mode", "loss_type"),
-    "algorithm.clip_low": ("epsilon", "clip_ratio", "clip_ratio_low", "cliprange"),
-    "algorithm.clip_high": ("epsilon_high", "clip_ratio_high"),
-    "algorithm.dual_clip": ("delta", "clip_ratio_c"),
-    "algorithm.ratio": ("importance_sampling_level",),
-    "algorithm.entropy_coef": ("entropy_coeff",),
-    "algorithm.kl_coef": ("beta", "kl_loss_coef", "kl_ctrl"),
-    "algorithm.kl_estimator": ("kl_loss_type", "kl_penalty"),
-    "algorithm.kl_in": ("use_kl_in_reward", "use_kl_loss"),
-    "algorithm.scale_by_std": ("scale_rewards", "norm_adv_by_std_in_grpo"),
-    "algorithm.skip_equal_groups": ("filter_groups",),
-    "algorithm.value_clip": ("cliprange_value",),
-    "algorithm.value_coef": ("vf_coef",),
-    "data.train": ("train_files", "dataset_name"),
-    "data.eval": ("val_files",),
-    "data.columns": ("prompt_key", "response_key", "label_key", "input_key", "output_key", "dataset_text_field"),
-    "data.truncate": ("truncation", "truncation_mode"),
-    "data.epochs": ("total_epochs", "num_train_epochs"),
-    "data.chat_template_kwargs": ("apply_chat_template_kwargs",),
-    "data.chat_template": ("chat_template_path",),
-    "rollout.samples_per_prompt": ("num_generations", "rollout.n", "num_samples"),
-    "rollout.max_new_tokens": ("max_completion_length", "response_length", "max_response_length"),
-    "reward.import": ("reward_funcs", "custom_reward_function", "reward_fn"),
-    "optim.lr": ("learning_rate",),
-    "optim.schedule": ("lr_scheduler_type", "lr_decay_style"),
-    "optim.warmup_steps": ("lr_warmup_steps",),
-    "optim.clip_norm": ("max_grad_norm", "grad_clip"),
-    "trainer.steps": ("max_steps", "total_training_steps"),
-    "trainer.prompts_per_step": ("batch_size", "train_batch_size", "per_device_train_batch_size"),
-    "trainer.tokens_per_batch": ("ppo_max_token_len_per_gpu", "micro_batch_size", "ppo_micro_batch_size_per_gpu"),
-    "trainer.save_every": ("save_steps", "save_freq"),
-    "trainer.keep": ("save_total_limit", "max_ckpt_to_keep"),
-    "trainer.eval_every": ("eval_steps", "test_freq"),
-    "trainer.loggers": ("report_to", "logger"),
-    "trainer.profile.steps": ("global_profiler.steps", "profile_steps", "enable_profiling", "profile_freq"),
-    "trainer.profile.memory": ("enable_memory_snapshot", "profile_memory"),
-    "trainer.activation_checkpointing": ("gradient_checkpointing", "enable_gradient_checkpointing"),
-    "run_dir": ("output_dir", "default_local_dir"),
+# Keys by their old names: the first three are accepted for good (contract.md), the others for one release.
+LASTING: Mapping[str, str] = {
+    "data.overlong": "data.overlong_rows",
+    "algorithm.minibatches": "algorithm.num_mini_batches",
+    "trainer.keep": "trainer.keep_last",
 }
-
-# Keys by their old names, which are accepted for one release.
 RENAMED: Mapping[str, str] = {
+    **LASTING,
+    "algorithm.skip_equal_groups": "algorithm.drop_zero_std_groups",
     "rollout.replay": "rollout.router_replay",
     "rollout.monitor": "rollout.mismatch_metrics",
 }
 
 MOST_SHOWN = 20  # problems of one recipe
-CLOSE, SIMILAR = 0.75, 0.6  # similarity of 1 that a key of the same section, and a section, must have
+KEYS_OF = " (keys of "
+UNKNOWN = "extra_forbidden"  # pydantic's name
+# similarity of 1 that a key of the same section must have, one that goes before names of others, and a section
+CLOSE, CLOSER, SIMILAR = 0.75, 0.85, 0.7
+MANY = 4  # unknown keys that make a recipe look like a config of another project
 
 
 @dataclass(frozen=True)
@@ -108,8 +78,13 @@ def rename_keys(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         keys = renamed.get(section)
         if isinstance(keys, Mapping) and leaf in keys and leaf_of(new) not in keys:
             renamed[section] = {leaf_of(new) if name == leaf else name: value for name, value in keys.items()}
-            notes.append(f"{old} is now {new}; this release still accepts the old name")
+            notes.append(renamed_note(old))
     return renamed, notes
+
+
+def renamed_note(old: str) -> str:
+    kept = "the old name stays accepted" if old in LASTING else "this release still accepts the old name"
+    return f"{old} is now {RENAMED[old]}; {kept}"
 
 
 def keys_of(recipe: type[BaseModel]) -> dict[str, Key]:
@@ -167,37 +142,74 @@ def explain(error: ValidationError, known: Mapping[str, Key], source: str) -> st
         dotted = [".".join(path[: n + 1]) for n in range(len(path))]
         key = next((name for name in reversed(dotted) if name in names), "")  # without indices and tags of unions
         problems.setdefault(dotted[-1] if detail["type"] == "extra_forbidden" else key, []).append(detail)
-    lines = [_line(key, details, known) for key, details in list(problems.items())[:MOST_SHOWN]]
-    more = f"\n  ... and {len(problems) - MOST_SHOWN} more" if len(problems) > MOST_SHOWN else ""
-    return f"{source}: {lines[0]}" if len(lines) == 1 else f"{source}:\n{listing(lines)}{more}"
+    meanings = all_meanings() if any(details[0]["type"] == UNKNOWN for details in problems.values()) else []
+    first = list(problems.items())[:MOST_SHOWN]
+    lines = [line for key, details in first for line in _lines(key, details, known, meanings)]
+    lines = _without_repeats(lines)
+    shown, more = lines[:MOST_SHOWN], max(len(lines), len(problems)) - MOST_SHOWN
+    text = f"{source}: {lines[0]}" if len(lines) == 1 else f"{source}:\n{listing(shown)}"
+    text += f"\n  ... and {more} more" if more > 0 else ""
+    foreign = sum("'s, " in line for line in lines) >= MANY
+    return (
+        text
+        + "\n`dovetail import-config FILE` turns a config of verl, TRL, OpenRLHF, axolotl or slime into a recipe"
+        * foreign
+    )
 
 
-def nearest(key: str, known: Mapping[str, Key]) -> str:
-    """The key or section most likely meant: similar in its section, foreign, the same elsewhere, similar at all."""
+def nearest(key: str, known: Mapping[str, Key], meanings: Sequence[Meaning]) -> str:
+    """What an unknown key most likely means; empty if nothing is near."""
     section, _, leaf = key.rpartition(".")
     siblings = {leaf_of(other): other for other in known if other.rpartition(".")[0] == section}
     close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=CLOSE) if section else []
-    if close:
-        return siblings[close[0]]
-    foreign = [our for our, names in FOREIGN.items() if any(f".{key}".endswith(f".{name}") for name in names)]
-    twins = [other for other in known if leaf_of(other) == leaf]
+    closer = (
+        difflib.get_close_matches(leaf, close, cutoff=CLOSER) if close and abs(len(close[0]) - len(leaf)) < 2 else []
+    )
+    if key in RENAMED:
+        return f"did you mean {RENAMED[key]}?"
+    foreign, twins = meant(key, meanings), [other for other in known if leaf_of(other) == leaf]
+    same = [twin for twin in twins if [meaning.key for meaning in foreign if meaning.title] == [twin]]
+    if not closer and not (same and key.count(".") < 2):
+        said = hint(key, meanings)
+        if said and not (close and said.startswith("did you mean")):
+            return said
+    twins = same or twins
     sections = list(dict.fromkeys(other.split(".")[0] for other in known))
     similar = [] if section else difflib.get_close_matches(key, sections, n=1, cutoff=SIMILAR)
-    words = leaf.replace("_", " ")
-    described = [other for other, entry in known.items() if len(words) > 3 and words in entry.text]
-    choices = foreign or twins or similar or described or list(siblings.values() if section else sections or known)
-    return difflib.get_close_matches(key, choices, n=1, cutoff=0.0)[0]
+    choices = [siblings[name] for name in close] or twins or similar
+    return f"did you mean {difflib.get_close_matches(key, choices, n=1, cutoff=0.0)[0]}?" if choices else ""
+
+
+def _without_repeats(lines: Sequence[str]) -> list[str]:
+    """A list of keys stands behind the first line that has it."""
+    seen: set[str] = set()
+    short = []
+    for line in lines:
+        words, listed, keys = line.rpartition(KEYS_OF)
+        short.append(words if listed and keys in seen else line)
+        seen.add(keys)
+    return short
 
 
 def leaf_of(key: str) -> str:
     return key.rpartition(".")[2]
 
 
+def _lines(
+    key: str, details: list[ErrorDetails], known: Mapping[str, Key], meanings: Sequence[Meaning]
+) -> Sequence[str]:
+    first = details[0]
+    if first["type"] != UNKNOWN:
+        return [_line(key, details, known)]
+    algorithm = str(first["loc"][1]) if first["loc"][0] == "algorithm" else ""
+    inside = flat(first["input"], f"{key}.") if isinstance(first["input"], Mapping) and first["input"] else {}
+    foreign = [name for name in [*inside][:MOST_SHOWN] if meant(name, meanings)]
+    return [_unknown_key(name.strip("."), algorithm, known, meanings) for name in foreign or [key]]
+
+
 def _line(key: str, details: list[ErrorDetails], known: Mapping[str, Key]) -> str:
     first = details[0]
     kind, given = first["type"], quoted(first["input"])
-    if kind == "extra_forbidden":
-        return _unknown_key(key.strip("."), str(first["loc"][1]) if first["loc"][0] == "algorithm" else "", known)
     if kind == "missing" and not isinstance(first["input"], (list, tuple)):
         return f"{key} is missing; expected {known[key].text if key in known else 'a mapping'}"
     if kind == "value_error":
@@ -218,14 +230,19 @@ def _line(key: str, details: list[ErrorDetails], known: Mapping[str, Key]) -> st
     return f"{key or 'the recipe'} is {given}; {expected}"
 
 
-def _unknown_key(name: str, algorithm: str, known: Mapping[str, Key]) -> str:
+def _unknown_key(name: str, algorithm: str, known: Mapping[str, Key], meanings: Sequence[Meaning]) -> str:
     if name in known:
         return f"{name} does not belong to this algorithm: {known[name].text}"
     section = name.rpartition(".")[0]
     known = {k: key for k, key in known.items() if not algorithm or key.defaults.keys() & {"", algorithm}}
+    near = nearest(name, known, meanings)
     siblings = [leaf_of(k) for k in known if k.rpartition(".")[0] == section]
-    options = f" (keys of {shortened(section)}: {', '.join(siblings)})" if section else ""
-    return f"unknown key {shortened(name)}; did you mean {nearest(name, known)}?{options}"
+    if not section or not siblings:
+        section, siblings = "a recipe", list(dict.fromkeys(k.split(".")[0] for k in known))
+    options = (
+        "" if near and not near.startswith("did you") else f"{KEYS_OF}{shortened(section)}: {', '.join(siblings)})"
+    )
+    return f"unknown key {shortened(name)}{'; ' if near else ''}{near}{options}"
 
 
 def scalar(value: object) -> str:

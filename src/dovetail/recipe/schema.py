@@ -15,7 +15,8 @@ from dovetail.launch.progress import Phase
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.evaluation import EvalSection, EvalSetSection
 from dovetail.recipe.functions import LossSection, OwnFunction, PolicyTerm
-from dovetail.recipe.keys import Key, explain, keys_of, rename_keys
+from dovetail.recipe.keys import RENAMED, Key, explain, keys_of, nearest, rename_keys, renamed_note
+from dovetail.recipe.names import all_meanings
 from dovetail.recipe.reward import Rewards, RewardSection
 from dovetail.recipe.tracking import Loggers, ProfileSection
 from dovetail.recipe.types import (
@@ -77,7 +78,7 @@ class Algorithm(Section):
     """Keys of every algorithm."""
 
     epochs: PositiveInt = key(1, "passes over the rows of a step")
-    minibatches: PositiveInt = key(1, "optimizer steps in one pass")
+    num_mini_batches: PositiveInt = key(1, "optimizer steps in one pass")
     aggregation: Literal["token", "sequence", "sequence_sum"] = key(
         "token",
         "token: mean over all tokens; sequence: mean over sequences of their means; sequence_sum: mean over sequences "
@@ -89,13 +90,13 @@ class SFT(Algorithm):
     """Supervised fine-tuning: the negative log-likelihood of the completions."""
 
     name: Literal["sft"] = "sft"
-    loss: OwnFunction = key(None, "a function of yours instead of the negative log-likelihood")
+    loss: OwnFunction = key(None, "ppo, cispo, gmpo, sapo, or a function of yours {import, options}; of sft a function alone")
 
 
 class PolicyGradient(Algorithm):
     """Keys of every RL algorithm."""
 
-    loss: PolicyTerm = key(LossSection(), "the policy-gradient term: ppo, cispo, gmpo, sapo, or {import, options}")
+    loss: PolicyTerm = key(LossSection(), "ppo, cispo, gmpo, sapo, or a function of yours {import, options}; of sft a function alone")
     clip_low: Share = key(0.2, "the ratio is clipped below 1 - clip_low")
     clip_high: Annotated[float, Field(ge=0, le=MAX_FLOAT)] = key(0.2, "the ratio is clipped above 1 + clip_high")
     dual_clip: Annotated[float, Field(gt=1)] | None = key(None, "bound of the loss for negative advantages")
@@ -134,7 +135,7 @@ class GRPO(CriticFree):
 
     name: Literal["grpo"] = "grpo"
     scale_by_std: bool = key(True, "divide by the group's standard deviation; false: Dr. GRPO")
-    skip_equal_groups: bool = key(False, "leave groups with all-equal rewards out of the loss (DAPO)")
+    drop_zero_std_groups: bool = key(False, "leave groups with all-equal rewards out of the loss (DAPO)")
 
 
 class RLOO(CriticFree):
@@ -230,7 +231,7 @@ class TrainerSection(Section):
     tokens_per_batch: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = key(16384, "tokens of a micro-batch at most, padded")
     save_every: NonNegativeInt = key(50, "steps between checkpoints; 0: only when the run is stopped")
     save_on_stop: bool = key(True, "SIGTERM and Ctrl-C save a checkpoint, whatever save_every is")
-    keep: PositiveInt = key(2, "latest checkpoints to keep")
+    keep_last: PositiveInt = key(2, "latest checkpoints to keep")
     keep_every: NonNegativeInt = key(0, "keep every checkpoint whose step this divides; 0: none for that")
     keep_best: NonNegativeInt = key(0, "best checkpoints to keep, by evaluation, else reward, else loss")
     async_save: bool = key(True, "write checkpoints while training goes on; needs host memory for one")
@@ -290,9 +291,9 @@ class Recipe(Section):
                 "other, so give 2 or more"
             )
         rows = self.trainer.prompts_per_step * (1 if isinstance(self.algorithm, SFT) else samples)
-        if self.algorithm.minibatches > rows:
+        if self.algorithm.num_mini_batches > rows:
             raise ValueError(
-                f"algorithm.minibatches is {self.algorithm.minibatches}, but a step has only {rows} rows; lower it, or "
+                f"algorithm.num_mini_batches is {self.algorithm.num_mini_batches}, but a step has only {rows} rows; lower it, or "
                 "raise trainer.prompts_per_step"
             )
         if self.data.eval and any(each.name == "eval" for each in self.eval.sets):
@@ -333,10 +334,14 @@ class Recipe(Section):
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None) -> Recipe:
     """overrides: `key.path=value`. flags, by dotted key, beat them."""
-    given = read_mapping(Path(path))
+    given, notes = rename_keys(read_mapping(Path(path)))
     for name, value in [*parse_overrides(overrides), *(flags or {}).items()]:
-        merge(given, name, value)
-    return make_recipe(given, str(path))
+        if name in RENAMED:
+            notes.append(renamed_note(name))
+        merge(given, RENAMED.get(name, name), value)
+    recipe = make_recipe(given, str(path))
+    recipe._notes = (*notes, *recipe.notes)
+    return recipe
 
 
 def make_recipe(given: Mapping[str, Any], source: str = "recipe") -> Recipe:
@@ -348,6 +353,11 @@ def make_recipe(given: Mapping[str, Any], source: str = "recipe") -> Recipe:
         raise ConfigError(explain(error, known_keys(), source)) from None
     recipe._notes = tuple(notes)
     return recipe
+
+
+def hint_of(name: str) -> str:
+    """What a name that is no key most likely means."""
+    return nearest(name, known_keys(), all_meanings())
 
 
 def known_keys() -> dict[str, Key]:

@@ -4,6 +4,7 @@
 """
 
 import re
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,13 +97,17 @@ def dump_mapping(value: Mapping[str, Any]) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
+def read_text(path: Path) -> str:
     try:
         with path.open(encoding="utf-8") as file:
-            text = file.read(MOST_TEXT + 1)
+            return file.read(MOST_TEXT + 1)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"recipe {str(path)!r} cannot be read: {reason}; give the path of a YAML file") from None
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    text = read_text(path)
     value = _parse(text, f"recipe {str(path)!r}")
     if value is None:
         return {}
@@ -123,6 +128,20 @@ def parse_overrides(tokens: Sequence[str]) -> list[tuple[str, Any]]:
             raise ConfigError(f"override {quoted(token)}: {quoted(key)} is not a key; expected key.path=value")
         overrides.append((key, _parse(text, f"override {quoted(token)}")))
     return overrides
+
+
+def parse_value(text: str) -> Any:
+    """As YAML reads it; text that is no YAML as it is."""
+    try:
+        return _parse(text, "value")
+    except ConfigError:
+        return text
+
+
+def dump_value(value: Any) -> str:
+    """On one line."""
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=sys.maxsize)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def merge(recipe: dict[str, Any], key: str, value: Any) -> None:

@@ -51,7 +51,7 @@ def inner_batches(batch: PackedBatch, recipe: "Recipe", step: int) -> Iterator[P
     """A batch for each optimizer step."""
     algorithm = recipe.algorithm
     for epoch in range(algorithm.epochs):
-        yield from minibatches(batch, algorithm.minibatches, f"{recipe.trainer.seed}/{step}/{epoch}")
+        yield from minibatches(batch, algorithm.num_mini_batches, f"{recipe.trainer.seed}/{step}/{epoch}")
 
 
 def weighted(batch: PackedBatch, recipe: "Recipe") -> PackedBatch:
@@ -146,7 +146,7 @@ class RLTask:
         """False if they are the update's own."""
         algorithm = self.recipe.algorithm
         kl_in_reward = algorithm.name != "sft" and algorithm.kl_in == "reward" and algorithm.kl_coef > 0
-        return kl_in_reward or algorithm.epochs * algorithm.minibatches > 1
+        return kl_in_reward or algorithm.epochs * algorithm.num_mini_batches > 1
 
     def sample_rows(self) -> list[dict[str, Any]]:
         return [sample_row(sample) for sample in self.samples]
@@ -161,7 +161,7 @@ class RLTask:
         self.samples = samples
         self._count_unrewarded(step)
         row = {**sample_metrics(samples, compared=algorithm.name != "ppo"), **failed}
-        if algorithm.name == "grpo" and algorithm.skip_equal_groups:
+        if algorithm.name == "grpo" and algorithm.drop_zero_std_groups:
             samples = drop_equal_groups(samples)
         if not samples:  # all groups have equal rewards, or the reward dropped every sample
             return {**row, **EMPTY_UPDATE}

@@ -78,7 +78,7 @@ class RunDirectory:
         trainer = recipe.trainer
         self.recipe, self.mesh, self.path = recipe, mesh, Path(recipe.run_dir)
         self.config = recipe.model_dump(mode="json", by_alias=True)
-        self.retention = Retention(trainer.keep, trainer.keep_every, trainer.keep_best)
+        self.retention = Retention(trainer.keep_last, trainer.keep_every, trainer.keep_best)
         self.lead = mesh["world"].rank == 0
         self.console = Console(speaks=self.lead, steps=trainer.steps)
         self.say = self.console.say

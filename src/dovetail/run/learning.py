@@ -81,7 +81,7 @@ class LearningNotes:
         share = row.get("clip_fraction", 0.0)
         if not share > CLIPPED:
             return ""
-        return f"{share:.0%} of the tokens were clipped: lower optim.lr, algorithm.epochs or algorithm.minibatches"
+        return f"{share:.0%} of the tokens were clipped: lower optim.lr, algorithm.epochs or algorithm.num_mini_batches"
 
     def _against_start(self, row: Mapping[str, Any], name: str) -> tuple[float, float]:
         """Now, and the mean of the first steps; NaN: unknown."""

@@ -28,13 +28,13 @@ FIXED: Mapping[str, str] = {  # keys that may not change, and why
     "data.shuffle": "rows would be taken twice, or not at all",
     "critic.path": "the critic goes on from the weights that it has learned, so another's would be ignored",
 }
-ROWS: Mapping[str, str] = {  # by data.overlong: the keys that decide which rows are used
+ROWS: Mapping[str, str] = {  # by data.overlong_rows: the keys that decide which rows are used
     "error": "data.train",
-    "drop": "data.train, trainer.tokens_per_batch, rollout.max_new_tokens and layouts, by which data.overlong=drop drops rows,",
+    "drop": "data.train, trainer.tokens_per_batch, rollout.max_new_tokens and layouts, by which rows are dropped,",
 }
 SOURCES = frozenset({"model.path", "data.train", "critic.path", "reference.path"})  # of a run without checkpoints
 EVALUATED = ("data.eval", "eval.sets")
-COUNTED = ("algorithm.epochs", "algorithm.minibatches")  # optimizer steps of a step
+COUNTED = ("algorithm.epochs", "algorithm.num_mini_batches")  # optimizer steps of a step
 
 
 @dataclass(frozen=True)

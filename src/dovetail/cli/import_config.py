@@ -1,0 +1,35 @@
+"""`dovetail import-config`: a config of another project as a recipe."""
+
+import argparse
+from pathlib import Path
+
+from dovetail.errors import ConfigError, listing
+from dovetail.launch.process import complain, put
+from dovetail.recipe.importing import import_config, to_yaml
+
+SHOWN, FEW = 200, 8  # lines of each list, names of one line
+
+
+def run(args: argparse.Namespace) -> None:
+    """The recipe goes to standard output or --out, lists of what it lacks to standard error."""
+    draft = import_config(Path(args.file), args.project)
+    text = to_yaml(draft, Path(args.file).name)
+    if args.out:
+        try:
+            Path(args.out).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--out {args.out} cannot be written: {error.strerror}") from None
+    else:
+        put(text)
+    kind = f" ({draft.kind})" if draft.kind else ""
+    parts = [f"{draft.table.title}{kind}: a recipe of {len(draft.recipe)} keys{f' in {args.out}' if args.out else ''}"]
+    lost = [f"{_few(names)}: {reason}" for reason, names in draft.lost.items()]
+    for title, lines in (("not carried over", lost), ("to decide", list(dict.fromkeys(draft.decide)))):
+        parts += [f"{title}:\n{listing(lines, SHOWN)}"] if lines else []
+    parts += [f"not needed here: {_few(draft.unneeded)}"] if draft.unneeded else []
+    complain("\n".join([*parts, ""]))
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
+    return ", ".join(names[:FEW]) + more

@@ -1,0 +1,370 @@
+"""What other projects count otherwise or spread over several names: sizes of batches, KL terms, rewards, sets."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.recipe.draft import Draft
+
+ACTOR, VALIDATION = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.val_kwargs."
+ASSUMED_PROMPT = 512  # tokens of a prompt, where theirs is not limited; for the size of micro-batches alone
+OWN_REWARD = "reward: write one (docs/rewards.md) for {}; exact_match stands here"
+PACKED = "{}: a row there has {} tokens of several; set trainer.prompts_per_step to the rows of a step"
+
+
+def verl(draft: Draft) -> None:
+    """Sizes of verl count prompts; a micro-batch, rows of a replica or tokens of a GPU."""
+    ranks = draft.take("trainer.nnodes"), draft.take("trainer.n_gpus_per_node")
+    draft.decide.append(f"ranks: {ranks[0]} x {ranks[1]} GPUs there; start as many as you have, such as --layout dp=8")
+    if draft.look("trainer.total_training_steps"):
+        draft.put("trainer.steps", draft.take("trainer.total_training_steps"))
+        draft.taken.add("trainer.total_epochs")
+    if draft.kind == "sft":
+        draft.put("algorithm.name", "sft")
+        _cut_rows(draft, "data.max_length", cut=False)
+        return
+    _algorithm(draft, "algorithm.adv_estimator")
+    prompts = draft.number("data.train_batch_size", 1, keep=True)
+    _updates(draft, prompts, draft.number(f"{ACTOR}ppo_mini_batch_size", 1), "train_batch_size / ppo_mini_batch_size")
+    ulysses = draft.number(f"{ACTOR}ulysses_sequence_parallel_size", 1, keep=True)
+    cp = ulysses * draft.number(f"{ACTOR}megatron.context_parallel_size", 1, keep=True)
+    if ulysses > 1:
+        draft.put("layout.cp_mode", "ulysses")
+    longest = sum(draft.number(f"data.max_{part}_length", 512, keep=True) for part in ("prompt", "response"))
+    rows, tokens = (
+        draft.number(f"{ACTOR}ppo_micro_batch_size_per_gpu", 1),
+        draft.number(f"{ACTOR}ppo_max_token_len_per_gpu"),
+    )
+    _micro_batch(draft, longest, tokens * cp if draft.take(f"{ACTOR}use_dynamic_bsz") else rows * longest)
+    in_loss, in_reward = draft.take(f"{ACTOR}use_kl_loss"), draft.take("algorithm.use_kl_in_reward")
+    if in_loss and in_reward:
+        draft.decide.append(
+            "verl adds two KL terms here, in the loss and in the reward; the recipe has that of the loss"
+        )
+    coefs = draft.take(f"{ACTOR}kl_loss_coef"), draft.take("algorithm.kl_ctrl.kl_coef")
+    _kl(draft, "loss" if in_loss else "reward" if in_reward else "", coefs[0] if in_loss else coefs[1])
+    kinds = {f"{ACTOR}kl_loss_type": in_loss, "algorithm.kl_penalty": in_reward and not in_loss}
+    draft.taken |= {name for name, is_read in kinds.items() if not is_read}
+    if draft.take(f"{ACTOR}clip_ratio") and f"{ACTOR}clip_ratio_low" not in draft.given:
+        draft.decide.append("clip_ratio: verl reads clip_ratio_low and clip_ratio_high, whose defaults are 0.2")
+    if draft.look(f"{ACTOR}policy_loss.loss_mode") == "gspo":
+        draft.taken.add(f"{ACTOR}clip_ratio_c")  # not read there
+    if draft.look(f"{ACTOR}optim.lr_warmup_steps") not in (None, -1):
+        draft.taken.add(f"{ACTOR}optim.lr_warmup_steps_ratio")
+    path, name = (draft.take(f"reward.custom_reward_function.{part}") for part in ("path", "name"))
+    if not draft.take("reward.reward_model.enable"):
+        draft.taken.add("reward.reward_model.model_path")
+    _own_reward(
+        draft, path, name or "compute_score", "reward.reward_model.model_path", "what verl chooses by data_source"
+    )
+    sampled, samples, temperature = (draft.take(VALIDATION + part) for part in ("do_sample", "n", "temperature"))
+    if sampled:
+        _eval_sets(draft, {"val": draft.take("data.val_files")}, samples, temperature)
+    draft.taken |= {"data.reward_fn_key", f"{ACTOR}ppo_micro_batch_size"}
+    if draft.look("critic.ppo_mini_batch_size") == draft.look(f"{ACTOR}ppo_mini_batch_size"):
+        draft.taken.add("critic.ppo_mini_batch_size")
+
+
+def trl(draft: Draft) -> None:
+    """Sizes of TRL count rows of one process, of GRPO completions; a step is an update."""
+    if draft.kind == "dpo":
+        raise ConfigError("DPO is not supported yet; sft, grpo, rloo and ppo are")
+    draft.put("algorithm.name", draft.kind)
+    updates = _batch_of_processes(draft, "per_device_train_batch_size", "")
+    is_half, was_given = draft.take("bf16"), "bf16" in draft.given
+    is_half = draft.take("dtype") in ("bfloat16", "auto") or is_half
+    draft.put("model.dtype", "bfloat16" if is_half else "float32", "" if was_given else "TRL's default")
+    steps = draft.take("max_steps") or -1
+    if steps > 0:
+        draft.put("trainer.steps", max(1, round(steps / updates)), "max_steps / updates of a step")
+        draft.taken.add("num_train_epochs")
+    for name, usual in (("save", "steps"), ("eval", "no")):
+        strategy, count, key = (
+            draft.take(f"{name}_strategy", usual),
+            draft.take(f"{name}_steps") or 0,
+            f"trainer.{name}_every",
+        )
+        if strategy in ("epoch", "best") or 0 < count < 1:
+            draft.decide.append(f"{key}: each {strategy} there; give a number of steps")
+        else:
+            draft.put(key, 0 if strategy == "no" else max(1, round(count / updates)))
+    if (warmup := draft.number("warmup_steps")) >= 1:
+        draft.put("optim.warmup_steps", round(warmup / updates))
+    elif warmup:
+        draft.given = {**draft.given, "warmup_ratio": warmup}
+    _hub_rows(draft)
+    if draft.kind == "sft":
+        _cut_rows(draft, "max_length")
+        if not draft.take("assistant_only_loss"):
+            draft.decide.append(
+                "rows with messages: TRL trains all tokens of theirs, a recipe those of the assistant's turns"
+            )
+        if draft.look("packing"):
+            draft.decide.append(PACKED.format("packing", "max_length"))
+    else:
+        _rewards(draft, "")
+        draft.put("algorithm.clip_high", draft.take("epsilon_high") or draft.look("epsilon"))
+        if draft.look("beta") and draft.take("use_bias_correction_kl", True):
+            draft.lose(
+                "not supported, because the KL term is not weighted by the ratio of probabilities",
+                "use_bias_correction_kl=true",
+            )
+
+
+def _batch_of_processes(draft: Draft, size: str, prefix: str) -> float:
+    """Sizes of transformers' trainer, which axolotl has, too. Returns the updates of a step."""
+    rows, accumulated = draft.number(size, 1), draft.number("gradient_accumulation_steps", 1)
+    processes = next(filter(None, (draft.take(name) for name in ("num_processes", "nproc_per_node", "num_gpus"))), None)
+    if not isinstance(processes, int):
+        processes = 1
+        draft.decide.append(
+            "trainer.prompts_per_step: that of one process, as theirs are not counted; multiply it by yours"
+        )
+    origin = f"{size} x gradient_accumulation_steps x {processes} processes"
+    if draft.algorithm == "sft":
+        draft.put("trainer.prompts_per_step", rows * accumulated * processes, origin)
+        return 1
+    generated, parts = draft.take(f"{prefix}generation_batch_size") or 0, draft.take(f"{prefix}steps_per_generation")
+    parts = parts or generated / (rows * processes) or accumulated
+    prompts = rows * processes * parts / draft.number(f"{prefix}num_generations", 8, keep=True)
+    draft.put("trainer.prompts_per_step", max(1, round(prompts)), f"{origin} / num_generations")
+    draft.put("algorithm.num_mini_batches", max(1, round(parts / accumulated)))
+    if prompts != round(prompts) or parts % accumulated:
+        draft.decide.append(f"trainer.prompts_per_step: {prompts:g} prompts and {parts / accumulated:g} updates there")
+    longest = draft.number(f"{prefix}max_completion_length", 512, keep=True)
+    longest += draft.look(f"{prefix}max_prompt_length") or ASSUMED_PROMPT
+    _micro_batch(draft, longest, rows * longest)
+    return float(draft.recipe["algorithm.num_mini_batches"] * draft.number(f"{prefix}num_iterations", 1, keep=True))
+
+
+def _hub_rows(draft: Draft) -> None:
+    name, subset, mixture = draft.take("dataset_name"), draft.take("dataset_config"), draft.take("datasets")
+    splits = draft.take("dataset_train_split", "train"), draft.take("dataset_test_split", "test")
+    part = {"path": name} | ({"subset": subset} if subset else {})
+    if isinstance(mixture, list):
+        draft.put("data.train", [_part(row) for row in mixture])
+    elif name:
+        draft.put(
+            "data.train", name if part == {"path": name} and splits[0] == "train" else [{**part, "split": splits[0]}]
+        )
+        if draft.recipe.get("trainer.eval_every"):
+            draft.put("data.eval", [{**part, "split": splits[1]}])
+
+
+def openrlhf(draft: Draft) -> None:
+    """A train batch of OpenRLHF counts completions, a rollout batch prompts."""
+    if draft.kind == "sft":
+        draft.put("algorithm.name", "sft")
+        draft.taken |= {"train.micro_batch_size", "train.max_tokens_per_gpu"}
+        _cut_rows(draft, "data.max_len")
+        return
+    longest, cp = draft.number("data.max_len", 2048), draft.number("ds.ring_attn_size", 1, keep=True)
+    if draft.look("algo.advantage.estimator") == "dr_grpo":
+        draft.put("algorithm.scale_by_std", False)
+    _algorithm(draft, "algo.advantage.estimator")
+    rows = draft.number("rollout.batch_size", 1, keep=True) * draft.number("rollout.n_samples_per_prompt", 1, keep=True)
+    _updates(draft, rows, draft.number("train.batch_size", 1), "completions of a step / train.batch_size")
+    room = longest - (draft.look("data.prompt_max_len") or longest // 2)
+    if draft.look("rollout.max_new_tokens") is None:
+        draft.put("rollout.max_new_tokens", room)
+        draft.decide.append(
+            f"rollout.max_new_tokens: what a prompt leaves of data.max_len={longest} there, {room} here"
+        )
+    micro, tokens = draft.number("train.micro_batch_size", 1), draft.number("train.max_tokens_per_gpu", 16192)
+    _micro_batch(draft, longest, tokens * cp if draft.look("train.dynamic_batch_enable") else micro * longest)
+    coef = draft.take("algo.kl.init_coef")
+    _kl(draft, ("loss" if draft.take("algo.kl.use_loss") else "reward") if coef else "", coef)
+    low, clips = draft.number("actor.eps_clip", 0.2), draft.take("actor.eps_clip_low_high")
+    clips = clips if isinstance(clips, list) else [low]
+    draft.put("algorithm.clip_low", clips[0])
+    draft.put("algorithm.clip_high", clips[-1])
+    if draft.look("actor.policy_loss_type") == "gspo":
+        draft.put("algorithm.aggregation", "sequence", "as gspo there")
+    remote = str(draft.take("reward.remote_url") or "")
+    if remote and not remote.endswith(".py"):
+        draft.put("reward.model.server.url", remote)
+    else:
+        _own_reward(draft, remote, "reward_func", "reward.model_name_or_path", "what the agent of OpenRLHF returns")
+    samples, temperature = draft.number("eval.n_samples_per_prompt", 4), draft.number("eval.temperature", 0.6)
+    if draft.look("eval.dataset"):
+        _eval_sets(draft, {"val": draft.take("eval.dataset")}, samples, temperature)
+
+
+def axolotl(draft: Draft) -> None:
+    """Sizes of axolotl are those of transformers' trainer."""
+    wanted = draft.take("rl") or "sft"
+    if wanted not in ("sft", "grpo"):
+        raise ConfigError(f"rl: {wanted} is not supported yet; sft, grpo, rloo and ppo are")
+    draft.put("algorithm.name", wanted)
+    if draft.take("adapter"):
+        draft.decide.append("adapter: LoRA is not supported yet, so all parameters are trained; use a lower optim.lr")
+    updates = _batch_of_processes(draft, "micro_batch_size", "trl.")
+    if draft.look("max_steps"):
+        draft.put("trainer.steps", max(1, round(draft.take("max_steps") / updates)))
+        draft.taken.add("num_epochs")
+    draft.taken |= {"warmup_ratio"} if draft.look("warmup_steps") else set()
+    for name in ("saves_per_epoch", "evals_per_epoch"):
+        if draft.take(name):
+            draft.decide.append(f"trainer.{name[:4]}_every: {name} there; give a number of steps")
+    if draft.look("wandb_project"):
+        draft.put_item("trainer.loggers", "name", "wandb")
+        draft.taken.add("use_wandb")
+    _axolotl_rows(draft)
+    if (template := draft.take("chat_template")) not in (None, "tokenizer_default"):
+        draft.decide.append(f"chat_template={template}: the model's own is used, or that of data.chat_template")
+    if wanted == "grpo":
+        _rewards(draft, "trl.")
+        draft.put("algorithm.clip_high", draft.take("trl.epsilon_high") or draft.look("trl.epsilon", 0.2))
+        draft.taken.add("sequence_len")
+        return
+    strategy = draft.take("excess_length_strategy") or "drop"
+    _cut_rows(draft, "sequence_len", cut=strategy == "truncate")
+    draft.put("data.overlong_rows", "error" if strategy == "raise" else "drop", "excess_length_strategy")
+    if draft.look("sample_packing"):
+        draft.decide.append(PACKED.format("sample_packing", "sequence_len"))
+
+
+def _axolotl_rows(draft: Draft) -> None:
+    for ours, theirs in (("data.train", "datasets"), ("data.eval", "test_datasets")):
+        if isinstance(parts := draft.take(theirs), list) and parts:
+            draft.put(ours, [_part(part) for part in parts])
+            kinds = {str(part.get("type")) for part in parts} - {"alpaca", "chat_template", "None"}
+            draft.decide += (
+                [f"datasets: rows of type {', '.join(kinds)}: set data.format or data.columns"] if kinds else []
+            )
+    if draft.take("val_set_size"):
+        draft.decide.append("data.eval: axolotl holds rows back; put such rows into a file of their own")
+
+
+def slime(draft: Draft) -> None:
+    """A global batch of slime counts completions, a rollout batch prompts."""
+    tokens = draft.number("max_tokens_per_gpu") * draft.number("context_parallel_size", 1, keep=True)
+    if draft.take("loss_type") == "sft_loss":
+        draft.put("algorithm.name", "sft")
+        draft.put("trainer.tokens_per_batch", tokens or 16384, "of one replica; a longer row is refused")
+        return
+    if draft.look("advantage_estimator") == "gspo":
+        draft.put("algorithm.ratio", "sequence")
+    _algorithm(draft, "advantage_estimator")
+    rows = draft.number("rollout_batch_size", 1, keep=True) * draft.number("n_samples_per_prompt", 1, keep=True)
+    part = draft.number("global_batch_size", rows)
+    if draft.look("num_steps_per_rollout") is None:
+        _updates(draft, rows, part, "completions of a step / global_batch_size")
+    longest = draft.number("rollout_max_response_len", 512, keep=True)
+    longest += draft.look("rollout_max_prompt_len") or ASSUMED_PROMPT
+    micro = draft.number("micro_batch_size", 1)
+    _micro_batch(draft, longest, tokens if draft.look("use_dynamic_batch_size") else micro * longest)
+    draft.put("algorithm.clip_high", draft.take("eps_clip_high") or draft.look("eps_clip"))
+    in_loss, coefs = draft.take("use_kl_loss"), (draft.number("kl_loss_coef"), draft.number("kl_coef"))
+    _kl(draft, "loss" if in_loss and coefs[0] else "reward" if coefs[1] else "", coefs[0] if in_loss else coefs[1])
+    if not draft.recipe["algorithm.kl_coef"]:
+        draft.taken |= {"kl_loss_type", "ref_load"}
+    if draft.look("num_rollout"):
+        draft.put("trainer.steps", draft.look("num_rollout"))
+        draft.taken.add("num_epoch")
+    if floor := draft.number("min_lr"):
+        draft.put("optim.min_lr_ratio", floor / draft.look("lr"))
+    own = str(draft.take("custom_rm_path") or "")
+    if not draft.look("rm_type") or own:
+        module, _, function = own.rpartition(".")
+        _own_reward(draft, module and f"{module}.py", function, "rm_url", "what slime computes")
+        draft.taken.add("rm_type")
+    sets, samples = draft.take("eval_prompt_data") or [], draft.number("n_samples_per_eval_prompt", 1)
+    temperature = draft.number("eval_temperature", draft.look("rollout_temperature", 1.0))
+    _eval_sets(draft, dict(zip(sets[::2], sets[1::2], strict=False)), samples, temperature)
+
+
+def _algorithm(draft: Draft, name: str) -> None:
+    meaning, theirs = draft.table.find(name), draft.take(name)
+    values: Mapping[str, str] = meaning.entry["values"] if meaning else {}
+    if theirs not in values:
+        draft.decide.append(f"{name}={theirs} is not supported yet ({', '.join(values)} are); grpo stands here")
+    draft.put("algorithm.name", values.get(theirs, "grpo"), "" if values.get(theirs) == theirs else f"{theirs} there")
+
+
+def _updates(draft: Draft, rows: float, part: float, comment: str) -> None:
+    draft.put("algorithm.num_mini_batches", max(1, round(rows / part)), comment)
+    if rows % part:
+        draft.decide.append(f"algorithm.num_mini_batches: {rows:g} rows are not a multiple of {part:g}")
+
+
+def _micro_batch(draft: Draft, longest: float, tokens: float) -> None:
+    draft.put("trainer.tokens_per_batch", max(longest, tokens), "of one replica; memory alone depends on it")
+
+
+def _kl(draft: Draft, where: str, coef: Any) -> None:
+    if where:
+        draft.put("algorithm.kl_in", where)
+    draft.put("algorithm.kl_coef", coef if where and coef else 0.0)
+
+
+def _cut_rows(draft: Draft, name: str, *, cut: bool = True) -> None:
+    """A row of sft is as long as a micro-batch at most."""
+    if isinstance(longest := draft.take(name), int):
+        draft.put("trainer.tokens_per_batch", longest, f"{name}: longer rows are {'cut' if cut else 'not taken'}")
+        if cut:
+            draft.put("data.truncate", "right")
+
+
+def _part(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a mixture."""
+    files = given.get("data_files")
+    path = (
+        files[0] if isinstance(files, list) and len(files) == 1 else files if isinstance(files, str) else given["path"]
+    )
+    ours = {"path": path} | {
+        key: given[name] for key, name in (("subset", "name"), ("split", "split")) if given.get(name)
+    }
+    return ours | ({"format": "alpaca"} if given.get("type") == "alpaca" else {})
+
+
+def _own_reward(draft: Draft, path: Any, function: str, model: str, otherwise: str) -> None:
+    if path:
+        draft.put(
+            "reward.import", f"{Path(str(path)).stem if '/' in str(path) else str(path).removesuffix('.py')}:{function}"
+        )
+        draft.decide.append(
+            f"reward.import: put {path} into the directory of the recipe; docs/rewards.md has its arguments"
+        )
+    elif not draft.look(model) or model in draft.taken:
+        draft.decide.append(OWN_REWARD.format(otherwise))
+
+
+def _rewards(draft: Draft, prefix: str) -> None:
+    functions, weights = draft.take(f"{prefix}reward_funcs"), draft.take(f"{prefix}reward_weights")
+    names = functions if isinstance(functions, list) else [functions] if functions else []
+    weights = weights if isinstance(weights, list) and len(weights) == len(names) else [1.0] * len(names)
+    parts: list[dict[str, Any]] = []
+    for name, weight in zip(map(str, names), weights, strict=True):
+        is_own = "." in name
+        if not is_own and name != "accuracy_reward":
+            draft.decide.append(OWN_REWARD.format(name))
+        else:
+            kind = {"import": ":".join(name.rsplit(".", 1))} if is_own else {"name": "math_verify"}
+            parts.append(kind | ({"weight": weight} if weight != 1 else {}))
+    if not names and not draft.look(f"{prefix}reward_model_name_or_path"):
+        draft.decide.append(OWN_REWARD.format("those that the script gives"))
+    if len(parts) > 1:
+        draft.put("reward.parts", parts)
+    for key, value in parts[0].items() if len(parts) == 1 else ():
+        draft.put(f"reward.{key}", value)
+
+
+def _eval_sets(draft: Draft, files: Mapping[str, Any], samples: Any, temperature: Any) -> None:
+    sets = [
+        {"name": name, "data": path, "samples": samples, "temperature": temperature}
+        for name, path in files.items()
+        if path
+    ]
+    if sets:
+        draft.put("eval.sets", sets)
+
+
+CONVERSIONS: Mapping[str, Callable[[Draft], None]] = {
+    "verl": verl,
+    "TRL": trl,
+    "OpenRLHF": openrlhf,
+    "axolotl": axolotl,
+    "slime": slime,
+}

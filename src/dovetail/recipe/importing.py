@@ -1,0 +1,217 @@
+"""Recipes from configs of other projects: what is carried over, and lists of what is not."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dovetail.errors import ConfigError, quoted
+from dovetail.recipe.conversions import CONVERSIONS
+from dovetail.recipe.draft import Draft
+from dovetail.recipe.keys import leaf_of
+from dovetail.recipe.names import Meaning, Table, read_tables
+from dovetail.recipe.schema import Recipe, known_keys
+from dovetail.recipe.shell import PROGRAM, read_command
+from dovetail.recipe.yaml import dump_value, flat, merge, parse_value, read_mapping, read_text
+
+IMPORTED = ("verl", "trl", "openrlhf", "axolotl", "slime")
+SAID = 5  # names that a command with the trainer's name is worth
+OFF = (None, False, 0, -1, 1, "", "none", "no", "disabled", "null")  # values that ask for nothing
+UNSET = ("${", "???")  # values that OmegaConf leaves open
+SECRET = re.compile(r"(wandb|hub|api|auth|access).*(key|token)|password|secret")  # whose value is not shown
+REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:, ?([^{}]*))?\}")  # to another key, as OmegaConf has them
+OTHERS = re.compile(r"(?<![a-z])(dpo|kto|rm|reward|gkd|kd|orpo|cpo|rloo|prm|bco|nash_md|xpo)(?![a-z])")  # trainers
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+NAMES_A_PATH = ("model.path", "critic.path", "reference.path", "reward.model.path", "data.train", "data.eval")
+REQUIRED: Mapping[str, str] = {"model.path": "MODEL", "data.train": "ROWS.jsonl", "run_dir": "runs/imported"}
+
+
+def import_config(path: Path, project: str = "") -> Draft:
+    """project: whose it is, `verl` or `trl-sft`; empty: by its names. Raises ConfigError."""
+    words, given = _read(path)
+    name, _, kind = project.partition("-")
+    table, kind = _recognized(words, given, name, kind, path)
+    given = {key: value for key, value in given.items() if not (isinstance(value, str) and value.startswith(UNSET))}
+    older = {table.current(key): value for key, value in given.items()}
+    draft = Draft(table, kind, known_keys(), older | {key: given[key] for key in older.keys() & given.keys()})
+    CONVERSIONS[table.title](draft)
+    _copy(draft)
+    _require(draft, path)
+    _drop_impossible(draft)
+    return draft
+
+
+def _read(path: Path) -> tuple[list[str], dict[str, Any]]:
+    text = read_text(path)
+    if path.suffix in (".yaml", ".yml", ".json"):
+        given = flat(read_mapping(path))
+        references = {name: value for name, value in given.items() if isinstance(value, str | int | float)}
+        return [], {name: _resolved(value, references) for name, value in given.items()}
+    words, given = read_command(text)
+    if not given:
+        raise ConfigError(f"{path} sets nothing; give a YAML file, or a shell script with key=value or --name value")
+    return words, {name: _resolved(value, {}) for name, value in given.items()}
+
+
+def _resolved(value: Any, references: Mapping[str, Any]) -> Any:
+    if isinstance(value, list):
+        return [_resolved(part, references) for part in value]
+    if not isinstance(value, str):
+        return value
+    value = f"$HOME{value[1:]}" if value == "~" or value.startswith("~/") else value
+    whole = REFERENCE.fullmatch(value)
+    if whole and (whole[1] in references or whole[2]):
+        return references.get(whole[1], parse_value(whole[2] or ""))
+    return REFERENCE.sub(lambda match: str(references.get(match[1], match[2] or match[0])), value)
+
+
+def _recognized(
+    words: Sequence[str], given: Mapping[str, Any], project: str, kind: str, path: Path
+) -> tuple[Table, str]:
+    """The table that knows most of the names."""
+    command = " ".join([*words[:2], *[word for word in words if PROGRAM.fullmatch(word)][:1]])
+    if project and project not in IMPORTED:
+        raise ConfigError(f"--from {project}: expected one of {', '.join(IMPORTED)}")
+    ranked = []
+    for name in (project,) if project else IMPORTED:
+        for its_kind, table in read_tables(name).items():
+            own = [m for m in table.meanings if m.kind == its_kind and its_kind]
+            if kind and its_kind != kind:
+                continue
+            known = sum(table.find(table.current(key)) is not None for key in given)
+            typical = sum(any(m.matches(table.current(key)) for m in own) for key in given)
+            said = bool(its_kind) and re.search(rf"(?<![a-z]){its_kind}(?![a-z])", command) is not None
+            ranked.append((known + SAID * said, not its_kind, typical, table, its_kind))
+    if not ranked:
+        raise ConfigError(
+            f"--from {project}-{kind}: no trainer of that name; give verl, trl-sft, trl-grpo, openrlhf, ..."
+        )
+    known, _, _, table, found = max(ranked, key=lambda rank: rank[:3])
+    if not known:
+        raise ConfigError(f"{path}: none of its names is known; say whose it is: --from {'|'.join(IMPORTED)}")
+    if (other := OTHERS.search(command)) and table.title in ("TRL", "OpenRLHF"):
+        raise ConfigError(f"{path}: {other[0]} of {table.title} is not supported yet; sft, grpo, rloo and ppo are")
+    if table.title == "TRL" and not found:
+        raise ConfigError(f"{path}: no name in it tells TRL's trainers apart; give --from trl-sft, trl-grpo or trl-dpo")
+    return table, found
+
+
+def _copy(draft: Draft) -> None:
+    """Everything that conversions left: theirs as given, then their defaults."""
+    defaults = {name: value for name, value in draft.table.defaults.items() if name not in draft.given}
+    for is_default, values in ((False, draft.given), (True, defaults)):
+        for name, value in values.items():
+            if name not in draft.taken:
+                _copy_one(draft, name, value, is_default)
+    draft.put_items()
+
+
+def _copy_one(draft: Draft, name: str, value: Any, is_default: bool) -> None:
+    table, meaning = draft.table, draft.table.find(name)
+    shown = f"{name}={'...' if SECRET.search(name) else dump_value(value)}"
+    is_off = (value is not True and (value in ([], {}) or value in OFF)) or value in table.same.get(name, ())
+    if meaning is None:
+        draft.lose(f"no name of {table.title} {table.version}", shown)
+    elif meaning.entry.get("group") == "unneeded" or draft.without_effect(meaning.key):
+        draft.unneeded += [] if is_default else [name]
+    elif value is None and None not in meaning.entry.get("values", ()):
+        pass  # their default
+    elif meaning.key is None or not meaning.copied:
+        if not is_default and not is_off:
+            draft.lose(meaning.says(), shown)
+    else:
+        try:
+            ours = draft.whole(meaning.key, meaning.ours(value))
+        except ValueError as error:
+            draft.decide += [] if is_default or value is None else [f"{shown}: {error}"]
+            return
+        if meaning.entry.get("decide") and not is_off and not is_default:
+            draft.decide.append(f"{shown}: {meaning.says()}")
+        _put(draft, meaning, ours, is_default)
+
+
+def _put(draft: Draft, meaning: Meaning, ours: Any, is_default: bool) -> None:
+    key, item, steps = str(meaning.key), meaning.entry.get("item"), draft.recipe.get("trainer.steps")
+    comment = f"{draft.table.title}'s default" if is_default else ""
+    if item is not None:
+        draft.put_item(key, item, ours)
+    elif meaning.entry.get("share"):
+        if ours and steps:
+            draft.put(key, round(ours * steps), f"{ours:g} of {steps} steps")
+        elif ours:
+            draft.decide.append(f"{key}: {ours:g} of all steps there; give a number of steps")
+    elif not ((ours is None or is_default) and ours == draft.default_of(key)):
+        draft.put(key, ours, comment)
+
+
+def _require(draft: Draft, path: Path) -> None:
+    for key, stand_in in REQUIRED.items():
+        if key not in draft.recipe:
+            draft.put(key, stand_in)
+            draft.decide.append(f"{key}: {path.name} does not say it")
+    unset, named = [], []
+    for key, value in draft.recipe.items():
+        parts = value if isinstance(value, list) else [value]
+        for text in [part.get("path", part.get("data")) if isinstance(part, Mapping) else part for part in parts]:
+            if isinstance(text, str) and "$" in text:
+                unset.append(f"{key}={text}")
+            elif isinstance(text, str) and key in NAMES_A_PATH and HUB_NAME.fullmatch(text) and not Path(text).exists():
+                named.append(f"{key}={text}")
+    for names, what in (
+        (unset, "write what the variable stands for"),
+        (named, "a local path, or NAME@COMMIT on the hub"),
+    ):
+        draft.decide += [f"{', '.join(names)}: {what}"] if names else []
+
+
+def _drop_impossible(draft: Draft) -> None:
+    """Values that a recipe does not take are left to the user."""
+    for _ in [*draft.recipe]:
+        try:
+            Recipe.model_validate(nested(draft.recipe))
+            return
+        except ValidationError as error:
+            left = [*draft.recipe]
+            for detail in error.errors(include_url=False):
+                path = [str(part) for part in detail["loc"] if not isinstance(part, int)]
+                dotted = ".".join([path[0], *path[2:]] if path[0] == "algorithm" else path) if path else ""
+                key = next((key for key in left if dotted and f"{dotted}.".startswith(f"{key}.")), "")
+                key = key or next((key for key in left if key in detail["msg"]), "")  # of a check of several keys
+                if not key:
+                    raise ConfigError(f"the recipe is not one that can run: {detail['msg']}") from error
+                if key in draft.recipe:
+                    draft.decide.append(f"{key}={quoted(draft.recipe.pop(key))} is not possible: {detail['msg']}")
+
+
+def nested(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    sections: dict[str, Any] = {}
+    for key, value in recipe.items():
+        merge(sections, key, value)
+    return sections
+
+
+def to_yaml(draft: Draft, source: str) -> str:
+    """The recipe with comments on where its values come from."""
+    lines = [
+        f"# From {source}, a config of {draft.table.title} (names of {draft.table.version}), by dovetail import-config."
+    ]
+
+    def write(section: Mapping[str, Any], prefix: str, indent: str) -> None:
+        for name, value in section.items():
+            key = prefix + name
+            if isinstance(value, dict) and key not in draft.recipe:
+                lines.append(f"{indent}{name}:")
+                write(value, f"{key}.", f"{indent}  ")
+            else:
+                comment = f" # {draft.comments[key]}" if draft.comments.get(key) else ""
+                lines.append(f"{indent}{name}: {dump_value(value)}{comment}")
+
+    order = [*draft.keys]
+    inside = [key for key in draft.recipe if key not in draft.keys]  # of a layout
+    places = {key: (leaf_of(key) != "name", n) for n, key in enumerate([*order, *inside])}
+    ranked = sorted(draft.recipe, key=places.__getitem__)
+    sections = nested({key: draft.recipe[key] for key in ranked})
+    write({name: sections[name] for name in Recipe.model_fields if name in sections}, "", "")
+    return "\n".join([*lines, ""])

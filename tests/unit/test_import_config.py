@@ -1,0 +1,200 @@
+"""`dovetail import-config` on configs as verl, TRL, OpenRLHF, axolotl and slime publish them (facts of them, typed anew).
+
+What sizes mean there is in those projects' documentation; the numbers here are worked out from it by hand.
+"""
+
+import contextlib
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.cli.main import run_command
+from dovetail.recipe.schema import load_recipe
+from dovetail.recipe.shell import read_command
+from dovetail.recipe.yaml import flat, read_mapping
+
+FOLDER = Path(__file__).parents[1] / "import_config"
+# Of each file: keys of the recipe, and words of the lists of what it lacks.
+CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
+    "verl_grpo.sh": (
+        {
+            "model.dtype": "bfloat16", "algorithm.name": "grpo", "algorithm.num_mini_batches": 4, "algorithm.kl_in": "loss",
+            "algorithm.kl_coef": 0.001, "algorithm.kl_estimator": "k3", "algorithm.dual_clip": 3.0,
+            "data.overlong_rows": "drop", "data.epochs": 15, "rollout.layout.tp": 2, "rollout.samples_per_prompt": 5,
+            "optim.weight_decay": 0.01, "trainer.prompts_per_step": 1024, "trainer.tokens_per_batch": 40 * 1536,
+            "trainer.loggers": [{"name": "wandb", "project": "gsm8k", "run_name": "qwen"}], "run_dir": "runs/verl",
+        },
+        ("ranks: 1 x 8 GPUs there", "what verl chooses by data_source"),
+    ),
+    "verl_dapo.sh": (
+        {
+            "model.path": "$HOME/models/Qwen2.5-Math-7B", "layout.cp": 4, "layout.cp_mode": "ulysses",
+            "algorithm.num_mini_batches": 16, "algorithm.clip_high": 0.28, "algorithm.dual_clip": 10.0,
+            "algorithm.drop_zero_std_groups": True, "algorithm.kl_coef": 0.0, "data.truncate": "left",
+            "rollout.max_new_tokens": 8192, "trainer.steps": 400, "trainer.tokens_per_batch": 4 * 10240,
+            "eval.sets": [{"name": "val", "data": "data/aime.parquet", "samples": 4, "temperature": 1.0}],
+        },
+        ("none is sampled in their place", "data.gen_batch_size=1536: not supported", "write what the variable stands for"),
+    ),
+    "verl_ppo.yaml": (
+        {
+            "algorithm.name": "ppo", "algorithm.kl_in": "reward", "algorithm.kl_coef": 0.002, "algorithm.kl_estimator": "k1",
+            "algorithm.lam": 0.95, "algorithm.value_clip": 0.4, "critic.lr": 1e-5, "layout.tp": 4, "layout.pp": 2,
+            "layout.virtual_stages": 1, "data.columns": {"prompt": "question"}, "reward.import": "gsm:my_score",
+            "optim.warmup_steps": 20, "trainer.seed": 7, "trainer.keep_last": 5, "run_dir": "checkpoints/p/e",
+            "rollout.max_new_tokens": 512, "trainer.tokens_per_batch": 1024,
+        },
+        ("lora_rank=32: not supported yet: LoRA", "critic.optim.clip_grad=0.5", "put rewards/gsm.py into"),
+    ),
+    "verl_sft.sh": (
+        {
+            "algorithm.name": "sft", "data.columns": {"messages": "conversation"}, "data.truncate": "right",
+            "layout.cp": 2, "optim.betas": [0.9, 0.95], "optim.schedule": "cosine", "trainer.prompts_per_step": 96,
+            "trainer.tokens_per_batch": 4096, "trainer.save_every": 0, "data.epochs": 2,
+        },
+        ("not needed here: nproc_per_node, engine",),
+    ),
+    "trl_grpo.sh": (
+        {
+            "algorithm.num_mini_batches": 2, "algorithm.aggregation": "sequence_sum", "algorithm.scale_by_std": False,
+            "algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3, "algorithm.kl_coef": 0.04,
+            "trainer.prompts_per_step": 8 * 8 * 8 // 8, "trainer.steps": 200, "trainer.save_every": 50,
+            "optim.warmup_steps": 20, "optim.schedule": "linear", "trainer.seed": 42, "model.dtype": "bfloat16",
+            "reward.parts": [{"name": "math_verify"}, {"import": "my.rewards:short", "weight": 0.5}],
+        },
+        ("use_vllm=true, vllm_mode=colocate: not supported yet", "use_peft=true, lora_r=16", "use_bias_correction_kl"),
+    ),
+    "trl_grpo.yaml": (
+        {
+            "rollout.samples_per_prompt": 16, "rollout.max_new_tokens": 512, "trainer.prompts_per_step": 1,
+            "reward.import": "rewards:score", "data.epochs": 3, "optim.schedule": "linear",
+            "trainer.activation_checkpointing": "full",
+        },
+        ("that of one process, as theirs are not counted; multiply it by yours",),
+    ),
+    "trl_sft.yaml": (
+        {
+            "algorithm.name": "sft", "data.train": "trl-lib/Capybara", "trainer.prompts_per_step": 16,
+            "data.eval": [{"path": "trl-lib/Capybara", "split": "test"}], "trainer.tokens_per_batch": 2048,
+            "data.truncate": "right", "trainer.eval_every": 100, "optim.lr": 2e-5,
+        },
+        ("packing: a row there has max_length tokens", "hub_token=...", "TRL trains all tokens", "NAME@COMMIT"),
+    ),
+    "openrlhf_ppo.sh": (
+        {
+            "algorithm.name": "ppo", "algorithm.num_mini_batches": 8, "algorithm.kl_coef": 0.01,
+            "algorithm.kl_in": "reward", "algorithm.value_clip": 0.5, "critic.lr": 9e-6, "optim.betas": [0.9, 0.95],
+            "optim.schedule": "cosine", "optim.min_lr_ratio": 0.1, "reward.model.path": "models/rm",
+            "rollout.max_new_tokens": 1024, "data.columns": {"prompt": "context_messages"},
+            "trainer.loggers": [{"name": "wandb", "project": "rlhf"}],
+        },
+        ("reward.normalize_enable=true", "optim.warmup_steps: 0.03 of all steps there"),
+    ),
+    "openrlhf_grpo.sh": (
+        {
+            "algorithm.name": "grpo", "algorithm.num_mini_batches": 4, "algorithm.kl_in": "loss",
+            "algorithm.kl_estimator": "k3", "algorithm.clip_high": 0.28, "layout.cp": 2, "data.max_prompt_length": 1024,
+            "rollout.max_new_tokens": 3072, "reward.import": "reward_func:reward_func", "data.epochs": 2,
+        },
+        ("put ./reward_func.py into the directory",),
+    ),
+    "openrlhf_sft.sh": (
+        {
+            "algorithm.name": "sft", "trainer.prompts_per_step": 256, "trainer.tokens_per_batch": 2048, "data.epochs": 1,
+            "data.columns": {"prompt": "question", "completion": "response"}, "optim.lr": 5e-6,
+        },
+        ("not needed here: ds.zero_stage, ds.packing_samples",),
+    ),
+    "axolotl_sft.yaml": (
+        {
+            "data.train": [{"path": "tatsu-lab/alpaca", "format": "alpaca"}, {"path": "chat.jsonl"}],
+            "data.overlong_rows": "drop", "trainer.prompts_per_step": 8, "trainer.tokens_per_batch": 8192,
+            "trainer.loggers": [{"name": "wandb", "project": "ax"}], "optim.schedule": "cosine",
+        },
+        ("trainer.save_every: saves_per_epoch there", "axolotl holds rows back", "sample_packing: a row there"),
+    ),
+    "axolotl_qlora.yaml": (
+        {"data.truncate": "right", "trainer.steps": 500, "optim.warmup_steps": 10, "trainer.save_every": 100},
+        ("adapter: LoRA is not supported yet", "load_in_4bit=true: not supported yet", "lora_r=32, lora_alpha=16"),
+    ),
+    "axolotl_grpo.yaml": (
+        {
+            "algorithm.name": "grpo", "trainer.prompts_per_step": 4, "rollout.samples_per_prompt": 4,
+            "algorithm.aggregation": "sequence_sum", "reward.import": "rewards:math", "optim.warmup_steps": 3,
+            "data.train": [{"path": "openai/gsm8k", "subset": "main", "split": "train"}],
+        },
+        ("trl.use_vllm=true: not supported yet",),
+    ),
+    "slime_grpo.sh": (
+        {
+            "algorithm.num_mini_batches": 2, "algorithm.aggregation": "sequence", "algorithm.kl_estimator": "k3",
+            "layout.tp": 2, "layout.cp": 2, "trainer.tokens_per_batch": 2 * 9216, "trainer.steps": 3000,
+            "optim.betas": [0.9, 0.98], "data.shuffle": True, "reward.name": "math_verify", "rollout.temperature": 0.8,
+            "eval.sets": [{"name": "aime", "data": "aime-2024.jsonl", "samples": 16, "temperature": 0.8}],
+        },
+        ("ref_load=", "rm_type=deepscaler"),
+    ),
+}  # fmt: skip
+
+
+def imported(*argv: str) -> tuple[int, str]:
+    """Exit code and standard error."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        code = run_command(["import-config", *argv])
+    return code, errors.getvalue()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_config_becomes_a_recipe_that_means_the_same(tmp_path: Path, name: str) -> None:
+    out = tmp_path / "recipe.yaml"
+    code, told = imported(str(FOLDER / name), "-o", str(out))
+    assert code == 0, told
+    load_recipe(out)
+    expected, words = CASES[name]
+    written = {**flat(read_mapping(out)), **read_mapping(out)["data"], **read_mapping(out)}
+    got = {key: read_mapping(out)["data"]["columns"] if key == "data.columns" else written.get(key) for key in expected}
+    assert got == expected
+    for word in words:
+        assert word in told
+    assert "secret" not in told + out.read_text()
+
+
+def test_what_cannot_be_imported_is_refused(tmp_path: Path) -> None:
+    for text, message in {
+        "rl: kto\nbase_model: M\nsequence_len: 4\n": "rl: kto is not supported yet; sft, grpo, rloo and ppo are",
+        "x: 1\n": "none of its names is known; say whose it is: --from verl|trl|openrlhf|axolotl|slime",
+        "learning_rate: 1\nreport_to: none\n": "no name in it tells TRL's trainers apart; give --from trl-sft, trl-grpo",
+    }.items():
+        (tmp_path / "c.yaml").write_text(text)
+        code, told = imported(str(tmp_path / "c.yaml"))
+        assert (code, message in told) == (2, True), told
+    assert imported(str(tmp_path / "c.yaml"), "--from", "trl-sft")[0] == 0
+    assert "--from trl-x: no trainer of that name" in imported(str(tmp_path / "c.yaml"), "--from", "trl-x")[1]
+    assert "--from megatron" in imported(str(tmp_path / "c.yaml"), "--from", "megatron")[1]
+    (tmp_path / "c.sh").write_text("trl dpo --beta 0.1 --model_name_or_path M")
+    assert "dpo of TRL is not supported yet" in imported(str(tmp_path / "c.sh"))[1]
+    (tmp_path / "c.sh").write_text("echo 'open")
+    assert "whose quotes are closed" in imported(str(tmp_path / "c.sh"))[1]
+
+
+def test_variables_arrays_and_sums_of_a_script() -> None:
+    script = """
+    A=${OTHER:-$((2 * 3))} # a comment
+    B="$A/x"; export C=$(date)
+    MORE=(c=$((A+1)) 'd=[1, "two"]'
+       e=$C)
+    WORDS="i=1 j=2"
+    if [ -n "$X" ]; then K=1; fi
+    run --num_processes 4 main.py a=$B b=${UNKNOWN} "${MORE[@]}" \\
+      f=$(( (A + 2) * 2 )) --g-h 1 -2.5 $WORDS --flag $@
+    """
+    words, settings = read_command(script)
+    assert words[0] == "run"
+    assert settings == {
+        "num_processes": 4, "a": "6/x", "b": "$UNKNOWN", "c": 7, "d": [1, "two"], "e": "$COMMAND", "f": 16,
+        "g_h": [1, -2.5, "i=1", "j=2"], "flag": True,
+    }  # fmt: skip
