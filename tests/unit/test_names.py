@@ -106,7 +106,7 @@ def test_the_list_of_fields_is_that_of_the_installed_trl() -> None:
         ("trainer.compile", "not supported, because not needed: kernels are compiled ahead"),
         ("trainer.gradient_accumulation_steps", "here trainer.prompts_per_step"),
         ("trainer.bf16", "here model.dtype"),
-        ("trainer.profile", "not supported yet: profiles"),
+        ("trainer.profile_steps", "here trainer.profile.steps"),
         ("trainer.run_name", "here trainer.loggers ([{name: wandb, run_name: NAME}])"),
         ("trainer.checkpoint_dir", "here run_dir"),
         ("trainer.resume", "--resume"),

@@ -97,7 +97,7 @@ def test_sections_are_frozen() -> None:
         ({"algorithm": {"gamma": 0.9}}, "algorithm.gamma does not belong to this algorithm: discount"),
         (
             {"algorithm": {"betta": 1.0}},
-            "kl_in, normalize_advantage, scale_by_std, drop_zero_std_groups)",
+            "kl_in, normalize_advantage, advantage, scale_by_std, drop_zero_std_groups)",
         ),
         (
             {"algorithm": {"name": "ppo", "x": 1}},

@@ -9,6 +9,7 @@ from dovetail.recipe.draft import Draft
 
 ACTOR, VALIDATION = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.val_kwargs."
 ASSUMED_PROMPT = 512  # tokens of a prompt, where theirs is not limited; for the size of micro-batches alone
+VERL_LOSSES: Mapping[Any, str] = {"cispo": "cispo", "geo_mean": "gmpo", "sapo": "sapo"}
 OWN_REWARD = "reward: write one (docs/rewards.md) for {}; exact_match stands here"
 PACKED = "{}: a row there has {} tokens of several; set trainer.prompts_per_step to the rows of a step"
 
@@ -48,7 +49,11 @@ def verl(draft: Draft) -> None:
     draft.taken |= {name for name, is_read in kinds.items() if not is_read}
     if draft.take(f"{ACTOR}clip_ratio") and f"{ACTOR}clip_ratio_low" not in draft.given:
         draft.decide.append("clip_ratio: verl reads clip_ratio_low and clip_ratio_high, whose defaults are 0.2")
-    if draft.look(f"{ACTOR}policy_loss.loss_mode") == "gspo":
+    mode = draft.look(f"{ACTOR}policy_loss.loss_mode")
+    if mode in VERL_LOSSES:
+        draft.taken.add(f"{ACTOR}policy_loss.loss_mode")
+        _loss(draft, VERL_LOSSES[mode], f"{ACTOR}tau_pos", f"{ACTOR}tau_neg")
+    if mode in VERL_LOSSES or mode == "gspo":
         draft.taken.add(f"{ACTOR}clip_ratio_c")  # not read there
     if draft.look(f"{ACTOR}optim.lr_warmup_steps") not in (None, -1):
         draft.taken.add(f"{ACTOR}optim.lr_warmup_steps_ratio")
@@ -104,12 +109,24 @@ def trl(draft: Draft) -> None:
             draft.decide.append(PACKED.format("packing", "max_length"))
     else:
         _rewards(draft, "")
-        draft.put("algorithm.clip_high", draft.take("epsilon_high") or draft.look("epsilon"))
+        _clip_of_trl(draft, draft.look("loss_type"))
         if draft.look("beta") and draft.take("use_bias_correction_kl", True):
             draft.lose(
                 "not supported, because the KL term is not weighted by the ratio of probabilities",
                 "use_bias_correction_kl=true",
             )
+
+
+def _clip_of_trl(draft: Draft, loss: str) -> None:
+    high = draft.take("epsilon_high") or draft.look("epsilon")
+    if loss in ("cispo", "sapo"):
+        draft.taken.add("loss_type")
+        _loss(draft, loss, "sapo_temperature_pos", "sapo_temperature_neg")
+        draft.put("algorithm.aggregation", "token" if loss == "cispo" else "sequence", f"of {loss} there")
+    if loss == "cispo":
+        draft.taken.add("epsilon")
+        draft.put("algorithm.clip_low", 1.0, "no lower bound there")
+    draft.put("algorithm.clip_high", max(0.0, high - 1) if loss == "cispo" else high)
 
 
 def _batch_of_processes(draft: Draft, size: str, prefix: str) -> float:
@@ -281,6 +298,19 @@ def _algorithm(draft: Draft, name: str) -> None:
     if theirs not in values:
         draft.decide.append(f"{name}={theirs} is not supported yet ({', '.join(values)} are); grpo stands here")
     draft.put("algorithm.name", values.get(theirs, "grpo"), "" if values.get(theirs) == theirs else f"{theirs} there")
+    if theirs in ("reinforce_plus_plus_baseline", "reinforce_baseline"):
+        draft.put("algorithm.group_baseline", True)
+
+
+def _loss(draft: Draft, name: str, *temperatures: str) -> None:
+    """temperatures: their names of those of sapo."""
+    if name == "sapo":
+        options = dict(zip(("tau_positive", "tau_negative"), map(draft.take, temperatures), strict=True))
+        draft.put("algorithm.loss", {"name": name, "options": {k: v for k, v in options.items() if v is not None}})
+    else:
+        draft.put("algorithm.loss", name)
+    if name == "gmpo":
+        draft.put("algorithm.aggregation", "sequence", "of geo_mean there")
 
 
 def _updates(draft: Draft, rows: float, part: float, comment: str) -> None:
