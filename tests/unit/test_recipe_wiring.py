@@ -41,11 +41,20 @@ from tests.unit.wiring import (
     part,
     reward,
     trained,
+    wired,
 )
 
 RANKS, UPDATES = 16, 2 * 3  # UPDATES: optimizer steps of a step, algorithm.epochs x algorithm.num_mini_batches
 LOGS = [("name", "tensorboard"), ("project", "p"), ("entity", "e"), ("run_name", "r"), ("tags", ("t",)), ("group", "g")]
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "completion": str(2 * n)} for n in range(6)]
+WIRED = """
+def loss(stats, batch, c=1):
+    return -c * stats.logprob
+
+
+def advantage(rewards, groups, batch, d=1):
+    return d * rewards
+"""
 TOO_LONG = {"prompt": "1" * 100, "answer": "1", "completion": "1"}
 
 LAYOUT = {
@@ -84,6 +93,15 @@ TABLE = (
     Leaf("algorithm.name", "ppo", part("task.recipe.algorithm.name")),
     Leaf("algorithm.name", "rloo", part("task.recipe.algorithm.name"), algorithm="rloo"),
     Leaf("algorithm.name", "sft", lambda job: type(job.task).__name__, "SupervisedTask", "sft"),
+    Leaf("algorithm.loss.name", "sapo", part("task.policy_loss.term"), algorithm="grpo"),
+    Leaf("algorithm.loss.options", {"tau_negative": 1.5}, part("task.policy_loss.tau_negative"), 1.5, "grpo"),
+    Leaf("algorithm.loss.import", "wired:loss", lambda job: wired(job.task.policy_loss.own), algorithm="rloo-import"),
+    Leaf("algorithm.loss.options", {"c": 3}, lambda job: job.task.policy_loss.own.keywords, algorithm="rloo-import"),
+    Leaf("algorithm.loss.import", "wired:loss", lambda job: wired(job.task.loss.own), algorithm="sft"),
+    Leaf("algorithm.advantage.import", "wired:advantage", lambda job: wired(job.task.advantage), algorithm="rloo-import"),
+    Leaf("algorithm.advantage.options", {"d": 4}, lambda job: job.task.advantage.keywords, algorithm="rloo-import"),
+    Leaf("algorithm.name", "reinforce_plus_plus", part("task.recipe.algorithm.name"), algorithm="reinforce_plus_plus"),
+    Leaf("algorithm.group_baseline", True, part("task.recipe.algorithm.group_baseline"), algorithm="reinforce_plus_plus"),
     Leaf("algorithm.epochs", 2, part("task.recipe.algorithm.epochs")),
     Leaf("algorithm.epochs", 2, part("task.recipe.algorithm.epochs"), algorithm="sft"),
     Leaf("algorithm.num_mini_batches", 3, part("task.recipe.algorithm.num_mini_batches")),
@@ -214,7 +232,16 @@ TABLE = (
     Leaf("run_dir", "FOLDER/run", lambda job: str(job.run.path)),
 )  # fmt: skip
 SOURCE = Path(job.__file__).parents[1]
-ALGORITHMS = ("ppo", "grpo", "rloo", "sft", "rloo-import", "rloo-model", "rloo-server")  # a reward of a kind each
+ALGORITHMS = (
+    "ppo",
+    "grpo",
+    "rloo",
+    "sft",
+    "reinforce_plus_plus",
+    "rloo-import",
+    "rloo-model",
+    "rloo-server",
+)  # a reward of a kind each
 
 
 def make_mesh(layout: Layout, device: torch.device, *, timeout: timedelta) -> Mesh:
@@ -280,6 +307,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("policy", "critic", "reference"):
         config.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    (folder / "wired.py").write_text(WIRED)
     (folder / "template.jinja").write_text("{{ mark }}{% for m in messages %}{{ m.content }}{% endfor %}")
     (folder / "tensorboard").mkdir()
     (folder / "tensorboard" / "__init__.py").touch()

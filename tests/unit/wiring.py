@@ -51,6 +51,11 @@ def part(path: str) -> Callable[[Any], Any]:
     return found
 
 
+def wired(function: Any) -> str:
+    """`module:function` of one with options."""
+    return f"{function.func.__module__}:{function.func.__name__}"
+
+
 def reward(path: str) -> Callable[[Any], Any]:
     """Of the first reward; a key of a mapping is a part of the path too."""
 

@@ -1,0 +1,97 @@
+"""Recipes with a loss and an advantage by import, as commands."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands.program import here, make_model, on_ranks, write_recipe, write_rows
+from tests.tolerances import MODEL_FP32
+
+ROOT = Path(__file__).parents[2]
+MINE = '''
+import torch
+
+
+def clipped(stats, batch, low=0.2, high=0.2):
+    """As the built-in term."""
+    ratio = (stats.logprob - batch.fields["old_logprob"]).exp()
+    a = batch.fields["advantage"]
+    return torch.maximum(-a * ratio, -a * ratio.clamp(1 - low, 1 + high)), {"mine": ratio}
+
+
+def others(rewards, groups, batch):
+    """As RLOO's."""
+    same = groups[:, None] == groups[None]
+    total, count = (same * rewards).sum(1), same.sum(1)
+    return rewards - (total - rewards) / (count - 1)
+
+
+def count_reward(data_source, solution_str, ground_truth, extra_info):
+    return float(sum(map(ord, solution_str)) % 7)
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    make_model(folder / "model")
+    (folder / "mine.py").write_text(MINE)
+    shutil.copy(ROOT / "examples" / "own_loss.py", folder / "own_loss.py")
+    write_rows(folder / "rows.jsonl", [{"prompt": text, "answer": text} for text in ("ab", "xyz", "hello", "q")])
+    return folder
+
+
+def recipe(folder: Path, run: str, /, **algorithm: Any) -> Path:
+    keys = {"name": "rloo", "num_mini_batches": 2, "kl_coef": 0.1, **algorithm}
+    sections: dict[str, Any] = {"reward": {"import": "mine:count_reward"}, "optim": {"lr": 1e-2}}
+    path = write_recipe(folder / f"{run}.yaml", folder / "model", folder / "rows.jsonl", algorithm=keys, **sections)
+    path.write_text(path.read_text().replace(str(folder / "run"), str(folder / f"run-{run}")))
+    return path
+
+
+def metrics(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"run-{name}" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_own_functions_train_as_the_built_in_ones(folder: Path) -> None:
+    own = {"loss": {"import": "mine:clipped", "options": {"high": 0.2}}, "advantage": {"import": "mine:others"}}
+    for name, keys in {"built_in": {}, "own": own}.items():
+        ended = here("train", recipe(folder, name, **keys), "--device", "cpu")
+        assert ended.code == 0, ended.err
+    for mine, theirs in zip(metrics(folder, "own"), metrics(folder, "built_in"), strict=True):
+        for key in ("loss", "grad_norm", "reward_mean", "kl_mean", "entropy_mean"):
+            assert mine[key] == pytest.approx(theirs[key], rel=MODEL_FP32), key
+        assert mine["mine"] == pytest.approx(theirs["ratio_mean"], rel=MODEL_FP32)
+        assert mine["grad_norm"] > 0
+
+
+def test_the_example_runs_on_two_ranks(folder: Path) -> None:
+    keys = {
+        "name": "grpo",
+        "loss": {"import": "own_loss:truncated", "options": {"cap": 1.5}},
+        "advantage": {"import": "own_loss:best_of_group"},
+    }
+    ended = on_ranks(2, "train", recipe(folder, "example", **keys), "--device", "cpu", "--layout", "cp=2")
+    assert [each.code for each in ended] == [0, 0], ended[0].err
+    rows = metrics(folder, "example")
+    assert all(0 < row["sampler_weight"] <= 1.5 and row["grad_norm"] > 0 for row in rows)
+
+
+def test_a_function_that_is_not_there_is_refused_before_ranks_start(folder: Path) -> None:
+    for given, words in (
+        (
+            {"loss": {"import": "mine:clip"}},
+            f"{folder}/mine.py has no function 'clip'; it has clipped, others, count_reward",
+        ),
+        ({"advantage": {"import": "nowhere:f"}}, "algorithm.advantage 'nowhere:f'"),
+        (
+            {"loss": {"import": "mine:clipped", "options": {"lo": 1}}},
+            "options has lo, which clipped(stats, batch, low, high)",
+        ),
+    ):
+        ended = here("train", recipe(folder, "refused", **given), "--device", "cpu")
+        assert ended.code == 2 and words in ended.err, ended.err
+        assert not (folder / "run-refused").exists() or not any((folder / "run-refused").iterdir())
