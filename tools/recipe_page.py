@@ -34,8 +34,8 @@ TITLES: Mapping[str, tuple[str, str]] = {
     ),
     "dapo": (
         "DAPO",
-        "groups of equal rewards are left out, not sampled anew as in the paper; its penalty for long responses belongs "
-        "into a reward of yours, which sees `finish`",
+        "more prompts are sampled until a step is full, at most ten times; the last 16 tokens of `rollout.max_new_tokens` "
+        "cost reward (the paper: 4,096 of 20,480)",
     ),
     "dr_grpo": ("Dr. GRPO", "the constant that divides a response's sum is `rollout.max_new_tokens`"),
     "gspo": ("GSPO", "one ratio for a whole response, with the paper's clips"),

@@ -37,7 +37,7 @@ CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
             "rollout.max_new_tokens": 8192, "trainer.steps": 400, "trainer.tokens_per_batch": 4 * 10240,
             "eval.sets": [{"name": "val", "data": "data/aime.parquet", "samples": 4, "temperature": 1.0}],
         },
-        ("none is sampled in their place", "data.gen_batch_size=1536: not supported", "write what the variable stands for"),
+        ("how often more prompts are sampled", "data.gen_batch_size=1536: not supported", "write what the variable stands for"),
     ),
     "verl_ppo.yaml": (
         {

@@ -120,7 +120,7 @@ def test_the_list_of_fields_is_that_of_the_installed_trl() -> None:
         ("algorithm.beta", "beta is TRL's (grpo), here algorithm.kl_coef; beta is TRL's (dpo), not supported yet: DPO"),
         ("algorithm.ppo_mini_batch_size", "the number of updates in a pass"),
         ("trainer.save_total_limit", "here trainer.keep_last"),
-        ("algorithm.overlong_buffer.len", "keys of"),
+        ("algorithm.overlong_buffer.len", "algorithm.overlong_buffer is {'len': 1}; expected a valid integer"),
     ],
 )
 def test_a_name_of_another_project_is_understood(typed: str, words: str) -> None:

@@ -97,11 +97,11 @@ def test_sections_are_frozen() -> None:
         ({"algorithm": {"gamma": 0.9}}, "algorithm.gamma does not belong to this algorithm: discount"),
         (
             {"algorithm": {"betta": 1.0}},
-            "kl_in, normalize_advantage, advantage, scale_by_std, drop_zero_std_groups)",
+            "scale_by_std, drop_zero_std_groups, max_num_gen_batches)",
         ),
         (
             {"algorithm": {"name": "ppo", "x": 1}},
-            "kl_in, normalize_advantage, gamma, lam, value_clip, value_coef, critic_warmup)",
+            "kl_in, normalize_advantage, overlong_buffer, overlong_penalty, gamma, lam, value_clip, value_coef, critic_warmup)",
         ),
         (
             {"algorithm": {"name": "GSPO"}},
@@ -111,7 +111,10 @@ def test_sections_are_frozen() -> None:
             {"algorithm": {"name": "dr-grpo"}},
             "; that one is {name: grpo, aggregation: sequence_sum, scale_by_std: false}",
         ),
-        ({"algorithm": {"name": "dapo"}}, "clip_low: 0.2, clip_high: 0.28, drop_zero_std_groups: true}"),
+        (
+            {"algorithm": {"name": "dapo"}},
+            "clip_high: 0.28, drop_zero_std_groups: true, max_num_gen_batches: 10, overlong_buffer: 16}",
+        ),
         ({"algorithm": {"name": "ppoo"}}, "algorithm.name is 'ppoo'; expected one of 'sft', 'grpo', 'ppo', 'rloo'"),
         ({"optim": {"lr": "fast"}}, "optim.lr is 'fast'; expected a valid number"),
         ({"optim": {"lr": 0}}, "optim.lr is 0; expected greater than 0"),

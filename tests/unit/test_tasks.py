@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from dataclasses import replace
 from typing import Any, Literal
 from unittest import mock
@@ -14,7 +14,7 @@ from dovetail.batch.loss import TokenStats
 from dovetail.batch.packed import PackedBatch
 from dovetail.data.examples import Prompt
 from dovetail.engine.base import StepReport
-from dovetail.errors import DataError
+from dovetail.errors import ConfigError, DataError
 from dovetail.recipe.schema import GRPO, PPO, RLOO, Recipe, make_recipe
 from dovetail.rewards.runner import RewardResult
 from dovetail.rl.experience import Sample, drop_equal_groups, mismatch, pack_samples, with_advantages
@@ -199,6 +199,61 @@ def test_groups_of_equal_rewards_are_dropped() -> None:
     assert drop_equal_groups(SAMPLES[2:]) == []
     assert sample_metrics(SAMPLES, compared=True)["equal_groups"] == 2 / 3
     assert "equal_groups" not in sample_metrics(SAMPLES, compared=False)
+
+
+def dynamic(rewards: Mapping[int, list[float]], **algorithm: Any) -> tuple[RLTask, list[list[int]]]:
+    """GRPO on prompts with these rewards of their two samples, and the rows that were asked for."""
+    asked: list[list[int]] = []
+    prompts = [Prompt(id=i, ids=(5, 6)) for i in rewards]
+
+    def draw(requests: Seq[Any], _: SamplingParams) -> list[Completion]:
+        asked.append([request.row for request in requests])
+        lengths = (2, 9)
+        return [Completion(r.row, i, (1,) * n, (-1.0,) * n, "stop") for r in requests for i, n in enumerate(lengths)]
+
+    def judge(prompts: Seq[Prompt], completions: Seq[Completion], _: Seq[str]) -> list[RewardResult]:
+        return [RewardResult(rewards[p.id][c.sample]) for p, c in zip(prompts, completions, strict=True)]
+
+    recipe = recipe_of("grpo", shuffle=False, drop_zero_std_groups=True, **algorithm)
+    recipe = recipe.model_copy(
+        update={"trainer": recipe.trainer.model_copy(update={"prompts_per_step": 2, "steps": 3})}
+    )
+    recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_new_tokens": 10})})
+    task = RLTask(
+        recipe=recipe, policy=mock.Mock(), sampler=mock.Mock(sample=draw), policy_loss=mock.Mock(), sampling=SamplingParams(),
+        prompts=prompts, held_out=[], rewards=mock.Mock(side_effect=judge), decode=lambda _: "",
+    )  # fmt: skip
+    return task, asked
+
+
+EQUAL, UNEQUAL = [1.0, 1.0], [0.0, 1.0]
+
+
+def test_more_prompts_are_sampled_until_a_step_is_full() -> None:
+    """Rows of the steps after the last one, in groups of their own; those beyond a full step are left out."""
+    rewards = {0: EQUAL, 1: UNEQUAL, 2: EQUAL, 3: EQUAL, 4: EQUAL, 5: EQUAL, 6: UNEQUAL, 7: UNEQUAL, 8: UNEQUAL}
+    task, asked = dynamic(rewards, max_num_gen_batches=3)
+    kept, row = task._rollout(0)
+    assert asked == [[0, 1], [2, 3]]  # step 0 and step 3 of rows 0 to 8: rows 0, 1 and 6, 7
+    assert [(s.prompt.id, s.group, s.completion.sample) for s in kept] == [(1, 1, 0), (1, 1, 1), (6, 2, 0), (6, 2, 1)]
+    assert len(task.samples) == 8 and row["work"]["rollout"] == (4 * 11, 8) and row["reward_mean"] == 5 / 8
+    task, asked = dynamic(dict.fromkeys(range(9), EQUAL), max_num_gen_batches=3)
+    kept, row = task._rollout(1)
+    assert kept == [] and len(asked) == 3 and row["equal_groups"] == 1.0
+    task, asked = dynamic(rewards)
+    assert len(task._rollout(0)[0]) == 2 and len(asked) == 1
+
+
+def test_long_completions_are_punished_in_proportion() -> None:
+    """Groups are still compared by what the reward said."""
+    task, _ = dynamic({0: EQUAL, 1: UNEQUAL}, overlong_buffer=4, overlong_penalty=0.5)
+    kept, row = task._rollout(0)
+    assert [s.reward for s in kept] == [0.0, 1.0 - 0.5 * 3 / 4]  # 9 tokens of 10, of which 4 are the buffer
+    assert [dict(s.rewards) for s in kept] == [{"reward": 0.0, "overlong": 0.0}, {"reward": 1.0, "overlong": -0.375}]
+    assert row["reward/overlong"] == -0.1875 and row["reward_mean"] == 0.75 - 0.1875
+    assert [s.reward for s in task.samples] == [1.0, 0.625, 0.0, 0.625]
+    with pytest.raises(ConfigError, match=r"overlong_buffer is 99, more than rollout.max_new_tokens=64"):
+        recipe_of(overlong_buffer=99)
 
 
 def reference_gae(samples: Seq[Sample], batch: PackedBatch, gamma: float, lam: float, penalty: Any) -> list[float]:

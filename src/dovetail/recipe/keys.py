@@ -19,7 +19,8 @@ from dovetail.recipe.yaml import flat
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"name": "grpo"},
     "dapo": {
-        "name": "grpo", "aggregation": "token", "clip_low": 0.2, "clip_high": 0.28, "drop_zero_std_groups": True
+        "name": "grpo", "aggregation": "token", "clip_low": 0.2, "clip_high": 0.28, "drop_zero_std_groups": True,
+        "max_num_gen_batches": 10, "overlong_buffer": 16,
     },
     "dr_grpo": {"name": "grpo", "aggregation": "sequence_sum", "scale_by_std": False},
     "gspo": {

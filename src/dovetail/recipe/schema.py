@@ -110,6 +110,10 @@ class PolicyGradient(Algorithm):
     kl_estimator: Estimator = key("k3", "of the KL term; default: k1 in the reward, k3 in the loss")
     kl_in: Literal["reward", "loss"] = key("loss", "where the KL term is added")
     normalize_advantage: bool = key(False, "whiten advantages over all tokens of a step")
+    overlong_buffer: NonNegativeInt = key(0, "last tokens of rollout.max_new_tokens that are punished (DAPO); 0: none")
+    overlong_penalty: PositiveFloat = key(
+        1.0, "taken from the reward of the longest completion, less from shorter ones"
+    )
 
     @model_validator(mode="after")
     def _terms(self) -> "PolicyGradient":
@@ -140,6 +144,9 @@ class GRPO(CriticFree):
     name: Literal["grpo"] = "grpo"
     scale_by_std: bool = key(True, "divide by the group's standard deviation; false: Dr. GRPO")
     drop_zero_std_groups: bool = key(False, "leave groups with all-equal rewards out of the loss (DAPO)")
+    max_num_gen_batches: Annotated[int, Field(ge=1, le=1 << 10)] = key(
+        1, "with drop_zero_std_groups: sample more prompts until a step is full, as many times as this in all (DAPO)"
+    )
 
 
 class RLOO(CriticFree):
@@ -293,6 +300,11 @@ class Recipe(Section):
             raise ValueError(
                 f"rollout.samples_per_prompt is {samples}; {self.algorithm.name} compares a prompt's samples with each "
                 "other, so give 2 or more"
+            )
+        buffer = 0 if isinstance(self.algorithm, SFT) else self.algorithm.overlong_buffer
+        if buffer > self.rollout.max_new_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer is {buffer}, more than rollout.max_new_tokens={self.rollout.max_new_tokens}"
             )
         rows = self.trainer.prompts_per_step * (1 if isinstance(self.algorithm, SFT) else samples)
         if self.algorithm.num_mini_batches > rows:

@@ -5,7 +5,7 @@ Router replay: `trainer` (R2): the update uses the routes of the pass that score
 
 import random
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -86,6 +86,16 @@ def equal_groups(samples: Seq[Sample]) -> dict[int, bool]:
 def drop_equal_groups(samples: Seq[Sample]) -> list[Sample]:
     equal = equal_groups(samples)
     return [sample for sample in samples if not equal[sample.group]]
+
+
+def punish_overlong(samples: Seq[Sample], longest: int, buffer: int, penalty: float) -> list[Sample]:
+    """Less reward for the last `buffer` of `longest` tokens, in proportion (Yu et al. 2025, eq. 13)."""
+    punished = []
+    for sample in samples:
+        loss = min(0.0, (longest - buffer - len(sample.completion.ids)) / buffer) * penalty
+        terms = {**(sample.rewards or {"reward": sample.reward}), "overlong": loss}
+        punished.append(replace(sample, reward=sample.reward + loss, rewards=terms))
+    return punished
 
 
 def with_advantages(

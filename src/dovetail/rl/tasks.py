@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dovetail.batch.loss import LossFn
@@ -20,6 +21,7 @@ from dovetail.rl.experience import (
     minibatches,
     mismatch_metrics,
     pack_samples,
+    punish_overlong,
     routed,
     sample_row,
     score_old,
@@ -112,6 +114,17 @@ class SupervisedTask:
         return row
 
 
+def _added(before: Row, more: Row) -> Row:
+    """Of two batches of samples: their work and errors, and the first cause."""
+    if not before:
+        return more
+    work = {
+        phase: (a + c, b + d)
+        for (phase, (a, b)), (c, d) in zip(before["work"].items(), more["work"].values(), strict=True)
+    }
+    return {**more, **before, "work": work, "reward_errors": before["reward_errors"] + more["reward_errors"]}
+
+
 @dataclass(kw_only=True)
 class RLTask:
     """RL with any policy gradient."""
@@ -152,17 +165,9 @@ class RLTask:
         return [sample_row(sample) for sample in self.samples]
 
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
-        algorithm = self.recipe.algorithm
-        chosen = step_rows(self.recipe, len(self.prompts), step, self.first_row, self.parts)
-        prompts = [self.prompts[i] for i in chosen]
         self.progress.phase("push", step + 1)
         self.sampler.refill(self.policy.weights(self.sampler.dtype))
-        samples, failed = self._sample(prompts, replace(self.sampling, step=step), f"step {step + 1}")
-        self.samples = samples
-        self._count_unrewarded(step)
-        row = {**sample_metrics(samples, compared=algorithm.name != "ppo"), **failed}
-        if algorithm.name == "grpo" and algorithm.drop_zero_std_groups:
-            samples = drop_equal_groups(samples)
+        samples, row = self._rollout(step)
         if not samples:  # all groups have equal rewards, or the reward dropped every sample
             return {**row, **EMPTY_UPDATE}
         self.progress.phase("wait")
@@ -179,6 +184,38 @@ class RLTask:
             return None
         work = row.pop("work") | self._work(batch)
         return {**row, **EMPTY_UPDATE, **self._update(batch, step), **mismatch, "work": work}
+
+    def _rollout(self, step: int) -> tuple[list[Sample], Row]:
+        """Samples to train on, and metrics of all.
+
+        DAPO's resampling takes the rows of the steps after the run's last one, so that a resumed run samples the same.
+        """
+        recipe, algorithm, wanted = self.recipe, self.recipe.algorithm, self.recipe.trainer.prompts_per_step
+        assert algorithm.name != "sft"
+        drops = algorithm.name == "grpo" and algorithm.drop_zero_std_groups
+        drawn, kept, failed = list[Sample](), list[Sample](), dict[str, Any]()
+        for batch in range(algorithm.max_num_gen_batches if algorithm.name == "grpo" and drops else 1):
+            rows = step_rows(recipe, len(self.prompts), step + batch * recipe.trainer.steps, self.first_row, self.parts)
+            prompts = [self.prompts[i] for i in rows]
+            params = replace(self.sampling, step=step)
+            samples, more = self._sample(prompts, params, f"step {step + 1}", first=batch * wanted)
+            failed = _added(failed, more)
+            drawn += samples
+            kept += drop_equal_groups(samples) if drops else samples
+            if len(groups := dict.fromkeys(sample.group for sample in kept)) >= wanted:
+                kept = [sample for sample in kept if sample.group in [*groups][:wanted]]
+                break
+        if algorithm.overlong_buffer:
+            punish = partial(
+                punish_overlong,
+                longest=recipe.rollout.max_new_tokens,
+                buffer=algorithm.overlong_buffer,
+                penalty=algorithm.overlong_penalty,
+            )
+            drawn, kept = punish(drawn), punish(kept)
+        self.samples = drawn
+        self._count_unrewarded(step)
+        return kept, {**sample_metrics(drawn, compared=algorithm.name != "ppo"), **failed}
 
     def _work(self, batch: PackedBatch) -> Work:
         tokens, samples, epochs = len(batch), batch.num_sequences, self.recipe.algorithm.epochs
@@ -237,15 +274,16 @@ class RLTask:
         return row
 
     def _sample(
-        self, prompts: Seq[Prompt], params: SamplingParams, where: str, phase: Phase | None = None
+        self, prompts: Seq[Prompt], params: SamplingParams, where: str, phase: Phase | None = None, first: int = 0
     ) -> tuple[list[Sample], Row]:
-        """Samples with a reward, and metrics of failed ones."""
-        requests = [SamplerPrompt(row, prompt.ids, prompt.media) for row, prompt in enumerate(prompts)]
+        """Samples with a reward, and metrics of failed ones. first: the group of the first prompt."""
+        requests = [SamplerPrompt(first + row, prompt.ids, prompt.media) for row, prompt in enumerate(prompts)]
         self.progress.phase(phase or "rollout")
-        completions = self.sampler.sample(requests, params)
+        completions = [replace(c, row=c.row - first) for c in self.sampler.sample(requests, params)]
         texts = [self.decode(c.ids) for c in completions]
         self.progress.phase(phase or "reward")
         samples, failed = with_rewards(prompts, completions, texts, self.rewards, where)
+        samples = [replace(sample, group=first + sample.group) for sample in samples] if first else samples
         made = (sum(len(c.ids) for c in completions), len(completions))
         return samples, {**failed, "work": {"rollout": made, "reward": made}}
 
