@@ -96,7 +96,7 @@ def test_a_sum_of_rewards_is_that_of_its_parts(layout: str, model: Path, reward_
     [
         ([{"import": "mine:length"}, {"import": "mine:fails"}], "fails: RuntimeError: broken on purpose"),
         ([{"import": "mine:nothing"}, {"import": "mine:nothing"}], "3 steps in a row have no sample with a reward"),
-        ([{"import": "mine:length"}, {"import": "mine:absent"}], "module mine has no function 'absent'"),
+        ([{"import": "mine:length"}, {"import": "mine:absent"}], "mine.py has no function 'absent'; it has "),
         ([{"import": "mine:length", "wieght": 2}], "unknown key reward.wieght; did you mean reward.weight?"),
         ({"model": {"path": "nowhere"}}, "nowhere"),
         ({"judge": JUDGE}, "first cause: ConnectionError: the server at http://127.0.0.1:9/v1: "),

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.batch.loss import Loss, LossFn, TokenStats, is_separable
+from dovetail.batch.loss import Loss, LossFn, TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError
+from dovetail.nn.heads import is_separable
 from dovetail.rl.losses import Aggregation, KLEstimator, PolicyLoss, SFTLoss, ValueLoss, kl_estimate, weight_fields
 from tests.tolerances import EXACT, GRADCHECK, SUM_ORDER, assert_close
 

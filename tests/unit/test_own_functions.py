@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.batch.loss import TokenStats, is_separable
+from dovetail.batch.loss import TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError
 from dovetail.factory.functions import advantage, policy_loss, sft_loss
+from dovetail.nn.heads import is_separable
 from dovetail.recipe.functions import FunctionSection, LossSection
 from dovetail.recipe.schema import GRPO, SFT, make_recipe
 from dovetail.rl.advantages import whiten

@@ -178,10 +178,10 @@ def test_a_finished_run_starts_no_rank(started: list[object], capsys: pytest.Cap
 
 
 def test_modules_of_rewards_are_found_without_being_run(started: list[object]) -> None:
-    Path("mine.py").write_text("raise RuntimeError")
+    Path("mine.py").write_text("raise RuntimeError\ndef f(): ...")
     argv = ["train", "R.yaml", "algorithm.name=grpo", "layout.tp=8", "reward.workers=1"]
-    for module in ("mine", "json.decoder"):
-        assert run_command([*argv, f"reward.import={module}:f"]) == 0
+    for module, name in (("mine", "f"), ("json.decoder", "any_name")):
+        assert run_command([*argv, f"reward.import={module}:{name}"]) == 0
     assert len(started) == 2
 
 

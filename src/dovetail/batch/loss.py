@@ -1,6 +1,6 @@
 """The interface of losses: per-token statistics in, sums and a count out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -30,10 +30,6 @@ class LossFn(Protocol):
     """
 
     def __call__(self, stats: Any, batch: PackedBatch, /) -> Loss: ...
-
-
-def is_separable(loss: Callable[..., Any]) -> bool:
-    return hasattr(loss, "separable") and bool(loss.separable)
 
 
 class TokenStats(NamedTuple):

@@ -57,10 +57,11 @@ def load_training(model: StagedModel, mesh: Mesh, role: str, states: States, rea
         params, source = _state_params(model, mesh, tensors), reader.training_state(prefix(role, kind))
         with agreed(mesh):
             names = (name for p in params for name in checkpoint_shapes(p.name, p.placement, p.shape))
-            if frozen := [name for name in names if name not in source.names]:
+            if absent := [f"missing: {name}" for name in names if name not in source.names]:
                 raise CheckpointError(
-                    f"{reader.path} has no optimizer state of what is trained here, so it was frozen there; freeze it "
-                    f"(OptimSettings.frozen, in a recipe optim.frozen), or start from the weights alone:\n{listing(frozen)}"
+                    f"{reader.path} has no {prefix(role, kind)} of what is trained here: it was frozen there, or the "
+                    "checkpoint is not whole; freeze it (OptimSettings.frozen, in a recipe optim.frozen), or start from the "
+                    f"weights alone:\n{listing(absent)}"
                 )
         _load_untied(params, source, mesh)
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.batch.loss import Loss, LossFn, Sum, is_separable
+from dovetail.batch.loss import Loss, LossFn, Sum
 from dovetail.batch.packed import PackedBatch
 from dovetail.errors import ConfigError, DataError
+from dovetail.nn.heads import is_separable
 from dovetail.parallel.collectives import stack_numbers
 from dovetail.parallel.mesh import Mesh
 

@@ -9,7 +9,7 @@ Each rank reduces its columns to four numbers a token; the ranks gather and comb
 Subtracting the maximum before the division, and the shift of U, keep digits at large logits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dovetail.batch.loss import Loss, LossFn, Sum, TokenStats, is_separable
+from dovetail.batch.loss import Loss, LossFn, Sum, TokenStats
 from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.reference import wide
@@ -27,6 +27,10 @@ from dovetail.nn.layers import GradAccumulator, grad_buffer, vocab_placement
 from dovetail.parallel.collectives import all_gather, all_reduce, gather_replicated, stack_over
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.parallel.placement import Placement
+
+
+def is_separable(loss: Callable[..., Any]) -> bool:
+    return hasattr(loss, "separable") and bool(loss.separable)
 
 
 class Normalizer(NamedTuple):

@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dovetail.batch.loss import Loss, Sum, TokenStats, is_separable
+from dovetail.batch.loss import Loss, Sum, TokenStats
 from dovetail.batch.packed import PackedBatch
 from dovetail.errors import ConfigError
 from dovetail.kernels.reference import count_rows, widened
+from dovetail.nn.heads import is_separable
 
 Aggregation = Literal["token", "sequence", "sequence_sum"]
 KLEstimator = Literal["k1", "k2", "k3"]
