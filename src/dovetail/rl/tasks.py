@@ -134,6 +134,7 @@ class RLTask:
     parts: Seq[tuple[int, float]] = ()
     eval_sets: Seq[EvalSet] = ()
     write_eval: Callable[[str, int, Seq[Row]], None] = lambda *_: None  # rows of a set, "" for data.eval. Collective
+    rollout_end: Callable[[list[Sample]], list[Sample]] = list  # what to train on. Collective
     samples: list[Sample] = field(init=False, default_factory=list)  # of the last step
     unrewarded: int = field(init=False, default=0)  # steps in a row
 
@@ -160,6 +161,7 @@ class RLTask:
         samples, failed = self._sample(prompts, replace(self.sampling, step=step), f"step {step + 1}")
         self.samples = samples
         self._count_unrewarded(step)
+        self.samples = samples = self.rollout_end(samples)
         row = {**sample_metrics(samples, compared=algorithm.name != "ppo"), **failed}
         if algorithm.name == "grpo" and algorithm.drop_zero_std_groups:
             samples = drop_equal_groups(samples)
