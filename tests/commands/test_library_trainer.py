@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import re
+import runpy
 import signal
 import sys
 from dataclasses import replace
@@ -22,6 +24,7 @@ from tests.checkpoints import assert_same_tensors, tensors_of
 from tests.commands.program import here, read_rows, start, write_recipe, write_rows
 from tests.harness import run
 
+ROOT = Path(__file__).parents[2]
 TIMES = ("seconds", "timestamp", "memory", "tokens_per", "samples_per", "mfu", "gpu")
 
 
@@ -196,3 +199,18 @@ def test_a_script_of_two_ranks_trains_twice(recipe: Path, tmp_path: Path) -> Non
     assert [process.returncode for process in ranks] == [0, 0], told
     assert told[0][1] == told[1][1] != "" and told[1][0] == "", "the first rank alone speaks"
     assert numbers(tmp_path / "first") == numbers(tmp_path / "second")
+
+
+def test_the_example_of_the_page_runs(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "ab", "answer": "c"}, {"prompt": "hi", "answer": "h"}])
+    _, block = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.DOTALL)
+    (tmp_path / "example.py").write_text(block.replace('"MODEL"', repr(str(model))))
+    outcome = runpy.run_path("example.py")["outcome"]
+    assert [row["lr"] for row in outcome.rows] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3])
+    lengths = [row["response_length_mean"] for row in outcome.rows]
+    assert [row["reward_mean"] for row in outcome.rows] == pytest.approx([-0.1 * length for length in lengths])
+    assert outcome.rows[-1]["reward_so_far"] == max(row["reward_mean"] for row in outcome.rows)
+    assert "checkpoints/step_000002 is whole" in capfd.readouterr().out.replace("\n", "")
