@@ -6,6 +6,7 @@ import re
 import runpy
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -214,3 +215,25 @@ def test_the_example_of_the_page_runs(
     assert [row["reward_mean"] for row in outcome.rows] == pytest.approx([-0.1 * length for length in lengths])
     assert outcome.rows[-1]["reward_so_far"] == max(row["reward_mean"] for row in outcome.rows)
     assert "checkpoints/step_000002 is whole" in capfd.readouterr().out.replace("\n", "")
+
+
+class Interrupts(dt.TrainerCallback):
+    def on_step_end(self, state: dt.TrainerState, metrics: dict[str, Any]) -> None:
+        if state.global_step == 1:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_saves_and_the_next_call_goes_on(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may come in another thread, where Python sets no handlers."""
+    monkeypatch.chdir(tmp_path)
+    keys = {**given(recipe, "stopped", save_every=0), "reward": {"name": "exact_match"}}
+    handler = signal.getsignal(signal.SIGINT)
+    outcome = dt.Trainer(keys, [Interrupts()], device="cpu").train()
+    assert outcome.stopped and [row["step"] for row in outcome.rows] == [1] and not (tmp_path / "stopped/hf").exists()
+    assert signal.getsignal(signal.SIGINT) == handler
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(dt.Trainer(keys, device="cpu").train).result()
+    assert not outcome.stopped and [row["step"] for row in outcome.rows] == [1, 2, 3]
+    assert (tmp_path / "stopped/hf").exists()
