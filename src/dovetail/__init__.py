@@ -13,11 +13,15 @@ if TYPE_CHECKING:
         SamplingEngine as SamplingEngine,
         from_pretrained as from_pretrained,
     )
+    from dovetail.factory.trainer import Trainer as Trainer
     from dovetail.optim.groups import ParamGroup as ParamGroup
     from dovetail.optim.optimizer import OptimSettings as OptimSettings
     from dovetail.parallel.layout import Layout as Layout
     from dovetail.parallel.process_group import ensure_process_group as ensure_process_group
+    from dovetail.rl.experience import Sample as Sample
     from dovetail.rollout.base import Completion as Completion
+    from dovetail.run.callbacks import TrainerCallback as TrainerCallback, TrainerState as TrainerState
+    from dovetail.run.trainer import Outcome as Outcome
 
 __version__ = "0.1.0"
 
@@ -29,13 +33,18 @@ HOMES: Mapping[str, str] = {
     "Layout": "dovetail.parallel.layout",
     "Loss": "dovetail.batch.loss",
     "OptimSettings": "dovetail.optim.optimizer",
+    "Outcome": "dovetail.run.trainer",
     "PackedBatch": "dovetail.batch.packed",
     "ParamGroup": "dovetail.optim.groups",
+    "Sample": "dovetail.rl.experience",
     "SamplingEngine": "dovetail.factory.engine",
     "Sequence": "dovetail.batch.packed",
     "StepReport": "dovetail.engine.base",
     "Sum": "dovetail.batch.loss",
     "TokenStats": "dovetail.batch.loss",
+    "Trainer": "dovetail.factory.trainer",
+    "TrainerCallback": "dovetail.run.callbacks",
+    "TrainerState": "dovetail.run.callbacks",
     "ensure_process_group": "dovetail.parallel.process_group",
     "from_pretrained": "dovetail.factory.engine",
 }

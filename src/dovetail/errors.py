@@ -49,6 +49,10 @@ class DataError(UserError):
     """Rows or batches that cannot be trained on or scored."""
 
 
+class CallbackError(UserError):
+    """A callback of a `Trainer` raised, on any rank, or returned what it may not."""
+
+
 class NumericsError(UserError):
     """Numbers of training are no longer finite."""
 

@@ -393,7 +393,7 @@ def test_a_defect_ends_with_1_and_a_traceback(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr("dovetail.cli.train.train", broken)
+    monkeypatch.setattr("dovetail.factory.trainer.train", broken)
     ended: Ended = here("train", write_recipe(tmp_path / "r.yaml", model, sft_rows))
     assert ended.code == 1
     assert ended.err.startswith("dovetail: this is a defect of ours\nTraceback")

@@ -1,4 +1,4 @@
-"""examples/own_loop.py and the example of docs/library.md, on one rank."""
+"""What `engine.generate` draws, and the first example of docs/library.md, on one rank."""
 
 import re
 import runpy
@@ -11,7 +11,6 @@ import torch
 import dovetail as dt
 from bench.models import one_rank
 from dovetail.errors import DataError, ModelError
-from examples import own_loop
 from tests.parity.configs import save_tiny, tiny_configs
 from tests.tolerances import MODEL_FP32
 
@@ -24,21 +23,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     save_tiny(tiny_configs()["llama"], folder)
     with one_rank():
         yield folder
-
-
-def test_the_loop_learns_and_goes_on_where_it_ended(model: Path, tmp_path: Path) -> None:
-    whole = own_loop.main(str(model), tmp_path / "whole", steps=4, save_every=4)
-    own_loop.main(str(model), tmp_path / "parts", steps=2)
-    parts = own_loop.main(str(model), tmp_path / "parts", steps=4)
-    assert all(torch.equal(x, y) for (_, x), (_, y) in zip(whole.weights(), parts.weights(), strict=True))
-
-    def mean_reward(engine: dt.SamplingEngine) -> float:
-        drawn = engine.generate(own_loop.PROMPTS, n=32, max_tokens=8, seed=1)
-        return sum(own_loop.reward(each.ids) for each in drawn) / len(drawn)
-
-    before = mean_reward(dt.from_pretrained(model, device="cpu"))
-    assert mean_reward(whole) > before + 0.1
-    assert len((ROOT / "examples/own_loop.py").read_text().splitlines()) < 60
 
 
 def test_completions_have_the_log_probs_of_the_engines_own_weights(model: Path) -> None:
@@ -70,7 +54,7 @@ def test_completions_have_the_log_probs_of_the_engines_own_weights(model: Path) 
 def test_the_example_of_the_page_runs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.DOTALL)
-    assert len(blocks) == 1
+    assert len(blocks) == 2, "the other one runs in tests/commands/test_library_trainer.py"
     (tmp_path / "example.py").write_text(blocks[0].replace('"MODEL"', repr(str(model))))
     found = runpy.run_path("example.py")
     assert found["again"].updates == 3

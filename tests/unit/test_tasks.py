@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import replace
 from typing import Any, Literal
 from unittest import mock
@@ -14,13 +14,15 @@ from dovetail.batch.loss import TokenStats
 from dovetail.batch.packed import PackedBatch
 from dovetail.data.examples import Prompt
 from dovetail.engine.base import StepReport
-from dovetail.errors import ConfigError, DataError
+from dovetail.errors import CallbackError, ConfigError, DataError
+from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import GRPO, PPO, RLOO, Recipe, make_recipe
 from dovetail.rewards.runner import RewardResult
 from dovetail.rl.experience import Sample, drop_equal_groups, mismatch, pack_samples, with_advantages
 from dovetail.rl.step_metrics import mean, sample_metrics
 from dovetail.rl.tasks import RLTask, inner_batches, step_rows, weighted
 from dovetail.rollout.base import Completion, SamplingParams
+from dovetail.run.callbacks import Callbacks, TrainerCallback, TrainerState
 from tests.tolerances import OP_FP32, assert_close
 
 
@@ -157,6 +159,40 @@ def test_evaluation_stops_and_bans_as_training_does() -> None:
     assert trained.stop_ids == evaluated.stop_ids == (2, 5)
     assert trained.banned_ids == evaluated.banned_ids == (7, 9)
     assert (trained.temperature, evaluated.temperature, evaluated.samples) == (given.temperature, 0.0, 1)
+
+
+class Judge(TrainerCallback):
+    def __init__(self, judge: Callable[[list[Sample]], Any]) -> None:
+        self.judge = judge
+
+    def on_rollout_end(self, state: TrainerState, samples: list[Sample]) -> Any:
+        return self.judge(samples)
+
+
+def test_callbacks_replace_rewards_and_drop_samples() -> None:
+    task, on = pretended_ppo(report(1.0), report(1.0)), Callbacks(TrainerState(RECIPE, True), Mesh.solo())
+    task.rollout_end = on.replaced
+    on.callbacks = [
+        Judge(lambda samples: [replace(s, reward=float(s.group)) for s in samples if s.group != 1]),
+        Judge(lambda _: None),
+    ]
+    row = task.step(0)
+    assert row is not None and row["reward_mean"] == pytest.approx((0 + 2 + 3) / 3)
+    assert [each["reward"] for each in task.sample_rows()] == [0.0, 2.0, 3.0] and row["tokens"] == 3 * 4
+    on.callbacks = [Judge(lambda _: [])]
+    row = task.step(1)
+    assert row is not None and row["tokens"] == 0
+    for judge, message in (
+        (lambda samples: [s.reward for s in samples], "TypeError: expected None, or a list of samples it was given"),
+        (lambda samples: [replace(s, group=9) for s in samples], "TypeError: expected None, or a list of samples"),
+        (
+            lambda samples: [replace(s, reward=math.nan) for s in samples],
+            "ValueError: the reward nan of 1; expected a finite",
+        ),
+    ):
+        on.callbacks = [Judge(judge)]
+        with pytest.raises(CallbackError, match=f"Judge.on_rollout_end failed, after step 0 of 0: {message}"):
+            task.step(2)
 
 
 def test_too_many_failed_rewards_of_an_evaluation_are_told_as_such() -> None:

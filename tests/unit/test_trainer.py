@@ -8,14 +8,15 @@ from unittest import mock
 import pytest
 
 from dovetail.engine.base import Engine
-from dovetail.errors import NumericsError
+from dovetail.errors import CallbackError, NumericsError
 from dovetail.launch.progress import Progress
 from dovetail.parallel.mesh import Mesh
-from dovetail.recipe.schema import TrainerSection
+from dovetail.recipe.schema import TrainerSection, make_recipe
 from dovetail.recipe.tracking import ProfileSection
 from dovetail.rl.step_metrics import Row
 from dovetail.rl.tasks import never
 from dovetail.run import trainer
+from dovetail.run.callbacks import Callbacks, TrainerCallback, TrainerState
 from dovetail.run.profiler import Profiler
 from dovetail.run.trainer import Guard, Outcome, Task
 
@@ -26,6 +27,7 @@ def loop(**keys: Any) -> TrainerSection:
 
 
 LOOP = loop()
+RECIPE = make_recipe({"model": {"path": "m"}, "data": {"train": "rows"}, "run_dir": "run"})
 
 
 def train(task: Task, run: Any, section: TrainerSection) -> Outcome:
@@ -73,6 +75,10 @@ class PretendedRun:
         self.checkpoints: list[int] = []
         self.started: list[Row] = []
         self.stop_after = stop_after
+        self.on = Callbacks(
+            TrainerState(make_recipe({"model": {"path": "m"}, "data": {"train": "rows"}, "run_dir": "run"}), True),
+            Mesh.solo(),
+        )
         self.profiler = Profiler(ProfileSection(), Path(), Mesh.solo(), Progress(), self.said.append)
 
     def earlier(self) -> tuple[int, list[Row], Row] | None:
@@ -229,3 +235,90 @@ def test_copies_may_never_be_compared() -> None:
     engine = mock.Mock()
     Guard(3, 0).check({"step": 1}, [engine])
     engine.check_replicas.assert_not_called()
+
+
+class Steering(TrainerCallback):
+    """Writes down what it is called for; `flags`: set at an event after a step."""
+
+    def __init__(self, **flags: tuple[str, int]) -> None:
+        self.flags, self.events = flags, list[tuple[Any, ...]]()
+
+    def note(self, event: str, state: TrainerState) -> None:
+        self.events.append((event, state.global_step))
+        for flag, when in self.flags.items():
+            if when == (event, state.global_step):
+                setattr(state, flag, True)
+
+    def on_train_begin(self, state: TrainerState) -> None:
+        self.note("train_begin", state)
+
+    def on_step_begin(self, state: TrainerState) -> None:
+        self.note("step_begin", state)
+
+    def on_step_end(self, state: TrainerState, metrics: Row) -> None:
+        self.note("step_end", state)
+        metrics["added"] = state.global_step / 2
+
+    def on_evaluate(self, state: TrainerState, metrics: Row) -> None:
+        self.note("evaluate", state)
+        metrics["eval_double"] = 2 * metrics["eval_reward_mean"]
+
+
+def steered(clock: Clock, run: PretendedRun, **flags: tuple[str, int]) -> tuple[Steering, PretendedTask, Outcome]:
+    task, callback = PretendedTask(clock), Steering(**flags)
+    run.on.callbacks = [callback]
+    return callback, task, train(task, run, LOOP)
+
+
+def test_callbacks_are_called_in_turn_and_add_columns(clock: Clock) -> None:
+    run = PretendedRun()
+    callback, _, outcome = steered(clock, run)
+    steps = [(event, n + (event == "step_end")) for n in range(5) for event in ("step_begin", "step_end")]
+    assert callback.events == [("train_begin", 0), ("evaluate", 0), *steps, ("evaluate", 5)]
+    assert [row["added"] for row in run.rows] == [0.5, 1.0, 1.5, 2.0, 2.5]
+    assert outcome.before == {"eval_reward_mean": 0.0, "eval_double": 0.0}
+    assert (outcome.after["eval_double"], run.rows[-1]["eval_double"], run.rows[0]["eval_double_before"]) == (10, 10, 0)
+    assert (run.on.state.max_steps, run.on.state.log_history) == (5, run.rows)
+    callback, _, _ = steered(clock, PretendedRun(done=[{"step": n, "loss": 0.0} for n in (1, 2, 3)]))
+    assert callback.events[:2] == [("train_begin", 3), ("step_begin", 3)], "a resumed run goes on"
+
+
+def test_flags_of_callbacks_steer_the_loop(clock: Clock) -> None:
+    run = PretendedRun()
+    _, task, outcome = steered(
+        clock,
+        run,
+        should_training_stop=("step_end", 3),
+        should_save=("step_begin", 0),
+        should_evaluate=("step_end", 2),
+    )
+    assert (run.on.state.global_step, task.evaluated, run.checkpoints) == (3, [0, 2, 3], [1])
+    assert not outcome.stopped and outcome.after["eval_reward_mean"] == 3.0
+    for when in (("step_begin", 1), ("train_begin", 0)):
+        _, task, _ = steered(clock, PretendedRun(), should_training_stop=when)
+        assert task.evaluated == [0, when[1] + 1]
+    _, task, outcome = steered(
+        clock, PretendedRun(), should_training_stop=("evaluate", 2), should_evaluate=("step_end", 2)
+    )
+    assert task.evaluated == [0, 2] and outcome.after["eval_reward_mean"] == 2.0
+
+
+def test_what_a_callback_may_not_do_is_named(clock: Clock) -> None:
+    def failing(event: str, method: Callable[..., Any]) -> str:
+        run = PretendedRun()
+        run.on.callbacks = [type("Mine", (TrainerCallback,), {event: method})()]
+        with pytest.raises(CallbackError) as raised:
+            train(PretendedTask(clock), run, LOOP)
+        return str(raised.value)
+
+    def added(name: str, value: object) -> Callable[..., Any]:
+        return lambda _, __, metrics: metrics.update({name: value})
+
+    divided = failing("on_step_begin", lambda *_: 1 // 0)
+    assert divided == (
+        "Mine.on_step_begin failed, after step 0 of 5: ZeroDivisionError: integer division or modulo by zero; what the run "
+        "has saved is whole"
+    )
+    assert "after step 1 of 5: ValueError: 'loss' is a column of the run" in failing("on_step_end", added("loss", 1.0))
+    assert "'mine': str; expected a number" in failing("on_step_end", added("mine", "x"))
+    assert "'mine': float; expected a name that begins with eval_" in failing("on_evaluate", added("mine", 1.0))

@@ -1,18 +1,17 @@
 """`dovetail train`: the main job, from an HF checkpoint to an HF checkpoint."""
 
 import argparse
-from contextlib import ExitStack
 from pathlib import Path
 
 from dovetail.cli.arguments import recipe_of
 from dovetail.cli.header import header
 from dovetail.factory.job import Builder
+from dovetail.factory.trainer import run_job
 from dovetail.launch.process import complain, put
 from dovetail.launch.progress import Progress
 from dovetail.launch.rank import STOP_CODES, STOPPED
-from dovetail.parallel.process_group import StopSignal, deterministic, pick_device
+from dovetail.parallel.process_group import StopSignal, pick_device
 from dovetail.run.paths import FinishedError
-from dovetail.run.trainer import train
 
 
 def run(args: argparse.Namespace, progress: Progress) -> int:
@@ -29,16 +28,10 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
         complain(f"dovetail: {finished}\n" if is_first else "")
         put(text)
         return 0
-    with ExitStack() as stack:
-        stack.callback(job.close)
-        stack.push(job.run.note_failure)
-        if args.dry_run:
-            put(text)
-            return 0
-        with stop, deterministic(recipe.trainer.deterministic):
-            job.run.console.prepend(header(recipe, builder.mesh.layout, args.device))
-            job.start()
-            outcome = train(job.task, job.run, job.recipe.trainer, progress)
-            progress.phase("save")
-            job.run.finish(outcome)
+    if args.dry_run:
+        job.close()
+        put(text)
+        return 0
+    job.run.console.prepend(header(recipe, builder.mesh.layout, args.device))
+    outcome = run_job(job, stop, progress)
     return STOP_CODES.get(job.run.stop_signal, STOPPED) if outcome.stopped else 0

@@ -235,6 +235,7 @@ class Builder:
             parts=self.parts,
             eval_sets=eval_sets,
             write_eval=run.write_eval,
+            rollout_end=run.on.replaced,
         )
         return task, fingerprint, {POLICY: policy} if critic is None else {POLICY: policy, CRITIC: critic}
 

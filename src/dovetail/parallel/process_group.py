@@ -8,12 +8,14 @@ import importlib.util
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from dovetail.errors import ConfigError, LayoutError, LostStore, MachineError, S
 from dovetail.parallel.mesh import TIMEOUT
 
 BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FAILURE_COUNTER_KEY = "dovetail/failures"
 DEVICE_KEY = "dovetail/devices"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -135,6 +138,31 @@ class ProcessGroup:
 
 
 @contextlib.contextmanager
+def temporary_process_group(device: torch.device, timeout: timedelta = TIMEOUT) -> Iterator[None]:
+    """The default process group for a `with` block of a process that lives on, unless there is one. Collective."""
+    if dist.is_initialized():
+        yield
+        return
+    store, rank, world = _kept_store(*(os.environ.get(name) for name in RENDEZVOUS))
+    start = store.add(f"dovetail/starts/{rank}", 1)  # keys of an earlier group are still there
+    _initialize(device, PrefixStore(f"dovetail/start-{start}", store), rank, world, timeout)
+    try:
+        yield
+    except BaseException:
+        if world == 1:  # else others may still wait in it
+            dist.destroy_process_group()
+        raise
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@cache
+def _kept_store(*_: str | None) -> tuple[Store, int, int]:
+    """The first rank's serves the others as long as it lives."""
+    return _meet()
+
+
+@contextlib.contextmanager
 def _one_report(store: Store) -> Iterator[None]:
     try:
         yield
@@ -167,16 +195,21 @@ def ensure_process_group(device: torch.device | str = "cpu") -> None:
 
 
 class StopSignal:
-    """The first SIGTERM or SIGINT sets `number`; the next acts as usual, but for a launcher's repeats."""
+    """The first SIGTERM or SIGINT sets `number`; the next acts as usual, but for a launcher's repeats.
+
+    Python gives handlers to the main thread alone: in another one nothing changes.
+    """
 
     REPEAT_SECONDS = 1.0
 
     def __init__(self) -> None:
         self.number = 0
         self._first_time = 0.0
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -147,6 +147,7 @@ class RLTask:
     parts: Seq[tuple[int, float]] = ()
     eval_sets: Seq[EvalSet] = ()
     write_eval: Callable[[str, int, Seq[Row]], None] = lambda *_: None  # rows of a set, "" for data.eval. Collective
+    rollout_end: Callable[[list[Sample]], list[Sample]] = list  # what to train on. Collective
     samples: list[Sample] = field(init=False, default_factory=list)  # of the last step
     unrewarded: int = field(init=False, default=0)  # steps in a row
 
@@ -193,13 +194,14 @@ class RLTask:
         recipe, algorithm, wanted = self.recipe, self.recipe.algorithm, self.recipe.trainer.prompts_per_step
         assert algorithm.name != "sft"
         drops = algorithm.name == "grpo" and algorithm.drop_zero_std_groups
-        drawn, kept, failed = list[Sample](), list[Sample](), dict[str, Any]()
+        drawn, kept, failed, rewarded = list[Sample](), list[Sample](), dict[str, Any](), False
         for batch in range(algorithm.max_num_gen_batches if algorithm.name == "grpo" and drops else 1):
             rows = step_rows(recipe, len(self.prompts), step + batch * recipe.trainer.steps, self.first_row, self.parts)
             prompts = [self.prompts[i] for i in rows]
             params = replace(self.sampling, step=step)
             samples, more = self._sample(prompts, params, f"step {step + 1}", first=batch * wanted)
-            failed = _added(failed, more)
+            failed, rewarded = _added(failed, more), rewarded or bool(samples)
+            samples = self.rollout_end(samples)
             drawn += samples
             kept += drop_equal_groups(samples) if drops else samples
             if len(groups := dict.fromkeys(sample.group for sample in kept)) >= wanted:
@@ -214,7 +216,7 @@ class RLTask:
             )
             drawn, kept = punish(drawn), punish(kept)
         self.samples = drawn
-        self._count_unrewarded(step)
+        self._count_unrewarded(step, rewarded=rewarded)
         return kept, {**sample_metrics(drawn, compared=algorithm.name != "ppo"), **failed}
 
     def _work(self, batch: PackedBatch) -> Work:
@@ -287,8 +289,8 @@ class RLTask:
         made = (sum(len(c.ids) for c in completions), len(completions))
         return samples, {**failed, "work": {"rollout": made, "reward": made}}
 
-    def _count_unrewarded(self, step: int) -> None:
-        self.unrewarded = 0 if self.samples else self.unrewarded + 1
+    def _count_unrewarded(self, step: int, *, rewarded: bool) -> None:
+        self.unrewarded = 0 if rewarded else self.unrewarded + 1
         if self.unrewarded == MAX_UNREWARDED_STEPS:
             raise DataError(
                 f"step {step + 1}: {self.unrewarded} steps in a row have no sample with a reward, so that nothing is "

@@ -32,6 +32,7 @@ from dovetail.parallel.collectives import gather_text, stack_over
 from dovetail.parallel.consensus import agreed, of_first
 from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.schema import Recipe
+from dovetail.run.callbacks import Callbacks, TrainerState
 from dovetail.run.console import Console, curve
 from dovetail.run.learning import EQUAL, LearningNotes
 from dovetail.run.lock import RunLock, refuse_unshared
@@ -88,6 +89,7 @@ class RunDirectory:
         self._resume, self._stop_signal = resume, stop_signal
         self._quiet = progress is not None and progress.is_watched
         self._rank_log = log_path(self.path, mesh["world"].rank)
+        self.on = Callbacks(TrainerState(recipe, self.lead), mesh)
         self._records = Records(self.say)
         self._lock = RunLock(self.path)
         self._notes = LearningNotes(recipe)
@@ -140,6 +142,7 @@ class RunDirectory:
     def open(self, contents: Contents) -> None:
         """Make the directory, or continue an earlier start. Collective."""
         self.contents, resumed = contents, self.resumed
+        self.on.state.engine, self.on.state.critic = contents.engines[POLICY], contents.engines.get(CRITIC)
         self.run_id = of_first(uuid.uuid4().hex, self.mesh)
         if resumed is not None:
             state = resumed.state
@@ -300,6 +303,7 @@ class RunDirectory:
         try:
             if self._saver.finish():
                 self._failed_saves, self._saved = 0, self._saving
+                self.on("on_save", self.path / CHECKPOINTS / f"step_{self._saving:06}")
         except CheckpointError as error:
             self._failed_saves += 1
             self.event("save_failed", cause=str(error))

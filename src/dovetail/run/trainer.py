@@ -39,7 +39,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """before, after: evaluations. stopped: by a signal."""
+    """What a run came to. before, after: evaluations. rows: metrics of each step, earlier starts too. stopped: by a signal."""
 
     before: Row
     after: Row
@@ -119,10 +119,20 @@ def phase_metrics(seconds: Mapping[Phase, float], work: Mapping[str, tuple[int, 
 
 
 def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: Progress | None = None) -> Outcome:
-    """Until the last step, the reward target, the time budget, or a stop."""
-    progress = progress or Progress()
+    """Until the last step, the reward target, the time budget, a stop, or a callback's flag."""
+    progress, on, state = progress or Progress(), run.on, run.on.state
+
+    def evaluate(step: int) -> Row:
+        if found := task.evaluate(step):
+            on.add_columns("on_evaluate", found, prefix="eval_")
+        return found
+
     budget = TimeBudget(trainer.time_budget_seconds, run.shared, run.say)
-    step, rows, before = run.earlier() or (0, [], task.evaluate(0))
+    earlier = run.earlier()
+    step, rows, before = earlier or (0, [], {})
+    state.global_step, state.max_steps, state.log_history = step, trainer.steps, rows
+    on("on_train_begin")
+    before = before if earlier else evaluate(0)
     run.start(before)
     budget.start(trainer.steps - step)
     progress.phase("wait")
@@ -136,24 +146,30 @@ def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: 
     after = {name: rows[-1][name] for name in before if rows[-1].get(name) is not None} if rows else {}
     while not (last or stop):
         with run.profiler.around(step + 1):
+            on("on_step_begin")
             begun = time.monotonic()
             if (metrics := task.step(step, run.stopping)) is None:
                 stop = True
                 break
             step += 1
             seconds = time.monotonic() - begun
+            work = metrics.pop("work", {})
             row = {"step": step, **metrics, "step_seconds": seconds, "tokens_per_second": metrics["tokens"] / seconds}
             rows.append(row)
+            state.global_step = step
+            on.add_columns("on_step_end", row)
             last = _reached(trainer.stop_at_reward, rows) or not budget.has_room() or step == trainer.steps
-            due = (trainer.eval_every and step % trainer.eval_every == 0) or (last and not run.stopping())
-            after = task.evaluate(step) if due else {}
+            last |= state.should_training_stop
+            due = state.takes("should_evaluate") or (trainer.eval_every and step % trainer.eval_every == 0)
+            after = evaluate(step) if due or (last and not run.stopping()) else {}
+            last |= bool(after) and state.should_training_stop
             progress.phase("wait")
-            row |= after | unwritten | phase_metrics(progress.take_seconds(), row.pop("work", {}))
+            row |= after | unwritten | phase_metrics(progress.take_seconds(), work)
             unwritten = {}
             run.record(row, task.sample_rows())
             guard.check(row, task.trained)
             stop = run.stopping()
-            if trainer.save_every and step % trainer.save_every == 0:
+            if state.takes("should_save") or (trainer.save_every and step % trainer.save_every == 0):
                 progress.phase("save", step)
                 run.checkpoint(step)
                 saved = step
@@ -162,7 +178,7 @@ def train(task: Task, run: "RunDirectory", trainer: "TrainerSection", progress: 
         run.checkpoint(step)
     if stop:
         return Outcome(before, {}, rows, stop)
-    if not after and (after := task.evaluate(step)):  # a stop came before it
+    if not after and (after := evaluate(step)):  # a stop came before it
         run.add_evaluation(after)
     return Outcome(before, after, rows, stop)
 

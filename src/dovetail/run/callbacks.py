@@ -1,0 +1,160 @@
+"""What users add to the training loop. Names are those of transformers' TrainerCallback, where it has them."""
+
+import json
+import math
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dovetail.engine.base import Engine
+from dovetail.errors import CallbackError, quoted
+from dovetail.parallel.collectives import gather_text
+from dovetail.parallel.consensus import of_first
+from dovetail.parallel.mesh import Mesh
+
+if TYPE_CHECKING:  # the loop does not need pydantic
+    from dovetail.recipe.schema import Recipe
+
+FLAGS = ("should_training_stop", "should_evaluate", "should_save")
+
+
+@dataclass
+class TrainerState:
+    """What a callback sees of the run; it may change the engines' `param_groups`, and set what begins with should_.
+
+    global_step: steps done, those before a resume too. log_history: a row of metrics for each. critic: of PPO.
+    should_training_stop: end as after the last step, once the current or the next step is done.
+    should_evaluate, should_save: after the current or the next step, too. One rank that sets them is enough.
+    """
+
+    recipe: "Recipe"
+    is_world_process_zero: bool
+    engine: Engine = field(init=False)
+    critic: Engine | None = None
+    global_step: int = 0
+    max_steps: int = 0
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    should_training_stop: bool = False
+    should_evaluate: bool = False
+    should_save: bool = False
+
+    def takes(self, flag: str) -> bool:
+        """Whether a flag is set; it is not any more."""
+        is_set = bool(vars(self)[flag])
+        setattr(self, flag, False)
+        return is_set
+
+
+class TrainerCallback:
+    """Override what you need. Every method is called on every rank, and has to do the same on all of them.
+
+    So the engine's calls (`state.engine.score`, `generate`, ...) are allowed. An exception ends the run on all ranks with a
+    CallbackError; what was saved stays.
+    """
+
+    def on_train_begin(self, state: TrainerState) -> None:
+        """Before the first evaluation, or where a resumed run goes on."""
+
+    def on_step_begin(self, state: TrainerState) -> None:
+        """May set `lr` and `weight_decay` in `state.engine.param_groups`, which this step takes."""
+
+    def on_rollout_end(self, state: TrainerState, samples: list[Any]) -> list[Any] | None:
+        """RL: after sampling and rewards. samples: `dt.Sample`s, groups of a prompt together.
+
+        May return another list: without some samples, or with `dataclasses.replace(sample, reward=x)`. Advantages, metrics
+        and rollouts/ are made from it. None: as they are.
+        """
+
+    def on_step_end(self, state: TrainerState, metrics: dict[str, Any]) -> None:
+        """After the update. May add numbers to the step's row of metrics.jsonl; the first rank's are written."""
+
+    def on_evaluate(self, state: TrainerState, metrics: dict[str, Any]) -> None:
+        """After each evaluation, the one before training too. May add numbers, under names that begin with `eval_`."""
+
+    def on_save(self, state: TrainerState, path: Path) -> None:
+        """When a checkpoint is whole, so with `trainer.async_save` maybe some steps after it was begun."""
+
+    def on_train_end(self, state: TrainerState) -> None:
+        """After `hf/` is written, or the checkpoint of a run that a signal stopped. Not after an error."""
+
+
+class Callbacks:
+    """Calls each of `callbacks` in order. Collective."""
+
+    def __init__(self, state: TrainerState, mesh: Mesh) -> None:
+        self.state, self.mesh = state, mesh
+        self.callbacks: Seq[TrainerCallback] = ()
+
+    def __call__(self, event: str, *given: Any) -> None:
+        for each in self.callbacks:
+            self._together(event, each, lambda method: method(self.state, *given))
+
+    def add_columns(self, event: str, row: dict[str, Any], prefix: str = "") -> None:
+        """What they add to a row of metrics, as on the first rank."""
+
+        def called(method: Callable[..., object]) -> None:
+            method(self.state, mine)
+            for name in {**row, **mine}:
+                if name in row and (name not in mine or mine[name] is not row[name]):
+                    raise ValueError(f"{name!r} is a column of the run; add one under another name")
+                if name not in row and not (name.startswith(prefix) and isinstance(mine[name], (int, float))):
+                    start = f"a name that begins with {prefix}, and " if prefix else ""
+                    raise ValueError(f"added {name!r}: {type(mine[name]).__name__}; expected {start}a number")
+
+        for each in self.callbacks:
+            mine = dict(row)
+            self._together(event, each, called)
+            row |= of_first({name: value for name, value in mine.items() if name not in row}, self.mesh)
+
+    def replaced(self, samples: list[Any]) -> list[Any]:
+        """What on_rollout_end makes of them."""
+        known = {(sample.group, sample.completion.sample) for sample in samples}
+
+        def called(method: Callable[..., list[Any] | None]) -> None:
+            result = method(self.state, list(samples))
+            for sample in result or ():
+                if not isinstance(sample, type(samples[0])) or (sample.group, sample.completion.sample) not in known:
+                    raise TypeError("expected None, or a list of samples it was given, changed by dataclasses.replace")
+                if not (isinstance(sample.reward, (int, float)) and math.isfinite(sample.reward)):
+                    raise ValueError(
+                        f"the reward {quoted(sample.reward)} of {sample.prompt.id!r}; expected a finite number"
+                    )
+            taken.append(samples if result is None else list(result))
+
+        for each in self.callbacks if samples else ():
+            taken: list[list[Any]] = []
+            self._together("on_rollout_end", each, called)
+            (samples,) = taken
+            rewards = json.dumps([[sample.group, sample.completion.sample, float(sample.reward)] for sample in samples])
+            if len({*gather_text(rewards, self.mesh["world"], self.mesh.device)}) > 1:
+                name = f"{type(each).__name__}.on_rollout_end"
+                raise CallbackError(
+                    f"{name} returned other samples or rewards on one rank than on another; make them equal"
+                )
+        return samples
+
+    def _together(self, event: str, callback: TrainerCallback, call: Callable[[Any], object]) -> None:
+        """Raises on all ranks what one raised."""
+        name = f"{type(callback).__name__}.{event}"
+        try:
+            call(getattr(callback, event))
+        except Exception as error:
+            raise CallbackError(self._problems(name, f"{type(error).__name__}: {error}")) from error
+        if problems := self._problems(name, ""):
+            raise CallbackError(problems)
+
+    def _problems(self, name: str, own: str) -> str:
+        """Of all ranks, which also agree on the flags."""
+        state = self.state
+        texts = gather_text(
+            json.dumps([own, *(vars(state)[flag] for flag in FLAGS)]), self.mesh["world"], self.mesh.device
+        )
+        ranks = [json.loads(text) for text in texts]
+        for i, flag in enumerate(FLAGS):
+            setattr(state, flag, any(rank[1 + i] for rank in ranks))
+        failed = {rank: found[0] for rank, found in enumerate(ranks) if found[0]}
+        where = f" on rank {', '.join(map(str, failed))}" if len(ranks) > 1 else ""
+        problem = next(iter(failed.values()), "")
+        after = f"after step {state.global_step} of {state.max_steps}"
+        return f"{name} failed{where}, {after}: {problem}; what the run has saved is whole" if failed else ""
