@@ -90,13 +90,17 @@ class SFT(Algorithm):
     """Supervised fine-tuning: the negative log-likelihood of the completions."""
 
     name: Literal["sft"] = "sft"
-    loss: OwnFunction = key(None, "ppo, cispo, gmpo, sapo, or a function of yours {import, options}; of sft a function alone")
+    loss: OwnFunction = key(
+        None, "ppo, cispo, gmpo, sapo, or a function of yours {import, options}; of sft a function alone"
+    )
 
 
 class PolicyGradient(Algorithm):
     """Keys of every RL algorithm."""
 
-    loss: PolicyTerm = key(LossSection(), "ppo, cispo, gmpo, sapo, or a function of yours {import, options}; of sft a function alone")
+    loss: PolicyTerm = key(
+        LossSection(), "ppo, cispo, gmpo, sapo, or a function of yours {import, options}; of sft a function alone"
+    )
     clip_low: Share = key(0.2, "the ratio is clipped below 1 - clip_low")
     clip_high: Annotated[float, Field(ge=0, le=MAX_FLOAT)] = key(0.2, "the ratio is clipped above 1 + clip_high")
     dual_clip: Annotated[float, Field(gt=1)] | None = key(None, "bound of the loss for negative advantages")
