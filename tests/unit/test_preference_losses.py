@@ -1,4 +1,4 @@
-"""Preference losses: values and gradients of TRL's code and of formulas written out; torn pairs and missing fields are refused."""
+"""Preference losses: values and gradients of TRL's code and of formulas written out, and what is refused."""
 
 import importlib.util
 import json
@@ -103,7 +103,7 @@ def test_transcriptions_by_pair() -> None:
         sums.append(float(own[mask].sum()))
         means.append(float(own[mask].mean()))
         ratios.append(float((own - ref)[mask].sum()))
-    margins = [0.3 * (w - l) for w, l in zip(ratios[::2], ratios[1::2], strict=True)]
+    margins = [0.3 * (a - b) for a, b in zip(ratios[::2], ratios[1::2], strict=True)]
     result = our_loss("dpo", {"beta": 0.3, "label_smoothing": 0.2}, logits)
     expected = sum(-0.8 * log_sigmoid(m) - 0.2 * log_sigmoid(-m) for m in margins)
     assert_close(result.total, torch.tensor(expected, dtype=F64), SUM_ORDER)
@@ -114,7 +114,7 @@ def test_transcriptions_by_pair() -> None:
     assert metrics["logps/rejected"] == pytest.approx(sum(sums[1::2]) / 3, rel=SUM_ORDER)
 
     odds = [math.log(math.exp(x) / (1 - math.exp(x))) for x in means]
-    ratio = sum(log_sigmoid(w - l) for w, l in zip(odds[::2], odds[1::2], strict=True))
+    ratio = sum(log_sigmoid(a - b) for a, b in zip(odds[::2], odds[1::2], strict=True))
     result = our_loss("orpo", {"beta": 0.3}, logits)
     nll, tokens = result.metrics["nll_loss"]
     assert float(tokens) == sum(len(ids) - 1 for ids in CHOSEN)  # prompts, too
@@ -144,12 +144,12 @@ def test_mistakes() -> None:
     rows = pair_rows()
     batch = PackedBatch.pack(rows)
     stats = TokenStats(torch.zeros(int(batch.mask.sum())), torch.zeros(int(batch.mask.sum())))
-    with pytest.raises(ConfigError, match="needs the field reference_logprob: batch.with_fields"):
+    with pytest.raises(ConfigError, match=r"needs the field reference_logprob: batch\.with_fields"):
         DPOLoss()(stats, counted(batch))
     torn = PackedBatch.pack(rows[:-1])
     with pytest.raises(DataError, match=r"group 2 has 1 sequences; a pair has two: dt.Sequence\(chosen, group=2\)"):
         CPOLoss()(stats, counted(torn))
-    with pytest.raises(ConfigError, match="label_smoothing=0.1 has no meaning for the loss ipo"):
+    with pytest.raises(ConfigError, match=r"label_smoothing=0.1 has no meaning for the loss ipo"):
         DPOLoss(kind="ipo", label_smoothing=0.1)
-    with pytest.raises(ConfigError, match="label_smoothing=0.5 is a share of wrong labels"):
+    with pytest.raises(ConfigError, match=r"label_smoothing=0.5 is a share of wrong labels"):
         DPOLoss(label_smoothing=0.5)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
+from dovetail.data.examples import sequences_of
 from dovetail.factory import job, rewards, tokenizer
 from dovetail.factory.job import Builder, Job
 from dovetail.factory.sampler import backend_layout
@@ -48,6 +49,8 @@ LOGS = [("name", "tensorboard"), ("project", "p"), ("entity", "e"), ("run_name",
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "completion": str(2 * n)} for n in range(6)]
 TOO_LONG = {"prompt": "1" * 100, "answer": "1", "completion": "1"}
 
+PAIRED = {"dpo": "DPO", "kto": "KTO", "cpo": "CPO", "simpo": "CPO", "orpo": "ORPO", "reward": "Reward"}
+PAIRS = [{"prompt": "1+1", "chosen": "=", "rejected": "2"}] * 6 + [{"prompt": "1+", "chosen": "123", "rejected": "1"}]
 LAYOUT = {
     "tp": 2, "pp": 2, "cp": 2, "dp": 2, "ep": 2, "virtual_stages": 2, "cp_mode": "gather", "pp_split": (1, 2, 2, 3),
     "schedule": "interleaved",
@@ -84,6 +87,23 @@ TABLE = (
     Leaf("algorithm.name", "ppo", part("task.recipe.algorithm.name")),
     Leaf("algorithm.name", "rloo", part("task.recipe.algorithm.name"), algorithm="rloo"),
     Leaf("algorithm.name", "sft", lambda job: type(job.task).__name__, "SupervisedTask", "sft"),
+    *(Leaf("algorithm.name", name, lambda job: type(job.task.loss).__name__, f"{x}Loss", name) for name, x in PAIRED.items()),
+    *(Leaf("algorithm.beta", 0.37, part("task.loss.beta"), algorithm=name) for name in PAIRED if name != "reward"),
+    *(Leaf("algorithm.num_mini_batches", 2, part("task.recipe.algorithm.num_mini_batches"), algorithm=n) for n in PAIRED),
+    Leaf("algorithm.loss", "robust", part("task.loss.kind"), algorithm="dpo"),
+    Leaf("algorithm.loss", "hinge", part("task.loss.kind"), algorithm="cpo"),
+    Leaf("algorithm.label_smoothing", 0.2, part("task.loss.label_smoothing"), algorithm="dpo"),
+    Leaf("algorithm.label_smoothing", 0.2, part("task.loss.label_smoothing"), algorithm="simpo"),
+    Leaf("algorithm.precompute_ref_log_probs", True, part("task.precompute"), algorithm="dpo"),
+    Leaf("algorithm.desirable_weight", 1.25, part("task.loss.desirable_weight"), algorithm="kto"),
+    Leaf("algorithm.undesirable_weight", 1.5, part("task.loss.undesirable_weight"), algorithm="kto"),
+    Leaf("algorithm.cpo_alpha", 0.75, part("task.recipe.algorithm.cpo_alpha"), algorithm="cpo"),
+    Leaf("algorithm.cpo_alpha", 0.75, part("task.recipe.algorithm.cpo_alpha"), algorithm="simpo"),
+    Leaf("algorithm.simpo_gamma", 0.25, part("task.loss.gamma"), algorithm="simpo"),
+    Leaf("algorithm.center_rewards_coefficient", 0.01, part("task.loss.center"), algorithm="reward"),
+    Leaf("reference.path", "FOLDER/reference", lambda job: str(job.task.reference.source.path), algorithm="dpo"),
+    Leaf("data.max_length", 5, part("task.longest"), algorithm="dpo"),
+    Leaf("data.truncate", "right", lambda job: [len(x.ids) for x in sequences_of(job.task.rows[6])], [5, 4], "dpo"),
     Leaf("algorithm.epochs", 2, part("task.recipe.algorithm.epochs")),
     Leaf("algorithm.epochs", 2, part("task.recipe.algorithm.epochs"), algorithm="sft"),
     Leaf("algorithm.num_mini_batches", 3, part("task.recipe.algorithm.num_mini_batches")),
@@ -214,7 +234,16 @@ TABLE = (
     Leaf("run_dir", "FOLDER/run", lambda job: str(job.run.path)),
 )  # fmt: skip
 SOURCE = Path(job.__file__).parents[1]
-ALGORITHMS = ("ppo", "grpo", "rloo", "sft", "rloo-import", "rloo-model", "rloo-server")  # a reward of a kind each
+ALGORITHMS = (
+    "ppo",
+    "grpo",
+    "rloo",
+    "sft",
+    "rloo-import",
+    "rloo-model",
+    "rloo-server",
+    *PAIRED,
+)  # a reward of a kind each
 
 
 def make_mesh(layout: Layout, device: torch.device, *, timeout: timedelta) -> Mesh:
@@ -243,7 +272,7 @@ def recipe_of(folder: Path, algorithm: str) -> dict[str, Any]:
     given: dict[str, Any] = {}
     needed: dict[str, Any] = {
         "model.path": "FOLDER/policy",
-        "data.train": "FOLDER/train.jsonl",
+        "data.train": f"FOLDER/{'pairs' if algorithm in PAIRED else 'train'}.jsonl",
         "run_dir": "FOLDER/run",
     }
     needed |= {
@@ -283,7 +312,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "template.jinja").write_text("{{ mark }}{% for m in messages %}{{ m.content }}{% endfor %}")
     (folder / "tensorboard").mkdir()
     (folder / "tensorboard" / "__init__.py").touch()
-    for name, rows in {"train": [*ROWS, TOO_LONG], "eval": ROWS[3:4]}.items():
+    for name, rows in {"train": [*ROWS, TOO_LONG], "eval": ROWS[3:4], "pairs": PAIRS}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

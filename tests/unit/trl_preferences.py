@@ -6,6 +6,7 @@ Models are stand-ins that return fixed logits, or what TRL's fused head computes
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,10 +90,9 @@ def without_reference(kind: Any, logits: Tensor, keys: Mapping[str, Any]) -> Ten
         concatenated_inputs=kind.concatenated_inputs, get_batch_logps=kind.get_batch_logps, is_encoder_decoder=False,
         concatenated_forward=forward, pad_token_id=0, padding_value=0, **{**defaults, **keys},
     )  # fmt: skip
-    for name in ("cpo_loss", "odds_ratio_loss"):
-        if name in vars(kind):
-            setattr(own, name, lambda *x, method=vars(kind)[name]: method(own, *x))
-    batch = {}
+    for name in {"cpo_loss", "odds_ratio_loss"} & vars(kind).keys():
+        setattr(own, name, partial(vars(kind)[name], own))
+    batch: dict[str, Tensor] = {}
     for name, rows in (("chosen", CHOSEN), ("rejected", REJECTED)):
         inputs = columns(rows)
         batch |= {f"{name}_{key}": value for key, value in inputs.items() if key != "completion_mask"}

@@ -45,7 +45,7 @@ class DPOLoss:
         ratio = logprob - reference_of(batch)
         own = pairs.means if self.kind == "ipo" else pairs.sums
         losses = margin_losses(self.kind, _difference(own(ratio)), self.beta, self.label_smoothing)
-        metrics = reward_metrics(*(self.beta * r for r in pairs.sums(ratio)), *pairs.sums(logprob))
+        metrics = reward_metrics(*_scaled(self.beta, pairs.sums(ratio)), pairs.sums(logprob))
         return Loss(losses.sum(), pairs.count, {**metrics, "entropy_mean": _mean_over(stats.entropy, pairs.response)})
 
 
@@ -73,7 +73,7 @@ class CPOLoss:
         kind: Margin = "sigmoid" if self.kind == "simpo" else self.kind
         margin = chosen - rejected - (self.gamma / self.beta if self.kind == "simpo" else 0.0)
         losses = margin_losses(kind, margin, self.beta, self.label_smoothing)
-        metrics = reward_metrics(self.beta * chosen, self.beta * rejected, chosen, rejected)
+        metrics = reward_metrics(self.beta * chosen, self.beta * rejected, (chosen, rejected))
         nll, nll_metrics = _nll(logprob, batch)
         metrics |= {**nll_metrics, "entropy_mean": _mean_over(stats.entropy, pairs.response)}
         return Loss(losses.sum() + nll, pairs.count, metrics)
@@ -95,7 +95,7 @@ class ORPOLoss:
         log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
         nll, nll_metrics = _nll(logprob, batch)
         metrics = {
-            **reward_metrics(self.beta * chosen, self.beta * rejected, chosen, rejected),
+            **reward_metrics(self.beta * chosen, self.beta * rejected, (chosen, rejected)),
             "log_odds_ratio": _metric(F.logsigmoid(log_odds)),
             "log_odds_chosen": _metric(log_odds),
             **nll_metrics,
@@ -240,9 +240,7 @@ def last_tokens(batch: PackedBatch) -> Tensor:
     return ends
 
 
-def reward_metrics(
-    chosen: Tensor, rejected: Tensor, logps_chosen: Tensor | None = None, logps_rejected: Tensor | None = None
-) -> dict[str, Sum]:
+def reward_metrics(chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tensor] | None = None) -> dict[str, Sum]:
     """TRL's, of rewards [P]. A margin of 0 is no accuracy."""
     metrics = {
         "rewards/chosen": chosen,
@@ -250,8 +248,9 @@ def reward_metrics(
         "rewards/accuracies": chosen > rejected,
         "rewards/margins": chosen - rejected,
     }
-    logps = {"logps/chosen": logps_chosen, "logps/rejected": logps_rejected}
-    return {name: _metric(x) for name, x in {**metrics, **logps}.items() if x is not None}
+    if logps is not None:
+        metrics |= {"logps/chosen": logps[0], "logps/rejected": logps[1]}
+    return {name: _metric(x) for name, x in metrics.items()}
 
 
 def reference_of(batch: PackedBatch) -> Tensor:
@@ -281,6 +280,10 @@ def _nll(logprob: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Sum]]:
 def _log1mexp(x: Tensor) -> Tensor:
     """log(1 - e^x) of x < 0 without cancellation (Maechler 2012)."""
     return torch.where(x < -math.log(2), torch.log1p(-x.exp()), torch.log(-torch.expm1(x)))
+
+
+def _scaled(beta: float, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return beta * pair[0], beta * pair[1]
 
 
 def _difference(pair: tuple[Tensor, Tensor]) -> Tensor:

@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dovetail.batch.loss import LossFn
 from dovetail.batch.packed import PackedBatch, Sequence
@@ -31,7 +31,7 @@ from dovetail.rl.step_metrics import EMPTY_UPDATE, Row, Work, length_metrics, me
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 
 if TYPE_CHECKING:  # pydantic is not needed to run a task
-    from dovetail.recipe.schema import Recipe
+    from dovetail.recipe.schema import AnyRL, Recipe
 
 MAX_UNREWARDED_STEPS = 3  # in a row
 
@@ -56,7 +56,9 @@ def inner_batches(batch: PackedBatch, recipe: "Recipe", step: int) -> Iterator[P
 
 def weighted(batch: PackedBatch, recipe: "Recipe") -> PackedBatch:
     longest = float(recipe.rollout.max_new_tokens)
-    return batch.with_fields(**weight_fields(batch, recipe.algorithm.aggregation, longest))
+    algorithm = recipe.algorithm
+    assert hasattr(algorithm, "aggregation")
+    return batch.with_fields(**weight_fields(batch, algorithm.aggregation, longest))
 
 
 def never() -> bool:
@@ -144,8 +146,8 @@ class RLTask:
     @property
     def needs_old_logprobs(self) -> bool:
         """False if they are the update's own."""
-        algorithm = self.recipe.algorithm
-        kl_in_reward = algorithm.name != "sft" and algorithm.kl_in == "reward" and algorithm.kl_coef > 0
+        algorithm = cast("AnyRL", self.recipe.algorithm)
+        kl_in_reward = algorithm.kl_in == "reward" and algorithm.kl_coef > 0
         return kl_in_reward or algorithm.epochs * algorithm.num_mini_batches > 1
 
     def sample_rows(self) -> list[dict[str, Any]]:
@@ -258,8 +260,7 @@ class RLTask:
             )
 
     def _prepare(self, samples: Seq[Sample]) -> PackedBatch:
-        algorithm, rollout = self.recipe.algorithm, self.recipe.rollout
-        assert algorithm.name != "sft"
+        algorithm, rollout = cast("AnyRL", self.recipe.algorithm), self.recipe.rollout
         batch = pack_samples(samples, rollout.temperature)
         if self.needs_old_logprobs or rollout.router_replay == "trainer":
             batch = score_old(self.policy, batch, rollout.router_replay)
