@@ -68,8 +68,6 @@ def verl(draft: Draft) -> None:
 
 def trl(draft: Draft) -> None:
     """Sizes of TRL count rows of one process, of GRPO completions; a step is an update."""
-    if draft.kind == "dpo":
-        raise ConfigError("DPO is not supported yet; sft, grpo, rloo and ppo are")
     draft.put("algorithm.name", draft.kind)
     updates = _batch_of_processes(draft, "per_device_train_batch_size", "")
     is_half, was_given = draft.take("bf16"), "bf16" in draft.given
@@ -94,7 +92,13 @@ def trl(draft: Draft) -> None:
     elif warmup:
         draft.given = {**draft.given, "warmup_ratio": warmup}
     _hub_rows(draft)
-    if draft.kind == "sft":
+    if draft.kind == "dpo":
+        draft.put("data.max_length", draft.take("max_length"))
+        draft.put("data.truncate", "left" if draft.take("truncation_mode") == "keep_end" else "right")
+        draft.put("data.overlong_rows", "drop", "rows whose completion is cut off are left out there")
+        if draft.look("loss_type", "sigmoid") not in ("robust", ["robust"]):
+            draft.taken.add("label_smoothing")  # not read there
+    elif draft.kind == "sft":
         _cut_rows(draft, "max_length")
         if not draft.take("assistant_only_loss"):
             draft.decide.append(
@@ -122,7 +126,7 @@ def _batch_of_processes(draft: Draft, size: str, prefix: str) -> float:
             "trainer.prompts_per_step: that of one process, as theirs are not counted; multiply it by yours"
         )
     origin = f"{size} x gradient_accumulation_steps x {processes} processes"
-    if draft.algorithm == "sft":
+    if draft.algorithm in ("sft", "dpo"):
         draft.put("trainer.prompts_per_step", rows * accumulated * processes, origin)
         return 1
     generated, parts = draft.take(f"{prefix}generation_batch_size") or 0, draft.take(f"{prefix}steps_per_generation")
