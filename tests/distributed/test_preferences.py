@@ -65,7 +65,9 @@ def train(path: Path, layout: dt.Layout, names: tuple[str, ...], saved: Path | N
     """Rows of metrics and the weights after one step and an evaluation of each algorithm in turn."""
     found: dict[str, Any] = {}
     lm, reference = engine_of(path, layout), engine_of(path, layout)
-    lm.train_step(dt.PackedBatch.pack([row.rejected for row in rows_of()[1:]]), likelihood)  # apart from the reference
+    lm.train_step(
+        dt.PackedBatch.pack([row.rejected for row in rows_of()[1:] if row.rejected]), likelihood
+    )  # apart from the reference
     for name in names:
         policy = engine_of(path, layout, "value") if name == "reward" else lm
         task = task_of(name, policy, reference)
@@ -75,7 +77,7 @@ def train(path: Path, layout: dt.Layout, names: tuple[str, ...], saved: Path | N
         found |= {f"{name} {key}": x.clone() for key, x in policy.weights(torch.float64)}
         if name == "reward" and saved is not None:
             policy.save_pretrained(saved)
-            batch = dt.PackedBatch.pack([row.chosen for row in rows_of()])
+            batch = dt.PackedBatch.pack([row.chosen for row in rows_of() if row.chosen])
             found["scores"] = policy.values(batch)[batch.cu_seqlens[1:].long() - 1]
     return found
 
@@ -101,8 +103,8 @@ def test_every_layout_is_one_rank(layout: str, folder: Path, alone: dict[str, An
     for found in run(2, train, folder, dt.Layout.parse(layout), (*ALGORITHMS,)):
         assert found.keys() == alone.keys() - {"scores"}
         for name, value in found.items():
-            numbers = (torch.as_tensor(x, dtype=torch.float64) for x in (value, alone[name]))
-            assert_close(*numbers, SUM_ORDER, f"{layout}: {name}")
+            a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (value, alone[name]))
+            assert_close(a, b, SUM_ORDER, f"{layout}: {name}")
 
 
 def test_metrics(alone: dict[str, Any]) -> None:
