@@ -75,6 +75,14 @@ CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
         },
         ("that of one process, as theirs are not counted; multiply it by yours",),
     ),
+    "trl_dpo.yaml": (
+        {
+            "algorithm.name": "dpo", "algorithm.loss": "robust", "algorithm.beta": 0.05, "algorithm.label_smoothing": 0.1,
+            "algorithm.precompute_ref_log_probs": True, "data.max_length": 2048, "data.truncate": "left", "optim.lr": 5e-7,
+            "data.overlong_rows": "drop", "trainer.prompts_per_step": 32,
+        },
+        ("sync_ref_model", "the reference does not move"),
+    ),
     "trl_sft.yaml": (
         {
             "algorithm.name": "sft", "data.train": "trl-lib/Capybara", "trainer.prompts_per_step": 16,
@@ -175,8 +183,8 @@ def test_what_cannot_be_imported_is_refused(tmp_path: Path) -> None:
     assert imported(str(tmp_path / "c.yaml"), "--from", "trl-sft")[0] == 0
     assert "--from trl-x: no trainer of that name" in imported(str(tmp_path / "c.yaml"), "--from", "trl-x")[1]
     assert "--from megatron" in imported(str(tmp_path / "c.yaml"), "--from", "megatron")[1]
-    (tmp_path / "c.sh").write_text("trl dpo --beta 0.1 --model_name_or_path M")
-    assert "dpo of TRL is not supported yet" in imported(str(tmp_path / "c.sh"))[1]
+    (tmp_path / "c.sh").write_text("trl kto --beta 0.1 --model_name_or_path M")
+    assert "kto of TRL is not supported yet" in imported(str(tmp_path / "c.sh"))[1]
     (tmp_path / "c.sh").write_text("echo 'open")
     assert "whose quotes are closed" in imported(str(tmp_path / "c.sh"))[1]
 

@@ -117,7 +117,7 @@ def test_the_list_of_fields_is_that_of_the_installed_trl() -> None:
         ("algorithm.gae_lambda", "here algorithm.lam"),
         ("critic.warmup", "here algorithm.critic_warmup"),
         ("layout.ulysses", "here layout.cp (with layout.cp_mode=ulysses)"),
-        ("algorithm.beta", "beta is TRL's (grpo), here algorithm.kl_coef; beta is TRL's (dpo), not supported yet: DPO"),
+        ("beta", "beta is TRL's (grpo), here algorithm.kl_coef; beta is TRL's (dpo), here algorithm.beta"),
         ("algorithm.ppo_mini_batch_size", "the number of updates in a pass"),
         ("trainer.save_total_limit", "here trainer.keep_last"),
         ("algorithm.overlong_buffer.len", "algorithm.overlong_buffer is {'len': 1}; expected a valid integer"),

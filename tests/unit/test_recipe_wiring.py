@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
+from dovetail.data.examples import sequences_of
 from dovetail.factory import job, rewards, tokenizer
 from dovetail.factory.job import Builder, Job
 from dovetail.factory.sampler import backend_layout
@@ -28,8 +29,18 @@ from dovetail.recipe.schema import known_keys, make_recipe
 from dovetail.run.directory import RunDirectory
 from examples.quickstart.scratch import character_tokenizer
 from tests.unit.wiring import (
+    EVAL,
+    JUDGE,
+    LAYOUT,
     MODELS,
+    PAIRED,
+    PAIRS,
+    REQUEST,
+    ROWS,
     SAME,
+    SERVER,
+    TOO_LONG,
+    WIRED,
     Leaf,
     balance,
     eval_set,
@@ -37,6 +48,7 @@ from tests.unit.wiring import (
     grouped,
     logger,
     noted,
+    of_folder,
     optims,
     part,
     reward,
@@ -46,31 +58,12 @@ from tests.unit.wiring import (
 
 RANKS, UPDATES = 16, 2 * 3  # UPDATES: optimizer steps of a step, algorithm.epochs x algorithm.num_mini_batches
 LOGS = [("name", "tensorboard"), ("project", "p"), ("entity", "e"), ("run_name", "r"), ("tags", ("t",)), ("group", "g")]
-ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "completion": str(2 * n)} for n in range(6)]
-WIRED = """
-def loss(stats, batch, c=1):
-    return -c * stats.logprob
-
-
-def advantage(rewards, groups, batch, d=1):
-    return d * rewards
-"""
-TOO_LONG = {"prompt": "1" * 100, "answer": "1", "completion": "1"}
-
-LAYOUT = {
-    "tp": 2, "pp": 2, "cp": 2, "dp": 2, "ep": 2, "virtual_stages": 2, "cp_mode": "gather", "pp_split": (1, 2, 2, 3),
-    "schedule": "interleaved",
-}  # fmt: skip
 LAYOUTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "layout": ("task.policy.mesh.layout", LAYOUT),
     "critic.layout": ("task.critic.mesh.layout", {**LAYOUT, "pp_split": (1, 1, 3, 3)}),
     "reference.layout": ("task.reference.mesh.layout", {**LAYOUT, "pp_split": (2, 1, 2, 3)}),
     "rollout.layout": ("task.sampler.asked", {**LAYOUT, "pp_split": (3, 2, 2, 1)}),
 }
-SERVER = {"url": "http://127.0.0.1:9/get", "key_env": "K", "retries": 3, "request_seconds": 2.5}
-JUDGE = {**SERVER, "prompt": "{answer}?", "pattern": "([0-9])", "scale": 10.0}
-EVAL = {"name": "math", "samples": 3, "temperature": 0.5, "metrics": ("avg@2", "pass@3")}
-REQUEST = {"model": "m", "max_tokens": 17, "temperature": 0.25}
 TABLE = (
     *(
         Leaf(f"{section}.{name}", value, part(f"{path}.{name}"))
@@ -102,6 +95,23 @@ TABLE = (
     Leaf("algorithm.advantage.options", {"d": 4}, lambda job: job.task.advantage.keywords, algorithm="rloo-import"),
     Leaf("algorithm.name", "reinforce_plus_plus", part("task.recipe.algorithm.name"), algorithm="reinforce_plus_plus"),
     Leaf("algorithm.group_baseline", True, part("task.recipe.algorithm.group_baseline"), algorithm="reinforce_plus_plus"),
+    *(Leaf("algorithm.name", name, lambda job: type(job.task.loss).__name__, f"{x}Loss", name) for name, x in PAIRED.items()),
+    *(Leaf("algorithm.beta", 0.37, part("task.loss.beta"), algorithm=name) for name in PAIRED if name != "reward"),
+    *(Leaf("algorithm.num_mini_batches", 2, part("task.recipe.algorithm.num_mini_batches"), algorithm=n) for n in PAIRED),
+    Leaf("algorithm.loss", "robust", part("task.loss.kind"), algorithm="dpo"),
+    Leaf("algorithm.loss", "hinge", part("task.loss.kind"), algorithm="cpo"),
+    Leaf("algorithm.label_smoothing", 0.2, part("task.loss.label_smoothing"), algorithm="dpo"),
+    Leaf("algorithm.label_smoothing", 0.2, part("task.loss.label_smoothing"), algorithm="simpo"),
+    Leaf("algorithm.precompute_ref_log_probs", True, part("task.precompute"), algorithm="dpo"),
+    Leaf("algorithm.desirable_weight", 1.25, part("task.loss.desirable_weight"), algorithm="kto"),
+    Leaf("algorithm.undesirable_weight", 1.5, part("task.loss.undesirable_weight"), algorithm="kto"),
+    Leaf("algorithm.cpo_alpha", 0.75, part("task.recipe.algorithm.cpo_alpha"), algorithm="cpo"),
+    Leaf("algorithm.cpo_alpha", 0.75, part("task.recipe.algorithm.cpo_alpha"), algorithm="simpo"),
+    Leaf("algorithm.simpo_gamma", 0.25, part("task.loss.gamma"), algorithm="simpo"),
+    Leaf("algorithm.center_rewards_coefficient", 0.01, part("task.loss.center"), algorithm="reward"),
+    Leaf("reference.path", "FOLDER/reference", lambda job: str(job.task.reference.source.path), algorithm="dpo"),
+    Leaf("data.max_length", 5, part("task.longest"), algorithm="dpo"),
+    Leaf("data.truncate", "right", lambda job: [len(x.ids) for x in sequences_of(job.task.rows[6])], [5, 4], "dpo"),
     Leaf("algorithm.epochs", 2, part("task.recipe.algorithm.epochs")),
     Leaf("algorithm.epochs", 2, part("task.recipe.algorithm.epochs"), algorithm="sft"),
     Leaf("algorithm.num_mini_batches", 3, part("task.recipe.algorithm.num_mini_batches")),
@@ -244,6 +254,7 @@ ALGORITHMS = (
     "rloo-import",
     "rloo-model",
     "rloo-server",
+    *PAIRED,
 )  # a reward of a kind each
 
 
@@ -273,7 +284,7 @@ def recipe_of(folder: Path, algorithm: str) -> dict[str, Any]:
     given: dict[str, Any] = {}
     needed: dict[str, Any] = {
         "model.path": "FOLDER/policy",
-        "data.train": "FOLDER/train.jsonl",
+        "data.train": f"FOLDER/{'pairs' if algorithm in PAIRED else 'train'}.jsonl",
         "run_dir": "FOLDER/run",
     }
     needed |= {
@@ -291,14 +302,6 @@ def recipe_of(folder: Path, algorithm: str) -> dict[str, Any]:
     return given
 
 
-def of_folder(value: Any, folder: Path) -> Any:
-    if isinstance(value, list):
-        return [of_folder(part, folder) for part in value]
-    if isinstance(value, dict):
-        return {key: of_folder(part, folder) for key, part in value.items()}
-    return value.replace("FOLDER", str(folder)) if isinstance(value, str) else value
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wiring")
@@ -314,7 +317,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "template.jinja").write_text("{{ mark }}{% for m in messages %}{{ m.content }}{% endfor %}")
     (folder / "tensorboard").mkdir()
     (folder / "tensorboard" / "__init__.py").touch()
-    for name, rows in {"train": [*ROWS, TOO_LONG], "eval": ROWS[3:4]}.items():
+    for name, rows in {"train": [*ROWS, TOO_LONG], "eval": ROWS[3:4], "pairs": PAIRS}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

@@ -2,9 +2,30 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 SAME = object()  # the value itself arrives
+LAYOUT = {
+    "tp": 2, "pp": 2, "cp": 2, "dp": 2, "ep": 2, "virtual_stages": 2, "cp_mode": "gather", "pp_split": (1, 2, 2, 3),
+    "schedule": "interleaved",
+}  # fmt: skip
+ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "completion": str(2 * n)} for n in range(6)]
+PAIRED = {"dpo": "DPO", "kto": "KTO", "cpo": "CPO", "simpo": "CPO", "orpo": "ORPO", "reward": "Reward"}
+PAIRS = [{"prompt": "1+1", "chosen": "=", "rejected": "2"}] * 6 + [{"prompt": "1+", "chosen": "123", "rejected": "1"}]
+SERVER = {"url": "http://127.0.0.1:9/get", "key_env": "K", "retries": 3, "request_seconds": 2.5}
+JUDGE = {**SERVER, "prompt": "{answer}?", "pattern": "([0-9])", "scale": 10.0}
+EVAL = {"name": "math", "samples": 3, "temperature": 0.5, "metrics": ("avg@2", "pass@3")}
+REQUEST = {"model": "m", "max_tokens": 17, "temperature": 0.25}
+WIRED = """
+def loss(stats, batch, c=1):
+    return -c * stats.logprob
+
+
+def advantage(rewards, groups, batch, d=1):
+    return d * rewards
+"""
+TOO_LONG = {"prompt": "1" * 100, "answer": "1", "completion": "1"}
 
 
 @dataclass(frozen=True)
@@ -88,3 +109,11 @@ def first_prompt(job: Any) -> str:
 def logger(name: str) -> Callable[[Any], Any]:
     """A key of the first logger."""
     return lambda job: vars(job.recipe.trainer.loggers[0])[name]
+
+
+def of_folder(value: Any, folder: Path) -> Any:
+    if isinstance(value, list):
+        return [of_folder(part, folder) for part in value]
+    if isinstance(value, dict):
+        return {key: of_folder(part, folder) for key, part in value.items()}
+    return value.replace("FOLDER", str(folder)) if isinstance(value, str) else value

@@ -26,13 +26,15 @@ ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 
 
 def header(recipe: "Recipe", layout: Layout, device: str) -> str:
-    trainer, rollout, is_sft = recipe.trainer, recipe.rollout, recipe.algorithm.name == "sft"
+    trainer, rollout, samples = recipe.trainer, recipe.rollout, recipe.algorithm.samples
     path, parameters = Path(recipe.model.path), count_parameters(Path(recipe.model.path))
     family = _family(path)
     facts = ", ".join(filter(None, (family, f"{_short(parameters)} parameters" if parameters else "")))
     rows = recipe.data.train if isinstance(recipe.data.train, str) else f"{len(recipe.data.train)} sources"
     held_out = f"; held out: {recipe.data.eval}" if isinstance(recipe.data.eval, str) else ""
-    samples = "" if is_sft else f" with {rollout.samples_per_prompt} samples of at most {rollout.max_new_tokens} tokens"
+    sampled = (
+        "" if not samples else f" with {rollout.samples_per_prompt} samples of at most {rollout.max_new_tokens} tokens"
+    )
     steps = f"{recipe.data.epochs:g} epochs" if recipe.data.epochs else str(trainer.steps)
     ranks = layout.num_ranks
     lines = {
@@ -40,7 +42,7 @@ def header(recipe: "Recipe", layout: Layout, device: str) -> str:
         "layout": f"{layout} ({ranks} rank{'s' * (ranks > 1)})",
         "devices": devices(device),
         "data": f"{rows}{held_out}",
-        "steps": f"{steps} of {trainer.prompts_per_step} rows{samples}",
+        "steps": f"{steps} of {trainer.prompts_per_step} rows{sampled}",
         "memory": _memory(recipe, layout, parameters),
         "run_dir": recipe.run_dir,
     }
@@ -105,11 +107,12 @@ def _memory(recipe: "Recipe", layout: Layout, parameters: int) -> str:
     algorithm, shared, whole = recipe.algorithm, float(kept), 0.0
     if algorithm.name == "ppo":
         shared += kept
-    if algorithm.name != "sft":
-        shared += item if algorithm.kl_coef > 0 or recipe.reference.path is not None else 0
+    if algorithm.wants_reference or (algorithm.samples and recipe.reference.path is not None):
+        shared += item
+    if algorithm.samples:
         whole = item / (recipe.rollout.layout.tp if recipe.rollout.layout else 1)
     gib = parameters * (shared / layout.num_ranks + whole) / 2**30
-    sampler = "" if algorithm.name == "sft" else ", sampler's weights"
+    sampler = ", sampler's weights" if algorithm.samples else ""
     return f"about {gib:.2g} GiB a rank for weights, gradients, moments{sampler}; activations come on top"
 
 

@@ -22,7 +22,7 @@ from dovetail.errors import CheckpointError, ConfigError, LayoutError, UserError
 from dovetail.factory.layouts import check_layout, max_positions, sampling_layout
 from dovetail.launch.process import complain
 from dovetail.parallel.layout import Layout
-from dovetail.recipe.schema import PPO, SFT, CriticFree, Recipe
+from dovetail.recipe.schema import PPO, SFT, CriticFree, PolicyGradient, Recipe
 from dovetail.recipe.types import LayoutSection
 from dovetail.rewards.runner import refuse_unknown
 from dovetail.run.paths import FinishedError, check_run_dir, check_unfinished
@@ -149,28 +149,35 @@ def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device:
     if policy is not None:
         mistakes.of(check_layout, policy.spec, layout)
     trained, folder, algorithm = [policy], Path(args.recipe).parent, recipe.algorithm
-    own = {"loss": algorithm.loss, "advantage": algorithm.advantage if isinstance(algorithm, CriticFree) else None}
+    own = {
+        "loss": algorithm.loss if isinstance(algorithm, SFT | PolicyGradient) else None,
+        "advantage": algorithm.advantage if isinstance(algorithm, CriticFree) else None,
+    }
     for what, section in own.items():
         if section is not None and section.function is not None:
             mistakes.of(_check_function, f"algorithm.{what}", section.function, folder)
-    if not isinstance(algorithm, SFT):
-        trained += _check_rl(recipe, folder, policy, layout, mistakes)
+    trained += _check_others(recipe, policy, layout, mistakes)
+    if algorithm.samples:
+        _check_rl(recipe, folder, policy, layout, mistakes)
     offloads = recipe.trainer.offload_optimizer and device != "cpu"
     each = TRAINED_BYTES - (MOMENT_BYTES if offloads else 0)
     return sum(model.parameters * each for model in trained if model is not None)
 
 
-def _check_rl(
-    recipe: Recipe, folder: Path, policy: Model | None, layout: Layout, mistakes: Mistakes
-) -> list[Model | None]:
+def _check_others(recipe: Recipe, policy: Model | None, layout: Layout, mistakes: Mistakes) -> list[Model | None]:
     """More models that are trained."""
-    trained, rollout = list[Model | None](), recipe.rollout
+    trained = list[Model | None]()
     for key, path, section in _others(recipe):
         model = policy if path is None else mistakes.of(read_model, path, recipe.model.engine)
         own = None if section is None else mistakes.of(_resolved, key, section, layout)
         if model is not None and own is not None:
             mistakes.of(_named, key, check_layout, model.spec, own)
         trained += [model] if key == "critic" else []
+    return trained
+
+
+def _check_rl(recipe: Recipe, folder: Path, policy: Model | None, layout: Layout, mistakes: Mistakes) -> None:
+    rollout = recipe.rollout
     own = mistakes.of(_resolved, "rollout", rollout.layout or LayoutSection(), layout)
     if policy is not None:
         mistakes.of(_check_positions, policy, rollout.max_new_tokens, "rollout.max_new_tokens")
@@ -181,15 +188,15 @@ def _check_rl(
             mistakes.of(_check_function, "reward", part.function, folder)
         elif part.name is not None:
             mistakes.of(refuse_unknown, part.name, "reward.name=")
-    return trained
 
 
 def _others(recipe: Recipe) -> Iterator[tuple[str, str | None, LayoutSection | None]]:
     """Key, path and layout of models of a recipe beyond the policy."""
     if isinstance(recipe.algorithm, PPO):
         yield "critic", recipe.critic.path, recipe.critic.layout
-    yield "reference", recipe.reference.path, recipe.reference.layout
-    for part in recipe.reward.labelled().values():
+    if recipe.algorithm.samples or recipe.algorithm.wants_reference:
+        yield "reference", recipe.reference.path, recipe.reference.layout
+    for part in recipe.reward.labelled().values() if recipe.algorithm.samples else ():
         if part.model is not None and part.model.path is not None:
             yield "reward.model", part.model.path, part.model.layout
 

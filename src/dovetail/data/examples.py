@@ -26,6 +26,7 @@ class Limits:
     remedy: str = "raise trainer.tokens_per_batch, or set data.overlong_rows=drop"
     warn: Callable[[str], None] = lambda _: None  # of formats, and of dropped rows
     truncate: Literal["left", "right"] | None = None  # the side that overlong rows lose
+    together: int | None = None  # most tokens of both sequences of a pair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,11 @@ class Preference:
 
 
 Rows = Source | Path | str
+
+
+def sequences_of(example: Any) -> list[Any]:
+    """The example, if it is one sequence, or those of a preference."""
+    return [example] if hasattr(example, "ids") else [x for x in vars(example).values() if hasattr(x, "ids")]
 
 
 def load_prompts(
@@ -141,14 +147,20 @@ def load_preferences(
     *,
     processor: Processor | None = None,
     renderer: Renderer | None = None,
+    paired: bool = False,
 ) -> list[Preference]:
-    """Rows {"prompt", "chosen", "rejected"}, or {"prompt", "completion", "label": bool}."""
+    """Rows {"prompt", "chosen", "rejected"}, or, unless `paired`, {"prompt", "completion", "label": bool}."""
     encode = Encoder(Chat(tokenizer, renderer or Renderer()), processor)
 
     def example(index: int | str, row: JsonRow) -> Preference:
         row.require("prompt")
         if row.has("chosen", "rejected"):
             return Preference(row.id(index), encode.pair(row, "chosen"), encode.pair(row, "rejected"))
+        if paired:
+            raise row.error(
+                "the row has no chosen and rejected completion to compare; completions with a label (true or false) are for "
+                "algorithm kto"
+            )
         row.require("completion", "label")
         good, sequence = row.values["label"], encode.pair(row, "completion")
         if good not in (True, False):
@@ -190,10 +202,7 @@ def _load(
     with encoder.chat.renderer:
         for count, row in enumerate(rows_of(source, limits.warn), start=1):
             example = make(f"{source.prefix}{count - 1}" if source.prefix else count - 1, row)
-            sequences = (
-                [example] if hasattr(example, "ids") else [x for x in vars(example).values() if hasattr(x, "ids")]
-            )
-            lengths = [_checked_length(row, vars(sequence)["ids"], limits, placeholders) for sequence in sequences]
+            lengths = [_checked_length(row, each.ids, limits, placeholders) for each in sequences_of(example)]
             if limits.max_tokens is not None and max(lengths) > limits.max_tokens:
                 shorter = _truncated(row, example, limits)
                 if shorter is None and limits.overlong == "drop":
@@ -203,6 +212,14 @@ def _load(
                         f"{max(lengths)} tokens, but at most {limits.max_tokens} fit; shorten the row, {limits.remedy}"
                     )
                 example, cut = shorter, cut + 1
+            total = sum(len(each.ids) for each in sequences_of(example))
+            if limits.together is not None and total > limits.together:
+                if limits.overlong == "drop":
+                    continue
+                raise row.error(
+                    f"the pair has {total} tokens, but at most {limits.together} fit, since both share a micro-batch; raise "
+                    "trainer.tokens_per_batch, set data.max_length with data.truncate=right, or data.overlong_rows=drop"
+                )
             examples.append(example)
     if not count:
         raise DataError(f"{path}: no rows; the file needs at least one")
@@ -237,9 +254,13 @@ def _checked_length(row: JsonRow, ids: Seq[int], limits: Limits, placeholders: f
 
 def _truncated(row: JsonRow, example: Example, limits: Limits) -> Example | None:
     """The example with `max_tokens`; None where nothing is cut, or where nothing to train is left."""
-    if limits.truncate is None or limits.max_tokens is None or isinstance(example, Preference):
+    if limits.truncate is None or limits.max_tokens is None:
         return None
     fields: dict[str, Any] = vars(example)
+    if isinstance(example, Preference):
+        long = {name: x for name, x in fields.items() if hasattr(x, "ids") and len(x.ids) > limits.max_tokens}
+        shorter = {name: _truncated(row, x, limits) for name, x in long.items()}
+        return None if None in shorter.values() else type(example)(**{**fields, **shorter})
     if fields["media"] is not None:
         raise row.error(
             "a row with images or videos cannot be truncated; shorten it, or set data.overlong_rows=drop alone"

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from dovetail.arch.registry import FAMILIES
+from dovetail.arch.registry import FAMILIES, ulysses_degree
 from dovetail.arch.spec import ArchSpec
 from dovetail.batch.micro import DualBatch
 from dovetail.checkpoint.reader import ShardedReader, open_checkpoint
@@ -23,6 +23,7 @@ from dovetail.errors import CheckpointError, ConfigError, ModelError
 from dovetail.factory.layouts import Backend, check_layout
 from dovetail.factory.sampler import backend_layout, make_sampler
 from dovetail.hf.transformers_model import TransformersModel
+from dovetail.kernels import fa4
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import kernels_for
 from dovetail.nn.activation_checkpoint import PinnedPool, Recompute
@@ -63,6 +64,7 @@ class EngineOptions:
         for large halves. `in_turns` is the old name.
     mlp_tile_tokens: tokens that an MLP computes at a time, keeping only its input; 0: all.
     fresh_head_seed: draw a missing value head.
+    head_bias: False for the value head of a reward model, which transformers classes for sequences load.
     save_dtype: of saved and streamed tensors; default: the source's.
     resume: checkpoint, role in it, optimizer steps.
     """
@@ -77,6 +79,7 @@ class EngineOptions:
     in_turns: bool | None = None
     mlp_tile_tokens: int = 0
     fresh_head_seed: int | None = None
+    head_bias: bool = True
     save_dtype: torch.dtype | None = None
     balance: BalanceSettings | None = None
     watch: StepWatch = field(default_factory=StepWatch)
@@ -198,7 +201,7 @@ def make_engine(
     check_layout(source.spec, mesh.layout)
     reader = open_weights(source, mesh)
     fresh = options.fresh_head_seed is not None
-    found = find_value_head(reader, source.path, fresh=fresh) if head == "value" else LM_HEAD
+    found = find_value_head(reader, source.path, fresh=fresh, bias=options.head_bias) if head == "value" else LM_HEAD
     master = options.master_dtype or wide(dtype)
     model = make_model(source, mesh, master, reader, found.kind, options.recompute)
     _spare_memory(model, mesh, options)
@@ -317,3 +320,17 @@ def fill_fresh(model: StagedModel, mesh: Mesh, names: tuple[str, ...], seed: int
                 for region in shard.regions:
                     drawn = weight if shard.name.endswith("weight") else torch.zeros(1)
                     shard.local[as_index(region.local_slice)] = drawn[as_index(region.checkpoint_slice)].to(shard.local)
+
+
+def compile_kernels(engines: Iterable[object]) -> None:
+    """Compile FlashAttention-4's kernels before the first step."""
+    for engine in engines:
+        assert isinstance(engine, NativeEngine)
+        spec, layout = engine.model.spec, engine.mesh.layout
+        if not isinstance(spec, ArchSpec) or engine.model.kernels.attention is not fa4.attention:
+            continue
+        a, shares = spec.attention, layout.tp * ulysses_degree(spec, layout)
+        heads = (a.num_heads // shares, max(1, a.num_kv_heads // shares))
+        dims = (a.latent.key_dim, a.latent.v_dim) if a.latent else (a.head_dim, a.head_dim)
+        windowed = any(window is not None for window in a.windows)
+        fa4.compile_kernels(heads, dims, windowed, engine.dtype, engine.mesh.device)

@@ -10,25 +10,23 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from dovetail.arch.registry import ulysses_degree
-from dovetail.arch.spec import ArchSpec
 from dovetail.checkpoint.retention import from_a_whole_step
 from dovetail.data.chat import Renderer
 from dovetail.data.encode import Tokenizer
-from dovetail.data.examples import Limits, Prompt, load_prompts, load_sft
+from dovetail.data.examples import Limits, Prompt, load_preferences, load_prompts, load_sft, sequences_of
 from dovetail.engine.expert_routing import BalanceSettings
 from dovetail.engine.native import NativeEngine
 from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import ConfigError, LayoutError
-from dovetail.factory.engine import EngineOptions, make_engine, make_mesh
+from dovetail.factory.engine import EngineOptions, compile_kernels, make_engine, make_mesh
 from dovetail.factory.functions import advantage, policy_loss, sft_loss
 from dovetail.factory.layouts import check_layout, check_positions
 from dovetail.factory.notes import check_experts, missed_profiles, notes, rows_line
+from dovetail.factory.preferences import preference_task
 from dovetail.factory.rewards import make_rewards, own_metrics
 from dovetail.factory.rows import TEMPLATE, Parts, load_parts, read_template, reads_answer, with_epochs
 from dovetail.factory.sampler import backend_layout, longest_row, make_sampler
 from dovetail.factory.tokenizer import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
-from dovetail.kernels import fa4
 from dovetail.launch.progress import Progress, collective_timeout
 from dovetail.optim.groups import ParamGroup
 from dovetail.optim.optimizer import OptimSettings
@@ -37,8 +35,9 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import num_ranks
 from dovetail.recipe.evaluation import default_metrics
+from dovetail.recipe.preferences import KTO, AnyPreference, Reward
 from dovetail.recipe.reward import RewardModelSection
-from dovetail.recipe.schema import PPO, SFT, AnyRL, CriticFree, CriticSection, Recipe, ReferenceSection
+from dovetail.recipe.schema import PPO, SFT, AnyRL, CriticFree, CriticSection, PolicyGradient, Recipe, ReferenceSection
 from dovetail.recipe.types import LayoutSection
 from dovetail.rl.evaluation import EvalSet
 from dovetail.rl.losses import PolicyLoss, ValueLoss
@@ -141,6 +140,8 @@ class Builder:
                 refuse_other("the model's config, tokenizer or weights", self.resumed.state.model, model, "model.path")
             if isinstance(recipe.algorithm, SFT):
                 task, rows, engines = self._sft(recipe.algorithm, run.first_row)
+            elif not isinstance(recipe.algorithm, PolicyGradient):
+                task, rows, engines = self._preferences(recipe.algorithm, run.first_row)
             else:
                 run_dir = Path(recipe.run_dir)
                 rewards = make_rewards(recipe.reward, self.mesh, self.recipe_folder, run_dir, self._reward_model)
@@ -160,7 +161,8 @@ class Builder:
     def _sft(self, algorithm: SFT, first_row: int) -> tuple[Task, str, Engines]:
         with agreed(self.mesh):
             loss = sft_loss(algorithm, self.recipe_folder)
-        load = partial(load_sft, tokenizer=self.tokenizer, limits=self._limits(self._budget), processor=self.processor)
+        limits = self._limits(self._budget, self.recipe.data.max_length, "data.max_length")
+        load = partial(load_sft, tokenizer=self.tokenizer, limits=limits, processor=self.processor)
         rows, held_out, sets, fingerprint = self._rows(load)
         policy = self._trained(self.source, self.mesh, POLICY, self.recipe.optim.lr)
         task = SupervisedTask(
@@ -175,6 +177,24 @@ class Builder:
             eval_sets=sets,
         )
         return task, fingerprint, {POLICY: policy}
+
+    def _preferences(self, algorithm: AnyPreference, first_row: int) -> tuple[Task, str, Engines]:
+        recipe, paired = self.recipe, not isinstance(algorithm, KTO)
+        role = self._role(recipe.reference, "reference") if algorithm.wants_reference else None
+        limits = self._limits(self._budget, recipe.data.max_length, "data.max_length")
+        limits = replace(limits, together=self._budget if paired else None)
+        load = partial(
+            load_preferences, tokenizer=self.tokenizer, limits=limits, processor=self.processor, paired=paired
+        )
+        rows = self._rows(load)
+        policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
+        frozen = EngineOptions(master_dtype=self.dtype, tokens_per_batch=recipe.trainer.tokens_per_batch)
+        reference = make_engine(*role, self.dtype, "lm", frozen) if role else None
+        task = preference_task(
+            self.recipe, policy, reference, rows, longest=limits.max_tokens, first_row=first_row, parts=self.parts,
+            progress=self.progress,
+        )  # fmt: skip
+        return task, rows[-1], {POLICY: policy}
 
     def _rl(self, algorithm: AnyRL, run: RunDirectory, rewards: RewardManager) -> tuple[Task, str, Engines]:
         recipe, rollout, folder = self.recipe, self.recipe.rollout, self.recipe_folder
@@ -261,7 +281,10 @@ class Builder:
                 for each in self.recipe.eval.sets
             }
             self.recipe = with_epochs(self.recipe, len(rows))
-        fingerprint, self.lengths = rows_fingerprint([*rows, *self.parts]), [len(vars(row)["ids"]) for row in rows]
+        fingerprint, self.lengths = (
+            rows_fingerprint([*rows, *self.parts]),
+            [len(x.ids) for row in rows for x in sequences_of(row)],
+        )
         others = {"data.eval": held_out, **{f"eval.sets {name}": examples for name, examples in sets.items()}}
         prints = {name: rows_fingerprint(examples) for name, examples in others.items()}
         if self.say is not None:
@@ -290,15 +313,17 @@ class Builder:
 
     def _trained(self, source: Pretrained, mesh: Mesh, role: str, lr: float) -> NativeEngine:
         recipe, resumed, moe = self.recipe, self.resumed, self.recipe.model.moe
-        head: Literal["lm", "value"] = "lm" if role == POLICY else "value"
+        of_rewards = isinstance(recipe.algorithm, Reward)
+        head: Literal["lm", "value"] = "lm" if role == POLICY and not of_rewards else "value"
         if resumed is not None and role not in resumed.state.updates:
             raise ConfigError(f"{resumed.reader.path} holds no {role}; start a new run from its weights (model.path)")
         save_dtype = recipe.model.save_dtype
         options = EngineOptions(
             **same_keys(recipe.trainer, EngineOptions),
-            optim=optim_settings(recipe, lr, head),
+            optim=optim_settings(recipe, lr, role),
             recompute=recipe.trainer.activation_checkpointing,
             fresh_head_seed=recipe.trainer.seed,
+            head_bias=not of_rewards,
             save_dtype=None if save_dtype is None else getattr(torch, save_dtype),
             balance=BalanceSettings(aux_coef=moe.aux_loss_coef, z_coef=moe.z_loss_coef, bias_rate=moe.bias_update_rate),
             resume=None if resumed is None else (resumed.reader, role, resumed.state.updates[role]),
@@ -335,7 +360,7 @@ class Builder:
         """Most tokens of a row, with its padding under every layout."""
         return longest_row(self.recipe.trainer.tokens_per_batch, [m.token_multiple for m in self.meshes.values()])
 
-    def _limits(self, max_tokens: int, max_prompt: int | None = None) -> Limits:
+    def _limits(self, max_tokens: int, asked: int | None = None, key: str = "data.max_prompt_length") -> Limits:
         if max_tokens < 1:
             raise ConfigError(
                 f"trainer.tokens_per_batch={self.recipe.trainer.tokens_per_batch} leaves no room for a prompt next to "
@@ -343,24 +368,21 @@ class Builder:
             )
         kept = "" if max_tokens == self._budget else "lower rollout.max_new_tokens, which is kept free behind it, "
         remedy = f"{kept}raise trainer.tokens_per_batch, or set data.overlong_rows=drop"
-        if max_prompt is not None and max_prompt < max_tokens:
-            max_tokens, remedy = (
-                max_prompt,
-                "raise data.max_prompt_length, or set data.truncate=left or data.overlong_rows=drop",
-            )
+        if asked is not None and asked < max_tokens:
+            max_tokens, remedy = asked, f"raise {key}, or set data.truncate=left or data.overlong_rows=drop"
         data = self.recipe.data
         say = self.notes.append
         return Limits(self.source.spec.vocab_size, max_tokens, data.overlong_rows, remedy, say, data.truncate)
 
 
-def optim_settings(recipe: Recipe, lr: float, head: str) -> OptimSettings:
+def optim_settings(recipe: Recipe, lr: float, role: str) -> OptimSettings:
     """Schedules count optimizer steps, without the policy's critic warmup. Patterns of names are of the policy's."""
     optim, algorithm = recipe.optim, recipe.algorithm
     updates = algorithm.epochs * algorithm.num_mini_batches
-    waits = algorithm.critic_warmup if isinstance(algorithm, PPO) and head == "lm" else 0
+    waits = algorithm.critic_warmup if isinstance(algorithm, PPO) and role == POLICY else 0
     patterns = {
-        "groups": tuple(ParamGroup(**dict(group)) for group in optim.groups) if head == "lm" else (),
-        "frozen": optim.frozen if head == "lm" else (),
+        "groups": tuple(ParamGroup(**dict(group)) for group in optim.groups) if role == POLICY else (),
+        "frozen": optim.frozen if role == POLICY else (),
     }
     return replace(
         OptimSettings(**{**same_keys(optim, OptimSettings), **patterns}),
@@ -375,17 +397,3 @@ def same_keys(section: Iterable[tuple[str, Any]], settings: type) -> dict[str, A
     """The values of a recipe's section whose keys are fields of the dataclass `settings`, too."""
     names = {field.name for field in fields(settings)}
     return {name: value for name, value in section if name in names}
-
-
-def compile_kernels(engines: Iterable[object]) -> None:
-    """Compile FlashAttention-4's kernels before the first step."""
-    for engine in engines:
-        assert isinstance(engine, NativeEngine)
-        spec, layout = engine.model.spec, engine.mesh.layout
-        if not isinstance(spec, ArchSpec) or engine.model.kernels.attention is not fa4.attention:
-            continue
-        a, shares = spec.attention, layout.tp * ulysses_degree(spec, layout)
-        heads = (a.num_heads // shares, max(1, a.num_kv_heads // shares))
-        dims = (a.latent.key_dim, a.latent.v_dim) if a.latent else (a.head_dim, a.head_dim)
-        windowed = any(window is not None for window in a.windows)
-        fa4.compile_kernels(heads, dims, windowed, engine.dtype, engine.mesh.device)

@@ -9,7 +9,7 @@ from dovetail.arch.transformers_spec import AnySpec
 from dovetail.errors import ConfigError
 from dovetail.factory.layouts import max_positions
 from dovetail.recipe.reward import RewardSection
-from dovetail.recipe.schema import PPO, SFT, Recipe
+from dovetail.recipe.schema import PPO, PolicyGradient, Recipe
 
 
 def missed_profiles(recipe: Recipe, done: int) -> list[str]:
@@ -28,9 +28,10 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], oth
     idle = []
     if not isinstance(algorithm, PPO):
         idle += [f"critic.{key}" for key, value in recipe.critic if value is not None]
-    if isinstance(algorithm, SFT):
+    if not algorithm.samples:
         default = RewardSection(name="exact_match")
-        idle += [f"reference.{key}" for key, value in recipe.reference if value is not None]
+        unused = not algorithm.wants_reference
+        idle += [f"reference.{key}" for key, value in recipe.reference if value is not None and unused]
         idle += ["data.max_prompt_length"] if recipe.data.max_prompt_length is not None else []
         idle += ["trainer.stop_at_reward"] if trainer.stop_at_reward is not None else []
         idle += [
@@ -38,9 +39,11 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], oth
             for key, value in recipe.reward
             if value not in (None, dict(default)[key])
         ]
+    if algorithm.samples and recipe.data.max_length is not None:
+        idle.append("data.max_length")
     if idle:
         lines.append(f"without effect, since algorithm.name is {algorithm.name}: {', '.join(idle)}")
-    if not isinstance(algorithm, SFT) and algorithm.kl_coef:
+    if isinstance(algorithm, PolicyGradient) and algorithm.kl_coef:
         estimator, place = algorithm.kl_estimator, algorithm.kl_in
         if (estimator == "k1") != (place == "reward"):
             lines.append(
@@ -63,7 +66,7 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], oth
             "some of them more than once"
         )
     most = max_positions(config)
-    if isinstance(algorithm, SFT) and most is not None and max(lengths) > most:
+    if not algorithm.samples and most is not None and max(lengths) > most:
         lines.append(
             f"the longest row of data.train has {max(lengths)} tokens, but the model has {most} positions "
             "(max_position_embeddings): those beyond were never trained"

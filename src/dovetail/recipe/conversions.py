@@ -73,8 +73,6 @@ def verl(draft: Draft) -> None:
 
 def trl(draft: Draft) -> None:
     """Sizes of TRL count rows of one process, of GRPO completions; a step is an update."""
-    if draft.kind == "dpo":
-        raise ConfigError("DPO is not supported yet; sft, grpo, rloo and ppo are")
     draft.put("algorithm.name", draft.kind)
     updates = _batch_of_processes(draft, "per_device_train_batch_size", "")
     is_half, was_given = draft.take("bf16"), "bf16" in draft.given
@@ -85,11 +83,8 @@ def trl(draft: Draft) -> None:
         draft.put("trainer.steps", max(1, round(steps / updates)), "max_steps / updates of a step")
         draft.taken.add("num_train_epochs")
     for name, usual in (("save", "steps"), ("eval", "no")):
-        strategy, count, key = (
-            draft.take(f"{name}_strategy", usual),
-            draft.take(f"{name}_steps") or 0,
-            f"trainer.{name}_every",
-        )
+        strategy, count = draft.take(f"{name}_strategy", usual), draft.take(f"{name}_steps") or 0
+        key = f"trainer.{name}_every"
         if strategy in ("epoch", "best") or 0 < count < 1:
             draft.decide.append(f"{key}: each {strategy} there; give a number of steps")
         else:
@@ -99,7 +94,13 @@ def trl(draft: Draft) -> None:
     elif warmup:
         draft.given = {**draft.given, "warmup_ratio": warmup}
     _hub_rows(draft)
-    if draft.kind == "sft":
+    if draft.kind == "dpo":
+        draft.put("data.max_length", draft.take("max_length"))
+        draft.put("data.truncate", "left" if draft.take("truncation_mode") == "keep_end" else "right")
+        draft.put("data.overlong_rows", "drop", "rows whose completion is cut off are left out there")
+        if draft.look("loss_type", "sigmoid") not in ("robust", ["robust"]):
+            draft.taken.add("label_smoothing")  # not read there
+    elif draft.kind == "sft":
         _cut_rows(draft, "max_length")
         if not draft.take("assistant_only_loss"):
             draft.decide.append(
@@ -139,7 +140,7 @@ def _batch_of_processes(draft: Draft, size: str, prefix: str) -> float:
             "trainer.prompts_per_step: that of one process, as theirs are not counted; multiply it by yours"
         )
     origin = f"{size} x gradient_accumulation_steps x {processes} processes"
-    if draft.algorithm == "sft":
+    if draft.algorithm in ("sft", "dpo"):
         draft.put("trainer.prompts_per_step", rows * accumulated * processes, origin)
         return 1
     generated, parts = draft.take(f"{prefix}generation_batch_size") or 0, draft.take(f"{prefix}steps_per_generation")
@@ -304,11 +305,9 @@ def _algorithm(draft: Draft, name: str) -> None:
 
 def _loss(draft: Draft, name: str, *temperatures: str) -> None:
     """temperatures: their names of those of sapo."""
-    if name == "sapo":
-        options = dict(zip(("tau_positive", "tau_negative"), map(draft.take, temperatures), strict=True))
-        draft.put("algorithm.loss", {"name": name, "options": {k: v for k, v in options.items() if v is not None}})
-    else:
-        draft.put("algorithm.loss", name)
+    options = zip(("tau_positive", "tau_negative"), map(draft.take, temperatures), strict=True)
+    given = {option: value for option, value in options if value is not None}
+    draft.put("algorithm.loss", {"name": name, "options": given} if name == "sapo" else name)
     if name == "gmpo":
         draft.put("algorithm.aggregation", "sequence", "of geo_mean there")
 

@@ -65,11 +65,15 @@ class DataSection(Section):
         default_factory=dict, description="arguments of the chat template, such as enable_thinking"
     )
     max_prompt_length: PositiveInt | None = Field(None, description="most tokens of a prompt; null: what fits a step")
+    max_length: PositiveInt | None = Field(
+        None, description="most tokens of a prompt with its completion, of sft and preferences; null: what fits a step"
+    )
     truncate: Literal["left", "right"] | None = Field(
         None, description="the side that rows lose which are too long; null: data.overlong_rows decides"
     )
     overlong_rows: Literal["error", "drop"] = Field(
-        "error", description="what to do with rows over trainer.tokens_per_batch or data.max_prompt_length"
+        "error",
+        description="what to do with rows over trainer.tokens_per_batch, data.max_length or data.max_prompt_length",
     )
     epochs: PositiveInt | None = Field(None, description="passes over the rows, instead of trainer.steps")
     shuffle: bool = Field(True, description="new order every pass, from trainer.seed; false: the file's order")

@@ -91,7 +91,7 @@ def _recognized(
     known, _, _, table, found = max(ranked, key=lambda rank: rank[:3])
     if not known:
         raise ConfigError(f"{path}: none of its names is known; say whose it is: --from {'|'.join(IMPORTED)}")
-    if (other := OTHERS.search(command)) and table.title in ("TRL", "OpenRLHF"):
+    if (other := OTHERS.search(command)) and table.title in ("TRL", "OpenRLHF") and other[0] != found:
         raise ConfigError(f"{path}: {other[0]} of {table.title} is not supported yet; sft, grpo, rloo and ppo are")
     if table.title == "TRL" and not found:
         raise ConfigError(f"{path}: no name in it tells TRL's trainers apart; give --from trl-sft, trl-grpo or trl-dpo")

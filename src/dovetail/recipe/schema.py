@@ -5,7 +5,7 @@ Precedence: flags, `key.path=value`, the file, defaults. All problems are report
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
@@ -17,6 +17,7 @@ from dovetail.recipe.evaluation import EvalSection, EvalSetSection
 from dovetail.recipe.functions import LossSection, OwnFunction, PolicyTerm
 from dovetail.recipe.keys import RENAMED, Key, explain, keys_of, nearest, rename_keys, renamed_note
 from dovetail.recipe.names import all_meanings
+from dovetail.recipe.preferences import KTO, AnyPreference
 from dovetail.recipe.reward import Rewards, RewardSection
 from dovetail.recipe.tracking import Loggers, ProfileSection
 from dovetail.recipe.types import (
@@ -33,6 +34,7 @@ from dovetail.recipe.types import (
     PositiveFloat,
     Section,
     Share,
+    Updates,
     key,
 )
 from dovetail.recipe.yaml import dump_mapping, merge, parse_overrides, read_mapping
@@ -74,11 +76,9 @@ class ReferenceSection(Section):
     layout: OwnLayout = key(None, "empty: the policy's layout")
 
 
-class Algorithm(Section):
-    """Keys of every algorithm."""
+class Algorithm(Updates):
+    """Keys of SFT and RL."""
 
-    epochs: PositiveInt = key(1, "passes over the rows of a step")
-    num_mini_batches: PositiveInt = key(1, "optimizer steps in one pass")
     aggregation: Literal["token", "sequence", "sequence_sum"] = key(
         "token",
         "token: mean over all tokens; sequence: mean over sequences of their means; sequence_sum: mean over sequences "
@@ -98,6 +98,7 @@ class SFT(Algorithm):
 class PolicyGradient(Algorithm):
     """Keys of every RL algorithm."""
 
+    samples: ClassVar[bool] = True
     loss: PolicyTerm = key(
         LossSection(), "ppo, cispo, gmpo, sapo, or a function of yours {import, options}; of sft a function alone"
     )
@@ -114,6 +115,10 @@ class PolicyGradient(Algorithm):
     overlong_penalty: PositiveFloat = key(
         1.0, "taken from the reward of the longest completion, less from shorter ones"
     )
+
+    @property
+    def wants_reference(self) -> bool:
+        return self.kl_coef > 0
 
     @model_validator(mode="after")
     def _terms(self) -> "PolicyGradient":
@@ -266,7 +271,7 @@ class TrainerSection(Section):
 
 
 AnyRL = GRPO | PPO | RLOO | ReinforcePlusPlus
-AnyAlgorithm = SFT | AnyRL
+AnyAlgorithm = SFT | AnyRL | AnyPreference
 
 
 class Recipe(Section):
@@ -301,27 +306,32 @@ class Recipe(Section):
                 f"rollout.samples_per_prompt is {samples}; {self.algorithm.name} compares a prompt's samples with each "
                 "other, so give 2 or more"
             )
-        buffer = 0 if isinstance(self.algorithm, SFT) else self.algorithm.overlong_buffer
+        buffer = self.algorithm.overlong_buffer if isinstance(self.algorithm, PolicyGradient) else 0
         if buffer > self.rollout.max_new_tokens:
             raise ValueError(
                 f"algorithm.overlong_buffer is {buffer}, more than rollout.max_new_tokens={self.rollout.max_new_tokens}"
             )
-        rows = self.trainer.prompts_per_step * (1 if isinstance(self.algorithm, SFT) else samples)
+        rows = self.trainer.prompts_per_step * (samples if isinstance(self.algorithm, PolicyGradient) else 1)
         if self.algorithm.num_mini_batches > rows:
             raise ValueError(
                 f"algorithm.num_mini_batches is {self.algorithm.num_mini_batches}, but a step has only {rows} rows; lower it, or "
                 "raise trainer.prompts_per_step"
             )
+        if isinstance(self.algorithm, KTO) and rows < 2 * self.algorithm.num_mini_batches:
+            raise ValueError(
+                f"trainer.prompts_per_step is {rows}; kto compares the rows of an optimizer step with each other, so give 2 or "
+                "more for each of algorithm.num_mini_batches"
+            )
         if self.data.eval and any(each.name == "eval" for each in self.eval.sets):
             raise ValueError(
                 "data.eval is the set named eval; give another name to that of eval.sets, or leave one out"
             )
-        if isinstance(self.algorithm, SFT):
+        if not isinstance(self.algorithm, PolicyGradient):
             for each in self.eval.sets:
                 if each != EvalSetSection(name=each.name, data=each.data):
                     raise ValueError(
-                        f"eval.sets: the set {each.name} has samples, temperature or metrics, but algorithm sft samples "
-                        "nothing; it evaluates the loss of a set's rows, so leave these keys out"
+                        f"eval.sets: the set {each.name} has samples, temperature or metrics, but algorithm "
+                        f"{self.algorithm.name} samples nothing; it evaluates the loss of a set's rows, so leave these keys out"
                     )
         if self.rollout.router_replay == "rollout" and self.rollout.backend != "native":
             raise ValueError(

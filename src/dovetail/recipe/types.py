@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
@@ -54,6 +54,18 @@ class Section(BaseModel):
     """Frozen, no unknown keys, no silent conversions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Updates(Section):
+    """Keys of every algorithm. samples: whether it trains on completions of its own."""
+
+    samples: ClassVar[bool] = False
+    epochs: PositiveInt = key(1, "passes over the rows of a step")
+    num_mini_batches: PositiveInt = key(1, "optimizer steps in one pass")
+
+    @property
+    def wants_reference(self) -> bool:
+        return False
 
 
 class LayoutSection(Section):

@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dovetail.batch.loss import LossFn
 from dovetail.batch.packed import PackedBatch, Sequence
@@ -33,7 +33,7 @@ from dovetail.rl.step_metrics import EMPTY_UPDATE, Row, Work, length_metrics, me
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 
 if TYPE_CHECKING:  # pydantic is not needed to run a task
-    from dovetail.recipe.schema import Recipe
+    from dovetail.recipe.schema import AnyRL, Recipe
 
 MAX_UNREWARDED_STEPS = 3  # in a row
 
@@ -58,7 +58,9 @@ def inner_batches(batch: PackedBatch, recipe: "Recipe", step: int) -> Iterator[P
 
 def weighted(batch: PackedBatch, recipe: "Recipe") -> PackedBatch:
     longest = float(recipe.rollout.max_new_tokens)
-    return batch.with_fields(**weight_fields(batch, recipe.algorithm.aggregation, longest))
+    algorithm = recipe.algorithm
+    assert hasattr(algorithm, "aggregation")
+    return batch.with_fields(**weight_fields(batch, algorithm.aggregation, longest))
 
 
 def never() -> bool:
@@ -158,8 +160,8 @@ class RLTask:
     @property
     def needs_old_logprobs(self) -> bool:
         """False if they are the update's own."""
-        algorithm = self.recipe.algorithm
-        kl_in_reward = algorithm.name != "sft" and algorithm.kl_in == "reward" and algorithm.kl_coef > 0
+        algorithm = cast("AnyRL", self.recipe.algorithm)
+        kl_in_reward = algorithm.kl_in == "reward" and algorithm.kl_coef > 0
         return kl_in_reward or algorithm.epochs * algorithm.num_mini_batches > 1
 
     def sample_rows(self) -> list[dict[str, Any]]:
@@ -191,8 +193,8 @@ class RLTask:
 
         DAPO's resampling takes the rows of the steps after the run's last one, so that a resumed run samples the same.
         """
-        recipe, algorithm, wanted = self.recipe, self.recipe.algorithm, self.recipe.trainer.prompts_per_step
-        assert algorithm.name != "sft"
+        recipe, wanted = self.recipe, self.recipe.trainer.prompts_per_step
+        algorithm = cast("AnyRL", recipe.algorithm)
         drops = algorithm.name == "grpo" and algorithm.drop_zero_std_groups
         drawn, kept, failed, rewarded = list[Sample](), list[Sample](), dict[str, Any](), False
         for batch in range(algorithm.max_num_gen_batches if algorithm.name == "grpo" and drops else 1):
@@ -298,8 +300,7 @@ class RLTask:
             )
 
     def _prepare(self, samples: Seq[Sample]) -> PackedBatch:
-        algorithm, rollout = self.recipe.algorithm, self.recipe.rollout
-        assert algorithm.name != "sft"
+        algorithm, rollout = cast("AnyRL", self.recipe.algorithm), self.recipe.rollout
         batch = pack_samples(samples, rollout.temperature)
         if self.needs_old_logprobs or rollout.router_replay == "trainer":
             batch = score_old(self.policy, batch, rollout.router_replay)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
-from dovetail.recipe.schema import SFT, Recipe
+from dovetail.recipe.schema import PolicyGradient, Recipe
 
 APART = 20  # steps between two of the same note
 FIRST = 3  # steps whose mean is the start of a metric
@@ -36,7 +36,7 @@ class LearningNotes:
 
     def of(self, row: Mapping[str, Any]) -> list[str]:
         """For every step, in order. Each kind at most once in `APART` steps."""
-        if isinstance(self.recipe.algorithm, SFT):
+        if not isinstance(self.recipe.algorithm, PolicyGradient):
             return []
         row = {name: value for name, value in row.items() if value is not None}  # as an earlier start wrote NaN
         texts = {kind: note(row) for kind, note in self._kinds.items()}

@@ -92,16 +92,21 @@ def refuse_adapters(source: TensorSource, path: Path) -> None:
         raise unmerged(path, adapter)
 
 
-def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> StoredHead:
-    """A checkpoint's value head; if it has none, with `fresh` a new one."""
+def find_value_head(source: TensorSource, path: Path, *, fresh: bool, bias: bool = True) -> StoredHead:
+    """A checkpoint's value head; if it has none, with `fresh` a new one. bias: False for one of a reward model, without."""
     for stem in HEAD_STEMS:
-        weight, bias = f"{stem}.weight", f"{stem}.bias"
+        weight, offset = f"{stem}.weight", f"{stem}.bias"
         if weight not in source.names or (stem == "lm_head" and source.shape(weight)[0] != 1):
             continue
         aliases = {"score.weight": weight}
-        if bias in source.names:
-            return StoredHead("value", {**aliases, "score.bias": bias}, ())
-        if stem == "score":  # a reward model (sequence classification)
+        if offset in source.names:
+            if not bias:
+                raise ModelError(
+                    f"{path}: its value head has a bias ({offset}), which transformers' models ForSequenceClassification lack; "
+                    "start a reward model from a language model or from a reward model"
+                )
+            return StoredHead("value", {**aliases, "score.bias": offset}, ())
+        if stem == "score" or not bias:  # a reward model (sequence classification)
             return StoredHead("value_without_bias", aliases, ())
         return StoredHead("value", aliases, ("score.bias",))
     if not fresh:
@@ -110,7 +115,7 @@ def find_value_head(source: TensorSource, path: Path, *, fresh: bool) -> StoredH
             f"{path} has no value head: expected one of {known} (lm_head with one row); give a reward or "
             'value model, or --head lm (in the library head="lm", or EngineOptions(fresh_head_seed=0) for a new head)'
         )
-    return StoredHead("value", {}, HEAD_NAMES)
+    return StoredHead("value", {}, HEAD_NAMES) if bias else StoredHead("value_without_bias", {}, HEAD_NAMES[:1])
 
 
 def stored_head(source: TensorSource, pretrained: Pretrained) -> StoredHead:

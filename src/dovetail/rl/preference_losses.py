@@ -1,0 +1,303 @@
+"""Losses of preferences: of pairs of completions, or of single ones marked as good or bad.
+
+A pair is a group of two sequences, first the chosen one. log p(y) is the sum over a completion's counted tokens, |y| their
+number, and r = log p(y) - log p_ref(y) by `fields["reference_logprob"]`; w and l are chosen and rejected, s the sigmoid.
+Losses are means over pairs; names, keys and defaults are TRL's.
+"""
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dovetail.batch.loss import Loss, Sum, TokenStats
+from dovetail.batch.packed import PackedBatch, to_device
+from dovetail.errors import ConfigError, DataError
+from dovetail.kernels.reference import count_rows, widened
+
+Margin = Literal["sigmoid", "hinge", "ipo", "robust"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOLoss:
+    """Direct preference optimization, with m = beta (r_w - r_l) and label smoothing e.
+
+    sigmoid  -(1 - e) log s(m) - e log s(-m): Rafailov et al. 2023, eq. 7; e > 0: cDPO (Mitchell 2023)
+    robust   (-(1 - e) log s(m) + e log s(-m)) / (1 - 2 e): Chowdhury et al. 2024, section 3
+    hinge    max(0, 1 - m): SLiC (Zhao et al. 2023, eq. 1) with DPO's rewards, Liu et al. 2024, table 1
+    ipo      (r_w / |w| - r_l / |l| - 1 / (2 beta))^2: Azar et al. 2023, eq. 17, by token as its authors and TRL
+    """
+
+    kind: Margin = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    separable: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_smoothing(self.kind, self.label_smoothing)
+
+    def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
+        logprob, pairs = widened(stats.logprob), _Pairs.of(batch)
+        ratio = logprob - reference_of(batch)
+        own = pairs.means if self.kind == "ipo" else pairs.sums
+        losses = margin_losses(self.kind, _difference(own(ratio)), self.beta, self.label_smoothing)
+        metrics = reward_metrics(*_scaled(self.beta, pairs.sums(ratio)), pairs.sums(logprob))
+        return Loss(losses.sum(), pairs.count, {**metrics, "entropy_mean": _mean_over(stats.entropy, pairs.response)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CPOLoss:
+    """Without a reference, with m = beta (log p(w) - log p(l)) and label smoothing as in DPO's sigmoid.
+
+    sigmoid  contrastive preference optimization: Xu et al. 2024, eq. 3; hinge, ipo: as DPO's with log p for r
+    simpo    -log s(beta log p(w) / |w| - beta log p(l) / |l| - gamma): SimPO, Meng et al. 2024, eq. 6
+    plus the negative log-likelihood of chosen completions by their field `nll_weight`, see `nll_fields`.
+    """
+
+    kind: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    gamma: float = 0.5
+    separable: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_smoothing(self.kind, self.label_smoothing)
+
+    def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
+        logprob, pairs = widened(stats.logprob), _Pairs.of(batch)
+        chosen, rejected = (pairs.means if self.kind in ("ipo", "simpo") else pairs.sums)(logprob)
+        kind: Margin = "sigmoid" if self.kind == "simpo" else self.kind
+        margin = chosen - rejected - (self.gamma / self.beta if self.kind == "simpo" else 0.0)
+        losses = margin_losses(kind, margin, self.beta, self.label_smoothing)
+        metrics = reward_metrics(self.beta * chosen, self.beta * rejected, (chosen, rejected))
+        nll, nll_metrics = _nll(logprob, batch)
+        metrics |= {**nll_metrics, "entropy_mean": _mean_over(stats.entropy, pairs.response)}
+        return Loss(losses.sum() + nll, pairs.count, metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ORPOLoss:
+    """nll(w) - beta log s(log odds(w) - log odds(l)), odds = p / (1 - p), log p a mean over tokens: Hong et al. 2024, eqs. 6-7.
+
+    nll by the field `nll_weight`, see `nll_fields`.
+    """
+
+    beta: float = 0.1
+    separable: ClassVar[bool] = False
+
+    def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
+        logprob, pairs = widened(stats.logprob), _Pairs.of(batch)
+        chosen, rejected = pairs.means(logprob)
+        log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
+        nll, nll_metrics = _nll(logprob, batch)
+        metrics = {
+            **reward_metrics(self.beta * chosen, self.beta * rejected, (chosen, rejected)),
+            "log_odds_ratio": _metric(F.logsigmoid(log_odds)),
+            "log_odds_chosen": _metric(log_odds),
+            **nll_metrics,
+            "entropy_mean": _mean_over(stats.entropy, pairs.response),
+        }
+        return Loss(nll - self.beta * F.logsigmoid(log_odds).sum(), pairs.count, metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTOLoss:
+    """w_good (1 - s(beta (r - z))) of a good completion, w_bad (1 - s(beta (z - r))) of a bad one: Ethayarajh et al. 2024, eq. 7.
+
+    Fields: `label`, 1 for good and 0 for bad, and `kl`, z: the mean of r over mismatched prompts and completions, at least 0.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    separable: ClassVar[bool] = False
+
+    def __call__(self, stats: TokenStats, batch: PackedBatch, /) -> Loss:
+        logprob, owner, kl = widened(stats.logprob), batch.sequence_ids, batch.fields["kl"]
+        sizes = count_rows(owner, batch.num_sequences)
+        there = (sizes > 0).to(logprob.dtype)  # not so of padding
+
+        def mean(x: Tensor) -> Tensor:
+            return _sums(x, owner, len(sizes)) / sizes.clamp(min=1)
+
+        good, logps = mean(batch.fields["label"]), _sums(logprob, owner, len(sizes))
+        bad = there - good
+        ratio = logps - _sums(reference_of(batch), owner, len(sizes))
+        sign, weight = good - bad, self.desirable_weight * good + self.undesirable_weight * bad
+        losses = weight * (1 - torch.sigmoid(self.beta * sign * (ratio - mean(kl))))
+        rewards = self.beta * ratio
+        metrics = {
+            name: Sum((x.detach() * kept).sum(), kept.sum())
+            for name, x, kept in (
+                ("rewards/chosen", rewards, good),
+                ("rewards/rejected", rewards, bad),
+                ("logps/chosen", logps, good),
+                ("logps/rejected", logps, bad),
+                ("kl", mean(kl), there),
+            )
+        }
+        return Loss(losses.sum(), there.sum(), {**metrics, "entropy_mean": _metric(stats.entropy)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardLoss:
+    """Bradley-Terry: -log s(v_w - v_l) + center (v_w + v_l)^2, of the value v at a sequence's last token.
+
+    Ouyang et al. 2022, eq. 1; centering: Eisenstein et al. 2023, eq. 2. The mask is that of `last_tokens`.
+    """
+
+    center: float = 0.0
+    separable: ClassVar[bool] = False
+
+    def __call__(self, values: Tensor, batch: PackedBatch, /) -> Loss:
+        pairs = _Pairs.of(batch)
+        chosen, rejected = pairs.sums(widened(values))
+        losses = -F.logsigmoid(chosen - rejected) + self.center * (chosen + rejected) ** 2
+        return Loss(losses.sum(), pairs.count, reward_metrics(chosen, rejected))
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Numbers of the chosen and of the rejected sequences [P], and which counted tokens are of completions [T]."""
+
+    chosen: Tensor
+    rejected: Tensor
+    owner: Tensor
+    response: Tensor
+    num_sequences: int
+
+    @classmethod
+    def of(cls, batch: PackedBatch) -> "_Pairs":
+        numbers = pair_numbers(batch.groups)
+        chosen, rejected = to_device(torch.tensor(numbers, dtype=torch.int64).view(-1, 2).T, batch.tokens.device)
+        response = batch.fields.get("completion", torch.ones(len(batch), device=batch.tokens.device))
+        return cls(chosen, rejected, batch.sequence_ids, response, batch.num_sequences)
+
+    @property
+    def count(self) -> Tensor:
+        return torch.ones_like(self.chosen).sum()
+
+    def sums(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of x [T] over the tokens of completions, [P] of the chosen and of the rejected."""
+        whole = _sums(x * self.response, self.owner, self.num_sequences)
+        return whole[self.chosen], whole[self.rejected]
+
+    def means(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        sizes = _sums(self.response.to(x.dtype), self.owner, self.num_sequences).clamp(min=1)
+        whole = _sums(x * self.response, self.owner, self.num_sequences) / sizes
+        return whole[self.chosen], whole[self.rejected]
+
+
+def pair_numbers(groups: Seq[int | None]) -> list[tuple[int, int]]:
+    """Sequences of each pair. DataError where a group is not a pair."""
+    members: dict[int, list[int]] = {}
+    for number, group in enumerate(groups):
+        if group is not None:
+            members.setdefault(group, []).append(number)
+    odd = next((group for group, numbers in members.items() if len(numbers) != 2), None)
+    if odd is not None:
+        raise DataError(
+            f"group {odd} has {len(members[odd])} sequences; a pair has two: dt.Sequence(chosen, group={odd}), then "
+            f"dt.Sequence(rejected, group={odd})"
+        )
+    return [(first, second) for first, second in members.values()]
+
+
+def margin_losses(kind: Margin, difference: Tensor, beta: float, smoothing: float) -> Tensor:
+    """Losses [P] of differences [P] between the chosen and the rejected; see `DPOLoss`."""
+    if kind == "hinge":
+        return torch.relu(1 - beta * difference)
+    if kind == "ipo":
+        return (difference - 1 / (2 * beta)) ** 2
+    right, wrong = F.logsigmoid(beta * difference), F.logsigmoid(-beta * difference)
+    if kind == "robust":
+        return (-(1 - smoothing) * right + smoothing * wrong) / (1 - 2 * smoothing)
+    return -(1 - smoothing) * right - smoothing * wrong
+
+
+def nll_fields(batch: PackedBatch, coef: float) -> dict[str, Tensor]:
+    """Field `nll_weight` [T]: coef x pairs / counted tokens of chosen sequences, on these; 0 elsewhere.
+
+    With it a mean over pairs has coef times the mean negative log-likelihood of those tokens.
+    """
+    pairs = pair_numbers(batch.groups)
+    chosen = torch.zeros(batch.num_sequences, dtype=torch.bool)
+    chosen[[first for first, _ in pairs]] = True
+    counted = batch.mask & chosen.to(batch.tokens.device)[batch.sequence_ids]
+    share = coef * len(pairs) / max(int(counted.sum()), 1)
+    dtype = max((x.dtype for x in batch.fields.values()), default=torch.float32, key=lambda dtype: dtype.itemsize)
+    return {"nll_weight": counted.to(dtype) * share}
+
+
+def last_tokens(batch: PackedBatch) -> Tensor:
+    """A mask [T] of the last token of each sequence, where a reward model's score is."""
+    ends = torch.zeros(len(batch), dtype=torch.bool, device=batch.tokens.device)
+    ends[batch.cu_seqlens[1:].long() - 1] = True
+    return ends
+
+
+def reward_metrics(chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tensor] | None = None) -> dict[str, Sum]:
+    """TRL's, of rewards [P]. A margin of 0 is no accuracy."""
+    metrics = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/accuracies": chosen > rejected,
+        "rewards/margins": chosen - rejected,
+    }
+    if logps is not None:
+        metrics |= {"logps/chosen": logps[0], "logps/rejected": logps[1]}
+    return {name: _metric(x) for name, x in metrics.items()}
+
+
+def reference_of(batch: PackedBatch) -> Tensor:
+    if "reference_logprob" not in batch.fields:
+        raise ConfigError(
+            "the loss needs the field reference_logprob: "
+            "batch.with_fields(reference_logprob=reference.score(batch).logprob)"
+        )
+    return batch.fields["reference_logprob"]
+
+
+def _check_smoothing(kind: str, smoothing: float) -> None:
+    if kind in ("hinge", "ipo") and smoothing:
+        raise ConfigError(f"label_smoothing={smoothing} has no meaning for the loss {kind}; leave it 0")
+    if not 0 <= smoothing < 0.5:
+        raise ConfigError(f"label_smoothing={smoothing} is a share of wrong labels; expected 0 or more, below 0.5")
+
+
+def _nll(logprob: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Sum]]:
+    if "nll_weight" not in batch.fields:
+        return logprob.new_zeros(()), {}
+    weight = batch.fields["nll_weight"]
+    counted = (weight > 0).to(logprob.dtype)
+    return -(weight * logprob).sum(), {"nll_loss": Sum(-(counted * logprob.detach()).sum(), counted.sum())}
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - e^x) of x < 0 without cancellation (Maechler 2012)."""
+    return torch.where(x < -math.log(2), torch.log1p(-x.exp()), torch.log(-torch.expm1(x)))
+
+
+def _scaled(beta: float, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return beta * pair[0], beta * pair[1]
+
+
+def _difference(pair: tuple[Tensor, Tensor]) -> Tensor:
+    return pair[0] - pair[1]
+
+
+def _sums(x: Tensor, owner: Tensor, size: int) -> Tensor:
+    return x.new_zeros(size).index_add(0, owner, x)
+
+
+def _mean_over(x: Tensor, counted: Tensor) -> Sum:
+    return Sum((widened(x.detach()) * counted).sum(), counted.sum())
+
+
+def _metric(x: Tensor) -> Sum:
+    x = widened(x.detach())
+    return Sum(x.sum(), torch.ones_like(x).sum())

@@ -1,0 +1,131 @@
+"""Steps and evaluation of every algorithm of preferences: on each layout as on one rank; reward models elsewhere."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+import dovetail as dt
+from dovetail.data.examples import Preference
+from dovetail.factory.preferences import preference_task
+from dovetail.recipe.schema import make_recipe
+from tests.harness import run
+from tests.parity.configs import VOCAB, save_tiny, tiny_configs
+from tests.tolerances import MODEL_FP32, SUM_ORDER, assert_close
+
+LENGTHS = ((9, 4), (5, 12), (7, 7), (3, 14), (11, 2), (6, 8))  # of completions; prompts have 3 tokens
+BUDGET = 24  # of the longest pair 23
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "dpo": {},
+    "dpo-ipo": {"loss": "ipo", "num_mini_batches": 2},
+    "dpo-early": {"precompute_ref_log_probs": True},
+    "kto": {"desirable_weight": 1.5, "num_mini_batches": 2},
+    "cpo": {"label_smoothing": 0.1},
+    "simpo": {"cpo_alpha": 0.3},
+    "orpo": {"beta": 0.4},
+    "reward": {"center_rewards_coefficient": 0.02},
+}
+
+
+def rows_of() -> list[Preference]:
+    draw, rows = torch.Generator().manual_seed(3), []
+    for number, lengths in enumerate(LENGTHS):
+        prompt = torch.randint(1, VOCAB, (3,), generator=draw).tolist()
+        own = [torch.randint(1, VOCAB, (n,), generator=draw).tolist() for n in lengths]
+        pair = [dt.Sequence([*prompt, *ids], [False] * 3 + [True] * len(ids)) for ids in own]
+        rows.append(Preference(number, *pair))
+    return rows
+
+
+def task_of(name: str, policy: Any, reference: Any = None) -> Any:
+    algorithm = {"name": name.partition("-")[0], **ALGORITHMS[name]}
+    trainer = {"prompts_per_step": 5, "steps": 3}
+    recipe = make_recipe(
+        {"model": {"path": "m"}, "data": {"train": "d"}, "run_dir": "r", "algorithm": algorithm, "trainer": trainer}
+    )
+    rows = rows_of()
+    if name == "kto":  # as many completions, without pairs
+        rows = [replace(row, **{("chosen", "rejected")[i % 2]: None}) for i, row in enumerate(rows)]
+    wanted = reference if recipe.algorithm.wants_reference else None
+    return preference_task(recipe, policy, wanted, (rows, rows[:3], {"more": rows[2:]}, ""), longest=18)
+
+
+def engine_of(path: Path, layout: dt.Layout, head: Any = "lm") -> Any:
+    options = dt.EngineOptions(
+        optim=dt.OptimSettings(lr=1e-3), tokens_per_batch=BUDGET, fresh_head_seed=1, head_bias=False
+    )
+    return dt.from_pretrained(path, layout=layout, dtype=torch.float64, device="cpu", head=head, options=options)
+
+
+def train(path: Path, layout: dt.Layout, names: tuple[str, ...], saved: Path | None = None) -> dict[str, Any]:
+    """Rows of metrics and the weights after one step and an evaluation of each algorithm in turn."""
+    found: dict[str, Any] = {}
+    lm, reference = engine_of(path, layout), engine_of(path, layout)
+    lm.train_step(
+        dt.PackedBatch.pack([row.rejected for row in rows_of()[1:] if row.rejected]), likelihood
+    )  # apart from the reference
+    for name in names:
+        policy = engine_of(path, layout, "value") if name == "reward" else lm
+        task = task_of(name, policy, reference)
+        row = {**task.evaluate(0), **task.step(0), **task.evaluate(1)}
+        assert not row.get("skipped") and task.reference is (reference if name in ("dpo", "dpo-ipo", "kto") else None)
+        found |= {f"{name} {key}": x for key, x in row.items() if isinstance(x, float)}
+        found |= {f"{name} {key}": x.clone() for key, x in policy.weights(torch.float64)}
+        if name == "reward" and saved is not None:
+            policy.save_pretrained(saved)
+            batch = dt.PackedBatch.pack([row.chosen for row in rows_of() if row.chosen])
+            found["scores"] = policy.values(batch)[batch.cu_seqlens[1:].long() - 1]
+    return found
+
+
+def likelihood(stats: dt.TokenStats, batch: dt.PackedBatch) -> dt.Loss:
+    return dt.Loss(-stats.logprob.sum(), batch.mask.sum(), {})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny(tiny_configs()["llama_tied"], folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Any]:
+    return run(1, train, folder, dt.Layout(), (*ALGORITHMS,), folder / "reward")[0]
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2", "pp=2", "cp=2"])
+def test_every_layout_is_one_rank(layout: str, folder: Path, alone: dict[str, Any]) -> None:
+    for found in run(2, train, folder, dt.Layout.parse(layout), (*ALGORITHMS,)):
+        assert found.keys() == alone.keys() - {"scores"}
+        for name, value in found.items():
+            a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (value, alone[name]))
+            assert_close(a, b, SUM_ORDER, f"{layout}: {name}")
+
+
+def test_metrics(alone: dict[str, Any]) -> None:
+    for name in ALGORITHMS:
+        row = {key.partition(" ")[2]: x for key, x in alone.items() if key.startswith(f"{name} ")}
+        margin = row["rewards/chosen"] - row["rewards/rejected"]
+        assert row["rewards/margins"] == pytest.approx(margin)
+        for prefix in ("eval_", "eval/more/"):
+            assert {
+                f"{prefix}{key}" for key in ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
+            } <= row.keys()
+        assert ("logps/chosen" in row) == (name != "reward")
+        assert ("nll_loss" in row) == (name in ("cpo", "simpo", "orpo"))
+    live, early = (alone[f"{name} eval_rewards/chosen"] for name in ("dpo", "dpo-early"))
+    assert live != early  # after other steps
+
+
+def test_a_saved_reward_model_scores_alike_in_transformers(folder: Path, alone: dict[str, Any]) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "reward").eval()
+    assert model.config.num_labels == 1
+    scores: list[Tensor] = []
+    with torch.no_grad():
+        scores += [model(torch.tensor([row.chosen.ids])).logits[0, 0] for row in rows_of() if row.chosen]
+    assert_close(torch.stack(scores), alone["scores"].float(), MODEL_FP32)
