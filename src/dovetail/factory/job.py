@@ -69,6 +69,8 @@ class Job:
 
     def start(self) -> None:
         """Write first files, print notes, compile kernels. Collective."""
+        state, engines = self.run.on.state, self.contents.engines
+        state.engine, state.critic = engines[POLICY], engines.get(CRITIC)
         self.run.open(self.contents)
         for note in self.notes:
             self.run.say(f"note: {note}")
@@ -208,10 +210,8 @@ class Builder:
         limits = self._limits(
             self._budget - rollout.max_new_tokens, recipe.data.max_prompt_length
         )  # meshes are known now
-        section, folded = (
-            rollout.layout or LayoutSection(),
-            partial(backend_layout, self.source, backend=rollout.backend),
-        )
+        section = rollout.layout or LayoutSection()
+        folded = partial(backend_layout, self.source, backend=rollout.backend)
         sampler_mesh = self._mesh(section, "rollout.layout", folded)  # may refuse it, so before any weight is read
         answers = reads_answer(recipe.reward)
         load = partial(load_prompts, tokenizer=self.tokenizer, limits=limits, answers=answers, processor=self.processor)

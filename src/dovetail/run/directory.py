@@ -142,7 +142,6 @@ class RunDirectory:
     def open(self, contents: Contents) -> None:
         """Make the directory, or continue an earlier start. Collective."""
         self.contents, resumed = contents, self.resumed
-        self.on.state.engine, self.on.state.critic = contents.engines[POLICY], contents.engines.get(CRITIC)
         self.run_id = of_first(uuid.uuid4().hex, self.mesh)
         if resumed is not None:
             state = resumed.state
