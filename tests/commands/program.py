@@ -40,8 +40,9 @@ class Ended(NamedTuple):
 
     @property
     def well(self) -> bool:
-        """Code 0, and nothing but the closing line of a command that wrote."""
-        return self.code == 0 and not self.err and re.fullmatch(r"(wrote \d+ .* to .*\n)?", self.out) is not None
+        """Code 0, and nothing but the closing line of a command that wrote, and a note on more ranks than cores."""
+        err = re.sub(r"dovetail: note: \d+ ranks share \d+ CPU cores; .*\n", "", self.err)
+        return self.code == 0 and not err and re.fullmatch(r"(wrote \d+ .* to .*\n)?", self.out) is not None
 
 
 def here(*argv: object) -> Ended:
