@@ -81,7 +81,12 @@ def test_the_example_runs_on_two_ranks(folder: Path) -> None:
 
 
 def test_a_function_that_is_not_there_is_refused_before_ranks_start(folder: Path) -> None:
+    once = {"num_mini_batches": 1, "kl_coef": 0.0}  # the policy before the update is that of the update: not scored
     for given, words in (
+        (
+            {"loss": {"import": "mine:clipped"}, **once},
+            "no 'old_logprob'; the fields of this run are advantage, count, rollout",
+        ),
         (
             {"loss": {"import": "mine:clip"}},
             f"{folder}/mine.py has no function 'clip'; it has clipped, others, count_reward",

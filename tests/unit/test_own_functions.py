@@ -28,6 +28,7 @@ from tests.unit.test_losses import counted, full_batch, random_stats
 from tests.unit.test_tasks import SAMPLES, batch_of
 
 F64 = torch.float64
+FIELDS = ("advantage", "old_logprob", "reference_logprob", "rollout_logprob")
 
 
 def cispo(p: float, old: float, a: float, low: float, high: float) -> tuple[float, float]:
@@ -190,7 +191,7 @@ def section(name: str, **options: Any) -> LossSection:
 
 
 def test_an_own_loss_takes_the_place_of_the_term_alone(folder: Path) -> None:
-    loss = policy_loss(GRPO(loss=section("clipped", cap=1.1)), folder, kl_coef=0.3, entropy_coef=0.1)
+    loss = policy_loss(GRPO(loss=section("clipped", cap=1.1)), folder, FIELDS, kl_coef=0.3, entropy_coef=0.1)
     batch = counted(full_batch("sequence"))
     stats = random_stats(len(batch))
     result = loss(stats, batch)
@@ -218,7 +219,7 @@ def test_an_own_loss_of_supervised_rows(folder: Path) -> None:
     [
         (section("missing"), r"LookupError: module own_functions_of_a_test \(.*of_a_test.py\) has no function 'missing'"),
         (section("clipped", cup=1), r"TypeError: .*options has cup, which clipped\(stats, batch, cap\) does not take"),
-        (section("raises"), r"KeyError: 'no such field' \(line 2\d of .*own_functions_of_a_test.py\)"),
+        (section("raises"), r"LookupError: no 'no such field'; the fields of this run are advantage, count, weight \(line 2\d"),
         (section("flat"), "its value depends on no log-prob"),
         (section("short"), r"the loss is a tensor \[1\]; expected one number for each counted token, \[14\]"),
         (section("scalar"), r"the loss is a tensor \[\]; expected"),
@@ -228,7 +229,7 @@ def test_an_own_loss_of_supervised_rows(folder: Path) -> None:
 )  # fmt: skip
 def test_mistakes_of_a_loss_name_the_function(folder: Path, given: LossSection, words: str) -> None:
     with pytest.raises(ConfigError, match=f"^algorithm.loss {given.function} was tried before the run: .*{words}"):
-        policy_loss(GRPO(loss=given), folder)
+        policy_loss(GRPO(loss=given), folder, ["advantage"])
 
 
 def own_section(name: str, **options: Any) -> FunctionSection:

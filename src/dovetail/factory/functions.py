@@ -4,7 +4,7 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial, update_wrapper
 from pathlib import Path
@@ -16,7 +16,7 @@ from dovetail.batch.loss import LossFn, TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError
 from dovetail.recipe.functions import FunctionSection, LossSection, OwnFunction
-from dovetail.recipe.schema import SFT, PolicyGradient
+from dovetail.recipe.schema import PPO, SFT, PolicyGradient, Recipe
 from dovetail.rl.experience import OwnAdvantage, own_advantages
 from dovetail.rl.losses import PolicyLoss, SFTLoss, weight_fields
 
@@ -27,24 +27,36 @@ def sft_loss(algorithm: SFT, folder: Path) -> SFTLoss:
     if algorithm.loss is None:
         return SFTLoss()
     loss = SFTLoss(own=load_function(algorithm.loss, folder, "algorithm.loss"))
-    try_loss(loss, _trial(algorithm.aggregation), algorithm.loss)
+    try_loss(loss, _trial(algorithm.aggregation, ()), algorithm.loss)
     return loss
 
 
-def policy_loss(algorithm: PolicyGradient, folder: Path, **keys: Any) -> PolicyLoss:
-    """keys: fields of `PolicyLoss` that the recipe has by the same name."""
+def policy_loss(algorithm: PolicyGradient, folder: Path, given: Collection[str] = (), **keys: Any) -> PolicyLoss:
+    """given: fields of the run's batches. keys: fields of `PolicyLoss` that the recipe has by the same name."""
     section = algorithm.loss
     if section.function is None:
         return PolicyLoss(**keys, term=section.name or "ppo", **section.options)
     loss = PolicyLoss(**keys, own=load_function(section, folder, "algorithm.loss"))
-    try_loss(loss, _trial(algorithm.aggregation), section)
+    try_loss(loss, _trial(algorithm.aggregation, given), section)
     return loss
 
 
-def advantage(section: OwnFunction, folder: Path) -> OwnAdvantage | None:
+def fields_of(recipe: Recipe, algorithm: PolicyGradient) -> list[str]:
+    """Fields of a step's batch before advantages."""
+    has = {
+        "rollout_logprob": True,
+        "temperature": recipe.rollout.temperature != 1.0,
+        "old_logprob": algorithm.needs_old_logprobs or recipe.rollout.router_replay == "trainer",
+        "reference_logprob": algorithm.wants_reference or recipe.reference.path is not None,
+        "old_value": isinstance(algorithm, PPO),
+    }
+    return [name for name, is_there in has.items() if is_there]
+
+
+def advantage(section: OwnFunction, folder: Path, given: Collection[str] = ()) -> OwnAdvantage | None:
     if section is None:
         return None
-    own, batch = load_function(section, folder, "algorithm.advantage"), _trial("token")
+    own, batch = load_function(section, folder, "algorithm.advantage"), _trial("token", given)
     rewards, groups = torch.tensor([0.0, 1.0, 0.5, 0.5], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
     with _tried("algorithm.advantage", section.function):
         if not own_advantages(own, rewards, groups, batch).isfinite().all():
@@ -78,7 +90,10 @@ def try_loss(loss: LossFn, batch: PackedBatch, section: FunctionSection | LossSe
     logprob = torch.linspace(-3, -1, len(batch)).requires_grad_()
     stats = TokenStats(logprob, torch.linspace(0.5, 2, len(batch)).requires_grad_())
     with _tried("algorithm.loss", section.function):
-        total, _, _ = loss(stats, batch)
+        try:
+            total, _, _ = loss(stats, batch)
+        except KeyError as error:
+            raise LookupError(f"no {error}; the fields of this run are {', '.join(sorted(batch.fields))}") from error
         if not total.requires_grad:
             raise ValueError("its value depends on no log-prob; compute it from stats.logprob or stats.entropy")
         total.backward()
@@ -93,7 +108,7 @@ def _tried(key: str, function: str | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+        frames = [f for f in traceback.extract_tb((error.__cause__ or error).__traceback__) if f.filename != __file__]
         own = [f"line {f.lineno} of {f.filename}" for f in frames if "dovetail" not in Path(f.filename).parts]
         place = f" ({own[-1]})" if own else ""
         raise ConfigError(
@@ -101,16 +116,15 @@ def _tried(key: str, function: str | None) -> Iterator[None]:
         ) from error
 
 
-def _trial(aggregation: Any) -> PackedBatch:
-    """The counted tokens of four responses, with every field that a recipe's loss may read."""
+def _trial(aggregation: Any, given: Collection[str]) -> PackedBatch:
+    """The counted tokens of four responses, with the fields `given`."""
     rows = [
         Sequence(list(range(1, n + 1)), mask=[False] * PROMPT + [True] * (n - PROMPT), group=i // 2)
         for i, n in enumerate(LENGTHS)
     ]
     batch = PackedBatch.pack(rows)
     near = torch.linspace(-3, -1, len(batch)).flip(0)
-    names = ("old_logprob", "reference_logprob", "rollout_logprob")
-    fields: Mapping[str, torch.Tensor] = dict.fromkeys(names, near)
-    batch = batch.with_fields(advantage=torch.linspace(-1, 1, len(batch)), **fields)
+    known = {"advantage": torch.linspace(-1, 1, len(batch)), "temperature": torch.ones(len(batch))}
+    batch = batch.with_fields(**{name: known.get(name, near) for name in given})
     batch = batch.with_fields(**weight_fields(batch, aggregation, float(max(LENGTHS))))
     return batch.compact(batch.mask.nonzero().flatten())

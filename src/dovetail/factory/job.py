@@ -19,7 +19,7 @@ from dovetail.engine.native import NativeEngine
 from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import ConfigError, LayoutError
 from dovetail.factory.engine import EngineOptions, compile_kernels, make_engine, make_mesh
-from dovetail.factory.functions import advantage, policy_loss, sft_loss
+from dovetail.factory.functions import advantage, fields_of, policy_loss, sft_loss
 from dovetail.factory.layouts import check_layout, check_positions
 from dovetail.factory.notes import check_experts, missed_profiles, notes, rows_line
 from dovetail.factory.preferences import preference_task
@@ -202,14 +202,14 @@ class Builder:
         recipe, rollout, folder = self.recipe, self.recipe.rollout, self.recipe_folder
         with agreed(self.mesh):
             keys = same_keys(algorithm, PolicyLoss) | ({"kl_coef": 0.0} if algorithm.kl_in == "reward" else {})
-            loss = policy_loss(algorithm, folder, **keys)
-            own_advantage = advantage(algorithm.advantage, folder) if isinstance(algorithm, CriticFree) else None
+            given = fields_of(recipe, algorithm)
+            loss = policy_loss(algorithm, folder, ["advantage", *given], **keys)
+            own_advantage = advantage(algorithm.advantage, folder, given) if isinstance(algorithm, CriticFree) else None
         critic_role = self._role(recipe.critic, "critic") if isinstance(algorithm, PPO) else None
         wants_reference = algorithm.kl_coef > 0 or recipe.reference.path is not None
         reference_role = self._role(recipe.reference, "reference") if wants_reference else None
-        limits = self._limits(
-            self._budget - rollout.max_new_tokens, recipe.data.max_prompt_length
-        )  # meshes are known now
+        longest = self._budget - rollout.max_new_tokens  # meshes are known now
+        limits = self._limits(longest, recipe.data.max_prompt_length)
         section = rollout.layout or LayoutSection()
         folded = partial(backend_layout, self.source, backend=rollout.backend)
         sampler_mesh = self._mesh(section, "rollout.layout", folded)  # may refuse it, so before any weight is read

@@ -120,6 +120,11 @@ class PolicyGradient(Algorithm):
     def wants_reference(self) -> bool:
         return self.kl_coef > 0
 
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """False if they are the update's own."""
+        return (self.kl_in == "reward" and self.kl_coef > 0) or self.epochs * self.num_mini_batches > 1
+
     @model_validator(mode="after")
     def _terms(self) -> "PolicyGradient":
         term = self.loss.function or self.loss.name or "ppo"

@@ -197,10 +197,8 @@ def token_losses(
     losses, metrics = result if isinstance(result, tuple) else (result, {})
     for name, value in {"the loss": losses, **metrics}.items():
         if not isinstance(value, Tensor) or value.shape != stats.logprob.shape:
-            told = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(type(value).__name__)
-            raise TypeError(
-                f"{name} is {told}; expected one number for each counted token, {list(stats.logprob.shape)}"
-            )
+            got = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(type(value).__name__)
+            raise TypeError(f"{name} is {got}; expected one number for each counted token, {list(stats.logprob.shape)}")
     return widened(losses), {name: _metric(value) for name, value in metrics.items()}
 
 

@@ -159,10 +159,7 @@ class RLTask:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """False if they are the update's own."""
-        algorithm = cast("AnyRL", self.recipe.algorithm)
-        kl_in_reward = algorithm.kl_in == "reward" and algorithm.kl_coef > 0
-        return kl_in_reward or algorithm.epochs * algorithm.num_mini_batches > 1
+        return cast("AnyRL", self.recipe.algorithm).needs_old_logprobs
 
     def sample_rows(self) -> list[dict[str, Any]]:
         return [sample_row(sample) for sample in self.samples]
@@ -206,8 +203,10 @@ class RLTask:
             samples = self.rollout_end(samples)
             drawn += samples
             kept += drop_equal_groups(samples) if drops else samples
-            if len(groups := dict.fromkeys(sample.group for sample in kept)) >= wanted:
-                kept = [sample for sample in kept if sample.group in [*groups][:wanted]]
+            groups = [*dict.fromkeys(sample.group for sample in kept)]
+            if len(groups) >= wanted:
+                chosen = set(groups[:wanted])
+                kept = [sample for sample in kept if sample.group in chosen]
                 break
         if algorithm.overlong_buffer:
             punish = partial(
