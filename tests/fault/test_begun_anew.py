@@ -12,8 +12,9 @@ import pytest
 
 from dovetail.checkpoint.retention import saved_steps
 from dovetail.parallel.mesh import Mesh
+from dovetail.recipe.algorithms import SFT
 from dovetail.recipe.data import DataSection
-from dovetail.recipe.schema import SFT, TrainerSection
+from dovetail.recipe.schema import TrainerSection
 from dovetail.run.directory import Contents, RunDirectory
 from dovetail.weights.safe_paths import LEFTOVERS
 from tests.fault.crashing import DIED, die_at, forked

@@ -17,8 +17,9 @@ from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError
 from dovetail.factory.functions import advantage, policy_loss, sft_loss
 from dovetail.nn.heads import is_separable
+from dovetail.recipe.algorithms import GRPO, SFT
 from dovetail.recipe.functions import FunctionSection, LossSection
-from dovetail.recipe.schema import GRPO, SFT, make_recipe
+from dovetail.recipe.schema import make_recipe
 from dovetail.rl.advantages import whiten
 from dovetail.rl.experience import own_advantages, with_advantages
 from dovetail.rl.losses import PolicyLoss, weight_fields

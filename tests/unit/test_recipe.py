@@ -10,8 +10,9 @@ import yaml
 
 from dovetail.errors import ConfigError
 from dovetail.parallel.layout import Layout
+from dovetail.recipe.algorithms import GRPO, PPO, PolicyGradient
 from dovetail.recipe.keys import RENAMED
-from dovetail.recipe.schema import GRPO, PPO, PolicyGradient, Recipe, known_keys, load_recipe, make_recipe
+from dovetail.recipe.schema import Recipe, known_keys, load_recipe, make_recipe
 from dovetail.recipe.tracking import LoggerSection
 from dovetail.recipe.yaml import parse_overrides
 

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from dovetail.cli.arguments import parse
+from dovetail.recipe.algorithms import SFT
 from dovetail.recipe.keys import VARIANTS
-from dovetail.recipe.schema import SFT, make_recipe
+from dovetail.recipe.schema import make_recipe
 from tools import names_page
 from tools.recipe_page import TARGET, page
 

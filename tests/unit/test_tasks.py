@@ -16,7 +16,8 @@ from dovetail.data.examples import Prompt
 from dovetail.engine.base import StepReport
 from dovetail.errors import CallbackError, ConfigError, DataError
 from dovetail.parallel.mesh import Mesh
-from dovetail.recipe.schema import GRPO, PPO, RLOO, Recipe, make_recipe
+from dovetail.recipe.algorithms import GRPO, PPO, RLOO
+from dovetail.recipe.schema import Recipe, make_recipe
 from dovetail.rewards.runner import RewardResult
 from dovetail.rl.experience import Sample, drop_equal_groups, mismatch, pack_samples, with_advantages
 from dovetail.rl.step_metrics import mean, sample_metrics

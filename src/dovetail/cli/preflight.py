@@ -22,7 +22,8 @@ from dovetail.errors import CheckpointError, ConfigError, LayoutError, UserError
 from dovetail.factory.layouts import check_layout, max_positions, sampling_layout
 from dovetail.launch.process import complain
 from dovetail.parallel.layout import Layout
-from dovetail.recipe.schema import PPO, SFT, CriticFree, PolicyGradient, Recipe
+from dovetail.recipe.algorithms import PPO, SFT, CriticFree, PolicyGradient
+from dovetail.recipe.schema import Recipe
 from dovetail.recipe.types import LayoutSection
 from dovetail.rewards.runner import refuse_unknown
 from dovetail.run.paths import FinishedError, check_run_dir, check_unfinished

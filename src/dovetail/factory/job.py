@@ -1,57 +1,40 @@
-"""Makes the parts of a run from a recipe."""
+"""A run from a recipe: its task, directory and engines."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeVar
-
-import torch
+from typing import TypeVar
 
 from dovetail.checkpoint.retention import from_a_whole_step
-from dovetail.data.chat import Renderer
-from dovetail.data.encode import Tokenizer
-from dovetail.data.examples import Limits, Prompt, load_preferences, load_prompts, load_sft, sequences_of
-from dovetail.engine.expert_routing import BalanceSettings
-from dovetail.engine.native import NativeEngine
-from dovetail.engine.nonfinite import StepWatch
-from dovetail.errors import ConfigError, LayoutError
-from dovetail.factory.engine import EngineOptions, compile_kernels, make_engine, make_mesh
+from dovetail.data.examples import load_preferences, load_prompts, load_sft
+from dovetail.factory.engine import EngineOptions, compile_kernels, make_engine
 from dovetail.factory.functions import advantage, fields_of, policy_loss, sft_loss
-from dovetail.factory.layouts import check_layout, check_positions
-from dovetail.factory.notes import check_experts, missed_profiles, notes, rows_line
+from dovetail.factory.layouts import check_positions
+from dovetail.factory.notes import missed_profiles, notes
+from dovetail.factory.parts import Engines, RunParts, same_keys
 from dovetail.factory.preferences import preference_task
-from dovetail.factory.rewards import make_rewards, own_metrics
-from dovetail.factory.rows import TEMPLATE, Parts, load_parts, read_template, reads_answer, with_epochs
-from dovetail.factory.sampler import backend_layout, longest_row, make_sampler
-from dovetail.factory.tokenizer import banned_ids, load_processor, load_tokenizer, stop_ids, text_of
-from dovetail.launch.progress import Progress, collective_timeout
-from dovetail.optim.groups import ParamGroup
-from dovetail.optim.optimizer import OptimSettings
-from dovetail.parallel.consensus import agreed, refuse_different
-from dovetail.parallel.layout import Layout
-from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.process_group import num_ranks
-from dovetail.recipe.evaluation import default_metrics
-from dovetail.recipe.preferences import KTO, AnyPreference, Reward
-from dovetail.recipe.reward import RewardModelSection
-from dovetail.recipe.schema import PPO, SFT, AnyRL, CriticFree, CriticSection, PolicyGradient, Recipe, ReferenceSection
+from dovetail.factory.rewards import make_rewards
+from dovetail.factory.rows import reads_answer
+from dovetail.factory.sampler import backend_layout, make_sampler
+from dovetail.factory.tokenizer import banned_ids, stop_ids, text_of
+from dovetail.parallel.consensus import agreed
+from dovetail.recipe.algorithms import PPO, SFT, AnyRL, CriticFree, PolicyGradient
+from dovetail.recipe.preferences import KTO, AnyPreference
+from dovetail.recipe.schema import Recipe
 from dovetail.recipe.types import LayoutSection
-from dovetail.rl.evaluation import EvalSet
 from dovetail.rl.losses import PolicyLoss, ValueLoss
 from dovetail.rl.reward_manager import FunctionReward, RewardManager
 from dovetail.rl.tasks import RLTask, SupervisedTask
 from dovetail.rollout.base import SamplingParams
 from dovetail.run.directory import CRITIC, POLICY, Contents, RunDirectory
 from dovetail.run.paths import CHECKPOINTS
-from dovetail.run.resume import ROWS, Resumed, refuse_other
-from dovetail.run.state import model_fingerprint, refuse_other_models, rows_fingerprint
+from dovetail.run.resume import refuse_other
+from dovetail.run.state import model_fingerprint
 from dovetail.run.trainer import Task
-from dovetail.weights.hf_directory import Pretrained
 
-Engines = dict[str, NativeEngine]  # by the role in a checkpoint
 Example = TypeVar("Example")
 
 
@@ -83,43 +66,8 @@ class Job:
             self.rewards.close()
 
 
-class Builder:
-    """Makes the parts of one run. Collective. resume: auto, never or step=N."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        device: torch.device,
-        recipe_folder: Path,
-        stop_signal: Callable[[], int],
-        resume: str = "auto",
-        progress: Progress | None = None,
-        dry_run: bool = False,
-    ) -> None:
-        self.say: Callable[[str], None] | None = None  # of the run
-        self.progress = progress or Progress()
-        self.recipe, self.device, self.recipe_folder = recipe, device, recipe_folder
-        self.stop_signal, self.resume, self.dry_run = stop_signal, resume, dry_run
-        self.resumed: Resumed | None = None
-        self.lengths: list[int] = []  # of training rows
-        self.parts: Parts = ()  # of a mixture
-        self.notes: list[str] = [*recipe.notes]
-        self.meshes: dict[Layout, Mesh] = {}
-        self.metrics = ExitStack()  # processes of own metrics
-        self.mesh = self._mesh(recipe.layout)
-        self.dtype = getattr(torch, recipe.model.dtype)
-        with agreed(self.mesh):
-            trusted = {"trust_remote_code": recipe.model.trust_remote_code}
-            self.source = Pretrained.open(recipe.model.path, recipe.model.engine)
-            check_layout(self.source.spec, self.mesh.layout)
-            self.notes += self.source.notes
-            check_experts(recipe, self.source.spec)
-            self.tokenizer: Tokenizer = load_tokenizer(self.source, **trusted)
-            if (template := recipe.data.chat_template) is not None:
-                self.tokenizer.chat_template = read_template(template)
-                self.source = replace(self.source, sides={**self.source.sides, TEMPLATE: Path(template)})
-            self.processor = load_processor(self.source, **trusted)
-        refuse_other_models("model.path", self.source, self.mesh)
+class Builder(RunParts):
+    """Makes a run. Collective. resume: auto, never or step=N."""
 
     def job(self) -> Job:
         """Reports all mistakes in a recipe before anything is written."""
@@ -258,142 +206,3 @@ class Builder:
             rollout_end=run.on.replaced,
         )
         return task, fingerprint, {POLICY: policy} if critic is None else {POLICY: policy, CRITIC: critic}
-
-    def _eval_sets(self, prompts: Mapping[str, Sequence[Prompt]], say: Callable[[str], None]) -> list[EvalSet]:
-        recipe, sets = self.recipe, list[EvalSet]()
-        named = list(dict.fromkeys(metric for each in recipe.eval.sets for metric in each.metrics))
-        own = own_metrics(named, self.mesh, self.recipe_folder, recipe.reward.timeout_seconds, say, self.metrics)
-        for each in recipe.eval.sets:
-            keys = {**same_keys(each, EvalSet), "metrics": each.metrics or default_metrics(each.samples)}
-            sets.append(EvalSet(**keys, prompts=prompts[each.name], own=own))
-        return sets
-
-    def _rows(
-        self, load: Callable[..., list[Example]]
-    ) -> tuple[list[Example], list[Example], dict[str, list[Example]], str]:
-        """Training rows, those of data.eval, those of eval.sets, fingerprint of the first."""
-        data = self.recipe.data
-        with agreed(self.mesh), Renderer(data.chat_template_kwargs) as renderer:
-            rows, self.parts = load_parts(data, data.train, partial(load, renderer=renderer))
-            held_out, _ = load_parts(data, data.eval, partial(load, renderer=renderer))
-            sets = {
-                each.name: load_parts(data, each.data, partial(load, renderer=renderer))[0]
-                for each in self.recipe.eval.sets
-            }
-            self.recipe = with_epochs(self.recipe, len(rows))
-        fingerprint, self.lengths = (
-            rows_fingerprint([*rows, *self.parts]),
-            [len(x.ids) for row in rows for x in sequences_of(row)],
-        )
-        others = {"data.eval": held_out, **{f"eval.sets {name}": examples for name, examples in sets.items()}}
-        prints = {name: rows_fingerprint(examples) for name, examples in others.items()}
-        if self.say is not None:
-            self.say(rows_line(self.lengths, sum(map(len, others.values()))))
-        refuse_different({"data.train": fingerprint, **prints}, self.mesh)
-        if self.resumed is not None:
-            refuse_other("the rows of data.train", self.resumed.state.data, fingerprint, ROWS[data.overlong_rows])
-        return rows, held_out, sets, fingerprint
-
-    def _role(self, section: CriticSection | ReferenceSection, name: str) -> tuple[Pretrained, Mesh]:
-        """Source and mesh of another model. Collective."""
-        key, path = f"{name}.path", section.path
-        with agreed(self.mesh):
-            source = self.source if path is None else Pretrained.open(path, self.recipe.model.engine)
-            theirs, ours = source.spec.vocab_size, self.source.spec.vocab_size
-            if theirs < ours:
-                raise ConfigError(
-                    f"{key} {path} has a vocabulary of {theirs}, but the policy's ids go up to {ours - 1}; give a model with "
-                    "the policy's tokenizer"
-                )
-        if path is not None:
-            refuse_other_models(key, source, self.mesh)
-        self.notes += source.notes
-        check = partial(check_layout, source.spec)
-        return source, self._mesh(section.layout or self.recipe.layout, f"{name}.layout", check)
-
-    def _trained(self, source: Pretrained, mesh: Mesh, role: str, lr: float) -> NativeEngine:
-        recipe, resumed, moe = self.recipe, self.resumed, self.recipe.model.moe
-        of_rewards = isinstance(recipe.algorithm, Reward)
-        head: Literal["lm", "value"] = "lm" if role == POLICY and not of_rewards else "value"
-        if resumed is not None and role not in resumed.state.updates:
-            raise ConfigError(f"{resumed.reader.path} holds no {role}; start a new run from its weights (model.path)")
-        save_dtype = recipe.model.save_dtype
-        options = EngineOptions(
-            **same_keys(recipe.trainer, EngineOptions),
-            optim=optim_settings(recipe, lr, role),
-            recompute=recipe.trainer.activation_checkpointing,
-            fresh_head_seed=recipe.trainer.seed,
-            head_bias=not of_rewards,
-            save_dtype=None if save_dtype is None else getattr(torch, save_dtype),
-            balance=BalanceSettings(aux_coef=moe.aux_loss_coef, z_coef=moe.z_loss_coef, bias_rate=moe.bias_update_rate),
-            resume=None if resumed is None else (resumed.reader, role, resumed.state.updates[role]),
-            watch=StepWatch(self.progress, Path(recipe.run_dir) / "faults"),
-        )
-        return make_engine(source, mesh, self.dtype, head, options)
-
-    def _reward_model(self, section: RewardModelSection) -> tuple[NativeEngine, Tokenizer]:
-        assert section.path is not None
-        with agreed(self.mesh):
-            source = Pretrained.open(section.path, self.recipe.model.engine)
-            tokenizer: Tokenizer = load_tokenizer(source, trust_remote_code=self.recipe.model.trust_remote_code)
-        refuse_other_models("reward.model.path", source, self.mesh)
-        check = partial(check_layout, source.spec)
-        mesh = self._mesh(section.layout or self.recipe.layout, "reward.model.layout", check)
-        options = EngineOptions(master_dtype=self.dtype, tokens_per_batch=self.recipe.trainer.tokens_per_batch)
-        return make_engine(source, mesh, self.dtype, "value", options), tokenizer
-
-    def _mesh(
-        self, section: LayoutSection, name: str = "layout", change: Callable[[Layout], Layout] = lambda layout: layout
-    ) -> Mesh:
-        """Made once for each layout; engines come before the sampler."""
-        try:
-            layout = change(section.to_layout().resolve(num_ranks()))
-        except LayoutError as error:
-            raise LayoutError(f"{name}: {error}") from error
-        if layout not in self.meshes:
-            limit = collective_timeout(self.recipe.trainer.timeouts)
-            self.meshes[layout] = make_mesh(layout, self.device, timeout=limit)
-        return self.meshes[layout]
-
-    @property
-    def _budget(self) -> int:
-        """Most tokens of a row, with its padding under every layout."""
-        return longest_row(self.recipe.trainer.tokens_per_batch, [m.token_multiple for m in self.meshes.values()])
-
-    def _limits(self, max_tokens: int, asked: int | None = None, key: str = "data.max_prompt_length") -> Limits:
-        if max_tokens < 1:
-            raise ConfigError(
-                f"trainer.tokens_per_batch={self.recipe.trainer.tokens_per_batch} leaves no room for a prompt next to "
-                f"rollout.max_new_tokens={self.recipe.rollout.max_new_tokens}; raise the first or lower the second"
-            )
-        kept = "" if max_tokens == self._budget else "lower rollout.max_new_tokens, which is kept free behind it, "
-        remedy = f"{kept}raise trainer.tokens_per_batch, or set data.overlong_rows=drop"
-        if asked is not None and asked < max_tokens:
-            max_tokens, remedy = asked, f"raise {key}, or set data.truncate=left or data.overlong_rows=drop"
-        data = self.recipe.data
-        say = self.notes.append
-        return Limits(self.source.spec.vocab_size, max_tokens, data.overlong_rows, remedy, say, data.truncate)
-
-
-def optim_settings(recipe: Recipe, lr: float, role: str) -> OptimSettings:
-    """Schedules count optimizer steps, without the policy's critic warmup. Patterns of names are of the policy's."""
-    optim, algorithm = recipe.optim, recipe.algorithm
-    updates = algorithm.epochs * algorithm.num_mini_batches
-    waits = algorithm.critic_warmup if isinstance(algorithm, PPO) and role == POLICY else 0
-    patterns = {
-        "groups": tuple(ParamGroup(**dict(group)) for group in optim.groups) if role == POLICY else (),
-        "frozen": optim.frozen if role == POLICY else (),
-    }
-    return replace(
-        OptimSettings(**{**same_keys(optim, OptimSettings), **patterns}),
-        lr=lr,
-        warmup_steps=optim.warmup_steps * updates,
-        total_steps=max(1, recipe.trainer.steps - waits) * updates,
-        decay_steps=None if optim.decay_steps is None else optim.decay_steps * updates,
-    )
-
-
-def same_keys(section: Iterable[tuple[str, Any]], settings: type) -> dict[str, Any]:
-    """The values of a recipe's section whose keys are fields of the dataclass `settings`, too."""
-    names = {field.name for field in fields(settings)}
-    return {name: value for name, value in section if name in names}

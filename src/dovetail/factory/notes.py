@@ -8,8 +8,9 @@ from dovetail.arch.spec import ArchSpec
 from dovetail.arch.transformers_spec import AnySpec
 from dovetail.errors import ConfigError
 from dovetail.factory.layouts import max_positions
+from dovetail.recipe.algorithms import PPO, PolicyGradient
 from dovetail.recipe.reward import RewardSection
-from dovetail.recipe.schema import PPO, PolicyGradient, Recipe
+from dovetail.recipe.schema import Recipe
 
 
 def missed_profiles(recipe: Recipe, done: int) -> list[str]:

@@ -6,8 +6,9 @@ from typing import Any
 from dovetail.batch.loss import LossFn
 from dovetail.data.examples import Preference
 from dovetail.engine.base import Engine
+from dovetail.recipe.algorithms import SFT, PolicyGradient
 from dovetail.recipe.preferences import CPO, DPO, KTO, ORPO, AnyPreference, SimPO
-from dovetail.recipe.schema import SFT, PolicyGradient, Recipe
+from dovetail.recipe.schema import Recipe
 from dovetail.rl.preference_losses import CPOLoss, DPOLoss, KTOLoss, ORPOLoss, RewardLoss
 from dovetail.rl.preference_task import PreferenceTask
 

@@ -5,36 +5,31 @@ Precedence: flags, `key.path=value`, the file, defaults. All problems are report
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from dovetail.bounds import MAX_FLOAT, MAX_NEW_TOKENS, MAX_SAMPLES, MAX_TOKENS
+from dovetail.bounds import MAX_TOKENS
 from dovetail.errors import ConfigError
 from dovetail.launch.progress import Phase
+from dovetail.recipe.algorithms import GRPO, RLOO, SFT, AnyRL, PolicyGradient, ReinforcePlusPlus
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.evaluation import EvalSection, EvalSetSection
-from dovetail.recipe.functions import LossSection, OwnFunction, PolicyTerm
 from dovetail.recipe.keys import RENAMED, Key, explain, keys_of, nearest, rename_keys, renamed_note
 from dovetail.recipe.names import all_meanings
+from dovetail.recipe.optim import OptimSection
 from dovetail.recipe.preferences import KTO, AnyPreference
 from dovetail.recipe.reward import Rewards, RewardSection
+from dovetail.recipe.rollout import RolloutSection
 from dovetail.recipe.tracking import Loggers, ProfileSection
 from dovetail.recipe.types import (
     Dtype,
-    Estimator,
     LayoutSection,
-    Listed,
-    Momentum,
     NonNegativeFloat,
-    NotStrict,
-    OneOrMore,
     OwnLayout,
     PathText,
     PositiveFloat,
     Section,
-    Share,
-    Updates,
     key,
 )
 from dovetail.recipe.yaml import dump_mapping, merge, parse_overrides, read_mapping
@@ -76,173 +71,6 @@ class ReferenceSection(Section):
     layout: OwnLayout = key(None, "empty: the policy's layout")
 
 
-class Algorithm(Updates):
-    """Keys of SFT and RL."""
-
-    aggregation: Literal["token", "sequence", "sequence_sum"] = key(
-        "token",
-        "token: mean over all tokens; sequence: mean over sequences of their means; sequence_sum: mean over sequences "
-        "of the sum over tokens divided by a constant, the longest response (Dr. GRPO)",
-    )
-
-
-class SFT(Algorithm):
-    """Supervised fine-tuning: the negative log-likelihood of the completions."""
-
-    name: Literal["sft"] = "sft"
-    loss: OwnFunction = key(
-        None, "ppo, cispo, gmpo, sapo, or a function of yours {import, options}; of sft a function alone"
-    )
-
-
-class PolicyGradient(Algorithm):
-    """Keys of every RL algorithm."""
-
-    samples: ClassVar[bool] = True
-    loss: PolicyTerm = key(
-        LossSection(), "ppo, cispo, gmpo, sapo, or a function of yours {import, options}; of sft a function alone"
-    )
-    clip_low: Share = key(0.2, "the ratio is clipped below 1 - clip_low")
-    clip_high: Annotated[float, Field(ge=0, le=MAX_FLOAT)] = key(0.2, "the ratio is clipped above 1 + clip_high")
-    dual_clip: Annotated[float, Field(gt=1)] | None = key(None, "bound of the loss for negative advantages")
-    ratio: Literal["token", "sequence"] = key("token", "sequence: one ratio for a response (GSPO)")
-    entropy_coef: float = key(0.0, "weight of the entropy bonus")
-    kl_coef: NonNegativeFloat = key(0.0, "weight of the KL term to the reference")
-    kl_estimator: Estimator = key("k3", "of the KL term; default: k1 in the reward, k3 in the loss")
-    kl_in: Literal["reward", "loss"] = key("loss", "where the KL term is added")
-    normalize_advantage: bool = key(False, "whiten advantages over all tokens of a step")
-    overlong_buffer: NonNegativeInt = key(0, "last tokens of rollout.max_new_tokens that are punished (DAPO); 0: none")
-    overlong_penalty: PositiveFloat = key(
-        1.0, "taken from the reward of the longest completion, less from shorter ones"
-    )
-
-    @property
-    def wants_reference(self) -> bool:
-        return self.kl_coef > 0
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """False if they are the update's own."""
-        return (self.kl_in == "reward" and self.kl_coef > 0) or self.epochs * self.num_mini_batches > 1
-
-    @model_validator(mode="after")
-    def _terms(self) -> "PolicyGradient":
-        term = self.loss.function or self.loss.name or "ppo"
-        if term != "ppo" and self.dual_clip is not None:
-            raise ValueError(f"dual_clip is a bound of the loss ppo; drop it, or loss ({term})")
-        if (term == "gmpo" or self.loss.function is not None) and self.ratio != "token":
-            raise ValueError(f"the loss {term} has a ratio of its own; drop ratio={self.ratio}")
-        return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _estimator(cls, given: Any) -> Any:  # see `rl.losses.kl_estimate`
-        if not isinstance(given, Mapping) or "kl_in" not in given:
-            return given
-        return {"kl_estimator": "k1" if given["kl_in"] == "reward" else "k3", **given}
-
-
-class CriticFree(PolicyGradient):
-    """Keys of algorithms without a critic."""
-
-    advantage: OwnFunction = key(None, "a function of yours: f(rewards, groups, batch) -> a number a response or token")
-
-
-class GRPO(CriticFree):
-    """Group-relative advantages: a reward against the mean of its prompt's samples."""
-
-    name: Literal["grpo"] = "grpo"
-    scale_by_std: bool = key(True, "divide by the group's standard deviation; false: Dr. GRPO")
-    drop_zero_std_groups: bool = key(False, "leave groups with all-equal rewards out of the loss (DAPO)")
-    max_num_gen_batches: Annotated[int, Field(ge=1, le=1 << 10)] = key(
-        1, "with drop_zero_std_groups: sample more prompts until a step is full, as many times as this in all (DAPO)"
-    )
-
-
-class RLOO(CriticFree):
-    """Leave-one-out advantages: a reward against the mean of its prompt's other samples."""
-
-    name: Literal["rloo"] = "rloo"
-
-
-class ReinforcePlusPlus(CriticFree):
-    """REINFORCE++: rewards to go with the KL penalty of each token, whitened over all tokens of a step."""
-
-    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    kl_estimator: Estimator = key("k1", "of the KL term; with group_baseline k2")
-    kl_in: Literal["reward", "loss"] = key("reward", "where the KL term is added; with group_baseline loss")
-    normalize_advantage: bool = key(True, "whiten advantages over all tokens of a step")
-    gamma: Share = key(1.0, "discount of later rewards")
-    group_baseline: bool = key(False, "subtract the mean reward of a prompt's samples (REINFORCE++-baseline)")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _baseline(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("group_baseline") is True:
-            return {"kl_in": "loss", **({} if "kl_in" in given else {"kl_estimator": "k2"}), **given}
-        return given
-
-
-class PPO(PolicyGradient):
-    """Advantages from a critic by generalized advantage estimation."""
-
-    name: Literal["ppo"] = "ppo"
-    kl_estimator: Estimator = key("k1", "estimator of the KL term")
-    kl_in: Literal["reward", "loss"] = key("reward", "where the KL term is added")
-    normalize_advantage: bool = key(True, "whiten advantages over all tokens of a step")
-    gamma: Share = key(1.0, "discount of later rewards")
-    lam: Share = key(1.0, "lambda of generalized advantage estimation")
-    value_clip: Annotated[float, Field(gt=0, le=MAX_FLOAT)] | None = key(0.2, "largest move of a value; null: no limit")
-    value_coef: PositiveFloat = key(1.0, "weight of the value loss")
-    critic_warmup: NonNegativeInt = key(0, "first steps that train the critic alone")
-
-
-class RolloutSection(Section):
-    """How completions are sampled."""
-
-    backend: Literal["native", "transformers"] = key("native", "the embedded sampler, or the model's generate per rank")
-    layout: OwnLayout = key(None, "empty: tp 1, one sampler a rank")
-    samples_per_prompt: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = key(8, "completions of each prompt")
-    max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = key(64, "longest completion")
-    temperature: PositiveFloat = key(1.0, "divides the logits, in sampling and in training")
-    top_p: Annotated[float, Field(gt=0, le=1)] = key(1.0, "sample from the smallest set with this mass")
-    top_k: NonNegativeInt = key(0, "sample from the k likeliest tokens; 0: all")
-    router_replay: Literal["none", "trainer", "rollout"] = key(
-        "none", "experts of the update: its own; those of the pass for old log-probs (R2); the sampler's (R3)"
-    )
-    mismatch_metrics: bool = key(False, "compare the policy's log-probs and routes with the sampler's; costs a pass")
-
-
-class ParamGroupSection(Section):
-    """Parameters of the policy with a learning rate or weight decay of their own."""
-
-    pattern: str = Field(
-        description="of the group's parameter names: `*.layers.0.*`; the first group that matches wins"
-    )
-    lr: PositiveFloat | None = key(None, "its peak learning rate; null: optim.lr")
-    weight_decay: NonNegativeFloat | None = key(
-        None, "for norms and biases, too; null: optim.weight_decay, not for those"
-    )
-
-
-class OptimSection(Section):
-    """AdamW and its learning rate."""
-
-    lr: PositiveFloat = key(1.0e-6, "peak learning rate")
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = key("constant", "after the warmup")
-    warmup_steps: NonNegativeInt = key(0, "steps of linear warmup; the first step's rate is not 0")
-    decay_steps: PositiveInt | None = key(None, "steps of decay; null: to the end (wsd: the last tenth)")
-    min_lr_ratio: Share = key(0.0, "the rate at the end, as a share of lr")
-    weight_decay: NonNegativeFloat = key(0.0, "decoupled weight decay; not for norms and biases")
-    clip_norm: PositiveFloat | None = key(1.0, "largest global gradient norm; null: no limit")
-    betas: Annotated[tuple[Momentum, Momentum], NotStrict] = key((0.9, 0.999), "decay of the moments")
-    eps: PositiveFloat = key(1.0e-8, "added to the root of the second moment")
-    groups: Annotated[tuple[ParamGroupSection, ...], OneOrMore, NotStrict] = key(
-        (), "parameters of the policy with their own lr or weight_decay, by patterns of their names"
-    )
-    frozen: Annotated[tuple[str, ...], Listed, NotStrict] = key((), "of the policy: patterns of names not to train")
-
-
 class TrainerSection(Section):
     """The loop."""
 
@@ -275,7 +103,6 @@ class TrainerSection(Section):
     mlp_tile_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = key(0, "tokens of an MLP at a time; 0: all")
 
 
-AnyRL = GRPO | PPO | RLOO | ReinforcePlusPlus
 AnyAlgorithm = SFT | AnyRL | AnyPreference
 
 

@@ -23,7 +23,7 @@ from dovetail.rl.losses import kl_estimate
 from dovetail.rollout.base import Completion
 
 if TYPE_CHECKING:  # pydantic is not needed to compute advantages
-    from dovetail.recipe.schema import AnyRL
+    from dovetail.recipe.algorithms import AnyRL
 
 
 OwnAdvantage = Callable[[Tensor, Tensor, PackedBatch], Any]  # rewards [S] and groups [S] of responses

@@ -33,7 +33,8 @@ from dovetail.rl.step_metrics import EMPTY_UPDATE, Row, Work, length_metrics, me
 from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
 
 if TYPE_CHECKING:  # pydantic is not needed to run a task
-    from dovetail.recipe.schema import AnyRL, Recipe
+    from dovetail.recipe.algorithms import AnyRL
+    from dovetail.recipe.schema import Recipe
 
 MAX_UNREWARDED_STEPS = 3  # in a row
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
-from dovetail.recipe.schema import PolicyGradient, Recipe
+from dovetail.recipe.algorithms import PolicyGradient
+from dovetail.recipe.schema import Recipe
 
 APART = 20  # steps between two of the same note
 FIRST = 3  # steps whose mean is the start of a metric
