@@ -210,7 +210,7 @@ class _ParametersOnMeta(TorchFunctionMode):
 
 
 @contextmanager
-def _config_errors() -> Iterator[None]:
+def config_errors() -> Iterator[None]:
     """As ModelErrors, cut where transformers lists all types of models."""
     try:
         yield
@@ -228,7 +228,7 @@ def make_model(config: Mapping[str, Any]) -> "transformers.PreTrainedModel":
         transformers.AttentionInterface.register(NAME, packed_attention)
         transformers.AttentionMaskInterface.register(NAME, window_mask)
     known = known_config(config)
-    with _config_errors():
+    with config_errors():
         _refuse(_config_problems(known))
         with _ParametersOnMeta():
             model: transformers.PreTrainedModel = auto_class(known).from_config(known, dtype=torch.float32)
@@ -253,7 +253,7 @@ def group_even_experts(model: "transformers.PreTrainedModel") -> None:
 
 def known_config(config: Mapping[str, Any]) -> "transformers.PreTrainedConfig":
     """A raw config.json as transformers reads it. Raises ModelError."""
-    with _config_errors():
+    with config_errors():
         options = _floats(dict(translated(config)))
         kind = options.pop("model_type")
         if kind not in transformers.CONFIG_MAPPING and "auto_map" in options:

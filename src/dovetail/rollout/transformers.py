@@ -13,7 +13,7 @@ from dovetail.batch.packed import start_reading
 from dovetail.hf.kimi import replace_tower
 from dovetail.hf.names import OLD_STEMS, Names
 from dovetail.hf.rotary import check_sections, length_limit
-from dovetail.hf.transformers_model import auto_class, group_even_experts, known_config
+from dovetail.hf.transformers_model import auto_class, config_errors, group_even_experts, known_config
 from dovetail.hf.vision import as_images, family_of, kinds_of
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
@@ -46,8 +46,9 @@ class TransformersSampler:
         assert mesh["tp"].size == mesh["pp"].size == 1, "factory.sampler makes all ranks replicas"
         self.mesh, self.dtype = mesh, dtype
         known = known_config(config)
-        model: transformers.PreTrainedModel = auto_class(known).from_config(known, dtype=dtype)
-        replace_tower(model)
+        with config_errors():
+            model: transformers.PreTrainedModel = auto_class(known).from_config(known, dtype=dtype)
+            replace_tower(model)
         group_even_experts(model)
         _keep_in_float32(model)
         check_sections(model.get_decoder())
