@@ -1,5 +1,6 @@
 """What a reward's failures cost: its sample, or the run; and that nothing which a reward started outlives its worker."""
 
+import json
 import os
 import re
 import signal
@@ -184,3 +185,15 @@ def test_a_sum_with_a_failed_term_is_dropped_and_none_counts_nothing() -> None:
         (0.5, None),
         (None, None),
     ]
+
+
+def test_a_worker_whose_runner_is_gone_ends_without_a_word() -> None:
+    setup = {"id": 0, "name": "exact_match", "function": None, "address": None, "options": {}, "directory": None}
+    command = [sys.executable, "-c", "from dovetail.rewards.worker import main; main()"]
+    for sent in ("", json.dumps({**setup, "timeout": 1.0, "metric": False}) + "\n"):
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
+            assert worker.stdin is not None and worker.stdout is not None and worker.stderr is not None
+            worker.stdout.close()
+            worker.stdin.write(sent.encode())
+            worker.stdin.flush() if sent else worker.stdin.close()
+            assert worker.stderr.read() == b""

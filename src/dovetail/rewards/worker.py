@@ -21,7 +21,7 @@ from json import dumps, loads  # bound before a reward may replace them
 from pathlib import Path
 from traceback import walk_tb
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from dovetail.rewards.built_in import BUILT_IN
 from dovetail.system import adopt_orphans, die_with_parent, end_children
@@ -74,7 +74,16 @@ def main() -> NoReturn:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # user code must not read requests or write answers
     os.dup2(2, 1)
-    setup = loads(requests.readline())
+    with suppress(BrokenPipeError):  # the runner is gone
+        _answer(requests, answers)
+    os._exit(0)  # a user's module may have started threads
+
+
+def _answer(requests: TextIO, answers: TextIO) -> None:
+    """Load what the first request names, then answer the others."""
+    if not (first := requests.readline()):
+        return
+    setup: dict[str, Any] = loads(first)
     loaded: tuple[Scorer, bool] | None = None
     with CapturedOutput() as caught:
         loaded = load(setup)
@@ -86,7 +95,6 @@ def main() -> NoReturn:
             results = run_calls(*loaded, request["calls"], setup["timeout"])
             sys.stdout.flush()  # what the function printed
             answers.write(dumps({"id": request["id"], "results": results}) + "\n")
-    os._exit(0)  # a user's module may have started threads
 
 
 def _keep(child: int) -> NoReturn:
