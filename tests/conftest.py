@@ -16,9 +16,11 @@ import pytest
 DURATIONS = Path(__file__).parent / "durations.json"  # seconds by test file; --record-durations writes it
 SOAK_RESULTS = Path(__file__).parent / "soak-results.md"
 UNKNOWN = 5.0  # seconds of a file that has no record
-# What libraries read on import: one thread each, and no report by torch of a connection that another rank closed.
+# What libraries read on import: one thread each (pyarrow's jemalloc has one more), and no report by torch of a connection
+# that another rank closed.
 AT_IMPORT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
     "TORCH_CPP_LOG_LEVEL": "FATAL",
 }
 

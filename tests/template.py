@@ -99,7 +99,8 @@ def _import(names: tuple[str, ...]) -> None:
 
 def _live(pipe: Connection, body: Body, ahead: tuple[str, ...], parents: Connection | None) -> None:
     """A template's life: requests one after the other until the session's process goes."""
-    torch.set_num_threads(1)
+    if torch.get_num_threads() != 1:  # torch 2.11 makes a pool of threads here, which forks race to replace
+        torch.set_num_threads(1)
     if parents is not None:
         parents.close()  # or nobody would see that it goes
     _import(ahead)
