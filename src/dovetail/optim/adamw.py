@@ -42,7 +42,8 @@ class UpdateRule:
         """Continue as after so many steps; the caller fills the rest of the state."""
         self.begin(steps)
         for state in self.state.values():
-            state["step"].fill_(steps)
+            if "step" in state:
+                state["step"].fill_(steps)
 
     def stored(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """State in checkpoints: of `state_names` those that it has. Where these are copies, `restored` follows a load."""
