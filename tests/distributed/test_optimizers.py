@@ -1,6 +1,7 @@
 """Optimizers on layouts: as on one rank, and every layout goes on from any other's state."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,11 +13,11 @@ from torch import Tensor
 import dovetail as dt
 from dovetail.optim import muon
 from dovetail.optim.muon import ROUND_ELEMENTS
-from tests.distributed.bodies import tokenwise
+from tests.distributed.bodies import Flat, tokenwise
 from tests.harness import run
 from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs
-from tests.probe import parameters
-from tests.tolerances import EXACT, SUM_ORDER, assert_all_close
+from tests.probe import assemble, parameters
+from tests.tolerances import EXACT, SUM_ORDER, assert_all_close, max_abs
 
 LENGTHS = ((9, 5, 14, 3), (12, 4, 7, 6, 2), (8, 3, 11, 5))
 GROUPS = (dt.ParamGroup("*.layers.1.*", lr=3e-3, weight_decay=0.2),)
@@ -103,3 +104,41 @@ def test_layouts_are_one_rank(name: str, rule: str, layouts: Sequence[str], tmp_
 @pytest.mark.parametrize("rule", RULES)
 def test_more_layouts_are_one_rank(name: str, rule: str, tmp_path: Path) -> None:
     chain(name, rule, LAYOUTS[name], tmp_path)
+
+
+def eight_bits(path: Path, layout: str, after: Path, before: Path | None = None) -> tuple[list[Tensor], list[Flat]]:
+    """Of adamw8bit the bits of the state after two steps, its values, and the weights after a third."""
+    engine = made(path, layout, "adamw8bit", torch.float32)
+    if before is None:
+        for batch in batches()[:2]:
+            engine.train_step(batch, tokenwise)
+        engine.save_state(after)
+    else:
+        engine.load_state(before)
+    engine.check_replicas()
+    rule = engine.optimizer.rule
+    bits = [x.clone() for x in rule.resident()]
+    assert any(x.dtype == torch.uint8 for x in bits)
+    values = [assemble(engine, lambda shard, k=kind: rule.stored(shard.local)[k])[0] for kind in rule.state_names]
+    engine.offload()
+    engine.onload()
+    engine.train_step(batches()[2], tokenwise)
+    return bits, [*values, parameters(engine)[0]]
+
+
+def test_moments_of_eight_bits(tmp_path: Path) -> None:
+    """The same bits on the same shards, and elsewhere what one more rounding leaves."""
+    torchao = pytest.importorskip("torchao.optim.subclass_8bit")
+    save_tiny(tiny_configs()["llama"], tmp_path / "model")
+    saved = tmp_path / "dp"
+    first = run(2, eight_bits, tmp_path / "model", "dp=2", saved)
+    again = run(2, eight_bits, tmp_path / "model", "dp=2", tmp_path / "same", saved)
+    for (bits, found), (bits_again, found_again) in zip(first, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(bits, bits_again, strict=True))
+        assert all(torch.equal(x[n], y[n]) for x, y in zip(found, found_again, strict=True) for n in x)
+    ((_, elsewhere),) = run(1, eight_bits, tmp_path / "model", "", tmp_path / "one", saved)
+    for signed, before, after in zip((True, False), first[0][1], elsewhere, strict=False):
+        step = max(b - a for a, b in pairwise(torchao.get_qmap_signed() if signed else torchao.get_qmap_unsigned()))
+        changed = [n for n in before if not torch.equal(before[n], after[n])]
+        assert changed, "another layout has other blocks"
+        assert all(max_abs(before[n] - after[n]) <= step * max_abs(before[n]) for n in changed)

@@ -1,5 +1,6 @@
 """Every update rule against torch's class of that name, with decay, clipping, groups and frozen parameters."""
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,17 +41,18 @@ CLASSES: Sequence[tuple[str, dict[str, Any]]] = (
 class Toy(nn.Module):
     """An embedding, two blocks of matrices, norms and biases, and a head."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64, width: int = 6) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(7, 6)
-        self.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(6, 10), "norm": nn.LayerNorm(6)}) for _ in range(2))
-        self.head = nn.Linear(6, 7, bias=False)
+        self.embed = nn.Embedding(7, width)
+        blocks = ({"up": nn.Linear(width, width + 4), "norm": nn.LayerNorm(width)} for _ in range(2))
+        self.layers = nn.ModuleList(map(nn.ModuleDict, blocks))
+        self.head = nn.Linear(width, 7, bias=False)
         self.to(dtype)
 
 
-def made(dtype: torch.dtype = torch.float64, **keys: Any) -> tuple[Toy, Optimizer]:
-    model, settings = Toy(dtype), OptimSettings(**keys)
+def made(dtype: torch.dtype = torch.float64, width: int = 6, **keys: Any) -> tuple[Toy, Optimizer]:
+    model, settings = Toy(dtype, width), OptimSettings(**keys)
     freeze(model, Mesh.solo(), settings.frozen)
     return model, Optimizer(model, Mesh.solo(), settings)
 
@@ -70,9 +72,11 @@ def train(model: nn.Module, optimizer: Optimizer, steps: Sequence[int] = range(S
         assert not optimizer.step(COUNT).skipped
 
 
-def reference(matrices: Make, others: Make | None = None, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def reference(
+    matrices: Make, others: Make | None = None, dtype: torch.dtype = torch.float64, width: int = 6
+) -> dict[str, Tensor]:
     """Trained by torch's classes. matrices: of those of the blocks; others: of the rest; None: the same."""
-    model = Toy(dtype)
+    model = Toy(dtype, width)
     named = {n: p for n, p in model.named_parameters() if not n.startswith("embed")}
     first, second = {"lr": 0.02, "weight_decay": 0.3}, {"lr": 0.01, "weight_decay": 0.1}
     blocks = [{"params": [named["layers.0.up.weight"]], **first}, {"params": [named["layers.1.up.weight"]], **second}]
@@ -89,10 +93,10 @@ def reference(matrices: Make, others: Make | None = None, dtype: torch.dtype = t
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def trained(dtype: torch.dtype = torch.float64, **keys: Any) -> dict[str, Tensor]:
+def trained(dtype: torch.dtype = torch.float64, width: int = 6, **keys: Any) -> dict[str, Tensor]:
     """After a step that is skipped and `STEPS` others."""
     group = ParamGroup("layers.0.up.weight", lr=0.02, weight_decay=0.3)
-    model, optimizer = made(dtype, **{"groups": (group,), **KEYS, **keys})
+    model, optimizer = made(dtype, width, **{"groups": (group,), **KEYS, **keys})
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, torch.nan) if parameter.requires_grad else None
     assert optimizer.step(COUNT).skipped
@@ -167,6 +171,23 @@ def test_muon_is_that_of_torch() -> None:
     """Newton-Schulz in bfloat16, as there."""
     expected = reference(torch.optim.Muon, torch.optim.AdamW, torch.float32)
     assert_all_close(trained(torch.float32, name="muon"), expected, OP_FP32)
+
+
+def test_adamw8bit_is_that_of_torchao() -> None:
+    cls = pytest.importorskip("torchao.optim").AdamW8bit
+    with torch.compiler.set_stance("force_eager"):
+        expected = reference(cls, dtype=torch.float32, width=64)
+    assert_all_close(trained(torch.float32, 64, name="adamw8bit"), expected, OP_FP32)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="has torchao")
+def test_adamw8bit_without_torchao_is_one_message(tmp_path: Path) -> None:
+    save_tiny(tiny_configs()["llama"], tmp_path)
+    with (
+        pytest.raises(UserError, match=r"needs torchao, which is not installed: pip install 'dovetail-rl\[torchao\]'"),
+        one_rank(),
+    ):
+        from_pretrained(tmp_path, device="cpu", options=EngineOptions(optim=OptimSettings(name="adamw8bit")))
 
 
 def test_patterns_choose_the_matrices_and_adamw_has_a_rate() -> None:
