@@ -161,7 +161,7 @@ class OptimSettings:
         self, groups: list[dict[str, Any]], shards: Sequence[Shard] = (), mesh: Mesh | None = None
     ) -> UpdateRule:
         """Of `param_groups`. Collective."""
-        given = {name: vars(self)[name] for name in ("lr", "betas", "eps", "options", "on_host")}
+        given = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "options": self.options, "on_host": self.on_host}
         return make_rule(self.name, groups, shards, mesh, **given)
 
     def factor_at(self, step: int) -> float:
