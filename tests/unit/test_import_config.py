@@ -121,11 +121,13 @@ CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
             "data.train": [{"path": "tatsu-lab/alpaca", "format": "alpaca"}, {"path": "chat.jsonl"}],
             "data.overlong_rows": "drop", "trainer.prompts_per_step": 8, "trainer.tokens_per_batch": 8192,
             "trainer.loggers": [{"name": "wandb", "project": "ax"}], "optim.schedule": "cosine",
+            "optim.name": "muon",
         },
         ("trainer.save_every: saves_per_epoch there", "axolotl holds rows back", "sample_packing: a row there"),
     ),
     "axolotl_qlora.yaml": (
-        {"data.truncate": "right", "trainer.steps": 500, "optim.warmup_steps": 10, "trainer.save_every": 100},
+        {"data.truncate": "right", "trainer.steps": 500, "optim.warmup_steps": 10, "trainer.save_every": 100,
+         "optim.name": "adamw8bit"},
         ("adapter: LoRA is not supported yet", "load_in_4bit=true: not supported yet", "lora_r=32, lora_alpha=16"),
     ),
     "axolotl_grpo.yaml": (

@@ -102,7 +102,7 @@ def test_the_list_of_fields_is_that_of_the_installed_trl() -> None:
         ("model.load_in_4bit", "not supported yet: quantized weights"),
         ("optim.learing_rate", "did you mean learning_rate? learning_rate is TRL's, here optim.lr"),
         ("learning_rate", "here optim.lr"),
-        ("optim.name", "not supported yet: another optimizer"),
+        ("optim.optimizer", "here optim.name"),
         ("trainer.compile", "not supported, because not needed: kernels are compiled ahead"),
         ("trainer.gradient_accumulation_steps", "here trainer.prompts_per_step"),
         ("trainer.bf16", "here model.dtype"),

@@ -18,6 +18,13 @@ JUDGE = {**SERVER, "prompt": "{answer}?", "pattern": "([0-9])", "scale": 10.0}
 EVAL = {"name": "math", "samples": 3, "temperature": 0.5, "metrics": ("avg@2", "pass@3")}
 REQUEST = {"model": "m", "max_tokens": 17, "temperature": 0.25}
 WIRED = """
+import torch
+
+
+class Rule(torch.optim.SGD):
+    pass
+
+
 def loss(stats, batch, c=1):
     return -c * stats.logprob
 

@@ -3,9 +3,11 @@
 NAME                              the policy's weights as they are saved for others, in their saved dtype
 training/ROLE/param/NAME          weights as they are trained, where NAME is absent or has another dtype
 training/ROLE/KIND/NAME           optimizer state of the parameter's shape: exp_avg and exp_avg_sq of AdamW
+training/ROLE/optimizer/NAME      its other state, of any shape
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,22 +23,28 @@ from dovetail.errors import CheckpointError, listing
 from dovetail.nn.model import StagedModel
 from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.placement import checkpoint_shapes
+from dovetail.parallel.placement import REPLICATED, Region, checkpoint_shapes
 from dovetail.weights.load import load_into
 from dovetail.weights.safe_paths import MANIFEST, SideFiles
 from dovetail.weights.shards import LocalParam, checkpoint_params, in_checkpoint_form, local_params
 from dovetail.weights.stream import Export, export_params
 
-PARAM = "param"
+PARAM, OTHERS = "param", "optimizer"
 MODEL_ROLE = "policy"
 ANYTHING = ("*",)
 States = Mapping[str, Mapping[str, Tensor]]  # kind -> parameter name -> state of its shard
+Others = Mapping[str, Tensor] | None  # None, on every rank: there is no such state
 
 
 def export_training(
-    model: StagedModel, mesh: Mesh, role: str, states: States, saved: Export | None = None
+    model: StagedModel,
+    mesh: Mesh,
+    role: str,
+    states: States,
+    others: Others = None,
+    saved: Export | None = None,
 ) -> list[Export]:
-    """Weights that `saved` does not hold exactly, and optimizer state. Collective."""
+    """Weights that `saved` does not hold exactly, and optimizer state. others: of `UpdateRule`. Collective."""
     exact = {} if saved is None else {name: spec.dtype for name, spec in saved.specs.items()}
     weights = [
         p
@@ -46,11 +54,15 @@ def export_training(
     exports = [export_params(weights, mesh, prefix=prefix(role, PARAM))]
     for kind, tensors in states.items():
         exports.append(export_params(_state_params(model, mesh, tensors), mesh, prefix=prefix(role, kind)))
+    if others is not None:
+        exports.append(export_params(_other_params(others), mesh, prefix=prefix(role, OTHERS)))
     return exports
 
 
-def load_training(model: StagedModel, mesh: Mesh, role: str, states: States, reader: ShardedReader) -> None:
-    """The caller calls `verify_checksums`. Collective."""
+def load_training(
+    model: StagedModel, mesh: Mesh, role: str, states: States, others: Others, reader: ShardedReader
+) -> Mapping[str, Tensor]:
+    """Those of `others` that the checkpoint has. The caller calls `verify_checksums`. Collective."""
     exact = _saved_as_trained(reader, role) if role == MODEL_ROLE else ()
     _load_untied(checkpoint_params(model, mesh), reader.training_state(prefix(role, PARAM), exact), mesh)
     for kind, tensors in states.items():
@@ -59,11 +71,35 @@ def load_training(model: StagedModel, mesh: Mesh, role: str, states: States, rea
             names = (name for p in params for name in checkpoint_shapes(p.name, p.placement, p.shape))
             if absent := [f"missing: {name}" for name in names if name not in source.names]:
                 raise CheckpointError(
-                    f"{reader.path} has no {prefix(role, kind)} of what is trained here: it was frozen there, or the "
-                    "checkpoint is not whole; freeze it (OptimSettings.frozen, in a recipe optim.frozen), or start from the "
-                    f"weights alone:\n{listing(absent)}"
+                    f"{reader.path} has no {prefix(role, kind)} of what is trained here: {_cause(reader, role, kind)}, or start "
+                    f"from the weights alone:\n{listing(absent)}"
                 )
         _load_untied(params, source, mesh)
+    if others is None:
+        return {}
+    source = reader.training_state(prefix(role, OTHERS))
+    found = {name: tensor for name, tensor in others.items() if name in source.names}
+    load_into(_other_params(found), source, mesh, ignore=ANYTHING)
+    return found
+
+
+def _cause(reader: ShardedReader, role: str, kind: str) -> str:
+    start = f"{TRAINING}{role}/"
+    kinds = {name.removeprefix(start).partition("/")[0] for name in reader.tensors if name.startswith(start)}
+    if kind not in kinds:
+        held = " and ".join(sorted(kinds - {PARAM, OTHERS})) or "no state"
+        return f"it has {held} of the optimizer that it was saved with; set that one (OptimSettings.name, in a recipe optim.name)"
+    return "it was frozen there, or the checkpoint is not whole; freeze it (OptimSettings.frozen, in a recipe optim.frozen)"
+
+
+def _other_params(others: Mapping[str, Tensor]) -> list[LocalParam]:
+    params = []
+    for name, tensor in others.items():
+        shape = tuple(tensor.shape)
+        whole = tuple((0, length) for length in shape)
+        region = Region(name, shape, whole, whole, owned=True)
+        params.append(LocalParam(name, REPLICATED, shape, tensor, (region,), (), None))
+    return params
 
 
 def save_state(path: Path, mesh: Mesh, exports: Sequence[Export], sides: SideFiles, state: Mapping[str, Any]) -> Path:
@@ -90,13 +126,13 @@ def prefix(role: str, kind: str) -> str:
 
 
 def _saved_as_trained(reader: ShardedReader, role: str) -> list[str]:
-    """Tensors that were not rounded: optimizer state has the dtype of training."""
-    trained: dict[str, torch.dtype] = {}
+    """Tensors that were not rounded: optimizer state has the dtype of training, if it is of no fixed one."""
+    trained: dict[str, set[torch.dtype]] = defaultdict(set)
     for name, tensor in reader.manifest.tensors.items():
         kind, _, param = name.removeprefix(f"{TRAINING}{role}/").partition("/")
         if name.startswith(f"{TRAINING}{role}/") and kind != PARAM:
-            trained[param] = tensor.dtype
-    return [name for name in reader.names if trained.get(name, reader.dtype(name)) == reader.dtype(name)]
+            trained[param].add(tensor.dtype)
+    return [name for name in reader.names if name not in trained or reader.dtype(name) in trained[name]]
 
 
 def _state_params(model: StagedModel, mesh: Mesh, tensors: Mapping[str, Tensor]) -> list[LocalParam]:

@@ -23,6 +23,7 @@ from dovetail.factory.layouts import check_layout, max_positions, sampling_layou
 from dovetail.launch.process import complain
 from dovetail.parallel.layout import Layout
 from dovetail.recipe.algorithms import PPO, SFT, CriticFree, PolicyGradient
+from dovetail.recipe.optim import require_torchao
 from dovetail.recipe.schema import Recipe
 from dovetail.recipe.types import LayoutSection
 from dovetail.rewards.runner import refuse_unknown
@@ -157,11 +158,15 @@ def _train(args: argparse.Namespace, layout: Layout, mistakes: Mistakes, device:
     for what, section in own.items():
         if section is not None and section.function is not None:
             mistakes.of(_check_function, f"algorithm.{what}", section.function, folder)
+    if recipe.optim.function is not None:
+        mistakes.of(_check_function, "optim.name", recipe.optim.function, folder)
+    if recipe.optim.name == "adamw8bit":
+        mistakes.of(require_torchao)
     trained += _check_others(recipe, policy, layout, mistakes)
     if algorithm.samples:
         _check_rl(recipe, folder, policy, layout, mistakes)
     offloads = recipe.trainer.offload_optimizer and device != "cpu"
-    each = TRAINED_BYTES - (MOMENT_BYTES if offloads else 0)
+    each = TRAINED_BYTES - (MOMENT_BYTES if offloads or recipe.optim.name != "adamw" else 0)
     return sum(model.parameters * each for model in trained if model is not None)
 
 

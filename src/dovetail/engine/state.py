@@ -16,6 +16,7 @@ from dovetail.nn.model import StagedModel
 from dovetail.optim.groups import ParamGroup
 from dovetail.optim.optimizer import Optimizer, OptimSettings
 from dovetail.optim.replicas import check_replicas
+from dovetail.parallel.consensus import agreed
 from dovetail.parallel.mesh import Mesh
 from dovetail.weights.hf_directory import CheckpointSource
 from dovetail.weights.save import save
@@ -69,13 +70,17 @@ class EngineState:
     def export_training(self, role: str, *, with_model: bool = False) -> list[Export]:
         model, origin = self.resident_model, self.origin
         saved = export(model, self.mesh, dtype_of=origin.dtype_of, listed=origin.listed) if with_model else None
-        state = export_training(model, self.mesh, role, self.optimizer.state_tensors(), saved)
+        states, others = self.optimizer.state_tensors(), self.optimizer.rule.others()
+        state = export_training(model, self.mesh, role, states, others, saved)
         return state if saved is None else [saved, *state]
 
     def load_training(self, role: str, reader: ShardedReader, updates: int) -> None:
         model = self.resident_model
         self.optimizer.resume(updates)
-        load_training(model, self.mesh, role, self.optimizer.state_tensors(), reader)
+        states, others = self.optimizer.state_tensors(), self.optimizer.rule.others()
+        found = load_training(model, self.mesh, role, states, others, reader)
+        with agreed(self.mesh):
+            self.optimizer.restore(states, found)
 
     def save_state(self, path: Path | str, extra: Mapping[str, Any] | None = None) -> Path:
         exports = self.export_training(MODEL_ROLE, with_model=True)
@@ -115,5 +120,5 @@ class EngineState:
         state += [local_tensor(param.grad) for param in self.model.parameters() if param.grad is not None]
         state += list(self.model.buffers())
         if self._optimizer is not None and not self._settings.on_host:
-            state += [tensor for tensors in self._optimizer.state_tensors().values() for tensor in tensors.values()]
+            state += self._optimizer.rule.resident()
         return state

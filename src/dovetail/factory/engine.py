@@ -31,6 +31,8 @@ from dovetail.nn.decoder import Decoder, Head, Trunk
 from dovetail.nn.model import StagedModel, StageRange
 from dovetail.nn.tiling import tile_mlps
 from dovetail.optim.optimizer import OptimSettings, shards_of
+from dovetail.optim.rules import try_rule
+from dovetail.parallel.consensus import agreed
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import TIMEOUT, Mesh
 from dovetail.parallel.placement import as_index
@@ -59,7 +61,7 @@ class EngineOptions:
     tokens_per_batch: of a micro-batch of one replica, padding included; default: unlimited.
     recompute: activation checkpointing: none, light (all but products and attention), selective (all but attention), full.
     offload_activations: inputs of recomputation, as far as host memory has room.
-    offload_optimizer: AdamW's moments in host memory.
+    offload_optimizer: adamw's moments in host memory.
     dual_batch: halves of a micro-batch overlap each other's collectives; default: on accelerators with tp, without ep,
         for large halves. `in_turns` is the old name.
     mlp_tile_tokens: tokens that an MLP computes at a time, keeping only its input; 0: all.
@@ -199,10 +201,14 @@ def make_engine(
 ) -> SamplingEngine:
     """Collective."""
     check_layout(source.spec, mesh.layout)
+    optim, master = options.optim or OptimSettings(), options.master_dtype or wide(dtype)
+    if options.offload_optimizer:
+        optim = replace(optim, on_host=True)
+    with agreed(mesh):
+        try_rule(optim.name, optim.options, mesh.device, master)
     reader = open_weights(source, mesh)
     fresh = options.fresh_head_seed is not None
     found = find_value_head(reader, source.path, fresh=fresh, bias=options.head_bias) if head == "value" else LM_HEAD
-    master = options.master_dtype or wide(dtype)
     model = make_model(source, mesh, master, reader, found.kind, options.recompute)
     _spare_memory(model, mesh, options)
     shard_over_data(model, mesh, dtype)
@@ -219,9 +225,6 @@ def make_engine(
         return options.save_dtype or reader.dtype(stored if stored in reader.names else next(iter(reader.names)))
 
     origin = CheckpointSource(saved_dtype, tuple(reader.names), saved_sides(source, found.kind, options.save_dtype))
-    optim = options.optim or OptimSettings()
-    if options.offload_optimizer:
-        optim = replace(optim, on_host=True)
     engine = SamplingEngine(
         model,
         mesh,

@@ -68,14 +68,9 @@ def advantage(section: OwnFunction, folder: Path, given: Collection[str] = ()) -
 def load_function(section: FunctionSection | LossSection, folder: Path, key: str) -> Callable[..., Any]:
     """With its options, by `module:function`; installed modules come before files of `folder`."""
     assert section.function is not None
-    module, _, name = section.function.partition(":")
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+    function = imported(section.function, folder, key)
+    name = section.function.partition(":")[2]
     with _tried(key, section.function):
-        loaded = importlib.import_module(module)
-        function = vars(loaded).get(name)
-        if not callable(function):
-            raise LookupError(f"module {module} ({loaded.__file__}) has no function {name!r}")
         accepted = inspect.signature(function).parameters
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
         unknown = [option for option in section.options if option not in accepted and not takes_all]
@@ -84,6 +79,19 @@ def load_function(section: FunctionSection | LossSection, folder: Path, key: str
                 f"{key}.options has {', '.join(unknown)}, which {name}({', '.join(accepted)}) does not take"
             )
     return update_wrapper(partial(function, **section.options), function)  # with its attribute `separable`
+
+
+def imported(function: str, folder: Path, key: str) -> Callable[..., Any]:
+    module, _, name = function.partition(":")
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    with _tried(key, function):
+        loaded = importlib.import_module(module)
+        found = vars(loaded).get(name)
+        if not callable(found):
+            raise LookupError(f"module {module} ({loaded.__file__}) has no function {name!r}")
+        own: Callable[..., Any] = found
+        return own
 
 
 def try_loss(loss: LossFn, batch: PackedBatch, section: FunctionSection | LossSection) -> None:

@@ -17,15 +17,18 @@ from dovetail.engine.native import NativeEngine
 from dovetail.engine.nonfinite import StepWatch
 from dovetail.errors import ConfigError, LayoutError
 from dovetail.factory.engine import EngineOptions, make_engine, make_mesh
+from dovetail.factory.functions import imported
 from dovetail.factory.layouts import check_layout
 from dovetail.factory.notes import check_experts, rows_line
 from dovetail.factory.rewards import own_metrics
 from dovetail.factory.rows import TEMPLATE, Parts, load_parts, read_template, with_epochs
 from dovetail.factory.sampler import longest_row
 from dovetail.factory.tokenizer import load_processor, load_tokenizer
+from dovetail.kernels.reference import wide
 from dovetail.launch.progress import Progress, collective_timeout
 from dovetail.optim.groups import ParamGroup
 from dovetail.optim.optimizer import OptimSettings
+from dovetail.optim.rules import try_rule
 from dovetail.parallel.consensus import agreed, refuse_different
 from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
@@ -77,6 +80,8 @@ class RunParts:
             check_layout(self.source.spec, self.mesh.layout)
             self.notes += self.source.notes
             check_experts(recipe, self.source.spec)
+            optim = optim_settings(recipe, recipe_folder, recipe.optim.lr, POLICY)
+            try_rule(optim.name, optim.options, device, wide(self.dtype))
             self.tokenizer: Tokenizer = load_tokenizer(self.source, **trusted)
             if (template := recipe.data.chat_template) is not None:
                 self.tokenizer.chat_template = read_template(template)
@@ -145,7 +150,7 @@ class RunParts:
         save_dtype = recipe.model.save_dtype
         options = EngineOptions(
             **same_keys(recipe.trainer, EngineOptions),
-            optim=optim_settings(recipe, lr, role),
+            optim=optim_settings(recipe, self.recipe_folder, lr, role),
             recompute=recipe.trainer.activation_checkpointing,
             fresh_head_seed=recipe.trainer.seed,
             head_bias=not of_rewards,
@@ -200,17 +205,18 @@ class RunParts:
         return Limits(self.source.spec.vocab_size, max_tokens, data.overlong_rows, remedy, say, data.truncate)
 
 
-def optim_settings(recipe: Recipe, lr: float, role: str) -> OptimSettings:
+def optim_settings(recipe: Recipe, folder: Path, lr: float, role: str) -> OptimSettings:
     """Schedules count optimizer steps, without the policy's critic warmup. Patterns of names are of the policy's."""
     optim, algorithm = recipe.optim, recipe.algorithm
     updates = algorithm.epochs * algorithm.num_mini_batches
     waits = algorithm.critic_warmup if isinstance(algorithm, PPO) and role == POLICY else 0
+    own = {} if optim.function is None else {"name": imported(optim.function, folder, "optim.name")}
     patterns = {
         "groups": tuple(ParamGroup(**dict(group)) for group in optim.groups) if role == POLICY else (),
         "frozen": optim.frozen if role == POLICY else (),
     }
     return replace(
-        OptimSettings(**{**same_keys(optim, OptimSettings), **patterns}),
+        OptimSettings(**{**same_keys(optim, OptimSettings), **patterns, **own}),
         lr=lr,
         warmup_steps=optim.warmup_steps * updates,
         total_steps=max(1, recipe.trainer.steps - waits) * updates,

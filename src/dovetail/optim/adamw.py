@@ -1,6 +1,6 @@
-"""Update rules: AdamW, with its moments on the device or the host."""
+"""What an update rule is; AdamW, with its moments on the device or the host."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -13,14 +13,20 @@ from dovetail.memory import PinnedArena, aligned, view_at
 from dovetail.nn.activation_checkpoint import PinnedPool
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+Stored = Mapping[nn.Parameter, Mapping[str, Tensor]]
 BUCKET_BYTES = 1 << 29  # more where a parameter is larger
 
 
-class UpdateRule(torch.optim.Optimizer):
-    """A torch optimizer whose `step` does nothing, and does not count, where `found_inf` is 1."""
+class UpdateRule:
+    """What updates local shards. `step` does nothing, and does not count, where `found_inf` is 1."""
 
-    state_names: tuple[str, ...]  # of the parameter's shape, in checkpoints
+    state_names: tuple[str, ...]  # of the parameter's shape, in checkpoints: the same on every rank
+    param_groups: list[dict[str, Any]]  # of torch; lr and weight_decay are set before each step
+    state: MutableMapping[Any, Any]  # parameter -> name -> state
     found_inf: Tensor  # float32 [], on the device
+
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError
 
     def reserve(self) -> None:
         """Allocate the host memory of the state."""
@@ -31,6 +37,30 @@ class UpdateRule(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if not self.state.get(parameter):
                     self._set_state(parameter, steps, [torch.zeros_like(parameter) for _ in self.state_names])
+
+    def resume(self, steps: int) -> None:
+        """Continue as after so many steps; the caller fills the rest of the state."""
+        self.begin(steps)
+        for state in self.state.values():
+            if "step" in state:
+                state["step"].fill_(steps)
+
+    def stored(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """State in checkpoints: of `state_names` those that it has. Where these are copies, `restored` follows a load."""
+        state = self.state.get(parameter, {})
+        return {name: state[name] for name in self.state_names if name in state}
+
+    def others(self) -> dict[str, Tensor] | None:
+        """More in checkpoints, of any shape: equal on ranks that have one of this name. None, on every rank: never any."""
+        return None
+
+    def restored(self, stored: Stored, others: Mapping[str, Tensor]) -> None:
+        """After a checkpoint was read into `stored`, and into those of `others` that it has."""
+
+    def resident(self) -> Iterator[Tensor]:
+        """State that leaves the device with the weights."""
+        for state in self.state.values():
+            yield from (state[name] for name in self.state_names if name in state)
 
     def _set_state(self, parameter: nn.Parameter, steps: int, tensors: Sequence[Tensor]) -> None:
         count = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)

@@ -2,36 +2,32 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dovetail.errors import ConfigError
 from dovetail.kernels.reference import wide
-from dovetail.optim.adamw import CPUOffloadAdamW, SkippableAdamW, UpdateRule
+from dovetail.optim.adamw import UpdateRule
 from dovetail.optim.groups import ParamGroup, match
+from dovetail.optim.muon import Held, muon_names
+from dovetail.optim.rules import Class, Schedule, checked, make_rule
 from dovetail.parallel.collectives import AsyncHostCopy, all_reduce_, sum_over
 from dovetail.parallel.mesh import Mesh
-from dovetail.parallel.placement import Placement, Region, as_index
+from dovetail.parallel.placement import Placement, as_index
 from dovetail.weights.shards import local_params
-
-Schedule = Literal["constant", "linear", "cosine", "wsd"]
 
 
 @dataclass(frozen=True)
-class Shard:
+class Shard(Held):
     """One parameter as this rank holds it; `local` shares the storage of `source`."""
 
-    name: str
     source: nn.Parameter
-    local: nn.Parameter
     placement: Placement
-    regions: tuple[Region, ...]
 
     @property
     def is_decayed(self) -> bool:
@@ -61,19 +57,22 @@ def shards_of(model: nn.Module, mesh: Mesh) -> list[Shard]:
     """Every parameter that requires a gradient, each once, in the model's order."""
     params = local_params(model, mesh)  # reshards, which may replace the parameter objects
     return [
-        Shard(p.name, p.parameter, nn.Parameter(p.local), p.placement, p.regions)
+        Shard(p.name, nn.Parameter(p.local), p.regions, p.parameter, p.placement)
         for p in params
         if p.parameter is not None and p.parameter.requires_grad
     ]
 
 
-def param_groups(shards: list[Shard], groups: Sequence[ParamGroup], chosen: Mapping[str, int]) -> list[dict[str, Any]]:
+def param_groups(
+    shards: list[Shard], groups: Sequence[ParamGroup], chosen: Mapping[str, int], muon: Collection[str] = ()
+) -> list[dict[str, Any]]:
     """torch's parameter groups of `groups`, of which the first has what is not `chosen`; empty ones only if all are."""
-    by_kind: dict[tuple[int, bool], list[nn.Parameter]] = defaultdict(list)
+    by_kind: dict[tuple[int, bool, bool], list[nn.Parameter]] = defaultdict(list)
     for shard in shards:
-        by_kind[chosen.get(shard.name, -1) + 1, shard.is_decayed].append(shard.local)
-    kinds = sorted(by_kind, key=lambda kind: (kind[0], not kind[1])) or [(0, True)]
-    return [{"params": by_kind[kind], **rates(groups, *kind), "number": kind[0], "decayed": kind[1]} for kind in kinds]
+        by_kind[chosen.get(shard.name, -1) + 1, shard.is_decayed, shard.name in muon].append(shard.local)
+    kinds = sorted(by_kind, key=lambda kind: (kind[0], not kind[1])) or [(0, True, False)]
+    own = {n: {"number": n, "own_lr": n > 0 and groups[n].lr is not None} for n, _, _ in kinds}
+    return [{"params": by_kind[k], **rates(groups, *k[:2]), **own[k[0]], "decayed": k[1], "muon": k[2]} for k in kinds]
 
 
 def rates(groups: Sequence[ParamGroup], number: int, decayed: bool) -> dict[str, float]:
@@ -129,11 +128,14 @@ def scale_(shards: Iterable[Shard], factor: Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSettings:
-    """AdamW and its schedule. clip_norm None: no clipping. on_host: moments in host memory.
+    """An optimizer and its schedule. clip_norm None: no clipping. on_host: AdamW's moments in host memory.
 
+    name: as `optim.name` of a recipe, or a class like torch's. options: its other keyword arguments.
     groups: parameters with their own lr or weight_decay. frozen: patterns of names of those that are not trained.
     """
 
+    name: str | Class = "adamw"
+    options: Mapping[str, Any] = field(default_factory=dict)
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -149,23 +151,18 @@ class OptimSettings:
     frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.schedule not in get_args(Schedule):
-            raise ConfigError(f"schedule={self.schedule!r}; expected one of {', '.join(get_args(Schedule))}")
-        for name in ("lr", "weight_decay", "min_lr_ratio"):
-            if not 0 <= vars(self)[name] < math.inf:
-                raise ConfigError(f"{name}={vars(self)[name]!r}; expected 0 or more")
-        if isinstance(self.frozen, str) or not all(isinstance(group, ParamGroup) for group in self.groups):
-            raise ConfigError('expected groups=(dt.ParamGroup("*norm.weight", lr=1e-5),) and frozen=("lm_head.*",)')
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ConfigError(f"clip_norm={self.clip_norm!r}; expected more than 0, or None for no limit")
+        for name, value in checked(vars(self), {each.name: each.default for each in fields(self)}).items():
+            object.__setattr__(self, name, value)
 
     def make_groups(self) -> list[ParamGroup]:
         return [ParamGroup("*", self.lr, self.weight_decay), *map(replace, self.groups)]
 
-    def make_rule(self, groups: list[dict[str, Any]]) -> UpdateRule:
-        """Of `param_groups`. A stage whose parameters are all frozen has none."""
-        rule = CPUOffloadAdamW if self.on_host and groups[0]["params"] else SkippableAdamW
-        return rule(groups, betas=self.betas, eps=self.eps, fused=True)
+    def make_rule(
+        self, groups: list[dict[str, Any]], shards: Sequence[Shard] = (), mesh: Mesh | None = None
+    ) -> UpdateRule:
+        """Of `param_groups`. Collective."""
+        given = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "options": self.options, "on_host": self.on_host}
+        return make_rule(self.name, groups, shards, mesh, **given)
 
     def factor_at(self, step: int) -> float:
         """Of the peak learning rate."""
@@ -214,7 +211,9 @@ class Optimizer:
         self.mesh, self.settings = mesh, settings
         self.shards, self.groups = shards_of(model, mesh), settings.make_groups()
         chosen = match(model, mesh, [group.pattern for group in settings.groups], "groups")
-        self.rule = settings.make_rule(param_groups(self.shards, self.groups, chosen))
+        decayed = [shard for shard in self.shards if shard.is_decayed]
+        muon = muon_names(model, mesh, decayed, settings.options["matrices"]) if settings.name == "muon" else ()
+        self.rule = settings.make_rule(param_groups(self.shards, self.groups, chosen, muon), self.shards, mesh)
         self.steps = 0
 
     def reserve(self) -> None:
@@ -268,16 +267,20 @@ class Optimizer:
                 yield f"{kind} {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Kind -> parameter name -> state of its shard; zeros before the first step."""
+        """Kind -> parameter name -> state of its shard; of AdamW zeros before the first step."""
         self.rule.begin(self.steps)
-        return {kind: {s.name: self.rule.state[s.local][kind] for s in self.shards} for kind in self.rule.state_names}
+        found = {shard.name: self.rule.stored(shard.local) for shard in self.shards}
+        return {k: {name: x[k] for name, x in found.items() if k in x} for k in self.rule.state_names}
+
+    def restore(self, states: Mapping[str, Mapping[str, Tensor]], others: Mapping[str, Tensor]) -> None:
+        """After a checkpoint was read into `state_tensors` and `rule.others`."""
+        stored = {s.local: {k: found[s.name] for k, found in states.items() if s.name in found} for s in self.shards}
+        self.rule.restored(stored, others)
 
     def resume(self, steps: int) -> None:
-        """Continue as after `steps` updates; the caller fills `state_tensors`."""
-        self.rule.begin(steps)
+        """Continue as after `steps` updates; the caller fills the state and calls `restore`."""
         self.steps = steps
-        for state in self.rule.state.values():
-            state["step"].fill_(steps)
+        self.rule.resume(steps)
 
     def zero_grad(self) -> None:
         for shard in self.shards:

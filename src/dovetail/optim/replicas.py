@@ -62,12 +62,11 @@ def hash_bits(x: Tensor) -> Tensor:
 
 
 def _slices(model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> Iterator[ReplicaSlice]:
-    states = {shard.name: optimizer.rule.state.get(shard.local, {}) for shard in optimizer.shards} if optimizer else {}
+    states = {shard.name: optimizer.rule.stored(shard.local) for shard in optimizer.shards} if optimizer else {}
     params = local_params(model, mesh)
     for param in params:
         tensors: dict[str, Tensor] = {"": param.local}
-        state = states.get(param.name, {})
-        tensors |= {f" ({kind})": x for kind, x in sorted(state.items()) if x.shape == param.local.shape}
+        tensors |= {f" ({kind})": x for kind, x in sorted(states.get(param.name, {}).items())}
         for region in param.regions:
             rows = "x".join(f"{start}:{stop}" for start, stop in region.checkpoint_slice)
             for kind, tensor in tensors.items():

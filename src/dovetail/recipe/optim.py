@@ -1,20 +1,69 @@
 """The section `optim`."""
 
-from typing import Annotated, Literal
+import importlib.util
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
+from dovetail.errors import ConfigError, quoted
+from dovetail.recipe.functions import FunctionName
 from dovetail.recipe.types import (
     Listed,
     Momentum,
     NonNegativeFloat,
     NotStrict,
     OneOrMore,
+    Options,
     PositiveFloat,
     Section,
     Share,
     key,
 )
+
+RuleName = Literal[
+    "adamw",
+    "muon",
+    "adamw8bit",
+    "sgd",
+    "adam",
+    "nadam",
+    "radam",
+    "adamax",
+    "adadelta",
+    "adagrad",
+    "asgd",
+    "rmsprop",
+    "rprop",
+]
+NOT_ELEMENTWISE: Mapping[str, str] = {
+    "lbfgs": "evaluates the loss several times a step and keeps products of whole gradients",
+    "adafactor": "keeps sums over rows and columns of whole matrices",
+    "shampoo": "multiplies whole matrices",
+    "soap": "multiplies whole matrices",
+    "lamb": "divides by norms of whole tensors",
+    "lars": "divides by norms of whole tensors",
+    "sparseadam": "takes sparse gradients only",
+}
+
+
+def refuse_name(given: str) -> str:
+    """In lower letters, if it is known. Raises ValueError."""
+    name = given.lower().removeprefix("torch.optim.")
+    if name in NOT_ELEMENTWISE:
+        raise ValueError(f"{quoted(given)} {NOT_ELEMENTWISE[name]}, so it cannot update shards; take adamw or muon")
+    if name not in get_args(RuleName):
+        raise ValueError(
+            f"{quoted(given)}; expected one of {', '.join(get_args(RuleName))}, or a class of yours: {{import: module:Class}}"
+        )
+    return name
+
+
+def require_torchao() -> None:
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            "optim.name=adamw8bit needs torchao, which is not installed: pip install 'dovetail-rl[torchao]'"
+        )
 
 
 class ParamGroupSection(Section):
@@ -30,18 +79,48 @@ class ParamGroupSection(Section):
 
 
 class OptimSection(Section):
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
 
+    model_config = ConfigDict(populate_by_name=True)
+
+    name: Annotated[RuleName | None, BeforeValidator(lambda x: refuse_name(x) if isinstance(x, str) else x)] = key(
+        "adamw", "adamw, muon, adamw8bit (needs torchao), or an elementwise class of torch.optim; null: the import"
+    )
+    function: FunctionName | None = Field(None, alias="import", description="an optimizer class of yours: module:Class")
+    options: Options = key({}, "its other keyword arguments, such as momentum")
     lr: PositiveFloat = key(1.0e-6, "peak learning rate")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = key("constant", "after the warmup")
     warmup_steps: NonNegativeInt = key(0, "steps of linear warmup; the first step's rate is not 0")
     decay_steps: PositiveInt | None = key(None, "steps of decay; null: to the end (wsd: the last tenth)")
     min_lr_ratio: Share = key(0.0, "the rate at the end, as a share of lr")
-    weight_decay: NonNegativeFloat = key(0.0, "decoupled weight decay; not for norms and biases")
+    weight_decay: NonNegativeFloat = key(0.0, "decoupled, or as the class has it; not for norms and biases")
     clip_norm: PositiveFloat | None = key(1.0, "largest global gradient norm; null: no limit")
-    betas: Annotated[tuple[Momentum, Momentum], NotStrict] = key((0.9, 0.999), "decay of the moments")
-    eps: PositiveFloat = key(1.0e-8, "added to the root of the second moment")
+    betas: Annotated[tuple[Momentum, Momentum], NotStrict] = key(
+        (0.9, 0.999), "of AdamW's moments, also those of muon and adamw8bit, and of classes that take betas"
+    )
+    eps: PositiveFloat = key(1.0e-8, "as betas; a class keeps its own unless this is changed")
     groups: Annotated[tuple[ParamGroupSection, ...], OneOrMore, NotStrict] = key(
         (), "parameters of the policy with their own lr or weight_decay, by patterns of their names"
     )
     frozen: Annotated[tuple[str, ...], Listed, NotStrict] = key((), "of the policy: patterns of names not to train")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _imported(cls, given: Any) -> Any:
+        """`name: {import: module:Class, options: {...}}` is `import` and `options`."""
+        if not isinstance(given, Mapping):
+            return given
+        name, own = given.get("name"), {}
+        if isinstance(name, Mapping):
+            own = {"name": None, **name}
+        elif "name" not in given and ("import" in given or "function" in given):
+            own = {"name": None}
+        if twice := [each for each in own if each != "name" and each in given]:
+            raise ValueError(f"{twice[0]} is given in optim and in optim.name; give it once")
+        return {**given, **own}
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> "OptimSection":
+        if (self.name is None) == (self.function is None):
+            raise ValueError("give name or import, and not both")
+        return self

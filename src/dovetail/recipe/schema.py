@@ -99,7 +99,7 @@ class TrainerSection(Section):
         "none", "recomputed in backward: light all but products and attention, selective all but attention"
     )
     offload_activations: bool = key(False, "keep the inputs of recomputed blocks in host memory, while it has room")
-    offload_optimizer: bool = key(False, "keep AdamW's moments in host memory: 8 bytes a parameter over the ranks")
+    offload_optimizer: bool = key(False, "keep adamw's moments in host memory: 8 bytes a parameter over the ranks")
     mlp_tile_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = key(0, "tokens of an MLP at a time; 0: all")
 
 
@@ -165,6 +165,11 @@ class Recipe(Section):
                         f"eval.sets: the set {each.name} has samples, temperature or metrics, but algorithm "
                         f"{self.algorithm.name} samples nothing; it evaluates the loss of a set's rows, so leave these keys out"
                     )
+        if self.trainer.offload_optimizer and self.optim.name != "adamw":
+            raise ValueError(
+                "trainer.offload_optimizer moves the moments of adamw, but optim has "
+                f"{self.optim.name or self.optim.function}; leave one of them out"
+            )
         if self.rollout.router_replay == "rollout" and self.rollout.backend != "native":
             raise ValueError(
                 f"rollout.router_replay is rollout, but rollout.backend={self.rollout.backend} returns no routes; "

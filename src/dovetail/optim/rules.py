@@ -1,0 +1,152 @@
+"""Update rules by name or class: AdamW, Muon, AdamW with moments of 8 bits, and elementwise optimizers of torch or a user's."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+
+from dovetail.errors import ConfigError
+from dovetail.optim.adamw import CPUOffloadAdamW, SkippableAdamW, UpdateRule
+from dovetail.optim.elementwise import Elementwise, Layout, try_out
+from dovetail.optim.groups import ParamGroup
+from dovetail.optim.muon import Held, Muon, MuonOptions
+from dovetail.optim.quantized import QuantizedAdamW, adamw8bit
+from dovetail.parallel.mesh import Mesh
+from dovetail.recipe.optim import refuse_name
+
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
+OURS = ("params", "lr", "weight_decay")  # keys of `OptimSettings` itself
+OPTIONS: Mapping[str, Sequence[str]] = {
+    "adamw": (),
+    "adamw8bit": ("block_size",),
+    "muon": tuple(field.name for field in fields(MuonOptions)),
+}
+Class = Callable[..., torch.optim.Optimizer]
+
+
+def make_rule(
+    name: str | Class, groups: list[dict[str, Any]], held: Sequence[Held] = (), mesh: Mesh | None = None, **given: Any
+) -> UpdateRule:
+    """Collective. given: lr, betas, eps, options and on_host of `OptimSettings`."""
+    adam, options = {"betas": given["betas"], "eps": given["eps"]}, given["options"]
+    params = [parameter for group in groups for parameter in group["params"]]
+    if name == "adamw":  # a stage whose parameters are all frozen has none
+        return (CPUOffloadAdamW if given["on_host"] and params else SkippableAdamW)(groups, **adam, fused=True)
+    if name == "muon":
+        return Muon(groups, held, mesh or Mesh.solo(), MuonOptions(**options), given["lr"], **adam)
+    if name == "adamw8bit":
+        return QuantizedAdamW(groups, held, **adam, **options)
+    first = params[0] if params else torch.zeros(())
+    return Elementwise(groups, *_made(name, options), _tried(name, options, first.device, first.dtype))
+
+
+def try_rule(name: str | Class, options: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ConfigError where torchao is missing, or the update of a shard is not the shard of the update."""
+    if name == "adamw8bit":
+        adamw8bit()
+    elif name not in OPTIONS:
+        _tried(name, options, device, dtype)
+
+
+def checked(given: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """Name and options of these `OptimSettings`, with what is not usual of betas and eps for a class that takes them.
+
+    Raises ConfigError.
+    """
+    if given["schedule"] not in get_args(Schedule):
+        raise ConfigError(f"schedule={given['schedule']!r}; expected one of {', '.join(get_args(Schedule))}")
+    for key in ("lr", "weight_decay", "min_lr_ratio"):
+        if not 0 <= given[key] < math.inf:
+            raise ConfigError(f"{key}={given[key]!r}; expected 0 or more")
+    if isinstance(given["frozen"], str) or not all(isinstance(group, ParamGroup) for group in given["groups"]):
+        raise ConfigError('expected groups=(dt.ParamGroup("*norm.weight", lr=1e-5),) and frozen=("lm_head.*",)')
+    if given["clip_norm"] is not None and not given["clip_norm"] > 0:
+        raise ConfigError(f"clip_norm={given['clip_norm']!r}; expected more than 0, or None for no limit")
+    name, options = _checked_rule(given["name"], given, usual)
+    return {"name": name, "options": options}
+
+
+def _checked_rule(
+    name: str | Class, given: Mapping[str, Any], usual: Mapping[str, Any]
+) -> tuple[str | Class, dict[str, Any]]:
+    if isinstance(name, str):
+        try:
+            name = refuse_name(name)
+        except ValueError as error:
+            raise ConfigError(f"optim.name: {error}") from None
+    options, shown, takes = dict(given["options"]), _shown(name), _takes(name)
+    if name != "adamw" and given["on_host"]:
+        raise ConfigError(
+            f"offload_optimizer moves the moments of adamw only, and optim.name is {shown}; drop one of them"
+        )
+    if twice := [key for key in options if key in OURS]:
+        raise ConfigError(f"optim.options has {twice[0]}; set optim.{twice[0]}, which schedules and groups change")
+    if unknown := [key for key in options if takes is not None and key not in takes]:
+        known = ", ".join(key for key in takes or () if key not in OURS)
+        raise ConfigError(
+            f"optim.options has {', '.join(unknown)}, which {shown} does not take; it takes {known or 'no options'}"
+        )
+    if name == "muon":
+        muon = MuonOptions(**options)
+        _check(muon.check)
+        if muon.adamw_lr is not None and not given["lr"]:
+            raise ConfigError(
+                "optim.options.adamw_lr is given, but optim.lr is 0, which it is a multiple of; raise optim.lr"
+            )
+        return name, vars(muon)
+    if name in OPTIONS:
+        return name, options
+    changed = {key: given[key] for key in ("betas", "eps") if given[key] != usual[key]}
+    decays = [x for x in (given["weight_decay"], *(group.weight_decay for group in given["groups"])) if x]
+    decay = {"weight_decay": decays[0]} if decays else {}
+    for key in (*changed, *decay):
+        if takes is not None and key not in takes:
+            raise ConfigError(f"optim.{key} is {(changed | decay)[key]}, but {shown} has no {key}; leave it out")
+    options = changed | options
+    if isinstance(name, str):
+        _check(partial(_class(name), [torch.nn.Parameter(torch.zeros(1, 1))], **options))
+    return name, options
+
+
+def _check(make: Callable[[], object]) -> None:
+    try:
+        make()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optim.options: {error}") from error
+
+
+def _tried(name: str | Class, options: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Layout:
+    try:
+        return try_out(*_made(name, options), device, dtype)
+    except Exception as error:
+        said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"optim.name {_shown(name)} was tried on a small matrix: {said}") from error
+
+
+def _made(name: str | Class, options: Mapping[str, Any]) -> tuple[Class, list[str]]:
+    """From torch's parameter groups; the keys of a group that it takes."""
+    takes = _takes(name)
+    return partial(_class(name), **options), [key for key in OURS[1:] if takes is None or key in takes]
+
+
+def _takes(name: str | Class) -> Sequence[str] | None:
+    """Keyword arguments; None: any."""
+    if isinstance(name, str) and name in OPTIONS:
+        return OPTIONS[name]
+    accepted = inspect.signature(_class(name)).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
+    return None if takes_all else [*accepted]
+
+
+def _class(name: str | Class) -> Class:
+    return (
+        {cls.lower(): getattr(torch.optim, cls) for cls in torch.optim.__all__}[name] if isinstance(name, str) else name
+    )
+
+
+def _shown(name: str | Class) -> str:
+    return name if isinstance(name, str) else name.__name__ if isinstance(name, type) else repr(name)
