@@ -19,7 +19,7 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.algorithms import GRPO, PPO, RLOO
 from dovetail.recipe.schema import Recipe, make_recipe
 from dovetail.rewards.runner import RewardResult
-from dovetail.rl.experience import Sample, drop_equal_groups, mismatch, pack_samples, with_advantages
+from dovetail.rl.experience import Sample, drop_equal_groups, pack_samples, with_advantages
 from dovetail.rl.step_metrics import mean, sample_metrics
 from dovetail.rl.tasks import RLTask, inner_batches, step_rows, weighted
 from dovetail.rollout.base import Completion, SamplingParams
@@ -99,15 +99,6 @@ def test_rows_of_a_step_come_from_one_stream() -> None:
         seen.update(step_rows(RECIPE, 10, step))
     assert set(seen.values()) == {2} and len(seen) == 10
     assert step_rows(recipe_of(shuffle=False), 10, 2) == [8, 9, 0, 1]
-
-
-def test_what_the_sampler_drew_from_is_compared_with_the_policy() -> None:
-    """Schulman's k3 is of KL(sampler || policy): the tokens are the sampler's."""
-    batch = batch_of().with_fields(rollout_logprob=torch.full((len(batch_of()),), -1.0))
-    stats = TokenStats(torch.full((len(batch),), -1.5), torch.zeros(len(batch)))
-    found = mismatch(batch, stats, "replayed_")
-    expected = {"mean": 0.5, "p99": 0.5, "k3": math.exp(-0.5) - 1 + 0.5}
-    assert found == {f"replayed_mismatch_{name}": pytest.approx(x, rel=OP_FP32) for name, x in expected.items()}
 
 
 def report(flops: float) -> StepReport:
