@@ -146,9 +146,14 @@ def test_a_tokens_lag_is_the_update_minus_its_version() -> None:
         f"mismatch_{x}" for x in ("mean", "p99", "max", "k3")
     ]
     assert sample_row(samples[0])["versions"] == [[3, 0, 2], [5, 2, 3]] and "versions" not in sample_row(SAMPLES[0])
-    torn = replace(samples[0], completion=replace(samples[0].completion, versions=((5, 0, 2),)))
-    with pytest.raises(DataError, match=r"versions \(\(5, 0, 2\),\) are not those of 3 tokens"):
-        pack_samples([torn], 1.0)
+    torn = replace(samples[0], completion=replace(samples[0].completion, versions=((4, 0, 2),)))
+    assert pack_samples([torn, samples[2]], 1.0).fields["lag"].tolist() == [0, 1, 1, 0, 0, 0, 0, 0], (
+        "the newest here is 5"
+    )
+    for versions, newest in ((((5, 0, 4),), None), (((5, 0, 3),), 4)):
+        torn = replace(torn, completion=replace(torn.completion, versions=versions))
+        with pytest.raises(DataError, match=r"versions .* are not those of 3 tokens up to version"):
+            pack_samples([torn], 1.0, newest)
 
 
 def corrected_task(correction: Any, old: float = -1.25) -> tuple[RLTask, Any]:
@@ -225,14 +230,14 @@ def test_the_default_is_of_the_backend() -> None:
     believed = CorrectionSection(ratio="none", old="sampler")
     assert recipe_of(correction={"ratio": "none", "old": "sampler"}).correction == believed
     with pytest.raises(
-        ValueError, match=r"rollout.backend=vllm returns log-probs of the distribution cut by rollout.top_p=0.9"
+        ValueError, match=r"rollout.backend=vllm returns log-probs of the distribution as changed by rollout.top_p=0.9"
     ):
         check_correction(CorrectionSection(), remote(recipe_of(), top_p=0.9).rollout)
     for given, message in (
         ({"bounds": [2, 3]}, r"algorithm.correction: bounds is \[2, 3\]; expected a range around 1"),
         ({"bounds": [0.5]}, r"algorithm.correction.bounds is .*; expected 2 values"),
         (
-            {"old": "sampler", "ratio": "token"},
+            {"old": "sampler", "ratio": "sequence"},
             "algorithm.correction: with old: sampler .*; leave out ratio, or set old",
         ),
         ({"outside": "drp"}, "algorithm.correction.outside is 'drp'; expected 'clamp', 'mask' or 'drop'"),
@@ -242,6 +247,7 @@ def test_the_default_is_of_the_backend() -> None:
         with pytest.raises(ConfigError, match=message):
             recipe_of(correction=given)
     nested = recipe_of(correction={"old": "sampler"}).model_dump(by_alias=True, mode="json")
+    assert make_recipe(nested).correction == CorrectionSection(old="sampler"), "a run resumes from all its keys"
     with pytest.raises(ConfigError, match=r"correction.old is sampler, .* but rollout.router_replay=trainer takes"):
         make_recipe(
             {**nested, "algorithm": {"correction": {"old": "sampler"}}, "rollout": {"router_replay": "trainer"}}

@@ -16,8 +16,8 @@ from dovetail.batch.loss import LossFn, TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError
 from dovetail.recipe.algorithms import PPO, SFT, PolicyGradient
-from dovetail.recipe.correction import EMBEDDED
 from dovetail.recipe.functions import FunctionSection, LossSection, OwnFunction
+from dovetail.recipe.rollout import EMBEDDED
 from dovetail.recipe.schema import Recipe
 from dovetail.rl.experience import OwnAdvantage, own_advantages
 from dovetail.rl.losses import PolicyLoss, SFTLoss, weight_fields

@@ -1,14 +1,20 @@
 """The key `algorithm.correction`."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from dovetail.bounds import MAX_FLOAT
-from dovetail.recipe.rollout import RolloutSection
+from dovetail.recipe.rollout import EMBEDDED, RolloutSection
 from dovetail.recipe.types import NonNegativeFloat, NotStrict, Section, key
 
-EMBEDDED = ("native", "transformers")  # rollout backends that compute log-probs as training does
+UNCUT: Mapping[str, float] = {  # sampling from the whole distribution
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 
 
 class CorrectionSection(Section):
@@ -34,13 +40,12 @@ class CorrectionSection(Section):
             raise ValueError(
                 f"bounds is [{low:g}, {high:g}]; expected a range around 1, the ratio of equal policies, as in [0.5, 5]"
             )
-        idle = self.model_fields_set & (
-            {"bounds", "outside"} if self.ratio == "none" else {"ratio", "bounds", "outside"}
-        )
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        idle = [name for name, value in self if name != "old" and value not in (defaults[name], "none")]
         if self.old == "sampler" and idle:
             raise ValueError(
                 f"with old: sampler the clipped ratio of the loss is to the sampler itself, and there are no weights; "
-                f"leave out {', '.join(sorted(idle))}, or set old: recomputed"
+                f"leave out {', '.join(idle)}, or set old: recomputed"
             )
         return self
 
@@ -52,9 +57,10 @@ def check_correction(correction: CorrectionSection, rollout: RolloutSection) -> 
             "algorithm.correction.old is sampler, without a pass for old log-probs, but rollout.router_replay=trainer takes "
             "the routes of that pass; set old: recomputed, or rollout.router_replay=none"
         )
-    if rollout.backend not in EMBEDDED and (rollout.top_p < 1 or rollout.top_k > 0):
+    cuts = [f"rollout.{name}={value}" for name, value in rollout if name in UNCUT and value != UNCUT[name]]
+    if rollout.backend not in EMBEDDED and cuts:
         raise ValueError(
-            f"rollout.backend={rollout.backend} returns log-probs of the distribution cut by rollout.top_p={rollout.top_p} "
-            f"and top_k={rollout.top_k}, training those of the whole one, so their ratio corrects nothing; set top_p: 1 and "
-            "top_k: 0, or algorithm.correction: {ratio: none}"
+            f"rollout.backend={rollout.backend} returns log-probs of the distribution as changed by {', '.join(cuts)}, training "
+            "those of the whole one, so that their ratio corrects nothing; leave that out, or set algorithm.correction: "
+            "{ratio: none}"
         )

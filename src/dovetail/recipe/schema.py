@@ -13,7 +13,7 @@ from dovetail.bounds import MAX_TOKENS
 from dovetail.errors import ConfigError
 from dovetail.launch.progress import Phase
 from dovetail.recipe.algorithms import GRPO, RLOO, SFT, AnyRL, PolicyGradient, ReinforcePlusPlus
-from dovetail.recipe.correction import EMBEDDED, CorrectionSection, check_correction
+from dovetail.recipe.correction import CorrectionSection, check_correction
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.evaluation import EvalSection, EvalSetSection
 from dovetail.recipe.keys import RENAMED, Key, explain, keys_of, nearest, rename_keys, renamed_note
@@ -21,7 +21,7 @@ from dovetail.recipe.names import all_meanings
 from dovetail.recipe.optim import OptimSection
 from dovetail.recipe.preferences import KTO, AnyPreference
 from dovetail.recipe.reward import Rewards, RewardSection
-from dovetail.recipe.rollout import RolloutSection
+from dovetail.recipe.rollout import EMBEDDED, RolloutSection
 from dovetail.recipe.tracking import Loggers, ProfileSection
 from dovetail.recipe.types import (
     Dtype,

@@ -61,31 +61,36 @@ def sample_row(sample: Sample) -> dict[str, Any]:
     }
 
 
-def pack_samples(samples: Seq[Sample], temperature: float, version: int = 0) -> PackedBatch:
+def pack_samples(samples: Seq[Sample], temperature: float, version: int | None = None) -> PackedBatch:
     """In order, with the mask on completions and field `rollout_logprob`, at `temperature` (greedy: at 1).
 
-    version: of the policy to be updated, for the field `lag`, there if completions name their versions.
+    version: of the policy to be updated, for the field `lag`, there if completions name versions; None: the newest of these.
     """
-    versioned = any(sample.completion.versions for sample in samples)
+    named = [own for sample in samples for own, _, _ in sample.completion.versions]
+    newest = max(named, default=0) if version is None else version
     shared: Mapping[str, float] = {} if temperature in (0.0, 1.0) else {"temperature": temperature}
     rows = []
     for sample in samples:
         prompt, response = sample.prompt.ids, sample.completion
         log_probs: Seq[float] = [0.0] * len(prompt) + list(response.log_probs)
         fields: Mapping[str, float | Seq[float]] = {**shared, "rollout_logprob": log_probs}
-        if versioned:
-            fields = {**fields, "lag": [0.0] * len(prompt) + lags(response, version)}
+        if named:
+            fields = {**fields, "lag": [0.0] * len(prompt) + lags(response, newest)}
         mask = [False] * len(prompt) + [True] * len(response.ids)
         rows.append(Sequence([*prompt, *response.ids], mask, fields, sample.prompt.media, response.routing))
     return PackedBatch.pack(rows)
 
 
 def lags(completion: Completion, version: int) -> list[float]:
-    """Of each id: `version` minus its own."""
-    found = [float(version - own) for own, start, end in completion.versions for _ in range(start, end)]
-    if completion.versions and len(found) != len(completion.ids):
-        raise DataError(f"versions {completion.versions} are not those of {len(completion.ids)} tokens")
-    return found or [0.0] * len(completion.ids)
+    """Of each id: `version` minus its own; 0 where none is named."""
+    found = [0.0] * len(completion.ids)
+    for own, start, end in completion.versions:
+        if not (0 <= start <= end <= len(found) and own <= version):
+            raise DataError(
+                f"versions {completion.versions} are not those of {len(found)} tokens up to version {version}"
+            )
+        found[start:end] = [float(version - own)] * (end - start)
+    return found
 
 
 def equal_groups(samples: Seq[Sample]) -> dict[int, bool]:

@@ -171,14 +171,16 @@ class RLTask:
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         self.progress.phase("push", step + 1)
         self.sampler.refill(self.policy.weights(self.sampler.dtype))
-        samples, row = self._rollout(step)
+        if (found := self._rollout(step, stopping)) is None:
+            return None
+        samples, row = found
         if not samples:  # all groups have equal rewards, or the reward dropped every sample
             return {**row, **EMPTY_UPDATE}
         self.progress.phase("wait")
         if stopping():
             return None
         self.progress.phase("score")
-        batch, distances = self._prepare(samples, step)
+        batch, distances = self._prepare(samples)
         self.progress.phase("wait")
         if stopping():
             return None
@@ -186,8 +188,8 @@ class RLTask:
         update = self._update(batch, step) if batch.num_sequences else {}
         return {**row, **EMPTY_UPDATE, **update, **distances, "work": work}
 
-    def _rollout(self, step: int) -> tuple[list[Sample], Row]:
-        """Samples to train on, and metrics of all.
+    def _rollout(self, step: int, stopping: Callable[[], bool] = never) -> tuple[list[Sample], Row] | None:
+        """Samples to train on, and metrics of all; None if `stopping()` between two batches.
 
         DAPO's resampling takes the rows of the steps after the run's last one, so that a resumed run samples the same.
         """
@@ -196,6 +198,10 @@ class RLTask:
         drops = algorithm.name == "grpo" and algorithm.drop_zero_std_groups
         drawn, kept, failed, rewarded = list[Sample](), list[Sample](), dict[str, Any](), False
         for batch in range(algorithm.max_num_gen_batches if algorithm.name == "grpo" and drops else 1):
+            if batch:
+                self.progress.phase("wait")
+                if stopping():
+                    return None
             rows = step_rows(recipe, len(self.prompts), step + batch * recipe.trainer.steps, self.first_row, self.parts)
             prompts = [self.prompts[i] for i in rows]
             params = replace(self.sampling, step=step)
@@ -301,11 +307,11 @@ class RLTask:
                 f"trained: {self.rewards.name} returned None for all of them, which drops a sample; return a number"
             )
 
-    def _prepare(self, samples: Seq[Sample], step: int) -> tuple[PackedBatch, Row]:
+    def _prepare(self, samples: Seq[Sample]) -> tuple[PackedBatch, Row]:
         """The batch to train on, and metrics of the sampler's distance from the policy."""
         algorithm, rollout = cast("AnyRL", self.recipe.algorithm), self.recipe.rollout
         correction, dropped = self.recipe.correction, frozenset[int]()
-        batch = pack_samples(samples, rollout.temperature, version=step)
+        batch = pack_samples(samples, rollout.temperature)
         metrics: Row = lag_metrics(batch)
         if rollout.mismatch_metrics:
             metrics |= mismatch_metrics(self.policy, batch, rollout.router_replay)
