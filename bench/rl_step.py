@@ -155,6 +155,7 @@ def step(engine: NativeEngine, spec: ArchSpec, session: Session, dtype: torch.dt
         ),
         trainer=SimpleNamespace(seed=0, prompts_per_step=given.prompts),
         data=SimpleNamespace(shuffle=True),
+        correction=None,
     )  # fmt: skip
     task = ScoringTask(
         recipe=recipe,

@@ -36,6 +36,7 @@ from dovetail.factory.engine import EngineOptions, from_pretrained
 from dovetail.nn.activation_checkpoint import Recompute
 from dovetail.optim.optimizer import OptimSettings
 from dovetail.parallel.layout import Layout
+from dovetail.rl.correction import importance_weights
 from dovetail.rl.losses import PolicyLoss, SFTLoss, ValueLoss, weight_fields
 from tests.parity.configs import VOCAB, Configs, tiny_model
 from tests.probe import gradients, parameters
@@ -273,8 +274,11 @@ def random_batch(lengths: Sequence[int], loss_name: str, dtype: torch.dtype, voc
         "reference_logprob": near + 0.1 * random(),
         "old_value": random(),
         "return": random(),
+        "rollout_logprob": near + 0.1 * random(),
     }
     batch = batch.with_mask(mask).with_fields(**{name: x.to(dtype) for name, x in fields.items()})
+    weights = importance_weights(batch, ratio="sequence", bounds=(0.6, 1.5))
+    batch = batch.with_fields(rollout_weight=weights.token)
     aggregation: Any = AGGREGATIONS[loss_name]
     return batch.with_fields(**weight_fields(batch, aggregation))
 

@@ -49,16 +49,16 @@ def no_temperature(samples: Seq[Sample], _temperature: float) -> PackedBatch:
     return pack_samples(samples, 1.0)
 
 
-def stale_scores(task: tasks.RLTask, samples: Seq[Sample]) -> PackedBatch:
+def stale_scores(task: tasks.RLTask, samples: Seq[Sample]) -> tuple[PackedBatch, dict[str, Any]]:
     """Old log-probs of the policy that the run began with."""
-    batch = PREPARE(task, samples)
-    return batch.with_fields(old_logprob=batch.fields["reference_logprob"])
+    batch, metrics = PREPARE(task, samples)
+    return batch.with_fields(old_logprob=batch.fields["reference_logprob"]), metrics
 
 
-def shifted_scores(task: tasks.RLTask, samples: Seq[Sample]) -> PackedBatch:
+def shifted_scores(task: tasks.RLTask, samples: Seq[Sample]) -> tuple[PackedBatch, dict[str, Any]]:
     """Old log-probs one position off."""
-    batch = PREPARE(task, samples)
-    return batch.with_fields(old_logprob=batch.fields["old_logprob"].roll(1))
+    batch, metrics = PREPARE(task, samples)
+    return batch.with_fields(old_logprob=batch.fields["old_logprob"].roll(1)), metrics
 
 
 def kl_sign(self: losses.PolicyLoss, stats: TokenStats, batch: PackedBatch, /) -> Loss:

@@ -18,7 +18,8 @@ DATA=(
     data.train_batch_size=512
 )
 python3 -m verl.trainer.main_ppo "${DATA[@]}" \
-    algorithm.adv_estimator=grpo +algorithm.filter_groups.enable=True \
+    algorithm.adv_estimator=grpo \
+    algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=0.5_5.0 +algorithm.filter_groups.enable=True \
     actor_rollout_ref.actor.clip_ratio_low=${clip_ratio_low} \
     actor_rollout_ref.actor.clip_ratio_high=${clip_ratio_high} \
     actor_rollout_ref.actor.clip_ratio_c=10.0 \

@@ -22,7 +22,29 @@ TRL_LOSSES: Mapping[str, tuple[Settings, Settings]] = {
         {"loss_type": "sapo", "sapo_temperature_pos": 0.75, "sapo_temperature_neg": 1.5, "beta": 0.1},
         {"aggregation": "sequence", "term": "sapo", "tau_positive": 0.75, "tau_negative": 1.5, "kl_coef": 0.1},
     ),
-}
+    "token_truncate": (
+        {"loss_type": "dapo", "beta": 0.3, "mode": "token_truncate", "clip_min": 0.7, "clip_max": 1.3},
+        {"kl_coef": 0.3, "correction": {"ratio": "token", "bounds": (0.7, 1.3), "outside": "clamp"}},
+    ),
+    "token_mask": (
+        {"loss_type": "grpo", "mode": "token_mask", "clip_min": 0.5, "clip_max": 1.5},
+        {"aggregation": "sequence", "correction": {"ratio": "token", "bounds": (0.5, 1.5), "outside": "mask"}},
+    ),
+    "sequence_truncate": (
+        {"loss_type": "cispo", "epsilon_high": 1.3, "mode": "sequence_truncate", "clip_min": None, "clip_max": 1.1},
+        {
+            "term": "cispo", "clip_low": 1.0, "clip_high": 0.3,
+            "correction": {"ratio": "sequence", "bounds": (0.0, 1.1), "outside": "clamp"},
+        },
+    ),
+    "sequence_mask": (
+        {"loss_type": "dr_grpo", "beta": 0.1, "mode": "sequence_mask", "clip_min": None, "clip_max": 1.5},
+        {
+            "aggregation": "sequence_sum", "kl_coef": 0.1,
+            "correction": {"ratio": "sequence", "bounds": (0.0, 1.5), "outside": "mask"},
+        },
+    ),
+}  # fmt: skip
 
 
 def random_numbers() -> dict[str, Tensor]:
@@ -35,4 +57,5 @@ def random_numbers() -> dict[str, Tensor]:
 
     numbers = {"logprob": normal() * 0.4 - 2, "entropy": normal().abs(), "old_logprob": normal() * 0.4 - 2}
     advantage = normal(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-    return {**numbers, "reference_logprob": normal() * 0.4 - 2, "advantage": advantage}
+    numbers |= {"reference_logprob": normal() * 0.4 - 2, "advantage": advantage}
+    return {**numbers, "rollout_logprob": normal() * 0.4 - 2}

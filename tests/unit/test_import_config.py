@@ -34,6 +34,7 @@ CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
             "model.path": "$HOME/models/Qwen2.5-Math-7B", "layout.cp": 4, "layout.cp_mode": "ulysses",
             "algorithm.num_mini_batches": 16, "algorithm.clip_high": 0.28, "algorithm.dual_clip": 10.0,
             "algorithm.drop_zero_std_groups": True, "algorithm.kl_coef": 0.0, "data.truncate": "left",
+            "algorithm.correction": {"ratio": "token", "bounds": [0.5, 5.0], "outside": "mask"},
             "rollout.max_new_tokens": 8192, "trainer.steps": 400, "trainer.tokens_per_batch": 4 * 10240,
             "eval.sets": [{"name": "val", "data": "data/aime.parquet", "samples": 4, "temperature": 1.0}],
         },
@@ -61,6 +62,7 @@ CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
         {
             "algorithm.num_mini_batches": 2, "algorithm.aggregation": "sequence_sum", "algorithm.scale_by_std": False,
             "algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3, "algorithm.kl_coef": 0.04,
+            "algorithm.correction": {"ratio": "token", "bounds": [0.0, 2.5], "outside": "clamp"},
             "trainer.prompts_per_step": 8 * 8 * 8 // 8, "trainer.steps": 200, "trainer.save_every": 50,
             "optim.warmup_steps": 20, "optim.schedule": "linear", "trainer.seed": 42, "model.dtype": "bfloat16",
             "reward.parts": [{"name": "math_verify"}, {"import": "my.rewards:short", "weight": 0.5}],
@@ -141,6 +143,7 @@ CASES: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
     "slime_grpo.sh": (
         {
             "algorithm.num_mini_batches": 2, "algorithm.aggregation": "sequence", "algorithm.kl_estimator": "k3",
+            "algorithm.correction": {"ratio": "token", "bounds": [0.0, 3.0], "outside": "clamp"},
             "layout.tp": 2, "layout.cp": 2, "trainer.tokens_per_batch": 2 * 9216, "trainer.steps": 3000,
             "optim.betas": [0.9, 0.98], "data.shuffle": True, "reward.name": "math_verify", "rollout.temperature": 0.8,
             "eval.sets": [{"name": "aime", "data": "aime-2024.jsonl", "samples": 16, "temperature": 0.8}],
@@ -166,6 +169,7 @@ def test_a_config_becomes_a_recipe_that_means_the_same(tmp_path: Path, name: str
     load_recipe(out)
     expected, words = CASES[name]
     written = {**flat(read_mapping(out)), **read_mapping(out)["data"], **read_mapping(out)}
+    written["algorithm.correction"] = read_mapping(out)["algorithm"].get("correction")
     got = {key: read_mapping(out)["data"]["columns"] if key == "data.columns" else written.get(key) for key in expected}
     assert got == expected
     for word in words:
@@ -208,3 +212,33 @@ def test_variables_arrays_and_sums_of_a_script() -> None:
         "num_processes": 4, "a": "6/x", "b": "$UNKNOWN", "c": 7, "d": [1, "two"], "e": "$COMMAND", "f": 16,
         "g_h": [1, -2.5, "i=1", "j=2"], "flag": True,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("project", "text", "expected", "words"),
+    [
+        ("verl", "rollout_is: sequence", {"ratio": "sequence", "bounds": [0.0, 2.0], "outside": "clamp"}, ""),
+        ("verl", "bypass_mode: true", {"old": "sampler"}, ""),
+        (
+            "verl", "rollout_rs: seq_mean_k1, rollout_rs_threshold: 0.8_1.6",
+            {"ratio": "geometric", "bounds": [1 / 1.6, 1 / 0.8], "outside": "drop"},
+            "rollout_rs=seq_mean_k1 there rejects, with weights by rollout_is=None; here the ratio",
+        ),
+        ("verl", "rollout_rs: seq_max_k3, rollout_rs_threshold: 0.1", None, "rollout_rs=seq_max_k3 is not one of ours"),
+        ("verl", "rollout_is: token, rollout_is_threshold: much", None, "could not convert string to float: 'much'"),
+        ("verl", "rollout_is: null, rollout_is_threshold: 2.0", None, ""),
+        ("trl-grpo", "correction: false", {"ratio": "none"}, ""),
+        ("trl-grpo", "clip_max: null", None, "vllm_importance_sampling_clip_max=null is no bound there; give bounds"),
+        ("openrlhf", "enable: true, type: icepop", {"ratio": "token", "bounds": [0.5, 5.0], "outside": "mask"}, ""),
+        ("slime", "use_rollout_logprobs: true", {"old": "sampler"}, ""),
+    ],
+)  # fmt: skip
+def test_corrections_of_other_projects(tmp_path: Path, project: str, text: str, expected: Any, words: str) -> None:
+    starts = {"verl": "algorithm.rollout_correction.", "openrlhf": "algo.advantage.is_correction_", "slime": ""}
+    starts["trl-grpo"] = "vllm_importance_sampling_"
+    lines = [starts[project] + pair for pair in text.split(", ")]
+    lines += ["use_vllm: true"] if project == "trl-grpo" else []
+    (tmp_path / "c.yaml").write_text("\n".join(lines))
+    out = tmp_path / "recipe.yaml"
+    code, told = imported(str(tmp_path / "c.yaml"), "--from", project, "-o", str(out))
+    assert (code, read_mapping(out)["algorithm"].get("correction")) == (0, expected) and words in told, told

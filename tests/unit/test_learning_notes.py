@@ -39,6 +39,11 @@ def told(rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
             "rollout.router_replay=rollout for experts",
         ),
         (
+            {"mismatch_mean": 0.87},
+            "sampler and policy differ by 0.87 nats a token (mean) with the same weights: look for a stale prefix cache, "
+            "log-probs at another temperature, weights that did not arrive, or another model",
+        ),
+        (
             {"clip_fraction": 0.4},
             "40% of the tokens were clipped: lower optim.lr, algorithm.epochs or algorithm.num_mini_batches",
         ),

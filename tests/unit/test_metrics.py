@@ -80,7 +80,9 @@ def test_trackers_get_numbers_in_groups() -> None:
         "tokens_per_second": "perf/tokens_per_second", "tokens_per_second/update": "perf/tokens_per_second/update",
         "samples_per_second/reward": "perf/samples_per_second/reward", "mfu": "perf/mfu",
         "peak_memory_gib": "memory/peak_gib", "memory/host_gib": "memory/host_gib", "eval_reward_mean": "eval/reward_mean",
-        "eval/gsm8k/pass@1": "eval/gsm8k/pass@1", "mismatch_k3": "mismatch/k3", "route_agreement": "train/route_agreement",
+        "eval/gsm8k/pass@1": "eval/gsm8k/pass@1", "mismatch_k3": "mismatch/k3",
+        "stale_mismatch_mean": "mismatch/stale_mean", "lag_max": "mismatch/lag_max", "correction_outside": "correction/outside",
+        "route_agreement": "train/route_agreement",
     }  # fmt: skip
     row = {**dict.fromkeys(names, 1.0), "step": 1, "timestamp": 2.0, "skipped": True, "fault": "x"}
     assert grouped(row) == dict.fromkeys(names.values(), 1.0)

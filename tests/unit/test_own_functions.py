@@ -21,6 +21,7 @@ from dovetail.recipe.algorithms import GRPO, SFT
 from dovetail.recipe.functions import FunctionSection, LossSection
 from dovetail.recipe.schema import make_recipe
 from dovetail.rl.advantages import whiten
+from dovetail.rl.correction import importance_weights
 from dovetail.rl.experience import own_advantages, with_advantages
 from dovetail.rl.losses import PolicyLoss, weight_fields
 from tests.tolerances import SUM_ORDER, assert_close
@@ -115,6 +116,8 @@ def test_values_and_gradients_are_those_of_trl(name: str, trl: Mapping[str, Any]
     batch = PackedBatch.pack([Sequence(range(1, n + 2), mask=[False] + [True] * n) for n in LENGTHS])
     fields = {name: x for name, x in numbers.items() if name not in ("logprob", "entropy")}
     batch = counted(batch).with_fields(**fields)
+    if correction := settings.pop("correction", None):
+        batch = batch.with_fields(rollout_weight=importance_weights(batch, **correction).token)
     batch = batch.with_fields(**weight_fields(batch, aggregation, LONGEST))
     logprob = numbers["logprob"].requires_grad_()
     result = PolicyLoss(**settings)(TokenStats(logprob, numbers["entropy"]), batch)

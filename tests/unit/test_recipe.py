@@ -102,7 +102,7 @@ def test_sections_are_frozen() -> None:
         ),
         (
             {"algorithm": {"name": "ppo", "x": 1}},
-            "kl_in, normalize_advantage, overlong_buffer, overlong_penalty, gamma, lam, value_clip, value_coef, critic_warmup)",
+            "correction, overlong_buffer, overlong_penalty, gamma, lam, value_clip, value_coef, critic_warmup)",
         ),
         (
             {"algorithm": {"name": "GSPO"}},

@@ -19,7 +19,7 @@ from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.algorithms import GRPO, PPO, RLOO
 from dovetail.recipe.schema import Recipe, make_recipe
 from dovetail.rewards.runner import RewardResult
-from dovetail.rl.experience import Sample, drop_equal_groups, mismatch, pack_samples, with_advantages
+from dovetail.rl.experience import Sample, drop_equal_groups, pack_samples, with_advantages
 from dovetail.rl.step_metrics import mean, sample_metrics
 from dovetail.rl.tasks import RLTask, inner_batches, step_rows, weighted
 from dovetail.rollout.base import Completion, SamplingParams
@@ -99,15 +99,6 @@ def test_rows_of_a_step_come_from_one_stream() -> None:
         seen.update(step_rows(RECIPE, 10, step))
     assert set(seen.values()) == {2} and len(seen) == 10
     assert step_rows(recipe_of(shuffle=False), 10, 2) == [8, 9, 0, 1]
-
-
-def test_what_the_sampler_drew_from_is_compared_with_the_policy() -> None:
-    """Schulman's k3 is of KL(sampler || policy): the tokens are the sampler's."""
-    batch = batch_of().with_fields(rollout_logprob=torch.full((len(batch_of()),), -1.0))
-    stats = TokenStats(torch.full((len(batch),), -1.5), torch.zeros(len(batch)))
-    found = mismatch(batch, stats, "replayed_")
-    expected = {"mean": 0.5, "p99": 0.5, "k3": math.exp(-0.5) - 1 + 0.5}
-    assert found == {f"replayed_mismatch_{name}": pytest.approx(x, rel=OP_FP32) for name, x in expected.items()}
 
 
 def report(flops: float) -> StepReport:
@@ -263,6 +254,12 @@ def dynamic(rewards: Mapping[int, list[float]], **algorithm: Any) -> tuple[RLTas
     return task, asked
 
 
+def rolled(task: RLTask, step: int) -> tuple[list[Sample], Mapping[str, Any]]:
+    found = task._rollout(step)
+    assert found is not None
+    return found
+
+
 EQUAL, UNEQUAL = [1.0, 1.0], [0.0, 1.0]
 
 
@@ -270,21 +267,29 @@ def test_more_prompts_are_sampled_until_a_step_is_full() -> None:
     """Rows of the steps after the last one, in groups of their own; those beyond a full step are left out."""
     rewards = {0: EQUAL, 1: UNEQUAL, 2: EQUAL, 3: EQUAL, 4: EQUAL, 5: EQUAL, 6: UNEQUAL, 7: UNEQUAL, 8: UNEQUAL}
     task, asked = dynamic(rewards, max_num_gen_batches=3)
-    kept, row = task._rollout(0)
+    kept, row = rolled(task, 0)
     assert asked == [[0, 1], [2, 3]]  # step 0 and step 3 of rows 0 to 8: rows 0, 1 and 6, 7
     assert [(s.prompt.id, s.group, s.completion.sample) for s in kept] == [(1, 1, 0), (1, 1, 1), (6, 2, 0), (6, 2, 1)]
     assert len(task.samples) == 8 and row["work"]["rollout"] == (4 * 11, 8) and row["reward_mean"] == 5 / 8
     task, asked = dynamic(dict.fromkeys(range(9), EQUAL), max_num_gen_batches=3)
-    kept, row = task._rollout(1)
+    kept, row = rolled(task, 1)
     assert kept == [] and len(asked) == 3 and row["equal_groups"] == 1.0
     task, asked = dynamic(rewards)
-    assert len(task._rollout(0)[0]) == 2 and len(asked) == 1
+    assert len(rolled(task, 0)[0]) == 2 and len(asked) == 1
+
+
+def test_a_stop_does_not_wait_for_more_prompts() -> None:
+    """All ranks ask once between two batches, and nothing has changed."""
+    asked_to_stop = mock.Mock(side_effect=[False, True])
+    task, asked = dynamic(dict.fromkeys(range(9), EQUAL), max_num_gen_batches=3)
+    assert task.step(0, asked_to_stop) is None and len(asked) == 2 and asked_to_stop.call_count == 2
+    assert task.samples == [] and task.unrewarded == 0
 
 
 def test_long_completions_are_punished_in_proportion() -> None:
     """Groups are still compared by what the reward said."""
     task, _ = dynamic({0: EQUAL, 1: UNEQUAL}, overlong_buffer=4, overlong_penalty=0.5)
-    kept, row = task._rollout(0)
+    kept, row = rolled(task, 0)
     assert [s.reward for s in kept] == [0.0, 1.0 - 0.5 * 3 / 4]  # 9 tokens of 10, of which 4 are the buffer
     assert [dict(s.rewards) for s in kept] == [{"reward": 0.0, "overlong": 0.0}, {"reward": 1.0, "overlong": -0.375}]
     assert row["reward/overlong"] == -0.1875 and row["reward_mean"] == 0.75 - 0.1875

@@ -1,6 +1,12 @@
-"""Values and gradients of TRL's GRPO losses on random numbers: its trainer's own `_compute_loss`. One JSON line."""
+"""Values and gradients of TRL's GRPO losses on random numbers: its trainer's own `_compute_loss`. One JSON line.
 
+Its weights for vLLM's log-probs are the lines of its `_generate_and_score_completions` that compute them.
+"""
+
+import inspect
 import json
+import math
+import textwrap
 from collections import defaultdict
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -16,6 +22,21 @@ from tests.unit.loss_numbers import LENGTHS, LONGEST, TRL_LOSSES, random_numbers
 def padded(columns: Tensor) -> Tensor:
     """[rows, LONGEST] of packed numbers."""
     return torch.nn.utils.rnn.pad_sequence(list(columns.split(LENGTHS)), batch_first=True)
+
+
+def weights_for_vllm(trainer: SimpleNamespace, old: Tensor, sampling: Tensor, mask: Tensor) -> Tensor:
+    source = textwrap.dedent(inspect.getsource(GRPOTrainer._generate_and_score_completions))
+    start = source.index("if self.use_vllm and self.vllm_importance_sampling_correction:\n            mask =")
+    lines = source[start:].splitlines()
+    inside = lines[1 : next(i for i, line in enumerate(lines) if "reference model" in line)]
+    names = {
+        "self": trainer, "old_per_token_logps": old, "sampling_per_token_logps": sampling, "completion_mask": mask,
+        "tool_mask": None, "torch": torch, "math": math,
+    }  # fmt: skip
+    exec(textwrap.dedent("\n".join(inside)), names)
+    weights = names["vllm_importance_sampling_ratio"]
+    assert isinstance(weights, Tensor)
+    return weights
 
 
 def value_and_gradient(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,7 +55,9 @@ def value_and_gradient(settings: Mapping[str, Any]) -> dict[str, Any]:
         _get_per_token_logps_and_entropies=lambda *_, **__: (logprob, padded(numbers["entropy"]), None),
         aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, args=args, accelerator=accelerator,
         importance_sampling_level=keys.get("importance_sampling_level", "token"), beta=keys["beta"],
-        loss_type=keys["loss_type"], epsilon_low=keys["epsilon"], epsilon_high=keys["epsilon_high"], use_vllm=False,
+        loss_type=keys["loss_type"], epsilon_low=keys["epsilon"], epsilon_high=keys["epsilon_high"], use_vllm="mode" in keys,
+        vllm_importance_sampling_correction=True, vllm_importance_sampling_mode=keys.get("mode"),
+        vllm_importance_sampling_clip_min=keys.get("clip_min"), vllm_importance_sampling_clip_max=keys.get("clip_max"),
         model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1, max_completion_length=LONGEST,
         _entropy_bonus_enabled=False, _metrics=defaultdict(lambda: defaultdict(list)),
     )  # fmt: skip
@@ -45,6 +68,9 @@ def value_and_gradient(settings: Mapping[str, Any]) -> dict[str, Any]:
         "advantages": numbers["advantage"][firsts], "old_per_token_logps": padded(numbers["old_logprob"]),
         "ref_per_token_logps": padded(numbers["reference_logprob"]), "num_items_in_batch": mask.sum(),
     }  # fmt: skip
+    if "mode" in keys:
+        sampling = padded(numbers["rollout_logprob"])
+        inputs["importance_sampling_ratio"] = weights_for_vllm(trainer, inputs["old_per_token_logps"], sampling, mask)
     loss = GRPOTrainer._compute_loss(trainer, None, inputs)
     (gradient,) = torch.autograd.grad(loss, logprob)
     return {"loss": float(loss.detach()), "gradient": gradient[mask.bool()].tolist()}

@@ -17,6 +17,7 @@ from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.errors import ConfigError
 from dovetail.recipe.algorithms import PPO, SFT, PolicyGradient
 from dovetail.recipe.functions import FunctionSection, LossSection, OwnFunction
+from dovetail.recipe.rollout import EMBEDDED
 from dovetail.recipe.schema import Recipe
 from dovetail.rl.experience import OwnAdvantage, own_advantages
 from dovetail.rl.losses import PolicyLoss, SFTLoss, weight_fields
@@ -44,10 +45,13 @@ def policy_loss(algorithm: PolicyGradient, folder: Path, given: Collection[str] 
 
 def fields_of(recipe: Recipe, algorithm: PolicyGradient) -> list[str]:
     """Fields of a step's batch before advantages."""
+    recomputed = algorithm.needs_old_logprobs or recipe.rollout.router_replay == "trainer"
     has = {
         "rollout_logprob": True,
         "temperature": recipe.rollout.temperature != 1.0,
-        "old_logprob": algorithm.needs_old_logprobs or recipe.rollout.router_replay == "trainer",
+        "old_logprob": recomputed or recipe.correction is not None,
+        "lag": recipe.rollout.backend not in EMBEDDED,
+        "rollout_weight": recipe.correction is not None and recipe.correction.old == "recomputed",
         "reference_logprob": algorithm.wants_reference or recipe.reference.path is not None,
         "old_value": isinstance(algorithm, PPO),
     }
@@ -134,6 +138,7 @@ def _trial(aggregation: Any, given: Collection[str]) -> PackedBatch:
     batch = PackedBatch.pack(rows)
     near = torch.linspace(-3, -1, len(batch)).flip(0)
     known = {"advantage": torch.linspace(-1, 1, len(batch)), "temperature": torch.ones(len(batch))}
+    known["rollout_weight"] = torch.linspace(0, 2, len(batch))
     batch = batch.with_fields(**{name: known.get(name, near) for name in given})
     batch = batch.with_fields(**weight_fields(batch, aggregation, float(max(LENGTHS))))
     return batch.compact(batch.mask.nonzero().flatten())

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, NonNegativeInt, model_validator
 
 from dovetail.bounds import MAX_FLOAT
+from dovetail.recipe.correction import CorrectionSection
 from dovetail.recipe.functions import LossSection, OwnFunction, PolicyTerm
 from dovetail.recipe.types import (
     Estimator,
@@ -52,6 +53,9 @@ class PolicyGradient(Algorithm):
     kl_estimator: Estimator = key("k3", "of the KL term; default: k1 in the reward, k3 in the loss")
     kl_in: Literal["reward", "loss"] = key("loss", "where the KL term is added")
     normalize_advantage: bool = key(False, "whiten advantages over all tokens of a step")
+    correction: CorrectionSection | None = key(
+        None, "importance weights; null: none for rollout.backend native and transformers, else those of the defaults"
+    )
     overlong_buffer: NonNegativeInt = key(0, "last tokens of rollout.max_new_tokens that are punished (DAPO); 0: none")
     overlong_penalty: PositiveFloat = key(
         1.0, "taken from the reward of the longest completion, less from shorter ones"

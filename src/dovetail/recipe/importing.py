@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from dovetail.errors import ConfigError, quoted
 from dovetail.recipe.conversions import CONVERSIONS
 from dovetail.recipe.draft import Draft
+from dovetail.recipe.importing_correction import put_correction
 from dovetail.recipe.keys import leaf_of
 from dovetail.recipe.names import Meaning, Table, read_tables
 from dovetail.recipe.schema import Recipe, known_keys
@@ -37,6 +38,7 @@ def import_config(path: Path, project: str = "") -> Draft:
     older = {table.current(key): value for key, value in given.items()}
     draft = Draft(table, kind, known_keys(), older | {key: given[key] for key in older.keys() & given.keys()})
     CONVERSIONS[table.title](draft)
+    put_correction(draft)
     _copy(draft)
     _require(draft, path)
     _drop_impossible(draft)

@@ -12,6 +12,8 @@ from dovetail.recipe.types import (
     key,
 )
 
+EMBEDDED = ("native", "transformers")
+
 
 class RolloutSection(Section):
     """How completions are sampled."""

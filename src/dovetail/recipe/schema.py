@@ -13,6 +13,7 @@ from dovetail.bounds import MAX_TOKENS
 from dovetail.errors import ConfigError
 from dovetail.launch.progress import Phase
 from dovetail.recipe.algorithms import GRPO, RLOO, SFT, AnyRL, PolicyGradient, ReinforcePlusPlus
+from dovetail.recipe.correction import CorrectionSection, check_correction
 from dovetail.recipe.data import DataSection
 from dovetail.recipe.evaluation import EvalSection, EvalSetSection
 from dovetail.recipe.keys import RENAMED, Key, explain, keys_of, nearest, rename_keys, renamed_note
@@ -20,7 +21,7 @@ from dovetail.recipe.names import all_meanings
 from dovetail.recipe.optim import OptimSection
 from dovetail.recipe.preferences import KTO, AnyPreference
 from dovetail.recipe.reward import Rewards, RewardSection
-from dovetail.recipe.rollout import RolloutSection
+from dovetail.recipe.rollout import EMBEDDED, RolloutSection
 from dovetail.recipe.tracking import Loggers, ProfileSection
 from dovetail.recipe.types import (
     Dtype,
@@ -175,6 +176,8 @@ class Recipe(Section):
                 f"rollout.router_replay is rollout, but rollout.backend={self.rollout.backend} returns no routes; "
                 "set rollout.backend=native, or rollout.router_replay=trainer"
             )
+        if self.correction is not None:
+            check_correction(self.correction, self.rollout)
         return self
 
     @model_validator(mode="after")
@@ -184,6 +187,15 @@ class Recipe(Section):
                 f"trainer.profile.steps has {late[0]}, but trainer.steps is {self.trainer.steps}; give steps of the run"
             )
         return self
+
+    @property
+    def correction(self) -> CorrectionSection | None:
+        """`algorithm.correction` with its default for the backend; None where nothing is corrected."""
+        if not isinstance(self.algorithm, PolicyGradient):
+            return None
+        remote = self.rollout.backend not in EMBEDDED
+        found = self.algorithm.correction or (CorrectionSection() if remote else None)
+        return None if found is None or (found.ratio == "none" and found.old == "recomputed") else found
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from dovetail.batch.balancing import split_units
-from dovetail.batch.loss import TokenStats
 from dovetail.batch.packed import PackedBatch, Sequence
 from dovetail.data.examples import Prompt
 from dovetail.engine.base import Engine
 from dovetail.errors import DataError
 from dovetail.kernels.reference import widened
 from dovetail.rl.advantages import gae, group_relative, leave_one_out, terminal_rewards, whiten
+from dovetail.rl.correction import mismatch
 from dovetail.rl.losses import kl_estimate
 from dovetail.rollout.base import Completion
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:  # pydantic is not needed to compute advantages
 
 OwnAdvantage = Callable[[Tensor, Tensor, PackedBatch], Any]  # rewards [S] and groups [S] of responses
 Replay = Literal["none", "trainer", "rollout"]
-P99 = 0.99
-QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
 
 
 @dataclass(frozen=True)
@@ -59,20 +57,40 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "token_ids": list(completion.ids),
         "log_probs": list(completion.log_probs),
         "routing": completion.routing,
+        **({"versions": [list(span) for span in completion.versions]} if completion.versions else {}),
     }
 
 
-def pack_samples(samples: Seq[Sample], temperature: float) -> PackedBatch:
-    """In order, with the mask on completions and field `rollout_logprob`, at `temperature` (greedy: at 1)."""
+def pack_samples(samples: Seq[Sample], temperature: float, version: int | None = None) -> PackedBatch:
+    """In order, with the mask on completions and field `rollout_logprob`, at `temperature` (greedy: at 1).
+
+    version: of the policy to be updated, for the field `lag`, there if completions name versions; None: the newest of these.
+    """
+    named = [own for sample in samples for own, _, _ in sample.completion.versions]
+    newest = max(named, default=0) if version is None else version
     shared: Mapping[str, float] = {} if temperature in (0.0, 1.0) else {"temperature": temperature}
     rows = []
     for sample in samples:
         prompt, response = sample.prompt.ids, sample.completion
         log_probs: Seq[float] = [0.0] * len(prompt) + list(response.log_probs)
         fields: Mapping[str, float | Seq[float]] = {**shared, "rollout_logprob": log_probs}
+        if named:
+            fields = {**fields, "lag": [0.0] * len(prompt) + lags(response, newest)}
         mask = [False] * len(prompt) + [True] * len(response.ids)
         rows.append(Sequence([*prompt, *response.ids], mask, fields, sample.prompt.media, response.routing))
     return PackedBatch.pack(rows)
+
+
+def lags(completion: Completion, version: int) -> list[float]:
+    """Of each id: `version` minus its own; 0 where none is named."""
+    found = [0.0] * len(completion.ids)
+    for own, start, end in completion.versions:
+        if not (0 <= start <= end <= len(found) and own <= version):
+            raise DataError(
+                f"versions {completion.versions} are not those of {len(found)} tokens up to version {version}"
+            )
+        found[start:end] = [float(version - own)] * (end - start)
+    return found
 
 
 def equal_groups(samples: Seq[Sample]) -> dict[int, bool]:
@@ -183,24 +201,10 @@ def mismatch_metrics(policy: Engine, batch: PackedBatch, replay: Replay) -> dict
     """Along the policy's own routes, and for `rollout` along the sampler's."""
     metrics: dict[str, float] = {}
     if batch.routing is None:
-        metrics |= mismatch(batch, policy.score(batch), "")
+        metrics |= mismatch(batch, policy.score(batch).logprob)
     else:
         stats, own = policy.score_and_trace(batch.with_routing(None))
-        metrics |= {**mismatch(batch, stats, ""), "route_agreement": own.agreement(batch.routing)}
+        metrics |= {**mismatch(batch, stats.logprob), "route_agreement": own.agreement(batch.routing)}
     if replay == "rollout":
-        metrics |= mismatch(batch, policy.score(batch), "replayed_")
+        metrics |= mismatch(batch, policy.score(batch).logprob, "replayed_")
     return metrics
-
-
-def mismatch(batch: PackedBatch, stats: TokenStats, prefix: str) -> dict[str, float]:
-    """|log-prob difference|: mean and 99th percentile; k3 of KL(sampler || policy)."""
-    sampled, scored = batch.fields["rollout_logprob"][batch.mask], stats.logprob[batch.mask]
-    if not len(scored):
-        return {}
-    distance = (scored - sampled).abs()
-    metrics: dict[str, Tensor] = {
-        "mean": distance.mean(),
-        "p99": distance.quantile(P99) if len(distance) < QUANTILE_LIMIT else distance.max(),
-        "k3": kl_estimate(sampled, scored, "k3").mean(),
-    }
-    return {f"{prefix}mismatch_{name}": float(value) for name, value in metrics.items()}

@@ -62,8 +62,9 @@ class SFTLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """A policy-gradient term with KL penalty and entropy bonus: l = term + kl_coef KL(policy, reference) - entropy_coef H.
+    """A policy-gradient term with KL penalty and entropy bonus: l = w term + kl_coef KL(policy, reference) - entropy_coef H.
 
+    w is `fields["rollout_weight"]`, if it is there (`rl/correction.py`), else 1.
     A is `fields["advantage"]`, r = p / p_old by `fields["old_logprob"]` (1 without it), sg stops gradients.
         ppo     max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)): Schulman et al. 2017, eq. 7; unequal clips: DAPO (Yu et
                 al. 2025, eq. 10). `dual_clip` c bounds it by -A c where A < 0 (Ye et al. 2020, eq. 5).
@@ -109,6 +110,8 @@ class PolicyLoss:
             loss, metrics = token_losses(self.own, stats, batch)
         else:
             loss, metrics = self._term(logprob, batch)
+        if "rollout_weight" in batch.fields:
+            loss = batch.fields["rollout_weight"] * loss
         metrics["entropy_mean"] = _metric(stats.entropy)
         if "reference_logprob" in batch.fields:
             divergence = kl_estimate(logprob, batch.fields["reference_logprob"], self.kl_estimator)

@@ -13,6 +13,7 @@ from dovetail.data.rows import batch_rows, mixed_rows
 from dovetail.engine.base import Engine
 from dovetail.errors import DataError
 from dovetail.launch.progress import Phase, Progress
+from dovetail.rl.correction import importance_weights, lag_metrics, mismatch
 from dovetail.rl.evaluation import SOLVED_REWARD, EvalSet, with_rewards
 from dovetail.rl.experience import (
     OwnAdvantage,
@@ -160,7 +161,9 @@ class RLTask:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        return cast("AnyRL", self.recipe.algorithm).needs_old_logprobs
+        correction = self.recipe.correction
+        own = cast("AnyRL", self.recipe.algorithm).needs_old_logprobs
+        return own if correction is None else correction.old == "recomputed"
 
     def sample_rows(self) -> list[dict[str, Any]]:
         return [sample_row(sample) for sample in self.samples]
@@ -168,26 +171,25 @@ class RLTask:
     def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
         self.progress.phase("push", step + 1)
         self.sampler.refill(self.policy.weights(self.sampler.dtype))
-        samples, row = self._rollout(step)
+        if (found := self._rollout(step, stopping)) is None:
+            return None
+        samples, row = found
         if not samples:  # all groups have equal rewards, or the reward dropped every sample
             return {**row, **EMPTY_UPDATE}
         self.progress.phase("wait")
         if stopping():
             return None
         self.progress.phase("score")
-        rollout, mismatch = self.recipe.rollout, {}
-        if rollout.mismatch_metrics:
-            packed = pack_samples(samples, rollout.temperature)
-            mismatch = mismatch_metrics(self.policy, packed, rollout.router_replay)
-        batch = self._prepare(samples)
+        batch, distances = self._prepare(samples)
         self.progress.phase("wait")
         if stopping():
             return None
         work = row.pop("work") | self._work(batch)
-        return {**row, **EMPTY_UPDATE, **self._update(batch, step), **mismatch, "work": work}
+        update = self._update(batch, step) if batch.num_sequences else {}
+        return {**row, **EMPTY_UPDATE, **update, **distances, "work": work}
 
-    def _rollout(self, step: int) -> tuple[list[Sample], Row]:
-        """Samples to train on, and metrics of all.
+    def _rollout(self, step: int, stopping: Callable[[], bool] = never) -> tuple[list[Sample], Row] | None:
+        """Samples to train on, and metrics of all; None if `stopping()` between two batches.
 
         DAPO's resampling takes the rows of the steps after the run's last one, so that a resumed run samples the same.
         """
@@ -196,6 +198,10 @@ class RLTask:
         drops = algorithm.name == "grpo" and algorithm.drop_zero_std_groups
         drawn, kept, failed, rewarded = list[Sample](), list[Sample](), dict[str, Any](), False
         for batch in range(algorithm.max_num_gen_batches if algorithm.name == "grpo" and drops else 1):
+            if batch:
+                self.progress.phase("wait")
+                if stopping():
+                    return None
             rows = step_rows(recipe, len(self.prompts), step + batch * recipe.trainer.steps, self.first_row, self.parts)
             prompts = [self.prompts[i] for i in rows]
             params = replace(self.sampling, step=step)
@@ -224,6 +230,8 @@ class RLTask:
     def _work(self, batch: PackedBatch) -> Work:
         tokens, samples, epochs = len(batch), batch.num_sequences, self.recipe.algorithm.epochs
         scored = {"old_logprob", "reference_logprob", "old_value"} & set(batch.fields)
+        if not self.needs_old_logprobs and self.recipe.rollout.router_replay != "trainer":
+            scored -= {"old_logprob"}
         score = {"score": (tokens * len(scored), samples * len(scored))} if scored else {}
         return {**score, "update": (tokens * epochs, samples * epochs)}
 
@@ -299,15 +307,31 @@ class RLTask:
                 f"trained: {self.rewards.name} returned None for all of them, which drops a sample; return a number"
             )
 
-    def _prepare(self, samples: Seq[Sample]) -> PackedBatch:
+    def _prepare(self, samples: Seq[Sample]) -> tuple[PackedBatch, Row]:
+        """The batch to train on, and metrics of the sampler's distance from the policy."""
         algorithm, rollout = cast("AnyRL", self.recipe.algorithm), self.recipe.rollout
+        correction, dropped = self.recipe.correction, frozenset[int]()
         batch = pack_samples(samples, rollout.temperature)
+        metrics: Row = lag_metrics(batch)
+        if rollout.mismatch_metrics:
+            metrics |= mismatch_metrics(self.policy, batch, rollout.router_replay)
         if self.needs_old_logprobs or rollout.router_replay == "trainer":
             batch = score_old(self.policy, batch, rollout.router_replay)
         else:
             batch = routed(batch, rollout.router_replay)
+        if correction is not None and correction.old == "sampler":
+            batch = batch.with_fields(old_logprob=batch.fields["rollout_logprob"])
+        elif correction is not None:
+            assert correction.ratio != "none"
+            weights, dropped, shares = importance_weights(
+                batch, ratio=correction.ratio, bounds=correction.bounds, outside=correction.outside
+            )
+            metrics = mismatch(batch, batch.fields["old_logprob"]) | metrics | shares
+            batch = batch.with_fields(rollout_weight=weights)
         if self.reference is not None:
             batch = batch.with_fields(reference_logprob=self.reference.score(batch.with_routing(None)).logprob)
         if self.critic is not None:
             batch = batch.with_fields(old_value=self.critic.values(batch.with_routing(None)))
-        return weighted(with_advantages(batch, samples, algorithm, self.advantage), self.recipe)
+        batch = with_advantages(batch, samples, algorithm, self.advantage)  # compared with those that are left out, too
+        kept = [i for i in range(batch.num_sequences) if i not in dropped]
+        return weighted(batch.select(kept) if dropped else batch, self.recipe), metrics

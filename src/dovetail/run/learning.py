@@ -14,6 +14,7 @@ EQUAL_STEPS = 3  # in a row
 LOW_ENTROPY = 0.2  # of the start
 TRUNCATED, CLIPPED = 0.5, 0.3  # shares
 RISEN, LEAST_KL, LEAST_MISMATCH = 5.0, 0.1, 0.01  # times the start, and at least
+LARGE_GAP = 0.05  # nats a token, of the same weights: bfloat16 alone makes about a fifth
 EQUAL = (
     "take prompts that the model solves sometimes (data.train), raise rollout.samples_per_prompt or rollout.temperature, "
     "or give rewards in between (reward)"
@@ -31,6 +32,7 @@ class LearningNotes:
             "entropy": self._entropy,
             "length": self._truncated,
             "kl": self._kl,
+            "gap": self._gap,
             "mismatch": self._mismatch,
             "clip": self._clipped,
         }
@@ -70,6 +72,13 @@ class LearningNotes:
         if not now > max(LEAST_KL, RISEN * start):
             return ""
         return f"KL rose from {start:.3g} to {now:.3g}: lower optim.lr, or raise algorithm.kl_coef"
+
+    def _gap(self, row: Mapping[str, Any]) -> str:
+        gap = row.get("mismatch_mean", 0.0)
+        if not gap > LARGE_GAP:
+            return ""
+        causes = "a stale prefix cache, log-probs at another temperature, weights that did not arrive, or another model"
+        return f"sampler and policy differ by {gap:.3g} nats a token (mean) with the same weights: look for {causes}"
 
     def _mismatch(self, row: Mapping[str, Any]) -> str:
         now, start = self._against_start(row, "mismatch_k3")

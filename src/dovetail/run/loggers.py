@@ -28,7 +28,8 @@ GROUPS: Seq[tuple[str, str]] = (  # the start of a metric's name, and what track
     ("reward/", "reward/"), ("reward_", "reward/"), ("equal_groups", "reward/equal_groups"),
     ("response_length_", "response_length/"), ("truncated_fraction", "response_length/truncated_fraction"),
     ("stop_fraction", "response_length/stop_fraction"), ("prompt_length_", "prompt_length/"),
-    ("mismatch_", "mismatch/"), ("replayed_mismatch_", "mismatch/replayed_"), ("critic_", "critic/"), ("", "train/"),
+    ("mismatch_", "mismatch/"), ("replayed_mismatch_", "mismatch/replayed_"), ("stale_mismatch_", "mismatch/stale_"),
+    ("lag_", "mismatch/lag_"), ("correction_", "correction/"), ("critic_", "critic/"), ("", "train/"),
 )  # fmt: skip
 
 Log = tuple[Callable[[int, Mapping[str, float], Seq[Row]], None], Callable[[], None]]  # step, row, samples; the end
