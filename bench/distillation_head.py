@@ -1,9 +1,10 @@
 """Speed of distillation in the head on one GPU: python -m bench.distillation_head [--tokens 8192] [--peers ceiling Liger]
 
 A student of 7B and a teacher of 32B by default: divergence, dX and dW. Ours against a ceiling (the four matrix products by
-cuBLAS in bfloat16 and nothing else), torch.compile over chunks, and Liger's fused losses where installed, each pair interleaved
-in one process. Before a pair half of the free memory is filled with NaN. Memory: beyond inputs, dX and one float32 dW; `allowed`: 1.25 x
-that of the plain training head, plus a chunk of the teacher's logits. Errors: of dX, against float64 on some rows.
+cuBLAS in bfloat16 and nothing else), torch.compile over chunks, and Liger's fused losses where installed, each pair
+interleaved in one process. Before a pair half of the free memory is filled with NaN. Memory: beyond inputs, dX and one
+float32 dW; allowed: 1.25 x that of the plain training head, plus a chunk of the teacher's logits. Errors: of dX, against
+float64 on some rows.
 """
 
 import argparse
