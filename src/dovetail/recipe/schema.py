@@ -14,6 +14,7 @@ from dovetail.errors import ConfigError
 from dovetail.launch.progress import Phase
 from dovetail.recipe.algorithms import GRPO, RLOO, SFT, AnyRL, PolicyGradient, ReinforcePlusPlus
 from dovetail.recipe.data import DataSection
+from dovetail.recipe.distillation import Distillation, TeacherSection
 from dovetail.recipe.evaluation import EvalSection, EvalSetSection
 from dovetail.recipe.keys import RENAMED, Key, explain, keys_of, nearest, rename_keys, renamed_note
 from dovetail.recipe.names import all_meanings
@@ -103,7 +104,7 @@ class TrainerSection(Section):
     mlp_tile_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = key(0, "tokens of an MLP at a time; 0: all")
 
 
-AnyAlgorithm = SFT | AnyRL | AnyPreference
+AnyAlgorithm = SFT | AnyRL | AnyPreference | Distillation
 
 
 class Recipe(Section):
@@ -113,6 +114,7 @@ class Recipe(Section):
     layout: LayoutSection = LayoutSection()
     critic: CriticSection = CriticSection()
     reference: ReferenceSection = ReferenceSection()
+    teacher: TeacherSection = TeacherSection()
     algorithm: Annotated[AnyAlgorithm, Field(discriminator="name")] = GRPO()
     data: DataSection
     rollout: RolloutSection = RolloutSection()
@@ -165,6 +167,10 @@ class Recipe(Section):
                         f"eval.sets: the set {each.name} has samples, temperature or metrics, but algorithm "
                         f"{self.algorithm.name} samples nothing; it evaluates the loss of a set's rows, so leave these keys out"
                     )
+        if isinstance(self.algorithm, Distillation) and self.teacher.path is None:
+            raise ValueError(
+                "teacher.path is missing: distillation learns from a teacher; give its directory or hub name"
+            )
         if self.rollout.router_replay == "rollout" and self.rollout.backend != "native":
             raise ValueError(
                 f"rollout.router_replay is rollout, but rollout.backend={self.rollout.backend} returns no routes; "
