@@ -25,7 +25,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """With a teacher that another run has taught the sums, of another width than the student."""
     folder = write_inputs(tmp_path_factory.mktemp("inputs"))
     with one_rank():
-        play(sft(folder, folder / "taught", trainer={"steps": 40}))
+        play(sft(folder, folder / "taught", trainer={"steps": 24}))
         yield folder
 
 
@@ -59,7 +59,7 @@ def test_a_student_nears_its_teacher(inputs: Path, tmp_path: Path, rows: str, al
     names = {"sampled_reverse_kl", "entropy_mean", "response_length_mean"}
     names |= {"divergence", "teacher_entropy_mean"} if "sampled" not in str(algorithm) else {"ratio_mean"}
     assert all(names <= row.keys() for row in done.rows)
-    assert [bool(ids) for ids in done.ids] == [row["on_policy"] == 1 for row in done.rows]
+    assert sum(bool(ids) for ids in done.ids) == sum(row["on_policy"] for row in done.rows)
 
 
 def test_the_example(inputs: Path, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_prompts_of_rows() -> None:
     assert prompt_of(3, dt.Sequence([5, 6])).ids == (5,)
 
 
-def test_a_teacher_with_fewer_tokens_is_refused(inputs: Path, tmp_path: Path) -> None:
+def test_a_teacher_with_fewer_tokens_is_refused(inputs: Path) -> None:
     small = dt.from_pretrained(inputs / MODEL, device="cpu", dtype=torch.float64)
     large = dt.from_pretrained(inputs / MODEL, device="cpu", dtype=torch.float64)
     large.model.spec = replace(large.model.spec, vocab_size=1 << 20)
