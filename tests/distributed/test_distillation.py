@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 import dovetail as dt
 from dovetail.engine.teacher import Teacher, evaluate, hidden_states
 from dovetail.rl.distillation import DistillationLoss
 from dovetail.rl.losses import weight_fields
 from tests.harness import run
-from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny_configs
+from tests.parity.configs import VOCAB, moe_configs, save_tiny, tiny, tiny_configs
 from tests.tolerances import SUM_ORDER, assert_close
 
 LENGTHS = (9, 4, 13, 7, 2, 11)
@@ -62,9 +63,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, config in {**tiny_configs(), **moe_configs()}.items():
         if name in FAMILIES.values():
             save_tiny(config, folder / name)
-    teacher = tiny_configs()["qwen3"]
-    teacher.vocab_size, teacher.hidden_size, teacher.num_hidden_layers = VOCAB + 7, 80, 3
-    save_tiny(teacher, folder / "teacher")
+    save_tiny(
+        tiny(Qwen3Config, head_dim=16, vocab_size=VOCAB + 7, hidden_size=80, num_hidden_layers=3), folder / "teacher"
+    )
     return folder
 
 

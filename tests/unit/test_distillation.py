@@ -44,7 +44,7 @@ def recipe_of(inputs: Path, run_dir: Path, rows: str = SFT_ROWS, **algorithm: An
     ("rows", "algorithm"),
     [
         (SFT_ROWS, {"divergence": "forward_kl", "lmbda": 0.0}),
-        (SFT_ROWS, {"lmbda": 0.5, "beta": 0.3, "top_k": 4, "temperature": 1.5, "num_mini_batches": 2}),
+        (SFT_ROWS, {"lmbda": 0.5, "beta": 0.3, "loss_top_k": 4, "temperature": 1.5, "num_mini_batches": 2}),
         (RL_ROWS, {"divergence": "reverse_kl", "lmbda": 1.0}),
         (RL_ROWS, {"divergence": "sampled_reverse_kl"}),
     ],
@@ -86,7 +86,7 @@ def test_a_teacher_with_fewer_tokens_is_refused(inputs: Path) -> None:
     [
         ({"divergence": "forward_kl", "beta": 0.1}, "beta has no meaning for the divergence forward_kl"),
         ({"divergence": "sampled_reverse_kl", "lmbda": 0.5}, "learns from the student's own samples"),
-        ({"divergence": "sampled_reverse_kl", "top_k": 5}, "top_k and temperature have no meaning"),
+        ({"divergence": "sampled_reverse_kl", "loss_top_k": 5}, "loss_top_k and temperature have no meaning"),
         ({"lmbda": 1.5}, "lmbda"),
     ],
 )

@@ -40,7 +40,7 @@ LAYOUTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "rollout.layout": ("task.sampler.asked", {**LAYOUT, "pp_split": (3, 2, 2, 1)}),
 }
 OWNERS: Mapping[str, str] = {"teacher.layout": "distillation"}
-GKD: Mapping[str, Any] = {"beta": 0.25, "lmbda": 0.75, "top_k": 7, "add_tail": False, "temperature": 1.5}
+GKD: Mapping[str, Any] = {"beta": 0.25, "lmbda": 0.75, "loss_top_k": 7, "loss_add_tail": False, "temperature": 1.5}
 TABLE = (
     *(
         Leaf(f"{section}.{name}", value, part(f"{path}.{name}"), algorithm=OWNERS.get(section, "ppo"))

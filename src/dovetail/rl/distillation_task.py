@@ -66,7 +66,7 @@ class DistillationTask:
             self.progress.phase("wait")
             if stopping():
                 return None
-        batch = self._packed(rows)
+        batch = self._packed(self.samples or rows)
         self.progress.phase("score", step + 1)
         taught, loss = self._taught(batch)
         self.progress.phase("update", step + 1)
@@ -87,11 +87,12 @@ class DistillationTask:
             if not rows:
                 continue
             self.progress.phase("eval", step)
+            given: Rows | list[Sample] = rows
             if self.algorithm.lmbda == 1:
                 seed = zlib.crc32(f"{self.sampling.seed}/eval/{name}".encode())
-                self.samples = self._sampled(rows, replace(self.sampling, samples=1, seed=seed), "eval")
-            report = evaluate(self.policy, *self._taught(self._packed(rows)))
-            self.samples, prefix = [], f"eval/{name}/" if name else "eval_"
+                given = self._sampled(rows, replace(self.sampling, samples=1, seed=seed), "eval")
+            report = evaluate(self.policy, *self._taught(self._packed(given)))
+            prefix = f"eval/{name}/" if name else "eval_"
             row |= {f"{prefix}{metric}": value for metric, value in {"loss": report.loss, **report.metrics}.items()}
         return row
 
@@ -107,12 +108,11 @@ class DistillationTask:
         completions = self.sampler.sample(asked, params)
         return [Sample(prompts[c.row], c.row, c, self.decode(c.ids), 0.0) for c in completions]
 
-    def _packed(self, rows: Rows) -> PackedBatch:
-        """The step's samples, or the rows."""
+    def _packed(self, rows: Rows | list[Sample]) -> PackedBatch:
         sampled_kl = self.algorithm.divergence == "sampled_reverse_kl"
         heat = self.recipe.rollout.temperature if sampled_kl else self.algorithm.temperature
-        if self.samples:
-            return weighted(pack_samples(self.samples, heat), self.recipe)
+        if isinstance(rows[0], Sample):
+            return weighted(pack_samples(cast("list[Sample]", rows), heat), self.recipe)
         batch = PackedBatch.pack(cast("Seq[Sequence]", rows))
         if heat != 1:
             batch = batch.with_fields(temperature=torch.full((len(batch),), heat))
@@ -122,8 +122,9 @@ class DistillationTask:
         algorithm = self.algorithm
         if isinstance(self.teacher, Teacher):
             batch, states = self.teacher.read(batch)
-            keys: dict[str, Any] = {name: vars(algorithm)[name] for name in ("divergence", "beta", "top_k")}
-            return batch, DistillationLoss(teacher=states, **keys, tail=algorithm.add_tail)
+            keys: dict[str, Any] = {name: vars(algorithm)[name] for name in ("divergence", "beta")}
+            keys |= {"top_k": algorithm.loss_top_k, "tail": algorithm.loss_add_tail}
+            return batch, DistillationLoss(teacher=states, **keys)
         if algorithm.epochs * algorithm.num_mini_batches > 1:
             batch = score_old(self.policy, batch, "none")
         scored = self.teacher.score(batch.with_routing(None)).logprob
