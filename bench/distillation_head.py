@@ -10,6 +10,7 @@ float64 on some rows.
 import argparse
 import importlib
 import importlib.util
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -163,7 +164,8 @@ def peers(work: Work, top_k: int) -> Iterator[tuple[str, Callable[[], Gradients]
     if 0 < work.beta < 1:
         chunked: Any = importlib.import_module("liger_kernel.chunked_loss")
         part = chunked.LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=work.beta)
-        yield "Liger chunked JSD", lambda: work.gradients(part(*given, work.batch.targets, None, None) * len(work.x))
+        biases = [None] * (len(inspect.signature(part.forward).parameters) - 5)  # not in every release
+        yield "Liger chunked JSD", lambda: work.gradients(part(*given, work.batch.targets, *biases) * len(work.x))
 
 
 def poisoned(run: Callable[[], Any], on: torch.device, share: float = 0.5) -> Callable[[], Any]:
