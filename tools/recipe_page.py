@@ -62,6 +62,14 @@ TITLES: Mapping[str, tuple[str, str]] = {
     ),
     "ppo": ("PPO", "with a critic (section `critic`); the first `critic_warmup` steps train it alone"),
     "sft": ("SFT", "rows with a completion, or with messages; sections `rollout` and `reward` are not used"),
+    "gkd": (
+        "GKD",
+        "half of the steps on the student's own samples; needs `teacher.path` ([distillation.md](distillation.md))",
+    ),
+    "on_policy_distillation": (
+        "on-policy distillation",
+        "a policy gradient with the teacher's log-probs; needs `teacher.path`",
+    ),
 }
 AFTER_ALGORITHMS = """
 Clips and ratios act where a step makes several updates, that is where `epochs` times `num_mini_batches` is more than 1: at

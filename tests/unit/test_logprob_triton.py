@@ -38,4 +38,5 @@ def interpreted(module: str) -> dict[str, dict[str, float]]:
 def test_row_kernels_compile_for_hopper() -> None:
     """Without a GPU: the interpreter takes Python that the compiler refuses."""
     found = json.loads(output_of(template, "tests.unit.head_compiled"))
-    assert set(found) == {"_row_stats", "_row_grad", "_combine"} and all(found.values())
+    pairs = {f"{name}{kind}" for name in ("_pair_sums", "_pair_grad") for kind in ("", 1, 2)}
+    assert set(found) == {"_row_stats", "_row_grad", "_combine", *pairs} and all(found.values())

@@ -30,7 +30,7 @@ def test_the_tables_of_names_are_what_the_code_says(project: str) -> None:
 def test_every_algorithm_is_a_recipe(variant: str) -> None:
     """Whose keys its algorithm takes."""
     keys: dict[str, Any] = dict(VARIANTS[variant])
-    algorithm = make_recipe({**SMALLEST, "algorithm": keys}).algorithm
+    algorithm = make_recipe({**SMALLEST, "teacher": {"path": "T"}, "algorithm": keys}).algorithm
     written = algorithm.model_dump(mode="json", by_alias=True)
     assert {key: written[key]["name"] if key == "loss" else written[key] for key in keys} == keys
     assert isinstance(algorithm, SFT) == (variant == "sft")

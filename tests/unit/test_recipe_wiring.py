@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
-from dovetail.factory import job, parts, rewards, tokenizer
+from dovetail.factory import distillation, job, parts, rewards, tokenizer
 from dovetail.factory.job import Builder, Job
 from dovetail.factory.sampler import backend_layout
 from dovetail.parallel.layout import Layout
@@ -28,6 +28,7 @@ from dovetail.run.directory import RunDirectory
 from examples.quickstart.scratch import character_tokenizer
 from tests.unit.wired_keys import RANKS, TABLE
 from tests.unit.wiring import (
+    DISTILLED,
     LAYOUT,
     PAIRED,
     PAIRS,
@@ -50,6 +51,7 @@ ALGORITHMS = (
     "rloo-model",
     "rloo-server",
     *PAIRED,
+    *DISTILLED,
 )  # a reward of a kind each
 
 
@@ -142,6 +144,8 @@ def jobs(folder: Path) -> Iterator[dict[str, Job]]:
         for module in (job, parts):
             made = {name: made for name, made in stand_ins.items() if name in vars(module)}
             stack.enter_context(mock.patch.multiple(module, **made))
+        teacher = SimpleNamespace(of=lambda engine, _: SimpleNamespace(engine=engine))
+        stack.enter_context(mock.patch.object(distillation, "Teacher", teacher))
         stack.enter_context(mock.patch.object(rewards, "RewardRunner", reward_runner))
         stack.enter_context(mock.patch.object(RunDirectory, "check_space"))
         found = {}

@@ -36,15 +36,25 @@ LAYOUTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "layout": ("task.policy.mesh.layout", LAYOUT),
     "critic.layout": ("task.critic.mesh.layout", {**LAYOUT, "pp_split": (1, 1, 3, 3)}),
     "reference.layout": ("task.reference.mesh.layout", {**LAYOUT, "pp_split": (2, 1, 2, 3)}),
+    "teacher.layout": ("task.teacher.engine.mesh.layout", {**LAYOUT, "pp_split": (2, 2, 3, 1)}),
     "rollout.layout": ("task.sampler.asked", {**LAYOUT, "pp_split": (3, 2, 2, 1)}),
 }
+OWNERS: Mapping[str, str] = {"teacher.layout": "distillation"}
+GKD: Mapping[str, Any] = {"beta": 0.25, "lmbda": 0.75, "loss_top_k": 7, "loss_add_tail": False, "temperature": 1.5}
 TABLE = (
     *(
-        Leaf(f"{section}.{name}", value, part(f"{path}.{name}"))
+        Leaf(f"{section}.{name}", value, part(f"{path}.{name}"), algorithm=OWNERS.get(section, "ppo"))
         for section, (path, values) in LAYOUTS.items()
         for name, value in values.items()
     ),
-    *(Leaf(f"{section}.copy_engines", False, noted(f"{section}.copy_engines"), True) for section in LAYOUTS),
+    *(Leaf(f"{s}.copy_engines", False, noted(f"{s}.copy_engines"), True, OWNERS.get(s, "ppo")) for s in LAYOUTS),
+    Leaf("teacher.path", "FOLDER/critic", lambda job: str(job.task.teacher.engine.source.path), algorithm="distillation"),
+    Leaf("teacher.path", "FOLDER/critic", lambda job: str(job.task.teacher.source.path), algorithm="distillation-sampled"),
+    Leaf("algorithm.name", "distillation", lambda job: type(job.task).__name__, "DistillationTask", "distillation"),
+    *(Leaf(f"algorithm.{k}", v, part(f"task.algorithm.{k}"), algorithm="distillation") for k, v in GKD.items()),
+    Leaf("algorithm.divergence", "sampled_reverse_kl", part("task.algorithm.lmbda"), 1.0, "distillation-sampled"),
+    Leaf("rollout.max_new_tokens", 9, part("task.sampling.max_new_tokens"), algorithm="distillation"),
+    Leaf("data.max_length", 9, lambda job: max(len(row.ids) for row in job.task.rows) <= 9, True, "distillation"),
     Leaf("model.path", "FOLDER/policy", lambda job: str(job.task.policy.source.path)),
     Leaf("model.engine", "transformers", lambda job: type(job.task.policy.source.spec).__name__, "TransformersSpec", "rloo"),
     Leaf("model.dtype", "bfloat16", lambda job: [part(f"task.{name}.dtype")(job) for name in MODELS], [torch.bfloat16] * 4),

@@ -12,6 +12,7 @@ LAYOUT = {
 }  # fmt: skip
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "completion": str(2 * n)} for n in range(6)]
 PAIRED = {"dpo": "DPO", "kto": "KTO", "cpo": "CPO", "simpo": "CPO", "orpo": "ORPO", "reward": "Reward"}
+DISTILLED = ("distillation", "distillation-sampled")
 PAIRS = [{"prompt": "1+1", "chosen": "=", "rejected": "2"}] * 6 + [{"prompt": "1+", "chosen": "123", "rejected": "1"}]
 SERVER = {"url": "http://127.0.0.1:9/get", "key_env": "K", "retries": 3, "request_seconds": 2.5}
 JUDGE = {**SERVER, "prompt": "{answer}?", "pattern": "([0-9])", "scale": 10.0}

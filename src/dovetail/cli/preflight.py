@@ -24,6 +24,7 @@ from dovetail.launch.process import complain
 from dovetail.parallel.layout import Layout
 from dovetail.recipe.algorithms import PPO, SFT, CriticFree, PolicyGradient
 from dovetail.recipe.optim import require_torchao
+from dovetail.recipe.distillation import Distillation
 from dovetail.recipe.schema import Recipe
 from dovetail.recipe.types import LayoutSection
 from dovetail.rewards.runner import refuse_unknown
@@ -189,7 +190,7 @@ def _check_rl(recipe: Recipe, folder: Path, policy: Model | None, layout: Layout
         mistakes.of(_check_positions, policy, rollout.max_new_tokens, "rollout.max_new_tokens")
         if own is not None and rollout.backend == "native" and policy.config.get("model_type") in FAMILIES:
             mistakes.of(_named, "rollout", _check_sampler, policy.spec, own)
-    for part in recipe.reward.labelled().values():
+    for part in recipe.reward.labelled().values() if isinstance(recipe.algorithm, PolicyGradient) else ():
         if part.function is not None:
             mistakes.of(_check_function, "reward", part.function, folder)
         elif part.name is not None:
@@ -200,6 +201,9 @@ def _others(recipe: Recipe) -> Iterator[tuple[str, str | None, LayoutSection | N
     """Key, path and layout of models of a recipe beyond the policy."""
     if isinstance(recipe.algorithm, PPO):
         yield "critic", recipe.critic.path, recipe.critic.layout
+    if isinstance(recipe.algorithm, Distillation):
+        yield "teacher", recipe.teacher.path, recipe.teacher.layout
+        return
     if recipe.algorithm.samples or recipe.algorithm.wants_reference:
         yield "reference", recipe.reference.path, recipe.reference.layout
     for part in recipe.reward.labelled().values() if recipe.algorithm.samples else ():

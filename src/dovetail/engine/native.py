@@ -118,6 +118,11 @@ class NativeEngine(EngineState):
             self._infer(list(self._prepare(batch)), keep)  # not lazily: `keep` waits for the device
             return self._gather_tokens(out, batch)[0]
 
+    def infer(self, batch: PackedBatch, loss: LossFn, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
+        """What `loss` makes of each micro-batch without a gradient, to `keep` on ranks of the last stage."""
+        with self._call(critic=self.model.is_critic):
+            self._infer(self._prepare(batch), keep, loss)
+
     def train_step(self, batch: PackedBatch, loss: LossFn, *, trace: bool = False) -> StepReport:
         """trace: report the experts of every token. The host waits once."""
         self.zero_grad()
@@ -245,14 +250,16 @@ class NativeEngine(EngineState):
             forget_step(self.model, self.mesh)
         return pairs
 
-    def _infer(self, pairs: PlannedMicroBatches, keep: Callable[[Tensor, MicroBatch, Any], None]) -> None:
+    def _infer(
+        self, pairs: PlannedMicroBatches, keep: Callable[[Tensor, MicroBatch, Any], None], loss: LossFn | None = None
+    ) -> None:
         """`keep` gets each result, on ranks of the last stage."""
 
         def on_result(micro: int, result: Any) -> None:
             keep(*pairs[micro], result)
 
         if pairs:
-            stages = InferenceRunner(self.model, self.mesh, _micros_of(pairs), self.dtype, on_result)
+            stages = InferenceRunner(self.model, self.mesh, _micros_of(pairs), self.dtype, on_result, loss)
             self._run("forward", stages)
         if self.mesh["pp"].size > 1:
             reshard(self.model)  # a pipeline keeps parameters gathered after forward

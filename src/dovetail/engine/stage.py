@@ -40,8 +40,10 @@ class InferenceRunner:
         micros: Sequence[MicroBatch],
         dtype: torch.dtype,
         on_result: Callable[..., None],
+        loss: LossFn | None = None,
     ) -> None:
-        self.model, self.mesh, self.micros, self.dtype, self.on_result = model, mesh, micros, dtype, on_result
+        self.model, self.mesh, self.micros, self.dtype = model, mesh, micros, dtype
+        self.on_result, self.loss = on_result, loss
 
     def buffer(self, micro: int) -> Tensor:
         """For a micro-batch's hidden states, or their gradient, [t, D]."""
@@ -61,7 +63,7 @@ class InferenceRunner:
 
     def forward(self, stage: int, micro: int, x: Tensor | None) -> Tensor | None:
         with torch.no_grad():
-            y = self.model(self.micros[micro], None, self.local(stage), x)
+            y = self.model(self.micros[micro], self.loss, self.local(stage), x)
         if not self.is_last(stage):
             return y
         self.on_result(micro, y)
@@ -88,13 +90,13 @@ class TrainingRunner(InferenceRunner):
         watch: Callable[[int, int], None] | None = None,
     ) -> None:
         """watch: gets the number of backward passes that are done, and of all."""
-        self.loss, self.sums, self.losses = loss, (sums := Sums()), (losses := list[Tensor]())
+        self.sums, self.losses = (sums := Sums()), (losses := list[Tensor]())
 
         def add(_: int, value: Loss) -> None:
             add_sums(sums, value)
             losses.append(value.total.detach())
 
-        super().__init__(model, mesh, micros, dtype, add)
+        super().__init__(model, mesh, micros, dtype, add, loss)
         self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext  # names a stretch of time in a profile
         self.policy = policy or ReshardPolicy.of(model, mesh, dtype)
         several = mesh["pp"].size > 1 or len(micros) > 1

@@ -2,8 +2,9 @@
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -56,6 +57,12 @@ class ValidatedLoss:
     @property
     def separable(self) -> bool:
         return is_separable(self.loss)
+
+    @property
+    def in_head(self) -> Callable[..., Any]:
+        """AttributeError unless the loss has one."""
+        own: Any = self.loss
+        return partial(own.in_head)
 
     def __call__(self, stats: Any, batch: PackedBatch, /) -> Loss:
         first: Tensor = stats if isinstance(stats, Tensor) else stats.logprob

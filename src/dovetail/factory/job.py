@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dovetail.checkpoint.retention import from_a_whole_step
 from dovetail.data.examples import load_preferences, load_prompts, load_sft
+from dovetail.factory.distillation import check_prompts, distillation_task
 from dovetail.factory.engine import EngineOptions, compile_kernels, make_engine
 from dovetail.factory.functions import advantage, fields_of, policy_loss, sft_loss
 from dovetail.factory.layouts import check_positions
@@ -21,7 +22,9 @@ from dovetail.factory.rows import reads_answer
 from dovetail.factory.sampler import backend_layout, make_sampler
 from dovetail.factory.tokenizer import banned_ids, stop_ids, text_of
 from dovetail.parallel.consensus import agreed
+from dovetail.parallel.mesh import Mesh
 from dovetail.recipe.algorithms import PPO, SFT, AnyRL, CriticFree, PolicyGradient
+from dovetail.recipe.distillation import Distillation
 from dovetail.recipe.preferences import KTO, AnyPreference
 from dovetail.recipe.schema import Recipe
 from dovetail.recipe.types import LayoutSection
@@ -90,6 +93,8 @@ class Builder(RunParts):
                 refuse_other("the model's config, tokenizer or weights", self.resumed.state.model, model, "model.path")
             if isinstance(recipe.algorithm, SFT):
                 task, rows, engines = self._sft(recipe.algorithm, run.first_row)
+            elif isinstance(recipe.algorithm, Distillation):
+                task, rows, engines = self._distillation(recipe.algorithm, run.first_row)
             elif not isinstance(recipe.algorithm, PolicyGradient):
                 task, rows, engines = self._preferences(recipe.algorithm, run.first_row)
             else:
@@ -146,6 +151,50 @@ class Builder(RunParts):
         )  # fmt: skip
         return task, rows[-1], {POLICY: policy}
 
+    def _distillation(self, algorithm: Distillation, first_row: int) -> tuple[Task, str, Engines]:
+        recipe, offline = self.recipe, algorithm.lmbda < 1
+        role, keys = self._role(recipe.teacher, "teacher"), dict[str, Any]()
+        sampler_mesh = self._sampler_mesh() if algorithm.samples else None
+        longest = self._budget - recipe.rollout.max_new_tokens
+        given: dict[str, Any] = {"tokenizer": self.tokenizer, "processor": self.processor}
+        if offline:
+            given["limits"] = self._limits(self._budget, recipe.data.max_length, "data.max_length")
+        else:
+            given |= {"limits": self._limits(longest, recipe.data.max_prompt_length), "answers": False}
+        rows = self._rows(partial(load_sft if offline else load_prompts, **given))
+        if algorithm.samples:
+            check_prompts(rows[0], longest)
+        policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
+        if sampler_mesh is not None:
+            keys = self._sampling(sampler_mesh)
+        frozen = EngineOptions(master_dtype=self.dtype, tokens_per_batch=recipe.trainer.tokens_per_batch)
+        teacher = make_engine(*role, self.dtype, "lm", frozen)
+        keys |= {"first_row": first_row, "parts": self.parts, "progress": self.progress}
+        return distillation_task(self.recipe, policy, teacher, rows, **keys), rows[-1], {POLICY: policy}
+
+    def _sampler_mesh(self) -> Mesh:
+        """May refuse the layout, so before any weight is read."""
+        rollout = self.recipe.rollout
+        folded = partial(backend_layout, self.source, backend=rollout.backend)
+        return self._mesh(rollout.layout or LayoutSection(), "rollout.layout", folded)
+
+    def _sampling(self, mesh: Mesh) -> dict[str, Any]:
+        """Sampler, sampling parameters and decoder of a task."""
+        recipe, rollout = self.recipe, self.recipe.rollout
+        stops = stop_ids(self.source, self.tokenizer)
+        sampler = make_sampler(self.source, mesh, self.dtype, rollout.backend)
+        sampler.watch = self.progress.advance
+        sampling = SamplingParams(
+            **same_keys(rollout, SamplingParams),
+            samples=rollout.samples_per_prompt,
+            seed=recipe.trainer.seed,
+            stop_ids=stops,
+            trace=rollout.router_replay == "rollout" or (rollout.mismatch_metrics and rollout.backend == "native"),
+            banned_ids=banned_ids(self.source, self.tokenizer, self.processor, stops),
+        )
+        decode = partial(text_of, stops=stops, tokenizer=self.tokenizer)
+        return {"sampler": sampler, "sampling": sampling, "decode": decode}
+
     def _rl(self, algorithm: AnyRL, run: RunDirectory, rewards: RewardManager) -> tuple[Task, str, Engines]:
         recipe, rollout, folder = self.recipe, self.recipe.rollout, self.recipe_folder
         with agreed(self.mesh):
@@ -158,9 +207,7 @@ class Builder(RunParts):
         reference_role = self._role(recipe.reference, "reference") if wants_reference else None
         longest = self._budget - rollout.max_new_tokens  # meshes are known now
         limits = self._limits(longest, recipe.data.max_prompt_length)
-        section = rollout.layout or LayoutSection()
-        folded = partial(backend_layout, self.source, backend=rollout.backend)
-        sampler_mesh = self._mesh(section, "rollout.layout", folded)  # may refuse it, so before any weight is read
+        sampler_mesh = self._sampler_mesh()
         answers = reads_answer(recipe.reward)
         load = partial(load_prompts, tokenizer=self.tokenizer, limits=limits, answers=answers, processor=self.processor)
         prompts, held_out, sets, fingerprint = self._rows(load)
@@ -170,10 +217,8 @@ class Builder(RunParts):
         eval_sets = self._eval_sets(sets, run.say)
         policy = self._trained(self.source, self.mesh, POLICY, recipe.optim.lr)
         critic = self._trained(*critic_role, CRITIC, recipe.critic.lr or recipe.optim.lr) if critic_role else None
-        stops = stop_ids(self.source, self.tokenizer)
         frozen = EngineOptions(master_dtype=self.dtype, tokens_per_batch=recipe.trainer.tokens_per_batch)
-        sampler = make_sampler(self.source, sampler_mesh, self.dtype, rollout.backend)
-        sampler.watch = self.progress.advance
+        sampling = self._sampling(sampler_mesh)
         for reward in rewards.rewards.values():
             if isinstance(reward, FunctionReward) and reward.runner is not None:
                 reward.runner.watch = self.progress.advance
@@ -182,22 +227,13 @@ class Builder(RunParts):
             policy=policy,
             critic=critic,
             reference=make_engine(*reference_role, self.dtype, "lm", frozen) if reference_role else None,
-            sampler=sampler,
+            **sampling,
             policy_loss=loss,
             advantage=own_advantage,
             value_loss=ValueLoss(algorithm.value_clip, algorithm.value_coef) if isinstance(algorithm, PPO) else None,
-            sampling=SamplingParams(
-                **same_keys(rollout, SamplingParams),
-                samples=rollout.samples_per_prompt,
-                seed=recipe.trainer.seed,
-                stop_ids=stops,
-                trace=rollout.router_replay == "rollout" or (rollout.mismatch_metrics and rollout.backend == "native"),
-                banned_ids=banned_ids(self.source, self.tokenizer, self.processor, stops),
-            ),
             prompts=prompts,
             held_out=held_out,
             rewards=rewards,
-            decode=partial(text_of, stops=stops, tokenizer=self.tokenizer),
             progress=self.progress,
             first_row=run.first_row,
             parts=self.parts,

@@ -9,6 +9,7 @@ from dovetail.arch.transformers_spec import AnySpec
 from dovetail.errors import ConfigError
 from dovetail.factory.layouts import max_positions
 from dovetail.recipe.algorithms import PPO, PolicyGradient
+from dovetail.recipe.distillation import Distillation
 from dovetail.recipe.reward import RewardSection
 from dovetail.recipe.schema import Recipe
 
@@ -24,25 +25,13 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], oth
     """lengths: tokens of every training row. others: notes so far."""
     lines, algorithm, trainer = list(dict.fromkeys(others)), recipe.algorithm, recipe.trainer
     sections: dict[str, Any] = {"": recipe, "critic.": recipe.critic, "reference.": recipe.reference}
-    sections |= {"rollout.": recipe.rollout, **({"reward.model.": model} if (model := recipe.reward.model) else {})}
+    sections |= {
+        "teacher.": recipe.teacher,
+        "rollout.": recipe.rollout,
+        **({"reward.model.": model} if (model := recipe.reward.model) else {}),
+    }
     layouts = {f"{name}layout": section.layout for name, section in sections.items()}
-    idle = []
-    if not isinstance(algorithm, PPO):
-        idle += [f"critic.{key}" for key, value in recipe.critic if value is not None]
-    if not algorithm.samples:
-        default = RewardSection(name="exact_match")
-        unused = not algorithm.wants_reference
-        idle += [f"reference.{key}" for key, value in recipe.reference if value is not None and unused]
-        idle += ["data.max_prompt_length"] if recipe.data.max_prompt_length is not None else []
-        idle += ["trainer.stop_at_reward"] if trainer.stop_at_reward is not None else []
-        idle += [
-            f"reward.{'import' if key == 'function' else key}"
-            for key, value in recipe.reward
-            if value not in (None, dict(default)[key])
-        ]
-    if algorithm.samples and recipe.data.max_length is not None:
-        idle.append("data.max_length")
-    if idle:
+    if idle := _idle(recipe):
         lines.append(f"without effect, since algorithm.name is {algorithm.name}: {', '.join(idle)}")
     if isinstance(algorithm, PolicyGradient) and algorithm.kl_coef:
         estimator, place = algorithm.kl_estimator, algorithm.kl_in
@@ -73,6 +62,31 @@ def notes(recipe: Recipe, config: Mapping[str, Any], lengths: Sequence[int], oth
             "(max_position_embeddings): those beyond were never trained"
         )
     return lines
+
+
+def _idle(recipe: Recipe) -> list[str]:
+    """Keys without effect for the algorithm."""
+    algorithm, trainer, idle = recipe.algorithm, recipe.trainer, list[str]()
+    if not isinstance(algorithm, PPO):
+        idle += [f"critic.{key}" for key, value in recipe.critic if value is not None]
+    if not isinstance(algorithm, Distillation):
+        idle += [f"teacher.{key}" for key, value in recipe.teacher if value is not None]
+    if not algorithm.samples:
+        idle += ["data.max_prompt_length"] if recipe.data.max_prompt_length is not None else []
+    if not isinstance(algorithm, PolicyGradient):
+        default = RewardSection(name="exact_match")
+        unused = not algorithm.wants_reference
+        idle += [f"reference.{key}" for key, value in recipe.reference if value is not None and unused]
+        idle += ["trainer.stop_at_reward"] if trainer.stop_at_reward is not None else []
+        idle += [
+            f"reward.{'import' if key == 'function' else key}"
+            for key, value in recipe.reward
+            if value not in (None, dict(default)[key])
+        ]
+    offline = isinstance(algorithm, Distillation) and algorithm.lmbda < 1
+    if algorithm.samples and not offline and recipe.data.max_length is not None:
+        idle.append("data.max_length")
+    return idle
 
 
 def rows_line(lengths: Sequence[int], held_out: int) -> str:

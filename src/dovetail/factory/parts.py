@@ -34,6 +34,7 @@ from dovetail.parallel.layout import Layout
 from dovetail.parallel.mesh import Mesh
 from dovetail.parallel.process_group import num_ranks
 from dovetail.recipe.algorithms import PPO
+from dovetail.recipe.distillation import TeacherSection
 from dovetail.recipe.evaluation import default_metrics
 from dovetail.recipe.preferences import Reward
 from dovetail.recipe.reward import RewardModelSection
@@ -124,7 +125,7 @@ class RunParts:
             refuse_other("the rows of data.train", self.resumed.state.data, fingerprint, ROWS[data.overlong_rows])
         return rows, held_out, sets, fingerprint
 
-    def _role(self, section: CriticSection | ReferenceSection, name: str) -> tuple[Pretrained, Mesh]:
+    def _role(self, section: CriticSection | ReferenceSection | TeacherSection, name: str) -> tuple[Pretrained, Mesh]:
         """Source and mesh of another model. Collective."""
         key, path = f"{name}.path", section.path
         with agreed(self.mesh):

@@ -310,7 +310,7 @@ def vocab_stats(z: Tensor, local_targets: Tensor, temperature: Tensor | None = N
     local = (local_targets >= 0) & (local_targets < columns)
     picked = z.gather(-1, torch.where(local, local_targets, 0)[:, None])[:, 0].to(stats.dtype)
     stats[:, 3] = torch.where(local, picked, 0.0)
-    for rows in _row_blocks(z):
+    for rows in row_blocks(z):
         peak = z[rows].amax(-1).to(stats.dtype)
         stats[rows, 0] = peak
         shifted = _shifted(z, rows, torch.where(peak == float("-inf"), 0.0, peak)[:, None], temperature)
@@ -343,7 +343,7 @@ def vocab_grad_(
     index, at_target = torch.where(local, local_targets, 0)[:, None], torch.where(local, g, 0.0)[:, None]
     peak, total, offset = (stat[:, None] for stat in normalizer)
     by_logprob, by_entropy = -g[:, None] / total, None if h is None else -h[:, None] / total
-    for rows in _row_blocks(z):
+    for rows in row_blocks(z):
         shifted = _shifted(z, rows, peak[rows], temperature)
         if by_entropy is None:
             grad = shifted.exp_().mul_(by_logprob[rows])
@@ -366,12 +366,12 @@ def add_weight_grad_(total: Tensor, dz: Tensor, x: Tensor, *, first: bool = Fals
     if total.dtype == x.dtype:
         torch.mm(dz.T, x, out=total) if first else total.addmm_(dz.T, x)
         return
-    for rows in _row_blocks(total):
+    for rows in row_blocks(total):
         part = dz[:, rows].T @ x
         total[rows].copy_(part) if first else total[rows].add_(part)
 
 
-def _row_blocks(x: Tensor) -> Iterator[slice]:
+def row_blocks(x: Tensor) -> Iterator[slice]:
     n, columns = x.shape
     step = max(1, (CPU_BLOCK if x.device.type == "cpu" else GPU_BLOCK) // columns)
     return (slice(start, min(start + step, n)) for start in range(0, n, step))

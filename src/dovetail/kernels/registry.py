@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dovetail.kernels import cuda, cudnn, fa4, quack, reference
+from dovetail.kernels import cuda, cudnn, divergence, fa4, quack, reference
 from dovetail.kernels.npu import NpuKernels
 
 # The ops of each triton module.
@@ -21,6 +21,7 @@ TRITON: Mapping[str, tuple[str, ...]] = {
     "moe_triton": ("top_k", "permute", "permute_tokens", "unpermute"),
     "paged_attention_triton": ("decode_attention", "write_entries"),
     "sampling_triton": ("draw",),
+    "divergence_triton": ("divergence_sums", "divergence_grad_"),
 }
 NPU = ("attention", "rms_norm", "add_norm", "heads", "rope", "swiglu", "grouped_mm", "permute", "unpermute")
 
@@ -53,6 +54,8 @@ class KernelSet:
     vocab_stats: Callable[..., Tensor] = reference.vocab_stats
     vocab_grad_: Callable[..., Tensor] = reference.vocab_grad_
     add_weight_grad_: Callable[..., None] = reference.add_weight_grad_
+    divergence_sums: Callable[..., Tensor] = divergence.divergence_sums
+    divergence_grad_: Callable[..., Tensor] = divergence.divergence_grad_
     head_chunk: int = 1024  # tokens per chunk of the LM head
     mixture: Callable[..., Tensor | None] | None = None
     gated: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""Attention to the tokens of all ranks of cp, by gathered keys or exchanged heads.
+"""Attention to the tokens of all ranks of cp, by gathered keys or exchanged heads, and losses of whole sequences.
 
 Of L lines (groups that exchange heads) the i-th holds the i-th and the i-th last of 2 L chunks of tokens.
 """
@@ -6,16 +6,23 @@ Of L lines (groups that exchange heads) the i-th holds the i-th and the i-th las
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dovetail.batch.micro import ContextShard
-from dovetail.batch.packed import cumulative, to_device
+from dovetail.batch.loss import Loss, LossFn, Sum, TokenStats
+from dovetail.batch.micro import ContextShard, MicroBatch
+from dovetail.batch.packed import PackedBatch, cumulative, to_device
 from dovetail.kernels.reference import Spans, pad_values
 from dovetail.kernels.registry import KernelSet
-from dovetail.parallel.collectives import begin_sum_in_order, gather_mirrored, heads_to_tokens, tokens_to_heads
+from dovetail.parallel.collectives import (
+    all_reduce,
+    begin_sum_in_order,
+    gather_mirrored,
+    heads_to_tokens,
+    tokens_to_heads,
+)
 from dovetail.parallel.mesh import Axis, ContextAxes
 
 
@@ -129,3 +136,28 @@ def cut_chunks(lengths: Sequence[int], share: ContextShard, device: torch.device
         q_spans, k_spans = (Spans(to_device(cumulative(lengths), device), lengths) for lengths in (queries, keys))
         chunks.append(Chunk(slice(at * size, (at + 1) * size), slice(inside[0][0], stop), q_spans, k_spans))
     return tuple(chunks)
+
+
+@dataclass(frozen=True)
+class SequenceGather:
+    """A loss of whole sequences, computed by every cp rank; only the first returns its value.
+
+    forward all_reduce of inputs, backward none: a rank's gradient is that of its tokens.
+    """
+
+    loss: LossFn
+    micro: MicroBatch
+    axis: Axis
+    separable: ClassVar[bool] = False
+
+    def __call__(self, stats: TokenStats | Tensor, _: PackedBatch, /) -> Loss:
+        whole = self._gather(stats) if isinstance(stats, Tensor) else TokenStats(*map(self._gather, stats))
+        total, count, metrics = self.loss(whole, self.micro.all_counted)
+        if self.axis.rank == 0:
+            return Loss(total, count, metrics)
+        zeros = {name: Sum(0 * s.total, 0 * s.count) for name, s in metrics.items()}
+        return Loss(total - total.detach(), 0 * count, zeros)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        whole = x.new_zeros(len(self.micro.all_counted))
+        return all_reduce(whole.index_copy(0, self.micro.local, x), self.axis)

@@ -12,7 +12,7 @@ Subtracting the maximum before the division, and the shift of U, keep digits at 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,9 @@ from dovetail.batch.micro import MicroBatch
 from dovetail.batch.packed import PackedBatch
 from dovetail.kernels.reference import wide
 from dovetail.kernels.registry import KernelSet
+from dovetail.nn.context_parallel import SequenceGather
 from dovetail.nn.layers import GradAccumulator, grad_buffer, vocab_placement
-from dovetail.parallel.collectives import all_gather, all_reduce, gather_replicated, stack_over
+from dovetail.parallel.collectives import all_gather, gather_replicated, stack_over
 from dovetail.parallel.mesh import Axis, Mesh
 from dovetail.parallel.placement import Placement
 
@@ -90,11 +91,13 @@ def fused_token_stats(x: Tensor, shard: VocabShard, batch: PackedBatch) -> Token
         return TokenStats(*(torch.cat(column) for column in zip(*stats, strict=True)))
 
 
-def fused_loss(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -> Loss:
+def fused_loss(
+    x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, make_pass: "Callable[..., HeadPass] | None" = None
+) -> Loss:
     """Of hidden states x [n, D], on the counted tokens of `batch` [n]. Only `total` has a gradient."""
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or shard.weight.requires_grad)
     with torch.no_grad():
-        run = _Pass(x, shard, batch, loss, needs_grad=needs_grad)
+        run = (make_pass or HeadPass)(x, shard, batch, loss, needs_grad=needs_grad)
         result = run.separable() if is_separable(loss) else run.whole()
     if not needs_grad:
         return result
@@ -103,7 +106,7 @@ def fused_loss(x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn) -
     return result._replace(total=_WithGradients.apply(result.total, x, shard.weight, run.dx, dw, added))
 
 
-class _Pass:
+class HeadPass:
     """A loss, and buffers dx [n, D] and dw [columns, D] in the wide dtype. fresh: dw is uninitialized."""
 
     def __init__(self, x: Tensor, shard: VocabShard, batch: PackedBatch, loss: LossFn, *, needs_grad: bool) -> None:
@@ -121,23 +124,25 @@ class _Pass:
 
     def separable(self) -> Loss:
         """One pass: loss and gradients chunk by chunk."""
-        values = []
-        for rows in self.chunks:
-            z, stats, normalizer = self.shard.stats(self.x, self.batch, rows, keep=self.needs_grad)
-            part = self.batch
-            if rows.stop - rows.start < len(part):
-                part = part.compact(torch.arange(rows.start, rows.stop, device=self.x.device))
-            value, g, h = _loss_gradients(self.loss, stats, part, self.needs_grad)
-            values.append(value)
-            if self.needs_grad and z is not None:
-                self._backward(rows, z, normalizer, g, h)
-            del z  # or two chunks of logits are alive at once
+        values = [self.chunk(rows) for rows in self.chunks]
         return values[0] if len(values) == 1 else _sum_of(values)
+
+    def chunk(self, rows: slice) -> Loss:
+        z, stats, normalizer = self.shard.stats(self.x, self.batch, rows, keep=self.needs_grad)
+        value, (g, h) = loss_gradients(self.loss, stats, self.part(rows), self.needs_grad)
+        if self.needs_grad and z is not None:
+            self._backward(rows, z, normalizer, g, h)
+        return value
+
+    def part(self, rows: slice) -> PackedBatch:
+        if rows.stop - rows.start == len(self.batch):
+            return self.batch
+        return self.batch.compact(torch.arange(rows.start, rows.stop, device=self.x.device))
 
     def whole(self) -> Loss:
         """Two passes: the loss of all statistics, then gradients from recomputed logits."""
         stats = fused_token_stats(self.x, self.shard, self.batch)
-        value, g, h = _loss_gradients(self.loss, stats, self.batch, self.needs_grad)
+        value, (g, h) = loss_gradients(self.loss, stats, self.batch, self.needs_grad)
         for rows in self.chunks if self.needs_grad else ():
             z, _, normalizer = self.shard.stats(self.x, self.batch, rows, keep=True)
             assert z is not None
@@ -147,9 +152,12 @@ class _Pass:
 
     def _backward(self, rows: slice, z: Tensor, normalizer: Normalizer, g: Tensor, h: Tensor | None) -> None:
         """Overwrites the logits z."""
-        x, shard, batch = self.x, self.shard, self.batch
-        local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows, x.dtype)
-        dz = shard.kernels.vocab_grad_(z, local_targets, normalizer, g, h, temperature, dtype=x.dtype)
+        shard, batch, dtype = self.shard, self.batch, self.x.dtype
+        local_targets, temperature = batch.targets[rows] - shard.first, _temperature(batch, rows, dtype)
+        self.add_products(rows, shard.kernels.vocab_grad_(z, local_targets, normalizer, g, h, temperature, dtype=dtype))
+
+    def add_products(self, rows: slice, dz: Tensor) -> None:
+        x, shard = self.x, self.shard
         first, products = self.fresh and rows.start == 0, shard.products(x)
         if products is not None:
             products.logit_grads_(dz, x[rows], shard.weight, self.dx[rows], self.dw, first=first)
@@ -159,19 +167,17 @@ class _Pass:
         torch.mm(dz, shard.weight, out=self.dx[rows])
 
 
-def _loss_gradients(
-    loss: LossFn, stats: TokenStats, batch: PackedBatch, needs_grad: bool
-) -> tuple[Loss, Tensor, Tensor | None]:
-    """And gradients in both statistics: where the loss ignores one, zeros, or None for the entropy."""
+def loss_gradients(loss: LossFn, stats: Any, batch: PackedBatch, needs_grad: bool, leaves: int = 2) -> tuple[Loss, Any]:
+    """And gradients in the first `leaves` statistics: where the loss ignores one, zeros, or None for the entropy."""
     if not needs_grad:
-        return _detached(loss(stats, batch)), stats.logprob, None
+        return _detached(loss(stats, batch)), stats[:leaves]
     with torch.enable_grad():
-        leaves = TokenStats(stats.logprob.detach().requires_grad_(), stats.entropy.detach().requires_grad_())
-        value = loss(leaves, batch)
-        if not value.total.requires_grad:
-            return _detached(value), torch.zeros_like(stats.logprob), None
-        g, h = torch.autograd.grad(value.total, leaves, allow_unused=True)
-    return _detached(value), torch.zeros_like(stats.logprob) if g is None else g, h
+        given = [x.detach().requires_grad_() for x in stats[:leaves]]
+        value, grads = loss(type(stats)(*given, *stats[leaves:]), batch), (None,) * leaves
+        if value.total.requires_grad:
+            grads = torch.autograd.grad(value.total, given, allow_unused=True)
+    zeroed = [torch.zeros_like(stats.logprob) if x is None and i != 1 else x for i, x in enumerate(grads)]
+    return _detached(value), tuple(zeroed)
 
 
 class _WithGradients(torch.autograd.Function):
@@ -236,7 +242,8 @@ class LMHead(GradAccumulator):
         counted = all_gather(x, self.axis)[micro.index]
         if loss is None:
             return fused_token_stats(counted, self.shard, micro.counted)
-        return fused_loss(counted, self.shard, micro.counted, loss)
+        run: Callable[..., Any] = loss.in_head if hasattr(loss, "in_head") else fused_loss
+        return run(counted, self.shard, micro.counted, loss)
 
     def logits(self, x: Tensor) -> Tensor:
         """This rank's [n, columns] in the wide dtype, of x [n, D] that all ranks of tp hold."""
@@ -261,31 +268,6 @@ class ValueHead(nn.Module):
     def forward(self, x: Tensor, micro: MicroBatch, loss: LossFn | None) -> Tensor | Loss:
         values = gather_replicated(F.linear(x, self.weight, self.bias)[:, 0].to(wide(x.dtype)), self.axis)
         return values if loss is None else loss(values[micro.index], micro.counted)
-
-
-@dataclass(frozen=True)
-class SequenceGather:
-    """A loss of whole sequences, computed by every cp rank; only the first returns its value.
-
-    forward all_reduce of inputs, backward none: a rank's gradient is that of its tokens.
-    """
-
-    loss: LossFn
-    micro: MicroBatch
-    axis: Axis
-    separable: ClassVar[bool] = False
-
-    def __call__(self, stats: TokenStats | Tensor, _: PackedBatch, /) -> Loss:
-        whole = self._gather(stats) if isinstance(stats, Tensor) else TokenStats(*map(self._gather, stats))
-        total, count, metrics = self.loss(whole, self.micro.all_counted)
-        if self.axis.rank == 0:
-            return Loss(total, count, metrics)
-        zeros = {name: Sum(0 * s.total, 0 * s.count) for name, s in metrics.items()}
-        return Loss(total - total.detach(), 0 * count, zeros)
-
-    def _gather(self, x: Tensor) -> Tensor:
-        whole = x.new_zeros(len(self.micro.all_counted))
-        return all_reduce(whole.index_copy(0, self.micro.local, x), self.axis)
 
 
 def shared(loss: LossFn, micro: MicroBatch, axis: Axis) -> LossFn:

@@ -37,6 +37,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "sapo": {"name": "grpo", "loss": "sapo", "aggregation": "sequence", "num_mini_batches": 4},
     "ppo": {"name": "ppo", "critic_warmup": 3, "num_mini_batches": 4},
     "sft": {"name": "sft"},
+    "gkd": {"name": "distillation", "divergence": "jsd", "beta": 0.5, "lmbda": 0.5},
+    "on_policy_distillation": {"name": "distillation", "divergence": "sampled_reverse_kl"},
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from dovetail.launch.progress import Phase
 from dovetail.recipe.algorithms import GRPO, RLOO, SFT, AnyRL, PolicyGradient, ReinforcePlusPlus
 from dovetail.recipe.correction import CorrectionSection, check_correction
 from dovetail.recipe.data import DataSection
+from dovetail.recipe.distillation import Distillation, TeacherSection
 from dovetail.recipe.evaluation import EvalSection, EvalSetSection
 from dovetail.recipe.keys import RENAMED, Key, explain, keys_of, nearest, rename_keys, renamed_note
 from dovetail.recipe.names import all_meanings
@@ -104,7 +105,7 @@ class TrainerSection(Section):
     mlp_tile_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = key(0, "tokens of an MLP at a time; 0: all")
 
 
-AnyAlgorithm = SFT | AnyRL | AnyPreference
+AnyAlgorithm = SFT | AnyRL | AnyPreference | Distillation
 
 
 class Recipe(Section):
@@ -114,6 +115,7 @@ class Recipe(Section):
     layout: LayoutSection = LayoutSection()
     critic: CriticSection = CriticSection()
     reference: ReferenceSection = ReferenceSection()
+    teacher: TeacherSection = TeacherSection()
     algorithm: Annotated[AnyAlgorithm, Field(discriminator="name")] = GRPO()
     data: DataSection
     rollout: RolloutSection = RolloutSection()
@@ -170,6 +172,10 @@ class Recipe(Section):
             raise ValueError(
                 "trainer.offload_optimizer moves the moments of adamw, but optim has "
                 f"{self.optim.name or self.optim.function}; leave one of them out"
+            )
+        if isinstance(self.algorithm, Distillation) and self.teacher.path is None:
+            raise ValueError(
+                "teacher.path is missing: distillation learns from a teacher; give its directory or hub name"
             )
         if self.rollout.router_replay == "rollout" and self.rollout.backend != "native":
             raise ValueError(

@@ -32,7 +32,9 @@ ROWS: Mapping[str, str] = {  # by data.overlong_rows: the keys that decide which
     "error": "data.train",
     "drop": "data.train, trainer.tokens_per_batch, rollout.max_new_tokens and layouts, by which rows are dropped,",
 }
-SOURCES = frozenset({"model.path", "data.train", "critic.path", "reference.path"})  # of a run without checkpoints
+SOURCES = frozenset(
+    {"model.path", "data.train", "critic.path", "reference.path", "teacher.path"}
+)  # of a run without checkpoints
 EVALUATED = ("data.eval", "eval.sets")
 COUNTED = ("algorithm.epochs", "algorithm.num_mini_batches")  # optimizer steps of a step
 

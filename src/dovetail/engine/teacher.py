@@ -1,0 +1,85 @@
+"""A teacher's hidden states and its head for distillation, and a loss without an update."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dovetail.batch.loss import Loss, LossFn
+from dovetail.batch.micro import MicroBatch
+from dovetail.batch.packed import PackedBatch
+from dovetail.engine.base import BatchReport
+from dovetail.engine.native import NativeEngine
+from dovetail.engine.stage import Sums, add_sums, mean, reduce_sums, sums_by_name, unify_names
+from dovetail.engine.validation import ValidatedLoss
+from dovetail.errors import ModelError
+from dovetail.nn.distillation import ROW, HiddenStates, TeacherStates
+from dovetail.nn.heads import LMHead
+from dovetail.parallel.collectives import AsyncHostCopy, sum_over
+from dovetail.weights.shards import local_params
+from dovetail.weights.stream import export_params, gather_whole
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Reads batches for a student's head. weight: the teacher's rows for this rank's columns, in the student's dtype."""
+
+    engine: NativeEngine
+    weight: Tensor
+    needed: bool  # whether this rank has the student's head
+
+    @classmethod
+    def of(cls, engine: NativeEngine, student: NativeEngine) -> "Teacher":
+        """Each of a layout of its own, over the same ranks, with the same tokenizer. Collective."""
+        theirs, ours = engine.model.spec.vocab_size, student.model.spec.vocab_size
+        if theirs < ours:
+            raise ModelError(
+                f"the teacher has a vocabulary of {theirs}, the student one of {ours}; give a teacher with the student's "
+                "tokenizer (rows that it has beyond the student's are left out)"
+            )
+        params = [param for param in local_params(engine.model, engine.mesh) if _is_head(engine, param.parameter)]
+        exported = export_params(params, engine.mesh, dtype_of=lambda _: student.dtype)
+        ((_, whole),) = gather_whole(exported, engine.mesh, list(exported.specs))
+        head = student.model.head if student.model.cut.last else None
+        if not isinstance(head, LMHead):
+            return cls(engine, whole.new_empty(0, whole.shape[1]), needed=False)
+        return cls(engine, whole[head.first : head.first + head.columns].clone(), needed=True)
+
+    def read(self, batch: PackedBatch) -> tuple[PackedBatch, TeacherStates]:
+        """The batch with each counted token's row of the states. Parts of it share them. Collective."""
+        hidden = hidden_states(self.engine, batch)
+        kept = hidden if self.needed else hidden[:0]
+        rows = (batch.mask.cumsum(0) - 1).clamp(min=0)
+        return batch.with_fields(**{ROW: rows}), TeacherStates(kept.to(self.weight.dtype), self.weight)
+
+
+def _is_head(engine: NativeEngine, parameter: object) -> bool:
+    head = engine.model.head if engine.model.cut.last else None
+    return isinstance(head, LMHead) and head.weight is parameter
+
+
+def hidden_states(engine: NativeEngine, batch: PackedBatch) -> Tensor:
+    """What the head reads at each counted token [n, D], in order, on every rank, in the engine's dtype. Collective."""
+    mesh, rows = engine.mesh, batch.mask.cumsum(0) - 1
+    out = torch.zeros(int(batch.mask.sum()), engine.model.spec.width, dtype=engine.dtype, device=mesh.device)
+
+    def keep(index: Tensor, micro: MicroBatch, x: Tensor) -> None:
+        out[rows.to(index.device)[index[micro.order[micro.index]]]] = x
+
+    engine.infer(batch, HiddenStates(), keep)
+    return sum_over(sum_over(out, mesh["fsdp"]), mesh["pp"])
+
+
+def evaluate(engine: NativeEngine, batch: PackedBatch, loss: LossFn) -> BatchReport:
+    """A loss and its metrics without gradients. Collective."""
+    sums, mesh = Sums(), engine.mesh
+
+    def add(_: Tensor, __: MicroBatch, value: Loss) -> None:
+        add_sums(sums, value)
+
+    engine.infer(batch, ValidatedLoss(loss), add)
+    unify_names(sums, mesh)
+    rows = AsyncHostCopy(reduce_sums(sums, mesh)).wait()
+    totals = sums_by_name(sorted(sums), rows, mesh)
+    metrics = {name: mean(*pair) for name, pair in totals.items() if name}
+    return BatchReport(mean(*totals[""]), totals[""][1], len(batch), metrics)

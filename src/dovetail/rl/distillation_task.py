@@ -1,0 +1,152 @@
+"""One training step of distillation, on rows with completions or on the student's own samples."""
+
+import random
+import zlib
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from dovetail.batch.loss import LossFn
+from dovetail.batch.packed import PackedBatch, Sequence
+from dovetail.data.examples import Prompt
+from dovetail.engine.native import NativeEngine
+from dovetail.engine.teacher import Teacher, evaluate
+from dovetail.launch.progress import Progress
+from dovetail.rl.distillation import DistillationLoss, SampledReverseKL
+from dovetail.rl.experience import Sample, pack_samples, sample_row, score_old
+from dovetail.rl.step_metrics import Row, length_metrics, sample_metrics, update_metrics
+from dovetail.rl.tasks import inner_batches, never, step_rows, weighted
+from dovetail.rollout.base import Prompt as SamplerPrompt, Sampler, SamplingParams
+
+if TYPE_CHECKING:  # pydantic is not needed to run a task
+    from dovetail.recipe.distillation import Distillation
+    from dovetail.recipe.schema import Recipe
+
+Rows = Seq[Sequence] | Seq[Prompt]
+
+
+@dataclass(kw_only=True)
+class DistillationTask:
+    """teacher: reads hidden states for the head; of sampled_reverse_kl an engine that scores. sampler: where lmbda is above 0."""
+
+    recipe: "Recipe"
+    policy: NativeEngine
+    teacher: Teacher | NativeEngine
+    rows: Rows
+    held_out: Rows
+    sampler: Sampler | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    decode: Callable[[Seq[int]], str] = str
+    progress: Progress = field(default_factory=Progress)
+    first_row: int = 0
+    parts: Seq[tuple[int, float]] = ()
+    eval_sets: Mapping[str, Rows] = field(default_factory=dict)
+    samples: list[Sample] = field(init=False, default_factory=list)  # of the last step
+
+    @property
+    def trained(self) -> list[NativeEngine]:
+        return [self.policy]
+
+    @property
+    def algorithm(self) -> "Distillation":
+        return cast("Distillation", self.recipe.algorithm)
+
+    def sample_rows(self) -> list[dict[str, Any]]:
+        return [sample_row(sample) for sample in self.samples]
+
+    def step(self, step: int, stopping: Callable[[], bool] = never) -> Row | None:
+        chosen = step_rows(self.recipe, len(self.rows), step, self.first_row, self.parts)
+        rows = [self.rows[i] for i in chosen]
+        self.samples, on_policy = [], self.is_on_policy(step)
+        if on_policy:
+            self.progress.phase("push", step + 1)
+            self.samples = self._sampled(rows, replace(self.sampling, step=step))
+            self.progress.phase("wait")
+            if stopping():
+                return None
+        batch = self._packed(self.samples or rows)
+        self.progress.phase("score", step + 1)
+        taught, loss = self._taught(batch)
+        self.progress.phase("update", step + 1)
+        reports = [self.policy.train_step(part, loss) for part in inner_batches(taught, self.recipe, step)]
+        work = len(batch) * self.algorithm.epochs, batch.num_sequences * self.algorithm.epochs
+        return {
+            **update_metrics(reports),
+            "tokens": len(batch),
+            "on_policy": float(on_policy),
+            **self._lengths(batch),
+            "work": {**self._rollout_work(), "score": (len(batch), batch.num_sequences), "update": work},
+        }
+
+    def evaluate(self, step: int) -> Row:
+        """The loss and its metrics on the rows of data.eval and of other sets; with lmbda 1 on samples, with the same noise."""
+        row: Row = {}
+        for name, rows in {"": self.held_out, **self.eval_sets}.items():
+            if not rows:
+                continue
+            self.progress.phase("eval", step)
+            given: Rows | list[Sample] = rows
+            if self.algorithm.lmbda == 1:
+                seed = zlib.crc32(f"{self.sampling.seed}/eval/{name}".encode())
+                given = self._sampled(rows, replace(self.sampling, samples=1, seed=seed), "eval")
+            report = evaluate(self.policy, *self._taught(self._packed(given)))
+            prefix = f"eval/{name}/" if name else "eval_"
+            row |= {f"{prefix}{metric}": value for metric, value in {"loss": report.loss, **report.metrics}.items()}
+        return row
+
+    def is_on_policy(self, step: int) -> bool:
+        return random.Random(f"{self.recipe.trainer.seed}/{step}/on_policy").random() < self.algorithm.lmbda
+
+    def _sampled(self, rows: Rows, params: SamplingParams, phase: Any = "rollout") -> list[Sample]:
+        assert self.sampler is not None
+        self.sampler.refill(self.policy.weights(self.sampler.dtype))
+        self.progress.phase(phase)
+        prompts = [prompt_of(number, row) for number, row in enumerate(rows)]
+        asked = [SamplerPrompt(number, prompt.ids, prompt.media) for number, prompt in enumerate(prompts)]
+        completions = self.sampler.sample(asked, params)
+        return [Sample(prompts[c.row], c.row, c, self.decode(c.ids), 0.0) for c in completions]
+
+    def _packed(self, rows: Rows | list[Sample]) -> PackedBatch:
+        sampled_kl = self.algorithm.divergence == "sampled_reverse_kl"
+        heat = self.recipe.rollout.temperature if sampled_kl else self.algorithm.temperature
+        if isinstance(rows[0], Sample):
+            return weighted(pack_samples(cast("list[Sample]", rows), heat), self.recipe)
+        batch = PackedBatch.pack(cast("Seq[Sequence]", rows))
+        if heat != 1:
+            batch = batch.with_fields(temperature=torch.full((len(batch),), heat))
+        return weighted(batch, self.recipe)
+
+    def _taught(self, batch: PackedBatch) -> tuple[PackedBatch, LossFn]:
+        algorithm = self.algorithm
+        if isinstance(self.teacher, Teacher):
+            batch, states = self.teacher.read(batch)
+            keys: dict[str, Any] = {name: vars(algorithm)[name] for name in ("divergence", "beta")}
+            keys |= {"top_k": algorithm.loss_top_k, "tail": algorithm.loss_add_tail}
+            return batch, DistillationLoss(teacher=states, **keys)
+        if algorithm.epochs * algorithm.num_mini_batches > 1:
+            batch = score_old(self.policy, batch, "none")
+        scored = self.teacher.score(batch.with_routing(None)).logprob
+        return batch.with_routing(None).with_fields(teacher_logprob=scored), SampledReverseKL()
+
+    def _lengths(self, batch: PackedBatch) -> Row:
+        if self.samples:
+            found = sample_metrics(self.samples, compared=False)
+            return {name: value for name, value in found.items() if not name.startswith("reward")}
+        trained = [int(mask.sum()) for mask in batch.mask.split(batch.lengths)]
+        prompts = [n - own for n, own in zip(batch.lengths, trained, strict=True)]
+        return {**length_metrics("prompt_length", prompts), **length_metrics("response_length", trained)}
+
+    def _rollout_work(self) -> Row:
+        made = sum(len(sample.completion.ids) for sample in self.samples)
+        return {"rollout": (made, len(self.samples))} if self.samples else {}
+
+
+def prompt_of(number: int, row: Sequence | Prompt) -> Prompt:
+    """Of a row with a completion, what is before its first trained token; of a row that is all trained its first token."""
+    if isinstance(row, Prompt):
+        return row
+    mask = [True] if row.mask is None else [bool(kept) for kept in row.mask]
+    start = max(1, mask.index(True)) if True in mask else len(mask)
+    return Prompt(id=number, ids=tuple(row.ids[:start]), media=row.media)
