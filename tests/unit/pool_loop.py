@@ -1,7 +1,7 @@
 """An asynchronous run in one process: stand-ins of a trainer and of engines around the real pool, journal and feed.
 
-A policy is a digest; a token depends on the policy that sampled it, its sample and its position, so that a token shows whether the run still
-has the policy of its version. The trainer's step is a digest of what it trains on.
+A policy is a digest; a token depends on the policy that sampled it, its sample and its position, so that it shows whether the
+run still has the policy of its version. A step of the trainer is a digest of what it trains on.
 """
 
 import hashlib
@@ -55,7 +55,9 @@ class Engines:
         time.sleep(seconds)
         while self.waiting and len(self.running) < 4:
             request = self.waiting.pop(0)
-            self.running.append(Running(request, LENGTHS[int(digest(request.group, request.sample), 16) % len(LENGTHS)]))
+            self.running.append(
+                Running(request, LENGTHS[int(digest(request.group, request.sample), 16) % len(LENGTHS)])
+            )
         for sample in self.running:
             start = len(sample.ids)
             stop = min(sample.length, start + self.luck.randrange(4))
@@ -66,8 +68,10 @@ class Engines:
         return [(s.request, Answer(s.request.sample, s.ids, (-0.5,) * s.length, s.versions, "stop")) for s in done]
 
 
-def reward(group: int, answers: Sequence[Answer]) -> list[Answer]:
-    return [replace(answer, reward=float(sum(answer.ids) % 2), rewards={"odd": 1.0, "none": None}) for answer in answers]
+def reward(_: int, answers: Sequence[Answer]) -> list[Answer]:
+    return [
+        replace(answer, reward=float(sum(answer.ids) % 2), rewards={"odd": 1.0, "none": None}) for answer in answers
+    ]
 
 
 def keep(group: FinishedGroup) -> bool:
@@ -106,8 +110,14 @@ def train(run: Path, life: int) -> None:
         for group in groups:
             for answer in group.answers:
                 request = Request(group.id, answer.sample, 0, 0)
-                made = [token(state.policies[v], request, at) for v, start, stop in answer.versions for at in range(start, stop)]
-                assert tuple(made) == answer.ids, f"group {group.id} was sampled by policies that this run does not have"
+                made = [
+                    token(state.policies[v], request, at)
+                    for v, start, stop in answer.versions
+                    for at in range(start, stop)
+                ]
+                assert tuple(made) == answer.ids, (
+                    f"group {group.id} was sampled by policies that this run does not have"
+                )
         feed.turn()  # engines go on while the trainer trains
         state.policies.append(digest(state.policies[-1], [answer.ids for group in groups for answer in group.answers]))
         state.trained.append([group.id for group in groups])

@@ -1,13 +1,13 @@
 """Finished groups of an asynchronous run on disk, a file each: what a kill does not lose. Safetensors and JSON, with a checksum.
 
-A group is saved before it may train, and removed once every checkpoint of the run is of a later step than the one that trained it. Which
-groups are trained is known from a checkpoint's step and cursor alone (`Pool.restore`), so that none trains twice.
+A group is saved before it may train, and removed once every checkpoint of the run is later than the step that trained it.
+Which groups are trained is known from a checkpoint's step and cursor alone (`Pool.restore`), so that none trains twice.
 """
 
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,17 +1,18 @@
 """Which groups run and train when, so that no token is older than `max_lag` versions. A state machine; imports no torch.
 
 A group is the samples of one prompt; its id is its place in the stream of rows. Version v is the policy after v steps; step t
-(from 0) makes version t + 1. A token that version v sampled and step t trains on has the lag t - v. With B groups a step, N = `max_lag`,
-V the lowest version that engines sample with, and S the next step:
+(from 0) makes version t + 1. A token that version v sampled and step t trains on has the lag t - v. With B groups a step,
+N = `max_lag`, V the lowest version that engines sample with, and S the next step:
 
 1. at most (V + N + 1 - S) B groups are admitted and not trained;
 2. a step takes the B lowest groups, and waits until they are ready.
 
-The bound: rule 2 trains the group that has r lower ones (not counting dropped ones) at step r // B or, if lower ones are dropped later, before it.
-When it was admitted, r was below (V + N + 1) B, so its step is at most V + N, and no token of it is older than V: engines never go back.
-Nothing starves or is discarded: a step waits for admitted groups alone, each ends with its longest response, and while V = S, rule 1 leaves
-room for the B groups of the step. Which rows a step trains on depends on no clock: they are the rows of the synchronous run, and with
-N = 0 every group is sampled by the version of its step. docs/adr/024-groups-train-in-order.md compares other rules.
+The bound: by rule 2 a group with r lower ones (dropped ones do not count) trains at step r // B, or before it if lower ones are
+dropped later. When it was admitted, r was below (V + N + 1) B, so its step is at most V + N, and no token of it is older than
+V: engines never go back. Nothing starves and nothing is discarded: a step waits for admitted groups alone, each ends with its
+longest response, and while V = S rule 1 leaves room for the B groups of the step. Which rows a step trains on depends on no
+clock: they are the rows of the synchronous run, and with N = 0 every group is sampled by the version of its step.
+docs/adr/024-groups-train-in-order.md compares other rules.
 """
 
 from collections.abc import Collection, Mapping
@@ -83,9 +84,9 @@ class Pool:
     ) -> list[int]:
         """Go on after `step` from a checkpoint. Returns the finished groups that go on; the others run again.
 
-        finished: by group the versions of its oldest and newest tokens. They train at the steps at which they would have, also those that
-        were trained after the checkpoint, so that steps repeat and versions mean the same policies. A group runs again if
-        one that trains before a version of it is missing (a damaged file), or a smaller max_lag forbids it.
+        finished: by group the versions of its oldest and newest tokens. They train at the steps at which they would have, or
+        did after the checkpoint: steps repeat, and versions mean the same policies. A finished group runs again if a step before
+        one of its versions lacks a group (a damaged file), or if a smaller max_lag forbids it.
         """
         self.version = self.step = step
         self.cursor = self._next = cursor

@@ -1,7 +1,7 @@
-"""Engines, a trainer and a pool in simulated milliseconds: what a layout of GPUs yields, with the rules that the real loop follows.
+"""Engines, a trainer and a pool in simulated milliseconds: what GPUs yield under the rules of the real loop.
 
-An engine decodes all its running samples at one pace, which falls as they grow in number; prefills and pushes stop it. The trainer
-takes groups from `Pool`, trains for a time by their tokens, and pushes its weights. Imports no torch.
+An engine decodes all its running samples at one pace, the slower the more there are; prefills and pushes stop it. The trainer
+takes groups from `Pool`, trains for a time that follows from their tokens, and pushes its weights. Imports no torch.
 """
 
 import heapq
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, inf, log, sqrt
 from statistics import NormalDist
+from typing import NamedTuple
 
 from dovetail.rollout.pool import Pool
 
@@ -36,7 +37,7 @@ class Setup:
     samples: int
     prompt_tokens: int = 0
     max_lag: int
-    steps: int = 12
+    steps: int = 12  # at least 2
     warmup: int = 4  # steps that are not counted
 
 
@@ -87,7 +88,9 @@ class Engine:
     done: float = 0.0
     stall: float = 0.0
     busy: float = 0.0
-    running: list[tuple[float, float, int]] = field(default_factory=list)  # a heap of (done at its end, at its start, group)
+    running: list[tuple[float, float, int]] = field(
+        default_factory=list
+    )  # a heap of (done at its end, at its start, group)
     pushes: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
     paces: dict[int, float] = field(default_factory=dict)
 
@@ -131,6 +134,15 @@ class Engine:
         self.pushes.append((self.done, version))
 
 
+class Take(NamedTuple):
+    """The beginning of a step. busy: milliseconds of all engines so far."""
+
+    waiting_since: float
+    begun: float
+    tokens: int
+    busy: float
+
+
 class Simulation:
     """lengths: of responses, a list for each of some prompts, whose groups draw from it."""
 
@@ -144,8 +156,8 @@ class Simulation:
         self.spans: dict[int, list[tuple[int, int]]] = {}
         self.lags = Counter[int]()
         self.batches: list[list[int]] = []
-        self.takes: list[tuple[float, float, int]] = []  # of each step: waited since, begun at, tokens of its responses
-        self.now = self.busy_before = 0.0
+        self.takes: list[Take] = []
+        self.now = 0.0
 
     def group_lengths(self, group: int) -> list[int]:
         draw = random.Random(f"{self.seed}/{group}")
@@ -187,7 +199,6 @@ class Simulation:
             group, length = self.queue.popleft()
             prefill = 0 if (index, group) in self.cached else self.setup.prompt_tokens
             self.cached.add((index, group))
-            self.pool.start(group, self.pool.version)
             engine.add(self.now, group, length, 1000 * prefill / self.setup.prefill_tokens_per_second)
 
     def _end(self, engine: Engine) -> None:
@@ -203,32 +214,23 @@ class Simulation:
             for version, count in self.spans.pop(group):
                 self.lags[len(self.batches) - version] += count
                 tokens += count
-        if len(self.batches) == setup.warmup:
-            self.busy_before = self._busy()
-        self.takes.append((waiting_since, self.now, tokens))
+        for engine in self.engines:
+            engine.advance(self.now)
+        self.takes.append(Take(waiting_since, self.now, tokens, sum(engine.busy for engine in self.engines)))
         self.batches.append(list(batch))
         whole = tokens + len(batch) * setup.samples * setup.prompt_tokens
         return setup.step_ms + 1000 * whole / setup.train_tokens_per_second
 
-    def _busy(self) -> float:
-        for engine in self.engines:
-            engine.advance(self.now)
-        return sum(engine.busy for engine in self.engines)
-
     def _outcome(self) -> Outcome:
-        setup, counted = self.setup, self.takes[self.setup.warmup :]
-        begun = counted[0][1]
-        spent = self.now - begun  # from the beginning of the first counted step to the end of the last
-        waited = sum(at - since for since, at, _ in counted[1:])
-        last = self.now - counted[-1][1]
-        cycle = (counted[-1][1] - begun) / max(1, len(counted) - 1) if len(counted) > 1 else last
-        tokens = sum(tokens for _, _, tokens in counted[: len(counted) - 1 or 1])
-        busy = (self._busy() - self.busy_before) / (spent * setup.engines)
+        """From the beginning of the first counted step to that of the last."""
+        counted = self.takes[min(self.setup.warmup, len(self.takes) - 2) :]
+        first, last = counted[0], counted[-1]
+        spent = last.begun - first.begun
         return Outcome(
-            tokens_per_second=1000 * tokens / (cycle * max(1, len(counted) - 1)),
-            step_ms=cycle,
-            trainer_idle=waited / (cycle * max(1, len(counted) - 1)),
-            engine_idle=1 - busy,
+            tokens_per_second=1000 * sum(take.tokens for take in counted[:-1]) / spent,
+            step_ms=spent / (len(counted) - 1),
+            trainer_idle=sum(take.begun - take.waiting_since for take in counted[1:]) / spent,
+            engine_idle=max(0.0, 1 - (last.busy - first.busy) / (spent * self.setup.engines)),
             lags=dict(sorted(self.lags.items())),
             batches=self.batches,
         )
